@@ -87,8 +87,8 @@ docs: $(installed_docs) ## the site of the documentation, with the API reference
 	@.venv-docs/bin/python .ci/docs
 
 clean: ## remove what was built; .venv stays
-	rm -rf target build dist out torch_ext/sagellm.egg-info torch_ext/sagellm/_build.py
-	rm -f torch_ext/sagellm/*.so $(built) $(built).begun $(registered)
+	rm -rf target build dist out torch_ext/torch_sagellm.egg-info torch_ext/torch_sagellm/_build.py
+	rm -f torch_ext/torch_sagellm/*.so $(built) $(built).begun $(registered)
 
 $(installed): requirements.txt .ci/setup
 	@.ci/setup requirements.txt
@@ -128,6 +128,7 @@ $(installed_docs): requirements-docs.txt
 # first, because pip would hide what cargo and the compiler say until it ends.
 $(built): $(sources) pyproject.toml $(installed)
 	@.ci/prerequisites
+	@.ci/old-name
 	@touch $@.begun # the stamp's time: what is edited during the build is newer
 	$(python) setup.py --quiet build_ext --inplace
 	@if [[ ! -e $(registered) || -n "$$(find $(torch) pyproject.toml -newer $(registered))" ]]; then \

@@ -1,4 +1,4 @@
-"""Builds the extension module ``sagellm._C``: the C++ of ``cpp/`` linked with the Rust core as a static library.
+"""Builds the extension module ``torch_sagellm._C``: the C++ of ``cpp/`` linked with the Rust core as a static library.
 
 cargo runs first and leaves two things: ``libsagellm.a`` and, through cxx, the headers that ``cpp/`` includes. ninja
 then compiles the C++, so that an edit of the Rust core costs cargo and one link. torch's headers are read once, into a
@@ -178,7 +178,7 @@ def extension() -> Extension:
     # module.cpp takes longest to compile: those of cpp/ itself come first.
     files = [path for pattern in ("*.cpp", "*/*.cpp") for path in sorted((ROOT / "cpp").glob(pattern))]
     return Extension(
-        "sagellm._C",
+        "torch_sagellm._C",
         sources=[str(path.relative_to(ROOT)) for path in files],
         # The generated headers first (`rust/cxx.h`, `sagellm/src/ffi/bridge.rs.h`), then ours.
         include_dirs=[str(headers), str(ROOT / "cpp")],
@@ -296,9 +296,9 @@ def builder() -> type[Any]:
 
         def run(self) -> None:
             super().run()
-            self._write_record(Path(self.build_lib) / "sagellm")
+            self._write_record(Path(self.build_lib) / "torch_sagellm")
             if self.inplace:
-                self._write_record(ROOT / SOURCE / "sagellm")
+                self._write_record(ROOT / SOURCE / "torch_sagellm")
 
         def _write_record(self, folder: Path) -> None:
             """`_load.extension` reads it before it loads the extension, whose symbols alone would give no clear no."""

@@ -105,13 +105,13 @@ def training(rank: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", default="sagellm")
-    parser.add_argument("--import-sagellm", action="store_true", help="the way in where torch does not autoload")
+    parser.add_argument("--import-package", action="store_true", help="the way in where torch does not autoload")
     arguments = parser.parse_args()
-    if arguments.import_sagellm:
-        import sagellm
+    if arguments.import_package:
+        import torch_sagellm
 
-        print("sagellm", sagellm.__version__, flush=True)
-    elif "sagellm._C" in sys.modules:
+        print("sagellm", torch_sagellm.__version__, flush=True)
+    elif "torch_sagellm._C" in sys.modules:
         raise SystemExit("the extension was loaded at import, before any group was made")
     dist.init_process_group(arguments.backend, timeout=timedelta(seconds=60))
     rank, size = dist.get_rank(), dist.get_world_size()

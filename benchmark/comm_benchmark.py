@@ -1,4 +1,4 @@
-"""Runs ``sagellm bench``, under the name that older code has for it, with the preset ``quick``; arguments override it.
+"""Runs ``torch-sagellm bench`` with the preset ``quick``, under the name of older code; arguments override the preset.
 
     python benchmark/comm_benchmark.py
     python benchmark/comm_benchmark.py --op all_gather --ranks 4 --plot bandwidth.png
@@ -15,7 +15,7 @@ from pathlib import Path
 # From a checkout in which the package was built in place; where it is installed, this adds the same.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "torch_ext"))
 
-from sagellm.cli.main import main
+from torch_sagellm.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["bench", "--preset", "quick", *sys.argv[1:]]))

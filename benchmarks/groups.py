@@ -94,7 +94,7 @@ def first(backend: str) -> None:
         return value
 
     if backend == "sagellm":
-        from sagellm import _load
+        from torch_sagellm import _load
 
         part("load the extension", _load.extension)
     client = part(

@@ -41,14 +41,14 @@ def count() -> dict[str, dict[str, float]]:
     import torch
     import torch.distributed as dist
 
-    import sagellm
+    import torch_sagellm
 
     device = simdevice.install("simcuda")
     device.use_library(os.environ["SAGELLM_TEST_RUNTIME"], "cuda")
     device.native_handles(True)
     device.kernel_delay(0.0)
     dist.init_process_group(
-        "sagellm", store=dist.HashStore(), rank=0, world_size=1, pg_options=sagellm.Options(vendor="nccl")
+        "sagellm", store=dist.HashStore(), rank=0, world_size=1, pg_options=torch_sagellm.Options(vendor="nccl")
     )
     library = ctypes.CDLL(str(hook()))
     library.counted_leave_out.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
@@ -83,8 +83,8 @@ def count() -> dict[str, dict[str, float]]:
         library.counted_end(found)
         torch.accelerator.synchronize("simcuda")
         result[name] = {"allocations": found[0] / CALLS, "texts": found[1] / CALLS}
-    assert sagellm.get_stats()["host_staged_count"] == 0, "the calls went through host memory"
-    print(sagellm._load.extension().__file__, file=sys.stderr)
+    assert torch_sagellm.get_stats()["host_staged_count"] == 0, "the calls went through host memory"
+    print(torch_sagellm._load.extension().__file__, file=sys.stderr)
     dist.destroy_process_group()
     return result
 

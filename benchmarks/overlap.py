@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Draws when layers compute and when their sums travel: one after the other, and with ``sagellm.OverlapScheduler``.
+"""Draws when layers compute and when their sums travel: in turn, and with ``torch_sagellm.OverlapScheduler``.
 
 Two ranks on two hosts, which are network namespaces with a link of a chosen speed between them (needs root); without
 `--rate` two ranks on this host. Both ways run in turns, three times after a warm-up; the run whose time is the median
 of its way is drawn, and the picture says if the machine had other work as well. Communication is taken from the trace
-that ``sagellm.write_trace`` writes, computation is timed around the layers.
+that ``torch_sagellm.write_trace`` writes, computation is timed around the layers.
 
     python benchmarks/overlap.py --rate 50mbit --into docs/overlap.svg
 """
@@ -27,7 +27,7 @@ from measure import ranks as processes
 from measure.stats import percentile
 from torch import nn
 
-import sagellm
+import torch_sagellm
 
 LAYERS, WIDTH, ROWS, TURNS = 6, 512, 512, 3
 #: What a rank did, from when to when, in milliseconds since the start of the turn.
@@ -36,8 +36,8 @@ Span = tuple[str, float, float]
 
 def turn(overlapped: bool, layers: list[nn.Sequential], inputs: torch.Tensor) -> tuple[list[Span], float, float]:
     """One pass over the layers; what was computed when, and when the turn began and ended, on the clock of traces."""
-    comm = sagellm.create_comm_backend()
-    scheduler = sagellm.OverlapScheduler(comm)
+    comm = torch_sagellm.create_comm_backend()
+    scheduler = torch_sagellm.OverlapScheduler(comm)
     dist.barrier()
     spans: list[Span] = []
     handles = []
@@ -59,7 +59,7 @@ def communication(began: float, ended: float) -> list[Span]:
     """The all_reduces of that time, from this rank's trace."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
-        sagellm.write_trace(path)
+        torch_sagellm.write_trace(path)
         events = json.loads(path.read_text())["traceEvents"]
     found = [each for each in events if each["ph"] == "X" and each["name"] == "sagellm:all_reduce"]
     spans = [("all_reduce", each["ts"] / 1e3 - began, (each["ts"] + each["dur"]) / 1e3 - began) for each in found]

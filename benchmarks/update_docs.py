@@ -19,7 +19,7 @@ from pathlib import Path
 from measure import report
 from measure.stats import format_ratio, format_time
 
-from sagellm._units import show_size
+from torch_sagellm._units import show_size
 
 RUNS = Path(__file__).resolve().parent / "runs"
 PAGE = RUNS.parent.parent / "docs/benchmarks.md"

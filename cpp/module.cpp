@@ -1,4 +1,4 @@
-// `sagellm._C`: the extension as the Python package sees it. Every function that may wait releases the GIL.
+// `torch_sagellm._C`: the extension as the Python package sees it. Every function that may wait releases the GIL.
 #include <pybind11/chrono.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -244,7 +244,7 @@ PyMethodDef receives_method = {"_receives", receives, METH_O, nullptr};
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace sagellm;
-  module.doc() = "The C++ half of sagellm; use the package sagellm instead.";
+  module.doc() = "The C++ half of sagellm; use the package torch_sagellm instead.";
   module.attr("torch_version_built") = TORCH_VERSION;
   bind_options(module);
   bind_backend(module);

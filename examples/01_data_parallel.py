@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import sagellm
+import torch_sagellm
 
 STEPS = 20
 BATCH = 32  # of one rank
@@ -58,7 +58,7 @@ def main() -> None:
         assert torch.allclose(ours, theirs, atol=1e-4), (ours - theirs).abs().max()
 
     if rank == 0:
-        stats = sagellm.get_stats()
+        stats = torch_sagellm.get_stats()
         print(f"loss of rank 0: {losses[0]:.2f} -> {losses[-1]:.2f} in {STEPS} steps over {ranks} ranks")
         print(f"{stats['all_reduce_count']} all_reduces, {stats['total_bytes']} bytes in all")
         print("the parameters are those of one process with the whole batches")

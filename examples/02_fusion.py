@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-import sagellm
+import torch_sagellm
 
 COUNT = 10
 ROUNDS = 50
@@ -40,13 +40,13 @@ def asynchronous(tensors: list[torch.Tensor]) -> None:
 
 
 def as_a_list(tensors: list[torch.Tensor]) -> None:
-    sagellm.fused_all_reduce(tensors)
+    torch_sagellm.fused_all_reduce(tensors)
 
 
 def with_a_buffer(tensors: list[torch.Tensor]) -> None:
     """Through a buffer, for programs that produce their tensors one after the other."""
-    comm = sagellm.create_comm_backend()
-    buffer = sagellm.CommFusionBuffer(max_size_mb=1)
+    comm = torch_sagellm.create_comm_backend()
+    buffer = torch_sagellm.CommFusionBuffer(max_size_mb=1)
     for tensor in tensors:
         if not buffer.add_tensor(tensor):
             buffer.flush_and_all_reduce(comm)
@@ -73,9 +73,9 @@ def main() -> None:
     torch.set_num_threads(1)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for way in (one_by_one, asynchronous, as_a_list, with_a_buffer):
-        sagellm.reset_stats()
+        torch_sagellm.reset_stats()
         median = measure(way, rank, ranks)
-        stats = sagellm.get_stats()
+        stats = torch_sagellm.get_stats()
         if rank == 0:
             print(
                 f"{way.__name__.replace('_', ' '):<14} {COUNT} tensors in {median:7.1f} us, "

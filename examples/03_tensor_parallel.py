@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 from train_gpt import Block, Config, Gpt
 
-import sagellm
+import torch_sagellm
 
 PROMPT = b"import os\n\n\ndef read_lines(path):\n"
 
@@ -41,7 +41,7 @@ class ParallelBlock(nn.Module):
         rows = torch.cat([torch.arange(part) + third * dim + rank * part for third in range(3)])
         self.qkv = nn.Linear(dim, 3 * part)
         self.qkv.load_state_dict({"weight": block.qkv.weight[rows], "bias": block.qkv.bias[rows]})
-        parallel = sagellm.TensorParallelLinear.from_linear
+        parallel = torch_sagellm.TensorParallelLinear.from_linear
         self.out = parallel(block.out, "row", input_is_split=True)
         self.up = parallel(block.mlp[0], "column", gather_output=False)
         self.down = parallel(block.mlp[2], "row", input_is_split=True)
@@ -95,9 +95,9 @@ def main() -> None:
 
     whole, config = load(arguments.weights)
     split = parallel_form(whole, config)
-    sagellm.reset_stats()
+    torch_sagellm.reset_stats()
     text, logits = generate(split, arguments.count, config.context)
-    stats = sagellm.get_stats()
+    stats = torch_sagellm.get_stats()
     expected_text, expected_logits = generate(whole, arguments.count, config.context)
     assert torch.allclose(logits, expected_logits, atol=1e-4), (logits - expected_logits).abs().max()
     assert text == expected_text, f"{text!r}, expected {expected_text!r}"

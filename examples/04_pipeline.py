@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import sagellm
+import torch_sagellm
 
 WIDTH = 32
 SAMPLES = 8  # of one micro-batch
@@ -27,7 +27,7 @@ def stages(count: int) -> list[nn.Module]:
 
 
 def run_stage(
-    stage: nn.Module, groups: sagellm.ProcessGroupManager, data: torch.Tensor, targets: torch.Tensor
+    stage: nn.Module, groups: torch_sagellm.ProcessGroupManager, data: torch.Tensor, targets: torch.Tensor
 ) -> float:
     """All micro-batches through this rank's stage and back; the loss on the last stage, 0 elsewhere."""
     inputs, outputs, loss = [], [], 0.0
@@ -60,7 +60,7 @@ def run_stage(
 def main() -> None:
     dist.init_process_group("sagellm")
     torch.set_num_threads(1)
-    groups = sagellm.ProcessGroupManager(pp_size=dist.get_world_size())
+    groups = torch_sagellm.ProcessGroupManager(pp_size=dist.get_world_size())
     generator = torch.Generator().manual_seed(2)
     data, targets = (torch.randn(MICRO_BATCHES * SAMPLES, WIDTH, generator=generator) for _ in range(2))
 
@@ -73,7 +73,7 @@ def main() -> None:
     for ours, theirs in zip(mine.parameters(), whole[groups.pp_rank].parameters(), strict=True):
         assert torch.allclose(ours.grad, theirs.grad, atol=1e-6), (ours.grad - theirs.grad).abs().max()
 
-    stats = sagellm.get_stats()
+    stats = torch_sagellm.get_stats()
     print(f"stage {groups.pp_rank} of {groups.pp_size}: {stats['send_count']} sent, {stats['recv_count']} received")
     dist.barrier()
     if groups.pp_is_last_stage:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-import sagellm
+import torch_sagellm
 
 TOKENS = 256  # of one rank
 HEADS = 8
@@ -33,7 +33,7 @@ def ring_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
     total = query.new_zeros(HEADS, TOKENS, 1)
     result = query.new_zeros(HEADS, TOKENS, SIZE)
     later = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
-    for source, (keys, values) in sagellm.ring_exchange([key, value]):
+    for source, (keys, values) in torch_sagellm.ring_exchange([key, value]):
         if source > me:
             continue  # all of them lie after this rank's tokens
         scores = torch.einsum("qhs,khs->hqk", query, keys) * scale
@@ -50,8 +50,8 @@ def ring_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
 
 def exchanged_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """The same result, computed from all tokens of HEADS / ranks of the heads."""
-    some_heads = [sagellm.exchange_tokens(each, split_dim=1, join_dim=0) for each in (query, key, value)]
-    return sagellm.exchange_tokens(plain_attention(*some_heads), split_dim=0, join_dim=1)
+    some_heads = [torch_sagellm.exchange_tokens(each, split_dim=1, join_dim=0) for each in (query, key, value)]
+    return torch_sagellm.exchange_tokens(plain_attention(*some_heads), split_dim=0, join_dim=1)
 
 
 def plain_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -69,10 +69,10 @@ def main() -> None:
     expected = plain_attention(*whole).chunk(ranks)[rank]
 
     for way in (ring_attention, exchanged_attention):
-        sagellm.reset_stats()
+        torch_sagellm.reset_stats()
         error = (way(*mine) - expected).abs().max().item()
         assert error < 1e-5, f"{way.__name__} differs by {error}"
-        stats = sagellm.get_stats()
+        stats = torch_sagellm.get_stats()
         if rank == 0:
             calls = ", ".join(f"{stats[f'{op}_count']} {op}" for op in ("send", "recv", "all_to_all"))
             print(f"{way.__name__:<20} {ranks} x {TOKENS} tokens: {calls}; largest difference {error:.1e}")

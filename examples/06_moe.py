@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import sagellm
+import torch_sagellm
 
 EXPERTS_A_RANK = 4
 TOKENS = 64  # of one rank
@@ -22,8 +22,8 @@ CHOICES = 2
 
 
 def forward(
-    moe: sagellm.MoEDispatcher, experts: list[nn.Module], tokens: torch.Tensor, scores: torch.Tensor
-) -> tuple[torch.Tensor, sagellm.Routing]:
+    moe: torch_sagellm.MoEDispatcher, experts: list[nn.Module], tokens: torch.Tensor, scores: torch.Tensor
+) -> tuple[torch.Tensor, torch_sagellm.Routing]:
     """The layer over all ranks: (T, D) tokens of this rank and their scores (T, experts) to outputs (T, D)."""
     weights, chosen = scores.softmax(1).topk(CHOICES)
     rows, routing = moe.dispatch(tokens, chosen)
@@ -54,14 +54,14 @@ def main() -> None:
     scores = torch.randn(TOKENS, len(every), generator=generator)
     scores[:, 0] += 1
 
-    output, routing = forward(sagellm.MoEDispatcher(len(every)), mine, tokens, scores)
+    output, routing = forward(torch_sagellm.MoEDispatcher(len(every)), mine, tokens, scores)
     assert torch.allclose(output, plain(every, tokens, scores), atol=1e-5)
     gradients = torch.autograd.grad(output.sum(), mine[0].parameters(), allow_unused=True)
     assert any(gradient is not None for gradient in gradients)
     assert routing.dropped == 0
     print(f"rank {rank}: rows sent {routing.sent}, for its experts {routing.rows}, imbalance {routing.imbalance:.2f}")
 
-    limited, few = forward(sagellm.MoEDispatcher(len(every), capacity_factor=1.0), mine, tokens, scores)
+    limited, few = forward(torch_sagellm.MoEDispatcher(len(every), capacity_factor=1.0), mine, tokens, scores)
     assert few.dropped > 0 and not torch.allclose(limited, output)
     room = -(-TOKENS * CHOICES // len(every))
     assert max(few.rows) <= ranks * room, (few.rows, room)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import sagellm
+import torch_sagellm
 
 STEPS = 30
 WIDTH = 256
@@ -26,7 +26,7 @@ def overlapped_layers(rank: int) -> None:
     torch.manual_seed(rank)
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(8)]
     inputs = torch.randn(512, WIDTH)
-    scheduler = sagellm.OverlapScheduler()
+    scheduler = torch_sagellm.OverlapScheduler()
     outputs, handles = [], []
     for layer in layers:
         output, handle = scheduler.schedule_layer(layer, inputs)
@@ -47,7 +47,7 @@ def error_of_one_call(rank: int, ranks: int) -> None:
     numbers = torch.randn(4096, generator=torch.Generator().manual_seed(rank))
     exact, packed = numbers.clone(), numbers.clone()
     dist.all_reduce(exact)
-    sagellm.compressed_all_reduce(packed, "int8")
+    torch_sagellm.compressed_all_reduce(packed, "int8")
     largest = numbers.view(-1, 256).abs().amax(1)
     dist.all_reduce(largest)  # the sum over the ranks of each block's largest number
     bound = (largest + largest) / 254 * 1.01  # the largest number of a sum is at most this, apart from rounding
@@ -57,14 +57,14 @@ def error_of_one_call(rank: int, ranks: int) -> None:
         print(f"int8 over {ranks} ranks: largest error {error.max():.4f}, bound {bound.max():.4f}")
 
 
-def train(compression: str | None, rank: int) -> tuple[float, sagellm.CompressionStats | None]:
+def train(compression: str | None, rank: int) -> tuple[float, torch_sagellm.CompressionStats | None]:
     """The last loss, as the mean of the ranks, and what the hook counted."""
     torch.manual_seed(1)
     model = DistributedDataParallel(
         nn.Sequential(nn.Linear(16, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 1)),
         bucket_cap_mb=0.1,  # several buckets: those of the last layers travel while the first ones compute
     )
-    hook = None if compression is None else sagellm.CompressionHook(compression)
+    hook = None if compression is None else torch_sagellm.CompressionHook(compression)
     if hook is not None:
         model.register_comm_hook(None, hook)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -76,7 +76,7 @@ def train(compression: str | None, rank: int) -> tuple[float, sagellm.Compressio
         loss.backward()
         optimizer.step()
         mean = loss.detach().view(1)
-    sagellm.create_comm_backend().all_reduce(mean, "avg")
+    torch_sagellm.create_comm_backend().all_reduce(mean, "avg")
     if hook is None:
         return mean.item(), None
     hook.close()

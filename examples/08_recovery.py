@@ -23,7 +23,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-import sagellm
+import torch_sagellm
 
 STEPS = 10
 FAILS_IN = 4
@@ -56,7 +56,7 @@ def train(worker: int) -> torch.Tensor:
             dist.all_reduce(mine)
         except dist.DistBackendError as error:
             print(f"worker {worker}, after {time.monotonic() - began:.2f} s: {str(error).splitlines()[0]}", flush=True)
-            sagellm.recover()
+            torch_sagellm.recover()
             # Ranks may have finished different steps when the failure came, so all continue from the state of one rank.
             state = torch.cat([weights, torch.tensor([float(step)])])
             dist.broadcast(state, 0)

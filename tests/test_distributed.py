@@ -26,8 +26,8 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent / "py" / "dist"))
 from reference import FLOATS, MOVABLE, REDUCIBLE, bits, fold, make, ops_of, same_bits
 
-import sagellm
-from sagellm.collective_ops import (
+import torch_sagellm
+from torch_sagellm.collective_ops import (
     AllGatherOperator,
     AllReduceOperator,
     BenchmarkResult,
@@ -234,7 +234,7 @@ class TestAllReduceOperator:
 
     def test_a_tensor_that_cannot_be_copied_counts_as_not_made(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The rank's next call is still its first collective, and the next message the first of its pair."""
-        from sagellm.api.calls import Call
+        from torch_sagellm.api.calls import Call
 
         def fails(self: Call) -> None:
             raise MemoryError("no room")
@@ -407,10 +407,10 @@ class TestBenchmark:
 
 class TestDistributedCommunicator:
     def test_ranks_and_neighbours(self) -> None:
-        comms = sagellm.create_ring_topology(3)
+        comms = torch_sagellm.create_ring_topology(3)
         assert [(comm.rank, comm.world_size) for comm in comms] == [(0, 3), (1, 3), (2, 3)]
         assert [(comm.prev_rank, comm.next_rank) for comm in comms] == [(2, 1), (0, 2), (1, 0)]
-        assert "rank 1 of 3" in repr(comms[1]) and isinstance(comms[0], sagellm.DistributedCommunicator)
+        assert "rank 1 of 3" in repr(comms[1]) and isinstance(comms[0], torch_sagellm.DistributedCommunicator)
 
     @pytest.mark.parametrize("world_size", [0, -1, 257, 2.0, True, "2"])
     def test_sizes_that_are_refused(self, world_size: Any) -> None:
@@ -565,14 +565,14 @@ class TestResultsThatAreGivenOn:
         second.send(theirs, 0)
         AllGatherOperator(second).all_gather(torch.ones(1))
         found = on_threads([first], lambda comm: AllGatherOperator(comm).all_gather(mine))
-        assert isinstance(found[0], sagellm.CommTimeoutError) and "wait for each other's results" in str(found[0])
+        assert isinstance(found[0], torch_sagellm.CommTimeoutError) and "wait for each other's results" in str(found[0])
 
     def test_a_deadline_looks_through_results_that_are_still_to_come(self) -> None:
         first, second = create_ring_topology(2, timeout=0.2)
         expected = second.recv(0, (1,), torch.float32)
         AllGatherOperator(second).all_gather(expected)
         found = on_threads([first], lambda comm: AllGatherOperator(comm).all_gather(torch.ones(1)))
-        assert isinstance(found[0], sagellm.CommTimeoutError)
+        assert isinstance(found[0], torch_sagellm.CommTimeoutError)
         assert "waits for recv(float32 [1], from rank 0, tag 0) of rank 1" in str(found[0])
         assert found[0].missing_ranks == [0]
 
@@ -648,7 +648,9 @@ class TestFailure:
 
         found = on_threads(comms, body)
         errors = [found[0], found[3]]
-        assert all(isinstance(each, sagellm.CommTimeoutError) and isinstance(each, TimeoutError) for each in errors)
+        assert all(
+            isinstance(each, torch_sagellm.CommTimeoutError) and isinstance(each, TimeoutError) for each in errors
+        )
         assert all(each.missing_ranks == [1, 2] for each in errors), errors
         assert "Timed out after 0.3 s" in str(errors[0]) and "only 1 collectives" in str(errors[0])
 
@@ -656,14 +658,14 @@ class TestFailure:
         first, second, third = create_ring_topology(3, timeout=0.2)
         third.send(torch.ones(1), 0)
         (error,) = on_threads([first], lambda comm: comm.recv(1, (1,), torch.float32))
-        assert isinstance(error, sagellm.CommTimeoutError) and error.missing_ranks == [1]
+        assert isinstance(error, torch_sagellm.CommTimeoutError) and error.missing_ranks == [1]
         assert "in recv(float32 [1], from rank 1, tag 0): rank 1 (in this process) has not called its send" in str(
             error
         )
         assert second.rank == 1
 
     def test_an_error_in_the_middle_leaves_no_tensor_half_written(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from sagellm.api import calls
+        from torch_sagellm.api import calls
 
         real = calls.ISSUE["all_reduce"]
 

@@ -151,7 +151,7 @@ class Case:
             pieces = x.split(self.part)
             return lambda: region(pieces, group)
         if op in LISTS:
-            from sagellm import fused_all_reduce  # serves groups of other backends, too
+            from torch_sagellm import fused_all_reduce  # serves groups of other backends, too
 
             listed = self._apart(i) if op in APART else list(x.split(self.part))
             return lambda: fused_all_reduce(listed, group=group)

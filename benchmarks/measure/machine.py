@@ -46,7 +46,7 @@ def describe() -> dict[str, object]:
             caches[f"L{_read(f'{index}/level')}"] = _read(f"{index}/size")
     memory = re.search(r"^MemTotal:\s*(\d+)", _read("/proc/meminfo"), re.MULTILINE)
     try:
-        ours = metadata.version("sagellm")
+        ours = metadata.version("torch-sagellm")
     except metadata.PackageNotFoundError:
         ours = "not installed"
     return {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from sagellm._units import show_time
-from sagellm.observe.stats import BUS_FACTORS as KINDS
+from torch_sagellm._units import show_time
+from torch_sagellm.observe.stats import BUS_FACTORS as KINDS
 
 # Share of the payload that crosses the slowest link, as a function of the number of ranks, by the names of the cases:
 # busbw = algbw * factor, which makes numbers of ranks and operations comparable with the hardware.

@@ -29,7 +29,7 @@ SeenPlaces& places() {
 }
 
 py::object sites(const char* function) {
-  return py::module_::import("sagellm.observe.sites").attr(function);
+  return py::module_::import("torch_sagellm.observe.sites").attr(function);
 }
 
 // The interpreter, when it ends, unwinds a thread that asks for the GIL. No C++ or Rust function below this one could

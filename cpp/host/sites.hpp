@@ -1,6 +1,6 @@
 // Where in the caller's program a call comes from: file, line and function of the first Python frame outside torch and
-// this package, which `sagellm.observe.sites` numbers. Off unless the environment says SAGELLM_CALL_SITES=1, because it
-// takes the GIL for every call.
+// this package, which `torch_sagellm.observe.sites` numbers. Off unless the environment says SAGELLM_CALL_SITES=1,
+// because it takes the GIL for every call.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 //! Ranks as threads of one process: the engines of one host and of several over anonymous memory, and links that copy. For
 //! tests alone, which need neither processes nor a network. It runs no schedule itself, and its links say nothing of real
-//! ones, so `simulate --check` has its own executor (`torch_ext/sagellm/cli/measure.py`).
+//! ones, so `simulate --check` has its own executor (`torch_ext/torch_sagellm/cli/measure.py`).
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};

@@ -1,4 +1,4 @@
-//! What `sagellm simulate` asks for: predicted times, and one rank's messages. Names become numbers here, and back.
+//! What `torch-sagellm simulate` asks for: predicted times, and one rank's messages. Names become numbers, and back.
 
 use super::convert::{Outcome, guarded};
 use super::handles::Core;

@@ -1,5 +1,5 @@
 //! The cost of a schedule: the time of its steps under an alpha-beta-gamma model, from its messages and parts. Pure,
-//! the same on every rank; the choice uses it where nothing was measured, and `sagellm simulate` prints it.
+//! the same on every rank; the choice uses it where nothing was measured, and `torch-sagellm simulate` prints it.
 //!
 //! A step takes as long as its slowest rank: `alpha + (messages - 1) * overhead + bytes * beta` over the network or
 //! inside the host, whichever is longer, plus `gamma` for every byte it combines. Ranks of one host share its network
@@ -9,7 +9,7 @@
 //!
 //! It also computes hierarchical all_reduces: the ranks of a host reduce to leaders, the leaders exchange with those of
 //! other hosts, and the result is spread inside the host, in segments, so that these three phases overlap. Pure, for
-//! `sagellm simulate`.
+//! `torch-sagellm simulate`.
 //!
 //! Inside a host the cost is that of direct exchange, which is how shared memory works: every rank reads the others.
 //! With one leader per host: reduce, all_reduce between leaders, broadcast. With every rank a leader: reduce_scatter,

@@ -341,7 +341,9 @@ fn rejected(explanation: &Explanation, policy: &Policy) -> Vec<Alternative> {
                 }
                 None if choice.reason == Reason::Override => format!("{}; the rule decides", against("against")),
                 None if time_of >= *predicted_ns => against("not less than the"),
-                None => format!("{}; the defaults decide until `sagellm tune` has measured it", against("against")),
+                None => {
+                    format!("{}; the defaults decide until `torch-sagellm tune` has measured it", against("against"))
+                }
             };
             Alternative { way: way.to_string(), predicted_ns: Some(time_of), why_not }
         })

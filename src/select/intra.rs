@@ -5,7 +5,7 @@
 //!
 //! The constants come from docs/benchmarks.md (two and four ranks on two cores, 2026-11-21): 2.8 us for a call through
 //! torch, 0.2 us per exchange between cores, 17 us where ranks share a core, 21 ps per byte in the cache and 37 ps from
-//! memory. `sagellm tune` replaces predictions by measured times.
+//! memory. `torch-sagellm tune` replaces predictions by measured times.
 
 use super::rules::{AlgorithmChoice, Rule, Rules};
 use super::table::Line;

@@ -311,7 +311,7 @@ pub enum Reason {
     Delegated = 3,
     /// The rules of the option `algorithm` or of `SAGELLM_ALGORITHM`.
     Override = 4,
-    /// A line of the decision table, written by `sagellm tune`.
+    /// A line of the decision table, written by `torch-sagellm tune`.
     Measured = 5,
     FitsSlot = 6,
     InCache = 7,
@@ -415,7 +415,7 @@ impl Reason {
             Reason::Message => "messages have one algorithm: small ones travel in their envelope, large ones in pieces",
             Reason::Delegated => "the whole group is served by a delegate",
             Reason::Override => "a rule that the user gave",
-            Reason::Measured => "the decision table: measured on this machine by `sagellm tune`",
+            Reason::Measured => "the decision table: measured on this machine by `torch-sagellm tune`",
             Reason::FitsSlot => "it fits into a slot, and one exchange is the minimum",
             Reason::InCache => "it stays in the last-level cache, where fewer rounds win",
             Reason::OutOfCache => "it is larger than the last-level cache, where a small stage that stays cached wins",

@@ -1,6 +1,6 @@
 //! The decision table: the fastest algorithm for each size, measured on one machine with one number of ranks. A plain
 //! text file in the user's cache directory, one per machine and number of ranks. Rank 0 of a group reads it when the
-//! group is made; `sagellm tune` writes it.
+//! group is made; `torch-sagellm tune` writes it.
 //!
 //! ```text
 //! # what it is
@@ -28,7 +28,7 @@ use crate::os::topology;
 
 const FORMAT: &str = "1";
 const HEAD: &str =
-    "# sagellm decision table: the algorithm of each operation, as measured on this machine by `sagellm tune`.";
+    "# sagellm decision table: the algorithm of each operation, as measured on this machine by `torch-sagellm tune`.";
 /// Longest table that is read, written or sent to the other ranks.
 pub const MAX_BYTES: usize = 16 << 10;
 
@@ -109,7 +109,7 @@ impl Table {
     pub fn serves(&self, wanted: &Key) -> Result<(), String> {
         if self.key.version != wanted.version {
             return Err(format!(
-                "it is stale: sagellm {} made it, this is {}; run `sagellm tune` again",
+                "it is stale: sagellm {} made it, this is {}; run `torch-sagellm tune` again",
                 self.key.version, wanted.version
             ));
         }
@@ -197,7 +197,7 @@ pub fn load(directory: &Path, key: &Key, slot_bytes: usize) -> Found {
         Ok(_) => {}
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             return Found::Missing(format!(
-                "there is none for {} ranks on this machine; `sagellm tune` makes one",
+                "there is none for {} ranks on this machine; `torch-sagellm tune` makes one",
                 key.ranks
             ));
         }
@@ -332,7 +332,7 @@ pub mod tests {
         let directory = std::env::temp_dir().join(format!("sagellm-table-{}", std::process::id()));
         let table = example();
         let look = |key: &Key| load(&directory, key, 4096);
-        assert!(matches!(look(&table.key), Found::Missing(text) if text.contains("sagellm tune")));
+        assert!(matches!(look(&table.key), Found::Missing(text) if text.contains("torch-sagellm tune")));
         let path = save(&directory, &table).unwrap();
         assert!(matches!(look(&table.key), Found::Table(found, at) if found == table && at == path));
         assert_eq!(fs::read_dir(&directory).unwrap().count(), 1, "no draft is left");

@@ -270,20 +270,20 @@ const NAMED: [(&str, &str); 21] = [
     ("src/algorithms/double_tree.rs", "a source"),
     ("src/stats/mod.rs", "a benchmark whose way to count is followed"),
     ("src/stats/tests.rs", "a benchmark whose way to count is followed"),
-    ("torch_ext/sagellm/observe/stats.py", "a benchmark whose way to count is followed"),
-    ("torch_ext/sagellm/observe/inspector.py", "the form of a plugin whose dashboards people have"),
-    ("torch_ext/sagellm/observe/ras.py", "the form of a report that people's tools read"),
-    ("torch_ext/sagellm/cli/top.py", "the form of a report that people's tools read"),
-    ("torch_ext/sagellm/cli/bench.py", "a benchmark whose table is followed"),
-    ("torch_ext/sagellm/cli/checks.py", "the names of variables"),
-    ("torch_ext/sagellm/cli/libraries.py", "the names of variables, and which library each is for"),
+    ("torch_ext/torch_sagellm/observe/stats.py", "a benchmark whose way to count is followed"),
+    ("torch_ext/torch_sagellm/observe/inspector.py", "the form of a plugin whose dashboards people have"),
+    ("torch_ext/torch_sagellm/observe/ras.py", "the form of a report that people's tools read"),
+    ("torch_ext/torch_sagellm/cli/top.py", "the form of a report that people's tools read"),
+    ("torch_ext/torch_sagellm/cli/bench.py", "a benchmark whose table is followed"),
+    ("torch_ext/torch_sagellm/cli/checks.py", "the names of variables"),
+    ("torch_ext/torch_sagellm/cli/libraries.py", "the names of variables, and which library each is for"),
     ("src/config.rs", "what a variable switches on"),
     ("src/os/topology.rs", "where a driver lists its cards, for the name of a machine"),
-    ("torch_ext/sagellm/_register.py", "the values of the option, and a variable of torch"),
-    ("torch_ext/sagellm/_C.pyi", "the values of the option"),
-    ("torch_ext/sagellm/api/backends.py", "the names of backends that users ask for"),
-    ("torch_ext/sagellm/__init__.py", "the names of backends that users ask for"),
-    ("torch_ext/sagellm/_serve_as.py", "an example of a group's names"),
+    ("torch_ext/torch_sagellm/_register.py", "the values of the option, and a variable of torch"),
+    ("torch_ext/torch_sagellm/_C.pyi", "the values of the option"),
+    ("torch_ext/torch_sagellm/api/backends.py", "the names of backends that users ask for"),
+    ("torch_ext/torch_sagellm/__init__.py", "the names of backends that users ask for"),
+    ("torch_ext/torch_sagellm/_serve_as.py", "an example of a group's names"),
 ];
 
 fn names_a_vendor(text: &str) -> Option<&str> {
@@ -299,7 +299,7 @@ fn names_a_vendor(text: &str) -> Option<&str> {
 fn vendors_are_named_where_their_code_is() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut all = vec![root.join("setup.py"), root.join("build.rs")];
-    for folder in ["src", "cpp", "torch_ext/sagellm"] {
+    for folder in ["src", "cpp", "torch_ext/torch_sagellm"] {
         let mut pending = vec![root.join(folder)];
         while let Some(folder) = pending.pop() {
             for entry in std::fs::read_dir(folder).unwrap() {
@@ -318,7 +318,8 @@ fn vendors_are_named_where_their_code_is() {
     let mut found = Vec::new();
     for path in all {
         let name = path.strip_prefix(root).unwrap().to_str().unwrap().to_string();
-        if name.starts_with("src/engine/device/") || ["cpp/compat.hpp", "torch_ext/sagellm/_build.py"].contains(&&*name)
+        if name.starts_with("src/engine/device/")
+            || ["cpp/compat.hpp", "torch_ext/torch_sagellm/_build.py"].contains(&&*name)
         {
             continue;
         }
@@ -387,7 +388,7 @@ const PYTHON_UPWARD: [(&str, &str); 3] =
 
 #[test]
 fn the_parts_of_the_python_package_import_only_those_below_them() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("torch_ext/sagellm");
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("torch_ext/torch_sagellm");
     let mut wrong = Vec::new();
     for (at, part) in PYTHON_LAYERS.iter().enumerate() {
         for entry in std::fs::read_dir(root.join(part)).unwrap() {
@@ -399,7 +400,7 @@ fn the_parts_of_the_python_package_import_only_those_below_them() {
                 continue;
             }
             for line in std::fs::read_to_string(&path).unwrap().lines() {
-                let Some(rest) = line.trim_start().strip_prefix("from sagellm.") else { continue };
+                let Some(rest) = line.trim_start().strip_prefix("from torch_sagellm.") else { continue };
                 let other = rest.split(['.', ' ']).next().unwrap();
                 let above = PYTHON_LAYERS[..at].contains(&other);
                 if above && !PYTHON_UPWARD.contains(&(&*file, other)) {

@@ -53,11 +53,11 @@ def holds(tensor: torch.Tensor, value: float) -> None:
 
 def counted(op: str, calls: int) -> None:
     """Waits until the thread that looks after the operations has seen so many of them end."""
-    import sagellm
+    import torch_sagellm
 
     deadline = time.monotonic() + 20
-    while sagellm.get_stats()[f"{op}_count"] < calls:
-        assert time.monotonic() < deadline, sagellm.get_stats()
+    while torch_sagellm.get_stats()[f"{op}_count"] < calls:
+        assert time.monotonic() < deadline, torch_sagellm.get_stats()
         time.sleep(0.01)
 
 
@@ -264,11 +264,11 @@ def every_type(ctx: Context, device: str, vendor: str, without: tuple[torch.dtyp
 
 def path_taken(ctx: Context, device: str, vendor: str) -> None:
     """Explain names the library and what was composed; statistics count; the CPU's tensors share the group."""
-    import sagellm
+    import torch_sagellm
 
     work = dist.all_reduce(torch.ones(10, device=device), async_op=True)
     work.wait()
-    told = sagellm.explain(work)
+    told = torch_sagellm.explain(work)
     assert told.reason == "vendor" and vendor in told.path.lower() and told.sequence == 1, told
     assert not told.staged, told
     assert "table" not in str(told), told  # there is none for a library
@@ -276,14 +276,14 @@ def path_taken(ctx: Context, device: str, vendor: str) -> None:
     work = dist.all_reduce(tensor, dist.ReduceOp.BOR, async_op=True)
     work.wait()
     if ctx.world_size > 1:
-        assert "combines it itself" in sagellm.explain(work).decided, sagellm.explain(work)
+        assert "combines it itself" in torch_sagellm.explain(work).decided, torch_sagellm.explain(work)
     expected = 0
     for rank in range(ctx.world_size):
         expected |= rank + 1
     holds(tensor, expected)
     torch.accelerator.synchronize()
     counted("all_reduce", 2)
-    assert sagellm.get_stats()["host_staged_count"] == 0
+    assert torch_sagellm.get_stats()["host_staged_count"] == 0
     before = number()
     dist.all_reduce(torch.ones(3))
     dist.all_reduce(torch.ones(3, device=device))
@@ -379,19 +379,19 @@ def order(ctx: Context, device: str) -> None:
 
 def lists(ctx: Context, device: str) -> None:
     """A list of several types in one go, and a thousand small tensors, by a list, by a region and one by one."""
-    import sagellm
+    import torch_sagellm
 
     n, rank = ctx.world_size, ctx.rank
     late(device)
     listed = [torch.empty(size, device=device, dtype=dtype).fill_(rank) for size, dtype in LIST]
-    for each in sagellm.fused_all_reduce(listed):
+    for each in torch_sagellm.fused_all_reduce(listed):
         holds(each * 2, n * (n - 1))
     flat = torch.empty(8000, device=device)
     pieces = list(flat.split(8))
     for turn in range(3):
         flat.fill_(rank + 1 + turn)
         if turn == 0:
-            sagellm.fused_all_reduce(pieces)
+            torch_sagellm.fused_all_reduce(pieces)
         elif turn == 1:
             with dist._coalescing_manager():
                 for piece in pieces:
@@ -474,21 +474,21 @@ def trained_as_on_the_cpu(ctx: Context, device: str, program: Callable[..., Trai
 
 def lists_of_two(ctx: Context, name: str) -> None:
     """The first and the last rank send lists to each other before any call in which the others take part."""
-    import sagellm
+    import torch_sagellm
 
     last = ctx.world_size - 1
     if ctx.rank == 0:
-        sagellm.send_tensors([torch.ones(3, device=name), torch.full((2, 2), 4, device=name)[:, :1]], last)
+        torch_sagellm.send_tensors([torch.ones(3, device=name), torch.full((2, 2), 4, device=name)[:, :1]], last)
     elif ctx.rank == last:
         out = [torch.zeros(6, device=name)[::2], torch.zeros(2, 1, dtype=torch.int64, device=name)]
-        sagellm.recv_tensors(0, device=name, out=out)
+        torch_sagellm.recv_tensors(0, device=name, out=out)
         holds(out[0], 1)
         holds(out[1], 4)
 
 
 def lists_travel(ctx: Context, name: str) -> None:
     """`send_tensors` and `recv_tensors` with tensors on the device, in several batches, there and back."""
-    import sagellm
+    import torch_sagellm
 
     def given() -> list[torch.Tensor]:
         return [
@@ -503,11 +503,11 @@ def lists_travel(ctx: Context, name: str) -> None:
     there = [each.to(name) for each in given()]
     for window in (1000, 64 << 20):
         if ctx.rank == 0:
-            sagellm.send_tensors(there, 1, window=window)
-            back = sagellm.recv_tensors(1, device=name, window=window)
+            torch_sagellm.send_tensors(there, 1, window=window)
+            back = torch_sagellm.recv_tensors(1, device=name, window=window)
         else:
-            back = sagellm.recv_tensors(0, device=name, window=window)
-            sagellm.send_tensors(back, 0, window=window)
+            back = torch_sagellm.recv_tensors(0, device=name, window=window)
+            torch_sagellm.send_tensors(back, 0, window=window)
         assert [each.device.type for each in back] == [torch.device(name).type] * len(there)
         for found, expected in zip(back, given(), strict=True):
             assert found.dtype == expected.dtype and torch.equal(found.cpu(), expected)

@@ -1,4 +1,4 @@
-"""`sagellm bench` for torchrun on a simulated device, which is installed first, as a vendor's package does."""
+"""`torch-sagellm bench` for torchrun on a simulated device, which is installed first, as a vendor's package does."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import simdevice
 
-from sagellm.cli.main import main
+from torch_sagellm.cli.main import main
 
 if __name__ == "__main__":
     name, flavour, *words = sys.argv[1:]

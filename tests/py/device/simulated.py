@@ -63,7 +63,7 @@ def start(
     """
     import torch
 
-    import sagellm
+    import torch_sagellm
 
     name, flavour, _ = VENDORS[vendor]
     device = simdevice.install(name)
@@ -74,7 +74,7 @@ def start(
     if bound:
         options["device_id"] = torch.device(name, 0)
     who = vendor if vendor == "nccl" else "auto"
-    ctx.init(pg_options=sagellm.Options(vendor=who, algorithm=rules), **options)
+    ctx.init(pg_options=torch_sagellm.Options(vendor=who, algorithm=rules), **options)
     return device, name
 
 

@@ -1,4 +1,4 @@
-"""`sagellm bench --device`: it runs on devices, and says of every figure of a simulator that it is one."""
+"""`torch-sagellm bench --device`: it runs on devices, and says of every figure of a simulator that it is one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from harness import torchrun
 from simulated import VENDORS, environment
 
-from sagellm.cli import bench, collectives
-from sagellm.cli.main import main
+from torch_sagellm.cli import bench, collectives
+from torch_sagellm.cli.main import main
 
 #: The first test builds the simulators, which takes minutes on a busy machine; every run has a deadline of its own.
 pytestmark = pytest.mark.timeout(900)

@@ -99,11 +99,11 @@ def nobody_calls_again(seconds: float) -> None:
 
 def absent_or_aborted(ctx: Context, vendor: str, why: str) -> None:
     """Rank 1 joins no call. Each way has a group of its own."""
-    import sagellm
+    import torch_sagellm
 
     _, name = start(ctx, vendor, timeout=timedelta(seconds=60))
     found = []
-    options = sagellm.Options(vendor=vendor if vendor == "nccl" else "auto")
+    options = torch_sagellm.Options(vendor=vendor if vendor == "nccl" else "auto")
     for way in ways_of(vendor):
         limit = timedelta(seconds=DEADLINE if why == "deadline" else 60)
         group = dist.new_group(pg_options=options.__copy__())
@@ -205,10 +205,10 @@ def test_an_error_that_a_call_raises_is_raised_once(libraries: dict[str, Path]) 
 
 def other_threads(ctx: Context) -> None:
     """The thread that issued the call gets it; the main thread where that has ended. One exception for two groups."""
-    import sagellm
+    import torch_sagellm
 
     _, name = start(ctx, "nccl", timeout=timedelta(seconds=60))
-    groups = [dist.new_group(pg_options=sagellm.Options(vendor="nccl")) for _ in range(3)]
+    groups = [dist.new_group(pg_options=torch_sagellm.Options(vendor="nccl")) for _ in range(3)]
     for group in groups:
         first = torch.ones(4, device=name)
         dist.all_reduce(first, group=group)
@@ -318,9 +318,9 @@ def test_exit_ends_the_process_with_a_code_and_a_dump(libraries: dict[str, Path]
 
 
 def wrong_word(ctx: Context) -> str:
-    import sagellm
+    import torch_sagellm
 
-    return expect_raises(ValueError, lambda: ctx.init(pg_options=sagellm.Options(on_device_failure="explode")))
+    return expect_raises(ValueError, lambda: ctx.init(pg_options=torch_sagellm.Options(on_device_failure="explode")))
 
 
 def test_another_word_is_refused() -> None:
@@ -333,11 +333,13 @@ def test_another_word_is_refused() -> None:
 
 def slow_abort(ctx: Context) -> None:
     """Group A fails first, and the library's abort lasts; group B has its own deadline."""
-    import sagellm
+    import torch_sagellm
 
     os.environ["SAGELLM_SIM_ABORT_MS"] = "30000"
     _, name = start(ctx, "nccl", timeout=timedelta(seconds=60))
-    groups = [dist.new_group(pg_options=sagellm.Options(vendor="nccl", on_device_failure="none")) for _ in range(2)]
+    groups = [
+        dist.new_group(pg_options=torch_sagellm.Options(vendor="nccl", on_device_failure="none")) for _ in range(2)
+    ]
     streams = [torch.Stream(device=name) for _ in groups]
     for group in groups:
         value = torch.ones(4, device=name)
@@ -368,8 +370,8 @@ def test_one_slow_abort_does_not_stop_the_watch_of_other_groups(libraries: dict[
 
 def test_backend_has_the_options() -> None:
     """They are copied, shown, and changed by the environment alone."""
-    import sagellm
+    import torch_sagellm
 
-    options = sagellm.Options(on_device_failure="none", blocking_wait=True).__copy__()
+    options = torch_sagellm.Options(on_device_failure="none", blocking_wait=True).__copy__()
     assert (options.on_device_failure, options.blocking_wait) == ("none", True)
-    assert (sagellm.Options().on_device_failure, sagellm.Options().blocking_wait) == ("raise", False)
+    assert (torch_sagellm.Options().on_device_failure, torch_sagellm.Options().blocking_wait) == ("raise", False)

@@ -141,19 +141,19 @@ def error_of(group: Any, call: Callable[[], Any]) -> str:
 
 
 def differ(ctx: Context, vendor: str, cases: list[tuple[str, bool]], timeout: float, hosts: list[str] | None) -> None:
-    import sagellm
+    import torch_sagellm
 
     if hosts:
         with open("/proc/self/ns/net") as home:
             net.enter(hosts[ctx.rank])
             store = dist.FileStore(f"{ctx.tmp}/store", ctx.world_size)
             _, name = start(ctx, vendor, timeout=timedelta(seconds=120), store=store)
-            options = sagellm.Options(vendor=vendor if vendor == "nccl" else "auto")
+            options = torch_sagellm.Options(vendor=vendor if vendor == "nccl" else "auto")
             groups = [dist.new_group(timeout=timedelta(seconds=timeout), pg_options=options) for _ in cases]
             net.enter_file(home)  # the simulators' communicators span no namespaces
     else:
         _, name = start(ctx, vendor, timeout=timedelta(seconds=120))
-        options = sagellm.Options(vendor=vendor if vendor == "nccl" else "auto")
+        options = torch_sagellm.Options(vendor=vendor if vendor == "nccl" else "auto")
         groups = [dist.new_group(timeout=timedelta(seconds=timeout), pg_options=options) for _ in cases]
     for (what, asynchronous), group in zip(cases, groups, strict=True):
         call, _ = CASES[what][ctx.rank]

@@ -85,9 +85,9 @@ SORTS = list(firsts(0, "cpu", None))
 
 def made(rank: int, name: str, vendor: str, sort: str, timeout: float = TIMEOUT) -> Any:
     """A group of ranks 0 and 1 whose communicator exists, and its first call of a sort."""
-    import sagellm
+    import torch_sagellm
 
-    options = sagellm.Options(vendor=vendor if vendor == "nccl" else "auto")
+    options = torch_sagellm.Options(vendor=vendor if vendor == "nccl" else "auto")
     group = dist.new_group([0, 1], timeout=timedelta(seconds=timeout), pg_options=options)
     backend = group._get_backend(torch.device(name))
     backend.eager_connect_single_device(torch.device(name, 0))

@@ -17,8 +17,8 @@ from harness import Context, run_fresh
 from on_device import holds, total
 from simulated import environment, start
 
-import sagellm
-from sagellm import _load
+import torch_sagellm
+from torch_sagellm import _load
 
 #: The first test builds the simulators, which takes minutes on a busy machine; every job has its own deadline.
 pytestmark = pytest.mark.timeout(900)
@@ -69,7 +69,7 @@ def all_reduced(name: str, count: int, group: dist.ProcessGroup | None = None) -
     holds(value, total(dist.get_world_size()))
     pattern = re.compile(rf"chose id=(\w+) func=4 bytes={4 * count} channels=\d+ tuned=(\w+) algo=(\w+) proto=(\w+)")
     (chosen,) = [each for each in map(pattern.fullmatch, trace_lines()[before:]) if each]
-    found = sagellm.explain(work)
+    found = torch_sagellm.explain(work)
     assert found.reason == "vendor" and found.choice in str(found), found
     return chosen[1], f"{chosen[3]}, protocol {chosen[4]}", chosen[2] == "true", found.choice
 
@@ -92,7 +92,7 @@ def steered(ctx: Context, rules: str, expected: dict[int, str]) -> None:
         assert path is not None and Path(path).samefile(own), (variable, path)
         assert loaded().count(symbol) == 1, trace_lines()
     # Another group of the process, with the same ranks and no rules.
-    free = dist.new_group(pg_options=sagellm.Options(vendor="nccl"))
+    free = dist.new_group(pg_options=torch_sagellm.Options(vendor="nccl"))
     for count, algorithm in UNSTEERED.items():
         number, ran, asked, choice = all_reduced(name, count, free)
         assert asked and number not in numbers, number
@@ -130,8 +130,8 @@ BETWEEN = 300_000
 
 def steered_by_a_topology(ctx: Context, rules: str, expected: dict[int, str]) -> None:
     name = begin(ctx, "nccl", "")
-    manager = sagellm.TopologyManager.from_json('{"hosts": 1, "full_nvlink": true}')
-    comm = sagellm.create_comm_backend("nccl", topology_manager=manager, algorithm=rules)
+    manager = torch_sagellm.TopologyManager.from_json('{"hosts": 1, "full_nvlink": true}')
+    comm = torch_sagellm.create_comm_backend("nccl", topology_manager=manager, algorithm=rules)
     assert comm.group is not dist.group.WORLD
     numbers = set()
     for count, algorithm in expected.items():
@@ -141,7 +141,7 @@ def steered_by_a_topology(ctx: Context, rules: str, expected: dict[int, str]) ->
         work = dist.all_reduce(torch.ones(count, device=name), group=comm.group, async_op=True)
         assert work is not None
         work.wait()
-        decided = sagellm.explain(work).decided
+        decided = torch_sagellm.explain(work).decided
         if rules:
             assert "a rule or line names hierarchical" in decided, decided
         else:
@@ -209,7 +209,7 @@ def configured(ctx: Context, rules: str, word: str) -> None:
     first = words()
     assert first and set(first) == {word}, trace_lines()
     # A group without rules has a separate communicator, for which NCCL asks nothing.
-    free = dist.new_group(pg_options=sagellm.Options(vendor="auto"))
+    free = dist.new_group(pg_options=torch_sagellm.Options(vendor="auto"))
     dist.all_reduce(value, group=free)
     holds(value, ctx.world_size**2)
     second = words()[len(first) :]

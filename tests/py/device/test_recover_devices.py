@@ -1,4 +1,4 @@
-"""`sagellm.recover` for groups whose tensors are on devices, over simulators of the vendors' libraries."""
+"""`torch_sagellm.recover` for groups whose tensors are on devices, over simulators of the vendors' libraries."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def adds(name: str, members: list[int], first: int) -> None:
 
 def survives(ctx: Context, vendor: str, bound: bool, victims: list[int]) -> list[float]:
     """Works on the device until ranks die, recovers, works; for each victim. The seconds that each recovery took."""
-    import sagellm
+    import torch_sagellm
 
     _, name = start(ctx, vendor, bound=bound, timeout=timedelta(seconds=120))
     members, took = list(range(ctx.world_size)), []
@@ -64,7 +64,7 @@ def survives(ctx: Context, vendor: str, bound: bool, victims: list[int]) -> list
         assert f"rank {members.index(victim)}" in text, text
         made = calls(MAKES[vendor])
         begin = time.monotonic()
-        new = sagellm.recover(timeout=60)
+        new = torch_sagellm.recover(timeout=60)
         took.append(time.monotonic() - begin)
         assert new is dist.group.WORLD
         members.remove(victim)
@@ -97,16 +97,16 @@ def test_the_survivors_of_kill_9_go_on_on_their_devices(
 
 
 def through_the_host(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
     simdevice.install("npu")
-    ctx.init(timeout=timedelta(seconds=120), pg_options=sagellm.Options(vendor="host"))
+    ctx.init(timeout=timedelta(seconds=120), pg_options=torch_sagellm.Options(vendor="host"))
     adds("npu", [0, 1, 2, 3], ctx.rank)
     ctx.tell("ready")
     if ctx.rank == 3:
         ctx.listen()
     expect_raises(RuntimeError, lambda: dist.all_reduce(torch.ones(10, device="npu")))
-    sagellm.recover(timeout=60)
+    torch_sagellm.recover(timeout=60)
     adds("npu", [0, 1, 2], ctx.rank)
     dist.barrier()
     dist.destroy_process_group()

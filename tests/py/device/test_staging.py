@@ -52,9 +52,9 @@ def test_lists_of_tensors_travel_from_rank_to_rank() -> None:
 
 def every_call(ctx: Context, queue: float | None, options: dict[str, Any], exact: bool, **init: Any) -> None:
     if options:
-        import sagellm
+        import torch_sagellm
 
-        init["pg_options"] = sagellm.Options(**options)
+        init["pg_options"] = torch_sagellm.Options(**options)
     start(ctx, queue=queue, delay=0.001, **init)
     n, rank = ctx.world_size, ctx.rank
     on_cpu, on_device = calls(n, rank, "cpu"), calls(n, rank, "npu")
@@ -110,9 +110,9 @@ def test_every_collective_over_hosts(hosts: list[str], world_size: int) -> None:
 
 
 def messages(ctx: Context, options: dict[str, Any]) -> None:
-    import sagellm
+    import torch_sagellm
 
-    start(ctx, pg_options=sagellm.Options(**options))
+    start(ctx, pg_options=torch_sagellm.Options(**options))
     other = 1 - ctx.rank
     if ctx.rank == 0:
         for tag in (1, 2, 3):
@@ -180,10 +180,10 @@ def late_kernels(ctx: Context, queue: float | None) -> None:
         dist.all_reduce(value)
         holds(value, 11)
     # A list, packed by dtype.
-    import sagellm
+    import torch_sagellm
 
     listed = [torch.empty(size, device="npu", dtype=dtype).fill_(ctx.rank) for size, dtype in LIST]
-    for each in sagellm.fused_all_reduce(listed):
+    for each in torch_sagellm.fused_all_reduce(listed):
         holds(each * 2, 2)
     device.kernel_delay(0)
     dist.destroy_process_group()
@@ -600,7 +600,7 @@ def test_each_rank_has_a_device_of_its_own() -> None:
 
 
 def told(ctx: Context, vendor: str | None) -> list[str]:
-    import sagellm
+    import torch_sagellm
 
     lines: list[str] = []
 
@@ -609,26 +609,26 @@ def told(ctx: Context, vendor: str | None) -> list[str]:
             lines.append(f"{record.levelname} {record.getMessage()}")
 
     logging.getLogger("sagellm").addHandler(Keep())
-    options = {} if vendor is None else {"pg_options": sagellm.Options(vendor=vendor)}
+    options = {} if vendor is None else {"pg_options": torch_sagellm.Options(vendor=vendor)}
     start(ctx, **options)
     value = torch.empty(256, device="npu").fill_(1)
     for _ in range(3):
         work = dist.all_reduce(value, async_op=True)
         work.wait()
     dist.all_reduce(torch.ones(4))
-    stats = sagellm.get_stats()
+    stats = torch_sagellm.get_stats()
     assert stats["all_reduce_count"] == 4 and stats["host_staged_count"] == 3
     assert stats["host_staged_bytes"] == 3 * 1024 and stats["total_bytes"] == 3 * 1024 + 16
     assert stats["ops"]["all_reduce"]["count"] == 4
-    past = sagellm.explain(work)
+    past = torch_sagellm.explain(work)
     assert past.staged and past.path.startswith("staged") and "shared memory" in past.path, past
     assert past.nbytes == 1024 and past.sequence == 3
-    assert sagellm.explain(sequence=3).staged and not sagellm.explain(sequence=4).staged
+    assert torch_sagellm.explain(sequence=3).staged and not torch_sagellm.explain(sequence=4).staged
     assert "staged" in str(past)
-    might = sagellm.explain("all_reduce", 1024, device="npu")
+    might = torch_sagellm.explain("all_reduce", 1024, device="npu")
     assert might.staged and might.choice == past.choice
     assert ("vendor=" if vendor == "host" else "was not found") in might.path, might.path
-    assert not sagellm.explain("all_reduce", 1024).staged
+    assert not torch_sagellm.explain("all_reduce", 1024).staged
     records = backend_of()._records()
     assert sum(record["host_staged"] for record in records) == 3
     dist.new_group([0, 1])
@@ -647,10 +647,10 @@ def test_invariant_11_nothing_is_silently_slow(vendor: str | None) -> None:
 
 
 def refused(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
     simdevice.install("npu")
-    text = expect_raises(ValueError, lambda: ctx.init(pg_options=sagellm.Options(vendor="acme")))
+    text = expect_raises(ValueError, lambda: ctx.init(pg_options=torch_sagellm.Options(vendor="acme")))
     assert "acme" in text and "host" in text, text
 
 

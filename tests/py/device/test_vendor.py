@@ -142,7 +142,7 @@ def test_what_a_library_has_not_is_refused_or_converted_where_allowed(libraries:
 
 
 def lists(ctx: Context, vendor: str) -> None:
-    from sagellm import explain
+    from torch_sagellm import explain
 
     _, name = start(ctx, vendor)
     # A tensor above the size limit for packing is a separate call; all are one launch.
@@ -617,7 +617,7 @@ def test_an_error_that_comes_up_later_reaches_the_work(vendor: str, before: int,
 
 
 def without_library(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
     simdevice.install("npu")
     ctx.init()
@@ -627,7 +627,7 @@ def without_library(ctx: Context) -> None:
     reason = dist.group.WORLD._get_backend(torch.device("cpu"))._device_reason("npu")
     assert "HCCL was not found" in reason and "Tried" in reason, reason
     dist.destroy_process_group()
-    assert sagellm is not None
+    assert torch_sagellm is not None
 
 
 def test_without_a_library_tensors_go_through_host_memory_and_the_reason_says_what_was_tried() -> None:
@@ -636,10 +636,10 @@ def test_without_a_library_tensors_go_through_host_memory_and_the_reason_says_wh
 
 
 def named_library(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
     simdevice.install("npu")
-    ctx.init(pg_options=sagellm.Options(vendor="hccl:/nowhere/libhccl.so"))
+    ctx.init(pg_options=torch_sagellm.Options(vendor="hccl:/nowhere/libhccl.so"))
     assert "/nowhere/libhccl.so" in expect_raises(RuntimeError, lambda: dist.all_reduce(torch.ones(2, device="npu")))
     dist.destroy_process_group()
 
@@ -653,7 +653,7 @@ def test_a_library_that_is_named_and_missing_is_an_error() -> None:
 
 
 def measured(ctx: Context, vendor: str) -> dict[str, Any]:
-    import sagellm
+    import torch_sagellm
 
     sys.path.append(str(ROOT / "benchmarks"))
     import gpu
@@ -663,7 +663,7 @@ def measured(ctx: Context, vendor: str) -> dict[str, Any]:
     arguments = gpu.parse_args([*words, "--rounds", "2", "--budget", "0.02"])
     arguments.device = name
     # The other backend cannot serve this device, so this one stands for it.
-    options = {"backend": ctx.backend, "pg_options": sagellm.Options(vendor=vendor)}
+    options = {"backend": ctx.backend, "pg_options": torch_sagellm.Options(vendor=vendor)}
     groups = {label: dist.new_group(**options) for label in ("sagellm", gpu.THEIRS, gpu.CONTROL)}
     single, many = gpu.measure_all(arguments, groups)
     arguments.clock = "device"

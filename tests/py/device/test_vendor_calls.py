@@ -134,7 +134,7 @@ def test_tensors_of_a_dropped_work_are_given_back_on_python_threads(vendor: str,
 
 
 def captured_statistics(ctx: Context, asynchronous: bool) -> None:
-    import sagellm
+    import torch_sagellm
 
     device, name = start(ctx, "nccl", delay=0.0)
     driver = ctypes.CDLL(os.environ["SAGELLM_TEST_RUNTIME"])
@@ -155,7 +155,7 @@ def captured_statistics(ctx: Context, asynchronous: bool) -> None:
     assert driver.cuStreamEndCapture(stream, ctypes.byref(graph)) == 0, "the capture was broken"
     assert "captured into a graph" in refused and "outside of the capture" in refused, refused
     assert late == refused
-    found = sagellm.get_stats()
+    found = torch_sagellm.get_stats()
     assert (found["all_reduce_count"], found.get("all_reduce_failed", 0)) == (2, 0), found
     assert not [key for key, count in found.items() if key.endswith("_failed") and count], found
     dist.all_reduce(value)
@@ -310,7 +310,7 @@ def test_a_signal_ends_the_joining_of_a_communicator_everywhere(vendor: str, lib
 
 
 def without_rules(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
     _, name = start(ctx, "nccl")
     work = dist.all_reduce(torch.ones(10, device=name), async_op=True)
@@ -320,9 +320,9 @@ def without_rules(ctx: Context) -> None:
     for variable in (b"NCCL_TUNER_PLUGIN", b"NCCL_PROFILER_PLUGIN"):
         found = getenv(variable)
         assert (found is not None) == (os.environ.get("SAGELLM_EXPLAIN") == "1"), (variable, found)
-    assert ("protocol" in sagellm.explain(work).choice) == (os.environ.get("SAGELLM_EXPLAIN") == "1")
+    assert ("protocol" in torch_sagellm.explain(work).choice) == (os.environ.get("SAGELLM_EXPLAIN") == "1")
     # Too late: the simulated library has looked for its plugins with the first communicator.
-    late = dist.new_group(pg_options=sagellm.Options(vendor="nccl", algorithm="all_reduce:0-=ring"))
+    late = dist.new_group(pg_options=torch_sagellm.Options(vendor="nccl", algorithm="all_reduce:0-=ring"))
     value = torch.ones(10, device=name)
     dist.all_reduce(value, group=late)
     holds(value, 2)

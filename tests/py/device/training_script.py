@@ -40,13 +40,13 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach().cpu()).hex())
-    import sagellm
+    import torch_sagellm
 
     work = dist.all_reduce(torch.ones(10, device=device), async_op=True)
     assert work is not None
     work.wait()
-    path = sagellm.explain(work).path
-    staged = sagellm.get_stats()["host_staged_count"]
+    path = torch_sagellm.explain(work).path
+    staged = torch_sagellm.get_stats()["host_staged_count"]
     dist.destroy_process_group()
     # One write a rank, so that no line has two beginnings.
     print(f"\nrank {rank} losses {' '.join(losses)}\nrank {rank} staged {staged} by {path}", flush=True)

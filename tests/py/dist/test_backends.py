@@ -33,11 +33,11 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def methods(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
-    comm = sagellm.create_comm_backend()
+    comm = torch_sagellm.create_comm_backend()
     ranks, me = range(ctx.world_size), ctx.rank
-    assert (comm.rank, comm.world_size, type(comm)) == (me, ctx.world_size, sagellm.CPUBackend)
+    assert (comm.rank, comm.world_size, type(comm)) == (me, ctx.world_size, torch_sagellm.CPUBackend)
     every = [numbers(rank, ctx.world_size) for rank in ranks]
     total = torch.stack(every).sum(0)
     mine = every[me].clone()
@@ -86,14 +86,14 @@ def methods(ctx: Context) -> None:
     comm.barrier()
     found = comm.explain("all_reduce", 1024)
     assert found.ranks == ctx.world_size and found.op == "all_reduce"
-    assert comm.explain(sagellm.CommOp.ALL_GATHER, 1024).op == "all_gather"
+    assert comm.explain(torch_sagellm.CommOp.ALL_GATHER, 1024).op == "all_gather"
     stats = comm.get_stats()
     assert stats["ops"]["all_reduce"]["count"] >= 6, stats
     assert comm.stats.keys() == stats.keys() and str(ctx.world_size) in repr(comm)
     assert comm.reason == "auto: this process has no accelerator" and comm.reason in repr(comm)
-    by_name = sagellm.create_comm_backend("cpu")
+    by_name = torch_sagellm.create_comm_backend("cpu")
     assert by_name.reason == "asked for by name" and by_name.group is comm.group
-    assert sagellm.create_comm_backend().reason == comm.reason
+    assert torch_sagellm.create_comm_backend().reason == comm.reason
 
 
 @pytest.mark.quick
@@ -117,7 +117,7 @@ def test_every_method_gives_what_plain_arithmetic_gives(world_size: int) -> None
 def test_auto_says_what_it_found(
     device: str | None, vendor: str, chosen: str, why: str, monkeypatch: Any, caplog: Any
 ) -> None:
-    from sagellm.api import backends
+    from torch_sagellm.api import backends
 
     monkeypatch.setenv("SAGELLM_VENDOR", vendor)
     found = None if device is None else SimpleNamespace(type=device)
@@ -128,9 +128,9 @@ def test_auto_says_what_it_found(
 
 
 def futures(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
-    comm = sagellm.create_comm_backend()
+    comm = torch_sagellm.create_comm_backend()
     total = sum(numbers(rank) for rank in range(ctx.world_size))
     mine = numbers(ctx.rank)
     future = comm.all_reduce(mine, async_op=True)
@@ -173,10 +173,10 @@ def test_asynchronous_forms_give_a_future_of_the_tensor_and_messages_arrive() ->
 
 
 def delegated(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
-    ctx.init(pg_options=sagellm.Options(engine="delegate"))
-    comm = sagellm.create_comm_backend()
+    ctx.init(pg_options=torch_sagellm.Options(engine="delegate"))
+    comm = torch_sagellm.create_comm_backend()
     peer, got = 1 - ctx.rank, torch.zeros(2)
     sent, received = comm.isend(torch.full((2,), float(ctx.rank)), peer), comm.irecv(got, peer)
     doubled = received.then(lambda ended: ended.value() * 2)
@@ -194,13 +194,13 @@ def test_messages_of_a_delegate_have_futures_that_end_with_their_wait() -> None:
 
 
 def refusals(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
-    comm = sagellm.create_comm_backend("cpu")
+    comm = torch_sagellm.create_comm_backend("cpu")
     before = number()
-    text = expect_raises(ValueError, lambda: sagellm.create_comm_backend("ncl"))
+    text = expect_raises(ValueError, lambda: torch_sagellm.create_comm_backend("ncl"))
     assert "auto, cpu, nccl, hccl, cncl, gloo" in text and "'ncl'" in text and "did you mean 'nccl'?" in text
-    assert "retry is -1" in expect_raises(ValueError, lambda: sagellm.create_comm_backend("cpu", retry=-1))
+    assert "retry is -1" in expect_raises(ValueError, lambda: torch_sagellm.create_comm_backend("cpu", retry=-1))
     for timeout in ("soon", float("inf"), float("nan")):
         text = expect_raises(ValueError, lambda timeout=timeout: comm.all_reduce(torch.ones(1), timeout=timeout))
         assert f"timeout is {timeout!r}, expected a finite number of seconds or a timedelta" in text
@@ -214,14 +214,14 @@ def refusals(ctx: Context) -> None:
     expect_raises(ValueError, lambda: comm.fused_all_reduce([torch.ones(1)], "median"))
     assert "multiple of the 2 ranks" in expect_raises(ValueError, lambda: comm.reduce_scatter(torch.ones(3)))
     assert "more than 0" in expect_raises(ValueError, lambda: comm.all_reduce(torch.ones(1), timeout=0))
-    text = expect_raises(ValueError, lambda: sagellm.create_comm_backend(soft_timeout=-1))
+    text = expect_raises(ValueError, lambda: torch_sagellm.create_comm_backend(soft_timeout=-1))
     assert "soft_timeout is -1, expected 0 seconds (no line) or more" in text
-    text = expect_raises(ValueError, lambda: sagellm.create_comm_backend("cpu", soft_timeout="5"))
+    text = expect_raises(ValueError, lambda: torch_sagellm.create_comm_backend("cpu", soft_timeout="5"))
     assert "soft_timeout is '5', expected 0 seconds" in text
-    assert "rank is 7" in expect_raises(ValueError, lambda: sagellm.create_comm_backend("cpu", rank=7))
-    assert "world_size is 9" in expect_raises(ValueError, lambda: sagellm.CPUBackend(ctx.rank, 9))
+    assert "rank is 7" in expect_raises(ValueError, lambda: torch_sagellm.create_comm_backend("cpu", rank=7))
+    assert "world_size is 9" in expect_raises(ValueError, lambda: torch_sagellm.CPUBackend(ctx.rank, 9))
     for name, device in {"nccl": "cuda", "hccl": "npu", "cncl": "mlu"}.items():
-        assert device in expect_raises(RuntimeError, lambda name=name: sagellm.create_comm_backend(name))
+        assert device in expect_raises(RuntimeError, lambda name=name: torch_sagellm.create_comm_backend(name))
     text = expect_raises(ValueError, lambda: comm.reduce(torch.ones(1), "sum"))
     assert "reduce: root_rank is 'sum', expected a rank from 0 to 1: reduce(tensor, root_rank, op)" in text
     for call in (
@@ -242,34 +242,38 @@ def test_wrong_input_is_refused_with_the_choices_and_nothing_is_sent() -> None:
 
 
 def reuse(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
-    comm = sagellm.create_comm_backend()
-    assert comm is sagellm.create_comm_backend() and comm.group is dist.group.WORLD
-    assert sagellm.create_comm_backend("gloo").group is dist.group.WORLD, "without a device there is no difference"
-    alone = sagellm.create_comm_backend(fusion=False, timeout=20)
-    assert alone is not comm and alone is sagellm.create_comm_backend(fusion=False, timeout=20)
-    assert alone is sagellm.create_comm_backend(fusion=False, timeout=timedelta(seconds=20)), "as long as 20"
-    assert alone is sagellm.create_comm_backend(fusion=False, timeout=np.int64(20)), "a number of numpy"
+    comm = torch_sagellm.create_comm_backend()
+    assert comm is torch_sagellm.create_comm_backend() and comm.group is dist.group.WORLD
+    assert torch_sagellm.create_comm_backend("gloo").group is dist.group.WORLD, (
+        "without a device there is no difference"
+    )
+    alone = torch_sagellm.create_comm_backend(fusion=False, timeout=20)
+    assert alone is not comm and alone is torch_sagellm.create_comm_backend(fusion=False, timeout=20)
+    assert alone is torch_sagellm.create_comm_backend(fusion=False, timeout=timedelta(seconds=20)), "as long as 20"
+    assert alone is torch_sagellm.create_comm_backend(fusion=False, timeout=np.int64(20)), "a number of numpy"
     assert alone.group is not dist.group.WORLD
     same(alone.all_reduce(torch.ones(2)), torch.full((2,), float(ctx.world_size)))
-    ruled = sagellm.create_comm_backend(algorithm="all_reduce:0-=rounds(64KiB)")
+    ruled = torch_sagellm.create_comm_backend(algorithm="all_reduce:0-=rounds(64KiB)")
     assert ruled.explain("all_reduce", 64).choice == "rounds(64KiB)"
-    told = sagellm.create_comm_backend(soft_timeout=timedelta(seconds=90))
-    assert told.group is not comm.group and told is sagellm.create_comm_backend(soft_timeout=timedelta(seconds=90))
+    told = torch_sagellm.create_comm_backend(soft_timeout=timedelta(seconds=90))
+    assert told.group is not comm.group and told is torch_sagellm.create_comm_backend(
+        soft_timeout=timedelta(seconds=90)
+    )
     assert told.group._get_backend(torch.device("cpu")).options.soft_timeout == 90
     theirs = dist.new_group(backend="gloo")
-    sibling = sagellm.create_comm_backend(group=theirs)
+    sibling = torch_sagellm.create_comm_backend(group=theirs)
     assert sibling.group is not theirs and dist.get_backend(sibling.group) == "sagellm"
     same(sibling.all_reduce(torch.ones(2)), torch.full((2,), float(ctx.world_size)))
     last = dist.new_group([ctx.world_size - 1])
     if ctx.rank == ctx.world_size - 1:
-        only = sagellm.create_comm_backend(group=last)
+        only = torch_sagellm.create_comm_backend(group=last)
         assert (only.rank, only.world_size) == (0, 1)
         same(only.all_reduce(torch.ones(2)), torch.ones(2))
     dist.destroy_process_group()
     ctx.init(key=ctx.key + "again")
-    again = sagellm.create_comm_backend()
+    again = torch_sagellm.create_comm_backend()
     assert again is not comm
     same(again.all_reduce(torch.ones(2)), torch.full((2,), float(ctx.world_size)))
     dist.destroy_process_group()
@@ -280,10 +284,10 @@ def test_equal_arguments_give_the_same_object_and_other_settings_a_group_of_thei
 
 
 def late(ctx: Context) -> tuple[str, list[int]]:
-    import sagellm
+    import torch_sagellm
 
     ctx.init()
-    comm = sagellm.create_comm_backend()
+    comm = torch_sagellm.create_comm_backend()
     comm.barrier()
     if ctx.rank == 1:
         ctx.listen()
@@ -292,7 +296,7 @@ def late(ctx: Context) -> tuple[str, list[int]]:
     try:
         comm.safe_all_reduce(torch.ones(2), timeout=1)
     except TimeoutError as error:
-        assert isinstance(error, sagellm.CommTimeoutError | dist.DistBackendError)
+        assert isinstance(error, torch_sagellm.CommTimeoutError | dist.DistBackendError)
         assert time.monotonic() - began < patience(10)
         ctx.tell("over")
         return str(error), error.missing_ranks
@@ -300,10 +304,10 @@ def late(ctx: Context) -> tuple[str, list[int]]:
 
 
 def late_future(ctx: Context) -> tuple[str, list[int]]:
-    import sagellm
+    import torch_sagellm
 
     ctx.init()
-    comm = sagellm.create_comm_backend()
+    comm = torch_sagellm.create_comm_backend()
     comm.barrier()
     if ctx.rank == 1:
         ctx.listen()
@@ -312,7 +316,7 @@ def late_future(ctx: Context) -> tuple[str, list[int]]:
     chained = future.then(lambda ended: ended.value())
     try:
         future.wait()
-    except sagellm.CommTimeoutError as error:
+    except torch_sagellm.CommTimeoutError as error:
         assert "rank 1" in expect_raises(RuntimeError, chained.wait), "what is chained fails with it"
         ctx.tell("over")
         return str(error), error.missing_ranks
@@ -335,23 +339,23 @@ def test_a_timeout_is_both_kinds_of_error_and_names_the_missing_rank(fn: Any) ->
 
 
 ALONE = """
-import torch, sagellm, torch.distributed as dist
-comm = sagellm.create_comm_backend()
+import torch, torch_sagellm, torch.distributed as dist
+comm = torch_sagellm.create_comm_backend()
 assert (comm.rank, comm.world_size) == (0, 1) and dist.is_initialized()
 assert comm.all_reduce(torch.ones(2)).tolist() == [1.0, 1.0]
-assert comm.all_gather(torch.ones(2, 2)).shape == (2, 2) and comm is sagellm.create_comm_backend()
+assert comm.all_gather(torch.ones(2, 2)).shape == (2, 2) and comm is torch_sagellm.create_comm_backend()
 dist.destroy_process_group()
 """
 MANY = """
-import torch, sagellm
-comm = sagellm.CPUBackend()
+import torch, torch_sagellm
+comm = torch_sagellm.CPUBackend()
 assert comm.all_reduce(torch.ones(2)).tolist() == [2.0, 2.0]
 torch.distributed.destroy_process_group()
 """
 FOREIGN = """
-import torch, sagellm
+import torch, torch_sagellm
 try:
-    sagellm.CPUBackend(1, 4)
+    torch_sagellm.CPUBackend(1, 4)
 except RuntimeError as error:
     assert "torchrun" in str(error) and "MASTER_ADDR" in str(error), error
 else:
@@ -379,8 +383,8 @@ def test_it_starts_the_group_of_torchrun_s_environment(tmp_path: Any) -> None:
 
 def meets_late(ctx: Context, port: int, first: int, retry: int, seconds: float) -> str:
     """Makes the group from torchrun's environment; rank `first` is there long before the other one."""
-    import sagellm
-    from sagellm.api import group_choice
+    import torch_sagellm
+    from torch_sagellm.api import group_choice
 
     os.environ.update(RANK=str(ctx.rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     group_choice.FIRST_PAUSE = group_choice.LONGEST_PAUSE = 0.1
@@ -394,15 +398,17 @@ def meets_late(ctx: Context, port: int, first: int, retry: int, seconds: float) 
     if ctx.rank != first:
         ctx.listen()
     try:
-        comm = sagellm.CPUBackend(timeout=seconds, retry=retry)
+        comm = torch_sagellm.CPUBackend(timeout=seconds, retry=retry)
     except RuntimeError as error:
         ctx.tell(f"failed: {error}")
         return "failed"
     # By the name that the first attempt would have given it.
     found = f"{comm.all_reduce(torch.ones(2)).tolist()} in {comm.group.group_name}"
-    assert comm is not sagellm.create_comm_backend("cpu", retry=2), "made by its class"
-    again = sagellm.create_comm_backend("cpu", timeout=seconds)
-    assert again is sagellm.create_comm_backend("cpu", timeout=seconds, retry=3), "retry is no setting of the group"
+    assert comm is not torch_sagellm.create_comm_backend("cpu", retry=2), "made by its class"
+    again = torch_sagellm.create_comm_backend("cpu", timeout=seconds)
+    assert again is torch_sagellm.create_comm_backend("cpu", timeout=seconds, retry=3), (
+        "retry is no setting of the group"
+    )
     dist.destroy_process_group()
     return found
 
@@ -431,15 +437,15 @@ def free_port() -> int:
 
 def fails_once(ctx: Context) -> None:
     """An operation that fails is not tried again."""
-    import sagellm
+    import torch_sagellm
 
-    comm = sagellm.create_comm_backend("cpu", retry=5)
+    comm = torch_sagellm.create_comm_backend("cpu", retry=5)
     before = comm.get_stats()["ops"].get("all_reduce", {"count": 0})["count"]
     expect_raises(RuntimeError, lambda: comm.all_reduce(torch.ones(2 + ctx.rank)))
     assert comm.get_stats()["ops"]["all_reduce"]["count"] <= before + 1
     for wrong in (-1, 1.5, "often"):
         assert "expected a whole number" in expect_raises(
-            ValueError, lambda wrong=wrong: sagellm.CPUBackend(retry=wrong)
+            ValueError, lambda wrong=wrong: torch_sagellm.CPUBackend(retry=wrong)
         )
 
 
@@ -448,10 +454,10 @@ def test_operations_are_never_tried_again() -> None:
 
 
 def buffers(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
-    comm = sagellm.create_comm_backend()
-    buffer = sagellm.CommFusionBuffer(max_size_mb=0.001)
+    comm = torch_sagellm.create_comm_backend()
+    buffer = torch_sagellm.CommFusionBuffer(max_size_mb=0.001)
     first, second = torch.ones(100), torch.full((50,), 2, dtype=torch.int64)
     assert buffer.add_tensor(first) and buffer.add_tensor(second)
     assert not buffer.add_tensor(torch.ones(100)), "400 + 400 + 400 bytes are more than 1000"
@@ -468,13 +474,13 @@ def buffers(ctx: Context) -> None:
     assert buffer.add_tensor(shared) and buffer.add_tensor(shared)
     expect_raises(ValueError, lambda: buffer.flush_and_all_reduce(comm))
     assert len(buffer) == 2, "refused, and still there"
-    with sagellm.monitor_communication("step") as report:
+    with torch_sagellm.monitor_communication("step") as report:
         dist.all_reduce(torch.ones(1000))
         dist.broadcast(torch.ones(10), 0)
     assert report.operations == {"all_reduce": 1, "broadcast": 1}, report
     assert report.nbytes >= 4000 and report.seconds > 0 and "1 all_reduce" in str(report)
 
-    @sagellm.monitor_communication
+    @torch_sagellm.monitor_communication
     def step(count: int) -> int:
         """A step."""
         for _ in range(count):
@@ -483,25 +489,25 @@ def buffers(ctx: Context) -> None:
 
     assert step(3) == 3 and step.report.operations == {"all_reduce": 3} and step.__doc__ == "A step."
 
-    @sagellm.monitor_communication("named")
+    @torch_sagellm.monitor_communication("named")
     def other() -> None:
-        sagellm.batch_all_reduce([torch.ones(2), torch.ones(3)])
+        torch_sagellm.batch_all_reduce([torch.ones(2), torch.ones(3)])
 
     other()
     assert other.report.operations == {"all_reduce": 1} and str(other.report).startswith("named:")
 
     class Layer:
-        @sagellm.monitor_communication
+        @torch_sagellm.monitor_communication
         def reduce(self, left: int) -> int:
             dist.all_reduce(torch.ones(1))
             return self.reduce(left - 1) + 1 if left else 0
 
-        @sagellm.monitor_communication
+        @torch_sagellm.monitor_communication
         @staticmethod
         def alone(value: int) -> int:
             return value
 
-        watched = sagellm.monitor_communication("context")
+        watched = torch_sagellm.monitor_communication("context")
 
     layer = Layer()
     assert layer.reduce(2) == 2, "it is bound to its object"
@@ -518,9 +524,9 @@ def test_lists_are_collected_and_what_was_sent_is_counted() -> None:
 
 @pytest.mark.quick
 def test_memory_is_lent_to_one_user_at_a_time() -> None:
-    import sagellm
+    import torch_sagellm
 
-    buffer = sagellm.CommunicationBuffer(1024)
+    buffer = torch_sagellm.CommunicationBuffer(1024)
     assert not buffer.in_use
     with buffer:
         part = buffer.get_buffer(512)
@@ -532,7 +538,7 @@ def test_memory_is_lent_to_one_user_at_a_time() -> None:
         with pytest.raises(ValueError, match="Buffer too small"):
             buffer.get_buffer(2048)
     assert not buffer.in_use and buffer.get_buffer(0).numel() == 0
-    assert sagellm.CommFusionBuffer(np.int64(2)).max_bytes == 2 * sagellm.CommFusionBuffer(1).max_bytes
-    for wrong in (lambda: sagellm.CommunicationBuffer(0), lambda: sagellm.CommFusionBuffer(0)):
+    assert torch_sagellm.CommFusionBuffer(np.int64(2)).max_bytes == 2 * torch_sagellm.CommFusionBuffer(1).max_bytes
+    for wrong in (lambda: torch_sagellm.CommunicationBuffer(0), lambda: torch_sagellm.CommFusionBuffer(0)):
         with pytest.raises(ValueError):
             wrong()

@@ -188,9 +188,9 @@ def test_rule_02_only_one_rank_makes_the_wrong_call(world_size: int) -> None:
 
 def peers_that_are_none(ctx: Context, engine: str) -> None:
     """Messages of a delegate; c10d's own functions refuse some of these ranks, other callers of a backend do not."""
-    import sagellm
+    import torch_sagellm
 
-    group = dist.new_group(pg_options=sagellm.Options(engine=engine))
+    group = dist.new_group(pg_options=torch_sagellm.Options(engine=engine))
     backend = group._get_backend(torch.device("cpu"))
     tensor = torch.full((3,), float(ctx.rank))
     for call in (backend.send, backend.recv):

@@ -1,4 +1,4 @@
-"""`sagellm bench`: what it calls right and wrong, its table, its progress, and the ranks that it starts or finds."""
+"""`torch-sagellm bench`: what it calls right and wrong, its table, progress, and the ranks that it starts or finds."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from harness import Context, beyond_gloo, run_ranks
 
-from sagellm.cli import bench, chart, collectives
-from sagellm.cli.main import main
+from torch_sagellm.cli import bench, chart, collectives
+from torch_sagellm.cli.main import main
 
 pytestmark = beyond_gloo("the command compares with it")
 ROOT = Path(__file__).resolve().parents[3]
@@ -50,7 +50,7 @@ def test_own_ranks_print_the_table_and_write_the_figures(tmp_path: Path) -> None
     file = tmp_path / "rows.json"
     words = ["--op", "all_gather", "--sizes", "12,4KiB", "--iterations", "3", "--compare", "gloo", "--plot", "-"]
     done = subprocess.run(
-        [sys.executable, "-m", "sagellm", "bench", *words, "--json", str(file)],
+        [sys.executable, "-m", "torch_sagellm", "bench", *words, "--json", str(file)],
         capture_output=True,
         text=True,
         timeout=110,
@@ -91,7 +91,7 @@ def test_under_torchrun_it_measures_between_the_ranks_that_are_there() -> None:
 
 @pytest.mark.quick
 def test_the_preset_is_three_sizes_that_arguments_override() -> None:
-    from sagellm.cli.main import _parse
+    from torch_sagellm.cli.main import _parse
 
     job = bench.job_of(_parse(["bench", "--preset", "quick"]))
     assert (job.sizes, job.warmup, job.iterations) == ([10**6, 10**7, 10**8], 10, 100)
@@ -125,7 +125,7 @@ def test_long_commands_draw_their_progress_on_a_terminal(words: tuple[str, ...],
     """Their output is a pipe, so it has the table alone."""
     screen, theirs = pty.openpty()
     try:
-        command = [sys.executable, "-m", "sagellm", *words]
+        command = [sys.executable, "-m", "torch_sagellm", *words]
         env = {**os.environ, "TERM": "xterm", "SAGELLM_CACHE_DIR": str(tmp_path)}
         done = subprocess.run(
             command, stdout=subprocess.PIPE, stderr=theirs, text=True, timeout=100, check=False, env=env

@@ -1,4 +1,4 @@
-"""`sagellm doctor --peer` and `--listen` between two hosts, which are network namespaces."""
+"""`torch-sagellm doctor --peer` and `--listen` between two hosts, which are network namespaces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from harness import IS_GLOO
 from limits import patience
 
-from sagellm.cli import checks, peer
+from torch_sagellm.cli import checks, peer
 
 pytestmark = pytest.mark.skipif(IS_GLOO, reason="gloo: this is about the package's own command")
 
@@ -31,7 +31,7 @@ def network(hosts: int = 2, **how: Any) -> Iterator[net.Network]:
 
 
 def doctor(host: str, interface: str, *words: str) -> subprocess.Popen[str]:
-    command = ["ip", "netns", "exec", host, sys.executable, "-m", "sagellm", "doctor", *words]
+    command = ["ip", "netns", "exec", host, sys.executable, "-m", "torch_sagellm", "doctor", *words]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": interface, "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
@@ -42,7 +42,7 @@ def talk(made: net.Network, address: str, interfaces: tuple[str, str]) -> list[t
     try:
         assert listening.stdout is not None
         first = listening.stdout.readline()
-        assert "sagellm doctor --peer" in first, first + listening.stdout.read()
+        assert "torch-sagellm doctor --peer" in first, first + listening.stdout.read()
         asking = doctor(made.names[1], interfaces[1], "--peer", address)
         output, _ = asking.communicate(timeout=patience(60))
         rest, _ = listening.communicate(timeout=patience(60))

@@ -1,4 +1,4 @@
-"""`sagellm simulate --strategy`: its bytes equal the counts of real layers, its times those of the cost model."""
+"""`torch-sagellm simulate --strategy`: its bytes equal the counts of real layers, its times those of the cost model."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from harness import Context, beyond_gloo, run_ranks
 
-from sagellm import _load
-from sagellm.cli import strategies
-from sagellm.cli.main import main
-from sagellm.cli.simulate import Link, Machine
-from sagellm.cli.strategies import Model, Traffic
+from torch_sagellm import _load
+from torch_sagellm.cli import strategies
+from torch_sagellm.cli.main import main
+from torch_sagellm.cli.simulate import Link, Machine
+from torch_sagellm.cli.strategies import Model, Traffic
 
 pytestmark = beyond_gloo("counts nothing")
 MODEL = Model(
@@ -45,43 +45,43 @@ def planned(strategy: str, ranks: int, keep: str = "") -> dict[str, tuple[int, i
 
 def counted() -> dict[str, tuple[int, int]]:
     """The same, as this rank's group has counted them since the last reset; what was received is not what was sent."""
-    import sagellm
+    import torch_sagellm
 
-    ops = sagellm.get_stats()["ops"]
+    ops = torch_sagellm.get_stats()["ops"]
     return {kind: (op["count"], op["bytes"]) for kind, op in ops.items() if op["count"] and kind != "recv"}
 
 
 def tensor_parallel(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
     pairs = []
     for _ in range(2 * MODEL.layers):  # attention and MLP of each layer
-        column = sagellm.TensorParallelLinear(16, 16, ctx.world_size, "column", gather_output=False)
-        pairs += [column, sagellm.TensorParallelLinear(16, 16, ctx.world_size, "row", input_is_split=True)]
+        column = torch_sagellm.TensorParallelLinear(16, 16, ctx.world_size, "column", gather_output=False)
+        pairs += [column, torch_sagellm.TensorParallelLinear(16, 16, ctx.world_size, "row", input_is_split=True)]
     tokens = torch.ones(MODEL.tokens, MODEL.hidden, requires_grad=True)
-    sagellm.reset_stats()
+    torch_sagellm.reset_stats()
     torch.nn.Sequential(*pairs)(tokens).sum().backward()
     assert counted() == planned("tp", ctx.world_size), counted()
 
 
 def context_parallel(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
     block = torch.ones(MODEL.batch, MODEL.sequence // ctx.world_size, MODEL.kv_hidden)
-    sagellm.reset_stats()
+    torch_sagellm.reset_stats()
     for _ in range(MODEL.layers):
-        assert len(list(sagellm.ring_exchange([block, block.clone()]))) == ctx.world_size
+        assert len(list(torch_sagellm.ring_exchange([block, block.clone()]))) == ctx.world_size
     assert counted() == planned("cp", ctx.world_size, "forward"), counted()
 
 
 def expert_parallel(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
-    moe = sagellm.MoEDispatcher(MODEL.experts)
+    moe = torch_sagellm.MoEDispatcher(MODEL.experts)
     every = torch.arange(MODEL.tokens * MODEL.experts_per_token) % MODEL.experts
     tokens = torch.ones(MODEL.tokens, MODEL.hidden, requires_grad=True)
     moe.dispatch(tokens, every.view(MODEL.tokens, MODEL.experts_per_token))  # the first looks where the ranks are
-    sagellm.reset_stats()
+    torch_sagellm.reset_stats()
     there = tokens
     for _ in range(MODEL.layers):
         rows, routing = moe.dispatch(there, every.view(MODEL.tokens, MODEL.experts_per_token))
@@ -95,11 +95,11 @@ def linears() -> Any:
 
 
 def data_parallel(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
     model = torch.nn.parallel.DistributedDataParallel(linears())
     for _ in range(3):  # after the first step the ranks agree on the order of the buckets
-        sagellm.reset_stats()
+        torch_sagellm.reset_stats()
         model(torch.ones(2, 16)).sum().backward()
     assert counted() == planned("dp", ctx.world_size), counted()
 
@@ -107,16 +107,16 @@ def data_parallel(ctx: Context) -> None:
 def fully_sharded(ctx: Context) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    import sagellm
+    import torch_sagellm
 
     mesh = dist.init_device_mesh("cpu", (ctx.world_size,))
     model = linears()
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    sagellm.reset_stats(mesh.get_group())
+    torch_sagellm.reset_stats(mesh.get_group())
     model(torch.ones(2, 16)).sum().backward()
-    ops = sagellm.get_stats(mesh.get_group())["ops"]
+    ops = torch_sagellm.get_stats(mesh.get_group())["ops"]
     found = {kind: (op["count"], op["bytes"]) for kind, op in ops.items() if op["count"]}
     assert found == planned("fsdp", ctx.world_size), found
 

@@ -1,4 +1,4 @@
-"""`sagellm.collective_ops` over ranks that are processes; over ranks of one process it is tests/test_distributed.py."""
+"""`torch_sagellm.collective_ops` over ranks that are processes; ranks of one process: tests/test_distributed.py."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ pytestmark = beyond_gloo("operators as objects")
 
 
 def operators(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
-    comm = sagellm.DistributedCommunicator(ctx.rank, ctx.world_size)
+    comm = torch_sagellm.DistributedCommunicator(ctx.rank, ctx.world_size)
     ranks, me = range(ctx.world_size), ctx.rank
     assert (comm.rank, comm.world_size, comm.next_rank) == (me, ctx.world_size, (me + 1) % ctx.world_size)
     assert "of a process group" in repr(comm)
     every = [make(torch.bfloat16, 6 * ctx.world_size, rank).reshape(-1, 3) for rank in ranks]
     total, mine = fold("SUM", every), every[me].clone()
-    assert sagellm.AllReduceOperator(comm).all_reduce(mine) is mine
+    assert torch_sagellm.AllReduceOperator(comm).all_reduce(mine) is mine
     same_bits(mine, total)
-    part = sagellm.ReduceScatterOperator(comm).reduce_scatter(every[me])
+    part = torch_sagellm.ReduceScatterOperator(comm).reduce_scatter(every[me])
     same_bits(part, total[2 * me : 2 * me + 2])
-    same_bits(sagellm.AllGatherOperator(comm).all_gather(part), total)
+    same_bits(torch_sagellm.AllGatherOperator(comm).all_gather(part), total)
     mine = every[me].clone()
-    assert sagellm.BroadcastOperator(comm).broadcast(mine, root_rank=1) is mine
+    assert torch_sagellm.BroadcastOperator(comm).broadcast(mine, root_rank=1) is mine
     same_bits(mine, every[1])
     for turn in range(2):  # the even ranks send first, as large messages need it
         if me % 2 == turn:
@@ -34,11 +34,11 @@ def operators(ctx: Context) -> None:
         else:
             same_bits(comm.recv(comm.prev_rank, every[0].shape, torch.bfloat16, tag=3), every[comm.prev_rank])
     comm.barrier()
-    for operator in (sagellm.AllReduceOperator, sagellm.AllGatherOperator):
+    for operator in (torch_sagellm.AllReduceOperator, torch_sagellm.AllGatherOperator):
         (result,) = operator(comm).benchmark([(8, 2)], num_trials=3)
         assert result.num_trials == 3 and result.min_seconds > 0 and result.world_size == ctx.world_size
-    expect_raises(ValueError, lambda: sagellm.DistributedCommunicator(me + 1))
-    expect_raises(ValueError, lambda: sagellm.AllReduceOperator(comm).all_reduce(every[0], "median"))
+    expect_raises(ValueError, lambda: torch_sagellm.DistributedCommunicator(me + 1))
+    expect_raises(ValueError, lambda: torch_sagellm.AllReduceOperator(comm).all_reduce(every[0], "median"))
 
 
 @pytest.mark.quick
@@ -48,15 +48,15 @@ def test_the_operators_over_processes(world_size: int) -> None:
 
 
 def subgroup(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
     group = dist.new_group([2, 1])
     if ctx.rank == 0:
-        expect_raises(ValueError, lambda: sagellm.DistributedCommunicator.from_group(group))
+        expect_raises(ValueError, lambda: torch_sagellm.DistributedCommunicator.from_group(group))
         return
-    comm = sagellm.DistributedCommunicator.from_group(group)
+    comm = torch_sagellm.DistributedCommunicator.from_group(group)
     assert (comm.rank, comm.world_size) == (dist.get_rank(group), 2)
-    gathered = sagellm.AllGatherOperator(comm).all_gather(torch.tensor([ctx.rank]))
+    gathered = torch_sagellm.AllGatherOperator(comm).all_gather(torch.tensor([ctx.rank]))
     assert gathered.tolist() == dist.get_process_group_ranks(group)
 
 
@@ -66,22 +66,22 @@ def test_a_communicator_of_a_given_group() -> None:
 
 def together(ctx: Context) -> None:
     """Ranks of one process before, beside and after a group of processes, which is made in between."""
-    import sagellm
+    import torch_sagellm
 
-    def local(comms: list[sagellm.DistributedCommunicator]) -> None:
+    def local(comms: list[torch_sagellm.DistributedCommunicator]) -> None:
         tensors = [torch.full((20_000,), float(comm.rank)) for comm in comms]
         for comm, tensor in zip(comms, tensors, strict=True):
-            sagellm.AllReduceOperator(comm).all_reduce(tensor)
+            torch_sagellm.AllReduceOperator(comm).all_reduce(tensor)
         assert all(tensor.eq(3.0).all() for tensor in tensors)
 
-    comms = sagellm.create_ring_topology(3)
+    comms = torch_sagellm.create_ring_topology(3)
     local(comms)
     ctx.init()
     local(comms)
     pending = dist.all_reduce(torch.ones(50_000), async_op=True)
     local(comms)
     pending.wait()
-    local(sagellm.create_ring_topology(3))
+    local(torch_sagellm.create_ring_topology(3))
     del comms
     total = torch.ones(4)
     dist.all_reduce(total)
@@ -96,16 +96,16 @@ def test_ranks_of_one_process_beside_a_group_of_processes() -> None:
 
 
 def late(ctx: Context) -> list[int]:
-    import sagellm
+    import torch_sagellm
 
     ctx.init()
-    comm = sagellm.DistributedCommunicator(timeout=1.0)
+    comm = torch_sagellm.DistributedCommunicator(timeout=1.0)
     if ctx.rank == 1:
         ctx.listen()
         return []
     try:
         comm.recv(1, (2,), torch.float32)
-    except sagellm.CommTimeoutError as error:
+    except torch_sagellm.CommTimeoutError as error:
         return error.missing_ranks
     raise AssertionError("no rank sent anything")
 

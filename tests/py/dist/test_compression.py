@@ -28,18 +28,18 @@ def addends(ranks: int, size: int) -> list[torch.Tensor]:
 
 
 def bounds(ctx: Context, size: int) -> None:
-    import sagellm
+    import torch_sagellm
 
     every = addends(ctx.world_size, size)
     exact = torch.stack(every).double().sum(0)
     magnitude = torch.stack(every).double().abs().sum(0)
     for how, relative in {"fp16": 2.0**-11, "bf16": 2.0**-8}.items():
-        stats = sagellm.CompressionStats()
-        found = sagellm.compressed_all_reduce(every[ctx.rank].clone(), how, stats=stats)
+        stats = torch_sagellm.CompressionStats()
+        found = torch_sagellm.compressed_all_reduce(every[ctx.rank].clone(), how, stats=stats)
         assert ((found - exact).abs() <= relative * (magnitude + exact.abs()) * 1.01 + 1e-7).all(), how
         assert (stats.plain_bytes, stats.sent_bytes, stats.calls) == (size * 4, size * 2, 1)
         assert stats.saved_bytes == size * 2
-    found = sagellm.compressed_all_reduce(every[ctx.rank].clone(), sagellm.Int8(64), op="avg")
+    found = torch_sagellm.compressed_all_reduce(every[ctx.rank].clone(), torch_sagellm.Int8(64), op="avg")
     for begin in range(0, size, 64):
         part = slice(begin, min(begin + 64, size))
         largest = [float(each[part].abs().max()) for each in every]
@@ -51,7 +51,7 @@ def bounds(ctx: Context, size: int) -> None:
     dist.broadcast(same, 0)
     assert torch.equal(same, found), "every rank has the same sum"
     column = torch.stack(every, 1)[:, ctx.rank]
-    assert sagellm.compressed_all_reduce(column, "fp16") is column, "strided, in place"
+    assert torch_sagellm.compressed_all_reduce(column, "fp16") is column, "strided, in place"
     assert ((column - exact).abs() <= 2.0**-11 * (magnitude + exact.abs()) * 1.01 + 1e-7).all()
 
 
@@ -62,9 +62,9 @@ def test_errors_stay_within_their_bounds_and_ranks_agree(world_size: int, size: 
 
 
 def kept(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
-    method = sagellm.TopK(0.1)
+    method = torch_sagellm.TopK(0.1)
     total, plain = torch.zeros(100), torch.zeros(100)
     for step in range(20):
         torch.manual_seed(10 * step + ctx.rank)
@@ -72,24 +72,24 @@ def kept(ctx: Context) -> None:
         exact = addend.clone()
         dist.all_reduce(exact)
         plain += exact
-        total += sagellm.compressed_all_reduce(addend, method, key="one")
+        total += torch_sagellm.compressed_all_reduce(addend, method, key="one")
     left = method.residual("one")
     assert left is not None and method.residual("other") is None
     rest = left.clone()
     dist.all_reduce(rest)
     torch.testing.assert_close(total + rest, plain, rtol=1e-4, atol=1e-4)
-    whole = sagellm.compressed_all_reduce(torch.arange(5.0), sagellm.TopK(1.0), key="whole")
+    whole = torch_sagellm.compressed_all_reduce(torch.arange(5.0), torch_sagellm.TopK(1.0), key="whole")
     assert whole.tolist() == (torch.arange(5.0) * ctx.world_size).tolist()
-    stats = sagellm.CompressionStats()
-    sagellm.compressed_all_reduce(torch.ones(1000), sagellm.TopK(0.01), key="many", stats=stats)
+    stats = torch_sagellm.CompressionStats()
+    torch_sagellm.compressed_all_reduce(torch.ones(1000), torch_sagellm.TopK(0.01), key="many", stats=stats)
     assert stats.sent_bytes == 10 * (8 + 4)
     for text, call in {
-        "expected one of fp16": lambda: sagellm.compressed_all_reduce(torch.ones(1), "zip"),
-        "op='max'": lambda: sagellm.compressed_all_reduce(torch.ones(1), "fp16", op="max"),
-        "expected floats": lambda: sagellm.compressed_all_reduce(torch.ones(1, dtype=torch.int32), "fp16"),
-        "ratio is 0": lambda: sagellm.TopK(0),
-        "block is 0": lambda: sagellm.Int8(0),
-        "dtype is torch.float32": lambda: sagellm.Half(torch.float32),
+        "expected one of fp16": lambda: torch_sagellm.compressed_all_reduce(torch.ones(1), "zip"),
+        "op='max'": lambda: torch_sagellm.compressed_all_reduce(torch.ones(1), "fp16", op="max"),
+        "expected floats": lambda: torch_sagellm.compressed_all_reduce(torch.ones(1, dtype=torch.int32), "fp16"),
+        "ratio is 0": lambda: torch_sagellm.TopK(0),
+        "block is 0": lambda: torch_sagellm.Int8(0),
+        "dtype is torch.float32": lambda: torch_sagellm.Half(torch.float32),
     }.items():
         assert text in expect_raises(ValueError, call)
 
@@ -101,20 +101,20 @@ def test_what_top_k_leaves_out_comes_later(world_size: int) -> None:
 
 def named(ctx: Context) -> None:
     """Two tensors of one shape; keys of all kinds; a missing key, and one that another tensor has."""
-    import sagellm
+    import torch_sagellm
 
-    comm = sagellm.create_comm_backend("cpu")
-    top = sagellm.TopK(0.01)
+    comm = torch_sagellm.create_comm_backend("cpu")
+    top = torch_sagellm.TopK(0.01)
     later: dict[str, Any] = {"async_op": True, "compress": top}
     for text, call in {
-        "topk keeps what it leaves out": lambda: sagellm.compressed_all_reduce(torch.ones(100), top),
+        "topk keeps what it leaves out": lambda: torch_sagellm.compressed_all_reduce(torch.ones(100), top),
         "expected key=parameter": lambda: comm.all_reduce(torch.ones(100), compress="topk"),
         "needs a key": lambda: comm.all_reduce(torch.ones(100), **later),
-        "'topk' keeps nothing": lambda: sagellm.compressed_all_reduce(torch.ones(100), "topk", key="a"),
+        "'topk' keeps nothing": lambda: torch_sagellm.compressed_all_reduce(torch.ones(100), "topk", key="a"),
     }.items():
         assert text in expect_raises(ValueError, call)
     for _ in range(2):
-        alone = sagellm.compressed_all_reduce(torch.arange(100.0), "topk")
+        alone = torch_sagellm.compressed_all_reduce(torch.arange(100.0), "topk")
         assert alone.count_nonzero() == 1 and alone[99] == 99 * ctx.world_size, "one call alone"
     parameters = [nn.Parameter(torch.zeros(100)) for _ in range(2)]
     for keys in (parameters, ("full", "single"), (0, 1)):
@@ -146,10 +146,10 @@ def test_top_k_knows_a_tensor_by_its_key() -> None:
 
 def retried(ctx: Context) -> None:
     """A call whose exchange fails changes neither the tensor nor the remainder, so that it may be made again."""
-    import sagellm
+    import torch_sagellm
 
-    top, gradient = sagellm.TopK(0.1), torch.arange(1.0, 101.0)
-    found = sagellm.compressed_all_reduce(gradient.clone(), top, key="a")
+    top, gradient = torch_sagellm.TopK(0.1), torch.arange(1.0, 101.0)
+    found = torch_sagellm.compressed_all_reduce(gradient.clone(), top, key="a")
     first = top.residual("a")
     assert first is not None
     before = first.clone()
@@ -164,13 +164,13 @@ def retried(ctx: Context) -> None:
     given = gradient.clone()
     dist.all_gather_into_tensor = fails
     try:
-        text = expect_raises(RuntimeError, lambda: sagellm.compressed_all_reduce(given, top, op="avg", key="a"))
+        text = expect_raises(RuntimeError, lambda: torch_sagellm.compressed_all_reduce(given, top, op="avg", key="a"))
     finally:
         dist.all_gather_into_tensor = gather
     assert text == "no more" and torch.equal(given, gradient)
     after = top.residual("a")
     assert after is not None and torch.equal(after, before)
-    found += sagellm.compressed_all_reduce(given, top, key="a")
+    found += torch_sagellm.compressed_all_reduce(given, top, key="a")
     rest = top.residual("a")
     assert rest is not None
     torch.testing.assert_close(found + ctx.world_size * rest, 2.0 * ctx.world_size * gradient)
@@ -182,27 +182,27 @@ def test_a_call_that_fails_keeps_no_remainder() -> None:
 
 def largest(ctx: Context) -> None:
     """The average of numbers whose sum is beyond the format stays finite, in the format's error."""
-    import sagellm
+    import torch_sagellm
 
     for dtype, how, error in (
         (torch.float32, "fp16", 0.0),
         (torch.float16, "fp16", 0.0),
         (torch.float32, "bf16", 2.0**-7),
         (torch.bfloat16, "bf16", 2.0**-7),
-        (torch.float32, sagellm.Int8(64), 2.0**-6),
-        (torch.float16, sagellm.Int8(64), 2.0**-6),
-        (torch.bfloat16, sagellm.Int8(64), 2.0**-6),
-        (torch.float64, sagellm.TopK(1.0), 2.0**-20),
-        (torch.float32, sagellm.TopK(1.0), 2.0**-20),
-        (torch.float16, sagellm.TopK(1.0), 2.0**-9),
-        (torch.bfloat16, sagellm.TopK(1.0), 2.0**-6),
+        (torch.float32, torch_sagellm.Int8(64), 2.0**-6),
+        (torch.float16, torch_sagellm.Int8(64), 2.0**-6),
+        (torch.bfloat16, torch_sagellm.Int8(64), 2.0**-6),
+        (torch.float64, torch_sagellm.TopK(1.0), 2.0**-20),
+        (torch.float32, torch_sagellm.TopK(1.0), 2.0**-20),
+        (torch.float16, torch_sagellm.TopK(1.0), 2.0**-9),
+        (torch.bfloat16, torch_sagellm.TopK(1.0), 2.0**-6),
     ):
         carried = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(str(how), dtype)
         most = min(torch.finfo(dtype).max, torch.finfo(carried).max) * (1 - error)
         tensor = torch.full((100,), most, dtype=dtype)
         tensor[50:] = -tensor[50:]
         given = tensor.clone()
-        found = sagellm.compressed_all_reduce(tensor, how, op="avg", key=dtype)
+        found = torch_sagellm.compressed_all_reduce(tensor, how, op="avg", key=dtype)
         assert found.isfinite().all(), (dtype, how, found)
         torch.testing.assert_close(found, given, rtol=2 * error, atol=0)
 
@@ -222,11 +222,11 @@ def test_an_average_is_finite_on_eight_ranks() -> None:
 
 
 def served_by_gloo(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
-    for group in (dist.new_group(backend="gloo"), dist.new_group(pg_options=sagellm.Options(engine="delegate"))):
+    for group in (dist.new_group(backend="gloo"), dist.new_group(pg_options=torch_sagellm.Options(engine="delegate"))):
         for how, top in (("fp16", 60000.0), ("bf16", 1e38), ("int8", 1e38)):
-            found = sagellm.compressed_all_reduce(torch.full((64,), top), how, op="avg", group=group)
+            found = torch_sagellm.compressed_all_reduce(torch.full((64,), top), how, op="avg", group=group)
             torch.testing.assert_close(found, torch.full((64,), top), rtol=2.0**-6, atol=0)
         dist.destroy_process_group(group)
 
@@ -260,16 +260,16 @@ def weights_are_equal(net: nn.Module) -> None:
 
 
 def train(ctx: Context, how: str) -> list[float]:
-    import sagellm
+    import torch_sagellm
 
     net = nn.parallel.DistributedDataParallel(model(), bucket_cap_mb=0.01)
-    hook: sagellm.CompressionHook | None = None
+    hook: torch_sagellm.CompressionHook | None = None
     if how == "powersgd":
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-        hook = sagellm.PowerSGDHook(PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=3))
+        hook = torch_sagellm.PowerSGDHook(PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=3))
     elif how:
-        hook = sagellm.CompressionHook(sagellm.TopK(0.2) if how == "topk" else how)
+        hook = torch_sagellm.CompressionHook(torch_sagellm.TopK(0.2) if how == "topk" else how)
     if hook is not None:
         net.register_comm_hook(None, hook)
     torch.manual_seed(5)
@@ -291,7 +291,7 @@ def train(ctx: Context, how: str) -> list[float]:
         weights = sum(parameter.nbytes for parameter in net.parameters())
         assert hook.stats.plain_bytes == 60 * weights, "every gradient of every step"
         if how in ("fp16", "bf16", "powersgd"):  # the others call other operations as well
-            travelled = sagellm.get_stats(group=hook.group)["ops"]["all_reduce"]["bytes"]
+            travelled = torch_sagellm.get_stats(group=hook.group)["ops"]["all_reduce"]["bytes"]
             assert hook.stats.sent_bytes == travelled, (hook.stats, travelled)
         hook.close()
     return losses
@@ -337,7 +337,7 @@ class Watched:
 
 
 def keep_books(ctx: Context, how: str, bucket_mb: float) -> int:
-    import sagellm
+    import torch_sagellm
 
     torch.manual_seed(3)
     net = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(16, 16, bias=False), nn.Tanh())))
@@ -345,9 +345,9 @@ def keep_books(ctx: Context, how: str, bucket_mb: float) -> int:
     if how == "powersgd":
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-        hook: Any = sagellm.PowerSGDHook(PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2))
+        hook: Any = torch_sagellm.PowerSGDHook(PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2))
     else:
-        hook = sagellm.CompressionHook(sagellm.TopK(0.1) if how == "topk object" else "topk")
+        hook = torch_sagellm.CompressionHook(torch_sagellm.TopK(0.1) if how == "topk object" else "topk")
     watched = Watched(hook)
     wrapped.register_comm_hook(None, hook)
     sent, plain = ({name: torch.zeros_like(each) for name, each in net.named_parameters()} for _ in range(2))
@@ -389,9 +389,9 @@ class BucketOnADevice:
 def on_a_device(ctx: Context) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-    import sagellm
+    import torch_sagellm
 
-    for hook in (sagellm.CompressionHook("fp16"), sagellm.PowerSGDHook(PowerSGDState(None))):
+    for hook in (torch_sagellm.CompressionHook("fp16"), torch_sagellm.PowerSGDHook(PowerSGDState(None))):
         text = expect_raises(ValueError, lambda hook=hook: hook(None, BucketOnADevice()))
         assert hook.__name__ in text and "the gradients are on meta, expected cpu" in text
         assert hook.stats.calls == 0
@@ -420,21 +420,21 @@ STEPS = 40
 
 def learn(ctx: Context, how: str) -> list[float]:
     """Losses of the demo's model, averaged over the ranks. `how` is "", a format for DDP's hook, or "call " and one."""
-    import sagellm
+    import torch_sagellm
 
     program, text, net = demo()
     by_call = how.startswith("call ")
-    hook: sagellm.CompressionHook | None = None
-    comm = sagellm.create_comm_backend("cpu") if by_call else None
+    hook: torch_sagellm.CompressionHook | None = None
+    comm = torch_sagellm.create_comm_backend("cpu") if by_call else None
     forward: Any = net
     if not by_call:
         forward = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.05)
         if how == "powersgd":
             from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-            hook = sagellm.PowerSGDHook(PowerSGDState(None, matrix_approximation_rank=8, start_powerSGD_iter=3))
+            hook = torch_sagellm.PowerSGDHook(PowerSGDState(None, matrix_approximation_rank=8, start_powerSGD_iter=3))
         elif how:
-            hook = sagellm.CompressionHook(sagellm.TopK(0.2) if how == "topk" else how)
+            hook = torch_sagellm.CompressionHook(torch_sagellm.TopK(0.2) if how == "topk" else how)
         if hook is not None:
             forward.register_comm_hook(None, hook)
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
@@ -481,27 +481,27 @@ def test_the_demo_learns_with_every_wire_format_and_several_buckets() -> None:
 
 
 def as_option(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
-    comm = sagellm.create_comm_backend("cpu")
+    comm = torch_sagellm.create_comm_backend("cpu")
     before = comm.get_stats()["compression"]
     every = addends(ctx.world_size, 5000)
     mine = every[ctx.rank]
-    for how in ("bf16", "fp16", "int8", sagellm.Int8(64)):
+    for how in ("bf16", "fp16", "int8", torch_sagellm.Int8(64)):
         one, later = mine.clone(), mine.clone()
         assert comm.all_reduce(one, compress=how) is one
         future = comm.all_reduce(later, "mean", async_op=True, compress=how)
         # Ranks may go on to other operations meanwhile, each in its own order of events.
         comm.all_reduce(torch.ones(3))
         assert future.wait() is later and future.done()
-        assert torch.equal(one, sagellm.compressed_all_reduce(mine.clone(), how)), how
-        assert torch.equal(later, sagellm.compressed_all_reduce(mine.clone(), how, op="mean")), how
+        assert torch.equal(one, torch_sagellm.compressed_all_reduce(mine.clone(), how)), how
+        assert torch.equal(later, torch_sagellm.compressed_all_reduce(mine.clone(), how, op="mean")), how
     chained = comm.all_reduce(torch.ones(8), async_op=True, compress="fp16").then(lambda ended: ended.value() + 1)
     assert chained.wait().tolist() == [ctx.world_size + 1.0] * 8
     counted = comm.get_stats()["compression"]
     assert counted["calls"] - before["calls"] == 9
     assert counted["saved_bytes"] == counted["plain_bytes"] - counted["sent_bytes"] > before["saved_bytes"]
-    left = sagellm.TopK(0.25)
+    left = torch_sagellm.TopK(0.25)
     total = torch.zeros(40)
     for _ in range(8):
         total += comm.all_reduce(torch.arange(40.0), compress=left, key="grad")

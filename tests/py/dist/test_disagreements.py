@@ -189,17 +189,17 @@ def reduced(group: Any, tensor: T) -> None:
 
 
 def fused(group: Any, tensors: list[T]) -> None:
-    import sagellm
+    import torch_sagellm
 
-    sagellm.fused_all_reduce(tensors, group=group)
+    torch_sagellm.fused_all_reduce(tensors, group=group)
 
 
 def buffered(group: Any, tensors: list[T]) -> None:
-    import sagellm
+    import torch_sagellm
 
-    buffer = sagellm.CommFusionBuffer()
+    buffer = torch_sagellm.CommFusionBuffer()
     assert all(buffer.add_tensor(tensor) for tensor in tensors)
-    buffer.flush_and_all_reduce(sagellm.create_comm_backend(group=group))
+    buffer.flush_and_all_reduce(torch_sagellm.create_comm_backend(group=group))
 
 
 def gathered_lists(group: Any, tensors: list[T]) -> None:
@@ -298,13 +298,13 @@ def test_rule_05_lists_are_refused_wherever_their_tensors_are_over_hosts(hosts: 
 
 def first_difference(ctx: Context, sizes: list[list[int]]) -> str:
     """The error of lists of these sizes, and that no tensor was touched."""
-    import sagellm
+    import torch_sagellm
 
     ctx.init(timeout=LIMIT)
     tensors = [torch.full((size,), float(ctx.rank)) for size in sizes[ctx.rank]]
     text = ""
     try:
-        sagellm.fused_all_reduce(tensors)
+        torch_sagellm.fused_all_reduce(tensors)
     except RuntimeError as error:
         text = str(error)
     assert all(bool((tensor == ctx.rank).all()) for tensor in tensors), "a tensor was written"

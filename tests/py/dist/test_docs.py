@@ -4,8 +4,8 @@ How a block is run follows from its language:
 
 - python: on two ranks of a live default group, with ``rank`` defined, all blocks of a page one after the other. A block
   that calls ``init_process_group`` is a program: torchrun starts it with two ranks.
-- console, bash: line by line, each a command of this package (``sagellm ...``, ``python -m sagellm ...``), with
-  variables before it or without; it must succeed and print something.
+- console, bash: line by line, each a command of this package (``torch-sagellm ...``, ``python -m torch_sagellm ...``),
+  with variables before it or without; it must succeed and print something.
 - rust: by rustdoc, where a comment of the crate takes in the page.
 - text, or none: no code, so it is not run.
 
@@ -25,7 +25,7 @@ from pathlib import Path
 import pytest
 from harness import Context, beyond_gloo, run_fresh, run_script, torchrun
 
-import sagellm
+import torch_sagellm
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = ["README.md", "examples/README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
@@ -33,7 +33,7 @@ BLOCK = re.compile(r"(?:^<!-- not run: ([^\n]*?) *-->\n)?^( *)```([^\n]*)\n(.*?)
 #: Folders whose files a page may name in code type.
 NAMED = re.compile(r"`((?:src|cpp|torch_ext|tests|benchmarks|examples|docs)/[\w./-]+)`")
 #: How a line of code begins, in a block that does not say that it is code.
-CODE = re.compile(r"^(?:[A-Z_]+=\S+ )*(?:import|export|pip|python|make|torchrun|cargo|sagellm) ", re.M)
+CODE = re.compile(r"^(?:[A-Z_]+=\S+ )*(?:import|export|pip|python|make|torchrun|cargo|torch-sagellm) ", re.M)
 LINKED = re.compile(r"\]\((?!https?:|#)([^)#]+)(?:#([^)]*))?\)")
 HEADING = re.compile(r"^#+ (.*)$", re.M)
 
@@ -127,15 +127,15 @@ EXAMPLE = re.compile(r"^Example::\n\n((?:    .*\n?|\n)+)", re.M)
 
 def test_the_examples_of_docstrings_run_on_two_ranks(tmp_path: Path) -> None:
     found = {}
-    for name in sagellm.__all__:
-        example = EXAMPLE.search(inspect.getdoc(getattr(sagellm, name)) or "")
+    for name in torch_sagellm.__all__:
+        example = EXAMPLE.search(inspect.getdoc(getattr(torch_sagellm, name)) or "")
         if example and name not in NOT_RUN:
             found[name] = f"# {name}\n{GIVEN.get(name, '')}\n{textwrap.dedent(example[1])}"
     assert (
-        len(found) == len(set(sagellm.__all__) - {"__version__", "Options", *NOT_RUN})
+        len(found) == len(set(torch_sagellm.__all__) - {"__version__", "Options", *NOT_RUN})
         and "all_gather" in found["CommBackend"]
     )
-    source = "import torch\nimport torch.distributed as dist\n\nimport sagellm\n\n" + "\n".join(found.values())
+    source = "import torch\nimport torch.distributed as dist\n\nimport torch_sagellm\n\n" + "\n".join(found.values())
     (tmp_path / "examples.py").write_text(source)  # a traceback shows its lines
     run_fresh(run_snippets, 2, str(tmp_path / "examples.py"), source, str(tmp_path))
 
@@ -152,23 +152,23 @@ def test_the_commands_run(page: str, line: str) -> None:
     words, environment = shlex.split(line), {}
     while "=" in words[0]:
         name, _, environment[name] = words.pop(0).partition("=")
-    if words[0] == "sagellm":
-        words = ["python", "-m", *words]
-    assert words[:3] == ["python", "-m", "sagellm"], f"{page}: {line}"
+    if words[0] == "torch-sagellm":
+        words = ["python", "-m", "torch_sagellm", *words[1:]]
+    assert words[:3] == ["python", "-m", "torch_sagellm"], f"{page}: {line}"
     done = run_script(words[1:], timeout=100, env=environment)
     assert done.returncode == 0 and done.stdout.strip(), done.stdout
 
 
 @pytest.mark.quick
 def test_every_description_begins_with_what_the_project_is() -> None:
-    import sagellm
+    import torch_sagellm
 
     what = (
         "One torch.distributed backend over shared memory, NCCL, HCCL and CNCL, with fusion, algorithm choice and "
         "statistics"
     )
     assert (ROOT / "README.md").read_text().replace("`", "").split("\n\n")[1].startswith(what)
-    assert (sagellm.__doc__ or "").startswith(what)
+    assert (torch_sagellm.__doc__ or "").startswith(what)
     for name in ("pyproject.toml", "Cargo.toml"):
         assert f'\ndescription = "{what}' in (ROOT / name).read_text(), name
 

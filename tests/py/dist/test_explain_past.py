@@ -50,8 +50,8 @@ def mixed(context: Context, group: Any) -> None:
 
 def explained(group: Any) -> list[tuple[str, str, int, tuple[int, int, int] | None]]:
     """The explanation of each collective of a group, which must agree with its record."""
-    import sagellm
-    from sagellm.observe import explain
+    import torch_sagellm
+    from torch_sagellm.observe import explain
 
     records = explain.backend_of(group)._records()
     # What a delegate carried between hosts, and a call that is made of several, have no number of their own.
@@ -61,7 +61,7 @@ def explained(group: Any) -> list[tuple[str, str, int, tuple[int, int, int] | No
     assert sorted(of) == list(range(1, last + 1)), "every number has a record"
     said = []
     for number in range(1, last + 1):
-        found, record = sagellm.explain(sequence=number, group=group), of[number]
+        found, record = torch_sagellm.explain(sequence=number, group=group), of[number]
         text = f"{found}\n{record}"
         assert found.recorded == found.code, text
         assert (found.sequence, found.op, found.reason) == (number, record["kind"], record["reason"]), text
@@ -78,15 +78,15 @@ def explained(group: Any) -> list[tuple[str, str, int, tuple[int, int, int] | No
 
 
 def one_host(context: Context) -> list[tuple[str, str, int, tuple[int, int, int] | None]]:
-    import sagellm
+    import torch_sagellm
 
     group = dist.new_group(list(range(context.world_size)))
     mixed(context, group)
     said = explained(group)
     work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
     work.wait()
-    assert sagellm.explain(sequence=len(said) + 1, group=group) == sagellm.explain(work)
-    paths = {row["path"] for row in sagellm.get_stats(group)["sizes"]}
+    assert torch_sagellm.explain(sequence=len(said) + 1, group=group) == torch_sagellm.explain(work)
+    paths = {row["path"] for row in torch_sagellm.get_stats(group)["sizes"]}
     assert paths == {"slots", "rounds", "message", "composed"}
     dist.destroy_process_group(group)
     return said
@@ -102,16 +102,16 @@ def test_every_operation_of_a_run_is_explained_by_its_number(ranks: int) -> None
 def two_hosts(
     context: Context, names: list[str], place: list[int], options: dict[str, Any]
 ) -> list[tuple[str, str, int, tuple[int, int, int] | None]]:
-    import sagellm
+    import torch_sagellm
 
     enter(names[place[context.rank]])
-    options = {"pg_options": sagellm.Options(**options)}
+    options = {"pg_options": torch_sagellm.Options(**options)}
     context.init(store=dist.FileStore(f"{context.tmp}/store", len(place)), timeout=timedelta(seconds=60), **options)
     mixed(context, None)
     said = explained(None)
-    paths = {row["path"] for row in sagellm.get_stats()["sizes"]}
+    paths = {row["path"] for row in torch_sagellm.get_stats()["sizes"]}
     assert {choice.split("(")[0] for _, choice, _, _ in said} == paths - {"delegate", "composed"}
-    asked = expect_raises(ValueError, lambda: sagellm.explain(sequence=len(said) + 1))
+    asked = expect_raises(ValueError, lambda: torch_sagellm.explain(sequence=len(said) + 1))
     assert f"has issued {len(said)} collectives" in asked
     dist.destroy_process_group()
     return said
@@ -142,15 +142,15 @@ def test_over_two_hosts_by_the_batches_they_were_in(
 
 def forgotten(context: Context) -> list[str]:
     """A group that remembers eight operations."""
-    import sagellm
+    import torch_sagellm
 
     os.environ["SAGELLM_RING"] = "8"
     context.init()
     for _ in range(20):
         dist.all_reduce(torch.ones(1))
-    assert sagellm.explain(sequence=13).sequence == 13 and sagellm.explain(sequence=20).choice == "slots"
-    texts = [expect_raises(ValueError, lambda n=n: sagellm.explain(sequence=n)) for n in (12, 21, 0)]
-    texts.append(expect_raises(ValueError, lambda: sagellm.explain("all_reduce", 8, sequence=3)))
+    assert torch_sagellm.explain(sequence=13).sequence == 13 and torch_sagellm.explain(sequence=20).choice == "slots"
+    texts = [expect_raises(ValueError, lambda n=n: torch_sagellm.explain(sequence=n)) for n in (12, 21, 0)]
+    texts.append(expect_raises(ValueError, lambda: torch_sagellm.explain("all_reduce", 8, sequence=3)))
     dist.destroy_process_group()
     return texts
 
@@ -165,15 +165,15 @@ def test_what_is_forgotten_or_never_was_is_said_so() -> None:
 
 
 def delegated(context: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
-    context.init(pg_options=sagellm.Options(engine="delegate"))
+    context.init(pg_options=torch_sagellm.Options(engine="delegate"))
     for _ in range(3):
         dist.all_reduce(torch.ones(5))
-    found = sagellm.explain(sequence=2)
+    found = torch_sagellm.explain(sequence=2)
     assert (found.choice, found.op, found.nbytes, found.sequence) == ("gloo (delegate)", "all_reduce", 20, 2)
     assert found.recorded == found.code and found.reason == "delegated"
-    assert "none has number 4" in expect_raises(ValueError, lambda: sagellm.explain(sequence=4))
+    assert "none has number 4" in expect_raises(ValueError, lambda: torch_sagellm.explain(sequence=4))
     dist.destroy_process_group()
 
 

@@ -28,7 +28,7 @@ def raises(kind: type[BaseException], call: Any, *words: str) -> None:
 
 @pytest.mark.quick
 def test_operations_by_name_and_backends_of_other_people() -> None:
-    from sagellm import CommBackendProtocol, CommOp
+    from torch_sagellm import CommBackendProtocol, CommOp
 
     values = {
         "ALL_REDUCE": "all_reduce",
@@ -69,7 +69,7 @@ def test_operations_by_name_and_backends_of_other_people() -> None:
 
 
 def backends(ctx: Context) -> None:
-    from sagellm import GlooBackend, HCCLBackend, NCCLBackend, create_comm_backend
+    from torch_sagellm import GlooBackend, HCCLBackend, NCCLBackend, create_comm_backend
 
     comm = create_comm_backend("auto", rank=ctx.rank, world_size=ctx.world_size)
     assert (comm.rank, comm.world_size) == (ctx.rank, ctx.world_size) and comm.stats
@@ -86,7 +86,7 @@ def backends(ctx: Context) -> None:
 
 
 def methods(ctx: Context) -> None:
-    from sagellm import create_comm_backend, safe_all_reduce
+    from torch_sagellm import create_comm_backend, safe_all_reduce
 
     comm, me, other = create_comm_backend(), ctx.rank, 1 - ctx.rank
     for op, result in {"sum": 3.0, "avg": 1.5, "mean": 1.5, "max": 2.0, "min": 1.0, "prod": 2.0}.items():
@@ -138,14 +138,14 @@ def methods(ctx: Context) -> None:
 
 def late(ctx: Context) -> None:
     """Every way to wait for a rank that does not come, each in a group that nothing has failed in."""
-    import sagellm
+    import torch_sagellm
 
     ctx.init()
     waits = {
         "all_reduce": lambda comm: comm.all_reduce(torch.ones(1), timeout=0.3),
         "a future": lambda comm: comm.all_reduce(torch.ones(1), async_op=True, timeout=0.3).wait(),
         "safe_all_reduce": lambda comm: comm.safe_all_reduce(torch.ones(1), "sum", 0.3),
-        "the function": lambda comm: sagellm.safe_all_reduce(torch.ones(1), timeout=0.3, backend=comm),
+        "the function": lambda comm: torch_sagellm.safe_all_reduce(torch.ones(1), timeout=0.3, backend=comm),
         "all_gather": lambda comm: comm.all_gather(torch.ones(1)),
         "fused": lambda comm: comm.fused_all_reduce([torch.ones(1), torch.ones(2)]),
         "barrier": lambda comm: comm.barrier(),
@@ -154,9 +154,9 @@ def late(ctx: Context) -> None:
     }
     for number, (name, wait) in enumerate(waits.items()):
         # Making the group has the same deadline, within which both ranks must come.
-        comm = sagellm.create_comm_backend("cpu", timeout=patience(0.25) + number / 1000)
+        comm = torch_sagellm.create_comm_backend("cpu", timeout=patience(0.25) + number / 1000)
         if ctx.rank == 0:
-            with pytest.raises(sagellm.CommTimeoutError) as raised:
+            with pytest.raises(torch_sagellm.CommTimeoutError) as raised:
                 wait(comm)
             assert isinstance(raised.value, TimeoutError) and isinstance(raised.value, dist.DistBackendError)
             assert "rank 1" in str(raised.value) and raised.value.missing_ranks == [1], name
@@ -166,7 +166,7 @@ def late(ctx: Context) -> None:
 
 
 def buffers(ctx: Context) -> None:
-    from sagellm import (
+    from torch_sagellm import (
         CommFusionBuffer,
         CommunicationBuffer,
         batch_all_reduce,
@@ -204,7 +204,7 @@ def buffers(ctx: Context) -> None:
 
 
 def grid(ctx: Context) -> None:
-    from sagellm import ProcessGroupManager
+    from torch_sagellm import ProcessGroupManager
 
     groups = ProcessGroupManager(2, 1, 2, 1)
     assert groups.tp_rank == ctx.rank % 2 and groups.pp_rank == ctx.rank // 2
@@ -221,7 +221,7 @@ def grid(ctx: Context) -> None:
 
 
 def layers(ctx: Context) -> None:
-    from sagellm import OverlapScheduler, TensorParallelLinear, recv_tensors, send_tensors
+    from torch_sagellm import OverlapScheduler, TensorParallelLinear, recv_tensors, send_tensors
 
     torch.manual_seed(0)
     for mode in ("column", "row"):
@@ -254,7 +254,7 @@ def layers(ctx: Context) -> None:
 
 
 def compression(ctx: Context) -> None:
-    from sagellm import CompressionHook, compressed_all_reduce
+    from torch_sagellm import CompressionHook, compressed_all_reduce
 
     for how in ("fp16", "bf16", "int8", "topk"):
         found = compressed_all_reduce(torch.ones(512), how)
@@ -287,7 +287,7 @@ def test_a_lesson_without_processes() -> None:
 import json
 import threading
 import torch
-from sagellm.collective_ops import (
+from torch_sagellm.collective_ops import (
     AllGatherOperator, AllReduceOperator, BroadcastOperator, ReduceScatterOperator, create_ring_topology,
 )
 
@@ -327,36 +327,36 @@ print(json.dumps(sums))
 
 @pytest.mark.quick
 def test_names_signatures_and_old_import_paths() -> None:
-    import sagellm
-    import sagellm.collective_ops as collective_ops
-    from sagellm import topology
-    from sagellm.protocols import comm_backend
+    import torch_sagellm
+    import torch_sagellm.collective_ops as collective_ops
+    from torch_sagellm import topology
+    from torch_sagellm.protocols import comm_backend
 
     for name in ("CommOp", "CommBackendProtocol"):
-        assert getattr(comm_backend, name) is getattr(sagellm, name)
+        assert getattr(comm_backend, name) is getattr(torch_sagellm, name)
     for name in collective_ops.__all__:
-        assert getattr(collective_ops, name) is getattr(sagellm, name)
-        assert inspect.getdoc(getattr(sagellm, name)), name
+        assert getattr(collective_ops, name) is getattr(torch_sagellm, name)
+        assert inspect.getdoc(getattr(torch_sagellm, name)), name
     # Older code does not agree on which module had which name: every path finds all of them, and nothing else.
     for module in (collective_ops, comm_backend, topology):
-        for name in sagellm.__all__:
-            assert getattr(module, name) is getattr(sagellm, name), (module.__name__, name)
+        for name in torch_sagellm.__all__:
+            assert getattr(module, name) is getattr(torch_sagellm, name), (module.__name__, name)
         raises(AttributeError, lambda module=module: module.all_redcue, module.__name__, "all_redcue")
     for call, names in {
-        sagellm.CommBackend.all_reduce: ["tensor", "op", "async_op", "timeout"],
-        sagellm.CommBackend.all_gather: ["tensor", "output", "async_op"],
-        sagellm.CommBackend.reduce_scatter: ["tensor", "op", "async_op"],
-        sagellm.CommBackend.broadcast: ["tensor", "root_rank"],
-        sagellm.CommBackend.all_to_all: ["input", "output"],
-        sagellm.CommBackend.send: ["tensor", "dst", "tag"],
-        sagellm.CommBackend.safe_all_reduce: ["tensor", "op", "timeout"],
-        sagellm.safe_all_reduce: ["tensor", "op", "timeout"],
-        sagellm.ProcessGroupManager.__init__: ["tp_size", "cp_size", "pp_size", "dp_size", "ep_size"],
-        sagellm.TensorParallelLinear.__init__: ["in_features", "out_features", "world_size", "mode"],
-        sagellm.DistributedCommunicator.__init__: ["rank", "world_size"],
-        sagellm.DistributedCommunicator.recv: ["src_rank", "shape", "dtype", "tag"],
+        torch_sagellm.CommBackend.all_reduce: ["tensor", "op", "async_op", "timeout"],
+        torch_sagellm.CommBackend.all_gather: ["tensor", "output", "async_op"],
+        torch_sagellm.CommBackend.reduce_scatter: ["tensor", "op", "async_op"],
+        torch_sagellm.CommBackend.broadcast: ["tensor", "root_rank"],
+        torch_sagellm.CommBackend.all_to_all: ["input", "output"],
+        torch_sagellm.CommBackend.send: ["tensor", "dst", "tag"],
+        torch_sagellm.CommBackend.safe_all_reduce: ["tensor", "op", "timeout"],
+        torch_sagellm.safe_all_reduce: ["tensor", "op", "timeout"],
+        torch_sagellm.ProcessGroupManager.__init__: ["tp_size", "cp_size", "pp_size", "dp_size", "ep_size"],
+        torch_sagellm.TensorParallelLinear.__init__: ["in_features", "out_features", "world_size", "mode"],
+        torch_sagellm.DistributedCommunicator.__init__: ["rank", "world_size"],
+        torch_sagellm.DistributedCommunicator.recv: ["src_rank", "shape", "dtype", "tag"],
     }.items():
         found = [name for name in inspect.signature(call).parameters if name != "self"]
         assert found[: len(names)] == names, (call, found)
-    for name in sagellm.__all__:
-        assert getattr(sagellm, name) is not None
+    for name in torch_sagellm.__all__:
+        assert getattr(torch_sagellm, name) is not None

@@ -23,7 +23,7 @@ def lists(rank: int) -> list[torch.Tensor]:
 
 
 def fused(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
     for op in ("sum", "max", dist.ReduceOp.MIN):
         alone = lists(ctx.rank)
@@ -32,20 +32,20 @@ def fused(ctx: Context) -> None:
         together = lists(ctx.rank)
         given = list(together)
         before = number()
-        returned = sagellm.fused_all_reduce(together, op)
+        returned = torch_sagellm.fused_all_reduce(together, op)
         taken = number() - before
         assert taken == len(set(DTYPES)), f"one operation a dtype, through c10d: {taken}"
         assert all(a is b for a, b in zip(returned, given, strict=True)), "the same tensors, in place"
         for one, other in zip(together, alone, strict=True):
             same_bits(one, other, f"fused {op} of {one.shape} {one.dtype}")
-    assert sagellm.fused_all_reduce([]) == []
-    assert sagellm.fused_all_reduce([torch.empty(0)])[0].numel() == 0
+    assert torch_sagellm.fused_all_reduce([]) == []
+    assert torch_sagellm.fused_all_reduce([torch.empty(0)])[0].numel() == 0
     columns = torch.arange(12.0).reshape(3, 4)
-    sagellm.fused_all_reduce([columns[:, 0], columns[:, 2].unsqueeze(0)], "avg")
+    torch_sagellm.fused_all_reduce([columns[:, 0], columns[:, 2].unsqueeze(0)], "avg")
     assert columns.tolist() == torch.arange(12.0).reshape(3, 4).tolist(), "the average of equal numbers"
     half = dist.new_group([0, 1])
     if ctx.rank < 2:
-        pair = sagellm.fused_all_reduce([torch.ones(2)], group=half)
+        pair = torch_sagellm.fused_all_reduce([torch.ones(2)], group=half)
         assert pair[0].tolist() == [2.0, 2.0]
 
 
@@ -58,7 +58,7 @@ def test_rule_17_and_30_fused_all_reduce_gives_the_bits_of_single_calls(world_si
 
 
 def refused(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
     whole = torch.ones(10)
     wrong: Any = [whole, [1.0]]
@@ -71,7 +71,7 @@ def refused(ctx: Context) -> None:
     for tensors, op, expected in cases:
         said = expect_raises(
             (ValueError, TypeError, RuntimeError),
-            lambda: sagellm.fused_all_reduce(tensors, op),  # noqa: B023
+            lambda: torch_sagellm.fused_all_reduce(tensors, op),  # noqa: B023
         )
         assert expected in said, said
     dist.all_reduce(whole)  # nothing was sent, so the group goes on
@@ -85,7 +85,7 @@ def test_rule_02_a_refused_list_sends_nothing() -> None:
 
 
 def many(ctx: Context, fusion: bool) -> None:
-    from sagellm import Options
+    from torch_sagellm import Options
 
     group = dist.new_group(pg_options=Options(fusion=fusion))
     tensors = [torch.full((512,), float(ctx.rank + i)) for i in range(1000)]

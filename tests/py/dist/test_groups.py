@@ -341,7 +341,7 @@ def test_groups_of_one_rank() -> None:
 
 
 def split(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
     n = ctx.world_size
     ranks = [[rank for rank in range(n) if rank % 2 == part] for part in range(2)]
@@ -356,7 +356,7 @@ def split(ctx: Context) -> None:
     dist.destroy_process_group(again)
     dist.destroy_process_group(child)
     # A group that a delegate serves, and the same ranks again.
-    parent = dist.new_group(range(n), pg_options=sagellm.Options(engine="delegate"))
+    parent = dist.new_group(range(n), pg_options=torch_sagellm.Options(engine="delegate"))
     for _ in range(2):
         child = dist.split_group(parent, split_ranks=[[*range(n)]])
         dist.all_reduce(found.fill_(1), group=child)
@@ -412,9 +412,9 @@ def options_of(group: Any) -> dict[str, Any]:
 def inherits(ctx: Context) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
-    import sagellm
+    import torch_sagellm
 
-    given = sagellm.Options(
+    given = torch_sagellm.Options(
         engine="delegate", fusion=False, algorithm="*:0-=rounds(128KiB)", vendor="host", soft_timeout=7
     )
     ctx.init(pg_options=given, timeout=timedelta(seconds=30))
@@ -427,14 +427,14 @@ def inherits(ctx: Context) -> None:
     assert options_of(init_device_mesh("cpu", (ctx.world_size,)).get_group()) == everyone
     short = dist.new_group(timeout=timedelta(seconds=11))._get_backend(torch.device("cpu")).options
     assert short._timeout == timedelta(seconds=11), "the timeout is an argument"
-    own = dist.new_group(pg_options=sagellm.Options(strict=True))
+    own = dist.new_group(pg_options=torch_sagellm.Options(strict=True))
     assert options_of(own) == options_of(own) | {"engine": "auto", "fusion": True, "strict": True, "soft_timeout": None}
     dist.destroy_process_group()
 
     # Where the default group is not ours, it is the first group of ours that has all the ranks.
     ctx.init(backend="gloo", key=f"{ctx.key}/second")
-    first = dist.new_group(backend="sagellm", pg_options=sagellm.Options(soft_timeout=3))
-    dist.new_group(backend="sagellm", pg_options=sagellm.Options(soft_timeout=4))
+    first = dist.new_group(backend="sagellm", pg_options=torch_sagellm.Options(soft_timeout=3))
+    dist.new_group(backend="sagellm", pg_options=torch_sagellm.Options(soft_timeout=4))
     assert options_of(dist.new_group(backend="sagellm"))["soft_timeout"] == 3
     dist.destroy_process_group(first)
     assert options_of(dist.new_group(backend="sagellm"))["soft_timeout"] == 4

@@ -10,22 +10,22 @@ import torch
 import torch.distributed as dist
 from harness import Context, beyond_gloo, run_ranks
 
-from sagellm.observe.inspector import size_range
+from torch_sagellm.observe.inspector import size_range
 
 pytestmark = [pytest.mark.quick, beyond_gloo("keeps no statistics")]
 
 
 def written(ctx: Context, folder: str) -> None:
-    import sagellm
+    import torch_sagellm
 
-    sagellm.reset_stats()
+    torch_sagellm.reset_stats()
     for count in (256, 300, 1 << 18):  # 1024 and 1200 bytes are in one range and in two size classes
         dist.all_reduce(torch.ones(count))
     if ctx.rank == 0:
         dist.send(torch.ones(256), 1)
     else:
         dist.recv(torch.ones(256), 0)
-    path = Path(sagellm.write_inspector(folder, dist.group.WORLD))
+    path = Path(torch_sagellm.write_inspector(folder, dist.group.WORLD))
     assert re.fullmatch(r"nccl_inspector_metrics_.+\.prom", path.name)
     samples: dict[tuple[str, str, str], float] = {}
     for line in path.read_text().splitlines():
@@ -40,7 +40,9 @@ def written(ctx: Context, folder: str) -> None:
         samples[key] = float(value)
     rows = {key[1:] for key in samples}
     assert rows == {("AllReduce", "1-2KB"), ("AllReduce", "1-2MB"), ("Send" if ctx.rank == 0 else "Recv", "1-2KB")}
-    op = next(row for row in sagellm.get_stats()["sizes"] if row["op"] == "all_reduce" and row["up_to"] == 1 << 20)
+    op = next(
+        row for row in torch_sagellm.get_stats()["sizes"] if row["op"] == "all_reduce" and row["up_to"] == 1 << 20
+    )
     micros = samples["nccl_collective_exec_time_microseconds", "AllReduce", "1-2MB"]
     assert micros == pytest.approx(op["latency"]["avg_ms"] * 1e3)
     assert samples["nccl_bus_bandwidth_gbs", "AllReduce", "1-2MB"] == pytest.approx(op["busbw_gbs"])

@@ -168,11 +168,11 @@ for at in range(0, 16 << 20, 4096):
 
 def little_memory(ctx: Context, folder: str, used: str, spare: int) -> tuple[int, str]:
     """Rank 0 has `spare` bytes left when the group is made, and more of them afterwards."""
-    import sagellm
+    import torch_sagellm
 
     # Modules that are imported and files that are mapped on the way take memory too.
     for engine in ("delegate", "auto"):
-        ctx.init(key=f"{ctx.key}-{engine}", pg_options=sagellm.Options(engine=engine))
+        ctx.init(key=f"{ctx.key}-{engine}", pg_options=torch_sagellm.Options(engine=engine))
         dist.all_reduce(torch.ones(10))
         dist.destroy_process_group()
     taken = fill(folder, used, spare) if ctx.rank == 0 else []
@@ -184,7 +184,7 @@ def little_memory(ctx: Context, folder: str, used: str, spare: int) -> tuple[int
         value = torch.full((count,), ctx.rank + 1.0)
         dist.all_reduce(value)
         assert (value == 3).all()
-    choice = sagellm.explain("all_reduce", 8).choice
+    choice = torch_sagellm.explain("all_reduce", 8).choice
     dist.destroy_process_group()
     return shared, choice
 
@@ -234,9 +234,9 @@ def test_rule_24_the_limit_is_looked_at_again_before_more_is_filled() -> None:
 
 
 def delegated(ctx: Context) -> str:
-    import sagellm
+    import torch_sagellm
 
-    options: Any = sagellm.Options()
+    options: Any = torch_sagellm.Options()
     options.engine = "delegate"
     ctx.init(pg_options=options)
     n, me = ctx.world_size, ctx.rank
@@ -266,9 +266,9 @@ def test_the_option_engine_delegate(world_size: int) -> None:
 
 
 def wrong_delegate(ctx: Context) -> str:
-    import sagellm
+    import torch_sagellm
 
-    options: Any = sagellm.Options()
+    options: Any = torch_sagellm.Options()
     options.engine, options.delegate = "delegate", "carrier-pigeon"
     try:
         ctx.init(pg_options=options)

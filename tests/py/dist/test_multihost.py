@@ -70,7 +70,7 @@ def on_place(ctx: Context, names: list[str], place: list[int], options: dict[str
     enter(names[place[ctx.rank]])
     n, me = ctx.world_size, ctx.rank
     if options and not IS_GLOO:
-        from sagellm import _load
+        from torch_sagellm import _load
 
         options = {"pg_options": _load.extension().Options(**options)}
     else:
@@ -151,10 +151,10 @@ def test_rule_18_strict_gives_the_bits_of_one_host(hosts: list[str]) -> None:
 
 
 def many_small(ctx: Context, names: list[str], fusion: bool, rule: str) -> tuple[list[list[float]], int]:
-    import sagellm
+    import torch_sagellm
 
     enter(names[ctx.rank])
-    options = sagellm.Options(fusion=fusion, algorithm=rule)
+    options = torch_sagellm.Options(fusion=fusion, algorithm=rule)
     store = dist.FileStore(f"{ctx.tmp}/store", ctx.world_size)
     ctx.init(store=store, timeout=timedelta(seconds=60), pg_options=options)
     found = []
@@ -163,7 +163,7 @@ def many_small(ctx: Context, names: list[str], fusion: bool, rule: str) -> tuple
         for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
             work.wait()
         found += [tensor.float().tolist() for tensor in tensors]
-    batches = sagellm.get_stats()["fused_batches"]
+    batches = torch_sagellm.get_stats()["fused_batches"]
     dist.destroy_process_group()
     return found, batches
 

@@ -44,9 +44,9 @@ def test_rule_33_a_barrier_ends_behind_every_earlier_collective(size: int, how: 
 
 def barrier_on_a_delegate(ctx: Context, size: int) -> None:
     """The same in a group that gloo serves."""
-    import sagellm
+    import torch_sagellm
 
-    ctx.init(pg_options=sagellm.Options(engine="delegate"))
+    ctx.init(pg_options=torch_sagellm.Options(engine="delegate"))
     barrier_implies_wait(ctx, size, "sync")
     dist.destroy_process_group()
 

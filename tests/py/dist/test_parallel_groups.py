@@ -20,11 +20,11 @@ def place(rank: int, sizes: dict[str, int]) -> dict[str, int]:
 
 
 def check(ctx: Context, sizes: dict[str, int], ep: int) -> None:
-    import sagellm
+    import torch_sagellm
 
     if not dist.is_initialized():
         ctx.init()
-    groups = sagellm.ProcessGroupManager(**{f"{name}_size": size for name, size in sizes.items()}, ep_size=ep)
+    groups = torch_sagellm.ProcessGroupManager(**{f"{name}_size": size for name, size in sizes.items()}, ep_size=ep)
     places = {rank: place(rank, sizes) for rank in range(ctx.world_size)}
     mine = places[ctx.rank]
     for name in ("tp", "cp", "pp", "dp", "cp_dp", "pp_dp"):
@@ -71,7 +71,7 @@ def test_groups_are_those_of_the_grid(world_size: int, tp: int, cp: int, pp: int
 
 
 def refusals(ctx: Context) -> None:
-    from sagellm import ProcessGroupManager
+    from torch_sagellm import ProcessGroupManager
 
     assert "tp 2 x cp 1 x pp 1 x dp 2 = 4, expected 2" in expect_raises(
         ValueError, lambda: ProcessGroupManager(2, 1, 1, 2)
@@ -91,7 +91,7 @@ def test_sizes_that_do_not_multiply_are_refused_with_the_arithmetic() -> None:
 
 @pytest.mark.quick
 def test_without_a_group_it_says_what_to_do() -> None:
-    from sagellm import ProcessGroupManager
+    from torch_sagellm import ProcessGroupManager
 
     with pytest.raises(ValueError, match="init_process_group"):
         ProcessGroupManager()

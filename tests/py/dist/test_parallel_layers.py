@@ -34,10 +34,10 @@ def close(found: torch.Tensor | None, expected: torch.Tensor | None) -> None:
 
 
 def linear(ctx: Context, mode: str, bias: bool) -> None:
-    import sagellm
+    import torch_sagellm
 
     whole = whole_layer(bias)
-    layer = sagellm.TensorParallelLinear.from_linear(whole, mode)
+    layer = torch_sagellm.TensorParallelLinear.from_linear(whole, mode)
     dim = 0 if mode == "column" else 1
     close(layer.weight, part(whole.weight, ctx, dim))
     expected_input, found_input = data().requires_grad_(), data().requires_grad_()
@@ -50,7 +50,7 @@ def linear(ctx: Context, mode: str, bias: bool) -> None:
     close(layer.weight.grad, part(whole.weight.grad, ctx, dim))
     if bias:
         close(layer.bias.grad, part(whole.bias.grad, ctx, 0) if mode == "column" else whole.bias.grad)
-    fresh = sagellm.TensorParallelLinear(12, 24, ctx.world_size, mode, bias, dtype=torch.float64)
+    fresh = torch_sagellm.TensorParallelLinear(12, 24, ctx.world_size, mode, bias, dtype=torch.float64)
     every = [torch.empty_like(fresh.weight) for _ in range(ctx.world_size)]
     dist.all_gather(every, fresh.weight.detach())
     assert torch.cat(every, dim).shape == (24, 12) and not torch.equal(every[0], every[1])
@@ -68,19 +68,19 @@ def test_a_parallel_layer_equals_the_whole_layer_forward_and_backward(world_size
     if world_size > 1:
         run_ranks(linear, world_size, mode, bias)
         return
-    import sagellm
+    import torch_sagellm
 
     whole = whole_layer(bias)
-    assert torch.equal(sagellm.TensorParallelLinear.from_linear(whole, mode)(data()), whole(data()))
+    assert torch.equal(torch_sagellm.TensorParallelLinear.from_linear(whole, mode)(data()), whole(data()))
 
 
 def pair_of_layers(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
     torch.manual_seed(3)
     first, second = nn.Linear(6, 8, dtype=torch.float64), nn.Linear(8, 6, dtype=torch.float64)
-    split_first = sagellm.TensorParallelLinear.from_linear(first, "column", gather_output=False)
-    split_second = sagellm.TensorParallelLinear.from_linear(second, "row", input_is_split=True)
+    split_first = torch_sagellm.TensorParallelLinear.from_linear(first, "column", gather_output=False)
+    split_second = torch_sagellm.TensorParallelLinear.from_linear(second, "row", input_is_split=True)
     torch.manual_seed(4)
     given = torch.randn(3, 6, dtype=torch.float64).requires_grad_()
     other = given.detach().clone().requires_grad_()
@@ -95,10 +95,10 @@ def pair_of_layers(ctx: Context) -> None:
     close(split_first.weight.grad, part(first.weight.grad, ctx, 0))
     close(split_second.weight.grad, part(second.weight.grad, ctx, 1))
     for wrong, text in {
-        "mode='diagonal'": lambda: sagellm.TensorParallelLinear(4, 4, 2, "diagonal"),
-        "world_size is 3": lambda: sagellm.TensorParallelLinear(6, 6, 3),
-        "out_features is 5": lambda: sagellm.TensorParallelLinear(4, 5, 2),
-        "in_features is 5": lambda: sagellm.TensorParallelLinear(5, 4, 2, "row"),
+        "mode='diagonal'": lambda: torch_sagellm.TensorParallelLinear(4, 4, 2, "diagonal"),
+        "world_size is 3": lambda: torch_sagellm.TensorParallelLinear(6, 6, 3),
+        "out_features is 5": lambda: torch_sagellm.TensorParallelLinear(4, 5, 2),
+        "in_features is 5": lambda: torch_sagellm.TensorParallelLinear(5, 4, 2, "row"),
     }.items():
         assert wrong in expect_raises(ValueError, text)
 
@@ -108,11 +108,11 @@ def test_a_column_and_a_row_layer_together_need_one_all_reduce() -> None:
 
 
 def ring(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
     key, value = torch.full((3, 2), float(ctx.rank)), torch.arange(4, dtype=torch.int64) + 10 * ctx.rank
     seen = []
-    for source, blocks in sagellm.ring_exchange([key, value]):
+    for source, blocks in torch_sagellm.ring_exchange([key, value]):
         assert torch.equal(blocks[0], torch.full((3, 2), float(source)))
         assert torch.equal(blocks[1], torch.arange(4) + 10 * source)
         seen.append(source)
@@ -120,17 +120,17 @@ def ring(ctx: Context) -> None:
     tokens, heads = 4 * ctx.world_size, 2 * ctx.world_size
     whole = torch.arange(float(tokens * heads * 3), dtype=torch.float64).reshape(tokens, heads, 3)
     mine = part(whole, ctx, 0).clone().requires_grad_()
-    by_heads = sagellm.exchange_tokens(mine, 1, 0)
+    by_heads = torch_sagellm.exchange_tokens(mine, 1, 0)
     assert torch.equal(by_heads, part(whole, ctx, 1))
-    back = sagellm.exchange_tokens(by_heads, 0, 1)
+    back = torch_sagellm.exchange_tokens(by_heads, 0, 1)
     assert torch.equal(back, mine)
     (by_heads * by_heads).sum().backward()
     assert torch.equal(mine.grad, 2 * mine.detach()), "gradients travel back"
-    assert "dimension 0 is" in expect_raises(ValueError, lambda: sagellm.exchange_tokens(torch.ones(1, 8), 0, 1))
-    text = expect_raises(ValueError, lambda: sagellm.exchange_tokens(torch.ones(ctx.world_size, 8), 0, 2))
+    assert "dimension 0 is" in expect_raises(ValueError, lambda: torch_sagellm.exchange_tokens(torch.ones(1, 8), 0, 1))
+    text = expect_raises(ValueError, lambda: torch_sagellm.exchange_tokens(torch.ones(ctx.world_size, 8), 0, 2))
     assert f"join_dim is 2, expected a dimension of a tensor of shape ({ctx.world_size}, 8)" in text
-    assert "got a tensor, expected a list" in expect_raises(TypeError, lambda: sagellm.ring_exchange(key))
-    assert "got a int, expected a tensor" in expect_raises(TypeError, lambda: sagellm.ring_exchange([key, 1]))
+    assert "got a tensor, expected a list" in expect_raises(TypeError, lambda: torch_sagellm.ring_exchange(key))
+    assert "got a int, expected a tensor" in expect_raises(TypeError, lambda: torch_sagellm.ring_exchange([key, 1]))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -151,33 +151,33 @@ def cache() -> list[torch.Tensor]:
 
 
 def transfer(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
     for window in (1, 1 << 16, 1 << 30):
         if ctx.rank == 0:
-            sagellm.send_tensors(cache(), 1, window=window)
-            sagellm.send_tensors([], 1)
+            torch_sagellm.send_tensors(cache(), 1, window=window)
+            torch_sagellm.send_tensors([], 1)
             continue
-        found = sagellm.recv_tensors(0, window=window)
+        found = torch_sagellm.recv_tensors(0, window=window)
         expected = cache()
         assert len(found) == len(expected)
         for one, other in zip(found, expected, strict=True):
             assert one.dtype == other.dtype and torch.equal(one, other)
-        assert sagellm.recv_tensors(0) == []
+        assert torch_sagellm.recv_tensors(0) == []
     given = [torch.ones(3), torch.ones(2, dtype=torch.int64)]
     if ctx.rank == 0:
         for _ in range(3):
-            sagellm.send_tensors(given, 1, tag=4)
-        assert "element 0 is a int" in expect_raises(TypeError, lambda: sagellm.send_tensors([3], 1))
-        assert "expected a list" in expect_raises(TypeError, lambda: sagellm.send_tensors(torch.ones(3), 1))
-        assert "window is 0" in expect_raises(ValueError, lambda: sagellm.send_tensors(given, 1, window=0))
+            torch_sagellm.send_tensors(given, 1, tag=4)
+        assert "element 0 is a int" in expect_raises(TypeError, lambda: torch_sagellm.send_tensors([3], 1))
+        assert "expected a list" in expect_raises(TypeError, lambda: torch_sagellm.send_tensors(torch.ones(3), 1))
+        assert "window is 0" in expect_raises(ValueError, lambda: torch_sagellm.send_tensors(given, 1, window=0))
         return
     place = [torch.zeros(3), torch.zeros(2, dtype=torch.int64)]
-    assert sagellm.recv_tensors(0, tag=4, out=place)[0] is place[0] and place[0].tolist() == [1, 1, 1]
+    assert torch_sagellm.recv_tensors(0, tag=4, out=place)[0] is place[0] and place[0].tolist() == [1, 1, 1]
     wrong = [torch.zeros(3), torch.zeros(4, dtype=torch.int64)]
-    text = expect_raises(ValueError, lambda: sagellm.recv_tensors(0, tag=4, out=wrong))
+    text = expect_raises(ValueError, lambda: torch_sagellm.recv_tensors(0, tag=4, out=wrong))
     assert "tensor 1 is int64 of shape [2], and out has int64 of shape [4]" in text
-    assert sagellm.recv_tensors(0, tag=4, out=place)[1].tolist() == [1, 1], "and the next list arrives"
+    assert torch_sagellm.recv_tensors(0, tag=4, out=place)[1].tolist() == [1, 1], "and the next list arrives"
 
 
 def test_lists_of_tensors_arrive_whatever_their_sizes_and_the_window() -> None:
@@ -186,7 +186,7 @@ def test_lists_of_tensors_arrive_whatever_their_sizes_and_the_window() -> None:
 
 def refused(ctx: Context) -> None:
     """Nothing is sent or received for what is refused: the good list behind it arrives."""
-    import sagellm
+    import torch_sagellm
 
     base = torch.full((4,), complex(1, 2))
     if ctx.rank == 0:
@@ -194,11 +194,11 @@ def refused(ctx: Context) -> None:
             (torch.eye(3).to_sparse(), "element 1: got a torch.sparse_coo tensor on cpu"),
             (torch.empty(3, device="meta"), "element 1: got a torch.strided tensor on meta"),
         ):
-            text = expect_raises(ValueError, lambda wrong=wrong: sagellm.send_tensors([torch.ones(2), wrong], 1))
+            text = expect_raises(ValueError, lambda wrong=wrong: torch_sagellm.send_tensors([torch.ones(2), wrong], 1))
             assert words in text and "that has data" in text, text
-        sagellm.send_tensors([base.conj(), base.conj().imag, torch.ones(1).expand(3)], 1)
+        torch_sagellm.send_tensors([base.conj(), base.conj().imag, torch.ones(1).expand(3)], 1)
         dist.send(torch.zeros(4096, dtype=torch.uint8), 1)
-        sagellm.send_tensors([torch.ones(2)], 1)
+        torch_sagellm.send_tensors([torch.ones(2)], 1)
         return
     for wrong, words in (
         (base.conj(), "torch.is_conj of the tensor is true"),
@@ -207,14 +207,14 @@ def refused(ctx: Context) -> None:
         (torch.ones(1).expand(3), "shares memory between its elements"),
     ):
         out = [torch.ones(2), wrong]
-        assert words in expect_raises(ValueError, lambda out=out: sagellm.recv_tensors(0, out=out))
-    assert "expected a list" in expect_raises(TypeError, lambda: sagellm.recv_tensors(0, out=torch.ones(2)))
-    turned, part, wide = sagellm.recv_tensors(0)
+        assert words in expect_raises(ValueError, lambda out=out: torch_sagellm.recv_tensors(0, out=out))
+    assert "expected a list" in expect_raises(TypeError, lambda: torch_sagellm.recv_tensors(0, out=torch.ones(2)))
+    turned, part, wide = torch_sagellm.recv_tensors(0)
     assert turned.tolist() == [1 - 2j] * 4 and part.tolist() == [-2.0] * 4 and wide.tolist() == [1.0] * 3
-    text = expect_raises(RuntimeError, lambda: sagellm.recv_tensors(0))
+    text = expect_raises(RuntimeError, lambda: torch_sagellm.recv_tensors(0))
     assert "rank 0 did not call send_tensors: what came from it with tag 0 is another message" in text
     place = torch.nn.Parameter(torch.zeros(2))
-    assert sagellm.recv_tensors(0, out=[place])[0] is place and place.tolist() == [1.0, 1.0]
+    assert torch_sagellm.recv_tensors(0, out=[place])[0] is place and place.tolist() == [1.0, 1.0]
 
 
 def test_a_list_that_cannot_travel_is_refused_before_its_header_is_sent() -> None:
@@ -223,14 +223,14 @@ def test_a_list_that_cannot_travel_is_refused_before_its_header_is_sent() -> Non
 
 def held_back(ctx: Context) -> Any:
     """Rank 1 does not call until rank 0 waits for it. Eight tensors of 4 MiB, two in a window."""
-    import sagellm
+    import torch_sagellm
 
     ctx.init()
     blocks = [torch.full((1 << 20,), float(number)) for number in range(8)]
     if ctx.rank == 1:
         ctx.listen()
         ctx.store().set("called", "1")
-        found = [block[0].item() for block in sagellm.recv_tensors(0)]
+        found = [block[0].item() for block in torch_sagellm.recv_tensors(0)]
         dist.destroy_process_group()
         return found
     begin, begun, waited = dist.batch_isend_irecv, [], []
@@ -253,7 +253,7 @@ def held_back(ctx: Context) -> Any:
         return [Watched(work) for work in begin(messages)]
 
     dist.batch_isend_irecv = watched
-    sagellm.send_tensors(blocks, 1, window=8 << 20)
+    torch_sagellm.send_tensors(blocks, 1, window=8 << 20)
     dist.batch_isend_irecv = begin
     assert len(begun) == len(waited) == 8
     dist.destroy_process_group()

@@ -46,9 +46,9 @@ def by_loop(
 
 
 def experts(ctx: Context, factor: float | None, pad: bool) -> None:
-    import sagellm
+    import torch_sagellm
 
-    moe = sagellm.MoEDispatcher(EXPERTS, capacity_factor=factor, pad=pad)
+    moe = torch_sagellm.MoEDispatcher(EXPERTS, capacity_factor=factor, pad=pad)
     count = 40 if pad else 30 * ctx.rank  # ranks have different numbers of tokens, one of them none
     tokens, chosen, weights = tokens_of(ctx.rank, count)
     capacity = None if factor is None else math.ceil(factor * count * CHOICES / EXPERTS)
@@ -88,7 +88,7 @@ def test_tokens_reach_their_experts_and_come_back_as_in_a_loop(
 def experts_over_hosts(ctx: Context, names: list[str], place: list[int], two_steps: bool) -> None:
     from net import enter
 
-    import sagellm
+    import torch_sagellm
 
     enter(names[place[ctx.rank]])
     ctx.init(store=dist.FileStore(f"{ctx.tmp}/store", ctx.world_size))
@@ -96,7 +96,7 @@ def experts_over_hosts(ctx: Context, names: list[str], place: list[int], two_ste
         experts(ctx, factor, pad)
     found = []
     for hierarchical in (True, False):
-        moe = sagellm.MoEDispatcher(EXPERTS, hierarchical=hierarchical)
+        moe = torch_sagellm.MoEDispatcher(EXPERTS, hierarchical=hierarchical)
         tokens, chosen, weights = tokens_of(ctx.rank, 25 + 7 * ctx.rank)
         rows, routing = moe.dispatch(tokens, chosen)
         found.append((rows, moe.combine(rows * 2, routing, weights)))
@@ -118,13 +118,13 @@ def test_rows_go_in_two_steps_where_hosts_have_several_ranks(
 
 
 def wrong_experts(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
-    moe = sagellm.MoEDispatcher(4)
+    moe = torch_sagellm.MoEDispatcher(4)
     for text, call in {
-        "multiple of the 2 ranks": lambda: sagellm.MoEDispatcher(3),
-        "capacity_factor is 0": lambda: sagellm.MoEDispatcher(4, capacity_factor=0),
-        "needs a capacity_factor": lambda: sagellm.MoEDispatcher(4, pad=True),
+        "multiple of the 2 ranks": lambda: torch_sagellm.MoEDispatcher(3),
+        "capacity_factor is 0": lambda: torch_sagellm.MoEDispatcher(4, capacity_factor=0),
+        "needs a capacity_factor": lambda: torch_sagellm.MoEDispatcher(4, pad=True),
         "expected 0 to 3": lambda: moe.dispatch(torch.ones(1, 2), torch.tensor([4])),
         "whole numbers": lambda: moe.dispatch(torch.ones(1, 2), torch.tensor([0.5])),
         "(T, D) and": lambda: moe.dispatch(torch.ones(3, 2), torch.tensor([0])),
@@ -143,9 +143,9 @@ def test_wrong_experts_are_refused() -> None:
 
 
 def overlap(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
-    scheduler = sagellm.OverlapScheduler(depth=3)
+    scheduler = torch_sagellm.OverlapScheduler(depth=3)
     layers = [torch.nn.Linear(8, 8, dtype=torch.float64) for _ in range(6)]
     for number, layer in enumerate(layers):
         torch.manual_seed(number)
@@ -169,7 +169,7 @@ def overlap(ctx: Context) -> None:
     assert scheduler.report().operations == 0 and scheduler.report().share == 0
     bucket = torch.ones(4)
     assert scheduler.schedule(bucket).wait() is bucket and bucket.tolist() == [float(ctx.world_size)] * 4
-    assert "depth is 0" in expect_raises(ValueError, lambda: sagellm.OverlapScheduler(depth=0))
+    assert "depth is 0" in expect_raises(ValueError, lambda: torch_sagellm.OverlapScheduler(depth=0))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

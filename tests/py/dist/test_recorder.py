@@ -72,13 +72,13 @@ tabulate.tabulate = lambda rows, **_: str(rows)
 sys.modules["tabulate"] = tabulate
 dist.init_process_group("sagellm", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.ones(8))
-import sagellm
+import torch_sagellm
 try:
-    page = sagellm.debug_handlers()[-1]
+    page = torch_sagellm.debug_handlers()[-1]
 except ImportError as missing:
     print(json.dumps(["missing", str(missing)]))
     sys.exit()
-sagellm.debug_handlers()
+torch_sagellm.debug_handlers()
 server = c10d._WorkerServer("127.0.0.1", 0)
 request = urllib.request.Request(f"http://127.0.0.1:{server.port}/handler/sagellm_fr_trace_json", method="POST")
 with urllib.request.urlopen(request, timeout=20) as answer:
@@ -109,12 +109,12 @@ def test_the_debug_server_shows_our_operations() -> None:
 
 BROWSED = """
 import sys, time, urllib.request, torch, torch.distributed as dist
-import sagellm
+import torch_sagellm
 from torch.distributed.debug import start_debug_server, stop_debug_server
 dist.init_process_group("sagellm")
 dist.all_reduce(torch.ones(8))
 port = int(sys.argv[1])
-start_debug_server(port=port, handlers=sagellm.debug_handlers())
+start_debug_server(port=port, handlers=torch_sagellm.debug_handlers())
 if dist.get_rank() == 0:
     until = time.monotonic() + 40
     while True:
@@ -151,9 +151,9 @@ def test_a_browser_sees_the_operations_of_all_ranks(tmp_path: Path) -> None:
 LACKING = """
 import sys
 sys.modules["tabulate"] = None  # as where it is not installed
-import sagellm
+import torch_sagellm
 try:
-    sagellm.debug_handlers()
+    torch_sagellm.debug_handlers()
 except ImportError as error:
     print(error)
 """

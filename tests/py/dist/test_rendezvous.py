@@ -108,7 +108,7 @@ def test_a_further_group_opens_no_connection_to_the_store() -> None:
 
 def beside_a_blocked_client(ctx: Context) -> None:
     """A group is made while another thread waits in the user's client of the store."""
-    from sagellm import _register
+    from torch_sagellm import _register
 
     client = dist.TCPStore("127.0.0.1", ctx.store_port, is_master=False, timeout=timedelta(seconds=30))
     end = f"{ctx.key}/end/{ctx.rank}"
@@ -244,7 +244,7 @@ def test_a_rank_without_descriptors_has_the_group_refused_on_all(left: int) -> N
 
 def test_a_gloo_group_is_refused_where_too_few_descriptors_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """It opens one for each other rank, and its thread ends the process when it gets none."""
-    from sagellm import _delegate
+    from torch_sagellm import _delegate
 
     facts = _delegate.Facts(None, 0, 64, timedelta(seconds=1), "7", list(range(64)))
     used = len(os.listdir("/proc/self/fd"))

@@ -23,7 +23,7 @@ LINES = "all_reduce:4097-=rounds(64KiB) 9000 ns; start 12000 ns"
 
 def every_operation(context: Context) -> list[tuple[str, int | None, int]]:
     """A run of all kinds and many sizes; what was recorded and what is worked out again for each."""
-    import sagellm
+    import torch_sagellm
 
     ranks, works = context.world_size, []
     for count in (0, 1, 1000, 5000, 300_000):
@@ -46,7 +46,7 @@ def every_operation(context: Context) -> list[tuple[str, int | None, int]]:
     found = []
     for work in works:
         work.wait()
-        explained = sagellm.explain(work)
+        explained = torch_sagellm.explain(work)
         found.append((str(explained), explained.recorded, explained.code))
     return found
 
@@ -61,20 +61,20 @@ def test_what_is_worked_out_again_is_what_was_recorded(ranks: int) -> None:
 
 def with_table(context: Context, rules: list[str], option: str = "") -> dict[str, Any]:
     """A group under a table that only rank 0 can see, and rules that may differ by rank."""
-    import sagellm
-    from sagellm import _load
+    import torch_sagellm
+    from torch_sagellm import _load
 
     os.environ["SAGELLM_CACHE_DIR"] = f"{context.tmp}/cache{context.rank}"
     os.environ["SAGELLM_ALGORITHM"] = rules[context.rank]
     if context.rank == 0:
         _load.extension().save_table(context.world_size, "2026-11-21", LINES)
-    context.init(pg_options=sagellm.Options(algorithm=option))
+    context.init(pg_options=torch_sagellm.Options(algorithm=option))
     tensor = torch.ones(20_000)
     work = dist.all_reduce(tensor, async_op=True)
     work.wait()
-    found = sagellm.explain(work)
+    found = torch_sagellm.explain(work)
     assert found.recorded == found.code and tensor[-1] == context.world_size
-    asked = sagellm.explain("all_reduce", 80_000)
+    asked = torch_sagellm.explain("all_reduce", 80_000)
     assert (asked.choice, asked.code) == (found.choice, found.code)
     value = {"choice": found.choice, "reason": found.reason, "table": found.table, "decided": found.decided}
     dist.destroy_process_group()
@@ -117,10 +117,10 @@ def test_ranks_with_other_rules_follow_rank_0_and_say_so() -> None:
 
 def refused(context: Context) -> str:
     """Wrong rules on every rank: refused before the ranks meet."""
-    import sagellm
+    import torch_sagellm
 
     def init(algorithm: str) -> None:
-        options = sagellm.Options(algorithm=algorithm)
+        options = torch_sagellm.Options(algorithm=algorithm)
         context.init(pg_options=options, timeout=timedelta(seconds=20))
 
     text = expect_raises(ValueError, lambda: init("all_reduce:0-=teleport"))
@@ -144,7 +144,7 @@ def over_hosts(context: Context, names: list[str], given: list[str]) -> dict[str
     """Two all_reduces in a group over two hosts, made with the topology that this rank gives; what each was."""
     import logging
 
-    import sagellm
+    import torch_sagellm
 
     enter(names[context.rank * len(names) // context.world_size])
     store = dist.FileStore(f"{context.tmp}/store", context.world_size)
@@ -155,15 +155,15 @@ def over_hosts(context: Context, names: list[str], given: list[str]) -> dict[str
     handler.setLevel(logging.WARNING)
     logging.getLogger("sagellm").addHandler(handler)
     text = given[context.rank]
-    manager = sagellm.TopologyManager.from_json(text) if text else None
-    comm = sagellm.create_comm_backend(topology_manager=manager)
+    manager = torch_sagellm.TopologyManager.from_json(text) if text else None
+    comm = torch_sagellm.create_comm_backend(topology_manager=manager)
     value: dict[str, Any] = {"heard": heard}
     for name, count in (("small", SMALL), ("large", LARGE)):
         tensor = torch.full((count,), float(context.rank + 1))
         work = dist.all_reduce(tensor, group=comm.group, async_op=True)
         work.wait()
         assert tensor[-1] == sum(range(1, context.world_size + 1))
-        found = sagellm.explain(work)
+        found = torch_sagellm.explain(work)
         assert found.recorded == found.code
         assert comm.explain("all_reduce", 4 * count).choice == found.choice
         value[name] = (found.choice.partition("(")[0], found.reason, found.decided, found.overruled)
@@ -210,7 +210,7 @@ def with_options(context: Context, names: list[str], given: list[dict[str, Any]]
     """The same two all_reduces, in a default group that is made with the options that this rank gives."""
     import logging
 
-    import sagellm
+    import torch_sagellm
 
     enter(names[context.rank * len(names) // context.world_size])
     heard: list[str] = []
@@ -219,7 +219,7 @@ def with_options(context: Context, names: list[str], given: list[dict[str, Any]]
     handler.setLevel(logging.WARNING)
     logging.getLogger("sagellm").addHandler(handler)
     store = dist.FileStore(f"{context.tmp}/store", context.world_size)
-    options = sagellm.Options(**given[context.rank])
+    options = torch_sagellm.Options(**given[context.rank])
     context.init(store=store, timeout=timedelta(seconds=60), pg_options=options)
     value: dict[str, Any] = {"heard": heard}
     for name, count in (("small", SMALL), ("large", LARGE)):
@@ -228,7 +228,7 @@ def with_options(context: Context, names: list[str], given: list[dict[str, Any]]
         assert work is not None
         work.wait()
         assert tensor[-1] == sum(range(1, context.world_size + 1))
-        found = sagellm.explain(work)
+        found = torch_sagellm.explain(work)
         value[name] = (found.choice.partition("(")[0], found.reason, found.decided)
     dist.destroy_process_group()
     return value
@@ -276,13 +276,13 @@ def test_a_rank_with_other_rules_over_hosts_warns_once_and_no_other_does(hosts: 
 
 def wrong_topologies(context: Context) -> tuple[str, str]:
     """Refused before the ranks meet; the group then goes on."""
-    import sagellm
+    import torch_sagellm
 
     def make(text: str) -> None:
-        dist.new_group(pg_options=sagellm.Options(topology=text), use_local_synchronization=True)
+        dist.new_group(pg_options=torch_sagellm.Options(topology=text), use_local_synchronization=True)
 
     context.init()
-    expect_raises(TypeError, lambda: sagellm.create_comm_backend(topology_manager="ring"))
+    expect_raises(TypeError, lambda: torch_sagellm.create_comm_backend(topology_manager="ring"))
     texts = expect_raises(ValueError, lambda: make("hosts=0")), expect_raises(ValueError, lambda: make("racks=2"))
     dist.barrier()
     dist.destroy_process_group()
@@ -297,16 +297,16 @@ def test_a_wrong_topology_is_refused_before_anything_is_sent() -> None:
 
 def on_one_host(context: Context) -> tuple[str, str, bool]:
     """Inside one host the CPU's own algorithms decide: the start rules are about links between hosts and devices."""
-    import sagellm
+    import torch_sagellm
 
     context.init()
-    info = sagellm.TopologyInfo(hosts=1, full_nvlink=True)
-    comm = sagellm.create_comm_backend(topology_manager=sagellm.TopologyManager(info))
-    assert comm is sagellm.create_comm_backend(topology_manager=info), "equal topologies, one group"
-    other = sagellm.create_comm_backend(topology_manager=sagellm.TopologyInfo(hosts=2))
+    info = torch_sagellm.TopologyInfo(hosts=1, full_nvlink=True)
+    comm = torch_sagellm.create_comm_backend(topology_manager=torch_sagellm.TopologyManager(info))
+    assert comm is torch_sagellm.create_comm_backend(topology_manager=info), "equal topologies, one group"
+    other = torch_sagellm.create_comm_backend(topology_manager=torch_sagellm.TopologyInfo(hosts=2))
     assert other is not comm and other.group is not comm.group and comm.group is not dist.group.WORLD
     found = comm.explain("all_reduce", 8)
-    same = comm.group is sagellm.CPUBackend(group=comm.group, topology_manager=info).group
+    same = comm.group is torch_sagellm.CPUBackend(group=comm.group, topology_manager=info).group
     dist.destroy_process_group()
     return found.choice, found.reason, same
 
@@ -318,13 +318,13 @@ def test_a_topology_is_a_setting_of_the_group() -> None:
 def delegated_with_a_topology(context: Context) -> list[str]:
     import logging
 
-    import sagellm
+    import torch_sagellm
 
     heard: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("sagellm").addHandler(handler)
-    context.init(pg_options=sagellm.Options(engine="delegate", topology="hosts=1,full_nvlink=true"))
+    context.init(pg_options=torch_sagellm.Options(engine="delegate", topology="hosts=1,full_nvlink=true"))
     dist.all_reduce(torch.ones(2))
     dist.destroy_process_group()
     return [line for line in heard if "topology" in line]
@@ -337,12 +337,12 @@ def test_a_delegated_group_does_not_use_a_topology_and_says_so() -> None:
 
 def explain_a_delegated_group(context: Context) -> tuple[str, str, str]:
     """A group that gloo serves says so, and why."""
-    import sagellm
+    import torch_sagellm
 
-    context.init(pg_options=sagellm.Options(engine="delegate"))
-    found = sagellm.explain("all_reduce", 1 << 20)
+    context.init(pg_options=torch_sagellm.Options(engine="delegate"))
+    found = torch_sagellm.explain("all_reduce", 1 << 20)
     work = dist.all_reduce(torch.ones(4), async_op=True)
-    text = expect_raises(ValueError, lambda: sagellm.explain(work))
+    text = expect_raises(ValueError, lambda: torch_sagellm.explain(work))
     work.wait()
     dist.destroy_process_group()
     return found.choice, found.rejected[0].why_not, text
@@ -356,7 +356,7 @@ def test_a_delegated_group_is_explained() -> None:
 
 def test_tune_measures_and_leaves_a_table(tmp_path: Path) -> None:
     environment = {**os.environ, "SAGELLM_CACHE_DIR": str(tmp_path)}
-    words = [sys.executable, "-m", "sagellm"]
+    words = [sys.executable, "-m", "torch_sagellm"]
     done = subprocess.run(
         [*words, "tune", "--budget", "4", "--max-size", "16KiB"],
         env=environment,

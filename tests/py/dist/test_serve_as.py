@@ -21,7 +21,7 @@ pytestmark = beyond_gloo("is about the name of gloo")
 
 
 def ours(group: Any = None) -> bool:
-    from sagellm import _load
+    from torch_sagellm import _load
 
     group = dist.group.WORLD if group is None else group
     backend = group._get_backend(torch.device("cpu"))
@@ -29,10 +29,10 @@ def ours(group: Any = None) -> bool:
 
 
 def every_way(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
-    sagellm.serve_as("gloo")
-    sagellm.serve_as("gloo")
+    torch_sagellm.serve_as("gloo")
+    torch_sagellm.serve_as("gloo")
     ctx.init(backend="gloo")
     assert dist.get_backend() == "gloo" and ours()
     total = torch.full((4,), float(ctx.rank))
@@ -58,10 +58,10 @@ def every_way(ctx: Context) -> None:
         work.wait()
     assert total.tolist() == [float(sum(range(ctx.world_size))) * ctx.world_size] * 4
     made.shutdown()
-    stats = sagellm.get_stats()
+    stats = torch_sagellm.get_stats()
     assert stats["ops"]["all_reduce"]["count"] >= 1, "it is counted"
     assert "shared memory" in dist.group.WORLD._get_backend(torch.device("cpu")).describe()
-    from sagellm import _delegate
+    from torch_sagellm import _delegate
 
     class Options:
         store, group_rank, group_size = ctx.store(ctx.key + "real"), ctx.rank, ctx.world_size
@@ -80,10 +80,10 @@ def test_every_way_to_ask_for_gloo_is_served(world_size: int) -> None:
 
 def both(ctx: Context, call: Callable[[Any, int], Any]) -> None:
     """The same call in a group of torch's own and in one of ours must have the same results, or both must refuse."""
-    import sagellm
-    from sagellm import _serve_as
+    import torch_sagellm
+    from torch_sagellm import _serve_as
 
-    sagellm.serve_as("gloo")
+    torch_sagellm.serve_as("gloo")
     found = []
     for name, make in (("real", _serve_as.real()), ("served", dist.ProcessGroupGloo)):
         group = make(ctx.store(f"{ctx.key}/{name}"), ctx.rank, ctx.world_size, timeout=dist.default_pg_timeout)
@@ -138,9 +138,9 @@ def test_lists_of_tensors_are_what_they_are_in_gloo(world_size: int) -> None:
 
 def what_gloo_gets_wrong(ctx: Context) -> None:
     """Strided tensors, of which gloo reads others, and operations on one memory, which it does not order."""
-    import sagellm
+    import torch_sagellm
 
-    sagellm.serve_as("gloo")
+    torch_sagellm.serve_as("gloo")
     group = dist.ProcessGroupGloo(ctx.store(ctx.key), ctx.rank, ctx.world_size, timeout=dist.default_pg_timeout)
     whole = torch.arange(8.0).view(4, 2)
     columns = [whole[:, 0], whole[:, 1]]
@@ -205,10 +205,10 @@ def on_hosts(ctx: Context, names: list[str]) -> None:
     """Lists over two hosts, and the calls of a program that only knows gloo."""
     from net import enter
 
-    import sagellm
+    import torch_sagellm
 
     enter(names[ctx.rank // 2])
-    sagellm.serve_as("gloo")
+    torch_sagellm.serve_as("gloo")
     ctx.init(backend="gloo", store=dist.FileStore(f"{ctx.tmp}/store", ctx.world_size))
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     assert backend.spans_hosts and ", asked for as gloo" in backend.describe()
@@ -239,9 +239,9 @@ def test_under_our_own_name_a_list_is_still_a_mistake() -> None:
 
 
 def settings(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
-    sagellm.serve_as("gloo")
+    torch_sagellm.serve_as("gloo")
     device = dist.ProcessGroupGloo.create_device(interface="lo")
     options = dist.ProcessGroupGloo._Options()
     options._devices, options._threads, options._timeout = [device], 1, timedelta(seconds=47)
@@ -275,9 +275,9 @@ def test_devices_and_threads_of_gloo_are_ignored_with_a_reason() -> None:
 
 def by_default(ctx: Context) -> None:
     """Calls that name no backend: torch takes gloo for the CPU."""
-    import sagellm
+    import torch_sagellm
 
-    sagellm.serve_as("gloo")
+    torch_sagellm.serve_as("gloo")
     dist.init_process_group(store=ctx.store(), rank=ctx.rank, world_size=ctx.world_size)
     assert ours() and dist.get_backend_config().startswith("cpu:gloo")
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, ctx.world_size // 2), mesh_dim_names=("dp", "tp"))
@@ -328,29 +328,29 @@ def test_what_is_patched_is_where_this_torch_looks() -> None:
 
 def test_what_a_group_of_gloo_offers_is_offered() -> None:
     """But for what its class makes: devices and options, which are torch's own."""
-    import sagellm
-    from sagellm import _load, _serve_as
+    import torch_sagellm
+    from torch_sagellm import _load, _serve_as
 
     theirs, our = (set(dir(each)) for each in (_serve_as.real(), _load.extension().SageBackend))
     assert theirs - our <= {"Device", "Options", "_Options", "create_default_device", "create_device"}
     with _serve_as.serving():
         assert theirs <= set(dir(dist.ProcessGroupGloo))
-    assert sagellm.serve_as is _serve_as.serve_as
+    assert torch_sagellm.serve_as is _serve_as.serve_as
 
 
 def test_a_torch_that_makes_groups_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed import distributed_c10d as c10d
 
-    import sagellm
-    from sagellm import _serve_as
+    import torch_sagellm
+    from torch_sagellm import _serve_as
 
     monkeypatch.delattr(c10d, "ProcessGroupGloo")
-    assert "which would be replaced" in expect_raises(RuntimeError, sagellm.serve_as)
+    assert "which would be replaced" in expect_raises(RuntimeError, torch_sagellm.serve_as)
     assert not _serve_as.serves()
 
 
 def and_back(ctx: Context) -> None:
-    from sagellm import _serve_as
+    from torch_sagellm import _serve_as
 
     with _serve_as.serving():
         ctx.init(backend="gloo")
@@ -368,7 +368,7 @@ def test_the_name_goes_back_to_torch() -> None:
 
 
 def checked_and_changing(ctx: Context) -> None:
-    from sagellm import _serve_as
+    from torch_sagellm import _serve_as
 
     with _serve_as.serving():
         ctx.init(backend="gloo", enable_reconfigure=True)
@@ -399,9 +399,9 @@ def test_the_checking_wrapper_of_torch_goes_around_ours(level: str) -> None:
 
 
 def test_another_name_is_refused() -> None:
-    import sagellm
+    import torch_sagellm
 
-    assert "'nccl'" in expect_raises(ValueError, lambda: sagellm.serve_as("nccl"))
+    assert "'nccl'" in expect_raises(ValueError, lambda: torch_sagellm.serve_as("nccl"))
 
 
 SCRIPT = """
@@ -430,7 +430,7 @@ def test_the_environment_switches_it_on_in_an_unchanged_program(value: str, expe
 
 def test_doctor_says_so() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "sagellm", "doctor", "--no-self-test"],
+        [sys.executable, "-m", "torch_sagellm", "doctor", "--no-self-test"],
         env={**os.environ, "SAGELLM_AS": "gloo"},
         capture_output=True,
         text=True,
@@ -460,13 +460,13 @@ def looks(group: Any) -> dict[str, Any]:
 
 
 def looks_alike(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
     ctx.init(backend="gloo")
     theirs = looks(dist.group.WORLD)
     given = dist.ProcessGroupGloo._Options()
     dist.destroy_process_group()
-    sagellm.serve_as("gloo")
+    torch_sagellm.serve_as("gloo")
     ctx.init(backend="gloo", key=f"{ctx.key}/served")
     assert looks(dist.group.WORLD) == theirs
     assert isinstance(given, dist.ProcessGroupGloo._Options), "options that were made before"

@@ -23,9 +23,9 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def issued(n: int, rank: int) -> tuple[dict[str, int], int]:
     """Calls one of every kind (messages around the ring); how often by kind, and the payload in bytes on this rank."""
-    import sagellm
+    import torch_sagellm
 
-    sagellm.reset_stats()
+    torch_sagellm.reset_stats()
     counts: dict[str, int] = {}
     total = 0
 
@@ -36,7 +36,7 @@ def issued(n: int, rank: int) -> tuple[dict[str, int], int]:
             work.wait()
         counts[kind] = counts.get(kind, 0) + 1
         total += size
-        stats = sagellm.get_stats()
+        stats = torch_sagellm.get_stats()
         assert stats[f"{kind}_count"] == counts[kind], (kind, stats["ops"][kind])
         assert stats["total_bytes"] == total, (kind, stats["total_bytes"], total)
 
@@ -60,21 +60,21 @@ def issued(n: int, rank: int) -> tuple[dict[str, int], int]:
         call("recv", 20, lambda: dist.irecv(torch.empty(5), (rank - 1) % n))
     # A list is one call of several tensors, also where its types make several operations of it.
     mixed = [torch.ones(3), torch.ones(4), torch.ones(2, dtype=torch.int64)]
-    before = sagellm.get_stats()
+    before = torch_sagellm.get_stats()
     call("all_reduce", 12 + 16 + 16, lambda: dist.group.WORLD.allreduce_coalesced(mixed))
-    after = sagellm.get_stats()
+    after = torch_sagellm.get_stats()
     assert after["ops"]["all_reduce"]["tensors"] - before["ops"]["all_reduce"]["tensors"] == 3
     assert after["fused_batches"] > before["fused_batches"] and after["fused_ops"] >= before["fused_ops"] + 2
     return counts, total
 
 
 def counts_what_was_issued(ctx: Context) -> None:
-    import sagellm
-    from sagellm import _load
+    import torch_sagellm
+    from torch_sagellm import _load
 
     kinds = _load.extension().KINDS
     counts, total = issued(ctx.world_size, ctx.rank)
-    stats = sagellm.get_stats()
+    stats = torch_sagellm.get_stats()
     assert {kind: stats[f"{kind}_count"] for kind in kinds} == {kind: counts.get(kind, 0) for kind in kinds}
     assert (stats["total_count"], stats["total_bytes"], stats["failed_count"]) == (sum(counts.values()), total, 0)
     assert (stats["rank"], stats["size"]) == (ctx.rank, ctx.world_size)
@@ -96,8 +96,8 @@ def counts_what_was_issued(ctx: Context) -> None:
     factor = 2 * (ctx.world_size - 1) / ctx.world_size
     assert reduced["algbw_gbs"] > 0
     assert reduced["busbw_gbs"] == pytest.approx(reduced["algbw_gbs"] * factor)
-    sagellm.reset_stats()
-    stats = sagellm.get_stats()
+    torch_sagellm.reset_stats()
+    stats = torch_sagellm.get_stats()
     assert stats["total_count"] == 0 and stats["total_bytes"] == 0 and stats["avg_latency_ms"] == 0
     assert stats["fused_batches"] == 0 and stats["fused_ops"] == 0 and stats["sizes"] == []
     assert all(wait["count"] == 0 for wait in stats["waits"].values())
@@ -112,17 +112,17 @@ def test_counts_and_bytes_are_those_of_the_calls(world_size: int) -> None:
 
 
 def late_rank(ctx: Context, late: int) -> dict[str, Any]:
-    import sagellm
+    import torch_sagellm
 
     for size in (4, 300_000):  # slots, rounds
         dist.barrier()
-        sagellm.reset_stats()
+        torch_sagellm.reset_stats()
         dist.barrier()
         for _ in range(3):
             if ctx.rank == late:
                 time.sleep(0.15)
             dist.all_reduce(torch.ones(size))
-        gathered = sagellm.gather_stats()
+        gathered = torch_sagellm.gather_stats()
         assert gathered["straggler"] == late, (size, gathered["summary"])
         assert f"rank {late} was waited for longest" in gathered["summary"]
         # Each of the others saw three waits of some 150 ms; generously less, because sleeps and looks are coarse.
@@ -132,7 +132,7 @@ def late_rank(ctx: Context, late: int) -> dict[str, Any]:
                 assert stats["ops"]["all_reduce"]["waiting_ms"] > 300, (size, stats["ops"]["all_reduce"])
                 assert max(stats["waits"], key=lambda peer: stats["waits"][peer]["total_ms"]) == late
         assert [stats["rank"] for stats in gathered["ranks"]] == list(range(ctx.world_size))
-    return sagellm.get_stats()
+    return torch_sagellm.get_stats()
 
 
 @pytest.mark.quick
@@ -143,23 +143,27 @@ def test_the_straggler_is_named(world_size: int, late: int) -> None:
 
 
 def groups_apart(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
     other = dist.new_group(list(range(ctx.world_size)))
-    sagellm.reset_stats("all")
+    torch_sagellm.reset_stats("all")
     dist.all_reduce(torch.ones(2), group=other)
     dist.all_reduce(torch.ones(3))
     dist.all_reduce(torch.ones(3))
-    every = sagellm.get_stats("all")
-    assert sagellm.get_stats(other)["all_reduce_count"] == 1 and sagellm.get_stats(other)["total_bytes"] == 8
-    assert sagellm.get_stats()["all_reduce_count"] == 2 and sagellm.get_stats()["total_bytes"] == 24
+    every = torch_sagellm.get_stats("all")
+    assert (
+        torch_sagellm.get_stats(other)["all_reduce_count"] == 1 and torch_sagellm.get_stats(other)["total_bytes"] == 8
+    )
+    assert torch_sagellm.get_stats()["all_reduce_count"] == 2 and torch_sagellm.get_stats()["total_bytes"] == 24
     assert sorted(each["all_reduce_count"] for each in every.values()) == [1, 2]
     assert set(every) == {other.group_name, dist.group.WORLD.group_name}
-    sagellm.reset_stats(other)
-    assert sagellm.get_stats()["all_reduce_count"] == 2 and sagellm.get_stats(other)["all_reduce_count"] == 0
+    torch_sagellm.reset_stats(other)
+    assert (
+        torch_sagellm.get_stats()["all_reduce_count"] == 2 and torch_sagellm.get_stats(other)["all_reduce_count"] == 0
+    )
     foreign = dist.new_group(list(range(ctx.world_size)), backend="gloo")
-    assert "another backend" in expect_raises(ValueError, lambda: sagellm.get_stats(foreign))
-    assert foreign.group_name not in sagellm.get_stats("all")
+    assert "another backend" in expect_raises(ValueError, lambda: torch_sagellm.get_stats(foreign))
+    assert foreign.group_name not in torch_sagellm.get_stats("all")
     dist.destroy_process_group(other)
     dist.destroy_process_group(foreign)
 
@@ -171,9 +175,9 @@ def test_every_group_counts_for_itself() -> None:
 
 
 def no_group(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
-    text = expect_raises(ValueError, lambda: sagellm.get_stats())
+    text = expect_raises(ValueError, lambda: torch_sagellm.get_stats())
     assert "init_process_group" in text
 
 
@@ -183,13 +187,16 @@ def test_without_a_group_the_error_says_what_to_do() -> None:
 
 
 def delegated(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
-    ctx.init(pg_options=sagellm.Options(engine="delegate"))
+    ctx.init(pg_options=torch_sagellm.Options(engine="delegate"))
     one, many = torch.ones(5), torch.ones(5 * ctx.world_size)
     for count in (1, 2):
         dist.all_reduce(one)
-        assert sagellm.get_stats()["all_reduce_count"] == count and sagellm.get_stats()["total_bytes"] == 20 * count
+        assert (
+            torch_sagellm.get_stats()["all_reduce_count"] == count
+            and torch_sagellm.get_stats()["total_bytes"] == 20 * count
+        )
     work = dist.all_reduce(one, async_op=True)
     assert work is not None
     work.wait()
@@ -201,7 +208,7 @@ def delegated(ctx: Context) -> None:
     dist.recv(torch.empty(5), peer)
     assert sending is not None
     sending.wait()
-    stats = sagellm.get_stats()
+    stats = torch_sagellm.get_stats()
     expected = {"all_reduce": 3, "all_gather": 1, "broadcast": 1, "barrier": 1, "send": 1, "recv": 1}
     assert {kind: op["count"] for kind, op in stats["ops"].items() if op["count"]} == expected
     assert stats["total_bytes"] == 3 * 20 + 20 * ctx.world_size + 20 + 20 + 20
@@ -209,7 +216,7 @@ def delegated(ctx: Context) -> None:
     assert stats["ops"]["all_reduce"]["latency"]["avg_ms"] > 0
     assert stats["ops"]["send"]["latency"]["avg_ms"] == 0, "gloo does not tell when a message has ended"
     expect_raises(RuntimeError, lambda: dist.all_reduce(one, op=dist.ReduceOp.BAND))
-    assert sagellm.get_stats()["failed_count"] == 1
+    assert torch_sagellm.get_stats()["failed_count"] == 1
     dist.destroy_process_group()
 
 
@@ -220,12 +227,12 @@ def test_a_delegates_operations_are_counted_too() -> None:
 
 
 def sparse(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
-    sagellm.reset_stats()
+    torch_sagellm.reset_stats()
     tensor = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.ones(2), (4,))
     dist.all_reduce(tensor)
-    stats = sagellm.get_stats()
+    stats = torch_sagellm.get_stats()
     assert {kind: op["count"] for kind, op in stats["ops"].items() if op["count"]} == {"all_reduce": 1}
     assert stats["total_bytes"] == 2 * 8 + 2 * 4 and stats["sizes"][0]["path"] == "composed"
 
@@ -236,12 +243,12 @@ def test_a_sparse_all_reduce_is_one_call() -> None:
 
 
 def failing(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
     ctx.init()
     dist.all_reduce(torch.ones(2))
     expect_raises(RuntimeError, lambda: dist.all_reduce(torch.ones(2 + ctx.rank)))
-    stats = sagellm.get_stats()
+    stats = torch_sagellm.get_stats()
     assert stats["all_reduce_count"] == 1 and stats["total_bytes"] == 8
     assert stats["failed_count"] == 1 and stats["ops"]["all_reduce"]["failed"] == 1
 
@@ -279,25 +286,25 @@ def parse(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
 
 
 def exports(ctx: Context, folder: str) -> None:
-    import sagellm
+    import torch_sagellm
 
-    sagellm.reset_stats("all")
+    torch_sagellm.reset_stats("all")
     for _ in range(3):
         dist.all_reduce(torch.ones(10))
     dist.all_reduce(torch.ones(100_000))
     dist.barrier()
     path = Path(folder) / f"metrics{ctx.rank}.prom"
-    sagellm.write_prometheus(path)
+    torch_sagellm.write_prometheus(path)
     assert [each.name for each in Path(folder).glob(f".metrics{ctx.rank}*")] == [], "a temporary file is left"
-    for text in (sagellm.prometheus_text(), path.read_text(), served(), sagellm.prometheus_text(None)):
+    for text in (torch_sagellm.prometheus_text(), path.read_text(), served(), torch_sagellm.prometheus_text(None)):
         check_metrics(parse(text), ctx.rank)
     check_trace(ctx, Path(folder) / f"trace{ctx.rank}.json")
 
 
 def served() -> str:
-    import sagellm
+    import torch_sagellm
 
-    with sagellm.serve_prometheus() as endpoint:
+    with torch_sagellm.serve_prometheus() as endpoint:
         assert endpoint.url == f"http://127.0.0.1:{endpoint.port}/metrics" and endpoint.port > 0
         with urllib.request.urlopen(endpoint.url, timeout=10) as answer:
             assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
@@ -322,13 +329,13 @@ def check_metrics(samples: dict[str, list[tuple[dict[str, str], float]]], rank: 
 
 
 def check_trace(ctx: Context, path: Path) -> None:
-    import sagellm
+    import torch_sagellm
 
     works = [dist.all_reduce(torch.ones(4), async_op=True) for _ in range(4)]
     for work in works:
         assert work is not None
         work.wait()
-    sagellm.write_trace(path)
+    torch_sagellm.write_trace(path)
     trace = json.loads(path.read_text())
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     last = [event for event in events if event["name"] == "sagellm:all_reduce"][-4:]
@@ -365,12 +372,12 @@ class Scalars:
 
 
 def scalars(ctx: Context, folder: str) -> bool:
-    import sagellm
+    import torch_sagellm
 
-    sagellm.reset_stats()
+    torch_sagellm.reset_stats()
     dist.all_reduce(torch.ones(10))
     writer = Scalars()
-    sagellm.log_to_tensorboard(writer, 7, dist.group.WORLD)
+    torch_sagellm.log_to_tensorboard(writer, 7, dist.group.WORLD)
     top = f"sagellm/{dist.group.WORLD.group_name}"
     assert writer.values[f"{top}/all_reduce/count"] == (1.0, 7)
     assert writer.values[f"{top}/total_bytes"] == (40.0, 7)
@@ -380,7 +387,7 @@ def scalars(ctx: Context, folder: str) -> bool:
     except ImportError:
         return False
     with SummaryWriter(folder) as real:
-        sagellm.log_to_tensorboard(real, 7)
+        torch_sagellm.log_to_tensorboard(real, 7)
     return any(Path(folder).iterdir())
 
 
@@ -390,7 +397,7 @@ def test_tensorboard_scalars(tmp_path: Path) -> None:
 
 
 def recorded(ctx: Context, folder: str, mismatch: bool) -> None:
-    import sagellm
+    import torch_sagellm
 
     ctx.init()
     dist.all_reduce(torch.ones(8))
@@ -404,7 +411,7 @@ def recorded(ctx: Context, folder: str, mismatch: bool) -> None:
     dist.barrier()
     if mismatch:
         expect_raises(RuntimeError, lambda: dist.all_reduce(torch.ones(8 if ctx.rank == 0 else 9)))
-    path = sagellm.dump_flight_record(folder)
+    path = torch_sagellm.dump_flight_record(folder)
     assert Path(path).name == f"sagellm_{ctx.rank}"
     if ctx.rank == 0 and not mismatch:
         dist.send(torch.ones(2), 1)
@@ -455,7 +462,7 @@ def fails_alone(ctx: Context) -> None:
 
 def test_a_failed_group_leaves_its_record_where_asked(tmp_path: Path) -> None:
     """With SAGELLM_DUMP_DIR; the file says why, and becomes one that torch's analyser reads."""
-    import sagellm
+    import torch_sagellm
 
     with launch(fails_alone, 2, env={"SAGELLM_DUMP_DIR": str(tmp_path)}) as job:
         told = job.hear(0)
@@ -469,13 +476,13 @@ def test_a_failed_group_leaves_its_record_where_asked(tmp_path: Path) -> None:
     assert dump["records"][1]["late"] == 1, "the rank that is missing"
     into = tmp_path / "analyser"
     into.mkdir()
-    paths = sagellm.convert_dumps(tmp_path, into)
+    paths = torch_sagellm.convert_dumps(tmp_path, into)
     assert Path(paths[0]).name == "sagellm_0"
-    assert "SAGELLM_DUMP_DIR" in expect_raises(ValueError, lambda: sagellm.convert_dumps(into, into))
+    assert "SAGELLM_DUMP_DIR" in expect_raises(ValueError, lambda: torch_sagellm.convert_dumps(into, into))
 
 
 def small_ring(ctx: Context) -> list[int]:
-    import sagellm
+    import torch_sagellm
 
     ctx.init()
     for _ in range(20):
@@ -484,7 +491,7 @@ def small_ring(ctx: Context) -> list[int]:
     for work in works:
         assert work is not None
         work.wait()
-    assert sagellm.get_stats()["all_reduce_count"] == 40 and sagellm.get_stats()["total_bytes"] == 160
+    assert torch_sagellm.get_stats()["all_reduce_count"] == 40 and torch_sagellm.get_stats()["total_bytes"] == 160
     records = dist.group.WORLD._get_backend(torch.device("cpu"))._records()
     return [record["number"] for record in records]
 
@@ -497,14 +504,14 @@ def test_the_ring_keeps_as_many_as_asked(room: int) -> None:
 
 
 def sited(ctx: Context, folder: str) -> list[Any]:
-    import sagellm
-    from sagellm.observe import sites
+    import torch_sagellm
+    from torch_sagellm.observe import sites
 
     ctx.init()
     dist.all_reduce(torch.ones(1))
     records = dist.group.WORLD._get_backend(torch.device("cpu"))._records()
     site = sites.site_of(records[-1]["site"])
-    sagellm.dump_flight_record(folder)
+    torch_sagellm.dump_flight_record(folder)
     return [records[-1]["site"], *site]
 
 
@@ -520,7 +527,7 @@ def test_call_sites_are_looked_up_only_when_asked_for(tmp_path: Path) -> None:
 
 SITED_PROGRAM = """
 import torch, torch.distributed as dist
-from sagellm.observe import sites
+from torch_sagellm.observe import sites
 dist.init_process_group("sagellm", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.ones(1))
 records = dist.group.WORLD._get_backend(torch.device("cpu"))._records()
@@ -529,7 +536,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("folder", ["sagellm", "torch"])
+@pytest.mark.parametrize("folder", ["torch_sagellm", "torch"])
 def test_a_program_may_lie_below_a_folder_with_the_name_of_a_package(folder: str, tmp_path: Path) -> None:
     """Its files are taken for those of neither package, so its calls keep their sites."""
     program = tmp_path / folder / "examples" / "program.py"

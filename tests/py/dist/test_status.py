@@ -20,9 +20,9 @@ import torch.distributed as dist
 from harness import Context, beyond_gloo, launch, run_script
 from limits import patience
 
-from sagellm.cli import top
-from sagellm.cli.main import main
-from sagellm.observe import ras, watch
+from torch_sagellm.cli import top
+from torch_sagellm.cli.main import main
+from torch_sagellm.observe import ras, watch
 
 pytestmark = beyond_gloo("writes no status")
 
@@ -286,7 +286,7 @@ def test_top_draws_over_its_last_table_until_ctrl_c(tmp_path: Path, monkeypatch:
     assert cleared == "\x1b[2J" and len(tables) == 2
     for table in tables:
         lines = table.partition("\x1b[J")[0].split("\n")
-        assert "sagellm top" in lines[0] and any("no group" in line for line in lines), lines
+        assert "torch-sagellm top" in lines[0] and any("no group" in line for line in lines), lines
         for line in lines:
             shown = line.replace("\x1b[K", "")
             assert len(re.sub(r"\x1b\[[0-9;]*m", "", shown).rstrip()) <= 60, "no line is broken into two"

@@ -204,9 +204,9 @@ def visit(v: Visit, call: Call, ends: Ends, listed: bool) -> None:
 
 def tour(ctx: Context, name: str, group: Any, only: tuple[str, ...] = ("*",)) -> int:
     """All calls with one kind of tensor, in all roles; returns how many."""
-    import sagellm
+    import torch_sagellm
 
-    comm = sagellm.CPUBackend(group=group)
+    comm = torch_sagellm.CPUBackend(group=group)
     kind, number = KINDS[name], 0
     for called, call in CALLS.items():
         for role in call.roles if any(fnmatchcase(called, pattern) for pattern in only) else ():
@@ -239,10 +239,10 @@ def test_every_call_with(name: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_ranks_of_one_process_with(name: str) -> None:
     """Each call, then an ordinary one of the same ranks."""
-    import sagellm
+    import torch_sagellm
 
     kind = KINDS[name]
-    comms = [each._member for each in sagellm.create_ring_topology(2)]
+    comms = [each._member for each in torch_sagellm.create_ring_topology(2)]
     for called, call in RING.items():
         for order in ([0, 1], [1, 0]):
             visits = [Visit(kind, call.role, rank, None) for rank in order]

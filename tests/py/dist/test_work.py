@@ -467,10 +467,10 @@ def test_rule_29_the_generic_recorder_is_off_unless_asked_for() -> None:
 @beyond_gloo("not this package")
 def test_rule_30_there_is_no_direct_call() -> None:
     """Rule 30 is about calls past c10d: the package offers none, so every call takes its number in one place."""
-    import sagellm
+    import torch_sagellm
 
     collectives = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier", "send", "recv"}
-    assert not collectives & set(sagellm.__all__)
+    assert not collectives & set(torch_sagellm.__all__)
 
 
 def no_room(ctx: Context) -> str:

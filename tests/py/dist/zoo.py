@@ -511,28 +511,28 @@ def objects__every_kind(v: Visit) -> None:
 
 @call("in place", reduces=True, named="all_reduce")
 def package__fused_all_reduce(v: Visit) -> None:
-    import sagellm
+    import torch_sagellm
 
     tensors = [v.update(), v.update(v.me + 2)]
-    sagellm.fused_all_reduce(tensors, group=v.group)
+    torch_sagellm.fused_all_reduce(tensors, group=v.group)
     v.expect(tensors[0], v.total())
     v.expect(tensors[1], v.total(2, 3))
 
 
 @call("in place", reduces=True, named="all_reduce")
 def package__batch_all_reduce(v: Visit) -> None:
-    import sagellm
+    import torch_sagellm
 
     tensor = v.update()
-    sagellm.batch_all_reduce([tensor], backend=v.comm)
+    torch_sagellm.batch_all_reduce([tensor], backend=v.comm)
     v.expect(tensor, v.total())
 
 
 @call("in place", reduces=True, named="CommFusionBuffer/all_reduce")
 def package__CommFusionBuffer(v: Visit) -> None:
-    import sagellm
+    import torch_sagellm
 
-    tensors, buffer = [v.update(), v.update(v.me + 2)], sagellm.CommFusionBuffer()
+    tensors, buffer = [v.update(), v.update(v.me + 2)], torch_sagellm.CommFusionBuffer()
     for tensor in tensors:
         buffer.add_tensor(tensor)
     buffer.flush_and_all_reduce(v.comm)
@@ -542,22 +542,22 @@ def package__CommFusionBuffer(v: Visit) -> None:
 
 @call("in place", reduces=True, named="all_reduce")
 def package__safe_all_reduce(v: Visit) -> None:
-    import sagellm
+    import torch_sagellm
 
     tensor = v.update()
-    sagellm.safe_all_reduce(tensor, backend=v.comm)
+    torch_sagellm.safe_all_reduce(tensor, backend=v.comm)
     v.expect(tensor, v.total())
 
 
 def _compressed(v: Visit, how: Any) -> None:
-    import sagellm
+    import torch_sagellm
 
     tensor = v.update()
-    made = sagellm.TopK(1.0) if how == "topk" else how
-    assert sagellm.compressed_all_reduce(tensor, made, group=v.group, key="zoo") is tensor
+    made = torch_sagellm.TopK(1.0) if how == "topk" else how
+    assert torch_sagellm.compressed_all_reduce(tensor, made, group=v.group, key="zoo") is tensor
     v.expect(tensor, v.total())
     other = v.update(v.me + 2)
-    sagellm.compressed_all_reduce(other, made, op="avg", group=v.group, key="another")
+    torch_sagellm.compressed_all_reduce(other, made, op="avg", group=v.group, key="another")
     v.expect(other, v.total(2, 3).float() / 2)
 
 
@@ -591,13 +591,13 @@ def comm__compressed_async(v: Visit) -> None:
 @call("into", "from", from_=0, into=1, named="send_tensors/recv_tensors")
 def package__send_tensors(v: Visit) -> None:
     """Into: the tensors of out=."""
-    import sagellm
+    import torch_sagellm
 
     if v.me == 0:
-        sagellm.send_tensors([v.read(), v.read(2)], 1, group=v.group)
+        torch_sagellm.send_tensors([v.read(), v.read(2)], 1, group=v.group)
         return
     out = [v.write(), v.write()] if v.role == "into" else None
-    found = sagellm.recv_tensors(0, group=v.group, out=out)
+    found = torch_sagellm.recv_tensors(0, group=v.group, out=out)
     for seed, each in zip((0, 2), found, strict=True):
         if out is None:
             returned(each, v.of(seed))
@@ -714,26 +714,26 @@ def comm__isend_and_irecv(v: Visit) -> None:
 
 @call("in place", reduces=True, named="all_reduce")
 def layers__OverlapScheduler(v: Visit) -> None:
-    import sagellm
+    import torch_sagellm
 
     tensor = v.update()
-    sagellm.OverlapScheduler(v.comm).schedule(tensor).wait()
+    torch_sagellm.OverlapScheduler(v.comm).schedule(tensor).wait()
     v.expect(tensor, v.total())
 
 
 @call("from")
 def layers__ring_exchange(v: Visit) -> None:
-    import sagellm
+    import torch_sagellm
 
-    for source, (block,) in sagellm.ring_exchange([v.read()], group=v.group):
+    for source, (block,) in torch_sagellm.ring_exchange([v.read()], group=v.group):
         returned(block, v.of(source))
 
 
 @call("from")
 def layers__exchange_tokens(v: Visit) -> None:
-    import sagellm
+    import torch_sagellm
 
-    found = sagellm.exchange_tokens(v.read(rows=2), 0, 0, group=v.group)
+    found = torch_sagellm.exchange_tokens(v.read(rows=2), 0, 0, group=v.group)
     halves = [v.of(rank, 2).reshape(2, *v.of(0).shape)[v.me] for rank in range(2)]
     returned(found, torch.stack(halves).reshape(v.of(0, 2).shape))
 
@@ -741,7 +741,7 @@ def layers__exchange_tokens(v: Visit) -> None:
 @call("from", reduces=True, named="all_reduce")
 def layers__autograd(v: Visit) -> None:
     """What TensorParallelLinear is made of, and the exchange of MoEDispatcher."""
-    from sagellm.parallel import autograd
+    from torch_sagellm.parallel import autograd
 
     tensor = v.read()
     returned(autograd.copy_to_all(tensor, v.group), v.of(v.me))
@@ -757,9 +757,9 @@ def layers__autograd(v: Visit) -> None:
 
 @call("from")
 def layers__MoEDispatcher(v: Visit) -> None:
-    import sagellm
+    import torch_sagellm
 
-    moe = sagellm.MoEDispatcher(2, group=v.group)
+    moe = torch_sagellm.MoEDispatcher(2, group=v.group)
     tokens = v.read()
     chosen = torch.arange(v.kind.shape[0] if v.kind.shape else 1) % 2
     rows, routing = moe.dispatch(tokens, chosen)

@@ -35,9 +35,9 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 def operations() -> int:
     """Collectives that this process's groups of sagellm have completed; 0 where none of its groups is ours."""
-    import sagellm
+    import torch_sagellm
 
-    return sum(group["total_count"] for group in sagellm.get_stats("all").values())
+    return sum(group["total_count"] for group in torch_sagellm.get_stats("all").values())
 
 
 def step() -> None:

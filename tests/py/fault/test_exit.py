@@ -293,7 +293,7 @@ WAITS_AT_THE_END = """
 import threading, time
 from datetime import timedelta
 import torch.distributed as dist
-from sagellm import _load
+from torch_sagellm import _load
 
 class Slow:
     def __del__(self):  # while the interpreter ends

@@ -159,12 +159,12 @@ def test_rule_26_a_forked_child_cannot_move_what_its_parent_has_pending() -> Non
 
 def child_uses_an_inherited_delegate(ctx: Context, names: list[str]) -> None:
     """The child waits for works of the delegate that its parent has pending, and makes calls that it would carry."""
-    import sagellm
+    import torch_sagellm
 
     if names:
         enter(names[ctx.rank])
     store = dist.FileStore(f"{ctx.tmp}/store", ctx.world_size)
-    ctx.init(store=store, pg_options=sagellm.Options(engine="auto" if names else "delegate"))
+    ctx.init(store=store, pg_options=torch_sagellm.Options(engine="auto" if names else "delegate"))
     group = dist.group.WORLD
     backend = group._get_backend(torch.device("cpu"))
     done: Any = dist.all_reduce(torch.ones(3), async_op=True)
@@ -278,10 +278,10 @@ def works_alone(ctx: Context, backend: str, store: str) -> str:
 
 def forks(ctx: Context, backend: str, when: str) -> list[str]:
     """What a child says that makes a group, and one that calls its parent's."""
-    import sagellm
+    import torch_sagellm
 
     if backend == "gloo":
-        sagellm.serve_as("gloo")
+        torch_sagellm.serve_as("gloo")
     parents: Any = None
     if when != "before any group":
         store = dist.FileStore(f"{ctx.tmp}/parents", ctx.world_size)

@@ -50,9 +50,9 @@ def told(call: Callable[[], Any]) -> tuple[float, str]:
 def begin(ctx: Context, names: list[str] | None = None, **options: Any) -> None:
     """``names``: the hosts, which meet in a file; without them all ranks are on one."""
     if options:
-        import sagellm
+        import torch_sagellm
 
-        options = {"pg_options": sagellm.Options(**options)}
+        options = {"pg_options": torch_sagellm.Options(**options)}
     if names:
         net.enter(names[ctx.rank * len(names) // ctx.world_size])
         store = dist.FileStore(f"{ctx.tmp}/store", ctx.world_size)
@@ -261,9 +261,9 @@ def test_ranks_that_wait_for_each_other_in_different_groups_are_named(ranks: int
 
 
 def slow(ctx: Context, soft_timeout: float | None = None) -> None:
-    import sagellm
+    import torch_sagellm
 
-    ctx.init(pg_options=sagellm.Options(soft_timeout=soft_timeout))
+    ctx.init(pg_options=torch_sagellm.Options(soft_timeout=soft_timeout))
     dist.broadcast(torch.ones(2), 0)
     ctx.tell("ready")
     if ctx.rank == 1:
@@ -307,9 +307,9 @@ def test_without_a_soft_limit_nothing_is_logged_and_the_error_says_the_same(
 
 
 def test_a_soft_limit_below_zero_is_refused() -> None:
-    import sagellm
+    import torch_sagellm
 
-    options = sagellm.Options(soft_timeout=-1)
+    options = torch_sagellm.Options(soft_timeout=-1)
     assert options.soft_timeout == -1
     with pytest.raises(ValueError, match=r"soft_timeout is -1 s, expected 0 \(none\) or more"):
         dist.init_process_group(
@@ -563,14 +563,14 @@ def test_under_a_delegate_a_future_names_the_line_as_well() -> None:
 
 def late_after_a_refused_call(ctx: Context) -> tuple[float, str] | None:
     """Rank 0 makes a call that the delegate refuses; later rank 1 is late."""
-    import sagellm
+    import torch_sagellm
 
     begin(ctx, engine="delegate")
     if ctx.rank == 0:
         expect_raises(RuntimeError, lambda: dist.all_gather([torch.ones(3)], torch.ones(3)))
-        assert sagellm.get_stats()["failed_count"] == 0, "nothing was sent that could fail"
+        assert torch_sagellm.get_stats()["failed_count"] == 0, "nothing was sent that could fail"
     reduce_it()
-    assert sagellm.recover(timeout=60) is dist.group.WORLD
+    assert torch_sagellm.recover(timeout=60) is dist.group.WORLD
     if ctx.rank == 1:
         asleep(ctx)
         return None

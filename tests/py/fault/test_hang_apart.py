@@ -47,13 +47,13 @@ def store_of_its_own(ctx: Context, host: str) -> tuple[dist.Store, subprocess.Po
 
 def second_group(ctx: Context, size: int, engine: str) -> Any:
     """A group of the first ranks that has a store of its own."""
-    import sagellm
-    from sagellm import _delegate, _register
+    import torch_sagellm
+    from torch_sagellm import _delegate, _register
 
     store = dist.FileStore(f"{ctx.tmp}/second", size)
     timeout = timedelta(seconds=patience(10))
     facts = _delegate.Facts(store, ctx.rank, size, timeout, "second", list(range(size)))
-    made = _register.create(facts, sagellm.Options(engine=engine))
+    made = _register.create(facts, torch_sagellm.Options(engine=engine))
     made._set_default_timeout(timedelta(seconds=TIMEOUT))
     return made
 
@@ -64,14 +64,14 @@ def reduce_in(group: Any) -> None:
 
 def troubled(ctx: Context, trouble: str, asked: str, names: list[str] | None) -> None:
     """Rank 1 does not come to a call of the second group, of ranks 0 and 1, while there is trouble in the first one."""
-    import sagellm
+    import torch_sagellm
 
     host = "127.0.0.1"
     if names:
         net.enter(names[min(ctx.rank, 1)])
         host = net.address(0)
     store, server = store_of_its_own(ctx, host)
-    first = {"store": store, "pg_options": sagellm.Options(engine="delegate")}
+    first = {"store": store, "pg_options": torch_sagellm.Options(engine="delegate")}
     ctx.init(timeout=timedelta(seconds=patience(15)), operations=timedelta(seconds=TIMEOUT), **first)
     second = second_group(ctx, 2, "delegate" if asked == "delegated" else "auto") if ctx.rank < 2 else None
     dist.all_reduce(torch.ones(1))
@@ -122,10 +122,10 @@ def test_trouble_in_one_group_hides_nothing_in_another(
 
 
 def loses_its_store(ctx: Context, waits: bool) -> None:
-    import sagellm
+    import torch_sagellm
 
     store, server = store_of_its_own(ctx, "127.0.0.1")
-    ctx.init(store=store, operations=timedelta(seconds=TIMEOUT), pg_options=sagellm.Options(engine="delegate"))
+    ctx.init(store=store, operations=timedelta(seconds=TIMEOUT), pg_options=torch_sagellm.Options(engine="delegate"))
     dist.all_reduce(torch.ones(1))
     ctx.tell("ready")
     ctx.listen()

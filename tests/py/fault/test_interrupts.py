@@ -83,7 +83,7 @@ def test_ctrl_c_ends_the_wait_for_the_ranks_of_a_further_group(late: int) -> Non
 
 def built_elsewhere(ctx: Context) -> float:
     """A group of torch's takes for ever."""
-    from sagellm import _delegate
+    from torch_sagellm import _delegate
 
     held = threading.Event()
     facts = _delegate.Facts(None, 0, 1, TIMEOUT, "test", [0])
@@ -105,7 +105,7 @@ def on_two_hosts(ctx: Context, names: list[str]) -> None:
 
 def opens_a_link(ctx: Context, names: list[str], late: int) -> float | None:
     """One rank has everything that a group over two hosts needs, and does not open the link."""
-    from sagellm import _delegate
+    from torch_sagellm import _delegate
 
     ctx_build = _delegate.build
 

@@ -1,4 +1,4 @@
-"""`sagellm.recover`: the survivors find out who is left, and go on in a group of their own, or all have an error."""
+"""`torch_sagellm.recover`: the survivors find out who is left and go on in a group of their own, or all fail."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def until_it_fails() -> str:
 
 def survives(ctx: Context, victims: list[int], engine: str, timeout: float) -> float:
     """Works until ranks die, recovers, works. Returns the seconds that recovering took."""
-    import sagellm
+    import torch_sagellm
 
-    ctx.init(timeout=FAR, pg_options=sagellm.Options(engine=engine))
+    ctx.init(timeout=FAR, pg_options=torch_sagellm.Options(engine=engine))
     ctx.tell("ready")
     until_it_fails()
     begin = time.monotonic()
-    new = sagellm.recover(timeout=timeout)
+    new = torch_sagellm.recover(timeout=timeout)
     took = time.monotonic() - begin
     assert new is dist.group.WORLD
     adds([rank for rank in range(ctx.world_size) if rank not in victims], ctx.rank)
@@ -104,16 +104,16 @@ def test_where_a_delegate_serves_the_group_the_dead_are_found_by_their_ports() -
 
 def without_evidence(ctx: Context) -> None:
     """No rank could open a port; rank 1 dies."""
-    import sagellm
-    from sagellm import _alive
+    import torch_sagellm
+    from torch_sagellm import _alive
 
     _alive._listen = no_port
-    ctx.init(timeout=FAR, pg_options=sagellm.Options(engine="delegate"))
+    ctx.init(timeout=FAR, pg_options=torch_sagellm.Options(engine="delegate"))
     ctx.tell("ready")
     until_it_fails()
-    text = expect_raises(sagellm.CommTimeoutError, lambda: sagellm.recover(timeout=3))
+    text = expect_raises(torch_sagellm.CommTimeoutError, lambda: torch_sagellm.recover(timeout=3))
     assert "rank 1 (not known to be gone)" in text and "leave_silent=True" in text, text
-    sagellm.recover(timeout=3, leave_silent=True)
+    torch_sagellm.recover(timeout=3, leave_silent=True)
     adds([0, 2], ctx.rank)
     dist.barrier()
     dist.destroy_process_group()
@@ -132,8 +132,8 @@ def test_a_rank_without_a_port_is_left_out_only_where_the_caller_says_so() -> No
 
 def dies_meanwhile(ctx: Context, at: str) -> None:
     """Rank 1 dies while the survivors of rank 3 recover: `at` says in which step."""
-    import sagellm
-    from sagellm.api import recovery
+    import torch_sagellm
+    from torch_sagellm.api import recovery
 
     ctx.init(timeout=FAR)
     ctx.tell("ready")
@@ -151,7 +151,7 @@ def dies_meanwhile(ctx: Context, at: str) -> None:
                 tell(self, **facts)
 
             recovery._Conversation._tell = last_word  # type: ignore[method-assign]
-    sagellm.recover(timeout=60)
+    torch_sagellm.recover(timeout=60)
     adds([0, 2], ctx.rank)
     dist.barrier()
     dist.destroy_process_group()
@@ -168,14 +168,14 @@ def test_a_second_death_while_the_others_recover(at: str) -> None:
 
 def twice(ctx: Context) -> None:
     """A group that was recovered is recovered again."""
-    import sagellm
+    import torch_sagellm
 
     ctx.init(timeout=FAR)
     members = list(range(ctx.world_size))
     for victim in (0, 2):
         ctx.tell("ready")
         until_it_fails()
-        sagellm.recover(timeout=60)
+        torch_sagellm.recover(timeout=60)
         members.remove(victim)
         adds(members, ctx.rank)
     ctx.tell("ready")
@@ -196,7 +196,7 @@ def test_a_recovered_group_is_recovered_again() -> None:
 
 def waits_elsewhere(ctx: Context) -> None:
     """Rank 2 waits for a message of rank 0, which does not need rank 1: it must hear that the others recover."""
-    import sagellm
+    import torch_sagellm
 
     ctx.init(timeout=FAR)
     dist.barrier()
@@ -205,7 +205,7 @@ def waits_elsewhere(ctx: Context) -> None:
         expect_raises(RuntimeError, lambda: dist.recv(torch.ones(4), 0))
     else:
         until_it_fails()
-    sagellm.recover(timeout=60)
+    torch_sagellm.recover(timeout=60)
     adds([0, 2], ctx.rank)
     dist.barrier()
     dist.destroy_process_group()
@@ -218,22 +218,22 @@ def test_a_rank_that_waits_for_a_survivor_hears_of_it() -> None:
 
 
 def healthy(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
     ctx.init()
     world = dist.group.WORLD
     for _ in range(3):
-        assert sagellm.recover(timeout=60) is world, "nothing has failed"
+        assert torch_sagellm.recover(timeout=60) is world, "nothing has failed"
     adds([0, 1, 2], ctx.rank)
     text = expect_raises(RuntimeError, lambda: dist.all_reduce(torch.ones(2 + (ctx.rank == 1))))
     assert "all_reduce" in text
-    new = sagellm.recover(timeout=60)
+    new = torch_sagellm.recover(timeout=60)
     assert new is not world and new is dist.group.WORLD
     adds([0, 1, 2], ctx.rank)
-    expect_raises(ValueError, lambda: sagellm.recover(world))
+    expect_raises(ValueError, lambda: torch_sagellm.recover(world))
     dist.barrier()
     dist.destroy_process_group()
-    expect_raises(ValueError, sagellm.recover)
+    expect_raises(ValueError, torch_sagellm.recover)
 
 
 def test_with_no_rank_gone() -> None:
@@ -243,24 +243,24 @@ def test_with_no_rank_gone() -> None:
 
 
 def beside_one_that_is_stopped(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
     ctx.init(timeout=FAR)
     ctx.tell("ready")
     if ctx.rank == 1:
         until_it_fails()
-        sagellm.recover(timeout=60)
+        torch_sagellm.recover(timeout=60)
         adds([0, 1, 2], ctx.rank)
         dist.barrier()
         dist.destroy_process_group()
         return
     ctx.listen()
     dist.group.WORLD.abort()
-    text = expect_raises(sagellm.CommTimeoutError, lambda: sagellm.recover(timeout=1.5))
+    text = expect_raises(torch_sagellm.CommTimeoutError, lambda: torch_sagellm.recover(timeout=1.5))
     assert "rank 1 (alive" in text and "rank 2 (" not in text and "rank 0 (" not in text, text
     ctx.tell(text)
     ctx.listen()
-    sagellm.recover(timeout=60)
+    torch_sagellm.recover(timeout=60)
     adds([0, 1, 2], ctx.rank)
     dist.barrier()
     dist.destroy_process_group()
@@ -284,17 +284,17 @@ def test_a_stopped_rank_is_named_and_never_left_out() -> None:
 
 def left_out(ctx: Context) -> str:
     """By a delegate's group whose ranks have no ports, and whose survivors say that a silent rank may be left out."""
-    import sagellm
-    from sagellm import _alive
+    import torch_sagellm
+    from torch_sagellm import _alive
 
     _alive._listen = no_port
-    ctx.init(timeout=FAR, pg_options=sagellm.Options(engine="delegate"))
+    ctx.init(timeout=FAR, pg_options=torch_sagellm.Options(engine="delegate"))
     if ctx.rank == 1:
         ctx.listen()
-        text = expect_raises(dist.DistBackendError, lambda: sagellm.recover(timeout=60))
+        text = expect_raises(dist.DistBackendError, lambda: torch_sagellm.recover(timeout=60))
         assert "went on without rank 1" in text and "[0, 2]" in text, text
         os._exit(0)
-    sagellm.recover(timeout=2, leave_silent=True)
+    torch_sagellm.recover(timeout=2, leave_silent=True)
     adds([0, 2], ctx.rank)
     ctx.tell("done")
     dist.destroy_process_group()
@@ -311,7 +311,7 @@ def test_a_rank_that_was_left_out_is_told_so() -> None:
 
 def of_some(ctx: Context) -> None:
     """A group of some ranks, in another order, recovers; the default group stays what it was."""
-    import sagellm
+    import torch_sagellm
 
     ctx.init(timeout=FAR)
     world = dist.group.WORLD
@@ -325,7 +325,7 @@ def of_some(ctx: Context) -> None:
             dist.all_reduce(torch.ones(1000), group=some)
     except RuntimeError:
         pass
-    new = sagellm.recover(some, timeout=60)
+    new = torch_sagellm.recover(some, timeout=60)
     assert dist.group.WORLD is world and dist.get_process_group_ranks(new) == [1, 3]
     assert dist.get_rank(new) == [1, 3].index(ctx.rank)
     value = torch.tensor([float(ctx.rank)])
@@ -343,7 +343,7 @@ def test_a_group_of_some_ranks() -> None:
 
 def without_a_store(ctx: Context) -> str:
     """Rank 0 only serves the store; the two others are the group."""
-    import sagellm
+    import torch_sagellm
 
     path = Path(ctx.tmp) / "port"
     if ctx.rank == 0:
@@ -362,7 +362,7 @@ def without_a_store(ctx: Context) -> str:
     ctx.listen()
     dist.group.WORLD.abort()
     begin = time.monotonic()
-    text = expect_raises(dist.DistBackendError, lambda: sagellm.recover(timeout=3))
+    text = expect_raises(dist.DistBackendError, lambda: torch_sagellm.recover(timeout=3))
     assert time.monotonic() - begin < 20, "not until the timeout of the store"
     return text
 
@@ -385,22 +385,22 @@ def test_without_a_store_there_is_an_error_that_says_so(number: signal.Signals, 
 
 def on_host(ctx: Context, names: list[str], engine: str = "auto") -> None:
     """The default group, over two hosts."""
-    import sagellm
+    import torch_sagellm
 
     enter(names[ctx.rank // 2])
     store = dist.FileStore(f"{ctx.tmp}/store", ctx.world_size)
-    ctx.init(store=store, timeout=FAR, pg_options=sagellm.Options(engine=engine))
+    ctx.init(store=store, timeout=FAR, pg_options=torch_sagellm.Options(engine=engine))
     assert dist.group.WORLD._get_backend(torch.device("cpu")).spans_hosts == (engine == "auto")
 
 
 def over_hosts(ctx: Context, names: list[str], engine: str, victims: list[int]) -> float:
     """When it went on, by a clock that all processes of this machine share."""
-    import sagellm
+    import torch_sagellm
 
     on_host(ctx, names, engine)
     ctx.tell("ready")
     until_it_fails()
-    sagellm.recover(timeout=60)
+    torch_sagellm.recover(timeout=60)
     at = time.monotonic()
     adds([rank for rank in range(ctx.world_size) if rank not in victims], ctx.rank)
     dist.barrier()
@@ -422,7 +422,7 @@ def test_over_two_hosts(hosts: list[str], engine: str, victims: list[int]) -> No
 
 def after_what_only_elapsed(ctx: Context, names: list[str], engine: str, what: str) -> None:
     """Rank 0 waits for a message of rank 2, or in a monitored barrier, until its timeout; all ranks live."""
-    import sagellm
+    import torch_sagellm
 
     on_host(ctx, names, engine)
     world = dist.group.WORLD
@@ -436,9 +436,9 @@ def after_what_only_elapsed(ctx: Context, names: list[str], engine: str, what: s
         waits = {"message": lambda: dist.recv(torch.ones(4), 2), "barrier": lambda: monitored_barrier(late)}
         expect_raises(RuntimeError, waits[what])
         backend._set_default_timeout(FAR)
-        sagellm.reset_stats()
+        torch_sagellm.reset_stats()
         ctx.tell("elapsed")
-    assert sagellm.recover(timeout=60) is not world, "gloo has closed the connections of rank 0"
+    assert torch_sagellm.recover(timeout=60) is not world, "gloo has closed the connections of rank 0"
     value = torch.tensor([float(ctx.rank)])
     if ctx.rank == 2:
         dist.send(value, 0)
@@ -465,16 +465,16 @@ def test_over_two_hosts_with_no_rank_gone(hosts: list[str], engine: str, what: s
 
 def beside_a_silent_host(ctx: Context, names: list[str]) -> float:
     """Nothing has failed for ranks 0 and 1 when the cable of the others' host is cut."""
-    import sagellm
+    import torch_sagellm
 
     on_host(ctx, names)
     ctx.tell("ready")
     ctx.listen()
     dist.group.WORLD.abort()
-    text = expect_raises(sagellm.CommTimeoutError, lambda: sagellm.recover(timeout=4))
+    text = expect_raises(torch_sagellm.CommTimeoutError, lambda: torch_sagellm.recover(timeout=4))
     assert all(f"rank {rank} (not known to be gone)" in text for rank in (2, 3)), text
     begin = time.monotonic()
-    sagellm.recover(timeout=4, leave_silent=True)
+    torch_sagellm.recover(timeout=4, leave_silent=True)
     took = time.monotonic() - begin
     adds([0, 1], ctx.rank)
     dist.destroy_process_group()
@@ -494,7 +494,7 @@ def test_a_host_that_is_silent_is_left_out_only_where_the_caller_says_so(hosts: 
 
 def over_odd_hosts(ctx: Context, names: list[str], victim: int) -> None:
     """One rank on each host; the other one is killed, or is stopped."""
-    import sagellm
+    import torch_sagellm
 
     enter(names[ctx.rank])
     ctx.init(store=dist.FileStore(f"{ctx.tmp}/store", 2), timeout=FAR)
@@ -502,10 +502,10 @@ def over_odd_hosts(ctx: Context, names: list[str], victim: int) -> None:
     ctx.listen()
     dist.group.WORLD.abort()
     if victim:
-        text = expect_raises(sagellm.CommTimeoutError, lambda: sagellm.recover(timeout=2))
+        text = expect_raises(torch_sagellm.CommTimeoutError, lambda: torch_sagellm.recover(timeout=2))
         assert "rank 1 (alive" in text, text
     else:
-        sagellm.recover(timeout=60)
+        torch_sagellm.recover(timeout=60)
         adds([0], 0)
     dist.destroy_process_group()
 
@@ -533,20 +533,20 @@ def test_the_dead_are_told_from_the_stopped_whatever_the_addresses(
 
 
 def beside_a_stopped_host(ctx: Context, names: list[str]) -> None:
-    import sagellm
+    import torch_sagellm
 
     on_host(ctx, names)
     ctx.tell("ready")
     if ctx.rank < 2:
         ctx.listen()
         dist.group.WORLD.abort()
-        text = expect_raises(sagellm.CommTimeoutError, lambda: sagellm.recover(timeout=3))
+        text = expect_raises(torch_sagellm.CommTimeoutError, lambda: torch_sagellm.recover(timeout=3))
         assert "rank 2 (alive" in text and "rank 3 (alive" in text and "rank 1 (" not in text, text
         ctx.tell(text)
         ctx.listen()
     else:
         until_it_fails()
-    sagellm.recover(timeout=60)
+    torch_sagellm.recover(timeout=60)
     adds([0, 1, 2, 3], ctx.rank)
     dist.barrier()
     dist.destroy_process_group()
@@ -571,17 +571,17 @@ def test_a_host_whose_ranks_are_stopped_is_never_left_out(hosts: list[str]) -> N
 
 
 def refused(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
     dist.init_process_group("gloo", store=ctx.store(), rank=ctx.rank, world_size=ctx.world_size)
     cases: list[tuple[str, Callable[[], Any]]] = [
-        ("of backend 'gloo'", sagellm.recover),
-        ("no member", lambda: sagellm.recover(dist.GroupMember.NON_GROUP_MEMBER)),
+        ("of backend 'gloo'", torch_sagellm.recover),
+        ("no member", lambda: torch_sagellm.recover(dist.GroupMember.NON_GROUP_MEMBER)),
     ]
     for words, call in cases:
         assert words in expect_raises(ValueError, call)
     ours = dist.new_group(backend="sagellm")
-    assert "more than 0" in expect_raises(ValueError, lambda: sagellm.recover(ours, timeout=0))
+    assert "more than 0" in expect_raises(ValueError, lambda: torch_sagellm.recover(ours, timeout=0))
     dist.barrier(group=ours)
 
 
@@ -609,11 +609,11 @@ def test_torchs_part_of_a_shrink_is_what_recover_uses() -> None:
 
 def strangers(ctx: Context) -> str:
     """Somebody has written bytes under every key of a recovery, and under those of its ports."""
-    import sagellm
-    from sagellm import _alive
-    from sagellm.api import recovery
+    import torch_sagellm
+    from torch_sagellm import _alive
+    from torch_sagellm.api import recovery
 
-    ctx.init(timeout=FAR, pg_options=sagellm.Options(engine="delegate"))
+    ctx.init(timeout=FAR, pg_options=torch_sagellm.Options(engine="delegate"))
     dist.barrier()
     store = dist.group.WORLD._get_backend(torch.device("cpu"))._store
     bytes_ = "\x1b[2J\x07\x00\x9b".encode("latin1")
@@ -625,12 +625,12 @@ def strangers(ctx: Context) -> str:
         for place, said in enumerate(news, start=1):
             store.set(f"{recovery.PREFIX}/0/news/{place}", said)
     dist.barrier()
-    assert sagellm.recover(timeout=60) is dist.group.WORLD
+    assert torch_sagellm.recover(timeout=60) is dist.group.WORLD
     dist.barrier()
     if ctx.rank == 0:
         store.set(f"{recovery.PREFIX}/0/members", bytes_)
     dist.barrier()
-    return expect_raises(dist.DistBackendError, lambda: sagellm.recover(timeout=3))
+    return expect_raises(dist.DistBackendError, lambda: torch_sagellm.recover(timeout=3))
 
 
 def test_what_strangers_write_into_the_store_ends_in_no_terminal() -> None:

@@ -33,15 +33,15 @@ def adds(members: list[int], first: int) -> None:
 
 
 def leaves(ctx: Context, engine: str, given: bool) -> None:
-    import sagellm
+    import torch_sagellm
 
-    ctx.init(pg_options=sagellm.Options(engine=engine))
+    ctx.init(pg_options=torch_sagellm.Options(engine=engine))
     other = dist.new_group([0, 1])
     adds([0, 1, 2, 3], ctx.rank)
     if ctx.rank in (1, 2):
         dist.destroy_process_group()
         return
-    dist.shrink_group([2, 1], pg_options=sagellm.Options(engine=engine) if given else None)
+    dist.shrink_group([2, 1], pg_options=torch_sagellm.Options(engine=engine) if given else None)
     adds([0, 3], ctx.rank)
     assert other not in dist.distributed_c10d._world.pg_map, "torch ends the other groups with the default one"
     dist.destroy_process_group()
@@ -157,9 +157,9 @@ def test_a_survivor_that_does_not_shrink_is_named_at_the_deadline() -> None:
 
 
 def missing_at_first(ctx: Context) -> None:
-    import sagellm
+    import torch_sagellm
 
-    ctx.init(timeout=timedelta(seconds=4), pg_options=sagellm.Options(engine="delegate"))
+    ctx.init(timeout=timedelta(seconds=4), pg_options=torch_sagellm.Options(engine="delegate"))
     if ctx.rank == 2:
         ctx.listen()
         return

@@ -28,10 +28,10 @@ def main() -> None:
     assert state.num_processes == dist.get_world_size() and state.device.type == "cpu", state
     assert dist.get_backend() == backend
     if renamed:
-        import sagellm
+        import torch_sagellm
 
         dist.barrier()
-        assert sagellm.get_stats()["total_count"] == 1, "the script's group, which it destroys, is this package's"
+        assert torch_sagellm.get_stats()["total_count"] == 1, "the script's group, which it destroys, is this package's"
     sys.argv = [importlib.import_module(module).__file__ or module]
     runpy.run_module(module, run_name="__main__")
     if dist.is_initialized():

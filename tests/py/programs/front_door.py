@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-import sagellm
-from sagellm import (
+import torch_sagellm
+from torch_sagellm import (
     CommBackendProtocol,
     CommFusionBuffer,
     CommOp,
@@ -144,8 +144,8 @@ def above() -> None:
     memory.release()
     refused(lambda: memory.get_buffer(101), "Buffer too small")
 
-    with sagellm.monitor_communication("list") as report:
-        sagellm.batch_all_reduce([torch.ones(3), torch.ones(4)])
+    with torch_sagellm.monitor_communication("list") as report:
+        torch_sagellm.batch_all_reduce([torch.ones(3), torch.ones(4)])
     assert report.operations == {"all_reduce": 1}
 
     refused(lambda: ProcessGroupManager(ranks, 2, 1, 1), f"= {2 * ranks}, expected {ranks}")
@@ -175,31 +175,33 @@ def above() -> None:
     if ranks == 1:
         pass  # nobody to send to
     elif rank == 0:
-        sagellm.send_tensors([torch.ones(2), torch.arange(3)], dst=ranks - 1)
+        torch_sagellm.send_tensors([torch.ones(2), torch.arange(3)], dst=ranks - 1)
     elif rank == ranks - 1:
-        assert [tensor.tolist() for tensor in sagellm.recv_tensors(src=0)] == [[1.0, 1.0], [0, 1, 2]]
+        assert [tensor.tolist() for tensor in torch_sagellm.recv_tensors(src=0)] == [[1.0, 1.0], [0, 1, 2]]
     communicator(rank, ranks)
     compressed(ranks)
     exchanges(rank, ranks)
     hooks(rank, ranks)
-    assert sagellm.explain("all_reduce", 1 << 20).choice
+    assert torch_sagellm.explain("all_reduce", 1 << 20).choice
 
 
 def communicator(rank: int, ranks: int) -> None:
     """The class of the ranks of one process, over this job's ranks."""
-    member = sagellm.DistributedCommunicator(rank, ranks)
+    member = torch_sagellm.DistributedCommunicator(rank, ranks)
     tensor = torch.full((2,), float(rank))
-    assert sagellm.AllReduceOperator(member).all_reduce(tensor, op="max") is tensor and tensor[0] == ranks - 1
-    assert sagellm.BroadcastOperator(member).broadcast(torch.tensor([rank]), root_rank=ranks - 1).item() == ranks - 1
-    assert sagellm.AllGatherOperator(member).all_gather(torch.tensor([rank])).tolist() == list(range(ranks))
-    assert sagellm.ReduceScatterOperator(member).reduce_scatter(torch.ones(ranks)).tolist() == [float(ranks)]
+    assert torch_sagellm.AllReduceOperator(member).all_reduce(tensor, op="max") is tensor and tensor[0] == ranks - 1
+    assert (
+        torch_sagellm.BroadcastOperator(member).broadcast(torch.tensor([rank]), root_rank=ranks - 1).item() == ranks - 1
+    )
+    assert torch_sagellm.AllGatherOperator(member).all_gather(torch.tensor([rank])).tolist() == list(range(ranks))
+    assert torch_sagellm.ReduceScatterOperator(member).reduce_scatter(torch.ones(ranks)).tolist() == [float(ranks)]
     if ranks > 1 and rank < 2:
         if rank == 0:
             member.send(torch.tensor([1.5]), 1, tag=2)
         else:
             assert member.recv(0, (1,), torch.float32, tag=2).item() == 1.5
     member.barrier()
-    for result in sagellm.AllReduceOperator(member).benchmark([(64,), (4, 4)], num_trials=2):
+    for result in torch_sagellm.AllReduceOperator(member).benchmark([(64,), (4, 4)], num_trials=2):
         assert result.num_trials == 2 and result.median_seconds > 0
 
 
@@ -212,7 +214,7 @@ def compressed(ranks: int) -> None:
             found = comm.all_reduce(numbers.clone(), compress=how, async_op=async_op)
             total = found.wait() if async_op else found
             assert bool(((total - ranks * numbers).abs() <= ranks * error).all()), how
-    top, total = sagellm.TopK(0.25), torch.zeros(8)
+    top, total = torch_sagellm.TopK(0.25), torch.zeros(8)
     for _ in range(20):
         total += comm.all_reduce(torch.arange(1.0, 9.0), compress=top, key="gradient")
     rest = comm.all_reduce(top.residual("gradient").clone())
@@ -224,31 +226,31 @@ def compressed(ranks: int) -> None:
 
 def exchanges(rank: int, ranks: int) -> None:
     """Topologies, and what layers do with the other ranks."""
-    manager = sagellm.TopologyManager.from_json('{"hosts": 2, "full_nvlink": false}')
-    assert sagellm.select_all_reduce_algorithm(8, 8, manager) == "hierarchical"
+    manager = torch_sagellm.TopologyManager.from_json('{"hosts": 2, "full_nvlink": false}')
+    assert torch_sagellm.select_all_reduce_algorithm(8, 8, manager) == "hierarchical"
     assert manager.select_all_reduce_algorithm(data_size=8, num_devices=2) != "hierarchical"
     given = create_comm_backend(topology_manager=manager)
     assert given.all_reduce(torch.ones(4)).tolist() == [float(ranks)] * 4
-    refused(lambda: sagellm.TopologyManager.from_json('{"hosts": 0}'), "hosts")
+    refused(lambda: torch_sagellm.TopologyManager.from_json('{"hosts": 0}'), "hosts")
 
     seen = []
-    for source, (key, value) in sagellm.ring_exchange([torch.full((2,), float(rank)), torch.tensor([rank])]):
+    for source, (key, value) in torch_sagellm.ring_exchange([torch.full((2,), float(rank)), torch.tensor([rank])]):
         assert key.tolist() == [float(source)] * 2 and value.tolist() == [source]
         seen.append(source)
     assert seen[0] == rank and sorted(seen) == list(range(ranks))
 
     tokens = torch.arange(float(2 * ranks)).reshape(1, 2 * ranks) + 100 * rank  # one token, two heads for each rank
-    heads = sagellm.exchange_tokens(tokens, split_dim=1, join_dim=0)
+    heads = torch_sagellm.exchange_tokens(tokens, split_dim=1, join_dim=0)
     assert heads.tolist() == [[100.0 * each + 2 * rank, 100.0 * each + 2 * rank + 1] for each in range(ranks)]
-    assert torch.equal(sagellm.exchange_tokens(heads, split_dim=0, join_dim=1), tokens)
+    assert torch.equal(torch_sagellm.exchange_tokens(heads, split_dim=0, join_dim=1), tokens)
 
-    moe = sagellm.MoEDispatcher(num_experts=ranks)  # expert e multiplies by e + 1
+    moe = torch_sagellm.MoEDispatcher(num_experts=ranks)  # expert e multiplies by e + 1
     tokens, experts = torch.full((ranks, 3), float(rank)), torch.arange(ranks)
     rows, routing = moe.dispatch(tokens, experts)
     assert rows[:, 0].tolist() == [float(each) for each in range(ranks)] and routing.dropped == 0
     combined = moe.combine(rows * (rank + 1), routing)
     assert combined[:, 0].tolist() == [float(rank * (expert + 1)) for expert in range(ranks)]
-    tight = sagellm.MoEDispatcher(num_experts=ranks, capacity_factor=1.0)
+    tight = torch_sagellm.MoEDispatcher(num_experts=ranks, capacity_factor=1.0)
     _, routing = tight.dispatch(tokens, torch.zeros(ranks, dtype=torch.int64))
     assert routing.dropped == ranks - 1 and routing.imbalance == ranks
 
@@ -260,22 +262,22 @@ def hooks(rank: int, ranks: int) -> None:
     torch.manual_seed(2)
     net = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3)))
     model = torch.nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.005)
-    hook = sagellm.PowerSGDHook(PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2))
+    hook = torch_sagellm.PowerSGDHook(PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2))
     model.register_comm_hook(None, hook)
     for _ in range(4):
         model(torch.full((2, 32), float(rank))).sum().backward()
     assert hook.stats.calls > 4 and hook.stats.saved_bytes > 0, hook.stats
     hook.close()
 
-    sagellm.serve_as("gloo")
+    torch_sagellm.serve_as("gloo")
     named = torch.distributed.new_group(backend="gloo")
     assert torch.distributed.get_backend(named) == "gloo"
     total = torch.ones(2)
     torch.distributed.all_reduce(total, group=named)
     assert total.tolist() == [float(ranks)] * 2
-    assert sagellm.get_stats(group=named)["all_reduce_count"] == 1, "it is served by sagellm"
+    assert torch_sagellm.get_stats(group=named)["all_reduce_count"] == 1, "it is served by sagellm"
 
-    assert sagellm.recover() is torch.distributed.group.WORLD, "nothing has failed"
+    assert torch_sagellm.recover() is torch.distributed.group.WORLD, "nothing has failed"
 
 
 if __name__ == "__main__":

@@ -74,9 +74,9 @@ class Rank:
         timeout = timedelta(seconds=self.seconds)
         options: dict[str, Any] = {"timeout": timeout}
         if self.vendor:
-            import sagellm
+            import torch_sagellm
 
-            options["pg_options"] = sagellm.Options(vendor=self.vendor)
+            options["pg_options"] = torch_sagellm.Options(vendor=self.vendor)
         ranks = {"rank": self.rank, "world_size": self.program.ranks}
         dist.init_process_group(self.backend, store=self.store, **ranks, **options)
         self.groups = [dist.group.WORLD]

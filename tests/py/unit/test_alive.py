@@ -1,4 +1,4 @@
-"""`sagellm._alive`: what a connection says about the process at the other end."""
+"""`torch_sagellm._alive`: what a connection says about the process at the other end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 from limits import patience
 
-from sagellm import _address, _alive
+from torch_sagellm import _address, _alive
 
 pytestmark = pytest.mark.quick
 

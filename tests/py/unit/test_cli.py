@@ -13,9 +13,9 @@ import pytest
 import torch
 from harness import IS_GLOO
 
-from sagellm import _load, _nearest
-from sagellm.cli import show
-from sagellm.cli.main import COMMANDS, WITHOUT_TORCH, _parse, main
+from torch_sagellm import _load, _nearest
+from torch_sagellm.cli import show
+from torch_sagellm.cli.main import COMMANDS, WITHOUT_TORCH, _parse, main
 
 pytestmark = [
     pytest.mark.quick,
@@ -26,9 +26,9 @@ TABLE = "all_reduce:0-4KiB=slots 3000 ns; start 3000 ns\nall_reduce:4097-=rounds
 
 
 def cli(*words: str) -> subprocess.CompletedProcess[str]:
-    """Runs ``python -m sagellm``."""
+    """Runs ``python -m torch_sagellm``."""
     return subprocess.run(
-        [sys.executable, "-m", "sagellm", *words], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-m", "torch_sagellm", *words], capture_output=True, text=True, timeout=100, check=False
     )
 
 
@@ -42,7 +42,12 @@ def test_doctor_prints_the_facts(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_doctor_lets_two_ranks_talk() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "sagellm", "doctor"], cwd="/", capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-m", "torch_sagellm", "doctor"],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 ranks: passed" in done.stdout and "all_reduce of 8 B" in done.stdout
@@ -50,7 +55,7 @@ def test_doctor_lets_two_ranks_talk() -> None:
 
 def test_doctors_ranks_compute_with_one_thread_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that spin beside two ranks on two cores made an all_reduce look a hundred times as slow as it is."""
-    from sagellm.cli import doctor, ranks
+    from torch_sagellm.cli import doctor, ranks
 
     given: list[str] = []
 
@@ -71,7 +76,7 @@ def test_without_a_command_all_are_named_and_the_version_is_told(capsys: pytest.
     assert end.value.code == 2 and f"which command? One of {', '.join(COMMANDS)}" in capsys.readouterr().err
     with pytest.raises(SystemExit) as end:
         main(["--version"])
-    assert end.value.code == 0 and capsys.readouterr().out == f"sagellm {_load.version()}\n"
+    assert end.value.code == 0 and capsys.readouterr().out == f"torch-sagellm {_load.version()}\n"
     with pytest.raises(SystemExit) as end:
         main(["--verson"])
     assert end.value.code == 2 and "did you mean '--version'?" in capsys.readouterr().err
@@ -86,8 +91,8 @@ def test_every_help_has_examples_that_parse(capsys: pytest.CaptureFixture[str]) 
         assert end.value.code == 0 and "examples:" in text, name
         for line in text.partition("examples:")[2].splitlines():
             words = shlex.split(re.split(r"\s{2,}", line.strip())[0]) if "sagellm" in line and name else []
-            if "sagellm" in words and "COMMAND" not in words:
-                parsed = _parse(words[words.index("sagellm") + 1 :])
+            if "torch-sagellm" in words and "COMMAND" not in words:
+                parsed = _parse(words[words.index("torch-sagellm") + 1 :])
                 assert parsed.command in COMMANDS, line
 
 
@@ -170,14 +175,14 @@ def test_info_says_what_serves_what(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("words", [("--help",), *((name, "--help") for name in WITHOUT_TORCH)])
 def test_commands_that_only_read_files_do_not_import_torch(words: tuple[str, ...]) -> None:
-    code = f"import sys; sys.argv = ['sagellm', *{list(words)}]\nfrom sagellm.cli.main import main\n"
+    code = f"import sys; sys.argv = ['torch-sagellm', *{list(words)}]\nfrom torch_sagellm.cli.main import main\n"
     code += "try:\n    main()\nexcept SystemExit:\n    pass\nprint('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.endswith("False\n"), done.stdout + done.stderr
 
 
 def test_a_reader_that_has_enough_ends_a_command_quietly() -> None:
-    words = f"{shlex.quote(sys.executable)} -m sagellm --help | head -1; exit ${{PIPESTATUS[0]}}"
+    words = f"{shlex.quote(sys.executable)} -m torch_sagellm --help | head -1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", words], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0 and not done.stderr, done.stderr
 

@@ -1,4 +1,4 @@
-"""What `sagellm doctor` finds: each check on machines that have the fault and on one that has none."""
+"""What `torch-sagellm doctor` finds: each check on machines that have the fault and on one that has none."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from harness import IS_GLOO
 
-from sagellm._address import Addresses
-from sagellm.cli import checks, libraries
-from sagellm.cli.checks import Facts, Timeouts
-from sagellm.cli.main import main
+from torch_sagellm._address import Addresses
+from torch_sagellm.cli import checks, libraries
+from torch_sagellm.cli.checks import Facts, Timeouts
+from torch_sagellm.cli.main import main
 
 pytestmark = [pytest.mark.quick, pytest.mark.skipif(IS_GLOO, reason="gloo: this is about the package's own command")]
 ROOT = Path(__file__).resolve().parents[3]

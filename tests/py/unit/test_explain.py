@@ -11,9 +11,9 @@ import pytest
 import torch
 from harness import IS_GLOO
 
-import sagellm
-from sagellm import _load
-from sagellm.observe import explain, stats
+import torch_sagellm
+from torch_sagellm import _load
+from torch_sagellm.observe import explain, stats
 
 pytestmark = [
     pytest.mark.quick,
@@ -26,18 +26,18 @@ MIB = 1 << 20
 
 
 def test_an_explanation_of_what_might_be() -> None:
-    small = sagellm.explain("all_reduce", 8, ranks=2)
+    small = torch_sagellm.explain("all_reduce", 8, ranks=2)
     assert (small.choice, small.reason, small.recorded) == ("slots", "fits_slot", None)
     assert small.predicted is not None and small.measured is None
-    large = sagellm.explain("all_reduce", MIB, dtype=torch.bfloat16, ranks=2)
+    large = torch_sagellm.explain("all_reduce", MIB, dtype=torch.bfloat16, ranks=2)
     assert large.choice.startswith("rounds(") and large.path == "shared memory of one host"
     slots = next(other for other in large.rejected if other.way == "slots")
     assert slots.predicted is None and "a slot holds 4KiB" in slots.why_not
     text = str(large)
     assert "all_reduce of 1MiB on 2 ranks" in text and "decided by" in text and "not taken" in text
-    assert sagellm.explain("barrier", ranks=3).reason == "nothing_to_move"
-    assert sagellm.explain("all_to_all", ranks=3).reason == "no_common_size"
-    assert sagellm.explain("all_reduce", 8, ranks=1).path == "local copy, the group has one rank"
+    assert torch_sagellm.explain("barrier", ranks=3).reason == "nothing_to_move"
+    assert torch_sagellm.explain("all_to_all", ranks=3).reason == "no_common_size"
+    assert torch_sagellm.explain("all_reduce", 8, ranks=1).path == "local copy, the group has one rank"
 
 
 def answer(**changes: Any) -> Any:
@@ -110,16 +110,16 @@ COSTS = ("", 2, [], (0, 0, 0), (0, 0, 0), 0, 1)
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
-        (lambda: sagellm.explain("all_reduce_fast", 8, ranks=2), "'all_reduce_fast' is no operation"),
-        (lambda: sagellm.explain("all_reduce", ranks=2), "nbytes is missing"),
-        (lambda: sagellm.explain("all_reduce", -1, ranks=2), "nbytes is -1"),
-        (lambda: sagellm.explain("all_reduce", 8, ranks=0), "ranks is 0"),
-        (lambda: sagellm.explain("all_reduce", 8, ranks=100_000), "up to 256"),
-        (lambda: sagellm.explain("all_reduce", 8, ranks=2, dtype="float8_e5m2"), "float8_e5m2"),
-        (lambda: sagellm.explain(), "name an operation"),
-        (lambda: sagellm.explain(sequence=0), "counted from 1"),
-        (lambda: sagellm.explain(sequence=1, ranks=2), "only group= goes with it"),
-        (lambda: sagellm.explain(sequence=1), "there is no process group"),
+        (lambda: torch_sagellm.explain("all_reduce_fast", 8, ranks=2), "'all_reduce_fast' is no operation"),
+        (lambda: torch_sagellm.explain("all_reduce", ranks=2), "nbytes is missing"),
+        (lambda: torch_sagellm.explain("all_reduce", -1, ranks=2), "nbytes is -1"),
+        (lambda: torch_sagellm.explain("all_reduce", 8, ranks=0), "ranks is 0"),
+        (lambda: torch_sagellm.explain("all_reduce", 8, ranks=100_000), "up to 256"),
+        (lambda: torch_sagellm.explain("all_reduce", 8, ranks=2, dtype="float8_e5m2"), "float8_e5m2"),
+        (lambda: torch_sagellm.explain(), "name an operation"),
+        (lambda: torch_sagellm.explain(sequence=0), "counted from 1"),
+        (lambda: torch_sagellm.explain(sequence=1, ranks=2), "only group= goes with it"),
+        (lambda: torch_sagellm.explain(sequence=1), "there is no process group"),
     ],
 )
 def test_explain_refuses_what_it_does_not_know(call: Any, expected: str) -> None:
@@ -140,7 +140,7 @@ def test_wrong_rules_are_refused_with_the_rule_in_the_text(
 ) -> None:
     monkeypatch.setenv("SAGELLM_ALGORITHM", rules)
     with pytest.raises(ValueError, match="SAGELLM_ALGORITHM") as error:
-        sagellm.explain("all_reduce", 8, ranks=2)
+        torch_sagellm.explain("all_reduce", 8, ranks=2)
     assert expected in str(error.value) and rules in str(error.value)
 
 
@@ -150,12 +150,12 @@ LINES = "all_reduce:0-4KiB=slots 3000 ns; start 3000 ns\nall_reduce:4097-=rounds
 def test_a_table_on_disk_decides_and_rules_come_before_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = Path(_load.extension().save_table(2, "2026-11-21", LINES))
     assert path.parent == cache and [*cache.iterdir()] == [path]
-    found = sagellm.explain("all_reduce", MIB, ranks=2)
+    found = torch_sagellm.explain("all_reduce", MIB, ranks=2)
     assert (found.choice, found.reason, found.measured) == ("rounds(64KiB)", "measured", 9e-6)
     assert found.table == str(path) and "12.00 us" in found.overruled[0]
-    assert sagellm.explain("all_reduce", MIB, ranks=3).reason != "measured", "a table is for one number of ranks"
+    assert torch_sagellm.explain("all_reduce", MIB, ranks=3).reason != "measured", "a table is for one number of ranks"
     monkeypatch.setenv("SAGELLM_ALGORITHM", "*:1MiB-=rounds(32KiB)")
-    found = sagellm.explain("all_reduce", MIB, ranks=2)
+    found = torch_sagellm.explain("all_reduce", MIB, ranks=2)
     assert (found.choice, found.reason) == ("rounds(32KiB)", "override") and "rounds(64KiB)" in found.overruled[0]
 
 
@@ -172,7 +172,7 @@ def test_a_table_on_disk_decides_and_rules_come_before_it(cache: Path, monkeypat
 def test_a_bad_table_is_refused_with_the_reason(change: Any, expected: str) -> None:
     path = Path(_load.extension().save_table(2, "2026-11-21", LINES))
     path.write_text(change(path.read_text()))
-    found = sagellm.explain("all_reduce", MIB, ranks=2)
+    found = torch_sagellm.explain("all_reduce", MIB, ranks=2)
     assert found.reason != "measured" and expected in found.table and str(path) in found.table
 
 
@@ -184,6 +184,6 @@ def test_lines_that_are_no_table_are_not_written(cache: Path) -> None:
 
 def test_an_import_of_the_package_loads_none_of_it() -> None:
     names = ("observe.explain", "cli.tune", "_C")
-    code = f"import sagellm, sys; print([n for n in {names} if 'sagellm.' + n in sys.modules])"
+    code = f"import torch_sagellm, sys; print([n for n in {names} if 'torch_sagellm.' + n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout.strip() == "[]"

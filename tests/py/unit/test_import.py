@@ -20,7 +20,7 @@ print(json.dumps({
     "fds": sorted(os.readlink(f"/proc/self/fd/{fd}").split(":")[0] for fd in os.listdir("/proc/self/fd")
                   if os.path.exists(f"/proc/self/fd/{fd}") or os.path.islink(f"/proc/self/fd/{fd}")),
     "threads": threading.active_count(),
-    "extension": "sagellm._C" in __import__("sys").modules,
+    "extension": "torch_sagellm._C" in __import__("sys").modules,
     "known": "SAGELLM" in torch.distributed.Backend._plugins,
 }))
 """
@@ -56,8 +56,8 @@ def test_pitfall_11_import_torch_starts_nothing_and_opens_nothing() -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("autoload", ["1", "0"])
 def test_the_name_works_without_an_import_of_ours(autoload: str, tmp_path: Path) -> None:
-    """In an unrelated directory, through either entry point; older torch needs `import sagellm` where one is off."""
-    prelude = "import sagellm" if autoload == "0" and not torch_at_least(2, 14) else ""
+    """In an unrelated directory, through either entry point; where one is off, older torch needs an import of ours."""
+    prelude = "import torch_sagellm" if autoload == "0" and not torch_at_least(2, 14) else ""
     done = run_script(
         ["-c", ONE_RANK.format(prelude=prelude)], env={"TORCH_DEVICE_BACKEND_AUTOLOAD": autoload}, cwd=tmp_path
     )
@@ -66,8 +66,8 @@ def test_the_name_works_without_an_import_of_ours(autoload: str, tmp_path: Path)
 
 @pytest.mark.quick
 def test_import_of_ours_first(tmp_path: Path) -> None:
-    """`import sagellm` before torch, with autoloading on: torch calls back into the half-imported package."""
-    done = run_script(["-c", "import sagellm\n" + ONE_RANK.format(prelude="")], cwd=tmp_path)
+    """`import torch_sagellm` before torch, with autoloading on: torch calls back into the half-imported package."""
+    done = run_script(["-c", "import torch_sagellm\n" + ONE_RANK.format(prelude="")], cwd=tmp_path)
     assert done.returncode == 0 and "fine" in done.stdout, done.stdout
 
 
@@ -75,11 +75,11 @@ COST = """
 import time, sys
 import importlib.metadata
 import torch, torch.distributed
-for name in [name for name in sys.modules if name.split(".")[0] == "sagellm"]:
+for name in [name for name in sys.modules if name.split(".")[0] == "torch_sagellm"]:
     del sys.modules[name]
 torch.distributed.Backend._plugins.pop("SAGELLM", None)
 start = time.perf_counter()
-import sagellm
+import torch_sagellm
 print((time.perf_counter() - start) * 1000)
 """
 
@@ -100,7 +100,7 @@ def test_both_entry_points_name_the_same_function() -> None:
         for point in entry_points(group=group)
         if point.name == "sagellm"
     }
-    assert values == {"sagellm:_autoload"}, values
+    assert values == {"torch_sagellm:_autoload"}, values
     assert sys.version_info >= (3, 10)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from harness import in_new_process
 
-from sagellm import _load
+from torch_sagellm import _load
 
 pytestmark = pytest.mark.quick
 
@@ -32,25 +32,25 @@ def test_the_mismatch_is_found_before_the_extension_is_loaded() -> None:
     code = """
 import json, sys
 import torch
-from sagellm import _build
+from torch_sagellm import _build
 _build.TORCH_VERSION = "2.3.0"
 try:
     torch.distributed.init_process_group("sagellm", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
     text = ""
 except ImportError as error:
     text = str(error)
-print(json.dumps({"text": text, "extension": "sagellm._C" in sys.modules}))
+print(json.dumps({"text": text, "extension": "torch_sagellm._C" in sys.modules}))
 """
     found = in_new_process(code)
     assert "built for torch 2.3" in found["text"] and not found["extension"]
 
 
 def test_the_record_of_the_build_belongs_to_the_extension() -> None:
-    from sagellm import _build
+    from torch_sagellm import _build
 
     extension = _load.extension()
     assert extension.torch_version_built == _build.TORCH_VERSION
     assert Path(_build.SOURCE).joinpath("setup.py").is_file()
-    import sagellm
+    import torch_sagellm
 
-    assert sagellm.__version__ == _build.VERSION == metadata.version("sagellm")
+    assert torch_sagellm.__version__ == _build.VERSION == metadata.version("torch-sagellm")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sagellm.observe import log
+from torch_sagellm.observe import log
 
 pytestmark = pytest.mark.quick
 

@@ -8,9 +8,9 @@ import subprocess
 
 import pytest
 
-import sagellm._C
+import torch_sagellm._C
 
-MODULE = sagellm._C.__file__
+MODULE = torch_sagellm._C.__file__
 
 
 def pointer(symbol: str, index: int) -> int:

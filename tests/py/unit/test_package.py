@@ -8,7 +8,7 @@ import pytest
 import torch
 from harness import in_new_process
 
-from sagellm import _delegate, _register
+from torch_sagellm import _delegate, _register
 
 pytestmark = pytest.mark.quick
 
@@ -21,8 +21,8 @@ print(json.dumps({
     "files": len(os.listdir("/proc/self/fd")),
     "threads": threading.active_count(),
     "children": open(f"/proc/self/task/{os.getpid()}/children").read().split(),
-    "package": "sagellm" in sys.modules,
-    "extension": "sagellm._C" in sys.modules,
+    "package": "torch_sagellm" in sys.modules,
+    "extension": "torch_sagellm._C" in sys.modules,
     "known": "SAGELLM" in torch.distributed.Backend._plugins,
 }))
 """
@@ -38,12 +38,16 @@ def test_import_torch_registers_the_name_and_starts_and_opens_nothing() -> None:
 
 
 def test_import_sagellm_registers_where_torch_does_not_autoload() -> None:
-    found = in_new_process(LOOK.replace("import torch", "import sagellm, torch", 1), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    found = in_new_process(
+        LOOK.replace("import torch", "import torch_sagellm, torch", 1), TORCH_DEVICE_BACKEND_AUTOLOAD="0"
+    )
     assert found["known"] and not found["extension"]
 
 
 def test_import_sagellm_before_torch_with_autoloading_registers_once() -> None:
-    found = in_new_process(LOOK.replace("import torch", "import sagellm, torch", 1), TORCH_DEVICE_BACKEND_AUTOLOAD="1")
+    found = in_new_process(
+        LOOK.replace("import torch", "import torch_sagellm, torch", 1), TORCH_DEVICE_BACKEND_AUTOLOAD="1"
+    )
     assert found["known"] and not found["extension"]
 
 
@@ -65,10 +69,10 @@ def test_defaults_of_torch_stay() -> None:
 
 
 def test_unknown_attributes_are_refused() -> None:
-    import sagellm
+    import torch_sagellm
 
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        sagellm.nothing  # noqa: B018
+        torch_sagellm.nothing  # noqa: B018
 
 
 def test_the_delegate_is_checked_before_anybody_meets() -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-import sagellm
-from sagellm.api.arguments import Seconds
+import torch_sagellm
+from torch_sagellm.api.arguments import Seconds
 
 pytestmark = pytest.mark.quick
 
@@ -22,8 +22,8 @@ NAMES = {
     "torch": torch,
     "dist": torch.distributed,
     "Seconds": Seconds,
-    "CommBackend": sagellm.CommBackend,
-    "CommBackendProtocol": sagellm.CommBackendProtocol,
+    "CommBackend": torch_sagellm.CommBackend,
+    "CommBackendProtocol": torch_sagellm.CommBackendProtocol,
     "DeviceMesh": torch.distributed.device_mesh.DeviceMesh,
 }
 #: What may return anything, and why.
@@ -32,13 +32,13 @@ ANYTHING = {"monitor_communication.__call__": "returns what the decorated functi
 
 def public_calls() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Every exported function, and every public method and property of the exported classes."""
-    for name in sagellm.__all__:
-        found = getattr(sagellm, name)
+    for name in torch_sagellm.__all__:
+        found = getattr(torch_sagellm, name)
         if inspect.isfunction(found):
             yield name, found
         if not inspect.isclass(found):
             continue
-        for owner in (each for each in found.__mro__ if each.__module__.startswith("sagellm.")):
+        for owner in (each for each in found.__mro__ if each.__module__.startswith("torch_sagellm.")):
             for member, value in vars(owner).items():
                 if member.startswith("_") and member not in ("__call__", "__enter__"):
                     continue
@@ -64,7 +64,7 @@ def test_every_public_function_says_what_it_returns() -> None:
 
 def classes(annotation: Any) -> Iterator[type]:
     """The classes of this package in an annotation, also those of its parts."""
-    if inspect.isclass(annotation) and annotation.__module__.startswith("sagellm."):
+    if inspect.isclass(annotation) and annotation.__module__.startswith("torch_sagellm."):
         yield annotation
     for part in typing.get_args(annotation):
         yield from classes(part)
@@ -73,11 +73,15 @@ def classes(annotation: Any) -> Iterator[type]:
 def test_the_classes_of_what_a_program_is_given_are_exported() -> None:
     """What public calls return, and the fields of exported classes."""
     given = [(name, returned(function)) for name, function in public_calls()]
-    for name in sagellm.__all__:
-        found = getattr(sagellm, name)
-        if inspect.isclass(found) and found.__module__.startswith("sagellm.") and found is not sagellm.Options:
+    for name in torch_sagellm.__all__:
+        found = getattr(torch_sagellm, name)
+        if (
+            inspect.isclass(found)
+            and found.__module__.startswith("torch_sagellm.")
+            and found is not torch_sagellm.Options
+        ):
             given += [(f"{name}.{field}", hint) for field, hint in typing.get_type_hints(found, localns=NAMES).items()]
-    exported = {id(getattr(sagellm, name)) for name in sagellm.__all__}
+    exported = {id(getattr(torch_sagellm, name)) for name in torch_sagellm.__all__}
     hidden = [(name, each.__name__) for name, hint in given for each in classes(hint) if id(each) not in exported]
     assert not hidden
 
@@ -85,7 +89,7 @@ def test_the_classes_of_what_a_program_is_given_are_exported() -> None:
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="typing.get_overloads came with Python 3.11")
 def test_a_call_that_may_be_asynchronous_returns_a_tensor_or_a_future_by_its_argument() -> None:
     seen = set()
-    for name, function in vars(sagellm.CommBackend).items():
+    for name, function in vars(torch_sagellm.CommBackend).items():
         if name.startswith("_") or not inspect.isfunction(function):
             continue
         if "async_op" not in inspect.signature(function).parameters:
@@ -95,7 +99,7 @@ def test_a_call_that_may_be_asynchronous_returns_a_tensor_or_a_future_by_its_arg
         by_argument = {each["async_op"]: each["return"] for each in hints}
         assert by_argument == {
             typing.Literal[False]: torch.Tensor,
-            typing.Literal[True]: sagellm.CommFuture,
-            bool: torch.Tensor | sagellm.CommFuture,
+            typing.Literal[True]: torch_sagellm.CommFuture,
+            bool: torch.Tensor | torch_sagellm.CommFuture,
         }, name
     assert seen == {"all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcast", "scatter", "all_to_all"}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-import sagellm
+import torch_sagellm
 
 pytestmark = pytest.mark.quick
 ROOT = Path(__file__).resolve().parents[3]
@@ -30,24 +30,24 @@ def docs() -> ModuleType:
 
 def test_every_public_name_is_in_the_reference_once(docs: ModuleType) -> None:
     page = docs.reference()
-    asked = re.findall(r"^::: sagellm\.([\w.]+)$", page, re.M)
-    assert sorted(name.rpartition(".")[2] for name in asked) == sorted(set(sagellm.__all__) - {"__version__"})
+    asked = re.findall(r"^::: torch_sagellm\.([\w.]+)$", page, re.M)
+    assert sorted(name.rpartition(".")[2] for name in asked) == sorted(set(torch_sagellm.__all__) - {"__version__"})
     assert "version" in page
     for name in asked:
         home, _, last = name.rpartition(".")
-        assert getattr(importlib.import_module(f"sagellm.{home}"), last) is getattr(sagellm, last), name
+        assert getattr(importlib.import_module(f"torch_sagellm.{home}"), last) is getattr(torch_sagellm, last), name
 
 
 def test_every_public_name_stands_on_the_page_that_introduces_the_api() -> None:
     page = (ROOT / "docs" / "api.md").read_text()
-    missing = [name for name in sagellm.__all__ if not re.search(rf"\b{name}\b", page) and name != "__version__"]
+    missing = [name for name in torch_sagellm.__all__ if not re.search(rf"\b{name}\b", page) and name != "__version__"]
     assert not missing, f"docs/api.md does not name {', '.join(missing)}"
 
 
 def undocumented(name: str, found: Any) -> list[str]:
     """What has no docstring: the name itself, or of a class what it defines for its users."""
     missing = [] if inspect.getdoc(found) else [name]
-    if inspect.isclass(found) and found.__module__.startswith("sagellm"):
+    if inspect.isclass(found) and found.__module__.startswith("torch_sagellm"):
         for each, member in vars(found).items():
             function = inspect.isfunction(member) or isinstance(member, property | classmethod | staticmethod)
             if function and not each.startswith("_") and not inspect.getdoc(getattr(found, each)):
@@ -56,8 +56,8 @@ def undocumented(name: str, found: Any) -> list[str]:
 
 
 def test_every_public_name_has_a_docstring() -> None:
-    names = [name for name in sagellm.__all__ if name not in ("Options", "__version__")]
-    missing = [each for name in names for each in undocumented(name, getattr(sagellm, name))]
+    names = [name for name in torch_sagellm.__all__ if name not in ("Options", "__version__")]
+    missing = [each for name in names for each in undocumented(name, getattr(torch_sagellm, name))]
     assert not missing, f"without a docstring: {', '.join(missing)}"
 
 
@@ -67,6 +67,8 @@ WITHOUT_EXAMPLE = {"__version__", "Options"}
 
 def test_every_function_and_class_that_a_program_calls_shows_an_example() -> None:
     """`tests/py/dist/test_docs.py` runs these examples, except those that it lists with a reason."""
-    asked = [name for name in sagellm.__all__ if name not in WITHOUT_EXAMPLE]
-    missing = [name for name in asked if "Example::\n\n    " not in (inspect.getdoc(getattr(sagellm, name)) or "")]
+    asked = [name for name in torch_sagellm.__all__ if name not in WITHOUT_EXAMPLE]
+    missing = [
+        name for name in asked if "Example::\n\n    " not in (inspect.getdoc(getattr(torch_sagellm, name)) or "")
+    ]
     assert not missing, f"without an example: {', '.join(missing)}"

@@ -1,4 +1,4 @@
-"""``python -m sagellm simulate``: arguments, tables, crossover points, plot, check, and the examples of its page."""
+"""``python -m torch_sagellm simulate``: arguments, tables, crossover points, plot, check, examples of its page."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from sagellm import _load
-from sagellm.cli import measure, simulate
-from sagellm.cli.main import main
+from torch_sagellm import _load
+from torch_sagellm.cli import measure, simulate
+from torch_sagellm.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[3]
 KINDS = [kind for kind in _load.extension().KINDS if kind not in ("send", "recv")]
@@ -160,6 +160,6 @@ def test_the_check_would_see_a_wrong_result() -> None:
 
 def test_the_examples_of_the_help_run() -> None:
     for line in simulate.EXAMPLES.splitlines():
-        if "-m sagellm simulate" in line and "--check" not in line and "--plot" not in line:
+        if "-m torch_sagellm simulate" in line and "--check" not in line and "--plot" not in line:
             done = run_simulate(*shlex.split(line)[4:])
             assert done.returncode == 0, (line, done.stderr)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-import sagellm
-from sagellm.cli.main import main
-from sagellm.observe import timeline
+import torch_sagellm
+from torch_sagellm.cli.main import main
+from torch_sagellm.observe import timeline
 
 pytestmark = pytest.mark.quick
 SECOND = 10**9
@@ -72,7 +72,7 @@ def test_files_of_failed_groups_become_one_trace(tmp_path: Path, capsys: pytest.
 
 def test_clocks_that_differ_are_aligned_by_the_ends_of_collectives(tmp_path: Path) -> None:
     paths = [dump(tmp_path, 0, [record(1, 100, 300)]), dump(tmp_path, 1, [record(1, 150, 310)], skew=5000)]
-    merged = sagellm.merge_traces(paths, tmp_path / "out.json", align=True)
+    merged = torch_sagellm.merge_traces(paths, tmp_path / "out.json", align=True)
     assert merged.shifts == {4: 0, 7: -5010} and merged.operations == 2 and merged.ranks == [4, 7]
     drawn = of_phase(json.loads((tmp_path / "out.json").read_text())["traceEvents"], "X")
     ends = [event["ts"] + event["dur"] for event in drawn]
@@ -85,7 +85,7 @@ def test_a_trace_is_read_again_and_the_same_operation_counts_once(tmp_path: Path
     late.write_text(json.dumps({"traceEvents": timeline.events(whole)}))
     (again,) = timeline.read_file(late)
     assert (again.rank, again.group, again.kind, again.number) == (4, "tp", "all_reduce", 1)
-    merged = sagellm.merge_traces([early, late], tmp_path / "out.json")
+    merged = torch_sagellm.merge_traces([early, late], tmp_path / "out.json")
     drawn = of_phase(json.loads((tmp_path / "out.json").read_text())["traceEvents"], "X")
     assert merged.operations == 1 and drawn[0]["args"]["state"] == "done"
 

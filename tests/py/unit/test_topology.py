@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from harness import IS_GLOO
 
-import sagellm
-from sagellm import _load, topology
-from sagellm.topology import TopologyInfo, TopologyManager
+import torch_sagellm
+from torch_sagellm import _load, topology
+from torch_sagellm.topology import TopologyInfo, TopologyManager
 
 pytestmark = pytest.mark.quick
 
@@ -39,7 +39,7 @@ own_choice = pytest.mark.skipif(IS_GLOO, reason="gloo: this is about the package
     ],
 )
 def test_the_start_rules(size: int, devices: int, given: Any, expected: str) -> None:
-    assert sagellm.select_all_reduce_algorithm(size, devices, given) == expected
+    assert torch_sagellm.select_all_reduce_algorithm(size, devices, given) == expected
     if isinstance(given, TopologyManager):
         assert given.select_all_reduce_algorithm(size, devices) == expected
 
@@ -62,11 +62,11 @@ def test_the_start_rules_refuse_nonsense() -> None:
         (8, 0, "num_devices is 0, expected a whole number from 1 on"),
     ):
         with pytest.raises(ValueError, match=expected):
-            sagellm.select_all_reduce_algorithm(size, devices)  # type: ignore[arg-type]
+            torch_sagellm.select_all_reduce_algorithm(size, devices)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"topology is \{'hosts': 2\}, expected a TopologyManager or a TopologyInfo"):
-        sagellm.select_all_reduce_algorithm(8, 2, {"hosts": 2})  # type: ignore[arg-type]
+        torch_sagellm.select_all_reduce_algorithm(8, 2, {"hosts": 2})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="2 devices cannot be on the 3 hosts"):
-        sagellm.select_all_reduce_algorithm(8, 2, TopologyInfo(hosts=3))
+        torch_sagellm.select_all_reduce_algorithm(8, 2, TopologyInfo(hosts=3))
     ask = _load.extension().explain_without_group
     with pytest.raises(ValueError, match="start rules name algorithms of all_reduce, and were asked about broadcast"):
         ask("broadcast", 8, "float32", 2, topology="hosts=1")

@@ -1,14 +1,14 @@
-"""What `sagellm tune` would measure, what it keeps, and the lines that it writes."""
+"""What `torch-sagellm tune` would measure, what it keeps, and the lines that it writes."""
 
 from __future__ import annotations
 
 import pytest
 from harness import IS_GLOO
 
-import sagellm
-from sagellm import _load
-from sagellm.cli import tune
-from sagellm.observe import explain
+import torch_sagellm
+from torch_sagellm import _load
+from torch_sagellm.cli import tune
+from torch_sagellm.observe import explain
 
 pytestmark = [
     pytest.mark.quick,
@@ -49,7 +49,7 @@ def test_tune_writes_lines_that_cover_every_size_once() -> None:
         "all_to_all:0-=rounds(16KiB) 4000 ns; start 6000 ns",
     ]
     _load.extension().save_table(2, "now", "\n".join(lines))
-    found = [sagellm.explain("all_reduce", size, ranks=2) for size in (0, 2048, 2049, 4096, 4097, 1 << 30)]
+    found = [torch_sagellm.explain("all_reduce", size, ranks=2) for size in (0, 2048, 2049, 4096, 4097, 1 << 30)]
     assert all(one.reason == "measured" for one in found)
 
 

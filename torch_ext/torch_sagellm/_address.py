@@ -1,0 +1,246 @@
+"""Where the other ranks reach this process, and gloo's devices there.
+
+One rule holds for all that listens to other ranks: the delegate, the link, and the port of ``_alive``. Where
+GLOO_SOCKET_IFNAME names interfaces, their addresses are taken, and no others. Elsewhere, best first:
+
+1. the address by which this host reaches the store of the group: the others reach the same store, so they are likely to
+   reach this address, whatever this host calls itself;
+2. that of this host's own name in /etc/hosts;
+3. that of the default route, and then of any interface that is up;
+4. the loopback interface, which serves ranks of one host.
+
+A rank puts all of them into its record of the rendezvous (`Addresses.text`); rank 0 chooses for all ranks which kind
+they take (src/rendezvous/addresses.rs), because the two ends of a connection must be of one family. Nothing is sent for
+that, and no name is looked up but that of the store, to which this process has connected before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+VARIABLE = "GLOO_SOCKET_IFNAME"
+#: The codes of src/rendezvous/addresses.rs.
+V4, V6, LOOPBACK_4, LOOPBACK_6 = 4, 6, 14, 16
+SIOCGIFADDR = 0x8915
+#: Addresses of documentation (RFC 5737, RFC 3849), which lead to the default route. Nothing is sent to them.
+ANYWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+
+LOOPBACK = ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1"))
+
+_lock = threading.Lock()
+#: By the host of a store: where it is.
+_stores: dict[str, list[tuple[int, Any]]] = {}
+#: By address: gloo's device, which listens there for all groups of this process.
+_devices: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """The addresses of this process by kind, best first."""
+
+    kinds: dict[int, list[str]] = field(default_factory=dict)
+    #: Why there are none.
+    problem: str = ""
+
+    def text(self) -> str:
+        """For the record of the rendezvous."""
+        if self.problem:
+            return f"! {self.problem}"
+        return "\n".join(" ".join([str(kind), *found]) for kind, found in self.kinds.items())
+
+    def chosen(self, network: str) -> list[str]:
+        """Those that the ranks have agreed on; the best of this process where they have not."""
+        if network:
+            kind, count = map(int, network.split())
+            return self.kinds[kind][:count]
+        far = [found for found in self.kinds.values() if not is_loopback(found[0])]
+        return next(iter([*far, *self.kinds.values()]), [])
+
+
+def find(store: Any) -> Addresses:
+    """The addresses of this process for a group over this store."""
+    names = [name.strip() for name in os.environ.get(VARIABLE, "").split(",") if name.strip()]
+    if names:
+        return _of_interfaces(names)
+    kinds: dict[int, list[str]] = {}
+    for address in _without_variable(store):
+        kinds.setdefault(kind_of(address), [address])
+    return Addresses(kinds, "" if kinds else "this host has no address at all, not even that of the loopback interface")
+
+
+def towards(host: str) -> Addresses:
+    """The addresses of this process for groups whose store is on a host, or for those of no known store ("")."""
+    return find(_Server(host))
+
+
+@dataclass(frozen=True)
+class _Server:
+    host: str
+
+
+def kind_of(address: str) -> int:
+    found = ipaddress.ip_address(address)
+    if found.is_loopback:
+        return LOOPBACK_4 if found.version == 4 else LOOPBACK_6
+    return V4 if found.version == 4 else V6
+
+
+def is_loopback(address: str) -> bool:
+    return kind_of(address) in (LOOPBACK_4, LOOPBACK_6)
+
+
+def devices(addresses: list[str]) -> list[Any]:
+    """gloo's devices at these addresses. A process has one at each address, for all its groups."""
+    from torch_sagellm import _serve_as
+
+    made = []
+    for address in addresses:
+        with _lock:
+            device = _devices.get(address)
+        if device is None:
+            device = _serve_as.real().create_device(hostname=address)
+            with _lock:
+                device = _devices.setdefault(address, device)
+        made.append(device)
+    return made
+
+
+def socket_address(address: str, port: int) -> tuple[int, Any]:
+    """Family and address for a socket, with the scope that a link-local address needs on this host."""
+    infos = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    return infos[0][0], infos[0][4]
+
+
+def _forget() -> None:
+    """In a forked child, which has none of the devices' threads."""
+    global _lock
+    _lock = threading.Lock()
+    # Never freed there: a device waits for its thread when it ends.
+    _left.append(dict(_devices))
+    _devices.clear()
+
+
+_left: list[dict[str, Any]] = []
+os.register_at_fork(after_in_child=_forget)
+
+
+# ------------------------------------------------------------------------------------------------ what this host has
+
+
+def _of_interfaces(names: list[str]) -> Addresses:
+    kinds: dict[int, list[str]] = {}
+    present = [name for _, name in socket.if_nameindex()]
+    for name in names:
+        found = of_interface(name)
+        if not found and name not in present:
+            has = ", ".join(sorted(present))
+            return Addresses(problem=f"{VARIABLE} names {name!r}, which this host does not have (it has {has})")
+        if not found:
+            return Addresses(problem=f"{VARIABLE} names {name!r}, which has no address")
+        for kind in dict.fromkeys(map(kind_of, found)):
+            kinds.setdefault(kind, []).append(next(each for each in found if kind_of(each) == kind))
+    return Addresses(kinds)
+
+
+def of_interface(name: str) -> list[str]:
+    """The addresses of an interface as gloo takes them: IPv4 first; link-local ones last, with their scope."""
+    found = []
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        answer = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
+        found.append(socket.inet_ntoa(answer[20:24]))
+    v6 = [address for address, owner in _ipv6() if owner == name]
+    return found + sorted(v6, key=lambda address: "%" in address)
+
+
+def _ipv6() -> Iterator[tuple[str, str]]:
+    """Addresses and their interfaces, as the kernel lists them: without those that are not usable (yet)."""
+    unusable = 0x08 | 0x40  # a duplicate was found; whether there is one is being asked
+    with contextlib.suppress(OSError), open("/proc/thread-self/net/if_inet6") as lines:
+        for line in lines:
+            digits, _, _, scope, flags, name = line.split()
+            if int(flags, 16) & unusable:
+                continue
+            address = str(ipaddress.IPv6Address(int(digits, 16)))
+            yield (f"{address}%{name}" if int(scope, 16) == 0x20 else address), name
+
+
+def _without_variable(store: Any) -> Iterator[str]:
+    best = [address for family, where in _store_places(store) for address in _source(family, where)]
+    best += [address for address in named_in_hosts(socket.gethostname()) if not is_loopback(address)]
+    best += [address for family, anywhere in ANYWHERE for address in _source(family, (anywhere, 9))]
+    if all(map(is_loopback, best)):
+        every = [address for _, name in socket.if_nameindex() for address in of_interface(name)]
+        best += sorted(every, key=lambda address: "%" in address)
+    yield from best
+    for family, loopback in LOOPBACK:
+        yield from _source(family, (loopback, 9))
+
+
+def _source(family: int, where: Any) -> list[str]:
+    """The address from which this host would send to another one; nothing is sent."""
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as asking:
+            asking.connect(where)
+            name = asking.getsockname()
+    except OSError:
+        return []
+    address = str(name[0])
+    if family == socket.AF_INET6:
+        found = ipaddress.IPv6Address(address.partition("%")[0])
+        if found.ipv4_mapped is not None:
+            return [str(found.ipv4_mapped)]
+        if found.is_link_local and "%" not in address:
+            return [f"{address}%{socket.if_indextoname(name[3])}"]
+    return [address]
+
+
+def _store_places(store: Any) -> list[tuple[int, Any]]:
+    """Where the server of a TCPStore is; nothing for other stores."""
+    import torch.distributed as dist
+
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    host = str(getattr(store, "host", ""))
+    if not host:
+        return []
+    with _lock:
+        known = _stores.get(host)
+    if known is None:
+        try:
+            infos = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+        except OSError:
+            infos = []
+        known = [(family, where) for family, _, _, _, where in infos]
+        with _lock:
+            _stores[host] = known
+    return known
+
+
+def named_in_hosts(name: str, file: str = "/etc/hosts") -> list[str]:
+    """The addresses of a name in /etc/hosts that this host has. No name server is asked: it may take seconds."""
+    found = []
+    with contextlib.suppress(OSError), open(file, errors="replace") as lines:
+        for line in lines:
+            words = line.partition("#")[0].split()
+            if name in words[1:] and _is_own(words[0]):
+                found.append(words[0])
+    return found
+
+
+def _is_own(address: str) -> bool:
+    try:
+        family, where = socket_address(address, 0)
+        with socket.socket(family, socket.SOCK_DGRAM) as trying:
+            trying.bind(where)
+    except OSError:
+        return False
+    return True

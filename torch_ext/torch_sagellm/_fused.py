@@ -1,0 +1,128 @@
+"""``fused_all_reduce``: a list of tensors in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from torch_sagellm import _load
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+#: Values of ``op`` besides a ``torch.distributed.ReduceOp``.
+OPS = {
+    "sum": "SUM",
+    "avg": "AVG",
+    "mean": "AVG",
+    "product": "PRODUCT",
+    "prod": "PRODUCT",
+    "min": "MIN",
+    "max": "MAX",
+    "band": "BAND",
+    "bor": "BOR",
+    "bxor": "BXOR",
+}
+
+
+def fused_all_reduce(
+    tensors: Sequence[torch.Tensor], op: str | Any = "sum", group: dist.ProcessGroup | None = None
+) -> list[torch.Tensor]:
+    """Reduces every tensor of a list over all ranks of ``group``, in place, as one operation per dtype.
+
+    Args:
+        tensors: any number of tensors, of any sizes, dtypes and strides, empty ones included; no two may share memory.
+            Every rank passes the same number, with the same shapes and dtypes in the same order.
+        op: "sum", "avg" (or "mean"), "product" (or "prod"), "min", "max", "band", "bor", "bxor", or a
+            ``torch.distributed.ReduceOp``.
+        group: the default group if None. Groups of other backends work if they support coalescing.
+
+    Returns:
+        The same tensors, in a new list.
+
+    Raises:
+        TypeError: something in the list is no tensor.
+        ValueError: ``op`` is unknown, two tensors share memory, one has no data or is a lazily conjugated or negated
+            view, or the backend refuses the call; nothing was sent.
+        RuntimeError: as for every collective: a mismatch between ranks, a rank that died, a deadline.
+
+    On one host, and in strict mode on several, the bits are those of one ``all_reduce`` per tensor; docs/determinism.md
+    says what holds otherwise. The list is not packed into a buffer: its tensors are read and written in place, so
+    there is no limit on its size.
+
+    Example::
+
+        gradients = [torch.ones(512), torch.ones(3, 4, dtype=torch.float64)]
+        torch_sagellm.fused_all_reduce(gradients, op="avg")
+    """
+    import torch.distributed as dist
+
+    listed = list(tensors)
+    receives = _extension()._receives
+    for number, tensor in enumerate(listed):
+        if not receives(tensor):
+            _refuse(number, tensor)
+    _apart(listed)
+    process_group: Any = group if group is not None else dist.group.WORLD
+    if process_group is None:
+        raise ValueError("sagellm fused_all_reduce: there is no default group; call init_process_group first")
+    options = _named_options(op) if isinstance(op, str) else _options(op)
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        return listed
+    if listed:
+        work = process_group.allreduce_coalesced(listed, options)
+        if work is not None:
+            work.wait()
+    return listed
+
+
+def _refuse(number: int, tensor: Any) -> None:
+    import torch
+
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"sagellm fused_all_reduce: element {number} is a {type(tensor).__name__}, expected a tensor")
+    if tensor.is_meta:
+        raise ValueError(f"sagellm fused_all_reduce: tensor {number} is on meta, expected one that has data")
+    how = "conj" if tensor.is_conj() else "neg"
+    raise ValueError(
+        f"sagellm fused_all_reduce: torch.is_{how} of tensor {number} is true (x.conj(), x.conj().imag), and torch "
+        f"loses results for such a view; pass its base, or resolve_{how}() of it"
+    )
+
+
+@cache
+def _named_options(op: str) -> Any:
+    """The options of a reduce op by name, cached: making them takes as long as a small operation."""
+    import torch.distributed as dist
+
+    if op.lower() not in OPS:
+        raise ValueError(f"sagellm fused_all_reduce: op={op!r}, expected one of {', '.join(OPS)}")
+    return _options(getattr(dist.ReduceOp, OPS[op.lower()]))
+
+
+def _options(op: Any) -> Any:
+    import torch.distributed as dist
+
+    options = dist.AllreduceCoalescedOptions()
+    options.reduceOp = op
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = False
+    return options
+
+
+@cache
+def _extension() -> ModuleType:
+    return _load.extension()
+
+
+def _apart(tensors: list[torch.Tensor]) -> None:
+    """Refuses a list in which tensors share memory: its elements would be reduced twice."""
+    shared = _extension()._shared(tensors)
+    if shared is not None:
+        raise ValueError(
+            f"sagellm fused_all_reduce: tensors {shared[0]} and {shared[1]} share memory, which would be reduced "
+            "twice; pass each piece of memory once"
+        )

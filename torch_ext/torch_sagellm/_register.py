@@ -1,0 +1,264 @@
+"""Registers the backend's name with torch, and makes the backend of a group when torch asks for one."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import site
+import threading
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, NoReturn
+
+NAME = "sagellm"
+#: Overrides the option ``vendor`` of every group, which selects the path of tensors on a device, see docs/devices.md.
+VENDOR = "SAGELLM_VENDOR"
+
+
+#: The folder for the status file of this process, for `torch-sagellm health` and `torch-sagellm top`.
+STATUS = "SAGELLM_STATUS_DIR"
+
+
+class Devices(list[str]):
+    """The kinds of device that ``init_process_group("sagellm")`` serves: the CPU, and this process's accelerator.
+
+    Computed each time torch asks, when a group is made, because a vendor's package that is imported after torch
+    may register its device after this backend was registered.
+    """
+
+    def __iter__(self) -> Iterator[str]:
+        import torch
+
+        yield "cpu"
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is not None:
+            yield accelerator.type
+
+    def __contains__(self, device: object) -> bool:
+        return any(device == each for each in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+
+#: Taken once and never released: each lock guards a once-per-process action.
+_at_exit = threading.Lock()
+_told = threading.Lock()
+
+
+def register() -> None:
+    """Registers the name. Both entry points and ``import torch_sagellm`` call it; only the first call has an effect."""
+    # Imported here: this may run in the middle of `import torch`, and `import torch_sagellm` may be what imports torch.
+    from torch import distributed
+
+    from torch_sagellm import _regions
+
+    if not distributed.is_available():
+        return
+    backend: Any = distributed.Backend
+    if NAME.upper() not in backend._plugins:
+        # For the CPU alone, so that sagellm never becomes the default of an accelerator without a backend ...
+        backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
+        # ... but a group that names sagellm is served on accelerators, too.
+        backend.backend_capability[NAME] = Devices()
+        # Before a program can have taken the name of torch's own.
+        _regions.install()
+        if os.environ.get("SAGELLM_AS"):
+            from torch_sagellm import _serve_as
+
+            _serve_as.from_environment()
+
+
+def create(options: Any, pg_options: Any = None) -> Any:
+    """Makes the backend of one group, after a rendezvous with its other ranks. torch calls it.
+
+    ``options`` is torch's struct of facts about the group. Of its newer fields, which 2.11 does not have,
+    ``process_group`` and ``split_from`` are not read. ``pg_options`` are the user's, if any: ours, or the
+    plain options of torch.
+    """
+    from torch_sagellm import _delegate, _load
+    from torch_sagellm.observe import log
+
+    if getattr(options, "enable_reconfigure", False):
+        raise NotImplementedError(
+            f"sagellm: group {options.group_id!r} has enable_reconfigure=True, which sagellm does not "
+            "offer. Leave it out, and after a failure make a new group of the ranks that are left"
+        )
+    extension = _load.extension()
+    log.configure(extension)
+    if os.environ.get(log.VARIABLE):
+        _log_versions(extension)
+    if os.environ.get(STATUS):
+        from torch_sagellm.observe import status
+
+        status.start()
+    ours = _settings(extension, inherited(extension, options) if pg_options is None else pg_options)
+    ours.delegate = _delegate.check(ours.delegate)
+    ours.vendor = _vendor(os.environ.get(VENDOR) or ours.vendor or "auto")
+    ours.on_device_failure = os.environ.get(ON_DEVICE_FAILURE, "").strip().lower() or ours.on_device_failure
+    ours._library_folders = site.getsitepackages()
+    _step_at_exit(extension)
+    _detach_flight_recorder()
+    return _meet(extension, options, ours)
+
+
+def part(ours: Any, store: Any, rank: int, size: int) -> Any:
+    """Makes the backend of a group of some ranks of another one, in a split or a shrink. C++ calls it."""
+    from torch_sagellm import _delegate, _load
+
+    ranks = list(ours.global_ranks_in_group)
+    facts = _delegate.Facts(store, rank, size, ours._timeout, ours.group_name, ranks)
+    return _meet(_load.extension(), facts, ours, is_part=True)
+
+
+def _meet(extension: ModuleType, options: Any, ours: Any, is_part: bool = False) -> Any:
+    """The backend, after the ranks have met, with the delegate and the link if the ranks decided that it needs them."""
+    from torch_sagellm import _address, _alive, _delegate
+
+    addresses = _address.find(options.store)
+    ours._addresses = addresses.text()
+    decided = extension.rendezvous(
+        options.store,
+        options.group_rank,
+        options.group_size,
+        options.timeout,
+        group_name=options.group_id or "",
+        global_ranks=list(options.global_ranks_in_group or []),
+        options=ours,
+    )
+    if not decided.delegate_reason and not decided.spans_hosts:
+        return decided.build()
+    if is_part and ours.delegate == "mpi":
+        _refuse_mpi(options.group_id, decided.delegate_reason)
+    if decided.delegate_reason:
+        _tell_delegate(ours.delegate, decided.delegate_reason, options)
+    chosen = addresses.chosen(decided.network)
+    _alive.announce(options.store, options.group_rank, chosen, agreed=bool(decided.network))
+    return decided.build(*_delegate.make(ours.delegate, options, decided, chosen))
+
+
+def _refuse_mpi(group: str, reason: str) -> NoReturn:
+    import torch.distributed as dist
+
+    raise dist.DistBackendError(
+        f"sagellm: group '{group}' needs a delegate ({reason}), and all ranks of the job have to make one of MPI; use "
+        "torch.distributed.new_group"
+    )
+
+
+#: Switches for a whole process, see docs/fusion.md, determinism.md and choosing.md: variable and option.
+#: The last of two for one option counts.
+SWITCHES = {
+    "SAGELLM_FUSION": "fusion",
+    "SAGELLM_STRICT": "strict",
+    "SAGELLM_MEASURE_LINK": "measure_link",
+    "TORCH_NCCL_BLOCKING_WAIT": "blocking_wait",
+    "SAGELLM_BLOCKING_WAIT": "blocking_wait",
+}
+#: Overrides the option ``on_device_failure``, see docs/devices.md.
+ON_DEVICE_FAILURE = "SAGELLM_ON_DEVICE_FAILURE"
+_BOOLEANS = {"0": False, "off": False, "false": False, "no": False, "1": True, "on": True, "true": True, "yes": True}
+
+
+def inherited(extension: ModuleType, options: Any) -> Any:
+    """The options of a group that is made without any, as by ``new_group(ranks)`` or a ``DeviceMesh``.
+
+    Of our groups that have all its ranks, so that each of these finds the same one, the default group's count, or else
+    those of the group that was made first. Without such a group they are the defaults.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    ranks = set(options.global_ranks_in_group or [])
+    groups = list(c10d._world.pg_map)
+    default = c10d.GroupMember.WORLD
+    if default in groups:
+        groups.insert(0, groups.pop(groups.index(default)))
+    for group in groups:
+        members = c10d._world.pg_group_ranks.get(group)
+        if not ranks or members is None or not ranks <= set(members):
+            continue
+        for device in group._device_types:
+            backend = group._get_backend(device)
+            if isinstance(backend, extension.SageBackend):
+                found = backend.options.__copy__()
+                found._as_gloo, found._attempt = False, ""
+                return found
+    return extension.Options()
+
+
+def _settings(extension: ModuleType, given: Any) -> Any:
+    """A copy of the user's options, or the defaults, in which the environment's switches override them."""
+    ours = given.__copy__() if isinstance(given, extension.Options) else extension.Options()
+    for variable, option in SWITCHES.items():
+        text = os.environ.get(variable, "").strip().lower()
+        if text and text not in _BOOLEANS:
+            raise ValueError(f"sagellm: {variable}={text!r}, expected 1 or 0 (on or off)")
+        if text:
+            setattr(ours, option, _BOOLEANS[text])
+    return ours
+
+
+def _vendor(text: str) -> str:
+    """The option ``vendor`` as the core reads it, which knows the names and checks it before any rank meets another: a
+    name in small letters, which the file of its library may follow.
+    """
+    name, colon, library = text.strip().partition(":")
+    return name.lower() + colon + library
+
+
+def _detach_flight_recorder() -> None:
+    """Disables torch's generic flight recorder, unless the user enabled it by ``TORCH_FR_BUFFER_SIZE``.
+
+    It costs 1.5 us per synchronous call, and when a group fails it writes its trace on a thread that needs the
+    interpreter: a program that ends meanwhile is aborted. torch (from 2.15 on) attaches it right after this creator
+    returned, to every backend that is not in this set.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    size = os.environ.get("TORCH_FR_BUFFER_SIZE") or os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE") or "0"
+    backends = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", None)
+    if isinstance(backends, set):
+        if size.isdigit() and int(size) > 0:
+            backends.discard(NAME)
+        else:
+            backends.add(NAME)
+    if not (size.isdigit() and int(size) > 0):
+        from torch_sagellm.observe import recorder
+
+        recorder.install()
+
+
+def _step_at_exit(extension: ModuleType) -> None:
+    """Ends the core's threads before the interpreter exits: once per process, and only where groups were made."""
+    if _at_exit.acquire(blocking=False):
+        atexit.register(extension.at_exit)
+
+
+def _tell_delegate(delegate: str, reason: str, options: Any) -> None:
+    """Warns once per job, for the first such group of its rank 0; the others are logged at a lower level."""
+    import logging
+
+    from torch_sagellm.observe import log
+
+    first = options.group_rank == 0 and _told.acquire(blocking=False)
+    log.logger.log(
+        logging.WARNING if first else logging.INFO,
+        "group %s of %d ranks is served by torch's %s instead of shared memory: %s",
+        options.group_id,
+        options.group_size,
+        delegate,
+        reason,
+    )
+
+
+def _log_versions(extension: ModuleType) -> None:
+    import torch
+
+    from torch_sagellm import _load
+    from torch_sagellm.observe import log
+
+    where = getattr(extension, "__file__", "unknown")
+    log.logger.debug("version %s under torch %s, extension %s", _load.version(), torch.__version__, where)

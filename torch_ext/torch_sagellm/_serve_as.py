@@ -1,0 +1,201 @@
+"""The name "gloo", served by this package, for programs that insist on it. All that is patched in torch is here.
+
+torch 2.15 keeps the creators of its own backends in ``Backend._plugins``; 2.11 to 2.13 call the class
+``ProcessGroupGloo`` of ``torch.distributed.distributed_c10d``, and check that what they get is one. Both are replaced
+where they exist, and so is the name in ``torch.distributed``. For ``isinstance`` our groups are of that class, and
+``create_device`` goes on working. The link between hosts and delegates use torch's own gloo (``_delegate``), which is
+taken from torch's extension module and never patched.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+#: Set to "gloo", it does what ``serve_as("gloo")`` does, as soon as torch is imported.
+VARIABLE = "SAGELLM_AS"
+NAMES = ("gloo",)
+CLASS = "ProcessGroupGloo"
+#: Attributes of torch that were replaced, with their original values; empty while none is replaced.
+_replaced: list[tuple[Any, str, Any]] = []
+#: Taken once and never released: the log says once per process that sagellm serves the name.
+_told = threading.Lock()
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """The facts that the creator of a group reads, for a group that is made by calling the class."""
+
+    store: Any
+    group_rank: int
+    group_size: int
+    timeout: timedelta
+    group_id: str = ""
+    global_ranks_in_group: tuple[int, ...] = ()
+
+
+def serve_as(name: str = "gloo") -> None:
+    """Makes every group that this process asks for under the name "gloo" from now on a group of this package.
+
+    That holds for ``init_process_group``, ``new_group``, ``DeviceMesh``, "cpu:gloo,cuda:nccl" and calls of the class
+    ``ProcessGroupGloo``. ``get_backend()`` goes on saying "gloo", so that programs' own checks hold; the log says once
+    that sagellm serves them, and ``describe()`` of each backend says so too. All ranks of a group must do the same.
+    Existing groups do not change. A second call does nothing. ``SAGELLM_AS=gloo`` in the environment does the same.
+
+    A ValueError for another name, a RuntimeError where this torch makes its groups in a way that is not known here.
+
+    Example::
+
+        torch_sagellm.serve_as("gloo")  # before the program makes its groups
+        assert dist.get_backend(dist.new_group(backend="gloo")) == "gloo"  # served by this package
+    """
+    if name not in NAMES:
+        raise ValueError(f"sagellm serve_as: {name!r} cannot be served, expected one of {', '.join(NAMES)}")
+    import torch
+    from torch import distributed
+    from torch.distributed import distributed_c10d as c10d
+
+    if _replaced:
+        return
+    if not distributed.is_gloo_available():
+        raise RuntimeError("sagellm serve_as: this torch was built without gloo, whose name is to be served")
+    plugins = getattr(c10d.Backend, "_plugins", {})
+    kept = hasattr(c10d.Backend, "_ensure_backend_registered")
+    if kept:
+        c10d.Backend._ensure_backend_registered(name)  # otherwise torch would later replace our creator by its own
+    if (kept and name.upper() not in plugins) or not hasattr(c10d, CLASS):
+        raise RuntimeError(
+            f"sagellm serve_as: torch {torch.__version__} has no {CLASS} in torch.distributed.distributed_c10d, or no "
+            f'creator of {name!r} in Backend._plugins, which would be replaced; ask for the backend "sagellm" instead'
+        )
+    served = _class()
+    for module in (c10d, distributed):
+        if hasattr(module, CLASS):
+            _replace(module, CLASS, served)
+    if name.upper() in plugins:
+        _replaced.append((plugins, name.upper(), plugins[name.upper()]))
+        plugins[name.upper()] = c10d.Backend._BackendPlugin(_create, True)
+
+
+def serves() -> bool:
+    """Whether groups called "gloo" are made by this package."""
+    return bool(_replaced)
+
+
+def stop() -> None:
+    """Gives the name back to torch; existing groups do not change."""
+    while _replaced:
+        holder, name, before = _replaced.pop()
+        if isinstance(holder, dict):
+            holder[name] = before
+        else:
+            setattr(holder, name, before)
+
+
+@contextmanager
+def serving(name: str = "gloo") -> Iterator[None]:
+    """``serve_as`` while a block runs."""
+    serve_as(name)
+    try:
+        yield
+    finally:
+        stop()
+
+
+def from_environment() -> None:
+    """Does what ``SAGELLM_AS`` says, if it is set."""
+    name = os.environ.get(VARIABLE, "").strip().lower()
+    if name:
+        if name not in NAMES:
+            raise ValueError(f"sagellm: {VARIABLE}={name!r}, expected one of {', '.join(NAMES)}, or unset")
+        serve_as(name)
+
+
+def _replace(holder: Any, name: str, value: Any) -> None:
+    _replaced.append((holder, name, getattr(holder, name)))
+    setattr(holder, name, value)
+
+
+def real() -> Any:
+    """torch's own class, also while its name is served here."""
+    from torch._C import _distributed_c10d
+
+    return getattr(_distributed_c10d, CLASS)
+
+
+def _create(options: Any, pg_options: Any = None) -> Any:
+    """Makes the backend of a group that is asked for as "gloo"; torch calls it."""
+    from torch_sagellm import _load, _register
+    from torch_sagellm.observe import log
+
+    if getattr(options, "enable_reconfigure", False):
+        log.logger.info("group %s is torch's gloo, because it is asked for with enable_reconfigure", options.group_id)
+        theirs = next(before for holder, _, before in _replaced if isinstance(holder, dict))
+        return theirs.creator_fn(options, pg_options)
+    extension = _load.extension()
+    log.configure(extension)
+    if _told.acquire(blocking=False):
+        log.logger.info("groups called 'gloo' are served by sagellm in this process")
+    ours = extension.Options
+    if pg_options is not None and not isinstance(pg_options, ours):
+        log.logger.info(
+            "group %s: the devices and threads in the options of gloo are not used, because ranks of one host share "
+            "memory, and gloo between hosts takes its interface from GLOO_SOCKET_IFNAME",
+            options.group_id,
+        )
+        pg_options = None
+    given = _register.inherited(extension, options) if pg_options is None else pg_options.__copy__()
+    given._as_gloo = True
+    return _register.create(options, given)
+
+
+def _class() -> Any:
+    """A subclass of torch's class; calling it makes a group of ours."""
+    base = real()
+    base_options = base._Options
+
+    class Meta(type(base)):  # type: ignore[misc]  # torch's class has no annotations
+        def __instancecheck__(cls, instance: Any) -> bool:
+            from torch_sagellm import _load
+
+            ours = _load.extension().SageBackend
+            return isinstance(instance, base) or (isinstance(instance, ours) and instance.options._as_gloo)
+
+    class OptionsMeta(type(base_options)):  # type: ignore[misc]  # the same
+        def __instancecheck__(cls, instance: Any) -> bool:
+            from torch_sagellm import _load
+
+            ours = _load.extension().Options
+            return isinstance(instance, base_options) or (isinstance(instance, ours) and instance._as_gloo)
+
+    class Options(base_options, metaclass=OptionsMeta):  # type: ignore[misc, valid-type]  # the same
+        """torch's options; for ``isinstance`` those of our groups that were asked for as gloo are such, too."""
+
+    class ProcessGroupGloo(base, metaclass=Meta):  # type: ignore[misc, valid-type]  # torch's class has no annotations
+        """torch's class with our groups: see ``torch_sagellm.serve_as``."""
+
+        def __new__(
+            cls, store: Any, rank: int, size: int, timeout: Any = None, enable_reconfigure: bool = False, **more: Any
+        ) -> Any:
+            given = more.pop("options", None)
+            if timeout is not None and not isinstance(timeout, timedelta):
+                given, timeout = timeout, None  # the form with an options object
+            if given is not None:
+                timeout = given._timeout
+            if enable_reconfigure:
+                return base(store, rank, size, timeout=timeout, enable_reconfigure=True)
+            if timeout is None:
+                from torch.distributed.constants import default_pg_timeout
+
+                timeout = default_pg_timeout
+            return _create(_Facts(store, rank, size, timeout), given)
+
+    ProcessGroupGloo._Options = Options
+    ProcessGroupGloo.__module__ = base.__module__
+    ProcessGroupGloo.__qualname__ = CLASS
+    return ProcessGroupGloo

@@ -1,0 +1,214 @@
+"""Communication backends as objects, for serving engines and training frameworks, without c10d's argument forms.
+
+Each is a thin layer over one process group of this package (``group_choice`` finds or makes the group, ``comm_backend``
+has the methods). ``create_comm_backend`` returns the backend of a type.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torch_sagellm import _nearest
+from torch_sagellm.api.arguments import Seconds, as_timedelta, checked_number, soft_seconds
+from torch_sagellm.api.comm_backend import CommBackend, named_vendor
+from torch_sagellm.api.group_choice import is_alive
+from torch_sagellm.observe import log
+from torch_sagellm.topology import TopologyInfo, TopologyManager, option_of
+
+
+class CPUBackend(CommBackend):
+    """CPU tensors through shared memory on one host, over a link between hosts.
+
+    Example::
+
+        torch_sagellm.CPUBackend(dist.get_rank(), dist.get_world_size()).all_reduce(torch.ones(4))
+    """
+
+    backend_type = "cpu"
+
+
+class NCCLBackend(CommBackend):
+    """Tensors on NVIDIA GPUs through NCCL; CPU tensors as ``CPUBackend``.
+
+    Raises:
+        RuntimeError: this process has no device of type cuda. ``SAGELLM_VENDOR=nccl`` lets a device of another
+            type count as one.
+
+    Example::
+
+        comm = torch_sagellm.NCCLBackend(dist.get_rank(), dist.get_world_size())
+        comm.all_reduce(torch.ones(4, device="cuda"))
+    """
+
+    backend_type = "nccl"
+    vendor = "nccl"
+    device_type = "cuda"
+
+
+class HCCLBackend(CommBackend):
+    """Tensors on Ascend NPUs through HCCL; CPU tensors as ``CPUBackend``.
+
+    Raises:
+        RuntimeError: this process has no device of type npu. ``SAGELLM_VENDOR=hccl`` lets a device of another
+            type count as one.
+
+    Example::
+
+        comm = torch_sagellm.HCCLBackend(dist.get_rank(), dist.get_world_size())
+        comm.all_reduce(torch.ones(4, device="npu"))
+    """
+
+    backend_type = "hccl"
+    vendor = "hccl"
+    device_type = "npu"
+
+
+class CNCLBackend(CommBackend):
+    """Tensors on Cambricon MLUs through CNCL; CPU tensors as ``CPUBackend``.
+
+    Raises:
+        RuntimeError: this process has no device of type mlu. ``SAGELLM_VENDOR=cncl`` lets a device of another
+            type count as one.
+
+    Example::
+
+        comm = torch_sagellm.CNCLBackend(dist.get_rank(), dist.get_world_size())
+        comm.all_reduce(torch.ones(4, device="mlu"))
+    """
+
+    backend_type = "cncl"
+    vendor = "cncl"
+    device_type = "mlu"
+
+
+class GlooBackend(CommBackend):
+    """CPU tensors as ``CPUBackend``; tensors on a device through host memory, without the library of its vendor.
+
+    Example::
+
+        torch_sagellm.GlooBackend(dist.get_rank(), dist.get_world_size()).all_reduce(torch.ones(4))
+    """
+
+    backend_type = "gloo"
+    vendor = "host"
+
+
+BACKENDS: dict[str, type[CommBackend]] = {
+    each.backend_type: each for each in (CPUBackend, NCCLBackend, HCCLBackend, CNCLBackend, GlooBackend)
+}
+#: The type of backend for each kind of device.
+BY_DEVICE = {each.device_type: each.backend_type for each in BACKENDS.values() if each.device_type is not None}
+#: The backends that ``create_comm_backend`` has made, by its arguments.
+_made: dict[Any, CommBackend] = {}
+
+
+def create_comm_backend(
+    backend_type: str = "auto",
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    algorithm: str = "",
+    topology_manager: TopologyManager | TopologyInfo | None = None,
+    fusion: bool = True,
+    timeout: Seconds | None = None,
+    soft_timeout: Seconds | None = None,
+    retry: int = 0,
+) -> CommBackend:
+    """A communication backend over the ranks of this job.
+
+    It uses the running process group (or ``group``), a sibling of it over the same ranks where that is of another
+    backend or has other settings, or starts one from the environment that torchrun sets. Without either it is a group
+    of one rank. Equal arguments return the same object, as long as its group lives.
+
+    Args:
+        backend_type: "auto" (the library of this process's accelerator, or "cpu" where there is none; the backend's
+            ``reason``, its ``repr`` and the log say what was found), "cpu", "nccl", "hccl", "cncl", or "gloo" (tensors
+            on devices through host memory).
+        rank, world_size, group, algorithm, topology_manager, fusion, timeout, soft_timeout, retry: see
+            ``CommBackend``.
+
+    Raises:
+        ValueError: the name is unknown, or ``rank`` or ``world_size`` is not what the group says.
+        RuntimeError: the type needs a device that this process does not have.
+
+    Example::
+
+        comm = torch_sagellm.create_comm_backend()
+        total = comm.all_reduce(torch.ones(4))
+    """
+    asked = str(backend_type).lower()
+    chosen, why = _auto() if asked == "auto" else (asked, "")
+    if chosen not in BACKENDS:
+        near = _nearest.meant(asked, ["auto", *BACKENDS])
+        raise ValueError(f"sagellm: backend_type={backend_type!r}, expected one of auto, {', '.join(BACKENDS)}{near}")
+    checked_number("create_comm_backend", "retry", retry, least=0)
+    base = group if group is not None else (dist.group.WORLD if dist.is_initialized() else None)
+    # Forty seconds are as long as a timedelta of forty seconds.
+    waits = (None if timeout is None else as_timedelta(timeout), soft_seconds(soft_timeout))
+    key = (asked, chosen, rank, world_size, base, algorithm, option_of(topology_manager), fusion, *waits)
+    known = _made.get(key)
+    if known is not None and is_alive(known.group):
+        return known
+    made = BACKENDS[chosen](
+        rank,
+        world_size,
+        group=group,
+        algorithm=algorithm,
+        topology_manager=topology_manager,
+        fusion=fusion,
+        timeout=timeout,
+        soft_timeout=soft_timeout,
+        retry=retry,
+    )
+    if why:
+        made.reason = f"auto: {why}"
+    for stale in [each for each, backend in _made.items() if not is_alive(backend.group)]:
+        del _made[stale]
+    # A group that was started here is the default group from now on: the next call finds it there.
+    _made[(*key[:4], group if group is not None else dist.group.WORLD, *key[5:])] = made
+    return made
+
+
+def safe_all_reduce(
+    tensor: torch.Tensor, op: str = "sum", timeout: Seconds = 30.0, backend: CommBackend | None = None
+) -> torch.Tensor:
+    """Combines ``tensor`` over all ranks, in place, and returns it; never waits longer than ``timeout``.
+
+    On a device the call returns when it is queued, as every call of torch does there; where the deadline passes, the
+    next call in the group raises the error.
+
+    Args:
+        tensor: of the same shape and dtype on every rank.
+        op: "sum", "avg" ("mean"), "max", "min" or "prod".
+        timeout: in seconds, or as timedelta.
+        backend: the one of ``create_comm_backend()`` if None.
+
+    Raises:
+        CommTimeoutError: the deadline has passed; it names the ranks that are missing.
+        ValueError: the op is unknown. Nothing was sent.
+
+    Example::
+
+        torch_sagellm.safe_all_reduce(torch.ones(4), timeout=5)  # four times the number of ranks
+    """
+    return (create_comm_backend() if backend is None else backend).safe_all_reduce(tensor, op, timeout)
+
+
+def _auto() -> tuple[str, str]:
+    """The type of backend for this process, and why."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    named = named_vendor()
+    if found is None:
+        chosen, why = "cpu", "this process has no accelerator"
+    elif named in BY_DEVICE.values():
+        chosen, why = named, f"SAGELLM_VENDOR names it for devices of type {found.type}"
+    elif found.type in BY_DEVICE:
+        chosen, why = BY_DEVICE[found.type], f"this process has a device of type {found.type}"
+    else:
+        chosen, why = "gloo", f"no library is known for devices of type {found.type}: they go through host memory"
+    log.logger.info("backend_type 'auto' is %r: %s", chosen, why)
+    return chosen, why

@@ -1,0 +1,272 @@
+"""Lists of tensors that are reduced together, memory that is used again, and a report of what a block of code sends."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from types import MethodType, TracebackType
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import torch
+
+from torch_sagellm.api.arguments import checked_number, checked_result, is_real
+from torch_sagellm.observe import log, stats
+
+if TYPE_CHECKING:
+    from torch_sagellm.protocols.comm_backend import CommBackendProtocol
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+MB = 1_000_000
+
+
+class CommFusionBuffer:
+    """Collects tensors up to a size, and reduces all of them in one go.
+
+    Nothing is copied: the tensors are reduced where they lie, whatever their shapes, strides and dtypes, and numbers
+    are added as numbers of their dtype. All ranks add the same tensors in the same order.
+
+    Args:
+        max_size_mb: how much it takes, in millions of bytes.
+
+    Raises:
+        ValueError: ``max_size_mb`` is not more than 0.
+
+    Example::
+
+        comm = torch_sagellm.create_comm_backend()
+        gradients = [torch.ones(1000), torch.ones(10, dtype=torch.float64)]
+        buffer = torch_sagellm.CommFusionBuffer(max_size_mb=25)
+        for gradient in gradients:
+            if not buffer.add_tensor(gradient):
+                buffer.flush_and_all_reduce(comm)
+                buffer.add_tensor(gradient)
+        buffer.flush_and_all_reduce(comm)
+    """
+
+    def __init__(self, max_size_mb: float = 100) -> None:
+        if not is_real(max_size_mb) or not max_size_mb > 0:
+            raise ValueError(f"sagellm CommFusionBuffer: max_size_mb is {max_size_mb!r}, expected more than 0")
+        self.max_bytes = int(max_size_mb * MB)
+        self.tensors: list[torch.Tensor] = []
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def add_tensor(self, tensor: torch.Tensor) -> bool:
+        """Takes a tensor, or returns False where it does not fit any more.
+
+        A tensor that is larger than the whole buffer is taken where the buffer is empty: it then travels alone. A
+        TypeError where it is no tensor, and a ValueError where it is not dense, has no data, or is a lazily conjugated
+        or negated view.
+        """
+        checked_result("CommFusionBuffer", tensor)
+        if self.tensors and self.nbytes + tensor.nbytes > self.max_bytes:
+            return False
+        self.tensors.append(tensor)
+        self.nbytes += tensor.nbytes
+        return True
+
+    def flush_and_all_reduce(self, backend: CommBackendProtocol, op: str = "sum") -> list[torch.Tensor]:
+        """Reduces all tensors over all ranks, in place, empties the buffer and returns the tensors.
+
+        Where the backend refuses the call the tensors stay in the buffer.
+        """
+        reduced = backend.fused_all_reduce(self.tensors, op) if self.tensors else []
+        self.reset()
+        return reduced
+
+    def reset(self) -> None:
+        """Forgets all tensors, which stay as they are."""
+        self.tensors = []
+        self.nbytes = 0
+
+
+class CommunicationBuffer:
+    """Memory for messages that is allocated once and lent to one user at a time.
+
+    Args:
+        max_size: how many elements it holds.
+        dtype, device: of the elements.
+
+    Raises:
+        ValueError: ``max_size`` is less than 1.
+
+    Example::
+
+        buffer = torch_sagellm.CommunicationBuffer(1 << 20)
+        with buffer:
+            part = buffer.get_buffer(1000)  # a tensor of 1000 elements
+    """
+
+    def __init__(self, max_size: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> None:
+        checked_number("CommunicationBuffer", "max_size", max_size)
+        self.max_size = max_size
+        self._memory = torch.empty(max_size, dtype=dtype, device=device)
+        self._in_use = False
+
+    @property
+    def in_use(self) -> bool:
+        """True from ``get_buffer`` until ``release``."""
+        return self._in_use
+
+    def get_buffer(self, size: int) -> torch.Tensor:
+        """The first ``size`` elements, not set to anything.
+
+        Raises:
+            ValueError: "Buffer too small", where ``size`` is more than ``max_size``; or it is less than 0.
+            RuntimeError: another user has it, until ``release``.
+        """
+        checked_number("CommunicationBuffer", "size", size, least=0)
+        if size > self.max_size:
+            raise ValueError(f"Buffer too small: {size} elements are asked for, and it holds {self.max_size}")
+        if self._in_use:
+            raise RuntimeError("sagellm CommunicationBuffer: it is in use; call release() first")
+        self._in_use = True
+        return self._memory[:size]
+
+    def release(self) -> None:
+        """Ends the use of the tensor that ``get_buffer`` returned."""
+        self._in_use = False
+
+    def __enter__(self) -> CommunicationBuffer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def batch_all_reduce(
+    tensors: Sequence[torch.Tensor], op: str = "sum", backend: CommBackendProtocol | None = None
+) -> list[torch.Tensor]:
+    """Reduces every tensor of a list over all ranks, in place, in one go; returns the tensors.
+
+    ``backend`` is the one of ``create_comm_backend()`` if None.
+
+    Example::
+
+        torch_sagellm.batch_all_reduce([torch.ones(3), torch.ones(2, 2, dtype=torch.int64)], op="max")
+    """
+    if backend is None:
+        from torch_sagellm.api.backends import create_comm_backend
+
+        backend = create_comm_backend()
+    return backend.fused_all_reduce(tensors, op)
+
+
+@dataclass
+class CommReport:
+    """The communication of this process's groups between two moments.
+
+    Example::
+
+        with torch_sagellm.monitor_communication("one call") as report:
+            dist.all_reduce(torch.ones(4))
+        print(report.operations, report.nbytes, report.waiting)
+    """
+
+    name: str
+    #: Wall time in seconds.
+    seconds: float = 0.0
+    #: Operations that ended, by kind: how many.
+    operations: dict[str, int] = field(default_factory=dict)
+    #: Bytes that this rank passed to these operations or got from them, whichever is more.
+    nbytes: int = 0
+    #: Seconds that operations of this rank waited for other ranks, all of them together.
+    waiting: float = 0.0
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.operations.items())) or "no communication"
+        times = f"{self.seconds * 1e3:.2f} ms, of which operations waited {self.waiting * 1e3:.2f} ms for other ranks"
+        return f"{self.name}: {kinds}, {self.nbytes} bytes, {times}"
+
+
+class monitor_communication:  # in the spelling of a function, because it is used as one
+    """Counts the communication of this process's groups while a block or a function runs; logs it at level "info".
+
+    As a context it gives a ``CommReport``, which is filled at the end of the block; as a decorator, of functions and
+    methods, it keeps the report of the call that ended last in the function's attribute ``report``.
+
+    Example::
+
+        with torch_sagellm.monitor_communication("two calls") as report:
+            dist.all_reduce(torch.ones(4))
+            dist.barrier()
+        print(report)
+
+        @torch_sagellm.monitor_communication
+        def step():
+            dist.all_reduce(torch.ones(4))
+
+        step()
+        print(step.report)
+    """
+
+    def __init__(self, what: str | Callable[..., Any] = "communication") -> None:
+        self._function = what if callable(what) else None
+        name = getattr(what, "__qualname__", "communication") if callable(what) else what
+        self.report = CommReport(name)
+        if self._function is not None:
+            functools.update_wrapper(self, self._function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._function is None:
+            (function,) = args  # @monitor_communication("name")
+            named = monitor_communication(function)
+            named.report.name = self.report.name
+            return named
+        # A context for each call: calls may run within one another, and on several threads.
+        call = monitor_communication(self.report.name)
+        try:
+            with call:
+                return self._function(*args, **kwargs)
+        finally:
+            self.report = call.report
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        """Binds a decorated method to its object, as Python does with functions.
+
+        A static method and a context that a class holds stay as they are.
+        """
+        return MethodType(self, owner) if owner is not None and inspect.isfunction(self._function) else self
+
+    def __enter__(self) -> CommReport:
+        self.report = CommReport(self.report.name)
+        self._before = _totals()
+        self._began = perf_counter()
+        return self.report
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        report = self.report
+        report.seconds = perf_counter() - self._began
+        for op, after in _totals().items():
+            count, nbytes, waiting = (
+                new - old for new, old in zip(after, self._before.get(op, (0, 0, 0)), strict=True)
+            )
+            if count:
+                report.operations[op] = int(count)
+            report.nbytes += int(nbytes)
+            report.waiting += waiting / stats.MS / 1e3
+        log.logger.info("%s", report)
+
+
+def _totals() -> dict[str, tuple[float, float, float]]:
+    """Operations, bytes and nanoseconds of waiting by kind, over all groups of ours."""
+    import torch.distributed as dist
+
+    totals: dict[str, tuple[float, float, float]] = {}
+    if not dist.is_initialized():
+        return totals
+    for member in stats.members("all"):
+        for cell in member.backend._stats()["cells"]:
+            count, nbytes, waiting = totals.get(cell["kind"], (0, 0, 0))
+            totals[cell["kind"]] = (count + cell["count"], nbytes + cell["bytes"], waiting + cell["waiting"])
+    return totals

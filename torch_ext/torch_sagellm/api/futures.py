@@ -1,0 +1,80 @@
+"""The future of an asynchronous call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torch_sagellm.api.errors import translated, with_timeouts
+
+
+class CommFuture(torch.futures.Future[torch.Tensor]):  # type: ignore[misc]  # torch has no annotations for mypy
+    """The future of an asynchronous call: ``wait()`` returns its tensor, ``then`` chains what comes after it.
+
+    On a device ``wait()`` makes the current stream wait, as a Work of torch does. Messages that a delegate carries (all
+    of a group over several hosts) have no future of torch: functions that ``then`` chains to them run when ``wait()``
+    returns.
+
+    Example::
+
+        future = torch_sagellm.create_comm_backend().all_reduce(torch.ones(4), async_op=True)
+        total = future.wait()
+    """
+
+    def __init__(self, work: Any, result: torch.Tensor) -> None:
+        super().__init__(devices=None if result.is_cpu else [result.device])
+        self._work, self._result = work, result
+        self._ends_with_wait = False
+        if work is None:  # it has ended
+            self.set_result(result)
+            return
+        try:
+            inner = work.get_future()
+        except RuntimeError:  # gloo's sends and receives have none
+            self._ends_with_wait = True
+        else:
+            inner.add_done_callback(lambda ended: self._end(ended.value))
+
+    def _end(self, value: Callable[[], Any]) -> None:
+        """Ends this future with the result or the error of ``value``, which returns at once."""
+        try:
+            value()
+        except Exception as error:  # torch passes on only the text of the operation's error
+            failure = dist.DistBackendError(str(error))
+            found = translated(failure)
+            self.set_exception(error if found is failure else found)
+        else:
+            self.set_result(self._result)
+
+    def done(self) -> bool:
+        """Whether the operation has ended; functions chained by ``then`` may still run."""
+        return self._work is None or bool(self._work.is_completed())
+
+    def wait(self) -> torch.Tensor:
+        """The tensor, when the operation has ended; raises what the synchronous form would."""
+        if self._ends_with_wait:
+            if not super().done():
+                self._end(self._work.wait)
+            super().wait()
+        elif self._work is not None:
+            with_timeouts(self._work.wait)
+        return self._result
+
+    def value(self) -> torch.Tensor:
+        """The tensor of an operation that has ended, as after ``wait()``; a RuntimeError before that."""
+        if not self.done():
+            raise RuntimeError("sagellm: the operation has not ended yet; wait() waits for it and returns its tensor")
+        # The future of torch ends a moment later: on another thread, or, for a delegate's messages, in ``wait()``.
+        return self.wait()
+
+
+class Later:
+    """Gives a future of ours the methods of a Work, for ``CommFuture``."""
+
+    def __init__(self, future: torch.futures.Future[torch.Tensor]) -> None:
+        self.get_future = lambda: future
+        self.is_completed = future.done
+        self.wait = future.wait

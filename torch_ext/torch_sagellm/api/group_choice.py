@@ -1,0 +1,165 @@
+"""The process group that a backend works in: the running one, a new one over the same ranks, or one started here."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from torch_sagellm import _load
+from torch_sagellm.observe import log
+from torch_sagellm.observe import stats as statistics
+
+#: The variables of torchrun's environment that ``init_process_group`` needs.
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+#: Seconds between two attempts to make a group: doubled each time.
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 10.0
+Result = TypeVar("Result")
+
+
+class GroupSettings:
+    """The settings that a backend needs its group to have."""
+
+    def __init__(
+        self,
+        vendor: str | None,
+        algorithm: str,
+        topology: str,
+        fusion: bool,
+        timeout: timedelta | None,
+        soft_timeout: float | None,
+        retry: int,
+    ) -> None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        # Without a device every group carries the same tensors in the same way.
+        self.vendor = vendor if accelerator is not None else None
+        self.algorithm = algorithm
+        self.topology = topology
+        self.fusion = fusion
+        self.timeout = timeout
+        self.soft_timeout = soft_timeout
+        self.retry = retry
+
+    def hold_for(self, backend: Any) -> bool:
+        """Whether a group has these settings."""
+        options = backend.options
+        return bool(
+            (self.vendor is None or options.vendor.partition(":")[0] in (self.vendor, *self._also()))
+            and (not self.algorithm or options.algorithm == self.algorithm)
+            and (not self.topology or options.topology == self.topology)
+            and options.fusion == self.fusion
+            and (self.timeout is None or options._timeout == self.timeout)
+            and (self.soft_timeout is None or options.soft_timeout == self.soft_timeout)
+        )
+
+    def _also(self) -> tuple[str, ...]:
+        # "auto" finds a vendor's library by itself, never the way through host memory.
+        return () if self.vendor == "host" else ("auto",)
+
+    def options(self) -> Any:
+        return _load.extension().Options(
+            fusion=self.fusion,
+            algorithm=self.algorithm,
+            topology=self.topology,
+            soft_timeout=self.soft_timeout,
+            **({} if self.vendor is None else {"vendor": self.vendor}),
+        )
+
+
+def group_for(group: Any, rank: int | None, world_size: int | None, settings: GroupSettings, who: str) -> Any:
+    """The process group to work in: the one given, the default one, a sibling of it, or one that is started here."""
+    if group is None and not dist.is_initialized():
+        _start(rank, world_size, settings, who)
+    base = group if group is not None else dist.group.WORLD
+    if base is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"sagellm {who}: this process is no member of the group")
+    for name, given, found in (
+        ("rank", rank, dist.get_rank(base)),
+        ("world_size", world_size, dist.get_world_size(base)),
+    ):
+        if given is not None and given != found:
+            raise ValueError(f"sagellm {who}: {name} is {given}, and the process group says {found}")
+    ours = our_backend(base)
+    if ours is not None and settings.hold_for(ours):
+        return base
+    why = "is of another backend" if ours is None else "has other settings"
+    log.logger.info("%s makes a new group over the same ranks: the running one %s", who, why)
+    return _tried(
+        settings.retry,
+        who,
+        lambda: dist.new_group(
+            dist.get_process_group_ranks(base),
+            timeout=settings.timeout,
+            backend="sagellm",
+            pg_options=settings.options(),
+            use_local_synchronization=True,
+        ),
+    )
+
+
+def _tried(retry: int, who: str, make: Callable[[], Result]) -> Result:
+    """Makes a group, in several attempts if needed. A further attempt is safe, because no rank has the group yet."""
+    world = dist.distributed_c10d._world
+    number = world.group_count
+    for attempt in range(retry):
+        try:
+            return make()
+        except RuntimeError as error:  # of torch's store, or of the rendezvous; wrong arguments are ValueErrors
+            pause = min(FIRST_PAUSE * 2**attempt, LONGEST_PAUSE)
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            log.logger.warning(
+                "%s: making the group failed (%s); attempt %d of %d follows in %g s",
+                who,
+                text,
+                attempt + 2,
+                retry + 1,
+                pause,
+            )
+        # torch names groups by a count, which a failed attempt has raised: the ranks would look for different names.
+        world.group_count = number
+        time.sleep(pause)
+    return make()
+
+
+def _start(rank: int | None, world_size: int | None, settings: GroupSettings, who: str) -> None:
+    """Starts the default group: from torchrun's environment, or of this process alone."""
+    missing = [name for name in ENVIRONMENT if name not in os.environ]
+    common = {"timeout": settings.timeout, "pg_options": settings.options()}
+    if not missing:
+
+        def start() -> None:
+            dist.init_process_group(
+                "sagellm",
+                rank=-1 if rank is None else rank,
+                world_size=-1 if world_size is None else world_size,
+                **common,
+            )
+
+        _tried(settings.retry, who, start)
+        return
+    if (world_size or 1) > 1 or (rank or 0) > 0:
+        raise RuntimeError(
+            f"sagellm {who}: rank {rank} of {world_size} cannot meet the others, because there is no process group and "
+            f"{', '.join(missing)} is not in the environment. Start the program with torchrun, or call "
+            "init_process_group first"
+        )
+    dist.init_process_group("sagellm", store=dist.HashStore(), rank=0, world_size=1, **common)
+
+
+def our_backend(group: Any) -> Any:
+    """The backend of this package behind a group, or None."""
+    return statistics._backend(group)
+
+
+def is_alive(group: Any) -> bool:
+    """Whether the group has not been destroyed."""
+    try:
+        dist.get_world_size(group)
+    except (RuntimeError, ValueError):
+        return False
+    return bool(dist.is_initialized())

@@ -1,0 +1,381 @@
+"""Ranks that are objects of one process, for learning and tests: groups of the core, as processes have them.
+
+The ranks of a ``Topology`` meet over a store in memory and share memory, as processes of one host do. Their calls are
+collected here, because a loop over ranks makes them one after the other: when the last rank has made a call, the
+operation is issued on all ranks at once. The core is given copies, so that an operation that fails leaves no tensor
+half written. The core alone decides how data is moved and combined.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+import time
+from collections import deque
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torch_sagellm import _load, _register
+from torch_sagellm.api.arguments import (
+    Seconds,
+    as_timedelta,
+    checked_dense,
+    checked_op,
+    checked_tensor,
+    checked_written,
+    rows_of_slice,
+)
+from torch_sagellm.api.calls import ISSUE, Call, Operation, agree, reduction, share_memory, unset
+from torch_sagellm.api.errors import CommTimeoutError, with_timeouts
+from torch_sagellm.observe import log
+
+#: The most ranks that share memory on one host.
+MOST_RANKS = 256
+
+
+class Topology:
+    """All ranks of one process that form a group.
+
+    Args:
+        world_size: how many ranks, 1 to 256.
+        timeout: how long a call waits for the other ranks on any thread but the one that made the topology, in seconds
+            or as timedelta.
+    """
+
+    def __init__(self, world_size: int, timeout: Seconds) -> None:
+        if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= MOST_RANKS:
+            raise ValueError(f"sagellm: world_size is {world_size!r}, expected a number of ranks, 1 to {MOST_RANKS}")
+        self.world_size = world_size
+        self._timeout = as_timedelta(timeout)
+        #: Calls on this thread return at once.
+        self._maker = threading.current_thread()
+        _require_descriptors(world_size)
+        self._groups = _meet(world_size, self._timeout)
+        #: A group of one rank, where operations change nothing: the core checks each call there when it is made.
+        self.alone = _meet(1, self._timeout)[0]
+        #: Guards the tensors of all calls, also while an operation runs, and all below. Notified when calls end.
+        self.changed = threading.Condition()
+        #: How many collectives each rank has called.
+        self._counts = [0] * world_size
+        #: Collectives that some rank has not called yet, by number; messages of which one half is there, by their ranks
+        #: and tag; operations whose calls are all there.
+        self._collectives: dict[int, Operation] = {}
+        self._messages: dict[tuple[int, int, int], deque[Operation]] = {}
+        self._complete: list[Operation] = []
+        #: Calls that have not ended, in the order in which they were made.
+        self._pending: list[Call] = []
+        #: Why no further call is accepted, as class and text: the error itself would keep its stack alive.
+        self._failure: tuple[type[dist.DistBackendError], str] | None = None
+
+    @property
+    def made_here(self) -> bool:
+        """Whether the calling thread made the topology."""
+        return threading.current_thread() is self._maker
+
+    def require_equal_counts(self, what: str) -> None:
+        """RuntimeError unless all ranks have called equally many collectives."""
+        with self.changed:
+            fewest, most = min(self._counts), max(self._counts)
+        if fewest != most:
+            raise RuntimeError(
+                f"sagellm {what}: rank {self._counts.index(fewest)} has called {fewest} collectives and rank "
+                f"{self._counts.index(most)} {most}, expected as many on every rank: make the missing calls first"
+            )
+
+    # ------------------------------------------------------------------------------------------- calls come in
+
+    def collective(self, call: Call) -> None:
+        """Takes a call as the next collective of its rank."""
+        with torch.inference_mode(), self.changed:  # in which every tensor may be written
+            self._refuse_if_unusable(call)
+            number = self._counts[call.rank] + 1
+            everyone = tuple(range(self.world_size))
+            operation = self._collectives.get(number) or Operation(f" as collective {number}", everyone)
+            self._join(call, operation)
+            self._counts[call.rank] = number
+            self._collectives[number] = operation
+            if not operation.missing():
+                del self._collectives[number]
+            self._go_on(call, operation)
+
+    def message(self, call: Call, source: int, destination: int, tag: int) -> None:
+        """Takes a send or a receive; those of two ranks and one tag match in the order in which they are called."""
+        with torch.inference_mode(), self.changed:  # in which every tensor may be written
+            self._refuse_if_unusable(call)
+            waiting = self._messages.get((source, destination, tag), deque())
+            matches = bool(waiting) and call.rank in waiting[0].missing()
+            operation = waiting[0] if matches else Operation("", (source, destination))
+            self._join(call, operation)
+            if matches:
+                waiting.popleft()
+            else:
+                waiting.append(operation)
+            self._messages[source, destination, tag] = waiting
+            if not waiting:
+                del self._messages[source, destination, tag]
+            self._go_on(call, operation)
+
+    def _refuse_if_unusable(self, call: Call) -> None:
+        if self._failure is not None:
+            raise self._told(call)
+        for other in self._pending:
+            theirs = other.result if other.rank != call.rank else None
+            if theirs is not None and (share_memory(theirs, call.source) or share_memory(theirs, call.result)):
+                raise ValueError(
+                    f"sagellm {call}: the tensor of rank {call.rank} shares memory with the one into which {other} of "
+                    f"rank {other.rank} will write, expected memory of its own for each rank: pass a clone"
+                )
+
+    def _join(self, call: Call, operation: Operation) -> None:
+        """Adds a call to its operation. One that does not agree with the first fails all ranks.
+
+        An error in copying the call's tensors leaves everything as it was: the call counts as not made.
+        """
+        first = next(iter(operation.calls.values()), None)
+        if first is not None and not agree(first, call):
+            error = dist.DistBackendError(
+                f"sagellm: rank {call.rank} called {call}{operation.place}, but rank {first.rank} called {first}. "
+                "Every rank must call the same operations in the same order, with the same shapes and dtypes"
+            )
+            self._fail(error)
+            raise error
+        call.after = [
+            earlier
+            for earlier in self._pending
+            if earlier.result is not None
+            and (share_memory(earlier.result, call.source) or share_memory(earlier.result, call.result))
+        ]
+        if not call.after:
+            call.take()
+        operation.calls[call.rank] = call
+        self._pending.append(call)
+        if not operation.missing():
+            self._complete.append(operation)
+
+    def _go_on(self, call: Call, operation: Operation) -> None:
+        """Runs what can run, and waits for the call to end, except on the thread that made the topology."""
+        while (ready := next((each for each in self._complete if not each.unfinished()), None)) is not None:
+            self._complete.remove(ready)
+            self._run(ready)
+        if self.made_here:
+            return
+        until = time.monotonic() + self._timeout.total_seconds()
+        while not call.released and self._failure is None:
+            if (left := until - time.monotonic()) <= 0:
+                error = CommTimeoutError(self._overdue(call, operation))
+                self._fail(error)
+                raise error
+            self.changed.wait(left)
+        if not call.released:
+            raise self._told(call)
+
+    def _overdue(self, call: Call, operation: Operation) -> str:
+        """The error at the deadline: names the ranks that have not made the call that this one waits for."""
+        head = f"sagellm: rank {call.rank} Timed out after {self._timeout.total_seconds():g} s in {call}"
+        seen = [operation]
+        while not (missing := operation.missing()):
+            # All its calls are there, so one of them waits for an earlier call.
+            earlier = operation.unfinished()[0]
+            head += f", which waits for {earlier} of rank {earlier.rank}"
+            operation = next(each for each in self._unfinished() if each.calls.get(earlier.rank) is earlier)
+            if operation in seen:
+                return f"{head}: these calls wait for each other's results"
+            seen.append(operation)
+        said = "; ".join(self._absence(rank, operation) for rank in missing)
+        return f"{head}{operation.place}: {said}. Where a rank needs longer, pass a larger timeout"
+
+    def _absence(self, rank: int, operation: Operation) -> str:
+        if operation.place:
+            return f"rank {rank} (in this process) has not called it, only {self._counts[rank]} collectives"
+        return f"rank {rank} (in this process) has not called its {'send' if rank == operation.ranks[0] else 'recv'}"
+
+    def _unfinished(self) -> list[Operation]:
+        waiting = [operation for queue in self._messages.values() for operation in queue]
+        return [*self._collectives.values(), *waiting, *self._complete]
+
+    # ------------------------------------------------------------------------------------------- operations run
+
+    def _run(self, operation: Operation) -> None:
+        """Runs an operation on all its ranks and stores its results; any failure fails all ranks."""
+        calls = [operation.calls[rank] for rank in operation.ranks]
+        try:
+            issued = [ISSUE[call.kind](self._groups[call.rank], call) for call in calls]
+            for work, _ in issued:
+                if work is not None:
+                    with_timeouts(work.wait)
+            for call, (_, result) in zip(calls, issued, strict=True):
+                if call.result is not None:
+                    call.result.copy_(result)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        for call in calls:
+            call.done = True
+            self._pending.remove(call)
+        # In the order in which they were made, so that each sees the results of the calls before it.
+        for call in self._pending:
+            if not call.taken and all(earlier.done for earlier in call.after):
+                call.take()
+        self.changed.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        """Ends all calls: tensors of the caller hold again what they held before."""
+        kind = CommTimeoutError if isinstance(error, CommTimeoutError) else dist.DistBackendError
+        self._failure = kind, str(error) or type(error).__name__
+        for call in self._pending:
+            if call.result is not None and call.before is not None:
+                call.result.copy_(call.before)
+        self._pending, self._complete, self._collectives, self._messages = [], [], {}, {}
+        # Parts of a failed operation that the core still has end with its group.
+        self._groups = []
+        self.changed.notify_all()
+
+    def _told(self, call: Call) -> Exception:
+        """The error of a call that the failure of another one ends or forbids."""
+        assert self._failure is not None
+        kind, why = self._failure
+        error: Exception = kind(
+            f"sagellm: {call} of rank {call.rank} cannot run, because the ranks of this process have failed: make new "
+            f"ones with create_ring_topology({self.world_size}). The failure was: {why}"
+        )
+        return error
+
+
+class Member:
+    """One rank of a topology, with the methods of a ``CommBackend`` for CPU tensors."""
+
+    def __init__(self, topology: Topology, rank: int) -> None:
+        self.topology = topology
+        self.rank = rank
+        self.world_size = topology.world_size
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        name = checked_op("all_reduce", op)
+        _require_dense("all_reduce", tensor)
+        with self.topology.changed:
+            self.topology.alone.allreduce([tensor], reduction(dist.AllreduceOptions(), name))
+        self._collective("all_reduce", tensor, f"op {name}", name, source=tensor, result=tensor)
+        return tensor
+
+    def broadcast(self, tensor: torch.Tensor, root_rank: int = 0) -> torch.Tensor:
+        self._require_rank("broadcast", "root_rank", root_rank)
+        self._require_movable("broadcast", tensor, written=True)
+        ours = {"source" if self.rank == root_rank else "result": tensor}
+        self._collective("broadcast", tensor, f"root_rank {root_rank}", root_rank, **ours)
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._require_movable("all_gather", tensor, written=False)
+        rows, rest = (tensor.shape[0], tensor.shape[1:]) if tensor.dim() else (1, tensor.shape)
+        result = unset((rows * self.world_size, *rest), tensor.dtype)
+        self._collective("all_gather", tensor, "", source=tensor, result=result)
+        return result
+
+    def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        name = checked_op("reduce_scatter", op)
+        _require_dense("reduce_scatter", tensor)
+        rows = rows_of_slice("reduce_scatter", tensor, self.world_size)
+        one = tensor.new_zeros(1)  # the op and the dtype are what the core can refuse here
+        with self.topology.changed:
+            self.topology.alone.reduce_scatter([one.clone()], [[one]], reduction(dist.ReduceScatterOptions(), name))
+        result = unset((rows, *tensor.shape[1:]), tensor.dtype)
+        self._collective("reduce_scatter", tensor, f"op {name}", name, source=tensor, result=result)
+        return result
+
+    def barrier(self) -> None:
+        self.topology.collective(Call(self.rank, "barrier"))
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> None:
+        self._message("send", "dst_rank", dst, tag, tensor)
+        call = Call(
+            self.rank, "send", tuple(tensor.shape), tensor.dtype, f"to rank {dst}, tag {tag}", (dst, tag), tensor
+        )
+        self.topology.message(call, self.rank, dst, tag)
+
+    def recv(self, tensor: torch.Tensor, src: int, tag: int = 0) -> torch.Tensor:
+        self._message("recv", "src_rank", src, tag, tensor)
+        text = f"from rank {src}, tag {tag}"
+        call = Call(self.rank, "recv", tuple(tensor.shape), tensor.dtype, text, (src, tag), result=tensor)
+        self.topology.message(call, src, self.rank, tag)
+        return tensor
+
+    def _collective(self, kind: str, tensor: torch.Tensor, arguments: str, option: Any = None, **tensors: Any) -> None:
+        call = Call(self.rank, kind, tuple(tensor.shape), tensor.dtype, arguments, option, **tensors)
+        self.topology.collective(call)
+
+    def _message(self, kind: str, what: str, peer: int, tag: int, tensor: torch.Tensor) -> None:
+        self._require_rank(kind, what, peer)
+        if peer == self.rank:
+            raise ValueError(f"sagellm {kind}: {what} is {peer}, which is this rank itself")
+        if tag < 0:
+            raise ValueError(f"sagellm {kind}: tag is {tag}, expected 0 or more")
+        self._require_movable(kind, tensor, written=kind == "recv")
+
+    def _require_rank(self, kind: str, what: str, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"sagellm {kind}: {what} is {rank}, expected 0 to {self.world_size - 1}")
+
+    def _require_movable(self, kind: str, tensor: torch.Tensor, written: bool) -> None:
+        _require_dense(kind, tensor)
+        if written:  # an input may share memory between its elements
+            checked_written(kind, tensor)
+        with self.topology.changed:
+            self.topology.alone.broadcast([tensor if written else tensor.new_zeros(1)], dist.BroadcastOptions())
+
+
+def _require_dense(kind: str, tensor: torch.Tensor) -> None:
+    checked_tensor(kind, tensor)
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        raise ValueError(
+            f"sagellm {kind}: got a {tensor.layout} tensor on {tensor.device}, expected a dense one on the CPU: ranks "
+            "of one process take no others"
+        )
+    checked_dense(kind, tensor)
+
+
+def _require_descriptors(world_size: int) -> None:
+    """RuntimeError where the limit of open files is too low for the ranks, before anything is opened."""
+    # A rank watches each rank by a descriptor. Two more each are open while they meet, and for its memory.
+    needed, used = world_size * (world_size + 3), len(os.listdir("/proc/self/fd"))
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != resource.RLIM_INFINITY and used + needed > limit:
+        raise RuntimeError(
+            f"sagellm: {world_size} ranks of one process need {needed} file descriptors, and of the {limit} that this "
+            f"process may have {used} are in use; make fewer ranks, or raise the limit (ulimit -n)"
+        )
+
+
+def _meet(world_size: int, timeout: timedelta) -> list[Any]:
+    """The groups of ranks that meet over a store in memory, each on its own thread, because it waits for the others."""
+    extension = _load.extension()
+    log.configure(extension)
+    _register._step_at_exit(extension)
+    options = _register._settings(extension, None)
+    options.vendor = "host"  # CPU tensors need no library, and looking for one takes time
+    store, ranks = dist.HashStore(), list(range(world_size))
+    groups: dict[int, Any] = {}
+    errors: dict[int, BaseException] = {}
+
+    def meet(rank: int) -> None:
+        try:
+            decided = extension.rendezvous(
+                store, rank, world_size, timeout, group_name="in-process", global_ranks=ranks, options=options
+            )
+            if decided.delegate_reason:
+                raise RuntimeError(f"sagellm: the ranks of this process cannot share memory: {decided.delegate_reason}")
+            groups[rank] = decided.build()
+        except BaseException as error:  # it is raised below, on the thread that asked
+            errors[rank] = error
+
+    threads = [threading.Thread(target=meet, args=(rank,), name=f"rank {rank}", daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors.values():
+        raise error
+    return [groups[rank] for rank in ranks]

@@ -1,0 +1,467 @@
+"""Going on after ranks died: the survivors find out who is left, agree on it, and get a group of their own.
+
+The survivors talk through the store of the group that failed, in rounds. In a round each rank that calls tells what it
+sees; the members are decided by one write that only the first writer wins (``compare_set``); the members build a group;
+and whether all of them have it is decided in the same way. If a member dies meanwhile, all go on to the next round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from torch_sagellm import _alive
+from torch_sagellm.api.errors import CommTimeoutError
+from torch_sagellm.observe import log
+from torch_sagellm.observe import stats as statistics
+
+Result = TypeVar("Result")
+
+#: torch's flag of a shrink: what the old group is still doing ends with an error.
+ABORT = 1
+#: Seconds between two looks at the store.
+PAUSE = 0.02
+#: Seconds after which the end of a process is known for sure, unless its host is silent.
+NOTICED = 2.0
+#: Seconds after which the hosts of ranks that have not called are asked for them; most ranks call within that time.
+QUIET = 0.2
+PREFIX = "sagellm/recover"
+
+
+def recover(group: Any = None, timeout: float | timedelta = 30.0, leave_silent: bool = False) -> dist.ProcessGroup:
+    """Makes a group of the ranks that are left, after a rank died or an operation failed. Survivors call it together.
+
+    Every rank of ``group`` that is alive calls it, usually where it catches the error of an operation. They agree on
+    who is left, however many die meanwhile, and return when all of them have the new group, or all have an error.
+
+    - Ranks are counted anew, from 0, in the old order. If ``group`` is the default group, the new one takes its place:
+      ``get_rank()`` and ``get_world_size()`` tell the new numbers, and torch ends all other groups, which are made
+      again by ``new_group``. Otherwise the new group has the old group's global ranks without the ranks that are gone.
+    - Tensors are as the failed operation left them: its outputs may hold anything. Go on from a state
+      that all members have, such as the last step or a checkpoint.
+    - On a group in which nothing has failed, and no rank is gone, it returns ``group`` itself. If something has failed,
+      but no rank is gone (a timeout, different calls), it returns a new group of the same ranks.
+    - The new group serves the devices that the old one served. On those that a vendor's library carries it makes a new
+      communicator at its first call there: the failure has ended the old one, which the library could shrink otherwise
+      (``dist.shrink_group``).
+    - Alone it returns a group of one rank.
+    - A rank that is alive and does not call (because it is stopped, or busy elsewhere) is never left out: after
+      ``timeout`` all others get a ``CommTimeoutError`` that names it, and may call again.
+    - Whether the process of a rank is there is known at once on its own host, and to other hosts by a port that each
+      process of a group over several hosts, or under a delegate, opens for that. So ranks that were killed are found
+      within a second, also where they are all of a host. A rank of another host that has left the group, and whose
+      process goes on, is one that is alive and does not call.
+    - A rank is left out only on evidence that its process has ended. A host that has gone away without a word (its
+      power, its network) is not told from one that is cut off and goes on: after ``timeout`` all others get a
+      ``CommTimeoutError`` that names its ranks. If you know that they are gone, call again with ``leave_silent=True``
+      on all ranks that are left. The same holds for a rank that could open no port, of which it has warned.
+    - A rank that was left out and calls later gets an error.
+
+    The store of the group must still be there: with torchrun it is, in the launcher; a store that lived in a rank's
+    process ends with that rank. A group with ``enable_reconfigure`` is torch's own, which has ``reconfigure``.
+
+    Args:
+        group: the group that failed; None the default group.
+        timeout: seconds (or a timedelta) for each of the steps: until the others have called, and until they have the
+            new group. Longer than a live rank needs to notice the failure and call.
+        leave_silent: ranks that have not called within ``timeout``, and of which nothing says that they are alive,
+            count as gone. If they live, two groups go on. The same on all ranks.
+
+    Raises:
+        CommTimeoutError: a rank that is not known to be gone did not call, or did not build the group, in time; or the
+            store did not answer.
+        torch.distributed.DistBackendError: the others went on without this rank; the store is gone; the new group could
+            not be made.
+        ValueError: the group is of another backend, or this process is no member of it.
+
+    Example::
+
+        try:
+            dist.all_reduce(gradient)
+        except dist.DistBackendError:
+            torch_sagellm.recover()
+            ...  # load the last checkpoint; get_rank() and get_world_size() are new
+    """
+    base = dist.group.WORLD if group is None else group
+    if base is None or base is dist.GroupMember.NON_GROUP_MEMBER or base not in c10d._world.pg_map:
+        raise ValueError("sagellm recover: this process is no member of the group, or the group was destroyed")
+    backend = statistics._backend(base)
+    if backend is None:
+        raise ValueError(
+            f"sagellm recover: the group is of backend {dist.get_backend(base)!r}, expected one that sagellm serves"
+        )
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if seconds <= 0:
+        raise ValueError(f"sagellm recover: timeout is {timeout}, expected more than 0 seconds")
+    with _Requests(seconds) as requests:
+        members, made = _converse(backend, requests, seconds, leave_silent)
+    if made is None:
+        return base
+    return _take_over(base, backend, members, made)
+
+
+def _converse(backend: Any, requests: _Requests, seconds: float, leave_silent: bool) -> tuple[list[int], Any]:
+    with _alive.Watch() as watch:
+        return _Conversation(backend, requests, watch, seconds, leave_silent).run()
+
+
+def _take_over(base: Any, backend: Any, members: list[int], made: Any) -> Any:
+    """Puts the new backend into torch's place of the old group, as ``shrink_group`` does; local."""
+    of_default = base is c10d._get_default_group()
+    ranks = dist.get_process_group_ranks(base)
+    gone = {ranks[place] for place in range(len(ranks)) if place not in members}
+    served = [kind for kind in base._device_types if statistics._own(base._get_backend(kind)) is backend]
+    info: Any = {"process_group": base, "is_default_group": of_default}
+    new = c10d._finalize_shrunk_group(info, gone, made)
+    for kind in served:
+        if kind not in new._device_types:  # torch puts it in place for one kind of device alone
+            new._register_backend(kind, dist.ProcessGroup.BackendType.CUSTOM, made)
+    if of_default:
+        # torch keeps the old global ranks beside the new numbers; later groups are asked for by the new ones.
+        c10d._world.pg_group_ranks[new] = {rank: rank for rank in range(made.size())}
+    log.logger.warning("recovered: ranks %s of %d go on as a group of %d", members, len(ranks), made.size())
+    return new
+
+
+class _Requests:
+    """Requests to a store, on a thread of their own: its client has no deadline where the server does not answer."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._asked: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name="sagellm-recover-store", daemon=True).start()
+
+    def __enter__(self) -> _Requests:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._asked.put(None)
+
+    def _serve(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            request, answer = asked
+            try:
+                answer.put((request(), None))
+            except BaseException as error:  # handed to the thread that asked
+                answer.put((None, error))
+
+    def ask(self, request: Callable[[], Result]) -> Result:
+        """What the request returns."""
+        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._asked.put((request, answer))
+        where = "Start the ranks with torchrun, whose launcher holds the store, so that no rank's end takes it away"
+        try:
+            value, error = answer.get(timeout=self.seconds)
+        except queue.Empty:
+            text = (
+                f"sagellm recover: Timed out after {self.seconds:g} s: the store of the group does not answer. {where}"
+            )
+            raise CommTimeoutError(text) from None
+        if error is not None:
+            text = f"sagellm recover: the store of the group is gone ({str(error).splitlines()[0]}). {where}"
+            raise dist.DistBackendError(text) from error
+        found: Result = value
+        return found
+
+
+@dataclass
+class _Heard:
+    """What the ranks have told in one round."""
+
+    read: set[int] = field(default_factory=set)
+    #: The ranks that called, and those that built their group.
+    called: set[int] = field(default_factory=set)
+    built: set[int] = field(default_factory=set)
+    #: Ranks that some rank knows to be gone; by rank, those whose process it sees to be there.
+    gone: set[int] = field(default_factory=set)
+    sees: dict[int, set[int]] = field(default_factory=dict)
+    #: Some rank's group has failed.
+    faulty: bool = False
+    #: Why a rank could not build its group.
+    failed: dict[int, str] = field(default_factory=dict)
+
+    def alive(self) -> set[int]:
+        """Ranks whose process is there, as one says that is there itself."""
+        return {seen for rank, seen_by in self.sees.items() if rank not in self.gone for seen in seen_by}
+
+
+class _Conversation:
+    """One rank's part of a recovery."""
+
+    def __init__(
+        self, backend: Any, requests: _Requests, watch: _alive.Watch, seconds: float, leave_silent: bool
+    ) -> None:
+        self.backend, self.requests, self.watch, self.seconds = backend, requests, watch, seconds
+        self.leave_silent = leave_silent
+        self.rank = int(backend.rank())
+        self.candidates = list(range(backend.size()))
+        self.faulty = bool(backend._has_failed())
+        store = backend._store
+        self.store = requests.ask(lambda: _own_connection(store))
+        self.round = 0
+        self.heard = _Heard()
+        self.told: dict[str, Any] = {}
+
+    # ------------------------------------------------------------------------------------------------- the rounds
+
+    def run(self) -> tuple[list[int], Any]:
+        """The members, as ranks of the old group, and the new backend; None for it where nothing has to be made."""
+        self._end_what_is_under_way()
+        self._skip_past_rounds()
+        for _ in range(len(self.candidates) + 1):
+            self.heard, self.told = _Heard(), {}
+            members, fresh = self._agree_on_members()
+            if not fresh:
+                return members, None
+            made = self._build(members)
+            if made is not None:
+                return members, made
+            self.candidates = members
+            self.round += 1
+        raise dist.DistBackendError("sagellm recover: every attempt lost another rank; call it again")
+
+    def _end_what_is_under_way(self) -> None:
+        """Notifies the others: one may wait for this rank in an operation that does not need the dead ranks."""
+        if not self.faulty and not self.backend._watched(True):
+            return
+        if self.backend.delegate_reason:
+            self.backend.shutdown()  # gloo cannot abort, but its connections close
+        else:
+            self.backend.abort()
+
+    def _skip_past_rounds(self) -> None:
+        """Goes to the first round that has not ended, and keeps to the members of those before it."""
+        while (decided := self._read("members")) is not None:
+            members, fresh = self._members(decided)
+            outcome = self._read("outcome") if fresh else "again"
+            if outcome is None:
+                return
+            if outcome == "all":
+                raise dist.DistBackendError("sagellm recover: this group was recovered already; use the new one")
+            self.candidates = members
+            self.round += 1
+
+    def _members(self, decided: str) -> tuple[list[int], bool]:
+        try:
+            found = json.loads(decided)
+            members, fresh = list(map(int, found["members"])), bool(found["fresh"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise dist.DistBackendError(
+                f"sagellm recover: the store of the group holds no list of members, but {decided[:100]!r}. Somebody "
+                "else writes into it"
+            ) from error
+        if self.rank not in members:
+            raise dist.DistBackendError(
+                f"sagellm recover: the other ranks went on without rank {self.rank}: {members} are the "
+                "members of the new group. End this process, or start it again as a new rank"
+            )
+        return members, fresh
+
+    def _agree_on_members(self) -> tuple[list[int], bool]:
+        """Waits until every candidate has called or is known to be gone; then the first to say so decides for all."""
+        begin = time.monotonic()
+        while True:
+            late = time.monotonic() >= begin + self.seconds
+            self._look(set(self.candidates) - self.heard.called, begin)
+            self._tell(called=True, faulty=self.faulty)
+            self._listen()
+            missing = set(self.candidates) - self.heard.called - self.heard.gone
+            waited_for = missing & self.heard.alive() if self.leave_silent else missing
+            if late and waited_for:
+                raise CommTimeoutError(self._silent(sorted(waited_for), "called torch_sagellm.recover()"))
+            if late or not missing:
+                members = [rank for rank in self.candidates if rank in self.heard.called - self.heard.gone]
+                fresh = len(members) < self.backend.size() or self.heard.faulty
+                return self._members(self._decide("members", json.dumps({"members": members, "fresh": fresh})))
+            decided = self._read("members")
+            if decided is not None:
+                return self._members(decided)
+            time.sleep(PAUSE)
+
+    def _build(self, members: list[int]) -> Any:
+        """The new backend when every member has it; None if one died meanwhile, and an error if it cannot be made."""
+        building = _Building(self.backend, members, self.seconds, self.round)
+        begin = time.monotonic()
+        failing = None
+        while True:
+            self._look(set(members) - self.heard.built, begin)
+            self._tell(built=building.done() and building.error is None, failed=building.failure())
+            self._listen()
+            outcome = self._read("outcome")
+            if outcome is None and self.heard.gone & set(members):
+                outcome = self._decide("outcome", "again")
+            elif outcome is None and self.heard.failed and failing is None:
+                failing = time.monotonic()  # because somebody died, perhaps, which is noticed in under a second
+            elif outcome is None and failing is not None and time.monotonic() >= failing + NOTICED:
+                rank, text = min(self.heard.failed.items())
+                outcome = self._decide("outcome", f"sagellm recover: rank {rank} could not make the new group: {text}")
+            elif outcome is None and self.heard.built >= set(members):
+                outcome = self._decide("outcome", "all")
+            elif outcome is None and time.monotonic() >= begin + self.seconds:
+                silent = [rank for rank in members if rank not in self.heard.built]
+                outcome = self._decide("outcome", self._silent(silent, "built the new group"))
+            if outcome == "all":
+                return building.take(self.backend.options._timeout)
+            if outcome == "again":
+                return None
+            if outcome is not None:
+                kind = CommTimeoutError if "Timed out after" in outcome else dist.DistBackendError
+                raise kind(outcome)
+            building.wait(PAUSE)
+
+    def _look(self, waited_for: set[int], since: float) -> None:
+        """Asks the hosts of ranks that are waited for, and are not on this one, whether their processes are there."""
+        if time.monotonic() >= since + QUIET:
+            here = {self.rank, *self.backend._watched(True), *self.backend._watched(False)}
+            for rank in waited_for - here - self.heard.gone:
+                if self.watch.asks(rank):
+                    self.watch.follow(rank, self._get(f"{_alive.PREFIX}/{rank}") or "")
+        self.watch.look()
+
+    def _silent(self, ranks: list[int], what: str) -> str:
+        alive = self.heard.alive()
+        states = {rank: "alive" if rank in alive else "not known to be gone" for rank in ranks}
+        who = ", ".join(f"rank {rank} ({state})" for rank, state in states.items())
+        text = (
+            f"sagellm recover: Timed out after {self.seconds:g} s: {who} of the group's {self.backend.size()} ranks "
+            f"has not {what}. "
+        )
+        if set(states.values()) == {"alive"}:
+            what = "It is stopped, or busy elsewhere: end it or let it go on"
+        else:
+            what = (
+                "Nothing says that its process has ended: its host does not answer, perhaps because it is down or cut "
+                "off. End it or let it go on; if you know that it is gone, leave it out by leave_silent=True"
+            )
+        return f"{text}{what}, and call recover again on all ranks that are left"
+
+    # -------------------------------------------------------------------------------------------------- the store
+
+    def _key(self, name: str) -> str:
+        return f"{PREFIX}/{self.round}/{name}"
+
+    def _read(self, name: str) -> str | None:
+        return self._get(self._key(name))
+
+    def _get(self, key: str) -> str | None:
+        def read() -> str | None:
+            return _plain(self.store.get(key)) if self.store.check([key]) else None
+
+        return self.requests.ask(read)
+
+    def _decide(self, name: str, value: str) -> str:
+        """What the first rank decided, which may be this one."""
+        key = self._key(name)
+        return self.requests.ask(lambda: _plain(self.store.compare_set(key, "", value)))
+
+    def _tell(self, **facts: Any) -> None:
+        """Tells the others, where it has changed: what this rank did, and whom it sees."""
+        gone = self.watch.gone.union(self.backend._watched(True))
+        sees = self.watch.alive.union(self.backend._watched(False))
+        news = {"rank": self.rank, "gone": sorted(gone), "sees": sorted(sees), **facts}
+        if news == self.told:
+            return
+        self.told = news
+
+        def tell() -> None:
+            # A place of its own in the list, taken first: a rank that dies in between leaves an empty one.
+            place = self.store.add(self._key("news"), 1)
+            self.store.set(self._key(f"news/{place}"), json.dumps(news))
+
+        self.requests.ask(tell)
+
+    def _listen(self) -> None:
+        """Reads what is new. An empty place is not waited for; it is read again the next time."""
+
+        def listen() -> dict[int, str]:
+            count = self.store.add(self._key("news"), 0)
+            keys = {place: self._key(f"news/{place}") for place in range(1, count + 1) if place not in self.heard.read}
+            return {place: _plain(self.store.get(key)) for place, key in keys.items() if self.store.check([key])}
+
+        for place, text in self.requests.ask(listen).items():
+            self.heard.read.add(place)
+            # Whoever reaches the store may have written it.
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                self._note(json.loads(text))
+
+    def _note(self, news: dict[str, Any]) -> None:
+        rank, gone, sees = int(news["rank"]), set(map(int, news["gone"])), set(map(int, news["sees"]))
+        self.heard.faulty |= bool(news.get("faulty"))
+        self.heard.gone.update(gone)
+        self.heard.sees[rank] = sees
+        if news.get("called"):
+            self.heard.called.add(rank)
+        if news.get("built"):
+            self.heard.built.add(rank)
+        if news.get("failed"):
+            self.heard.failed[rank] = str(news["failed"])
+
+
+def _plain(value: bytes) -> str:
+    """A value of the store, to which anyone may write who reaches it: without what a terminal obeys."""
+    return "".join(each if each.isprintable() else "?" for each in value.decode(errors="replace"))
+
+
+class _Building:
+    """Makes the new backend on a thread of its own, so that a member that dies meanwhile does not block the caller."""
+
+    def __init__(self, backend: Any, members: list[int], seconds: float, attempt: int) -> None:
+        self.backend = backend
+        self.error: BaseException | None = None
+        self._made: Any = None
+        self._ended = threading.Event()
+        options = backend.options.__copy__()
+        options._timeout = timedelta(seconds=seconds)
+        # A thread of an attempt that was given up may still wait for the same ranks.
+        options._attempt = str(attempt)
+        without = [rank for rank in range(backend.size()) if rank not in members]
+        threading.Thread(target=self._run, args=(without, options), name="sagellm-recover-group", daemon=True).start()
+
+    def _run(self, without: list[int], options: Any) -> None:
+        made = None
+        try:
+            made = self.backend.shrink(without, ABORT, options)
+        except BaseException as error:  # told to all members
+            self.error = error
+        self._made = made
+        self._ended.set()
+
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+    def failure(self) -> str:
+        return "" if self.error is None else str(self.error)
+
+    def wait(self, seconds: float) -> None:
+        if self.done():
+            time.sleep(seconds)
+        else:
+            self._ended.wait(seconds)
+
+    def take(self, timeout: timedelta) -> Any:
+        """The backend, with the timeout of the old one for its operations."""
+        self._made._set_default_timeout(timeout)
+        return self._made
+
+
+def _own_connection(store: Any) -> Any:
+    """The same keys through a connection of its own: another thread may be blocked in a request of the program's."""
+    inner = store
+    while isinstance(inner, dist.PrefixStore):
+        inner = inner.underlying_store
+    if not isinstance(inner, dist.TCPStore):
+        return store
+    # Where the server has ended, torch would try to connect until the timeout of the store.
+    socket.create_connection((inner.host, inner.port)).close()
+    return store.clone() if hasattr(store, "clone") else store

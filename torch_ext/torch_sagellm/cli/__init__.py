@@ -1,0 +1,1 @@
+"""The command line, `python -m torch_sagellm`: doctor, tune, table, explain, simulate."""

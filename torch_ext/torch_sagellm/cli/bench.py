@@ -1,0 +1,348 @@
+"""``torch-sagellm bench``: times and bandwidths of collectives in the table of nccl-tests.
+
+Every size is checked on known values first. Then all groups (ours, and torch's gloo where it is compared) run it in
+turns, forwards and backwards, so that a slow moment of the machine meets both. A time is that of one call, averaged
+over the iterations, on the slowest rank. `benchmarks/` has the measurements with histories and statistics.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch_sagellm._units import show_size
+from torch_sagellm.cli import chart, collectives
+from torch_sagellm.cli import ranks as processes
+from torch_sagellm.cli.show import Bar, paint
+from torch_sagellm.cli.simulate import parse_sizes
+
+HELP = "measure collectives: size, time, algbw, busbw, wrong values; compare with gloo"
+DESCRIPTION = """Measures collectives and prints the table of nccl-tests, on CPU tensors or with --device on those of an
+accelerator; the head says what carried them, and each row whether that was a simulator. Starts its own ranks on this
+host, or measures between those of torchrun where it runs under it. Sizes are those of the whole tensor (the output of
+a gather, the input of a scatter). algbw is size by time; busbw, which compares with the speed of a link, is algbw
+times 2(n-1)/n for all_reduce, (n-1)/n for all_gather, reduce_scatter, all_to_all, gather and scatter, 1 for the
+others. Exits with 1 when a value was wrong or a rank failed."""
+EXAMPLES = """examples:
+  torch-sagellm bench                                     all_reduce between two ranks, 8 bytes to 64 MiB
+  torch-sagellm bench --preset quick --compare gloo       1, 10 and 100 MB, 10 warm-ups, 100 iterations, beside gloo
+  torch-sagellm bench --op all --ranks 4 --sizes 4KiB..4MiB
+  torch-sagellm bench --plot                              also draws the bandwidths here; --plot bw.png needs matplotlib
+  torch-sagellm bench --device cuda --ranks 4             each rank on the device of its number
+  torchrun --nproc-per-node=2 -m torch_sagellm bench --op all_gather
+"""
+CPU = "cpu"
+#: In the names of the libraries that tests/simulators builds.
+SIMULATOR = "libsagellm_sim_"
+OURS = "sagellm"
+BACKENDS = ("gloo", "mpi", "ucc")
+#: Seconds after which ranks are ended, so that a hanging measurement ends.
+LIMIT = 3600.0
+SET_UP_SECONDS = 120.0
+
+
+class Preset(NamedTuple):
+    """Sizes in bytes, and calls before and in each measurement."""
+
+    sizes: list[int]
+    warmup: int
+    iterations: int
+
+
+DEFAULT = Preset(parse_sizes("8..64MiB:8"), 5, 20)
+PRESETS = {"quick": Preset([10**6, 10**7, 10**8], 10, 100)}
+
+
+@dataclass(frozen=True)
+class Job:
+    """The measurement that the arguments ask for."""
+
+    ops: list[str]
+    sizes: list[int]
+    dtype: str
+    redop: str
+    warmup: int
+    iterations: int
+    backends: list[str]
+    #: "cpu", or torch's name of the accelerator.
+    device: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operation at one size on one backend. Seconds of a call on the slowest rank; GB/s are 10^9 bytes.
+
+    ``carrier`` says what carried tensors of a device; empty on the CPU. ``simulated``: figures of a simulator, which
+    say nothing about a device.
+    """
+
+    op: str
+    backend: str
+    size: int
+    count: int
+    dtype: str
+    redop: str
+    seconds: float
+    algbw: float
+    busbw: float
+    wrong: int
+    device: str = CPU
+    carrier: str = ""
+    simulated: bool = False
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--op", default="all_reduce", choices=[*collectives.OPS, "all"], help="the collective, or all (all_reduce)"
+    )
+    parser.add_argument("--sizes", type=parse_sizes, help="bytes of the whole tensor: 8,4KiB..16MiB:2 (8..64MiB:8)")
+    parser.add_argument("--dtype", default="float32", choices=collectives.DTYPES, help="element type (float32)")
+    parser.add_argument("--redop", default="sum", choices=list(collectives.REDUCTIONS), help="how to combine (sum)")
+    parser.add_argument(
+        "--device", default=CPU, help="where the tensors are: cpu, or cuda, npu, mlu as torch names it (cpu)"
+    )
+    parser.add_argument("--ranks", type=_positive, default=2, help="ranks to start on this host (2)")
+    parser.add_argument("--warmup", type=_positive, help="calls before the timed ones (5)")
+    parser.add_argument("--iterations", type=_positive, help="timed calls (20)")
+    parser.add_argument("--preset", choices=list(PRESETS), help="quick: 1, 10, 100 MB, 10 warm-ups, 100 iterations")
+    parser.add_argument("--compare", choices=BACKENDS, help="measure this backend of torch as well")
+    parser.add_argument(
+        "--plot",
+        nargs="?",
+        const=chart.HERE,
+        metavar="FILE",
+        help="draw the bandwidths here, or into a picture (.png, .svg)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures as JSON")
+
+
+def job_of(parsed: argparse.Namespace) -> Job:
+    """The job that the arguments ask for; they go before a preset's values."""
+    base = PRESETS[parsed.preset] if parsed.preset else DEFAULT
+    return Job(
+        ops=list(collectives.OPS) if parsed.op == "all" else [parsed.op],
+        sizes=parsed.sizes or base.sizes,
+        dtype=parsed.dtype,
+        redop=parsed.redop,
+        warmup=parsed.warmup or base.warmup,
+        iterations=parsed.iterations or base.iterations,
+        backends=[OURS] + ([parsed.compare] if parsed.compare else []),
+        device=parsed.device,
+    )
+
+
+def run(parsed: argparse.Namespace) -> int:
+    if parsed.plot:
+        chart.check(parsed.plot)
+    if parsed.json and not parsed.json.parent.is_dir():
+        raise ValueError(f"--json {parsed.json}: there is no folder {parsed.json.parent}")
+    job = job_of(parsed)
+    _check_device(job)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        rows = _under_a_launcher(job)
+    else:
+        rows = _with_own_ranks(job, parsed.ranks)
+    if rows is None:
+        return 1
+    wrong = sum(row.wrong for row in rows)
+    if int(os.environ.get("RANK", 0)) == 0:
+        if wrong:
+            print(paint(f"# {wrong} wrong values", "red"))
+        if parsed.json:
+            parsed.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+        if parsed.plot:
+            chart.plot(parsed.plot, _series(rows))
+    return 1 if wrong else 0
+
+
+def _check_device(job: Job) -> None:
+    """Before anything is started."""
+    import torch
+
+    if job.device == CPU:
+        return
+    if len(job.backends) > 1:
+        raise ValueError(f"--compare {job.backends[1]}: it is compared on CPU tensors only, without --device")
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or found.type != job.device:
+        sees = "no accelerator" if found is None else f"the accelerator {found.type}"
+        raise ValueError(
+            f"--device {job.device}: torch sees {sees} here; expected cpu, or the name of one that it sees"
+        )
+
+
+def _series(rows: list[Row]) -> dict[str, list[tuple[int, float]]]:
+    """By name of a line in the chart: size and bus bandwidth."""
+    names = {row.backend for row in rows}
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        name = f"{row.op}, {row.backend}" if len(names) > 1 else row.op
+        found.setdefault(name, []).append((row.size, row.busbw))
+    return found
+
+
+def _under_a_launcher(job: Job) -> list[Row] | None:
+    """In a rank that torchrun or another launcher has started."""
+    import torch.distributed as dist
+
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    _choose_device(job, local)
+    dist.init_process_group(OURS)
+    try:
+        return measure(job)
+    finally:
+        dist.destroy_process_group()
+
+
+def _with_own_ranks(job: Job, count: int) -> list[Row] | None:
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    words = json.dumps(asdict(job))
+    ended, store = processes.run("bench", count, words, seconds=LIMIT, environment=environment, shown=True)
+    failed = [f"rank {rank} {one.failure}" for rank, one in enumerate(ended) if one.failure]
+    if failed:
+        print(f"torch-sagellm bench: {', '.join(failed)}", file=sys.stderr)
+        return None
+    return [Row(**row) for row in json.loads(store.get("rows"))]
+
+
+def run_rank(rank: int, count: int, port: int, words: str) -> int:
+    """One rank of the measurement; rank 0 prints, and leaves its rows in the store."""
+    import torch.distributed as dist
+
+    job = Job(**json.loads(words))
+    _choose_device(job, rank)
+    store = processes.join(OURS, rank, count, port, SET_UP_SECONDS)
+    rows = measure(job)
+    if rank == 0:
+        store.set("rows", json.dumps([asdict(row) for row in rows]))
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------- inside a rank
+
+
+def _choose_device(job: Job, place: int) -> None:
+    """Makes the device of this rank's number on its host current; where there are fewer, ranks share them."""
+    import torch
+
+    if job.device != CPU:
+        torch.accelerator.set_device_index(place % torch.accelerator.device_count())
+
+
+def _carrier(job: Job) -> str:
+    """What carries tensors of the device in the default group; empty on the CPU."""
+    from torch_sagellm.observe import explain
+
+    return "" if job.device == CPU else explain.carrier(explain.backend_of(), job.device)
+
+
+def _come_to_an_end(job: Job) -> None:
+    """Waits for the calls that are under way on the device."""
+    import torch
+
+    if job.device != CPU:
+        torch.accelerator.synchronize()
+
+
+def measure(job: Job) -> list[Row]:
+    """Measures everything over the default group; rank 0 prints as it goes. The same rows on every rank."""
+    import torch.distributed as dist
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    groups = {name: dist.group.WORLD if name == OURS else dist.new_group(backend=name) for name in job.backends}
+    cells = [(op, size) for op in job.ops for size in job.sizes]
+    bar = Bar(len(cells), visible=rank == 0)
+    rows: list[Row] = []
+    carrier = _carrier(job)
+    if rank == 0:
+        print("\n".join(_head(job, ranks, carrier)), flush=True)
+    for at, (op, size) in enumerate(cells):
+        bar.show(at, f"{op} {show_size(size)}")
+        found = _measure_cell(job, groups, collectives.make(op, size, job.dtype, job.redop, job.device), carrier)
+        rows += found
+        bar.end()
+        if rank == 0:
+            print(line(found), flush=True)
+    return rows
+
+
+def _measure_cell(job: Job, groups: dict[str, Any], case: collectives.Case, carrier: str) -> list[Row]:
+    import torch
+    import torch.distributed as dist
+
+    wrong, times = dict.fromkeys(groups, 0), dict.fromkeys(groups, 0.0)
+    for name, group in groups.items():
+        wrong[name] = case.wrong(group)
+        for _ in range(job.warmup):
+            case.call(group)
+    first, second = (job.iterations + 1) // 2, job.iterations // 2
+    for name, count in [*((name, first) for name in groups), *((name, second) for name in reversed(list(groups)))]:
+        group = groups[name]
+        _come_to_an_end(job)
+        dist.barrier(group)
+        began = time.perf_counter()
+        for _ in range(count):
+            case.call(group)
+        _come_to_an_end(job)
+        times[name] += time.perf_counter() - began
+    slowest = torch.tensor([times[name] / job.iterations for name in groups], dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    all_wrong = torch.tensor([wrong[name] for name in groups])
+    dist.all_reduce(all_wrong)
+    return [
+        _row(case, job, name, seconds, amount, carrier)
+        for name, seconds, amount in zip(groups, slowest.tolist(), all_wrong.tolist(), strict=True)
+    ]
+
+
+def _row(case: collectives.Case, job: Job, backend: str, seconds: float, wrong: int, carrier: str) -> Row:
+    algbw = case.size / seconds / 1e9
+    redop = job.redop if case.op in collectives.REDUCING else "none"
+    busbw, simulated = algbw * case.bus_factor, SIMULATOR in carrier
+    figures = (seconds, algbw, busbw, wrong)
+    return Row(case.op, backend, case.size, case.count, job.dtype, redop, *figures, job.device, carrier, simulated)
+
+
+def _head(job: Job, ranks: int, carrier: str) -> list[str]:
+    other = job.backends[1:]
+    names = f"{'size':>12} {'count':>12} {'type':>9} {'redop':>6} {'time':>11} {'algbw':>8} {'busbw':>8} {'wrong':>6}"
+    units = f"{'(B)':>12} {'(elements)':>12} {'':>9} {'':>6} {'(us)':>11} {'(GB/s)':>8} {'(GB/s)':>8} {'':>6}"
+    for name in other:
+        names += f" {name + ' time':>11} {'busbw':>8} {'wrong':>6} {'ratio':>7}"
+        units += f" {'(us)':>11} {'(GB/s)':>8} {'':>6} {'':>7}"
+    who = f"# {', '.join(job.ops)}; {ranks} ranks; {job.warmup} warm-ups, {job.iterations} iterations; checked"
+    heads = [who, f"#{'op':<15}{names}", f"#{'':<15}{units}"]
+    if job.device != CPU:
+        heads.insert(1, f"# {job.device} tensors {carrier}")
+    if SIMULATOR in carrier:
+        heads.insert(2, "# by a SIMULATOR of the library: the times are those of this program, not of any device")
+    return heads
+
+
+def line(found: list[Row]) -> str:
+    """One line of the table: the first backend's row, and the columns of the other backend."""
+    own = found[0]
+    text = f" {own.op:<15}{own.size:>12} {own.count:>12} {own.dtype:>9} {own.redop:>6} {_figures(own)}"
+    for other in found[1:]:
+        text += f" {_figures(other, False)} {other.seconds / own.seconds:>6.2f}x"
+    return text + ("  simulator" if own.simulated else "")
+
+
+def _figures(row: Row, with_algbw: bool = True) -> str:
+    wrong = paint(f"{row.wrong:>6}", "red" if row.wrong else "")
+    middle = f" {row.algbw:>8.3f}" if with_algbw else ""
+    return f"{row.seconds * 1e6:>11.2f}{middle} {row.busbw:>8.3f} {wrong}"

@@ -1,0 +1,66 @@
+"""Charts of bandwidth over size: a picture by matplotlib, or bars of characters for the terminal."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch_sagellm._units import show_size
+
+HERE = "-"
+#: By name of a line: size in bytes, and GB/s.
+Series = Mapping[str, Sequence[tuple[int, float]]]
+
+
+def check(target: str) -> None:
+    """ValueError, before anything is measured, where the chart could not be drawn."""
+    if target == HERE:
+        return
+    path = Path(target)
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ValueError(
+            f"--plot {target} needs matplotlib, which is not installed (pip install matplotlib); "
+            "--plot alone draws in the terminal without it"
+        ) from None
+    if not path.parent.is_dir():
+        raise ValueError(f"--plot {target}: there is no folder {path.parent}")
+
+
+def plot(target: str, series: Series) -> None:
+    """Draws into the file, or here."""
+    if target == HERE:
+        print("\n".join(bars(series, shutil.get_terminal_size((100, 24)).columns)))
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panel = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    for name, points in series.items():
+        panel.plot([size for size, _ in points], [speed for _, speed in points], marker="o", label=name)
+    panel.set(xlabel="bytes", ylabel="busbw (GB/s)", xscale="log", yscale="log")
+    panel.grid(alpha=0.3)
+    panel.legend(fontsize="small")
+    figure.savefig(target, dpi=120)
+    pyplot.close(figure)
+    print(f"# chart in {target}")
+
+
+def bars(series: Series, width: int) -> list[str]:
+    """A bar for each size and name, as long as its bandwidth; the largest fills the line of ``width`` characters."""
+    most = max((speed for points in series.values() for _, speed in points), default=0.0)
+    lines = [f"busbw in GB/s, up to {most:.3g}"]
+    names = max((len(name) for name in series), default=0)
+    room = max(10, width - names - 24)
+    for size in sorted({size for points in series.values() for size, _ in points}):
+        label = show_size(size)
+        for name, points in series.items():
+            for speed in (speed for at, speed in points if at == size):
+                length = round(room * speed / most) if most else 0
+                lines.append(f"{label:>10} {name:<{names}} {'#' * length or '|'} {speed:.3g}")
+                label = ""
+    return lines

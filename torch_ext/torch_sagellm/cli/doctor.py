@@ -1,0 +1,165 @@
+"""``torch-sagellm doctor``: facts of this machine, what to mend, and a self-test of two ranks."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import time
+from typing import Any
+
+from torch_sagellm.cli import checks, peer, ranks
+from torch_sagellm.cli.show import fact, paint
+
+HELP = "facts about this machine, what to mend, and a self-test of two ranks"
+DESCRIPTION = """Prints versions, usable cores, memory limits and kernel features, judges settings that often go
+wrong, each with its fix, and then lets two ranks on this host communicate for two seconds.
+
+Exits with 1 when a finding is an error or the self-test fails; warnings alone leave it at 0."""
+EXAMPLES = """examples:
+  torch-sagellm doctor                 facts, findings, then a short self-test
+  torch-sagellm doctor --no-self-test  without the self-test
+  torch-sagellm doctor --group-timeout 600 --rdzv-conf join_timeout=300 --stall 120
+  torchrun --nproc-per-node=1 -m torch_sagellm doctor --no-self-test   judges what torchrun passes
+  torch-sagellm doctor --listen        on one host, and on another: torch-sagellm doctor --peer FIRST_HOST
+  SAGELLM_LOG=debug torch-sagellm doctor
+"""
+RANKS = 2
+#: The self-test measures for this long; starting two interpreters with torch takes longer than that.
+MEASURE_SECONDS = 2.0
+START_SECONDS = 60.0
+SMALL, LARGE = 2, 1 << 20  # elements of four bytes: 8 B and 4 MiB
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--no-self-test", action="store_true", help="print the facts and findings, and end")
+    hosts = parser.add_argument_group(
+        "between two hosts, instead of all that",
+        "run `torch-sagellm doctor --listen` on one host and `torch-sagellm doctor --peer THAT_HOST` on the other, in "
+        "the environment of the job: each tells the other its addresses and connects to them, so both directions are "
+        "tried, at ports as in a job. For more hosts, try each against the one of rank 0.",
+    ).add_mutually_exclusive_group()
+    hosts.add_argument("--peer", type=_peer, metavar="HOST[:PORT]", help="ask the host that listens")
+    hosts.add_argument(
+        "--listen", type=int, nargs="?", const=peer.PORT, metavar="PORT", help=f"wait for one peer ({peer.PORT})"
+    )
+    judged = parser.add_argument_group("timeouts to judge, in seconds")
+    judged.add_argument(
+        "--group-timeout", type=float, default=checks.GROUP_TIMEOUT, help="of init_process_group (1800, torch's)"
+    )
+    judged.add_argument(
+        "--rdzv-conf", type=_rendezvous, default={}, metavar="KEY=VALUE,...", help="what torchrun is given"
+    )
+    judged.add_argument("--stall", type=float, help="what `torch-sagellm health --stall` is given")
+
+
+def _peer(text: str) -> tuple[str, int]:
+    try:
+        return peer.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _rendezvous(text: str) -> dict[str, float]:
+    try:
+        return checks.parse_rendezvous(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def run(parsed: argparse.Namespace) -> int:
+    from torch_sagellm import _load
+
+    if parsed.peer or parsed.listen is not None:
+        found = peer.connect(*parsed.peer) if parsed.peer else peer.listen(parsed.listen)
+        _show(found)
+        return 1 if any(each.level == checks.ERROR for each in found) else 0
+    extension = _load.extension()
+    _facts(extension)
+    times = checks.Timeouts(parsed.group_timeout, parsed.rdzv_conf, parsed.stall)
+    facts = checks.gather(extension.doctor(), times)
+    fact("address for other hosts", facts.addresses.problem or " or ".join(facts.addresses.chosen("")) or "none")
+    found = checks.findings(facts)
+    _show(found)
+    tested = 0 if parsed.no_self_test else self_test()
+    return 1 if tested or any(each.level == checks.ERROR for each in found) else 0
+
+
+def _show(found: list[checks.Finding]) -> None:
+    for each in found:
+        print(paint(each.level, "red" if each.level == checks.ERROR else "yellow") + f": {each.what}")
+        print(f"  fix: {each.fix}", flush=True)
+    if not found:
+        fact("findings", paint("none", "green"))
+
+
+def _facts(extension: Any) -> None:
+    """Versions, then the core's facts about this machine."""
+    import torch
+
+    from torch_sagellm import _load, _serve_as
+
+    fact("sagellm", f"{_load.version()} ({getattr(extension, '__file__', 'built in')})")
+    fact("torch", f"{torch.__version__}, built for {extension.torch_version_built}")
+    fact("python", f"{platform.python_version()} ({sys.executable})")
+    for name, value in extension.doctor().items():
+        fact(name, value)
+    if _serve_as.serves():
+        fact("groups called gloo", f"are served by sagellm ({_serve_as.VARIABLE})")
+    for name in sorted(name for name in os.environ if name.startswith("SAGELLM_")):
+        fact(name, os.environ[name])
+
+
+def self_test() -> int:
+    """Two ranks of this program meet on the loopback interface; 0 when both report success."""
+    # torch's threads, which spin where they wait for work, would take the cores that the other rank is timed on.
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    ended, _ = ranks.run("doctor", RANKS, seconds=START_SECONDS + MEASURE_SECONDS, environment=environment)
+    for rank, one in enumerate(ended):
+        if one.failure:
+            fact(f"self-test, rank {rank}", f"FAILED, {one.failure}")
+        if one.output.strip():
+            print(one.output.rstrip(), flush=True)
+    failed = any(one.failure for one in ended)
+    fact("self-test", "FAILED" if failed else f"{RANKS} ranks: passed")
+    return 1 if failed else 0
+
+
+def run_rank(rank: int, count: int, port: int) -> int:
+    """One rank of the self-test: checks sums, and measures their time. Rank 0 prints."""
+    import torch
+    import torch.distributed as dist
+
+    ranks.join("sagellm", rank, count, port, 20.0)
+    for numbers, name in ((SMALL, "8 B"), (LARGE, "4 MiB")):
+        tensor = torch.full((numbers,), float(rank + 1))
+        dist.all_reduce(tensor)
+        wanted = float(sum(range(1, RANKS + 1)))
+        if not bool((tensor == wanted).all()):
+            print(f"all_reduce of {name}: expected {wanted}, got {tensor.unique().tolist()}")
+            return 1
+        times = _times(tensor)
+        if rank == 0:
+            fact(f"all_reduce of {name}", f"median {times[len(times) // 2] * 1e6:.1f} us of {len(times)}")
+    dist.destroy_process_group()
+    return 0
+
+
+def _times(tensor: Any) -> list[float]:
+    """Sorted seconds of repeated calls. Rank 0's clock alone decides when to stop; the data carries its decision."""
+    import torch
+    import torch.distributed as dist
+
+    times: list[float] = []
+    until = time.monotonic() + MEASURE_SECONDS / 2
+    again = torch.ones(1)
+    while again.item() > 0:
+        for _ in range(20):
+            tensor.zero_()  # sums in place would grow from call to call
+            started = time.perf_counter()
+            dist.all_reduce(tensor)
+            times.append(time.perf_counter() - started)
+        again.fill_(float(time.monotonic() < until))
+        dist.broadcast(again, src=0)
+    return sorted(times)

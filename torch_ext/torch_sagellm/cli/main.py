@@ -1,0 +1,161 @@
+"""The command line. Each command has its own module in this folder: its texts, ``add_arguments`` and ``run``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn, Protocol
+
+from torch_sagellm import _load, _nearest
+from torch_sagellm.cli import bench, doctor, explain, health, info, simulate, table, top, trace, tune
+
+
+class Command(Protocol):
+    """The names that the module of a command defines."""
+
+    #: One line, one paragraph, and lines of "examples:".
+    HELP: str
+    DESCRIPTION: str
+    EXAMPLES: str
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, parsed: argparse.Namespace) -> int: ...
+
+
+COMMANDS: dict[str, Any] = {
+    "info": info,
+    "doctor": doctor,
+    "bench": bench,
+    "health": health,
+    "top": top,
+    "trace": trace,
+    "simulate": simulate,
+    "tune": tune,
+    "table": table,
+    "explain": explain,
+}
+#: Commands that only read files: a probe that runs every few seconds must not import torch for that.
+WITHOUT_TORCH = ("health", "top", "trace")
+EXAMPLES = """examples:
+  torch-sagellm info                      versions, and what serves which tensors
+  torch-sagellm doctor                    facts about this machine, what to mend, and a short self-test
+  torch-sagellm bench --preset quick      1, 10 and 100 MB between two ranks of this host
+  torch-sagellm explain all_reduce 1MiB   the algorithm of an operation, and why
+  torch-sagellm COMMAND --help            what a command does, with examples
+
+`python -m torch_sagellm COMMAND` is the same.
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Prints an error in one line, with the nearest known word; the usage is in the help."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [str(each) for each in action.choices]
+            near = _nearest.meant(str(value), known)
+            raise argparse.ArgumentError(action, f"{value!r} is none of {', '.join(known)}{near}")
+
+    def options(self) -> list[str]:
+        """All options of this command, for the nearest one to a typo."""
+        return [name for action in self._actions for name in action.option_strings]
+
+
+def _parsers() -> tuple[Parser, dict[str, Parser]]:
+    """The parser, and those of the commands by name."""
+    parser = Parser(
+        prog="torch-sagellm",
+        description="A torch.distributed backend; its commands examine this machine and running jobs.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"torch-sagellm {_load.version()}")
+    commands = parser.add_subparsers(dest="command", metavar="command")
+    each: dict[str, Parser] = {}
+    for name, module in COMMANDS.items():
+        each[name] = commands.add_parser(
+            name,
+            help=module.HELP,
+            description=module.DESCRIPTION,
+            epilog=module.EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(each[name])
+    return parser, each
+
+
+def _parse(given: Sequence[str]) -> argparse.Namespace:
+    parser, commands = _parsers()
+    parsed, unknown = parser.parse_known_args(given)
+    if parsed.command is None and not unknown:
+        parser.error(f"which command? One of {', '.join(COMMANDS)}")
+    if unknown:
+        command = commands.get(parsed.command, parser)
+        near = _nearest.meant(unknown[0].partition("=")[0], _long(command.options()))
+        command.error(f"there is no {'option' if unknown[0].startswith('-') else 'argument'} {unknown[0]!r}{near}")
+    return parsed
+
+
+def _long(options: Iterable[str]) -> list[str]:
+    return [option for option in options if option.startswith("--")]
+
+
+def _run_rank(command: str, rank: str, count: str, port: str, *words: str) -> int:
+    """One rank of a command."""
+    from torch_sagellm.cli import measure
+
+    bodies: dict[str, Callable[..., int]] = {
+        "bench": bench.run_rank,
+        "doctor": doctor.run_rank,
+        "simulate": measure.run_rank,
+        "tune": tune.run_rank,
+    }
+    return bodies[command](int(rank), int(count), int(port), *words)
+
+
+def _prepare(command: str) -> None:
+    """Sets up commands that use torch: registers the backend's name, and sets the level of the log."""
+    if command in WITHOUT_TORCH:
+        return
+    import torch_sagellm
+    from torch_sagellm.observe import log
+
+    torch_sagellm._autoload()
+    log.configure(_load.extension())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs a command; returns its exit code: 0 for success, 2 for wrong arguments, others as its help says."""
+    given = sys.argv[1:] if arguments is None else arguments
+    # The command that `ranks.run` starts; no help lists it, because it is not for users.
+    if given[:1] == ["_rank"]:
+        _prepare("_rank")
+        return _run_rank(*given[1:])
+    parsed = _parse(given)
+    try:
+        _prepare(parsed.command)
+        code: int = COMMANDS[parsed.command].run(parsed)
+        sys.stdout.flush()
+        return code
+    except ImportError as error:
+        print(_said(parsed.command, str(error)), file=sys.stderr)
+        return 1
+    except ValueError as error:
+        print(_said(parsed.command, str(error)), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of a pipe, `head` for instance, has enough; Python would complain when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _said(command: str, text: str) -> str:
+    return text if text.startswith("sagellm") else f"torch-sagellm {command}: {text}"

@@ -1,0 +1,345 @@
+"""``torch-sagellm simulate``: predicts the times of the core's schedules on other machines.
+
+The times are those of ``src/select/cost.rs``, which evaluates the schedules that links execute. This file reads the
+arguments, prints the table and the sizes at which one algorithm overtakes another, and draws them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch_sagellm import _nearest, _units
+from torch_sagellm._units import BINARY, DECIMAL, show_size, show_time
+from torch_sagellm.cli.show import Bar
+
+HELP = "predicted times of collectives, by algorithm, size and number of ranks"
+DESCRIPTION = """Predicts the times of this package's schedules by a model of links (latency, time per byte) and of
+combining numbers, and prints them with the sizes at which one algorithm overtakes another. With --strategy it prints
+what a training step of a parallel strategy communicates instead: primitives, bytes of a rank, and predicted times."""
+EXAMPLES = """examples:
+  torch-sagellm simulate
+  torch-sagellm simulate --ranks 4,64,100000 --ranks-per-host 8 --sizes 8,4KiB,16MiB
+  torch-sagellm simulate --op all_gather --link 1ms,1Gbit --host 2us,10GB --reduce 20GB
+  torch-sagellm simulate --algorithms ring,direct --sizes 1KiB..1GiB --plot times.png
+  torch-sagellm simulate --ranks 2,4 --sizes 8,64KiB,1MiB --check
+  torch-sagellm simulate --strategy fsdp --params 7B --ranks 8,64
+  torch-sagellm simulate --strategy tp --layers 32 --hidden 4096 --sequence 4096 --batch 1
+
+sizes   8, 4KiB, 16MiB, 1GB; a range 1KiB..1GiB goes in steps of 4, 1KiB..1GiB:2 in steps of 2. Counted are the
+        vector of all_reduce, broadcast and reduce; all blocks together of all_gather, reduce_scatter, gather and
+        scatter; what one rank has for all ranks of all_to_all.
+links   LATENCY,SPEED[,OVERHEAD]: the time until an empty message has arrived (ns, us, ms, s); the speed in each
+        direction in bytes (10GB) or bits (1Gbit) per second; what each further message sent at the same moment costs.
+        Left out, the overhead is 5 us, or the latency where that is less.
+"""
+TIME_UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+SPEED_UNITS = {name: float(factor) for name, factor in (*DECIMAL, *BINARY)}
+SPEED_UNITS |= {f"{prefix}bit": factor / 8 for prefix, factor in (("k", 1e3), ("M", 1e6), ("G", 1e9))}
+#: The seconds of an overhead that is not given: about the processor time of a send over TCP.
+DEFAULT_OVERHEAD = 5e-6
+MOST_RANKS = 100_000
+#: all_reduce inside hosts and between leaders, as the engine does it; several schedules, so `--check` leaves it out.
+TWO_LEVELS = "hierarchical"
+#: Crossover points are searched at this many sizes per doubling.
+PER_DOUBLING = 4
+
+
+@dataclass(frozen=True)
+class Link:
+    """Seconds of an empty message, seconds of a further one at the same moment, seconds per byte."""
+
+    alpha: float
+    overhead: float
+    beta: float
+
+    def numbers(self) -> tuple[float, float, float]:
+        return self.alpha, self.overhead, self.beta
+
+    def __str__(self) -> str:
+        speed = f"{1e-9 / self.beta:.3g} GB/s" if self.beta else "no limit"
+        return f"{show_time(self.alpha)}, {speed}, {show_time(self.overhead)} a further message"
+
+
+@dataclass(frozen=True)
+class Machine:
+    host: Link
+    network: Link
+    #: Seconds per byte that is combined.
+    gamma: float
+    ranks_per_host: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    seconds: float
+    segments: int
+
+
+def _number(text: str, units: dict[str, float], what: str) -> float:
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", text.strip())
+    if found is None or found[2] not in units:
+        known = ", ".join(unit for unit in units if unit)
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}: a number with one of {known}")
+    return float(found[1]) * units[found[2]]
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``4KiB``; the error is the one that argparse expects."""
+    try:
+        return _units.parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Bytes of ``8,4KiB..16MiB``, in ascending order, each once."""
+    sizes: set[int] = set()
+    for item in text.split(","):
+        first, dots, rest = item.partition("..")
+        if not dots:
+            sizes.add(parse_size(item))
+            continue
+        last, _, step = rest.partition(":")
+        size, end, factor = parse_size(first), parse_size(last), _number(step or "4", {"": 1.0}, "a step")
+        if size < 1 or end < size or factor < 1.1:
+            raise argparse.ArgumentTypeError(f"{item!r} is no range: LEAST..MOST or LEAST..MOST:STEP, with STEP over 1")
+        while size <= end:
+            sizes.add(size)
+            size = max(size + 1, round(size * factor))
+    return sorted(sizes)
+
+
+def parse_ranks(text: str) -> list[int]:
+    """Rank counts of ``4,64``."""
+    counts = []
+    for item in text.split(","):
+        if not item.strip().isdecimal() or not 1 <= int(item) <= MOST_RANKS:
+            raise argparse.ArgumentTypeError(f"{item!r} is not a number of ranks from 1 to {MOST_RANKS}")
+        counts.append(int(item))
+    return counts
+
+
+def parse_speed(text: str) -> float:
+    """Seconds per byte of ``1Gbit`` or ``10GB/s``."""
+    per_second = _number(text.removesuffix("/s"), dict(SPEED_UNITS), "a speed")
+    if per_second <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no speed: it must be over 0")
+    return 1.0 / per_second
+
+
+def parse_link(text: str) -> Link:
+    """``1ms,1Gbit`` or ``1ms,1Gbit,5us``."""
+    fields = text.split(",")
+    if len(fields) not in (2, 3):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no link: LATENCY,SPEED[,OVERHEAD], such as 1ms,1Gbit or 2us,10GB,1us"
+        )
+    alpha = _number(fields[0], dict(TIME_UNITS), "a time")
+    overhead = _number(fields[2], dict(TIME_UNITS), "a time") if len(fields) == 3 else min(alpha, DEFAULT_OVERHEAD)
+    return Link(alpha, overhead, parse_speed(fields[1]))
+
+
+def predict(
+    core: Any, op: str, names: Sequence[str], ranks: int, sizes: Sequence[float], machine: Machine
+) -> dict[str, list[Prediction]]:
+    """Predicted times by algorithm, one per size. `core` is the extension module."""
+    found: dict[str, list[Prediction]] = {}
+    for name in names:
+        for algorithm, times in _ask(core, op, name, ranks, sizes, machine):
+            found[algorithm] = [Prediction(seconds, segments) for seconds, segments in times]
+    return found
+
+
+def algorithms(core: Any, op: str) -> list[str]:
+    """The algorithms with a schedule for the collective; ValueError where there is no such collective."""
+    link = Link(0.0, 0.0, 0.0)
+    return [name for name, _ in _ask(core, op, "", 1, [], Machine(link, link, 0.0, 1))]
+
+
+def _ask(
+    core: Any, op: str, name: str, ranks: int, sizes: Sequence[float], machine: Machine
+) -> list[tuple[str, list[tuple[float, int]]]]:
+    found: list[tuple[str, list[tuple[float, int]]]] = core.predict(
+        op,
+        name,
+        ranks,
+        [float(size) for size in sizes],
+        machine.host.numbers(),
+        machine.network.numbers(),
+        machine.gamma,
+        machine.ranks_per_host,
+    )
+    return found
+
+
+def fine_sizes(sizes: Sequence[int]) -> list[float]:
+    """The given sizes and more between them."""
+    least, most = max(1, sizes[0]), max(1, sizes[-1])
+    count = max(1, math.ceil(math.log2(most / least) * PER_DOUBLING))
+    return [least * (most / least) ** (i / count) for i in range(count + 1)]
+
+
+def crossovers(times: dict[str, list[Prediction]], sizes: Sequence[float]) -> list[tuple[float, str]]:
+    """The crossover points: the first size of each range, and the fastest algorithm in it."""
+    found: list[tuple[float, str]] = []
+    for at, size in enumerate(sizes):
+        # A tie keeps the previous algorithm, so that equal ones do not alternate.
+        ahead = found[-1][1] if found else ""
+        best = min(times, key=lambda name: (times[name][at].seconds, name != ahead))
+        if best != ahead:
+            found.append((size, best))
+    return found
+
+
+def table(times: dict[str, list[Prediction]], sizes: Sequence[int]) -> list[str]:
+    """One line per size, one column per algorithm; the fastest is marked, segments stand in brackets."""
+    width = {name: max(len(name), 13) for name in times}
+    lines = ["  ".join([f"{'bytes':>10}", *(f"{name:>{width[name]}} " for name in times)])]
+    for at, size in enumerate(sizes):
+        best = min(times, key=lambda name: times[name][at].seconds)
+        cells = []
+        for name, predictions in times.items():
+            one = predictions[at]
+            text = show_time(one.seconds) + (f" ({one.segments})" if one.segments > 1 else "")
+            cells.append(f"{text:>{width[name]}}{'*' if name == best else ' '}")
+        lines.append("  ".join([f"{show_size(size):>10}", *cells]))
+    return lines
+
+
+def plot(path: Path, op: str, sizes: Sequence[float], all_times: dict[int, dict[str, list[Prediction]]]) -> None:
+    """One panel per rank count: time over size, both logarithmic."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(
+        1, len(all_times), figsize=(5.5 * len(all_times), 4.5), squeeze=False, sharey=True, layout="constrained"
+    )
+    for panel, (ranks, times) in zip(panels[0], all_times.items(), strict=True):
+        for name, predictions in times.items():
+            panel.plot(sizes, [one.seconds for one in predictions], label=name)
+        panel.set(title=f"{op}, {ranks} ranks", xlabel="bytes", xscale="log", yscale="log")
+        panel.grid(alpha=0.3)
+    panels[0][0].set_ylabel("predicted seconds")
+    panels[0][-1].legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--op", default="all_reduce", help="the collective (default: all_reduce)")
+    parser.add_argument("--ranks", type=parse_ranks, help="numbers of ranks (default: 8,64,1024; with --strategy 8)")
+    parser.add_argument("--ranks-per-host", type=int, default=8, metavar="N", help="ranks on one host (default: 8)")
+    parser.add_argument("--sizes", type=parse_sizes, default=parse_sizes("8..1GiB:8"), help="default: 8..1GiB:8")
+    parser.add_argument(
+        "--link", type=parse_link, default=parse_link("30us,10Gbit"), help="between hosts (30us,10Gbit)"
+    )
+    parser.add_argument(
+        "--host", type=parse_link, default=parse_link("1us,10GB,0.2us"), help="inside a host (1us,10GB,0.2us)"
+    )
+    parser.add_argument(
+        "--reduce", type=parse_speed, default=parse_speed("10GB"), metavar="SPEED", help="combining numbers (10GB)"
+    )
+    parser.add_argument(
+        "--algorithms", metavar="NAMES", help="only these, with commas (default: all that serve the op)"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the times over the sizes")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="run the schedules on this machine over loopback, at most 8 ranks and 16 MiB, and print the model's error",
+    )
+
+    from torch_sagellm.cli import strategies
+
+    strategies.add_arguments(parser)
+
+
+def _chosen(core: Any, op: str, names: str | None) -> list[str]:
+    """The algorithms to predict; ValueError, in one line, for an unknown name."""
+    serving = algorithms(core, op)
+    if names is None:
+        return serving
+    chosen = [name.strip() for name in names.split(",")]
+    for name in chosen:
+        if name not in serving:
+            near = _nearest.meant(name, serving)
+            raise ValueError(f"{name!r} is no algorithm for {op}; there are {', '.join(serving)}{near}")
+    return chosen
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command; ValueError for arguments that do not fit together."""
+    from torch_sagellm import _load
+
+    core = _load.extension()
+    if arguments.ranks_per_host < 1:
+        raise ValueError(f"--ranks-per-host {arguments.ranks_per_host} must be at least 1")
+    machine = Machine(arguments.host, arguments.link, arguments.reduce, arguments.ranks_per_host)
+    if arguments.strategy:
+        from torch_sagellm.cli import strategies
+
+        _show_machine(machine)
+        return strategies.run(core, arguments, arguments.ranks or [8], machine)
+    names = _chosen(core, arguments.op, arguments.algorithms)
+    if arguments.plot is not None:
+        _can_plot(arguments.plot)
+    ranks = arguments.ranks or [8, 64, 1024]
+    if arguments.check:
+        if names == [TWO_LEVELS]:
+            raise ValueError(f"--check runs single schedules, and {TWO_LEVELS} is several")
+        from torch_sagellm.cli import measure
+
+        return measure.check(arguments.op, names, ranks, arguments.sizes)
+    _show_machine(machine)
+    print(
+        "* fastest; (n) segments of a pipeline. Predicted, not measured: --check tells how far off the model is here."
+    )
+    _show_times(core, arguments, names, ranks, machine)
+    return 0
+
+
+def _show_machine(machine: Machine) -> None:
+    print(f"inside a host    {machine.host}")
+    print(f"between hosts    {machine.network}")
+    print(f"combining        {1e-9 / machine.gamma:.3g} GB/s")
+
+
+def _show_times(
+    core: Any, arguments: argparse.Namespace, names: Sequence[str], rank_counts: Sequence[int], machine: Machine
+) -> None:
+    """A table and the crossovers for each number of ranks, and the picture."""
+    fine = fine_sizes(arguments.sizes)
+    drawn: dict[int, dict[str, list[Prediction]]] = {}
+    bar = Bar(len(rank_counts), visible=True)
+    for at, ranks in enumerate(rank_counts):
+        bar.show(at, f"{arguments.op}, {ranks} ranks")
+        # One call for both, because a schedule of many ranks takes a while to evaluate.
+        times = predict(core, arguments.op, names, ranks, [*arguments.sizes, *fine], machine)
+        bar.end()
+        exact = {name: found[: len(arguments.sizes)] for name, found in times.items()}
+        drawn[ranks] = {name: found[len(arguments.sizes) :] for name, found in times.items()}
+        hosts = -(-ranks // machine.ranks_per_host)
+        print(f"\n{arguments.op}, {ranks} ranks on {hosts} host{'s' if hosts > 1 else ''}")
+        print("\n".join(table(exact, arguments.sizes)), flush=True)
+        for size, name in crossovers(drawn[ranks], fine):
+            print(f"  fastest from {show_size(size)} on: {name}", flush=True)
+    if arguments.plot is not None:
+        plot(arguments.plot, arguments.op, fine, drawn)
+        print(f"\nplot in {arguments.plot}")
+
+
+def _can_plot(path: Path) -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ValueError("--plot needs matplotlib, which is not installed: pip install matplotlib") from None
+    if not path.parent.is_dir():
+        raise ValueError(f"--plot {path}: there is no folder {path.parent}")

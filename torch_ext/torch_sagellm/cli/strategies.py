@@ -1,0 +1,243 @@
+"""``torch-sagellm simulate --strategy``: what a parallel strategy communicates in a training step, and its times.
+
+The formulas stand in docs/commands.md; tests compare them with the bytes that real layers count. Times are those of the
+cost model for one call after the other: neither calls nor computing overlap, so they are an upper bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch_sagellm._units import show_size, show_time
+from torch_sagellm.cli import show
+from torch_sagellm.cli.simulate import Machine, algorithms, parse_size, predict
+from torch_sagellm.observe.stats import BUS_FACTORS
+
+MESSAGE = "send"
+#: Numbers of rows that MoEDispatcher tells, each of 8 bytes.
+COUNT_BYTES = 8
+MULTIPLES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+@dataclass(frozen=True)
+class Model:
+    """The model that is trained. Parameters, gradients and activations have numbers of the same size."""
+
+    parameters: int
+    layers: int
+    hidden: int
+    #: Features of keys, and as many of values, in one layer: fewer than ``hidden`` with grouped queries.
+    kv_hidden: int
+    sequence: int
+    #: Sequences of one rank in one step; with tp, pp and cp of the whole group, which works on the same ones.
+    batch: int
+    item: int
+    microbatches: int
+    experts: int
+    experts_per_token: int
+    #: Bytes of gradients that data parallelism sums at a time.
+    bucket: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one step."""
+        return self.batch * self.sequence
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Equal calls of one step, as one rank makes them."""
+
+    primitive: str
+    when: str
+    calls: int
+    #: The payload of one call as get_stats counts it: the larger of what is read and what is written.
+    nbytes: int
+
+    @property
+    def step_bytes(self) -> int:
+        return self.calls * self.nbytes
+
+    def sent(self, ranks: int) -> float:
+        """Bytes that leave this rank in a step, by the algorithms that move the fewest."""
+        factor = BUS_FACTORS.get(self.primitive)
+        return self.step_bytes * (factor(ranks) if factor else 1.0)
+
+
+def data_parallel(model: Model, ranks: int) -> list[Traffic]:
+    """Gradients are summed, bucket by bucket."""
+    total = model.parameters * model.item
+    whole, rest = divmod(total, model.bucket)
+    found = [Traffic("all_reduce", "backward: a bucket of gradients", whole, model.bucket)] if whole else []
+    return [*found, Traffic("all_reduce", "backward: the last bucket", 1, rest)] if rest else found
+
+
+def fully_sharded(model: Model, ranks: int) -> list[Traffic]:
+    """Every layer's parameters are gathered before its forward and its backward; its gradients are scattered."""
+    layer = math.ceil(model.parameters / model.layers / ranks) * ranks * model.item
+    return [
+        Traffic("all_gather", "forward: parameters of a layer", model.layers, layer),
+        Traffic("all_gather", "backward: parameters of a layer", model.layers, layer),
+        Traffic("reduce_scatter", "backward: gradients of a layer", model.layers, layer),
+    ]
+
+
+def tensor_parallel(model: Model, ranks: int) -> list[Traffic]:
+    """Attention and MLP are a column layer followed by a row layer: one sum each way."""
+    activations = model.tokens * model.hidden * model.item
+    return [
+        Traffic("all_reduce", "forward: behind attention and MLP", 2 * model.layers, activations),
+        Traffic("all_reduce", "backward: before attention and MLP", 2 * model.layers, activations),
+    ]
+
+
+def pipeline_parallel(model: Model, ranks: int) -> list[Traffic]:
+    """A stage in the middle of the pipeline; the first and the last one have half of it."""
+    if ranks > model.layers:
+        raise ValueError(f"--ranks {ranks}: there are no more stages than the {model.layers} layers (--layers)")
+    if model.batch % model.microbatches:
+        raise ValueError(f"--batch {model.batch} is no multiple of the {model.microbatches} microbatches")
+    block = model.tokens // model.microbatches * model.hidden * model.item
+    return [
+        Traffic(MESSAGE, "forward: activations to the next stage", model.microbatches, block),
+        Traffic(MESSAGE, "backward: gradients to the stage before", model.microbatches, block),
+    ]
+
+
+def context_parallel(model: Model, ranks: int) -> list[Traffic]:
+    """Keys and values go around the ring; backward they do so again, and their gradients go home."""
+    if model.sequence % ranks:
+        raise ValueError(f"--sequence {model.sequence} is no multiple of the {ranks} ranks")
+    block = model.tokens // ranks * model.kv_hidden * model.item
+    return [
+        Traffic(MESSAGE, "forward: keys and values", 2 * (ranks - 1) * model.layers, block),
+        Traffic(MESSAGE, "backward: keys and values", 2 * (ranks - 1) * model.layers, block),
+        Traffic(MESSAGE, "backward: their gradients", 2 * ranks * model.layers, block),
+    ]
+
+
+def expert_parallel(model: Model, ranks: int) -> list[Traffic]:
+    """Tokens go to the ranks of their experts and back, each way in both directions, where the routing is even."""
+    if model.experts % ranks:
+        raise ValueError(f"--experts {model.experts} is no multiple of the {ranks} ranks")
+    rows = model.tokens * model.experts_per_token * model.hidden * model.item
+    counts = model.experts * COUNT_BYTES
+    return [
+        Traffic("all_to_all", "forward: tokens to experts and back", 2 * model.layers, rows),
+        Traffic("all_to_all", "backward: their gradients", 2 * model.layers, rows),
+        Traffic("all_to_all", "forward: numbers of rows", model.layers, counts),
+        Traffic("all_reduce", "forward: demand for each expert", model.layers, counts),
+    ]
+
+
+STRATEGIES: dict[str, Callable[[Model, int], list[Traffic]]] = {
+    "dp": data_parallel,
+    "fsdp": fully_sharded,
+    "tp": tensor_parallel,
+    "pp": pipeline_parallel,
+    "cp": context_parallel,
+    "ep": expert_parallel,
+}
+WHAT = {
+    "dp": "data parallel",
+    "fsdp": "fully sharded data parallel",
+    "tp": "tensor parallel",
+    "pp": "pipeline parallel, a stage in the middle",
+    "cp": "context parallel, a ring",
+    "ep": "expert parallel, even routing",
+}
+
+
+def parse_count(text: str) -> int:
+    """Parameters of ``7B``, ``350M`` or ``1000``."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMBT]?)", text.strip().upper())
+    if not found or not (float(found[1]) * MULTIPLES[found[2]]).is_integer() or float(found[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of parameters: 1000, 350M, 7B")
+    return int(float(found[1]) * MULTIPLES[found[2]])
+
+
+def _from_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    found = parser.add_argument_group("with --strategy")
+    found.add_argument("--strategy", choices=list(STRATEGIES), help="what a training step communicates")
+    found.add_argument("--params", type=parse_count, default=parse_count("7B"), help="parameters: 350M, 7B (7B)")
+    found.add_argument("--layers", type=_from_one, default=32, help="layers (32)")
+    found.add_argument("--hidden", type=_from_one, default=4096, help="features of a token (4096)")
+    found.add_argument("--kv-hidden", type=_from_one, help="cp: features of the keys of a layer (as --hidden)")
+    found.add_argument("--sequence", type=_from_one, default=4096, help="tokens of a sequence (4096)")
+    found.add_argument("--batch", type=_from_one, default=8, help="sequences of a step; with dp and ep of one rank (8)")
+    found.add_argument("--item", type=_from_one, default=2, metavar="BYTES", help="bytes of a number (2)")
+    found.add_argument("--microbatches", type=_from_one, default=8, help="pp: parts of a batch (8)")
+    found.add_argument("--experts", type=_from_one, default=64, help="ep: experts of a layer, on all ranks (64)")
+    found.add_argument("--experts-per-token", type=_from_one, default=2, help="ep: experts of a token (2)")
+    found.add_argument("--bucket", type=parse_size, default=25 << 20, help="dp: bytes summed at a time (25MiB)")
+
+
+def model_of(parsed: argparse.Namespace) -> Model:
+    """The model that the arguments describe."""
+    return Model(
+        parameters=parsed.params,
+        layers=parsed.layers,
+        hidden=parsed.hidden,
+        kv_hidden=parsed.kv_hidden or parsed.hidden,
+        sequence=parsed.sequence,
+        batch=parsed.batch,
+        item=parsed.item,
+        microbatches=parsed.microbatches,
+        experts=parsed.experts,
+        experts_per_token=parsed.experts_per_token,
+        bucket=max(1, parsed.bucket),
+    )
+
+
+def seconds(core: Any, traffic: Traffic, ranks: int, machine: Machine) -> float:
+    """The predicted time of all calls, one after the other, each by its fastest algorithm."""
+    if traffic.primitive == MESSAGE:
+        link = machine.host if ranks <= machine.ranks_per_host else machine.network
+        return traffic.calls * (link.alpha + traffic.nbytes * link.beta)
+    names = algorithms(core, traffic.primitive)
+    times = predict(core, traffic.primitive, names, ranks, [traffic.nbytes], machine)
+    return traffic.calls * min(found[0].seconds for found in times.values())
+
+
+def run(core: Any, parsed: argparse.Namespace, ranks: list[int], machine: Machine) -> int:
+    """Prints a table for each number of ranks."""
+    model = model_of(parsed)
+    plans = {count: [each for each in STRATEGIES[parsed.strategy](model, count) if each.calls] for count in ranks}
+    for count, plan in plans.items():
+        hosts = -(-count // machine.ranks_per_host)
+        print(f"\n{WHAT[parsed.strategy]}: {count} ranks on {hosts} host{'s' if hosts > 1 else ''}, each in one step")
+        print("\n".join(lines(core, plan, count, machine)), flush=True)
+    return 0
+
+
+def lines(core: Any, plan: list[Traffic], ranks: int, machine: Machine) -> list[str]:
+    """The table of one plan, with a line of sums."""
+    head = ["primitive", "when", "calls", "bytes a call", "bytes a step", "a rank sends", "predicted"]
+    times = [seconds(core, each, ranks, machine) for each in plan]
+    rows = [
+        [
+            each.primitive,
+            each.when,
+            str(each.calls),
+            show_size(each.nbytes),
+            show_size(each.step_bytes),
+            show_size(each.sent(ranks)),
+            show_time(time),
+        ]
+        for each, time in zip(plan, times, strict=True)
+    ]
+    total = [sum(each.calls for each in plan), sum(each.step_bytes for each in plan)]
+    sent = sum(each.sent(ranks) for each in plan)
+    rows.append(["all", "", str(total[0]), "", show_size(total[1]), show_size(sent), show_time(sum(times))])
+    return show.table(head, rows, left=("primitive", "when"))

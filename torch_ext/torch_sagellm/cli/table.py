@@ -1,0 +1,40 @@
+"""``torch-sagellm table``: every choice of a group, and its source."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from torch_sagellm._units import show_time
+from torch_sagellm.observe import explain
+
+if TYPE_CHECKING:
+    from torch_sagellm import _C
+
+HELP = "print every choice of a group, and its source"
+DESCRIPTION = """Prints, for each operation and range of sizes, the algorithm that a group of so many ranks of this
+host uses, what decided it (a rule, a measurement, the defaults) and what was measured."""
+EXAMPLES = """examples:
+  torch-sagellm table
+  torch-sagellm table --ranks 4
+  SAGELLM_ALGORITHM='all_reduce:0-64KiB=slots' torch-sagellm table
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of the group, all on this host (default: 2)")
+
+
+def run(parsed: argparse.Namespace) -> int:
+    from torch_sagellm import _load
+
+    table: _C.ChoiceTable = _load.extension().table_without_group(parsed.ranks)
+    print(f"measured table: {table['note']}")
+    for rule in table["rules"]:
+        print(f"rule: {rule}")
+    print(f"\n{'op':<15} {'sizes':<20} {'algorithm':<16} {'decided by':<16} measured")
+    for row in table["rows"]:
+        median = explain.seconds(row["measured_ns"])
+        measured = "-" if median is None else show_time(median)
+        print(f"{row['kind']:<15} {row['sizes']:<20} {row['way']:<16} {row['reason']:<16} {measured}")
+    return 0

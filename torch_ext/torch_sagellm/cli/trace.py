@@ -1,0 +1,41 @@
+"""``torch-sagellm trace``: merges the dumps of all ranks into one trace for Perfetto."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from torch_sagellm._units import show_time
+from torch_sagellm.observe import timeline
+
+HELP = "merge the dumps of all ranks into one trace for Perfetto"
+DESCRIPTION = """Reads what ranks wrote: traces (torch_sagellm.write_trace), files that failed groups left in
+SAGELLM_DUMP_DIR, flight records (torch_sagellm.dump_flight_record, or torch's own). Writes one trace with a process for
+each rank, a row for each group, and arrows between the ranks' parts of one collective. Open it in
+https://ui.perfetto.dev."""
+EXAMPLES = """examples:
+  torch-sagellm trace dumps/                        a folder of dumps into trace.json
+  torch-sagellm trace trace_0.json trace_1.json -o job.json
+  torch-sagellm trace dumps/ --align                clocks of the hosts differ: collectives are drawn to end together
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("paths", nargs="+", type=Path, metavar="FILE_OR_FOLDER", help="what the ranks wrote")
+    parser.add_argument("-o", "--output", type=Path, default=Path("trace.json"), help="the trace (trace.json)")
+    parser.add_argument("--align", action="store_true", help="shift each rank's clock so that collectives end together")
+
+
+def run(parsed: argparse.Namespace) -> int:
+    if not parsed.output.parent.is_dir():
+        raise ValueError(f"--output {parsed.output}: there is no folder {parsed.output.parent}")
+    merged = timeline.merge_traces(parsed.paths, parsed.output, align=parsed.align)
+    for rank, shift in merged.shifts.items():
+        if shift:
+            print(f"rank {rank} was shifted by {'-' if shift < 0 else ''}{show_time(abs(shift) / 1e9)}")
+    ranks = ", ".join(map(str, merged.ranks))
+    print(f"{merged.operations} operations of ranks {ranks} in {parsed.output}; open it in https://ui.perfetto.dev")
+    if not merged.operations:
+        print("torch-sagellm trace: the files hold no operations", file=sys.stderr)
+    return 0 if merged.operations else 1

@@ -1,0 +1,344 @@
+"""``torch-sagellm tune``: measures the fastest algorithm of each operation on this machine, and writes a table of them.
+
+It starts its own ranks on this host. Every algorithm has a separate group that uses only this algorithm; at each size
+the groups take turns, forwards and backwards, so that other load on the machine affects all of them. Two groups use the
+defaults: their difference is the noise (A/A), and another algorithm is kept only where it is better
+by more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch_sagellm._units import parse_size, show_time, size_text
+from torch_sagellm.cli import ranks as processes
+from torch_sagellm.cli.show import Bar
+from torch_sagellm.cli.simulate import parse_size as size_argument
+from torch_sagellm.observe import explain
+
+HELP = "measure the fastest algorithm of each operation and save the table"
+DESCRIPTION = """Starts ranks on this host, measures every algorithm at every size against the default, and writes the
+winners to a table that new groups of the same number of ranks use. Exits with 1 when nothing was written. Run it while
+nothing else runs."""
+EXAMPLES = """examples:
+  torch-sagellm tune --dry-run                   what would be measured
+  torch-sagellm tune --ranks 4                   a minute of measurements for groups of 4 ranks
+  torch-sagellm tune --budget 300 --max-size 16MiB
+  torch-sagellm table --ranks 4                  the table that this wrote
+"""
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all")
+SIZES = tuple(1 << power for power in range(10, 27, 2))  # 1 KiB to 64 MiB
+START = "start"
+LEAST_ROUNDS = 7
+#: A larger A/A spread means other load on the machine.
+BUSY = 0.15
+#: Approximate seconds of one group's turn; the clock is read only at its ends.
+TURN_SECONDS = 0.002
+#: Seconds for starting the interpreters, importing torch and making the groups.
+SET_UP_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One operation at one size, with its measured times."""
+
+    op: str
+    nbytes: int
+    #: The default choice: "slots", "rounds(512KiB)".
+    start: str
+    #: Seconds by algorithm; START holds the better one of its two groups.
+    medians: dict[str, float]
+    #: Difference of the two groups with the defaults, as a fraction.
+    spread: float
+
+
+def ways(op: str, nbytes: int, ranks: int) -> tuple[str, list[str]]:
+    """The default choice for an operation, and the alternatives to measure."""
+    from torch_sagellm import _load
+
+    kind = explain.kind_name(op)
+    answer = _load.extension().explain_without_group(kind, nbytes, explain.dtype_name(None), ranks, "*:0-=start")
+    found = explain.read(answer)
+    rounds = [other.way for other in found.rejected if other.predicted is not None and other.way != "slots"]
+    if op != "all_to_all":
+        # All chunks that hold the whole operation are equivalent.
+        small = [way for way in rounds if chunk_of(way) < nbytes]
+        rounds = small or ([] if found.choice.startswith("rounds") else rounds[:1])
+    return found.choice, rounds
+
+
+def chunk_of(way: str) -> int:
+    """Bytes of ``rounds(64KiB)``."""
+    return parse_size(way.removeprefix("rounds(").removesuffix(")"))
+
+
+def plan(ranks: int, largest: int) -> list[tuple[str, int, str, list[str]]]:
+    """Operation, bytes, the default and its alternatives, for everything that is measured."""
+    # Every rank contributes a gathered block, so its size is a quarter, which is about the same in total.
+    tops = {"all_gather": largest // 4, "gather": largest // 4}
+    cells = [(op, nbytes) for op in OPS for nbytes in SIZES if nbytes <= tops.get(op, largest)]
+    return [(op, nbytes, *ways(op, nbytes, ranks)) for op, nbytes in cells]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--budget", type=float, default=60.0, metavar="SECONDS", help="measure for so long (default: 60)"
+    )
+    parser.add_argument(
+        "--max-size", type=size_argument, default=64 << 20, metavar="BYTES", help="largest size (default: 64MiB)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print what would be measured, and exit")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of the group, all on this host (default: 2)")
+
+
+def run(parsed: argparse.Namespace) -> int:
+    return tune(parsed.budget, parsed.ranks, parsed.dry_run, parsed.max_size)
+
+
+def tune(budget: float, ranks: int, dry_run: bool, largest: int = SIZES[-1]) -> int:
+    """Measures for about ``budget`` seconds with ``ranks`` ranks, prints the results and writes the table."""
+    if ranks < 2 or budget <= 0:
+        print("torch-sagellm tune: a group needs at least 2 ranks, and the budget some seconds", file=sys.stderr)
+        return 2
+    cells = plan(ranks, largest)
+    if dry_run:
+        for op, nbytes, start, rivals in cells:
+            others = ", ".join(rivals) or "nothing"
+            print(f"{op:<15} {size_text(nbytes):>8}  {start} against {others}")
+        print(f"{len(cells)} operations and sizes in about {budget:.0f} s; nothing was measured, nothing was written")
+        return 0
+    found = _run_ranks(budget, ranks, largest)
+    if found is None:
+        return 1
+    spread = overall_spread(found)
+    text = "\n".join(lines(found, spread, slot_bytes(ranks)))
+    _show(found, spread)
+    from torch_sagellm import _load
+
+    made = f"{time.strftime('%Y-%m-%d')}, {len(found)} sizes in {budget:.0f} s, A/A spread {spread * 100:.1f} %"
+    print(f"written to {_load.extension().save_table(ranks, made, text)}; groups of {ranks} ranks use it from now on")
+    return 0
+
+
+def slot_bytes(ranks: int) -> int:
+    """Bytes that fit into a slot."""
+    from torch_sagellm import _load
+
+    found: int = _load.extension().explain_without_group("all_reduce", 0, "float32", ranks)["slot_bytes"]
+    return found
+
+
+def overall_spread(cells: list[Cell]) -> float:
+    """The 90th percentile of the cells' spreads."""
+    ordered = sorted(cell.spread for cell in cells)
+    return ordered[min(len(ordered) - 1, math.ceil(len(ordered) * 0.9))] if ordered else 0.0
+
+
+def winner(cell: Cell, spread: float) -> str:
+    """The fastest algorithm if it beats the default by more than the noise, else the default."""
+    start = cell.medians[START]
+    best = min(cell.medians, key=lambda way: cell.medians[way])
+    needed = start * (1 - max(spread, cell.spread))
+    return best if best != START and cell.medians[best] < needed else cell.start
+
+
+def lines(cells: list[Cell], spread: float, slot: int) -> list[str]:
+    """The table's lines: a size reaches to the geometric means with its neighbours; slots end at their limit."""
+    text = []
+    for op in dict.fromkeys(cell.op for cell in cells):
+        mine = sorted((cell for cell in cells if cell.op == op), key=lambda cell: cell.nbytes)
+        if op == "all_to_all":
+            text.append(_line(op, "0-", *_for_all_sizes(mine, spread)))
+            continue
+        first = 0
+        for at, cell in enumerate(mine):
+            way = winner(cell, spread)
+            median = cell.medians.get(way, cell.medians[START])
+            last = None if at + 1 == len(mine) else _edge(cell.nbytes, mine[at + 1].nbytes, slot)
+            if last is None and way == "slots":
+                last = slot
+            text.append(_line(op, f"{first}-{'' if last is None else last}", way, median, cell.medians[START]))
+            first = (last or 0) + 1
+    return text
+
+
+def _line(op: str, sizes: str, way: str, median: float, start: float) -> str:
+    return f"{op}:{sizes}={way} {round(median * 1e9)} ns; start {round(start * 1e9)} ns"
+
+
+def _edge(low: int, high: int, slot: int) -> int:
+    return slot if low <= slot < high else math.isqrt(low * high)
+
+
+def _for_all_sizes(cells: list[Cell], spread: float) -> tuple[str, float, float]:
+    """One algorithm for an operation whose size no rank knows: the best by the product of all sizes' ratios."""
+    common = set.intersection(*({*cell.medians} for cell in cells))
+
+    def ratio(way: str) -> float:
+        return math.prod(cell.medians[way] / cell.medians[START] for cell in cells) ** (1 / len(cells))
+
+    best = min(sorted(common), key=ratio)
+    way = best if ratio(best) < 1 - spread else START
+    middle = cells[len(cells) // 2]
+    return (middle.start if way == START else way), middle.medians[way], middle.medians[START]
+
+
+def _show(cells: list[Cell], spread: float) -> None:
+    print(f"A/A spread of equal groups: {spread * 100:.1f} % (nine of ten sizes)")
+    if spread > BUSY:
+        print("the machine was busy, so only large differences are significant. Measure again when nothing else runs")
+    for cell in cells:
+        way, start = winner(cell, spread), cell.medians[START]
+        median = cell.medians.get(way, start)
+        gain = "" if way == cell.start else f", {start / median:.2f}x"
+        size = size_text(cell.nbytes)
+        print(f"{cell.op:<15} {size:>8}  {way} {show_time(median)} (default {cell.start} {show_time(start)}{gain})")
+
+
+# --------------------------------------------------------------------------------------------- processes and ranks
+
+
+def _run_ranks(budget: float, ranks: int, largest: int) -> list[Cell] | None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("SAGELLM_ALGORITHM", None)
+    limit = SET_UP_SECONDS + 3 * budget
+    try:
+        ended, store = processes.run("tune", ranks, budget, largest, seconds=limit, environment=environment, shown=True)
+    except KeyboardInterrupt:
+        print("torch-sagellm tune: interrupted; no table was written", file=sys.stderr)
+        return None
+    failed = [f"rank {rank} {one.failure}" for rank, one in enumerate(ended) if one.failure]
+    if failed:
+        print(f"torch-sagellm tune: {', '.join(failed)}; no table was written", file=sys.stderr)
+        return None
+    found = [Cell(**cell) for cell in json.loads(store.get("found"))]
+    if not found:
+        print("torch-sagellm tune: the budget was too short for a single size; no table was written", file=sys.stderr)
+    return found or None
+
+
+def run_rank(rank: int, ranks: int, port: int, budget: str, largest: str) -> int:
+    """One rank of the measurement; rank 0's clock decides, and it puts the results into the store."""
+    import torch
+    import torch.distributed as dist
+
+    from torch_sagellm import _load
+
+    torch.set_num_threads(1)
+    options = _load.extension().Options
+    begin = options(algorithm=f"*:0-={START}")
+    store = processes.join("sagellm", rank, ranks, port, SET_UP_SECONDS, pg_options=begin)
+    groups: dict[str, Any] = {START: dist.group.WORLD}
+
+    def group_for(way: str) -> Any:
+        if way not in groups:
+            rule = START if way == "again" else way
+            groups[way] = dist.new_group(backend="sagellm", pg_options=options(algorithm=f"*:0-={rule}"))
+        return groups[way]
+
+    cells = plan(ranks, int(largest))
+    bar = Bar(len(cells), visible=rank == 0)
+    found, started = [], time.monotonic()
+    for at, (op, nbytes, start, rivals) in enumerate(cells):
+        bar.show(at, f"{op} {size_text(nbytes)}")
+        left = float(budget) - (time.monotonic() - started)
+        share = _agreed(left / (len(cells) - at))
+        if share <= 0:
+            break
+        candidates = {way: group_for(way) for way in (START, "again", *rivals)}
+        medians = _measure(_call(op, nbytes, rank, ranks), candidates, share)
+        if medians is None:
+            continue
+        one, other = medians[START], medians.pop("again")
+        medians[START] = min(one, other)
+        found.append(Cell(op, nbytes, start, medians, abs(one - other) / min(one, other)))
+    bar.end()
+    if rank == 0:
+        store.set("found", json.dumps([asdict(cell) for cell in found]))
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def _agreed(value: float) -> float:
+    """Rank 0's value, on all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    shared = torch.tensor([value], dtype=torch.float64)
+    dist.broadcast(shared, src=0)
+    return float(shared.item())
+
+
+def _measure(call: Any, groups: dict[str, Any], seconds: float) -> dict[str, float] | None:
+    """Median seconds per call by algorithm, each sample from the slowest rank; None where the time is too short."""
+    import torch
+    import torch.distributed as dist
+
+    names = list(groups)
+    until = time.monotonic() + seconds
+    probe = time.perf_counter()
+    for name in names:  # also warms the caches and the pages of every group
+        call(groups[name])
+    once = _agreed(max(1e-6, (time.perf_counter() - probe) / len(names)))
+    calls = max(1, min(200, round(TURN_SECONDS / once)))
+    # Many algorithms at a large size may exceed the time: then this size is left out.
+    if once * calls * len(names) * LEAST_ROUNDS > max(4 * seconds, 0.02):
+        return None
+    samples: list[list[float]] = []
+    again = True
+    while again:
+        turn = [0.0] * len(names)
+        order = range(len(names)) if len(samples) % 2 == 0 else reversed(range(len(names)))
+        for at in order:
+            group = groups[names[at]]
+            call(group)
+            began = time.perf_counter()
+            for _ in range(calls):
+                call(group)
+            turn[at] = (time.perf_counter() - began) / calls
+        samples.append(turn)
+        again = _agreed(float(len(samples) < LEAST_ROUNDS or time.monotonic() < until)) > 0
+    slowest = torch.tensor(samples, dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return {name: statistics.median(slowest[:, at].tolist()) for at, name in enumerate(names)}
+
+
+def _call(op: str, nbytes: int, rank: int, ranks: int) -> Any:
+    """A function that runs the operation once over a group, with its own memory."""
+    import torch
+    import torch.distributed as dist
+
+    def numbers(bytes_: int) -> torch.Tensor:
+        return torch.zeros(max(1, bytes_ // 4))
+
+    own = numbers(nbytes)
+    if op == "all_reduce":
+        return lambda group: dist.all_reduce(own, group=group)
+    if op == "broadcast":
+        return lambda group: dist.broadcast(own, src=0, group=group)
+    if op == "reduce":
+        return lambda group: dist.reduce(own, dst=0, group=group)
+    block = max(1, own.numel() // ranks)
+    if op == "all_gather":
+        every = own.new_zeros(own.numel() * ranks)
+        return lambda group: dist.all_gather_into_tensor(every, own, group=group)
+    if op == "gather":
+        parts = list(own.new_zeros(ranks, own.numel()).unbind()) if rank == 0 else None
+        return lambda group: dist.gather(own, parts, dst=0, group=group)
+    whole, part = own.new_zeros(block * ranks), own.new_zeros(block)
+    if op == "reduce_scatter":
+        return lambda group: dist.reduce_scatter_tensor(part, whole, group=group)
+    if op == "scatter":
+        given = list(whole.view(ranks, block).unbind()) if rank == 0 else None
+        return lambda group: dist.scatter(part, given, src=0, group=group)
+    other = torch.empty_like(whole)
+    return lambda group: dist.all_to_all_single(other, whole, group=group)

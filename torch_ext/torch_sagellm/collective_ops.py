@@ -1,0 +1,393 @@
+"""Collectives as objects, over ranks that are objects of one process or processes of a real group.
+
+``create_ring_topology`` makes ranks for learning and tests: no second process, no environment, and the core's own
+collectives. The same operators work over the ranks of a job with ``DistributedCommunicator()``.
+
+Example::
+
+    comms = torch_sagellm.create_ring_topology(4)
+    tensors = [torch.full((3,), float(comm.rank)) for comm in comms]
+    for comm, tensor in zip(comms, tensors):
+        torch_sagellm.AllReduceOperator(comm).all_reduce(tensor)
+    print(tensors[0])  # tensor([6., 6., 6.])
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from torch_sagellm.api.arguments import checked_number
+from torch_sagellm.api.backends import create_comm_backend
+from torch_sagellm.api.calls import unset
+from torch_sagellm.api.comm_backend import CommBackend
+from torch_sagellm.api.in_process import Member, Topology
+from torch_sagellm.observe.stats import BUS_FACTORS
+
+if TYPE_CHECKING:
+    from torch_sagellm.api.arguments import Seconds
+
+__all__ = [
+    "AllGatherOperator",
+    "AllReduceOperator",
+    "BenchmarkResult",
+    "BroadcastOperator",
+    "DistributedCommunicator",
+    "ReduceScatterOperator",
+    "create_ring_topology",
+]
+
+Shape = int | Sequence[int]
+#: Calls before the first that a benchmark times.
+WARM_UP = 2
+
+
+class DistributedCommunicator:
+    """One rank that talks to the others of its group.
+
+    ``DistributedCommunicator(rank, world_size)`` is a rank of a real group: the running process group, or the one that
+    is started from torchrun's environment, or one rank alone, as in ``create_comm_backend``. ``create_ring_topology``
+    makes ranks of one process.
+
+    All ranks call the same operations in the same order, with equal shapes and dtypes. A message goes to the receive of
+    the same two ranks and the same tag, in the order of the calls. A call with wrong arguments is a ValueError or a
+    TypeError and counts as not made. A call whose deadline passes is a ``CommTimeoutError`` that names the missing
+    ranks; calls that do not fit together are a ``torch.distributed.DistBackendError`` that shows both. After those two
+    the group has failed on all ranks.
+
+    Args:
+        rank, world_size: the expected values; they are compared with the group (ValueError).
+        group: a process group to work in; None the default group.
+        timeout: of each call, in seconds or as timedelta; None: the group's.
+
+    Example::
+
+        comm = torch_sagellm.DistributedCommunicator()  # this rank of the job
+        comm.barrier()
+    """
+
+    def __init__(
+        self,
+        rank: int | None = None,
+        world_size: int | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        timeout: Seconds | None = None,
+    ) -> None:
+        try:
+            backend = create_comm_backend(rank=rank, world_size=world_size, group=group, timeout=timeout)
+        except RuntimeError as error:
+            if type(error) is not RuntimeError or dist.is_initialized():
+                raise
+            raise RuntimeError(f"{error}. create_ring_topology makes ranks that need no processes") from error
+        self._member: Member | CommBackend = backend
+
+    @classmethod
+    def from_group(cls, group: dist.ProcessGroup, timeout: Seconds | None = None) -> DistributedCommunicator:
+        """This process's rank of a process group; all ranks of the group call it."""
+        return cls(group=group, timeout=timeout)
+
+    @classmethod
+    def _of(cls, member: Member) -> DistributedCommunicator:
+        made = cls.__new__(cls)
+        made._member = member
+        return made
+
+    @property
+    def rank(self) -> int:
+        """This rank, counted from 0."""
+        return self._member.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self._member.world_size
+
+    @property
+    def next_rank(self) -> int:
+        """The next rank of the ring."""
+        return (self.rank + 1) % self.world_size
+
+    @property
+    def prev_rank(self) -> int:
+        """The previous rank of the ring."""
+        return (self.rank - 1) % self.world_size
+
+    def __repr__(self) -> str:
+        where = "in this process" if isinstance(self._member, Member) else "of a process group"
+        return f"<DistributedCommunicator rank {self.rank} of {self.world_size}, {where}>"
+
+    def send(self, data: torch.Tensor, dst_rank: int, tag: int = 0) -> None:
+        """Sends a tensor to another rank; when it returns, the tensor may be used again.
+
+        Between ranks of one process it copies the tensor and never waits for the receiver. In a real group a large one
+        waits.
+        """
+        self._member.send(data, dst_rank, tag)
+
+    def recv(
+        self, src_rank: int, shape: Shape, dtype: torch.dtype, tag: int = 0, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
+        """A new tensor with the data that rank ``src_rank`` sends.
+
+        On the thread that made the ranks of one process it returns at once; where the message has not been sent yet,
+        the tensor holds NaN (0 where its dtype has no NaN) until then.
+        """
+        tensor = unset(_tuple(shape), dtype, device)
+        self._member.recv(tensor, src_rank, tag)
+        return tensor
+
+    def barrier(self) -> None:
+        """Returns when all ranks have called it; at once on the thread that made the ranks of one process."""
+        self._member.barrier()
+
+
+def create_ring_topology(world_size: int, timeout: Seconds = 60.0) -> list[DistributedCommunicator]:
+    """``world_size`` ranks of this process that form a group, by rank; for learning, and for tests without processes.
+
+    They are ranks of the core, which meet, share memory and combine numbers as processes of one host do, in the order
+    of the ranks, with the same bits. They take tensors on the CPU.
+
+    On the thread that calls this function, calls of the communicators return at once, because there the other ranks may
+    have their turn only later. So a plain loop over ranks works: results are there when the last rank has called. Until
+    then floating-point and complex tensors that receive a result hold NaN, other tensors in place what they held, and
+    new ones 0. Inputs are copied at the call, unless an input is itself such a result: then it is copied when the
+    result is there.
+
+    On any other thread a call returns when it has ended, as between processes.
+
+    Where a call fails, all calls that have not ended fail, tensors in place hold again what they held before, and the
+    ranks take no more calls. Ranks whose communicators are dropped end with their memory, also in the middle of calls.
+
+    Args:
+        world_size: how many ranks, 1 to 256 (ValueError). n ranks open n * n files, so the usual limit of 1024 open
+            files is enough for 30 (RuntimeError, which says what is needed).
+        timeout: how long a call on another thread waits for the other ranks, in seconds or as timedelta.
+
+    Example::
+
+        left, right = torch_sagellm.create_ring_topology(2)
+        left.send(torch.ones(3), dst_rank=1)
+        assert right.recv(src_rank=0, shape=(3,), dtype=torch.float32).tolist() == [1.0] * 3
+    """
+    topology = Topology(world_size, timeout)
+    return [DistributedCommunicator._of(Member(topology, rank)) for rank in range(world_size)]
+
+
+@dataclass(frozen=True)
+class BenchmarkResult:
+    """The times of one operation on one shape, measured on one rank.
+
+    Example::
+
+        operator = torch_sagellm.AllReduceOperator(torch_sagellm.DistributedCommunicator())
+        (result,) = operator.benchmark([(1024,)], num_trials=3)
+        print(result.median_seconds, result.busbw_gbs)
+    """
+
+    #: "all_reduce", "broadcast", "all_gather" or "reduce_scatter".
+    op: str
+    #: The shape of the tensor that each rank passes.
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    world_size: int
+    #: The size of the operation: of the tensor that a rank passes; of all_gather that of the result.
+    nbytes: int
+    #: Seconds of each trial, from the call until its result is there.
+    seconds: tuple[float, ...]
+
+    @property
+    def num_trials(self) -> int:
+        """How many trials there were."""
+        return len(self.seconds)
+
+    @property
+    def min_seconds(self) -> float:
+        """The fastest trial."""
+        return min(self.seconds)
+
+    @property
+    def median_seconds(self) -> float:
+        """The median of the trials, in seconds."""
+        return statistics.median(self.seconds)
+
+    @property
+    def mean_seconds(self) -> float:
+        """The mean of the trials, in seconds."""
+        return statistics.fmean(self.seconds)
+
+    @property
+    def max_seconds(self) -> float:
+        """The slowest trial."""
+        return max(self.seconds)
+
+    @property
+    def algbw_gbs(self) -> float:
+        """Algorithm bandwidth: ``nbytes`` by the median time, in GB/s (10^9 bytes)."""
+        return self.nbytes / self.median_seconds / 1e9
+
+    @property
+    def busbw_gbs(self) -> float:
+        """Bus bandwidth, as in ``torch_sagellm.get_stats``: the traffic on the link of a rank, in GB/s.
+
+        ``algbw_gbs`` times 2(n-1)/n for all_reduce, (n-1)/n for all_gather and reduce_scatter, 1 for broadcast; n is
+        the number of ranks, so it is 0 for one rank, which sends nothing.
+        """
+        factor = BUS_FACTORS.get(self.op)
+        return self.algbw_gbs * (1.0 if factor is None else factor(self.world_size))
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (
+            f"{self.op} of {dtype} {list(self.shape)}, {self.nbytes} bytes, {self.world_size} ranks: median "
+            f"{self.median_seconds * 1e6:.1f} us of {self.num_trials} (fastest {self.min_seconds * 1e6:.1f}), "
+            f"{self.algbw_gbs:.3f} GB/s, bus {self.busbw_gbs:.3f} GB/s"
+        )
+
+
+class _Operator:
+    """A collective of one communicator."""
+
+    #: The collective's name, which is also that of the method of a communicator.
+    kind: ClassVar[str]
+
+    def __init__(self, comm: DistributedCommunicator) -> None:
+        if not isinstance(comm, DistributedCommunicator):
+            raise TypeError(
+                f"sagellm {type(self).__name__}: got a {type(comm).__name__}, expected a DistributedCommunicator"
+            )
+        self.comm = comm
+
+    def benchmark(
+        self, shapes: Sequence[Shape], num_trials: int = 10, dtype: torch.dtype = torch.float32
+    ) -> list[BenchmarkResult]:
+        """Times the collective with its default arguments on CPU tensors of each shape; one result for each shape.
+
+        All ranks call it with the same arguments. On the thread that made the ranks of one process a single call is
+        enough: it makes the calls of all ranks one after the other (RuntimeError where some ranks have called fewer
+        collectives). The times there include collecting the calls and copying their tensors: they show how sizes
+        compare, but not how fast ranks in separate processes are; for that call it in a real group, or run
+        ``torch-sagellm bench``.
+        """
+        checked_number("benchmark", "num_trials", num_trials)
+        if isinstance(shapes, int):
+            raise TypeError(f"sagellm benchmark: shapes is {shapes}, expected a list of shapes, such as [({shapes},)]")
+        own = self.comm._member
+        members = [own]
+        if isinstance(own, Member) and own.topology.made_here:
+            own.topology.require_equal_counts("benchmark")
+            members = [Member(own.topology, rank) for rank in range(own.world_size)]
+        return [self._measure(members, _tuple(shape), num_trials, dtype) for shape in shapes]
+
+    def _measure(
+        self, members: Sequence[Member | CommBackend], shape: tuple[int, ...], num_trials: int, dtype: torch.dtype
+    ) -> BenchmarkResult:
+        tensors = [torch.ones(shape, dtype=dtype) for _ in members]
+        seconds = []
+        for _ in range(WARM_UP + num_trials):
+            for member, tensor in zip(members, tensors, strict=True):
+                tensor.fill_(1)  # sums in place would grow from trial to trial
+                member.barrier()
+            began = perf_counter()
+            for member, tensor in zip(members, tensors, strict=True):
+                getattr(member, self.kind)(tensor)
+            seconds.append(perf_counter() - began)
+        size, ranks = tensors[0].nbytes, members[0].world_size
+        nbytes = size * ranks if self.kind == "all_gather" else size
+        return BenchmarkResult(self.kind, shape, dtype, ranks, nbytes, tuple(seconds[WARM_UP:]))
+
+
+class AllReduceOperator(_Operator):
+    """Combines the tensors of all ranks, for all ranks.
+
+    Example::
+
+        for comm in torch_sagellm.create_ring_topology(2):
+            torch_sagellm.AllReduceOperator(comm).all_reduce(torch.ones(4), op="sum")
+    """
+
+    kind = "all_reduce"
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """Combines ``tensor`` element by element over all ranks, in place, and returns it.
+
+        ``op`` is "sum", "avg" ("mean"), "max", "min" or "prod".
+        """
+        result: torch.Tensor = self.comm._member.all_reduce(tensor, op)
+        return result
+
+
+class BroadcastOperator(_Operator):
+    """Gives the tensor of one rank to all.
+
+    Example::
+
+        for comm in torch_sagellm.create_ring_topology(2):
+            torch_sagellm.BroadcastOperator(comm).broadcast(torch.tensor([comm.rank]), root_rank=1)
+    """
+
+    kind = "broadcast"
+
+    def broadcast(self, tensor: torch.Tensor, root_rank: int = 0) -> torch.Tensor:
+        """Writes the tensor of ``root_rank`` into those of the other ranks, in place; returns it."""
+        result: torch.Tensor = self.comm._member.broadcast(tensor, root_rank)
+        return result
+
+
+class AllGatherOperator(_Operator):
+    """Gives the tensors of all ranks to all.
+
+    Example::
+
+        ring = torch_sagellm.create_ring_topology(2)
+        rows = [torch_sagellm.AllGatherOperator(comm).all_gather(torch.ones(3)) for comm in ring]
+        assert rows[0].shape == (6,)
+    """
+
+    kind = "all_gather"
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A new tensor: those of all ranks, in the order of the ranks, concatenated along dimension 0.
+
+        A scalar counts as one row.
+        """
+        result: torch.Tensor = self.comm._member.all_gather(tensor)
+        return result
+
+
+class ReduceScatterOperator(_Operator):
+    """Combines the tensors of all ranks, and gives each rank a slice.
+
+    Example::
+
+        ring = torch_sagellm.create_ring_topology(2)
+        parts = [torch_sagellm.ReduceScatterOperator(comm).reduce_scatter(torch.ones(6)) for comm in ring]
+        assert parts[0].tolist() == [2.0] * 3
+    """
+
+    kind = "reduce_scatter"
+
+    def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """A new tensor: this rank's slice, along dimension 0, of the sum (or other ``op``) over all ranks.
+
+        Dimension 0 must be a multiple of the number of ranks (ValueError).
+        """
+        result: torch.Tensor = self.comm._member.reduce_scatter(tensor, op)
+        return result
+
+
+def _tuple(shape: Shape) -> tuple[int, ...]:
+    return (shape,) if isinstance(shape, int) else tuple(shape)
+
+
+def __getattr__(name: str) -> Any:
+    """Older code imports other public names from here as well."""
+    import torch_sagellm
+
+    return torch_sagellm._public(__name__, name)

@@ -1,0 +1,362 @@
+"""Explains the algorithm choice of an operation: ``torch_sagellm.explain``.
+
+The core chooses and explains; this file makes its answer readable.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from torch_sagellm import _nearest
+from torch_sagellm._units import show_time, size_text
+
+if TYPE_CHECKING:
+    import torch
+
+    from torch_sagellm import _C
+
+#: Other names of the same operations.
+ALIASES = {
+    "allreduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "isend": "send",
+    "irecv": "recv",
+}
+#: Prefix of the path of tensors on a device.
+STAGED = "staged: from the device to host memory and back"
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """An algorithm that was not chosen.
+
+    Example::
+
+        for other in torch_sagellm.explain("all_reduce", 1 << 20).rejected:
+            print(other.way, other.predicted, other.why_not)
+    """
+
+    #: As rules name it: "slots", "rounds(128KiB)".
+    way: str
+    #: Seconds by the cost model, or None where it cannot run the operation.
+    predicted: float | None
+    why_not: str
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The operations that were fused.
+
+    Example::
+
+        work = dist.all_reduce(torch.ones(4), async_op=True)
+        work.wait()
+        together = torch_sagellm.explain(work).batch
+        print(together)  # "alone", or with which others
+    """
+
+    #: Number of operations, this one included; 1 where it was not fused.
+    operations: int
+    #: Numbers of the first and the last of them in the group. On one host some between them may be missing, and
+    #: messages, which have numbers of their own, may be among the operations.
+    first: int
+    last: int
+    #: Bytes of one rank in all of them together, where one algorithm was chosen for all (between hosts); else None.
+    nbytes: int | None
+
+    def __str__(self) -> str:
+        if self.operations == 1:
+            return "alone"
+        if self.last - self.first + 1 == self.operations:
+            others = f"operations {self.first} to {self.last}"
+        elif self.first == self.last:
+            others = f"{self.operations - 1} others"
+        else:
+            others = f"{self.operations - 1} others, numbers {self.first} to {self.last}"
+        if self.nbytes is None:
+            return f"{others}, which ended in the same pass"
+        return f"{others}, one batch of {size_text(self.nbytes)}"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The algorithm choice of one operation, and its reason. ``str()`` of it is readable text.
+
+    Example::
+
+        found = torch_sagellm.explain("all_reduce", 1 << 20)
+        print(found.choice, found.reason, found.predicted)
+    """
+
+    #: "all_reduce", "broadcast", ...
+    op: str
+    #: Bytes of one rank: its block of an all_gather or gather, the whole input of a scatter or reduce_scatter;
+    #: 0 for a barrier, and for an all_to_all, whose sizes no rank knows alone.
+    nbytes: int
+    ranks: int
+    hosts: int
+    #: The algorithm: "slots", "rounds(512KiB)", "local copy", "message", or the delegate's name.
+    choice: str
+    #: One word for the reason, the same as in the record of an operation: "fits_slot", "measured", "override", ...
+    reason: str
+    #: The rule, measurement or default that decided.
+    decided: str
+    #: What carries it, in words: shared memory of one host, a link between hosts, a local copy, a delegate.
+    path: str
+    #: Seconds by the cost model, or None where there is no model of it.
+    predicted: float | None
+    #: Median in seconds from the decision table, or None.
+    measured: float | None
+    #: The choices of weaker sources, strongest first.
+    overruled: list[str]
+    rejected: list[Alternative]
+    #: The decision table's file, or why there is none.
+    table: str
+    #: Choice and reason as one number: computed now, and, for a past operation, as recorded when it
+    #: started (None for a hypothetical one, and before). They are equal.
+    code: int
+    recorded: int | None = None
+    #: Number of the operation in its group, for a past one.
+    sequence: int | None = None
+    #: The operations that a past one was fused with; None while that is not known, and on one host where it failed.
+    batch: Batch | None = None
+    #: The tensors are on a device, and copies of them in host memory are moved; see docs/devices.md.
+    staged: bool = False
+    #: For a coalesced call of several types: the other operations it consists of.
+    parts: list[Explanation] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        where = "one rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        where += f" on {self.hosts} hosts" if self.hosts > 1 else ""
+        size = "" if self.op in ("barrier", "all_to_all") else f" of {size_text(self.nbytes)}"
+        number = "" if self.sequence is None else f" number {self.sequence}"
+        lines = [f"{self.op}{number}{size} on {where}: {self.choice}", f"  decided by  {self.decided}"]
+        lines.append(f"  path        {self.path}")
+        if self.batch is not None:
+            lines.append(f"  together    {'with ' if self.batch.operations > 1 else ''}{self.batch}")
+        if self.measured is not None:
+            lines.append(f"  measured    {show_time(self.measured)}")
+        if self.predicted is not None:
+            lines.append(f"  predicted   {show_time(self.predicted)}")
+        lines += [f"  overruled   {what}" for what in self.overruled]
+        lines += [f"  not taken   {other.way}: {other.why_not}" for other in self.rejected]
+        if self.table:
+            lines.append(f"  table       {self.table}")
+        lines += [str(part) for part in self.parts]
+        return "\n".join(lines)
+
+
+def kind_name(op: str) -> str:
+    """The core's name of an operation; a ValueError lists the known ones."""
+    from torch_sagellm import _load
+
+    name, known = ALIASES.get(op, op), _load.extension().KINDS
+    if name not in known:
+        near = _nearest.meant(op, known)
+        raise ValueError(f"sagellm explain: {op!r} is no operation; expected one of {', '.join(known)}{near}")
+    return name
+
+
+def dtype_name(dtype: torch.dtype | str | None) -> str:
+    """The core's name of an element type."""
+    from torch_sagellm import _load
+
+    name, known = "float32" if dtype is None else str(dtype).removeprefix("torch."), _load.extension().DTYPES
+    if name not in known:
+        near = _nearest.meant(name, known)
+        raise ValueError(f"sagellm explain: dtype={dtype} cannot be combined; expected one of {', '.join(known)}{near}")
+    return name
+
+
+def backend_of(group: Any = None) -> Any:
+    """The sagellm backend that serves CPU tensors of a group; None means the default group."""
+    import torch
+    import torch.distributed as dist
+
+    from torch_sagellm import _load
+
+    extension = _load.extension()
+    group = dist.group.WORLD if group is None else group
+    if group is None:
+        raise ValueError("sagellm: there is no process group; make one first, or say ranks= for one that might be")
+    backend = group if isinstance(group, extension.SageBackend) else group._get_backend(torch.device("cpu"))
+    if not isinstance(backend, extension.SageBackend):
+        raise ValueError(f"sagellm: the group is served by {type(backend).__name__}, which sagellm did not make")
+    return backend
+
+
+def explain(
+    what: Any = None,
+    nbytes: int | None = None,
+    *,
+    dtype: torch.dtype | str | None = None,
+    group: Any = None,
+    ranks: int | None = None,
+    sequence: int | None = None,
+    device: torch.device | str = "cpu",
+) -> Explanation:
+    """Explains the algorithm choice of an operation.
+
+    ``explain("all_reduce", nbytes, dtype=torch.float32, group=None)`` explains a hypothetical operation, in the
+    default group or another one, or with ``ranks=`` for a group of that many ranks of this host, which need not exist.
+    ``nbytes`` are the bytes of one rank; ``device=`` is the device of the tensors. ``explain(work)`` explains
+    an operation that was called, by its Work, and ``explain(sequence=17, group=None)`` for a collective by its number
+    in the group, as long as it is among the last that the group remembers (1024 operations, or ``SAGELLM_RING``).
+
+    Raises ValueError where the operation, the type or the group is unknown, and where no operation has that number.
+
+    Example::
+
+        print(torch_sagellm.explain("all_reduce", 1 << 20))  # what a call of so many bytes would do, and why
+        work = dist.all_reduce(torch.ones(4), async_op=True)
+        work.wait()
+        assert torch_sagellm.explain(work).op == "all_reduce"  # what it did
+    """
+    from torch_sagellm import _load
+
+    if sequence is not None:
+        if not (what is None and nbytes is None and dtype is None and ranks is None):
+            raise ValueError("sagellm explain: sequence= names a past operation; only group= goes with it")
+        if sequence < 1:
+            raise ValueError(f"sagellm explain: sequence is {sequence}; the collectives of a group are counted from 1")
+        backend = backend_of(group)
+        return read(backend._explain_number(sequence), delegate=_delegate_of(backend))
+    if isinstance(what, str):
+        if nbytes is None and ALIASES.get(what, what) not in ("barrier", "all_to_all"):
+            raise ValueError(f"sagellm explain: nbytes is missing; how large is the {what}?")
+        kind, size, name = kind_name(what), nbytes or 0, dtype_name(dtype)
+        if size < 0:
+            raise ValueError(f"sagellm explain: nbytes is {size}, expected 0 or more")
+        if ranks is not None:
+            if ranks < 1:
+                raise ValueError(f"sagellm explain: ranks is {ranks}, expected 1 or more")
+            if str(device).partition(":")[0] != "cpu":
+                raise ValueError(
+                    f"sagellm explain: device is {device}; only a group that exists knows how it serves one"
+                )
+            return read(_load.extension().explain_without_group(kind, size, name, ranks))
+        backend = backend_of(group)
+        found = read(backend._explain(kind, size, name), delegate=_delegate_of(backend))
+        where = str(device).partition(":")[0]
+        if where == "cpu":
+            return found
+        library = backend._device_library(where)
+        if library:
+            return _by_library(kind, size, found.ranks, library)
+        return _staged(found, where, backend._device_reason(where))
+    if what is None:
+        raise ValueError("sagellm explain: name an operation and its bytes, or pass a Work or sequence=")
+    return _explain_work(what)
+
+
+def carrier(backend: Any, device: str) -> str:
+    """What carries tensors on devices of that type in a group: "by" a library, or "through host memory" and why."""
+    library: str = backend._device_library(device)
+    return f"by {library}" if library else f"through host memory: {backend._device_reason(device)}"
+
+
+def _by_library(
+    op: str, nbytes: int, ranks: int, library: str, decided: str = "", sequence: int | None = None, ran: str = ""
+) -> Explanation:
+    """For tensors on a device that go through its vendor's library."""
+    return Explanation(
+        op=op,
+        nbytes=nbytes,
+        ranks=ranks,
+        hosts=1,
+        choice=f"{library}: {ran}" if ran else library,
+        reason="vendor",
+        decided=decided or "tensors on a device go to the library of its vendor, which chooses the algorithm",
+        path=f"the library of the device's vendor, {library}",
+        predicted=None,
+        measured=None,
+        overruled=[],
+        rejected=[],
+        table="",
+        code=0,
+        recorded=None,
+        sequence=sequence,
+        batch=None,
+        staged=False,
+    )
+
+
+def _staged(found: Explanation, device: str, why: str) -> Explanation:
+    """The same for tensors on a device, which go through host memory."""
+    return replace(found, staged=True, path=f"{STAGED} ({device}: {why}), then {found.path}")
+
+
+def _explain_work(work: Any) -> Explanation:
+    from torch_sagellm import _load
+
+    parts = [read(found) for found in _load.extension().explain_work(work)]
+    if not parts:
+        raise ValueError(
+            f"sagellm explain: {type(work).__name__} is no operation of the engine: a delegate's operation, or one "
+            "that is made of others; explain(op, nbytes, group=...) says how the group is served"
+        )
+    fields = {**parts[0].__dict__, "parts": parts[1:]}
+    return Explanation(**fields)
+
+
+def _delegate_of(backend: Any) -> str:
+    return f"{backend.options.delegate or 'gloo'} (delegate)"
+
+
+def read(found: _C.Explanation, delegate: str = "delegate") -> Explanation:
+    """The core's answer, in the units and words of this module. ``delegate`` is the name of a delegate."""
+    past = found["past"]
+    sequence = past["number"] if past else None
+    if found["library"]:
+        return _by_library(
+            found["kind"],
+            found["bytes"],
+            found["ranks"],
+            found["library"],
+            found["decided"],
+            sequence=sequence,
+            ran=found["ran"],
+        )
+    served = found["reason"] == "delegated"
+    hosts = found["hosts"]
+    paths = {"local copy": "local copy, the group has one rank", "delegate": delegate}
+    shared = "shared memory of one host"
+    if hosts > 1:
+        shared = f"shared memory inside each of {hosts} hosts, a link between them"
+    path = paths.get(found["choice"], shared)
+    staged = past is not None and past["host_staged"]
+    return Explanation(
+        op=found["kind"],
+        nbytes=found["bytes"],
+        ranks=found["ranks"],
+        hosts=hosts,
+        choice=delegate if served else found["choice"],
+        reason=found["reason"],
+        decided=found["decided"],
+        path=f"{STAGED}, then {path}" if staged else path,
+        predicted=seconds(found["predicted_ns"]),
+        measured=seconds(found["measured_ns"]),
+        overruled=found["overruled"],
+        rejected=[
+            Alternative(each["way"], seconds(each["predicted_ns"]), each["why_not"]) for each in found["rejected"]
+        ],
+        table=found["table"],
+        code=found["code"],
+        recorded=(past["recorded"] or None) if past else None,
+        sequence=sequence,
+        batch=_batch(past["batch"]) if past and past["batch"] else None,
+        staged=staged,
+    )
+
+
+def _batch(found: _C.Batch) -> Batch:
+    nbytes = None if found["bytes"] < 0 else found["bytes"]
+    return Batch(found["operations"], found["first"], found["last"], nbytes)
+
+
+def seconds(nanoseconds: int) -> float | None:
+    """Seconds, or None for 0, which means unknown."""
+    return nanoseconds / 1e9 or None

@@ -1,0 +1,186 @@
+"""The status file of this process: small, replaced once a second, and written only if the environment asks for it.
+
+Nothing happens unless ``SAGELLM_STATUS_DIR`` names a folder when the first group is made. Then one Python thread
+writes ``sagellm-<host>-<pid>.json`` there; ``watch.py`` reads it. docs/design.md, section 8, states its cost and when
+the file is removed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch_sagellm.observe import export, stats, watch
+from torch_sagellm.observe.log import logger
+
+if TYPE_CHECKING:
+    from torch_sagellm import _C
+
+#: Seconds between two files.
+EVERY = 1.0
+#: Records that are looked through for the last call; some belong to parts of a call.
+LAST = 8
+#: Peers that are named, those that this rank waited for longest.
+PEERS = 3
+#: The writer ends within this time, also where a file system hangs, or the process goes on without it.
+END_SECONDS = 2.0
+
+_lock = threading.Lock()
+_writer: Writer | None = None
+
+
+def start() -> None:
+    """Starts this process's writer where the variable asks for it; later calls do nothing. Called when a group is made.
+
+    A folder that does not exist is made for this user alone. A failure is logged once and never raised: the job matters
+    more than its observers.
+    """
+    global _writer
+    folder = os.environ.get(watch.VARIABLE, "")
+    if not folder:
+        return
+    with _lock:
+        # A forked child has its parent's object and no thread; it starts its own writer and file.
+        if _writer is not None and _writer.pid == os.getpid():
+            return
+        try:
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+            _writer = Writer(Path(folder))
+        except OSError as error:
+            logger.warning("%s=%s: no status is written: %s", watch.VARIABLE, folder, error)
+            return
+        atexit.register(_writer.end)
+
+
+class Writer:
+    """The thread and its file. The thread alone writes the fields below ``_before``; ``end`` may be called by any."""
+
+    def __init__(self, folder: Path) -> None:
+        self.pid = os.getpid()
+        self.path = folder / f"{watch.PREFIX}{socket.gethostname()}-{self.pid}.json"
+        self._process = _process()
+        self._stop = threading.Event()
+        self._warned = False
+        #: By group: the sums of the file before, for rates.
+        self._before: dict[str, tuple[int, dict[str, int]]] = {}
+        self._thread = threading.Thread(target=self._run, name="sagellm-status", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            self._write()
+            if self._stop.wait(EVERY):
+                return
+
+    def _write(self) -> None:
+        try:
+            export.write_atomically(self.path, json.dumps(self.snapshot()).encode())
+        except (
+            Exception
+        ) as error:  # a group that is just being destroyed, a full disk: the next file may be whole again
+            if not self._warned:
+                logger.warning("%s: a status could not be written: %s", self.path, error)
+            self._warned = True
+
+    def snapshot(self) -> dict[str, Any]:
+        """The content of the file."""
+        import torch.distributed as dist
+
+        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else _from_launcher()
+        return {
+            "format": watch.FORMAT,
+            "written": time.time(),
+            "every": EVERY,
+            "process": {**self._process, "rank": rank, "world_size": size},
+            "groups": [self._group(member) for member in stats.members("all")],
+        }
+
+    def _group(self, member: stats.Member) -> dict[str, Any]:
+        import torch.distributed as dist
+
+        backend = member.backend
+        raw: _C.Stats = backend._stats()
+        offset = raw["wall"] - raw["now"]
+        records: list[_C.Record] = backend._records(LAST)
+        calls = [record for record in records if record["counts"] or record["tensors"]]
+        pending = [record for record in calls if record["state"] == "pending"]
+        ranks = dist.get_process_group_ranks(member.group)
+        waits = sorted(((total, ranks[peer]) for peer, (_, total, _) in enumerate(raw["waits"]) if total), reverse=True)
+        kinds: dict[str, int] = {}
+        for cell in raw["cells"]:
+            kinds[cell["kind"]] = kinds.get(cell["kind"], 0) + cell["count"]
+        sums = {key: sum(cell[key] for cell in raw["cells"]) for key in ("count", "failed", "bytes", "waiting")}
+        return {
+            "name": member.name,
+            "rank": raw["rank"],
+            "ranks": ranks,
+            "serves": backend.describe().partition(": ")[2],
+            "fault": backend.fault,
+            "issued": raw["issued"],
+            **sums,
+            "kinds": kinds,
+            "per_second": self._rates(member.name, raw["now"], sums),
+            "last": _call(calls[-1], offset, ranks) if calls else None,
+            "pending": _call(pending[0], offset, ranks) if pending else None,
+            "waited_for": [{"rank": rank, "seconds": total / 1e9} for total, rank in waits[:PEERS]],
+        }
+
+    def _rates(self, name: str, now: int, sums: dict[str, int]) -> dict[str, float]:
+        """Per second since the file before; 0 in the first one, and after the statistics were reset."""
+        since, before = self._before.get(name, (now, sums))
+        self._before[name] = (now, sums)
+        seconds = max(now - since, 1) / 1e9
+        return {key: max(0.0, (sums[key] - before[key]) / seconds) for key in sums}
+
+    def end(self) -> None:
+        """Ends the thread and takes the file away: a process that ends in order leaves none. Nothing in a fork."""
+        if self.pid != os.getpid():
+            return
+        self._stop.set()
+        self._thread.join(END_SECONDS)
+        self.path.unlink(missing_ok=True)
+
+
+def _from_launcher() -> tuple[int, int]:
+    """Rank and number of ranks before there is a group; -1 where no launcher says."""
+    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    return int(rank) if rank.isdecimal() else -1, int(size) if size.isdecimal() else -1
+
+
+def _process() -> dict[str, Any]:
+    """Facts that do not change, by which a reader finds out whether this process still lives."""
+    here = watch.here()
+    return {
+        "pid": os.getpid(),
+        "began": watch.began(os.getpid()),
+        "boot_id": here.boot_id,
+        "pid_namespace": here.pid_namespace,
+        "host": socket.gethostname(),
+        "program": os.path.basename(sys.argv[0] if sys.argv else ""),
+    }
+
+
+def _call(record: _C.Record, offset: int, ranks: list[int]) -> dict[str, Any]:
+    """One operation; times are seconds, ``since`` since the epoch. Ranks are global ones."""
+    from torch_sagellm.observe import sites
+
+    file, line, _ = sites.site_of(record["site"])
+    late = record["late"]
+    return {
+        "kind": record["kind"],
+        "number": record["number"],
+        "bytes": max(record["read"], record["written"]),
+        "path": record["path"],
+        "state": record["state"],
+        "since": (record["issued"] + offset) / 1e9,
+        "took": (record["ended"] - record["issued"]) / 1e9 if record["ended"] else None,
+        "waited_for": ranks[late] if 0 <= late < len(ranks) else None,
+        "site": f"{file}:{line}" if file else None,
+    }

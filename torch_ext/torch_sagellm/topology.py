@@ -1,0 +1,274 @@
+"""The machines of a job: ``TopologyInfo`` has the facts, ``TopologyManager`` reads them or takes them from the user.
+
+A topology decides nothing here: the core's start rules (src/select/start.rs) choose by it, in groups that are made with
+it and in ``select_all_reduce_algorithm``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+LIBRARY = "libnvidia-ml.so.1"
+#: Of nvml.h: the query "are they connected by NVLink", and the answer yes.
+P2P_NVLINK, P2P_OK, SUCCESS = 2, 0, 0
+NAME_BYTES = 96
+
+
+@dataclass(frozen=True)
+class TopologyInfo:
+    """Facts about the machines of a job.
+
+    Only ``hosts`` and ``full_nvlink`` decide; the others are for people. A wrong value is a ValueError that names the
+    field, what it takes and what came.
+
+    Example::
+
+        pair = torch_sagellm.TopologyInfo(hosts=2, full_nvlink=True)
+        assert pair.is_fully_connected_nvlink()
+    """
+
+    #: Hosts that the devices are on. A group that knows its own hosts uses those.
+    hosts: int = 1
+    #: Every pair of devices is connected by NVLink, directly or through a switch.
+    full_nvlink: bool = False
+    #: Names of this host's devices.
+    devices: tuple[str, ...] = ()
+    #: Cores that this process may use; None where that is not known.
+    cores: int | None = None
+    #: NUMA nodes of this host; None where that is not known.
+    numa_nodes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("hosts", "cores", "numa_nodes"):
+            value = getattr(self, name)
+            if not (value is None and name != "hosts") and (type(value) is not int or value < 1):
+                raise _wrong(name, "a whole number from 1 on" + ("" if name == "hosts" else ", or null"), value)
+        if type(self.full_nvlink) is not bool:
+            raise _wrong("full_nvlink", "true or false", self.full_nvlink)
+        names = self.devices
+        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+            raise _wrong("devices", "a list of names", names)
+        object.__setattr__(self, "devices", tuple(names))
+
+    def is_fully_connected_nvlink(self) -> bool:
+        """True where no pair of devices communicates through PCIe or a network."""
+        return self.full_nvlink
+
+    def option(self) -> str:
+        """The fields that decide, in the form of the option ``topology``: "hosts=2,full_nvlink=false"."""
+        return f"hosts={self.hosts},full_nvlink={str(self.full_nvlink).lower()}"
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> TopologyInfo:
+        """From fields by name; those that are left out have their defaults, and an unknown one is a ValueError."""
+        if not isinstance(fields, Mapping):
+            raise TypeError(f"sagellm topology: got {fields!r}, expected a dict of fields by name")
+        known = cls.__dataclass_fields__
+        unknown = [name for name in fields if name not in known]
+        if unknown:
+            raise ValueError(
+                f"sagellm topology: {', '.join(map(repr, unknown))} is no field; expected some of {', '.join(known)}"
+            )
+        return cls(**fields)
+
+    @classmethod
+    def detect(cls, hosts: int | None = None) -> TopologyInfo:
+        """Reads this machine: NVML for GPUs and NVLink, the kernel for cores and NUMA nodes.
+
+        ``hosts``: those of the job; None takes them from torchrun's environment, and 1 without it. On several hosts
+        NVLink counts as not full, because NVML sees one host alone. Without NVML or a driver there is no NVLink.
+        """
+        from torch_sagellm import _load
+
+        hosts = _hosts_of_the_job() if hosts is None else hosts
+        facts = _load.extension().doctor()
+        devices, full = nvlink()
+        if not devices and facts["accelerators"] != "none":
+            devices = facts["accelerators"].split(", ")
+        nodes = facts["NUMA nodes"].count("CPUs")
+        return cls(
+            hosts=hosts,
+            full_nvlink=full and hosts == 1,
+            devices=tuple(devices),
+            cores=int(facts["cores"]),
+            numa_nodes=nodes or None,
+        )
+
+
+class TopologyManager:
+    """The topology of a job, read from this machine or given; ``create_comm_backend(topology_manager=...)`` uses it.
+
+    In a group that is made with it the start rules choose the algorithm of every operation that no rule and no table
+    names, also where the link between hosts was measured, and steer the library of a device's vendor. Rank 0's topology
+    holds for the whole group: a rank with another one follows it and warns. See docs/choosing.md.
+
+    Args:
+        topology: the topology; None to read that of this machine (``TopologyInfo.detect``).
+
+    Example::
+
+        manager = torch_sagellm.TopologyManager.from_json('{"hosts": 2, "full_nvlink": false}')
+        comm = torch_sagellm.create_comm_backend(topology_manager=manager)
+        print(comm.explain("all_reduce", 4 << 20).decided)
+    """
+
+    def __init__(self, topology: TopologyInfo | None = None) -> None:
+        if topology is not None and not isinstance(topology, TopologyInfo):
+            raise TypeError(f"sagellm TopologyManager: topology is {topology!r}, expected a TopologyInfo or None")
+        #: The topology, and its source.
+        self.topology: TopologyInfo = TopologyInfo.detect() if topology is None else topology
+        self.source = "read from this machine" if topology is None else "given"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> TopologyManager:
+        """From a JSON object with fields of ``TopologyInfo``; a ValueError names the place or field that is wrong."""
+        return cls._read(text, "given as JSON")
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> TopologyManager:
+        """As ``from_json``, from a file. A file that cannot be read is an OSError."""
+        try:
+            return cls._read(Path(path).read_bytes(), f"from the file {os.fspath(path)}")
+        except ValueError as error:
+            raise ValueError(f"{error} (in the file {os.fspath(path)})") from None
+
+    @classmethod
+    def _read(cls, text: str | bytes, source: str) -> TopologyManager:
+        try:
+            fields = json.loads(text)
+        except ValueError as error:  # also bytes that are no text
+            raise ValueError(f"sagellm topology: this is no JSON: {error}") from None
+        if not isinstance(fields, dict):
+            raise ValueError(f"sagellm topology: expected a JSON object of fields, got {json.dumps(fields)[:80]}")
+        manager = cls(TopologyInfo.from_dict(fields))
+        manager.source = source
+        return manager
+
+    def to_json(self) -> str:
+        """The topology as ``from_json`` reads it."""
+        return json.dumps(asdict(self.topology))
+
+    def is_fully_connected_nvlink(self) -> bool:
+        """True where no pair of devices communicates through PCIe or a network."""
+        return self.topology.is_fully_connected_nvlink()
+
+    def select_all_reduce_algorithm(self, data_size: int, num_devices: int) -> str:
+        """``torch_sagellm.select_all_reduce_algorithm`` with this topology."""
+        return select_all_reduce_algorithm(data_size, num_devices, self.topology)
+
+    def __repr__(self) -> str:
+        return f"<TopologyManager {self.topology}, {self.source}>"
+
+
+def select_all_reduce_algorithm(
+    data_size: int, num_devices: int, topology: TopologyInfo | TopologyManager | None = None
+) -> str:
+    """The start rules' algorithm for an all_reduce of ``data_size`` bytes over ``num_devices`` devices.
+
+    "hierarchical" where there are several hosts with several devices. Else below 1,000,000 bytes "recursive_doubling",
+    or "tree" where NVLink connects all devices, and from there on "ring". Without a topology: one host, no full NVLink.
+    In a group, the user's rules, a measured table and a measured link have priority over the start rules; ``explain``
+    says which source decided.
+
+    Raises:
+        ValueError: the size is below 0, or there are fewer devices than one, or than hosts.
+
+    Example::
+
+        assert torch_sagellm.select_all_reduce_algorithm(64 * 1024, 8) == "recursive_doubling"
+        assert torch_sagellm.select_all_reduce_algorithm(64 << 20, 8, torch_sagellm.TopologyInfo()) == "ring"
+    """
+    from torch_sagellm import _load
+
+    for name, value, least in (("data_size", data_size, 0), ("num_devices", num_devices, 1)):
+        if not isinstance(value, Integral) or value < least:
+            raise ValueError(
+                f"sagellm select_all_reduce_algorithm: {name} is {value!r}, expected a whole number from {least} on"
+            )
+    given = TopologyInfo() if topology is None else topology
+    found = _load.extension().explain_without_group(
+        "all_reduce", data_size, "float32", num_devices, topology=option_of(given, "topology")
+    )
+    choice: str = found["choice"]
+    return choice
+
+
+def option_of(given: TopologyManager | TopologyInfo | None, name: str = "topology_manager") -> str:
+    """The option ``topology`` of a group, from the argument ``name``."""
+    if given is None:
+        return ""
+    topology = given.topology if isinstance(given, TopologyManager) else given
+    if not isinstance(topology, TopologyInfo):
+        raise TypeError(f"sagellm: {name} is {given!r}, expected a TopologyManager or a TopologyInfo")
+    return topology.option()
+
+
+def _wrong(name: str, expected: str, got: Any) -> ValueError:
+    return ValueError(f"sagellm topology: the field {name}: expected {expected}, got {got!r}")
+
+
+def _hosts_of_the_job() -> int:
+    """The number of hosts, from torchrun's environment; 1 where torchrun did not start this process."""
+    world, local = (os.environ.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if not (world.isdigit() and local.isdigit() and int(world) and int(local)):
+        return 1
+    return -(-int(world) // int(local))
+
+
+def nvlink() -> tuple[list[str], bool]:
+    """Names of the GPUs, and whether NVLink connects every pair of at least two.
+
+    Without the library, a driver or GPUs the answer is ``([], False)``; an unknown pair counts as not linked.
+    """
+    try:
+        nvml: Any = ctypes.CDLL(LIBRARY)
+    except OSError:
+        return [], False
+    try:
+        if nvml.nvmlInit_v2() != SUCCESS:
+            return [], False
+        try:
+            return ask(nvml)
+        finally:
+            nvml.nvmlShutdown()
+    except AttributeError:  # a library that is too old for a function
+        return [], False
+
+
+def ask(nvml: Any) -> tuple[list[str], bool]:
+    """As ``nvlink``, with an initialised library."""
+    count = ctypes.c_uint()
+    if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != SUCCESS:
+        return [], False
+    devices: list[Any] = []
+    names: list[str] = []
+    for at in range(count.value):
+        device, name = ctypes.c_void_p(), ctypes.create_string_buffer(NAME_BYTES)
+        if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(at), ctypes.byref(device)) != SUCCESS:
+            return names, False
+        devices.append(device)
+        known = nvml.nvmlDeviceGetName(device, name, ctypes.c_uint(NAME_BYTES)) == SUCCESS
+        names.append(name.value.decode(errors="replace") if known else f"GPU {at}")
+    pairs = [_joined(nvml, one, other) for one, other in combinations(devices, 2)]
+    return names, bool(pairs) and all(pairs)
+
+
+def _joined(nvml: Any, one: Any, other: Any) -> bool:
+    status = ctypes.c_int(-1)
+    found = nvml.nvmlDeviceGetP2PStatus(one, other, ctypes.c_int(P2P_NVLINK), ctypes.byref(status))
+    return bool(found == SUCCESS and status.value == P2P_OK)
+
+
+def __getattr__(name: str) -> Any:
+    """Older code imports other public names from here as well."""
+    import torch_sagellm
+
+    return torch_sagellm._public(__name__, name)
