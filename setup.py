@@ -249,6 +249,8 @@ def compile_all(command: list[str], flags: list[str], sources: list[str], folder
 
 def builder() -> type[Any]:
     """setuptools' build_ext: runs cargo, then ninja, then writes the record of the build."""
+    # Without the backends that are installed: one of them is what this build replaces, and it may be broken.
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     from torch import __version__ as torch_version
     from torch.utils.cpp_extension import include_paths, library_paths
 

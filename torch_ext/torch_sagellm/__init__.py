@@ -2,14 +2,15 @@
 
 ``init_process_group("sagellm")`` is all that a program needs.
 
-torch imports this file in every process that imports torch (the entry-point group ``torch.backends``), even in those
-that never use the backend. So it loads no extension, starts no thread and opens nothing: it registers the name, and
-the rest happens when a group is made.
+torch finds the name by way of the module `_torch_sagellm_autoload`, which imports this package when a group is made.
+Here too nothing is loaded before it is used: no extension, no thread, no file.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+import _torch_sagellm_autoload
 
 if TYPE_CHECKING:
     from torch_sagellm._C import Options as Options
@@ -158,13 +159,6 @@ _HOMES = {
 __all__ = ["Options", "__version__", *_HOMES]
 
 
-def _autoload() -> None:
-    """The function that both entry points name. Registers the backend; calling it again does nothing."""
-    from torch_sagellm import _register
-
-    _register.register()
-
-
 def __getattr__(name: str) -> Any:
     """Loads names that need the extension or its build record on first use."""
     if name == "Options":
@@ -203,8 +197,8 @@ def _is_command_line() -> bool:
     return os.path.basename(sys.argv[0] if sys.argv else "") == "torch-sagellm"
 
 
-# `import torch_sagellm` registers the backend where torch's autoloading is off. It may import torch, and
-# torch then calls `_autoload` in the middle of this line, so it must be the last one. The command line does not wait
-# for torch's import where it needs no torch, as in a probe that is run every few seconds.
+# `import torch_sagellm` registers the backend where torch's autoloading is off. It may import torch, and torch then
+# calls the same function in the middle of this line, so it must be the last one. The command line does not wait for
+# torch's import where it needs no torch, as in a probe that is run every few seconds.
 if not _is_command_line():
-    _autoload()
+    _torch_sagellm_autoload.register()

@@ -1,4 +1,4 @@
-"""Registers the backend's name with torch, and makes the backend of a group when torch asks for one."""
+"""Makes the backend of a group. torch calls it by way of `_torch_sagellm_autoload`, which registers the name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import atexit
 import os
 import site
 import threading
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -19,57 +18,9 @@ VENDOR = "SAGELLM_VENDOR"
 STATUS = "SAGELLM_STATUS_DIR"
 
 
-class Devices(list[str]):
-    """The kinds of device that ``init_process_group("sagellm")`` serves: the CPU, and this process's accelerator.
-
-    Computed each time torch asks, when a group is made, because a vendor's package that is imported after torch
-    may register its device after this backend was registered.
-    """
-
-    def __iter__(self) -> Iterator[str]:
-        import torch
-
-        yield "cpu"
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        if accelerator is not None:
-            yield accelerator.type
-
-    def __contains__(self, device: object) -> bool:
-        return any(device == each for each in self)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def __repr__(self) -> str:
-        return repr(list(self))
-
-
 #: Taken once and never released: each lock guards a once-per-process action.
 _at_exit = threading.Lock()
 _told = threading.Lock()
-
-
-def register() -> None:
-    """Registers the name. Both entry points and ``import torch_sagellm`` call it; only the first call has an effect."""
-    # Imported here: this may run in the middle of `import torch`, and `import torch_sagellm` may be what imports torch.
-    from torch import distributed
-
-    from torch_sagellm import _regions
-
-    if not distributed.is_available():
-        return
-    backend: Any = distributed.Backend
-    if NAME.upper() not in backend._plugins:
-        # For the CPU alone, so that sagellm never becomes the default of an accelerator without a backend ...
-        backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
-        # ... but a group that names sagellm is served on accelerators, too.
-        backend.backend_capability[NAME] = Devices()
-        # Before a program can have taken the name of torch's own.
-        _regions.install()
-        if os.environ.get("SAGELLM_AS"):
-            from torch_sagellm import _serve_as
-
-            _serve_as.from_environment()
 
 
 def create(options: Any, pg_options: Any = None) -> Any:
@@ -79,7 +30,8 @@ def create(options: Any, pg_options: Any = None) -> Any:
     ``process_group`` and ``split_from`` are not read. ``pg_options`` are the user's, if any: ours, or the
     plain options of torch.
     """
-    from torch_sagellm import _delegate, _load
+    # `_regions` is what torch's coalescing manager asks from now on.
+    from torch_sagellm import _delegate, _load, _regions  # noqa: F401
     from torch_sagellm.observe import log
 
     if getattr(options, "enable_reconfigure", False):

@@ -9,7 +9,6 @@ taken from torch's extension module and never patched.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,9 +16,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-#: Set to "gloo", it does what ``serve_as("gloo")`` does, as soon as torch is imported.
-VARIABLE = "SAGELLM_AS"
-NAMES = ("gloo",)
+import _torch_sagellm_autoload
+
+#: Set to "gloo", it does what ``serve_as("gloo")`` does, as soon as torch is imported: in `_torch_sagellm_autoload`.
+VARIABLE = _torch_sagellm_autoload.AS
+NAMES = _torch_sagellm_autoload.SERVED
 CLASS = "ProcessGroupGloo"
 #: Attributes of torch that were replaced, with their original values; empty while none is replaced.
 _replaced: list[tuple[Any, str, Any]] = []
@@ -105,15 +106,6 @@ def serving(name: str = "gloo") -> Iterator[None]:
         yield
     finally:
         stop()
-
-
-def from_environment() -> None:
-    """Does what ``SAGELLM_AS`` says, if it is set."""
-    name = os.environ.get(VARIABLE, "").strip().lower()
-    if name:
-        if name not in NAMES:
-            raise ValueError(f"sagellm: {VARIABLE}={name!r}, expected one of {', '.join(NAMES)}, or unset")
-        serve_as(name)
 
 
 def _replace(holder: Any, name: str, value: Any) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from _torch_sagellm_autoload import Unusable
 from torch_sagellm import _address, _nearest
 from torch_sagellm.cli import libraries
 
@@ -336,6 +337,8 @@ def rules(facts: Facts) -> Iterator[Finding]:
 
     try:
         _load.extension().table_without_group(2, text)
+    except Unusable:
+        return
     except ValueError as error:
         yield Finding(ERROR, f"SAGELLM_ALGORITHM={text}: {error}", "every group would refuse it: see docs/choosing.md")
 

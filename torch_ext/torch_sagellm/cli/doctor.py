@@ -7,8 +7,11 @@ import os
 import platform
 import sys
 import time
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import _torch_sagellm_autoload
 from torch_sagellm.cli import checks, peer, ranks
 from torch_sagellm.cli.show import fact, paint
 
@@ -69,21 +72,37 @@ def _rendezvous(text: str) -> dict[str, float]:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    from torch_sagellm import _load
-
     if parsed.peer or parsed.listen is not None:
         found = peer.connect(*parsed.peer) if parsed.peer else peer.listen(parsed.listen)
         _show(found)
         return 1 if any(each.level == checks.ERROR for each in found) else 0
-    extension = _load.extension()
+    extension, unusable = _extension()
     _facts(extension)
     times = checks.Timeouts(parsed.group_timeout, parsed.rdzv_conf, parsed.stall)
-    facts = checks.gather(extension.doctor(), times)
+    facts = checks.gather({} if extension is None else extension.doctor(), times)
     fact("address for other hosts", facts.addresses.problem or " or ".join(facts.addresses.chosen("")) or "none")
-    found = checks.findings(facts)
+    found = unusable + checks.findings(facts)
     _show(found)
-    tested = 0 if parsed.no_self_test else self_test()
+    if unusable and not parsed.no_self_test:
+        fact("self-test", "not run: no group can be made")
+    tested = 0 if parsed.no_self_test or unusable else self_test()
     return 1 if tested or any(each.level == checks.ERROR for each in found) else 0
+
+
+def _extension() -> tuple[ModuleType | None, list[checks.Finding]]:
+    """The extension, or None, and what keeps every group from being made."""
+    from torch_sagellm import _load, _serve_as
+
+    found = []
+    try:
+        _torch_sagellm_autoload.look()
+    except Exception as error:
+        fix = getattr(error, "fix", f"correct {_serve_as.VARIABLE}, or unset it")
+        found.append(checks.Finding(checks.ERROR, getattr(error, "what", str(error)), fix))
+    try:
+        return _load.extension(), found
+    except _torch_sagellm_autoload.Unusable as error:
+        return None, [*found, checks.Finding(checks.ERROR, error.what, error.fix)]
 
 
 def _show(found: list[checks.Finding]) -> None:
@@ -100,10 +119,10 @@ def _facts(extension: Any) -> None:
 
     from torch_sagellm import _load, _serve_as
 
-    fact("sagellm", f"{_load.version()} ({getattr(extension, '__file__', 'built in')})")
-    fact("torch", f"{torch.__version__}, built for {extension.torch_version_built}")
+    fact("sagellm", f"{_load.version()} ({getattr(extension, '__file__', None) or Path(_load.__file__).parent})")
+    fact("torch", torch.__version__ + (f", built for {extension.torch_version_built}" if extension else ""))
     fact("python", f"{platform.python_version()} ({sys.executable})")
-    for name, value in extension.doctor().items():
+    for name, value in extension.doctor().items() if extension else ():
         fact(name, value)
     if _serve_as.serves():
         fact("groups called gloo", f"are served by sagellm ({_serve_as.VARIABLE})")

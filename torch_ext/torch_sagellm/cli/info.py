@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import _torch_sagellm_autoload
 from torch_sagellm.cli.show import fact
 
 HELP = "versions, what serves which tensors, and how the package was built"
@@ -42,21 +43,50 @@ def facts() -> dict[str, str]:
     """The printed facts, by name."""
     import torch
 
-    from torch_sagellm import _build, _load, _serve_as
+    from torch_sagellm import _load, _serve_as
 
-    extension = _load.extension()
-    file = Path(str(extension.__file__))
     named = _serve_as.serves()
     return {
-        "sagellm": f"{_load.version()} in {file.parent}",
-        "build": f"for torch {_build.TORCH_VERSION} and {file.name.split('.')[1]}, from {_build.SOURCE}",
+        "sagellm": f"{_load.version()} in {Path(_load.__file__).parent}",
+        **_problem(),
+        **_build(),
         "torch": torch.__version__,
         "python": f"{platform.python_version()} ({sys.executable})",
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
-        **served(extension),
+        **_served(),
         'groups called "gloo"': f"by sagellm ({_serve_as.VARIABLE})" if named else "by torch's gloo",
         **{name: os.environ[name] for name in sorted(os.environ) if name.startswith("SAGELLM_") or name in ALSO},
     }
+
+
+def _problem() -> dict[str, str]:
+    """What keeps every group of this backend from being made, if there is something."""
+    try:
+        _torch_sagellm_autoload.look()
+    except Exception as error:
+        return {"groups are refused": str(error)}
+    return {}
+
+
+def _build() -> dict[str, str]:
+    from torch_sagellm import _load
+
+    try:
+        name = Path(str(_load.extension().__file__)).name
+    except _torch_sagellm_autoload.Unusable as error:
+        return {"build": f"cannot be used: {error}"}
+    from torch_sagellm import _build
+
+    return {"build": f"for torch {_build.TORCH_VERSION} and {name.split('.')[1]}, from {_build.SOURCE}"}
+
+
+def _served() -> dict[str, str]:
+    from torch_sagellm import _load
+
+    try:
+        return served(_load.extension())
+    except _torch_sagellm_autoload.Unusable:
+        return {}
 
 
 def served(extension: Any) -> dict[str, str]:

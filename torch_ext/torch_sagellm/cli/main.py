@@ -39,6 +39,8 @@ COMMANDS: dict[str, Any] = {
 }
 #: Commands that only read files: a probe that runs every few seconds must not import torch for that.
 WITHOUT_TORCH = ("health", "top", "trace")
+#: Commands that say why the extension cannot be used.
+ALWAYS = ("info", "doctor")
 EXAMPLES = """examples:
   torch-sagellm info                      versions, and what serves which tensors
   torch-sagellm doctor                    facts about this machine, what to mend, and a short self-test
@@ -123,11 +125,15 @@ def _prepare(command: str) -> None:
     """Sets up commands that use torch: registers the backend's name, and sets the level of the log."""
     if command in WITHOUT_TORCH:
         return
-    import torch_sagellm
+    import _torch_sagellm_autoload
     from torch_sagellm.observe import log
 
-    torch_sagellm._autoload()
-    log.configure(_load.extension())
+    _torch_sagellm_autoload.register()
+    try:
+        log.configure(_load.extension())
+    except _torch_sagellm_autoload.Unusable:
+        if command not in ALWAYS:
+            raise
 
 
 def main(arguments: list[str] | None = None) -> int:
