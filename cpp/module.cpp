@@ -216,7 +216,6 @@ void bind_backend(py::module_& module) {
       .def("_set_default_timeout", &SageBackend::setTimeout, py::arg("timeout"),
            py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("_store", &SageBackend::store)
-      .def("_drop_region", &SageBackend::drop_region)
       .def("_has_failed", &SageBackend::has_failed, py::call_guard<py::gil_scoped_release>())
       .def("_watched", &SageBackend::watched, py::arg("gone"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly(
@@ -225,6 +224,46 @@ void bind_backend(py::module_& module) {
       // new_group calls it on ranks outside the new group when the group is bound to a device; only members meet here.
       .def("perform_nocolor_split", [](SageBackend&, const py::object&) {}, py::arg("device"));
 }
+
+// torch's coalescing manager for groups of ours, whose region an exception ends. Not in Python: a signal may raise
+// where a function of Python begins, before any of its statements, so the region could stay open. Nothing raises before
+// these.
+class Manager {
+ public:
+  using Backends = std::vector<c10::intrusive_ptr<SageBackend>>;
+
+  // `forget` makes torch forget the calls that it has noted.
+  Manager(py::object theirs, Backends backends, py::object forget)
+      : theirs_(std::move(theirs)), backends_(std::move(backends)), forget_(std::move(forget)) {}
+
+  py::object enter() {
+    return whole([&]() -> py::object { return theirs_.attr("__enter__")(); });
+  }
+  py::object exit(const py::object& kind, const py::object& error, const py::object& trace) {
+    auto ended = whole([&]() -> py::object { return theirs_.attr("__exit__")(kind, error, trace); });
+    if (!kind.is_none()) drop();
+    return ended;
+  }
+
+ private:
+  template <class Body>
+  py::object whole(const Body& body) {
+    try {
+      return body();
+    } catch (...) {
+      drop();
+      throw;
+    }
+  }
+  void drop() {
+    forget_();
+    for (const auto& backend : backends_) backend->drop_region();
+  }
+
+  py::object theirs_;
+  Backends backends_;
+  py::object forget_;
+};
 
 // True for a tensor whose memory receives what a call writes: torch brings no result to one that it conjugates or
 // negates when it is read, nor to one without data. A plain function of Python's, because a small operation takes no
@@ -263,6 +302,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       py::arg("number"));
   module.def("_shared", [](const std::vector<at::Tensor>& tensors) { return shared(tensors); }, py::arg("tensors"));
   module.def("_outlive_python", &outlive_python);
+  py::class_<Manager>(module, "_Manager")
+      .def(py::init<py::object, Manager::Backends, py::object>(), py::arg("theirs"), py::arg("backends"),
+           py::arg("forget"))
+      .def("__enter__", &Manager::enter)
+      .def("__exit__", &Manager::exit, py::arg("kind"), py::arg("error"), py::arg("trace"));
   module.attr("_receives") = py::reinterpret_steal<py::object>(PyCFunction_New(&receives_method, nullptr));
   module.def("at_exit", &leave);
   module.def("told_of_failure", [] { Alarm::instance().raised(); });

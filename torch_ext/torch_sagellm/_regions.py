@@ -3,37 +3,25 @@
 ``torch.distributed``'s ``_coalescing_manager`` and ``batch_isend_irecv``, which uses it, start a region and end it
 only where nothing is raised. After an exception torch would only note later calls of the group
 (``pg_coalesce_state``), and so would our backend. `_torch_sagellm_autoload` therefore replaces the manager by the one
-below, which drops the region; groups of other backends get torch's own.
+below, which drops the region (``_C._Manager``); groups of other backends get torch's own.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 
-@contextmanager
-def manager(theirs: Any, group: Any = None, *args: Any, **named: Any) -> Iterator[Any]:
+def manager(theirs: Any, group: Any = None, *args: Any, **named: Any) -> Any:
     """In place of torch's own manager, which is ``theirs``."""
     from torch.distributed import distributed_c10d as c10d
 
     group = group or c10d._get_default_group()
-    backends = _ours(group)
-    noted = c10d._world.pg_coalesce_state
+    made, noted, backends = theirs(group, *args, **named), c10d._world.pg_coalesce_state, _ours(group)
     if not backends or group in noted:  # of another backend, or inside a region, which is not this one's to drop
-        with theirs(group, *args, **named) as made:
-            yield made
-        return
-    try:
-        with theirs(group, *args, **named) as made:
-            yield made
-    except BaseException:
-        noted.pop(group, None)
-        for backend in backends:
-            backend._drop_region()
-        raise
+        return made
+    return sys.modules["torch_sagellm._C"]._Manager(made, backends, partial(noted.pop, group, None))
 
 
 def _ours(group: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,50 @@ def test_an_exception_inside_a_region_or_a_batch_ends_it(carrier: str, libraries
     """Whoever raises it: afterwards each synchronous call gives its numbers, and the next region and batch work."""
     env = {} if carrier == "cpu" else environment(carrier, libraries)
     run_fresh(goes_on, 2, carrier, env=env, timeout=120)
+
+
+def at_every_moment(ctx: Context, carrier: str) -> int:
+    """An interrupt wherever the interpreter looks for signals (where a function begins, after a call of one in C) while
+    a region begins, holds a call and ends. Calls must work while the exception, and with it every frame, lives."""
+    at = "cpu"
+    if carrier == "cpu":
+        ctx.init()
+    else:
+        at = start(ctx, carrier)[1] + ":0"
+    region(ctx, at)
+    moment, struck = 0, True
+    while struck:
+        left, struck = moment, False
+
+        def strike(frame: Any, event: str, _: Any) -> None:
+            nonlocal left
+            if event in ("call", "c_return"):
+                left -= 1
+                if left < 0:
+                    sys.setprofile(None)
+                    raise KeyboardInterrupt
+
+        try:
+            sys.setprofile(strike)
+            with dist._coalescing_manager(device=torch.device(at), async_ops=True):
+                dist.broadcast(torch.ones(4, device=at), 0)
+            sys.setprofile(None)
+        except KeyboardInterrupt:
+            struck = True
+            sums = torch.full((4,), ctx.rank + 1.0, device=at)
+            dist.all_reduce(sums)
+            on_device.holds(sums, 3)
+        region(ctx, at)
+        moment += 1
+    dist.destroy_process_group()
+    return moment
+
+
+@pytest.mark.parametrize("carrier", ["cpu", "nccl"])
+def test_a_signal_at_any_moment_of_a_region_ends_it(carrier: str, libraries: dict[str, Path]) -> None:
+    env = {} if carrier == "cpu" else environment(carrier, libraries)
+    moments = run_fresh(at_every_moment, 2, carrier, env=env, timeout=120)
+    assert moments[0] == moments[1] > 20, moments
 
 
 def by_hand(ctx: Context) -> None:
