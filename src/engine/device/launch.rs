@@ -123,15 +123,17 @@ impl Job<'_> {
 
     /// All blocks as one run; a lowering that is `contiguous` promises it.
     fn run(&self, spans: &[Span]) -> Result<Span> {
-        let Some(first) = spans.first() else { return Ok(Span { addr: 0, bytes: 0 }) };
-        let mut next = first.addr;
-        for span in spans {
-            if span.bytes > 0 && span.addr != next {
+        // An empty block lies nowhere.
+        let mut whole = Span { addr: spans.first().map_or(0, |first| first.addr), bytes: 0 };
+        for span in spans.iter().filter(|span| span.bytes > 0) {
+            if whole.bytes == 0 {
+                whole.addr = span.addr;
+            } else if span.addr != whole.addr + whole.bytes {
                 return Err(self.wrong("its blocks do not lie behind each other"));
             }
-            next += span.bytes;
+            whole.bytes += span.bytes;
         }
-        Ok(Span { addr: first.addr, bytes: total(spans) })
+        Ok(whole)
     }
 }
 

@@ -185,7 +185,8 @@ pub fn spans(memory: &mut [u8], blocks: Option<Vec<usize>>) -> Vec<Span> {
             .into_iter()
             .map(|bytes| {
                 addr += bytes;
-                Span { addr: addr - bytes, bytes }
+                // As a layout leaves it: an empty block has no place.
+                Span { addr: if bytes == 0 { 0 } else { addr - bytes }, bytes }
             })
             .collect(),
     }
