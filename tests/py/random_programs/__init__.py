@@ -6,6 +6,6 @@ calls and compares. `run` has the processes, `shrink` makes a failing program sh
 
     python -m random_programs --seed 7              one program, in full words where it fails
     python -m random_programs --count 1000          that many, from --seed on
-    python -m random_programs --hosts 3 --count 50  over three hosts; --unchanged: the programs of one host
+    python -m random_programs --at nccl --count 50  on a simulated device; --unchanged: the programs of one host's CPU
     python -m random_programs --file program.json   one that was kept
 """

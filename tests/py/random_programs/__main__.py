@@ -5,15 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 
-import net
-from harness import BACKEND
-
 from random_programs import run
-from random_programs.generate import GLOO, HOSTS, Taste, generate
+from random_programs.generate import Taste, generate
+from random_programs.places import PLACES, ranks_at
 from random_programs.program import Program
 from random_programs.run import SECONDS, Ranks, Verdict
 
@@ -24,7 +21,6 @@ def shortened(program: Program, first: Verdict, ranks: Ranks) -> int:
     program, verdict = run.shortest(program, first, ranks)
     print(program.to_json())
     print(verdict)
-    ranks.close()
     return 1
 
 
@@ -36,17 +32,15 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=1, help="how often each")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="the groups' timeout")
     parser.add_argument("--no", default="", help="draw none of these: " + ", ".join(TASTES) + " (with commas between)")
-    parser.add_argument("--hosts", type=int, default=1, help="deal the ranks over so many network namespaces, as root")
-    parser.add_argument("--unchanged", action="store_true", help="over hosts: the programs of one host")
+    parser.add_argument("--at", default="cpu", choices=PLACES, help="where; hosts are network namespaces, made as root")
+    parser.add_argument("--unchanged", action="store_true", help="elsewhere: the programs of one host's CPU")
     parser.add_argument("--shrink", action="store_true", help="make the first program that fails short, and end")
     parser.add_argument("--print", action="store_true", help="print the program and end")
     arguments = parser.parse_args()
-    taste = GLOO if BACKEND == "gloo" else HOSTS if arguments.hosts > 1 and not arguments.unchanged else Taste()
+    taste = PLACES["cpu" if arguments.unchanged else arguments.at]
     taste = replace(taste, **{name: False for name in arguments.no.split(",") if name})
-    with net.Network(arguments.hosts) if arguments.hosts > 1 else nullcontext() as network:
-        if network is None:
-            return play(Ranks(), taste, arguments)
-        return play(Ranks(env={"GLOO_SOCKET_IFNAME": net.INTERFACE}, hosts=network.names), taste, arguments)
+    with ranks_at(arguments.at) as ranks:
+        return play(ranks, taste, arguments)
 
 
 def play(ranks: Ranks, taste: Taste, arguments: argparse.Namespace) -> int:
@@ -57,6 +51,9 @@ def play(ranks: Ranks, taste: Taste, arguments: argparse.Namespace) -> int:
         if arguments.print:
             print(program.to_json())
             continue
+        if arguments.count >= 1000 and (seed - arguments.seed) % 500 == 499:
+            done, took = seed - arguments.seed + 1, time.monotonic() - begun
+            print(f"{done} of {arguments.count} after {took:.0f} s, {failed} failed", flush=True)
         for _ in range(arguments.times):
             verdict = ranks.run(program, arguments.seconds)
             if verdict.problems and arguments.shrink:
@@ -76,8 +73,7 @@ def play(ranks: Ranks, taste: Taste, arguments: argparse.Namespace) -> int:
                             flush=True,
                         )
     count = arguments.count * arguments.times
-    print(f"{failed} of {count} failed in {time.monotonic() - begun:.1f} s")
-    ranks.close()
+    print(f"{failed} of {count} failed at {arguments.at} in {time.monotonic() - begun:.1f} s")
     return 1 if failed else 0
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from random_programs.interrupt import Interrupts
 from random_programs.model import Check, Illegal, Model, expected, initial
 from random_programs.program import COLLECTIVES, Program, Step, View, involved
 
@@ -25,6 +26,11 @@ from random_programs.program import COLLECTIVES, Program, Step, View, involved
 #: "late" or "child".
 Problem = dict[str, Any]
 CHILD_SECONDS = 20
+OWN = "the program's own"
+
+
+class Over(Exception):
+    """The group failed as it may: a signal came into a call that cannot be taken back. The program ends here."""
 
 
 class Rank:
@@ -50,6 +56,8 @@ class Rank:
         self.memory: list[torch.Tensor] = []
         self.model: Model | None = None
         self.at = -1
+        self.interrupts: Interrupts | None = None
+        self.over = False
 
     def run(self) -> list[Problem]:
         """Everything from making the groups to their end; never raises but for Ctrl-C."""
@@ -63,11 +71,17 @@ class Rank:
         ]
         try:
             self._begin()
+            if any(step["do"] == "abandon" or "broken" in step or "struck" in step for step in self.program.steps):
+                self.interrupts = Interrupts()
             self._steps()
+        except Over:
+            self.over = True
         except Exception as error:
             self._problem("error", "".join(traceback.format_exception(error))[-3000:], str(error))
         finally:
             self._end()
+            if self.interrupts is not None:
+                self.interrupts.close()
         return self.problems
 
     def _begin(self) -> None:
@@ -119,7 +133,8 @@ class Rank:
             if dist.is_initialized():
                 dist.destroy_process_group()
         except Exception as error:
-            self._problem("error", f"destroy_process_group: {error}", str(error))
+            if not self.over:
+                self._problem("error", f"destroy_process_group: {error}", str(error))
 
     def _problem(self, kind: str, text: str, short: str = "") -> None:
         self.problems.append({"kind": kind, "rank": self.rank, "at": self.at, "text": text, "short": short or text})
@@ -192,13 +207,17 @@ class Rank:
                 return [dist.all_reduce_coalesced(outs, op, group=group, async_op=a)]
         with dist._coalescing_manager(group, async_ops=a) as manager:
             for i, out in enumerate(outs):
-                if step["do"] == "reduce_list":
-                    dist.all_reduce(out, op, group=group)
-                elif step["do"] == "gather_list":
-                    dist.all_gather_into_tensor(out, ins[i], group=group)
-                else:
-                    dist.reduce_scatter_tensor(out, ins[i], op, group=group)
+                self._listed(step["do"], group, ins[i] if ins else None, out, op)
         return [manager] if a else []
+
+    def _listed(self, kind: str, group: Any, given: Any, out: Any, op: Any) -> None:
+        """One tensor of a list, inside a region."""
+        if kind == "reduce_list":
+            dist.all_reduce(out, op, group=group)
+        elif kind == "gather_list":
+            dist.all_gather_into_tensor(out, given, group=group)
+        else:
+            dist.reduce_scatter_tensor(out, given, op, group=group)
 
     def _message(self, step: Step) -> None:
         group, tensor, peer = self.groups[step["g"]], self.tensor(step["v"]), step["peer"]
@@ -221,6 +240,20 @@ class Rank:
             self.works[step["id"]] = [work]
 
     def _batch(self, step: Step) -> None:
+        if "struck" in step:
+            self._struck(step, lambda first: [work.wait() for work in self._exchange(step, first, [])])
+            return
+        works: list[Any] = []
+        broken = step.get("broken", {}).get(str(self.rank))
+        if broken is not None:
+            self._breaks(step, broken[1], lambda fail: self._exchange(step, 0, works, broken[0], fail))
+        self.works[step["id"]] = works + self._exchange(step, len(works), [])
+
+    def _exchange(
+        self, step: Step, first: int, kept: list[Any], at: int = -1, fail: Callable[..., Any] | None = None
+    ) -> list[Any]:
+        """The messages of a batch from one on, in place of one of which `fail` is called. `kept` gets the Works as they
+        are made: where the batch ends by an exception it returns none."""
         group, ops = self.groups[step["g"]], []
         for move in step["moves"]:
             for who, peer, call, view in (
@@ -229,7 +262,148 @@ class Rank:
             ):
                 if who == self.rank:
                     ops.append(dist.P2POp(call, self.tensor(move[view]), peer, group, move["tag"]))
-        self.works[step["id"]] = dist.batch_isend_irecv(ops)
+        if fail is not None:
+            ops.insert(at, dist.P2POp(dist.isend, torch.ones(1, device=self.device), ops[0].peer, group))
+            for i, each in enumerate(ops):
+                each.op = fail if i == at else partial(self._keep, each.op, kept)
+        return dist.batch_isend_irecv(ops[first:]) if ops[first:] else []
+
+    def _keep(self, call: Callable[..., Any], kept: list[Any], *given: Any, **named: Any) -> Any:
+        # The function that torch knows names the peer.
+        peer = named.pop("group_dst", None)
+        peer = named.pop("group_src", peer)
+        work = call(*given, **named, **{"group_dst" if call is dist.isend else "group_src": peer})
+        if work is not None:
+            kept.append(work)
+        return work
+
+    # ---------------------------------------------------------------------------------------------- regions
+
+    def _region(self, step: Step) -> None:
+        how = step["how"][self.program.groups[step["g"]].index(self.rank)]
+        if "struck" in step:
+            self._struck(step, lambda first: self._coalesced(step, first, []))
+            return
+        broken = step.get("broken", {}).get(str(self.rank))
+        works: list[Any] = []
+        if broken is not None:
+            self._breaks(step, broken[1], lambda fail: self._coalesced(step, 0, works, broken[0], fail))
+        works += self._coalesced(step, len(works), [])
+        if how == "keep":
+            self.works[step["id"]] = works
+            return
+        for work in works:
+            work.wait()
+
+    def _abandon(self, step: Step) -> None:
+        why = step["why"][self.program.groups[step["g"]].index(self.rank)]
+        self._breaks(step, why, lambda fail: self._coalesced(step, 0, [], step["at"], fail))
+
+    def _coalesced(
+        self, step: Step, first: int, kept: list[Any], at: int = 0, fail: Callable[[], Any] | None = None
+    ) -> list[Any]:
+        """The calls of a region from one on, before one of which `fail` is called. `kept` gets the Works as they are
+        made: where the region ends by an exception it returns none."""
+        group, members = self.groups[step["g"]], self.program.groups[step["g"]]
+        me = members.index(self.rank)
+        calls = [partial(self._keep_all, call, kept, fail is not None) for call in step["calls"]]
+        for call in step["tail"]:
+            ins, outs = ([self.tensor(view) for view in call[name][me]] for name in ("ins", "outs"))
+            op = getattr(dist.ReduceOp, call["red"]) if "red" in call else None
+            for i in range(len(outs)):
+                calls.append(partial(self._listed, call["do"], group, ins[i] if ins else None, outs[i], op))
+        device = torch.device(self.device) if step["form"] == "region" else None
+        if first > len(step["calls"]):
+            return []  # the list is issued at once, as the last
+        with dist._coalescing_manager(group, device, async_ops=step["async"]) as manager:
+            for i, each in enumerate(calls[first:]):
+                if i == at and fail is not None:
+                    fail()
+                each()
+            if at >= len(calls) and fail is not None:
+                fail()
+        return [manager] if step["async"] and manager.works[0] is not None else []
+
+    def _keep_all(self, call: Step, kept: list[Any], a: bool) -> None:
+        kept += [work for work in self.collective(call, a) if work is not None]
+
+    def _breaks(self, step: Step, why: str, call: Callable[[Callable[..., Any]], Any]) -> None:
+        """Makes a call that must end by the exception that `fail`, which it is given, raises."""
+        assert self.interrupts is not None
+
+        def fail(*given: Any, **named: Any) -> None:
+            assert self.interrupts is not None
+            if why == "refused":
+                into_itself = torch.ones(1, device=self.device).expand(4)
+                other = next(rank for rank in self.program.groups[step["g"]] if rank != self.rank)
+                dist.irecv(into_itself, other, group=self.groups[step["g"]])
+            elif why == "own":
+                raise KeyError(OWN)
+            elif why == "raised":
+                raise KeyboardInterrupt
+            else:
+                self.interrupts.now()
+
+        expected = {"refused": ValueError, "own": KeyError}.get(why, KeyboardInterrupt)
+        try:
+            call(fail)
+        except expected:
+            return
+        self._problem("quiet", f"no {expected.__name__} came out of the region or batch that was {why}")
+
+    def _struck(self, step: Step, make: Callable[[int], Any]) -> None:
+        """A region or batch into which a signal may come, and then what of it was not issued. At the end it is known to
+        have ended everywhere."""
+        assert self.model is not None and self.interrupts is not None
+        group = self.groups[step["g"]]
+        backend: Any = group._get_backend(torch.device(self.device))
+        before, moment, told = backend._stats()["issued"], step["struck"].get(str(self.rank)), ""
+
+        def rest() -> None:
+            issued = backend._stats()["issued"] - before
+            if not self.vendor:
+                make(issued)
+            elif issued == 0:
+                make(0)
+
+        try:
+            if moment is None:
+                make(0)
+            else:
+                self.interrupts.at_some_moment(moment, partial(make, 0), rest)
+        except (RuntimeError, ValueError) as error:
+            told = str(error)
+        said = self._agree(f"{step['id']} ended", step, told)
+        if not any(said):
+            if step["do"] == "region":
+                dist.barrier(group=group)
+            self._wait_for_numbers()
+            self._agree(f"{step['id']} compared", step, "")
+            return
+        # A synchronous call on the CPU, and one on a device that is connecting, cannot be taken back.
+        allowed = self.vendor or (step["do"] == "region" and not step["async"])
+        if not allowed or not any("interrupted" in each for each in said):
+            self._problem("error", f"after a signal in {step['do']}: {said}", told or str(said))
+        raise Over
+
+    def _agree(self, about: str, step: Step, text: str) -> list[str]:
+        """What every rank of a step says; none goes on before all have come."""
+        self.store.set(f"{about} {self.rank}", text)
+        return [self.store.get(f"{about} {rank}").decode() for rank in involved(step, self.program)]
+
+    def _wait_for_numbers(self) -> None:
+        """Works that an exception took away cannot be waited for, and what they receive comes all the same."""
+        assert self.model is not None
+        if self.vendor:
+            getattr(torch, self.device).synchronize()
+        end = time.monotonic() + self.seconds
+        while time.monotonic() < end:
+            found = [
+                torch.equal(self.tensor(view).cpu(), numbers) for view, numbers in self.model.checks.get(self.at, [])
+            ]
+            if all(found):
+                return
+            time.sleep(0.001)
 
     def _anyone(self, step: Step) -> None:
         assert self.model is not None
@@ -264,6 +438,11 @@ class Rank:
 
     def _wait(self, step: Step) -> None:
         works, via = self.works.pop(step["id"]), step["via"]
+        if "struck" in step:
+            assert self.interrupts is not None
+            wait = partial(self._wait_for, works, step)
+            self.interrupts.at_some_moment(step["struck"][str(self.rank)], wait, wait)
+            return
         if via == "thread":
             errors: list[BaseException] = []
 
@@ -278,6 +457,10 @@ class Rank:
             thread.start()
             self.threads[step["id"]] = thread, errors
             return
+        self._wait_for(works, step)
+
+    def _wait_for(self, works: list[Any], step: Step) -> None:
+        via = step["via"]
         for work in works:
             end = time.monotonic() + self.seconds
             if via == "poll" and hasattr(work, "is_completed"):

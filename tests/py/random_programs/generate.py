@@ -32,6 +32,22 @@ BORDERS = [0, 1, 4, 8, 60, 512, 4095, 4096, 4097, 8192, 65_536, 65_540, 1 << 20,
 #: Calls that a rank may make in place of another so that the difference is detected; calls in one list have equal
 #: signatures.
 UNLIKE = ["all_reduce", "broadcast", "reduce", "all_gather_into", "reduce_scatter_into", "gather", "scatter", "barrier"]
+#: What a region holds besides lists, which torch collects itself.
+IN_REGIONS = [
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "reduce_scatter",
+    "gather",
+    "scatter",
+    "all_to_all",
+    "all_to_all_single",
+]
+LISTS = ["reduce_list", "gather_list", "scatter_list"]
+#: What ends a region before its end: a call that is refused, the program's own exception, KeyboardInterrupt, a signal.
+CAUSES = ["refused", "own", "raised", "signal"]
+#: Microseconds after which a signal comes: a region takes some hundred.
+MOMENTS = [50, 200, 500, 1500, 5000]
 ONE_PIECE = {"all_gather_into", "reduce_scatter_into", "all_to_all_single", "gather_list", "scatter_list"}
 
 
@@ -60,12 +76,17 @@ class Taste:
     uneven: bool = True  # lists whose parts differ in size
     anyone: bool = True  # receives from anyone
     apart: bool = True  # the halves of a message, with other calls in between
+    regions: bool = True
+    #: Exceptions end regions and batches, and a SIGINT comes in them and in waits.
+    interrupts: bool = True
+    #: A region is launched at its end, and until then nothing of it is issued.
+    collects: bool = False
     #: Messages are carried by gloo.
     delegated: bool = False
 
 
 #: For programs in which a rank is killed: only calls that succeed when it is not.
-STRUCK = Taste(forks=False, endings=False, leave=False, large=False)
+STRUCK = Taste(forks=False, endings=False, leave=False, large=False, interrupts=False)
 #: Over several hosts, where torch's gloo group carries messages: contiguous tensors, and Works that must be waited for.
 HOSTS = Taste(delegated=True, mixed=False, large=False, drop_messages=False)
 DEVICE = Taste(forks=False, large=False)
@@ -79,6 +100,7 @@ VENDOR = Taste(
     anyone=False,
     apart=False,
     large=False,
+    collects=True,
 )
 GLOO = Taste(
     dtypes=("float32", "float64", "int8", "uint8", "int32", "int64"),
@@ -94,6 +116,8 @@ GLOO = Taste(
     uneven=False,
     reduce=False,
     delegated=True,
+    regions=False,
+    interrupts=False,
 )
 
 
@@ -357,6 +381,98 @@ class Draw:
         for target in buffers_of(step, "outs"):
             self.sizes.moved(sources, target, step.get("red", "MAX"), n)
 
+    # ---------------------------------------------------------------------------------------------- regions
+
+    def region(self) -> bool:
+        """Calls inside a coalescing region, which an exception or a signal may end; or that every member leaves so."""
+        rng, groups = self.rng, self.groups()
+        if not groups:
+            return False
+        g = rng.choice([groups[0], *groups])
+        members = self.program.groups[g]
+        form = rng.choice(["region", "region", "manager"])
+        kinds = [rng.choice(IN_REGIONS) for _ in range(rng.randint(1, 4) if form == "region" else 0)]
+        kinds += [rng.choice(LISTS)] if not kinds or rng.random() < 0.4 else []
+        calls = self.several(g, kinds)
+        if not calls:
+            return False
+        tail = [call for call in calls if call["do"] in LISTS]
+        step: Step = {"do": "region", "g": g, "form": form, "async": rng.random() < 0.8, "tail": tail}
+        step["calls"] = calls[: len(calls) - len(tail)]
+        length = len(step["calls"]) + sum(len(call["outs"][0]) for call in tail)
+        if self.interrupted(0.25):
+            step |= {"do": "abandon", "at": rng.randint(0, length), "why": [self.cause(len(members)) for _ in members]}
+            step["runs"] = 0 if self.taste.collects else min(step["at"], len(step["calls"]))
+            for call in step["calls"][: step["runs"]]:
+                self.account(call, len(members))
+            self.put(step)
+            return True
+        for call in calls:
+            self.account(call, len(members))
+        step["id"] = self.new_id()
+        hangs = self.hangs(calls, g)
+        if self.interrupted(0.35):
+            some = [rank for rank in members if rng.random() < 0.6]
+            step["broken"] = {str(rank): [rng.randint(0, length), self.cause(len(members))] for rank in some}
+        elif not hangs and (g == 0 or (step["async"] and not self.taste.collects)) and self.interrupted(0.5):
+            # Where the group may fail by it, all ranks are in it.
+            step["struck"] = self.victims(members)
+        kept = step["async"] and "struck" not in step
+        if hangs and not kept:
+            return False
+        step["how"] = ["keep" if kept else "sync" for _ in members]
+        self.put(step)
+        return True
+
+    def several(self, g: int, kinds: list[str]) -> list[Step]:
+        """Collectives of these kinds that may be under way at the same time."""
+        members, calls = self.program.groups[g], []
+        taken: dict[int, list[tuple[View, bool]]] = {rank: [] for rank in members}
+        for kind in kinds:
+            step = self.collective(kind, g, self.rng.choice(self.program.buffers)[0], self.rng.randrange(len(members)))
+            if step is None:
+                continue
+            touched = {rank: accesses(step, member) for member, rank in enumerate(members)}
+            earlier = [node for rank in members for node in self.model.conflicts(rank, touched[rank])]
+            shared = any(
+                (writes or wrote) and overlap(view, other)
+                for rank in members
+                for view, writes in touched[rank]
+                for other, wrote in taken[rank]
+            )
+            # Numbers grow with each call on the same memory, and are accounted for only when the region is drawn.
+            if shared or any(not self.may_follow(node, g, True) for node in earlier):
+                continue
+            for rank in members:
+                taken[rank] += touched[rank]
+            calls.append(step | {"id": self.new_id()})
+        return calls
+
+    def hangs(self, calls: list[Step], g: int) -> bool:
+        """Whether these calls wait for something that cannot have happened yet."""
+        last = self.model.last.get(g)
+        return (last is not None and not last.done) or any(
+            not node.done
+            for call in calls
+            for member, rank in enumerate(self.program.groups[g])
+            for node in self.model.conflicts(rank, accesses(call, member))
+        )
+
+    def interrupted(self, chance: float) -> bool:
+        return self.taste.interrupts and self.rng.random() < chance
+
+    def cause(self, members: int) -> str:
+        """A group of one rank refuses nothing."""
+        return self.rng.choice(CAUSES if members > 1 else CAUSES[1:])
+
+    def moment(self) -> int:
+        return self.rng.randint(1, self.rng.choice(MOMENTS))
+
+    def victims(self, ranks: list[int]) -> dict[str, int]:
+        """One rank or all of them, each with the moment at which a signal comes."""
+        some = ranks if self.rng.random() < 0.4 else [self.rng.choice(ranks)]
+        return {str(rank): self.moment() for rank in some}
+
     # ---------------------------------------------------------------------------------------------- messages
 
     def message(self) -> bool:
@@ -421,7 +537,10 @@ class Draw:
             return False
         hangs = first or any(not each.done for each in conflicts) or not all(each.done for each in node.after)  # type: ignore[union-attr]
         how = "keep" if hangs or rng.random() < 0.5 else "sync"
-        if what == "send" and how == "keep" and self.taste.drop_messages and self.leaver is None and rng.random() < 0.2:
+        # What is received and dropped is known to have come by a later operation on its memory (`claim`).
+        may_drop = what == "send" or (self.taste.ordered and message.count > 0)
+        may_drop &= self.taste.drop_messages and self.leaver is None
+        if how == "keep" and may_drop and rng.random() < 0.2:
             how = "drop"
         step: Step = {"do": what, "id": self.new_id(), "m": message.m, "g": message.g, "rank": rank, "peer": peer}
         step |= {"tag": message.tag, "how": how, "v": view}
@@ -459,7 +578,18 @@ class Draw:
             moves.append(move)
         for move in moves:
             self.sizes.moved([move["sv"][0]], move["dv"][0])
-        self.put({"do": "batch", "id": self.new_id(), "g": g, "moves": moves})
+        step: Step = {"do": "batch", "id": self.new_id(), "g": g, "moves": moves}
+        within = sorted({rank for pair in pairs for rank in pair})
+        if self.taste.delegated:
+            pass
+        elif self.interrupted(0.3):
+            some = [rank for rank in within if rng.random() < 0.6]
+            step["broken"] = {
+                str(rank): [rng.randint(0, sum(rank in pair for pair in pairs)), self.cause(2)] for rank in some
+            }
+        elif (len(within) == self.program.ranks or not self.taste.collects) and self.interrupted(0.4):
+            step["struck"] = self.victims(within)
+        self.put(step)
         return True
 
     def anyone(self) -> bool:
@@ -505,7 +635,11 @@ class Draw:
         work = rng.choice(found)
         if self.taste.delegated and via in ("poll", "future"):
             via = "wait"
-        self.put({"do": "wait", "rank": rank, "id": work, "via": via})
+        step: Step = {"do": "wait", "rank": rank, "id": work, "via": via}
+        theirs = self.taste.delegated and any(not node.collective for node in self.model.works[rank][work])
+        if via in ("wait", "poll") and not theirs and self.interrupted(0.15):
+            step["struck"] = {str(rank): self.moment()}
+        self.put(step)
         if via == "thread":
             self.threads.append((rank, work))
         return True
@@ -559,9 +693,36 @@ class Draw:
                         self.put({"do": "wait", "rank": rank, "id": identity, "via": "wait"})
 
     def close(self) -> None:
-        """Draws the other half of every message."""
+        """Draws the other half of every message, and sees that dropped receives have come."""
         while self.open:
             self.complete(self.rng.choice(self.open))
+        for rank in self.alive():
+            for node in list(self.model.in_use[rank]):
+                if node.halves.get("recv", (None,))[0] == rank and not self.kept(rank, node):
+                    self.claim(rank, node)
+
+    def kept(self, rank: int, node: Node) -> bool:
+        return any(node in nodes for nodes in self.model.works[rank].values())
+
+    def claim(self, rank: int, node: Node) -> None:
+        """A broadcast of what was received: it comes after the receive, whose Work nobody has."""
+        view, members = node.halves["recv"][1], self.program.groups[node.group]
+        dtype, me = self.program.buffers[view[0]][0], members.index(rank)
+        self.settle()
+        outs: list[list[View]] = []
+        for other in members:
+            free = (self.view(other, dtype, numel(view), [], True) for _ in range(50))
+            found = view if other == rank else next((v for v in free if v and not self.busy(other, v)), None)
+            if found is None:
+                raise Illegal("no memory for the broadcast")
+            outs.append([found])
+        step: Step = {"do": "broadcast", "id": self.new_id(), "g": node.group, "root": me, "outs": outs}
+        step |= {"ins": [[] for _ in members], "how": ["sync" for _ in members]}
+        self.account(step, len(members))
+        self.put(step)
+
+    def busy(self, rank: int, view: View) -> bool:
+        return bool(self.model.conflicts(rank, [(view, True)]))
 
     def leave(self, rank: int) -> None:
         self.close()
@@ -772,8 +933,10 @@ def body(draw: Draw, length: int) -> None:
     kinds = sorted(COLLECTIVES - lacking)
     weights = [4 if kind == "all_reduce" else 2 if kind == "broadcast" else 1 for kind in kinds]
     parting = rng.randint(length // 3, length) if draw.leaver is not None else None
-    actions = {"collective": 55, "message": 16, "wait": 22, "join": 4, "fill": 5, "sleep": 4, "barrier": 5, "batch": 4}
-    actions |= {"anyone": 3 if taste.anyone else 0, "object": 2} | ({"fork": 1} if taste.forks else {})
+    actions = {"collective": 55, "message": 16, "wait": 22, "join": 4, "fill": 5, "sleep": 4, "barrier": 5, "batch": 6}
+    actions |= {"anyone": 3 if taste.anyone else 0, "object": 2, "region": 16 if taste.regions else 0} | (
+        {"fork": 1} if taste.forks else {}
+    )
     for turn in range(length):
         if turn == parting and draw.leaver is not None:
             draw.leave(draw.leaver)

@@ -177,6 +177,13 @@ class Model:
         if kind in COLLECTIVES:
             node, how = self._collective(rank, step), step["how"][self._member(rank, step)]
             return self._filed(rank, step, [node], how)
+        if kind == "region":
+            nodes = [self._collective(rank, call) for call in step["calls"] + step["tail"]]
+            return self._filed(rank, step, nodes, step["how"][self._member(rank, step)])
+        if kind == "abandon":
+            for call in step["calls"][: step["runs"]]:
+                self._collective(rank, call)
+            return []
         if kind in ("send", "recv"):
             return self._filed(rank, step, [self._half(rank, step, kind, step["v"], step["m"])], step["how"])
         if kind == "batch":
@@ -185,7 +192,7 @@ class Model:
                 for who, what, view in ((move["src"], "send", "sv"), (move["dst"], "recv", "dv")):
                     if who == rank:
                         nodes.append(self._half(rank, step | move, what, move[view], move["m"]))
-            return self._filed(rank, step, nodes, "keep")
+            return self._filed(rank, step, nodes, "sync" if "struck" in step else "keep")
         if kind == "wait":
             nodes = self.works[rank].pop(step["id"], None)
             if nodes is None:

@@ -7,6 +7,12 @@ program is the steps that name it, in their order. The steps, by `do`:
   it), `ins` and `outs` (for each member its list of views), and where they apply `red`, `root` (member number), `form`.
 * `send`, `recv`: `id`, `m` (the message that both name), `g`, `rank`, `peer`, `tag`, `how`, `v`; `any` for a receive
   from anyone. `batch`: `id`, `g`, `moves` (each with `m`, `src`, `dst`, `tag`, `sv`, `dv`), all issued at once.
+* `region`: `id`, `g`, `how`, `calls` (collectives) and `tail` (at most one list) made inside a coalescing region, with
+  (`form` "region") or without ("manager") a device. `abandon` is a region that every member leaves by an exception;
+  `runs` says how many of its calls are issued all the same.
+* A `region` and a `batch` may be `broken`: by rank, `at` which call an exception comes, and `why` ("refused", "own",
+  "raised", "signal"). The rank then makes what was not issued, so the step means what it means without. Or `struck`:
+  by rank, after how many microseconds a SIGINT comes; again the rank makes what is left. So may a `wait` be.
 * `anyone`: ranks send to one that receives from anyone, in whatever order they come.
 * `wait`: `rank`, `id`, `via`; via "thread" starts a thread that waits, and `join` waits for that thread.
 * `fill` (all ranks write a buffer), `sleep`, `fork`, `object` (an object collective), `leave` (a rank destroys its
@@ -134,7 +140,7 @@ def overlap(a: View, b: View) -> bool:
 def involved(step: Step, program: Program) -> list[int]:
     """The ranks in whose program a step stands."""
     kind = step["do"]
-    if kind in COLLECTIVES or kind in ("object", "twice"):
+    if kind in COLLECTIVES or kind in ("object", "twice", "region", "abandon"):
         return program.groups[step["g"]]
     if kind == "disagree":
         return program.groups[step["step"]["g"]]

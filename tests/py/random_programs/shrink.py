@@ -78,6 +78,14 @@ def plainer(program: Program) -> Iterator[Program]:
                 changes.append(step | {"outs": [[flat(each[0][0], each[0][1], numel(each[0]))] for each in views]})
         if kind == "sleep" and step["ms"] > 1:
             changes.append(step | {"ms": 1})
+        if kind in ("region", "abandon", "batch", "wait"):
+            changes += [{k: v for k, v in step.items() if k != name} for name in ("broken", "struck") if name in step]
+        if kind in ("region", "abandon"):
+            calls = step["calls"]
+            changes += [
+                step | {"calls": calls[:i] + calls[i + 1 :]} for i in range(len(calls)) if calls[1:] or step["tail"]
+            ]
+            changes += [step | {"tail": []}] if step["tail"] and calls else []
         for change in changes:
             steps = list(program.steps)
             steps[at] = change
@@ -127,7 +135,8 @@ def smaller(program: Program) -> Iterator[Program]:
         if g not in numbers:
             steps = deepcopy(program.steps)
             for step in steps:
-                for each in (step, step.get("step", {}), step.get("other", {})):
+                inner = [*step.get("calls", []), *step.get("tail", [])]
+                for each in (step, step.get("step", {}), step.get("other", {}), *inner):
                     if each.get("g", 0) > g:
                         each["g"] -= 1
             groups = program.groups[:g] + program.groups[g + 1 :]

@@ -5,38 +5,33 @@ from __future__ import annotations
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 
 import net
 import pytest
 from harness import IS_GLOO, beyond_gloo
 
-from random_programs.generate import DEVICE, GLOO, HOSTS, STRUCK, VENDOR, Taste, generate
+from random_programs.generate import GLOO, STRUCK, Taste, generate
 from random_programs.model import Illegal, Model, expected, follow, judge
+from random_programs.places import PLACES, ranks_at
 from random_programs.program import COLLECTIVES, Program, overlap
 from random_programs.run import Ranks, Verdict, shortest
 from random_programs.shrink import shrink
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "device"))
-import simdevice
-import simulated
 
 FIRST = int(os.environ.get("SAGELLM_TEST_RANDOM_SEED", "1"))
 BLOCK = 25
 SMALL = Taste(large=False)
 
 
-def told(program: Program, verdict: Verdict, ranks: Ranks) -> str:
+def told(program: Program, verdict: Verdict, ranks: Ranks, place: str) -> str:
     """What a failing test says: how it failed, and the shortest program found that does."""
     short, last = shortest(program, verdict, ranks)
     return (
         f"the program of seed {program.seed} failed after {verdict.seconds:.1f} s; again by\n"
-        f"  PYTHONPATH=torch_ext:tests/py python -m random_programs --seed {program.seed}\n{verdict}\n"
+        f"  PYTHONPATH=torch_ext:tests/py python -m random_programs --at {place} --seed {program.seed}\n{verdict}\n"
         f"a short one, for --file:\n{short.to_json()}\n{last}"
     )
 
@@ -48,8 +43,11 @@ def ranks() -> Iterator[Ranks]:
     made.close()
 
 
-def play(ranks: Ranks, seeds: range, taste: Taste, say: Callable[[str], None] | None = None) -> None:
+def play(
+    ranks: Ranks, seeds: range, place: str = "cpu", say: Callable[[str], None] | None = None, taste: Taste | None = None
+) -> None:
     """Runs the programs of these seeds; while one runs the next is drawn."""
+    taste = taste or PLACES[place]
     illegal, begun, program = 0, time.monotonic(), generate(seeds[0], taste)
     for seed in seeds:
         ranks.begin(program)
@@ -58,7 +56,7 @@ def play(ranks: Ranks, seeds: range, taste: Taste, say: Callable[[str], None] | 
         if "illegal" in verdict.kinds:
             illegal += 1
         elif verdict.problems:
-            pytest.fail(told(program, verdict, ranks))
+            pytest.fail(told(program, verdict, ranks, place))
         program = following
         if say is not None and (seed + 1 - seeds[0]) % 500 == 0:
             say(f"{seed + 1 - seeds[0]} programs of {len(seeds)} after {time.monotonic() - begun:.0f} s")
@@ -70,7 +68,7 @@ def play(ranks: Ranks, seeds: range, taste: Taste, say: Callable[[str], None] | 
 def test_random_programs(ranks: Ranks, block: int) -> None:
     """Every rank of every program finds exactly what the model says, or the error that must come."""
     first = FIRST + block * BLOCK
-    play(ranks, range(first, first + BLOCK), GLOO if IS_GLOO else Taste())
+    play(ranks, range(first, first + BLOCK))
 
 
 @pytest.mark.long
@@ -79,7 +77,7 @@ def test_many_random_programs(ranks: Ranks, say: Callable[[str], None]) -> None:
     """The same for hours where asked for: the seed and the number are variables."""
     first = FIRST + 1_000_000
     count = int(os.environ.get("SAGELLM_TEST_RANDOM_PROGRAMS", "20000"))
-    play(ranks, range(first, first + count), GLOO if IS_GLOO else Taste(), say)
+    play(ranks, range(first, first + count), say=say)
 
 
 @pytest.mark.timeout(300)
@@ -88,7 +86,7 @@ def test_the_model_agrees_with_gloo() -> None:
     """Another implementation, by other people, gives the numbers that the model gives."""
     gloo = Ranks("gloo")
     try:
-        play(gloo, range(FIRST, FIRST + 30), GLOO)
+        play(gloo, range(FIRST, FIRST + 30), taste=GLOO)
     finally:
         gloo.close()
 
@@ -98,29 +96,12 @@ def test_the_model_agrees_with_gloo() -> None:
 Say = Callable[[str], None]
 
 
-def over_hosts(hosts: int, seeds: range, say: Say | None) -> None:
-    """Ranks dealt over network namespaces."""
-    env = {"GLOO_SOCKET_IFNAME": net.INTERFACE}
+def elsewhere(place: str, seeds: range, say: Say | None) -> None:
     try:
-        with net.Network(hosts) as network, closing(Ranks(env=env, hosts=network.names)) as ranks:
-            play(ranks, seeds, HOSTS, say)
+        with ranks_at(place) as ranks:
+            play(ranks, seeds, place, say)
     except net.Unavailable as reason:
         pytest.skip(f"network namespaces may not be made here: {reason}")
-
-
-def staged(seeds: range, say: Say | None) -> None:
-    """Tensors on a device without a vendor's library."""
-    simdevice.library_path()
-    with closing(Ranks(vendor="")) as ranks:
-        play(ranks, seeds, DEVICE, say)
-
-
-def by_vendor(seeds: range, say: Say | None) -> None:
-    """Tensors on a device, under a simulator of NCCL."""
-    simdevice.library_path()
-    libraries = simulated.builder().build()
-    with closing(Ranks(env=simulated.environment("nccl", libraries), vendor="nccl")) as ranks:
-        play(ranks, seeds, VENDOR, say)
 
 
 def struck(number: int, seeds: range, say: Say | None) -> None:
@@ -142,10 +123,7 @@ def struck(number: int, seeds: range, say: Say | None) -> None:
 
 
 ELSEWHERE: dict[str, Callable[[range, Say | None], None]] = {
-    "hosts": partial(over_hosts, 2),
-    "three-hosts": partial(over_hosts, 3),
-    "staged": staged,
-    "vendor": by_vendor,
+    **{place: partial(elsewhere, place) for place in PLACES if place != "cpu"},
     "kill-9": partial(struck, signal.SIGKILL),
     "ctrl-c": partial(struck, signal.SIGINT),
 }
@@ -155,7 +133,7 @@ ELSEWHERE: dict[str, Callable[[range, Say | None], None]] = {
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("where", ELSEWHERE)
 def test_random_programs_elsewhere(where: str) -> None:
-    """The same over two and three hosts, on simulated devices, and while a rank is struck down."""
+    """The same over two and three hosts, on every simulated device, and while a rank is struck down."""
     count = int(os.environ.get("SAGELLM_TEST_RANDOM_ELSEWHERE", "20"))
     ELSEWHERE[where](range(FIRST, FIRST + count), None)
 
@@ -191,6 +169,8 @@ def test_programs_are_legal_and_hold_every_kind_of_step() -> None:
         for step in program.steps:
             seen |= {step["do"], *(how for how in step.get("how", []) if isinstance(step.get("how"), list))}
             seen |= {step["via"]} if "via" in step else set()
+            seen |= {f"{step['do']} {how}" for how in ("broken", "struck") if how in step}
+            seen |= {"dropped receive"} if step["do"] == "recv" and step["how"] == "drop" else set()
     kinds = COLLECTIVES | {
         "send",
         "recv",
@@ -203,8 +183,12 @@ def test_programs_are_legal_and_hold_every_kind_of_step() -> None:
         "fork",
         "object",
         "leave",
+        "region",
+        "abandon",
     }
-    assert kinds | {"disagree", "twice", "sync", "keep", "drop", "thread", "poll"} <= seen, kinds - seen
+    kinds |= {"disagree", "twice", "sync", "keep", "drop", "thread", "poll", "dropped receive"}
+    kinds |= {"region broken", "region struck", "batch broken", "batch struck", "wait struck"}
+    assert kinds <= seen, kinds - seen
 
 
 def made(*steps: dict[str, object], ranks: int = 2) -> Program:
