@@ -357,6 +357,10 @@ class Rank:
         assert self.model is not None and self.interrupts is not None
         group = self.groups[step["g"]]
         backend: Any = group._get_backend(torch.device(self.device))
+        # A synchronous call on the CPU, and one on a device that is connecting, cannot be taken back: the group fails.
+        may_fail = self.vendor or (step["do"] == "region" and not step["async"])
+        if may_fail:
+            self._agree(f"{step['id']} begun", step, "")  # who is in an earlier call would be told there
         before, moment, told = backend._stats()["issued"], step["struck"].get(str(self.rank)), ""
 
         def rest() -> None:
@@ -380,9 +384,7 @@ class Rank:
             self._wait_for_numbers()
             self._agree(f"{step['id']} compared", step, "")
             return
-        # A synchronous call on the CPU, and one on a device that is connecting, cannot be taken back.
-        allowed = self.vendor or (step["do"] == "region" and not step["async"])
-        if not allowed or not any("interrupted" in each for each in said):
+        if not may_fail or not any("interrupted" in each for each in said):
             self._problem("error", f"after a signal in {step['do']}: {said}", told or str(said))
         raise Over
 
