@@ -181,6 +181,8 @@ class Draw:
     sizes: Sizes = field(init=False)
     open: list[Message] = field(default_factory=list)
     threads: list[tuple[int, int]] = field(default_factory=list)
+    #: Groups of which all ranks have made a call that moves tensors.
+    connected: set[int] = field(default_factory=set)
     next_id: int = 0
     leaver: int | None = None
 
@@ -373,6 +375,8 @@ class Draw:
                 how = "drop" if rng.random() < 0.3 else "keep"
             step["how"].append(how)
         self.account(step, len(members))
+        if kind != "barrier":
+            self.connected.add(g)
         self.put(step)
         return True
 
@@ -421,6 +425,7 @@ class Draw:
         if hangs and not kept:
             return False
         step["how"] = ["keep" if kept else "sync" for _ in members]
+        self.connected.add(g)
         self.put(step)
         return True
 
@@ -579,6 +584,9 @@ class Draw:
         for move in moves:
             self.sizes.moved([move["sv"][0]], move["dv"][0])
         step: Step = {"do": "batch", "id": self.new_id(), "g": g, "moves": moves}
+        if self.taste.collects and {rank for pair in pairs for rank in pair} != set(ranks) and g not in self.connected:
+            return False  # torch: all ranks take part in the batch that is a group's first call
+        self.connected.add(g)
         within = sorted({rank for pair in pairs for rank in pair})
         if self.taste.delegated:
             pass
