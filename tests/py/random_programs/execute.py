@@ -344,21 +344,32 @@ class Rank:
             else:
                 self.interrupts.now()
 
-        expected = {"refused": ValueError, "own": KeyError}.get(why, KeyboardInterrupt)
+        # gloo, which has the messages between hosts, refuses by RuntimeError.
+        refusal = (ValueError, RuntimeError)
         try:
             call(fail)
-        except expected:
+        except {"refused": refusal, "own": KeyError}.get(why, KeyboardInterrupt):
             return
-        self._problem("quiet", f"no {expected.__name__} came out of the region or batch that was {why}")
+        self._problem("quiet", f"no exception came out of the region or batch that was {why}")
 
     def _struck(self, step: Step, make: Callable[[int], Any]) -> None:
         """A region or batch into which a signal may come, and then what of it was not issued. At the end it is known to
         have ended everywhere."""
+        # A synchronous call on the CPU, and one on a device that is connecting, cannot be taken back: the group fails.
+        may_fail = bool(self.vendor) or (step["do"] == "region" and not step["async"])
+        try:
+            self._struck_by(step, make, may_fail)
+        except (RuntimeError, ValueError) as error:
+            # The failure of a call on a device is raised wherever the program is.
+            if not may_fail or "interrupted" not in str(error):
+                raise
+            self.store.set(f"{step['id']} ended {self.rank}", str(error))
+            raise Over from error
+
+    def _struck_by(self, step: Step, make: Callable[[int], Any], may_fail: bool) -> None:
         assert self.model is not None and self.interrupts is not None
         group = self.groups[step["g"]]
         backend: Any = group._get_backend(torch.device(self.device))
-        # A synchronous call on the CPU, and one on a device that is connecting, cannot be taken back: the group fails.
-        may_fail = self.vendor or (step["do"] == "region" and not step["async"])
         if may_fail:
             self._agree(f"{step['id']} begun", step, "")  # who is in an earlier call would be told there
         before, moment, told = backend._stats()["issued"], step["struck"].get(str(self.rank)), ""
