@@ -5,12 +5,13 @@
 
 It takes the weights that the demo writes (`make demo`, or --weights FILE), and random ones where there are none. The
 check is the whole model on one process: it gives the same logits and the same text. Heads and width must be multiples
-of the number of ranks.
+of the number of ranks: 12 heads where the weights are random, 6 in those of the demo.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
@@ -76,7 +77,8 @@ def generate(model: Gpt, count: int, context: int) -> tuple[bytes, torch.Tensor]
 def load(weights: Path) -> tuple[Gpt, Config]:
     torch.manual_seed(1)
     if not weights.is_file():
-        return Gpt(Config()).eval(), Config()
+        config = Config(heads=12)
+        return Gpt(config).eval(), config
     saved = torch.load(weights)
     config = Config(**saved["config"])
     model = Gpt(config)
@@ -94,6 +96,12 @@ def main() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
     whole, config = load(arguments.weights)
+    if config.heads % ranks or config.dim % ranks:
+        if rank == 0:
+            what = f"{config.heads} heads of a width of {config.dim}"
+            print(f"03_tensor_parallel.py: {what} cannot be split over {ranks} ranks; start 2 or 3", file=sys.stderr)
+        dist.destroy_process_group()
+        sys.exit(2)
     split = parallel_form(whole, config)
     torch_sagellm.reset_stats()
     text, logits = generate(split, arguments.count, config.context)
@@ -107,7 +115,8 @@ def main() -> None:
         where = arguments.weights if arguments.weights.is_file() else "random weights (make demo trains better ones)"
         print(f"{where}: {count[0]} parameters in the layers, {count[1]} of them on each of {ranks} ranks")
         print(f"{stats['all_reduce_count'] / arguments.count:.0f} all_reduces for each byte; the text:")
-        print(text.decode(errors="replace"))
+        # Random weights give random bytes, which no terminal should be sent as they are.
+        print(text.decode() if text.isascii() and arguments.weights.is_file() else text)
         print("the whole model on one process says the same")
     dist.destroy_process_group()
 

@@ -5,12 +5,14 @@
 
 In the ring the blocks of keys and values go around while each rank keeps its queries; memory stays that of a part. In
 the exchange of tokens an all_to_all gives each rank all tokens of some of the heads, and another one brings the
-results back. The check is attention over the whole sequence on one process.
+results back. The check is attention over the whole sequence on one process. The exchange needs as many heads as ranks,
+or a multiple.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 
 import torch
 import torch.distributed as dist
@@ -19,7 +21,7 @@ from torch.nn import functional
 import torch_sagellm
 
 TOKENS = 256  # of one rank
-HEADS = 8
+HEADS = 12  # a multiple of 2, 3, 4 and 6 ranks
 SIZE = 16
 
 
@@ -63,6 +65,14 @@ def main() -> None:
     dist.init_process_group("sagellm")
     torch.set_num_threads(1)
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    if HEADS % ranks:
+        if rank == 0:
+            print(
+                f"05_context.py: {HEADS} heads cannot be split over {ranks} ranks; start 2, 3, 4, 6 or 12",
+                file=sys.stderr,
+            )
+        dist.destroy_process_group()
+        sys.exit(2)
     generator = torch.Generator().manual_seed(1)
     whole = [torch.randn(ranks * TOKENS, HEADS, SIZE, generator=generator) for _ in range(3)]
     mine = [each.chunk(ranks)[rank] for each in whole]

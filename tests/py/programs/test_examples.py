@@ -1,19 +1,26 @@
-"""Every file of examples/ is started as its head says, with two ranks or three, and checks itself."""
+"""Every file of examples/ checks itself: started as its head says, and with 2, 3 and 4 ranks."""
 
 from __future__ import annotations
 
 import ast
+import os
 import re
+import runpy
 import shlex
+import signal
+import sys
 from pathlib import Path
 
 import pytest
-from harness import IS_GLOO, torchrun
+from harness import IS_GLOO, Context, launch, torchrun
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 SECONDS = 60  # what an example may take on an idle machine with two cores
 #: Arguments that make the demo, which trains for minutes, a short one.
 SHORT = ["--steps", "12", "--rounds", "2", "--profile-steps", "2", "--data-mib", "0.5"]
+#: Where torchrun's process runs its rank as a child, how that is started; and the rank that it kills on purpose.
+AS_CHILD = {"08_recovery.py": (["--rank"], 1)}
+NAMES = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name != "train_gpt.py")
 
 pytestmark = pytest.mark.skipif(IS_GLOO, reason="gloo: the examples are about this package")
 
@@ -30,7 +37,7 @@ def command(example: Path) -> tuple[int, str]:
 
 
 @pytest.mark.timeout(SECONDS + 60)
-@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py") if path.name != "train_gpt.py"))
+@pytest.mark.parametrize("name", NAMES)
 def test_the_example_runs_as_its_head_says(name: str) -> None:
     """It prints what it shows, and it has an assertion: without one its end would say nothing."""
     example = EXAMPLES / name
@@ -39,6 +46,50 @@ def test_the_example_runs_as_its_head_says(name: str) -> None:
     assert any(isinstance(node, ast.Assert) for node in ast.walk(tree)), f"{name} checks nothing"
     printed = torchrun(example, ranks, timeout=SECONDS)
     assert any(line.strip() and "OMP_NUM_THREADS" not in line and "***" not in line for line in printed.splitlines())
+
+
+def as_main(context: Context, name: str, words: list[str]) -> None:
+    """Runs the example in this rank, which has torch imported already: a process of torchrun takes seconds for that."""
+    import torch.distributed as dist
+
+    # As torchrun: the store is there already, and each job has a part of it of its own.
+    os.environ.update(RANK=str(context.rank), WORLD_SIZE=str(context.world_size), LOCAL_RANK=str(context.rank))
+    dist.rendezvous = lambda *_, **__: iter([(context.store(), context.rank, context.world_size)])
+    dist.distributed_c10d.rendezvous = dist.rendezvous
+    os.chdir(context.tmp)
+    sys.path.insert(0, str(EXAMPLES))
+    sys.argv = [name, *words]
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+def other_runs() -> list[tuple[str, int, str]]:
+    """Example, number of ranks and arguments: 2, 3 and 4 ranks, where its head does not name that number."""
+    few = {"03_tensor_parallel.py": "--count 8"}
+    runs = [(name, ranks, few.get(name, "")) for name in NAMES for ranks in {2, 3, 4} - {command(EXAMPLES / name)[0]}]
+    hangs = [
+        ("09_hang.py", ranks, f"--timeout 2 --kind {kind}") for ranks, kind in ((2, "stop"), (3, "skip"), (4, "skip"))
+    ]
+    return [run for run in runs if run[0] != "09_hang.py"] + hangs + [("09_hang.py", 4, "--timeout 2 --kind python")]
+
+
+@pytest.mark.timeout(2 * SECONDS)
+@pytest.mark.parametrize(("name", "ranks", "words"), other_runs())
+def test_the_example_runs_with_other_numbers_of_ranks(name: str, ranks: int, words: str) -> None:
+    first, killed = AS_CHILD.get(name, ([], None))
+    with launch(as_main, ranks, name, [*first, *words.split()]) as job:
+        for ended in job.wait(SECONDS):
+            expected = -signal.SIGKILL if ended.rank == killed else 0
+            assert ended.code == expected and not ended.error, job.report()
+        assert job.ranks[0].output(), job.report()
+
+
+@pytest.mark.parametrize("name", ["03_tensor_parallel.py", "05_context.py"])
+def test_an_example_that_cannot_use_so_many_ranks_says_in_one_line_what_it_needs(name: str) -> None:
+    with launch(as_main, 5, name, []) as job:
+        ended = job.wait(SECONDS)
+        assert {each.code for each in ended} == {2}, job.report()
+        assert re.fullmatch(rf"{name}: .* cannot be split over 5 ranks; start .*\n", ended[0].output), ended[0].output
+        assert not any(each.output for each in ended[1:]), job.report()
 
 
 @pytest.mark.timeout(2 * SECONDS + 60)
