@@ -31,7 +31,7 @@ def create(options: Any, pg_options: Any = None) -> Any:
     plain options of torch.
     """
     # `_regions` is what torch's coalescing manager asks from now on.
-    from torch_sagellm import _delegate, _load, _regions  # noqa: F401
+    from torch_sagellm import _delegate, _load, _regions, _variables  # noqa: F401
     from torch_sagellm.observe import log
 
     if getattr(options, "enable_reconfigure", False):
@@ -41,6 +41,7 @@ def create(options: Any, pg_options: Any = None) -> Any:
         )
     extension = _load.extension()
     log.configure(extension)
+    _variables.check()
     if os.environ.get(log.VARIABLE):
         _log_versions(extension)
     if os.environ.get(STATUS):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 BINARY = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 DECIMAL = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
@@ -16,8 +17,8 @@ def parse_size(text: str) -> int:
     """Bytes of ``4096``, ``64KiB`` or ``1.5MB``; a ValueError otherwise."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", text.strip())
     unit = found and (_EXACT.get(found[2]) or _ANY_CASE.get(found[2].lower()))
-    size = float(found[1]) * unit if found and unit else 0.5
-    if not size.is_integer():
+    size = Fraction(found[1]) * unit if found and unit else Fraction(1, 2)  # exact: a float has 53 bits
+    if size.denominator != 1:
         raise ValueError(f"{text!r} is no size; expected bytes, or a number with KiB, MiB or GiB, such as 64KiB")
     return int(size)
 
@@ -35,10 +36,13 @@ def show_size(size: float) -> str:
     return f"{number:.0f} {name}" if number >= 999.5 else f"{number:.3g} {name}"
 
 
-def show_time(seconds: float) -> str:
-    """``3.04 us``, ``12.3 ms``: three digits."""
+def show_time(seconds: float, digits: int = 3) -> str:
+    """``3.04 us``, ``12.3 ms``: three digits, or fewer where it is not known as well."""
+    if digits < 3:
+        seconds = float(f"{seconds:.{digits}g}")
     for name, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= 0.9995 * factor:
             number = seconds / factor
-            return f"{number:.{2 if number < 9.995 else 1 if number < 99.95 else 0}f} {name}"
+            decimals = 2 if number < 9.995 else 1 if number < 99.95 else 0
+            return f"{number:.{max(0, decimals - 3 + digits)}f} {name}"
     return f"{seconds * 1e9:.3g} ns"

@@ -118,7 +118,7 @@ def test_a_chart_that_cannot_be_drawn_is_refused_before_anything_is_measured(
     [
         (("simulate", "--op", "all_reduce", "--ranks", "4,8"), "[" + "#" * 15 + "." * 15 + "] 1/2 all_reduce, 8 ranks"),
         (("bench", "--sizes", "8,1KiB", "--iterations", "2"), "[" + "#" * 15 + "." * 15 + "] 1/2 all_reduce 1 KiB"),
-        (("tune", "--budget", "1", "--max-size", "1KiB"), "] 1/"),
+        (("tune", "--budget", "1", "--max-size", "1KiB", "--force"), "] 1/"),
     ],
 )
 def test_long_commands_draw_their_progress_on_a_terminal(words: tuple[str, ...], drawn: str, tmp_path: Path) -> None:

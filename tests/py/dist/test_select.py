@@ -358,7 +358,7 @@ def test_tune_measures_and_leaves_a_table(tmp_path: Path) -> None:
     environment = {**os.environ, "SAGELLM_CACHE_DIR": str(tmp_path)}
     words = [sys.executable, "-m", "torch_sagellm"]
     done = subprocess.run(
-        [*words, "tune", "--budget", "4", "--max-size", "16KiB"],
+        [*words, "tune", "--budget", "4", "--max-size", "16KiB", "--force"],
         env=environment,
         capture_output=True,
         text=True,

@@ -167,7 +167,8 @@ def test_a_process_that_ends_in_order_leaves_no_file_and_one_that_was_not_asked_
     done = run_script(["-c", program], env=environment)
     assert done.returncode == 0, done.stdout
     assert done.stdout.splitlines()[-2:] == [str(["sagellm-status"] if asked else []), str(int(asked))], done.stdout
-    assert not list(tmp_path.iterdir())
+    assert [each.name for each in tmp_path.iterdir()] == [watch.LEFT] * asked
+    assert watch.ended_in_order(tmp_path) == int(asked)
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:

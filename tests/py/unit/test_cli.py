@@ -101,7 +101,8 @@ def test_every_help_has_examples_that_parse(capsys: pytest.CaptureFixture[str]) 
     [
         (("doctr",), "did you mean 'doctor'?"),
         (("doctor", "--no-selftest"), "did you mean '--no-self-test'?"),
-        (("bench", "--op", "allreduce"), "did you mean 'all_reduce'?"),
+        (("bench", "--op", "all_redcue"), "did you mean 'all_reduce'?"),
+        (("simulate", "--op", "all_redcue"), "did you mean 'all_reduce'?"),
         (("bench", "--preset", "quik"), "did you mean 'quick'?"),
         (("explain", "all_reduce_fast", "8"), "did you mean 'all_reduce'?"),
         (("explain", "all_reduce", "8", "--dtype", "float23"), "did you mean 'float32'?"),
@@ -194,8 +195,8 @@ def test_the_command_line_explains_and_prints_the_table() -> None:
     done = cli("table")
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
-    assert ["all_reduce", "4097-", "rounds(64KiB)", "measured", "9.00", "us"] in rows
-    assert any(row[:2] == ["broadcast", "0-4KiB"] for row in rows)
+    assert ["all_reduce", "over", "4", "KiB", "rounds(64KiB)", "measured", "9.00", "us"] in rows
+    assert any(row[:5] == ["broadcast", "up", "to", "4", "KiB"] for row in rows)
     done = cli("tune", "--dry-run", "--max-size", "4KiB")
     assert done.returncode == 0 and "nothing was measured" in done.stdout
 
@@ -205,8 +206,8 @@ def test_the_command_line_explains_and_prints_the_table() -> None:
     [
         (("explain", "all_reduce_fast", "8"), "no operation"),
         (("explain", "all_reduce", "8KB"), "'8KB' is no size"),
-        (("table", "--ranks", "1000"), "up to 256"),
-        (("tune", "--ranks", "1"), "at least 2 ranks"),
+        (("table", "--ranks", "1000"), "'1000' is no number of ranks from 1 to 256"),
+        (("tune", "--ranks", "1"), "'1' is no number of ranks from 2 to 256"),
     ],
 )
 def test_the_command_line_says_what_is_wrong(words: tuple[str, ...], expected: str) -> None:

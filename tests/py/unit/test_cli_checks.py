@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import subprocess
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from harness import IS_GLOO
 
+from torch_sagellm import _variables
 from torch_sagellm._address import Addresses
 from torch_sagellm.cli import checks, libraries
 from torch_sagellm.cli.checks import Facts, Timeouts
@@ -107,6 +109,30 @@ CASES = [
     (changed(SAGELLM_SOFT_TIMEOUT="3600"), checks.WARNING, "SAGELLM_SOFT_TIMEOUT of 3600 s", "take 450 s"),
     (changed(TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1"), checks.WARNING, "kills ranks 1 s after", "30 s"),
     (changed(SAGELLM_ALGORITM="x"), checks.WARNING, "did you mean 'SAGELLM_ALGORITHM'?", "unset SAGELLM_ALGORITM"),
+    (changed(SAGELLM_FOO="1"), checks.WARNING, "SAGELLM_FOO is read by nothing", "unset SAGELLM_FOO"),
+    *(
+        (changed(**{name: value}), level, f"{name}={value}: expected ", f"unset {name}")
+        for name, value, level in (
+            ("SAGELLM_SOFT_TIMEOUT", "abc", checks.WARNING),
+            ("SAGELLM_SOFT_TIMEOUT", "-1", checks.WARNING),
+            ("SAGELLM_RING", "abc", checks.WARNING),
+            ("SAGELLM_RING", "-1", checks.WARNING),
+            ("SAGELLM_CALL_SITES", "yes", checks.WARNING),
+            ("SAGELLM_EXPLAIN", "maybe", checks.WARNING),
+            ("SAGELLM_DOUBLE_AS_FLOAT", "yes", checks.WARNING),
+            ("SAGELLM_DUMP_DIR", "/dev/null/nope", checks.WARNING),
+            ("SAGELLM_STATUS_DIR", "/dev/null", checks.WARNING),
+            ("SAGELLM_CACHE_DIR", "/dev/null/nope", checks.WARNING),
+            ("SAGELLM_KERNELS", "avx1", checks.WARNING),
+            ("SAGELLM_LOG", "loud", checks.WARNING),
+            ("SAGELLM_FUSION", "maybe", checks.ERROR),
+            ("SAGELLM_STRICT", "2", checks.ERROR),
+            ("SAGELLM_MEASURE_LINK", "2", checks.ERROR),
+            ("SAGELLM_BLOCKING_WAIT", "2", checks.ERROR),
+            ("SAGELLM_VENDOR", "garbage", checks.ERROR),
+            ("SAGELLM_ON_DEVICE_FAILURE", "stop", checks.ERROR),
+        )
+    ),
     (changed(TORCH_DISTRIBUTED_DEBUG="DETAIL"), checks.WARNING, "TORCH_DISTRIBUTED_DEBUG=DETAIL", "unset it"),
     (changed(SAGELLM_ALGORITHM="all_reduce=fast"), checks.ERROR, "SAGELLM_ALGORITHM=all_reduce=fast", "choosing.md"),
 ]
@@ -132,6 +158,39 @@ def test_errors_come_first_and_decide_the_exit_code(
     assert text.index("error: GLOO_SOCKET_IFNAME") < text.index("warning: SAGELLM_ALGORITM")
     with pytest.raises(SystemExit):
         main(["doctor", "--rdzv-conf", "join_timeout"])
+
+
+#: What they hold is judged elsewhere: rules, the name that is taken, files of libraries.
+OTHERWISE = re.compile("SAGELLM_(ALGORITHM|AS|VENDOR_DIR|[A-Z]+_LIBRARY)$")
+
+
+def test_the_value_of_every_variable_is_judged() -> None:
+    """A new variable needs its rule in `_variables.RULES`; of a well set one nothing is said."""
+    assert {name for name in checks.VARIABLES if not OTHERWISE.match(name)} == set(_variables.RULES)
+    well = {"SAGELLM_SOFT_TIMEOUT": "2.5", "SAGELLM_RING": "0", "SAGELLM_CALL_SITES": "1", "SAGELLM_STRICT": "on"}
+    well |= {
+        "SAGELLM_VENDOR": "nccl:/lib/libnccl.so",
+        "SAGELLM_LOG": "Debug",
+        "SAGELLM_FUSION": "",
+        "SAGELLM_KERNELS": "avx2",
+    }
+    assert not list(_variables.wrong(well))
+
+
+def test_the_first_group_warns_of_values_and_makes_the_folder_of_dumps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_variables, "_told", threading.Lock())
+    monkeypatch.setenv("SAGELLM_RING", "many")
+    monkeypatch.setenv("SAGELLM_STRICT", "maybe")  # the group's own refusal says it
+    monkeypatch.setenv("SAGELLM_DUMP_DIR", str(tmp_path / "new" / "folder"))
+    _variables.check()
+    _variables.check()
+    assert [record.getMessage() for record in caplog.records] == [
+        "SAGELLM_RING=many: expected a whole number from 0 on; a group remembers 1024 operations. correct it, or unset "
+        "SAGELLM_RING"
+    ]
+    assert (tmp_path / "new" / "folder").is_dir()
 
 
 def test_every_variable_that_the_sources_read_is_known() -> None:

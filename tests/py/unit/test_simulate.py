@@ -61,6 +61,11 @@ def test_sizes_links_and_ranks_are_read_as_people_write_them() -> None:
         (["--link", "1ms"], "LATENCY,SPEED"),
         (["--host", "1ms,0GB"], "0GB"),
         (["--op", "all_shuffle"], "all_shuffle"),
+        (["--strategy", "tp", "--ranks", "3"], "--hidden 4096 is no multiple of the 3 ranks"),
+        (["--strategy", "ep", "--experts", "3"], "--experts 3 is no multiple of the 8 ranks"),
+        (["--strategy", "dp", "--op", "all_gather"], "--op has no effect with --strategy"),
+        (["--params", "1B"], "--params has an effect with --strategy alone"),
+        (["--kv-hidden", "8"], "--kv-hidden has an effect with --strategy alone"),
         (["--algorithms", "bruck"], "recursive_doubling"),
         (["--ranks-per-host", "0"], "--ranks-per-host"),
         (["--plot", "/nowhere/at/all.png"], "/nowhere/at"),
@@ -111,12 +116,21 @@ def test_crossovers_are_where_the_fastest_changes() -> None:
     assert found == [(1, "a"), (4, "b")], "of two that are equal, who was ahead stays ahead"
 
 
+def test_tables_fit_into_a_terminal_of_80_columns() -> None:
+    """Also a group of one rank, which takes no time and has no fastest algorithm."""
+    done = run_simulate("--ranks", "1,8", "--sizes", "8..1GiB:64")
+    assert done.returncode == 0 and max(map(len, done.stdout.partition("\n\n")[2].splitlines())) < 80, done.stdout
+    alone, several = re.split("^all_reduce, ", done.stdout, flags=re.M)[1:]
+    assert alone.startswith("1 rank on 1 host\n") and "*" not in alone and "-0" not in alone, alone
+    assert several.count("*") == len(simulate.parse_sizes("8..1GiB:64")), several
+
+
 def test_a_hundred_thousand_ranks_are_priced() -> None:
     done = run_simulate("--ranks", "100000", "--sizes", "8,16MiB")
     assert done.returncode == 0, done.stderr
     assert "100000 ranks on 12500 hosts" in done.stdout
     rows = [line for line in done.stdout.splitlines() if re.match(r" +(8 B|16 MiB) ", line)]
-    assert len(rows) == 2 and all(row.count("*") == 1 for row in rows), done.stdout
+    assert len(rows) % 2 == 0 and all("".join(rows[at::2]).count("*") == 1 for at in (0, 1)), done.stdout
     assert "fastest from 8 B on: " in done.stdout
 
 

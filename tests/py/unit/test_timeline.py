@@ -90,6 +90,29 @@ def test_a_trace_is_read_again_and_the_same_operation_counts_once(tmp_path: Path
     assert merged.operations == 1 and drawn[0]["args"]["state"] == "done"
 
 
+def test_a_trace_in_microseconds_and_a_record_in_nanoseconds_are_one_operation(tmp_path: Path) -> None:
+    """Today's microseconds are exact to a quarter only, and the two files were written at two moments."""
+    wall = 1_795_000_000 * SECOND + 333
+    records = [record(at + 1, 100_000 * at + 7, 100_000 * at + 500) for at in range(4)]
+    facts = {"group": "tp", "rank": 0, "members": [4, 7], "fault": "why", "now": 1000, "wall": wall + 90}
+    (tmp_path / "dump.json").write_text(json.dumps({**facts, "records": records}))
+    trace = timeline.events(timeline.from_records(4, "tp", records, 1000, wall))
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": trace}))
+    merged = torch_sagellm.merge_traces([tmp_path / "dump.json", tmp_path / "trace.json"], tmp_path / "out")
+    assert merged.operations == 4
+
+
+def test_files_without_operations_leave_the_trace_that_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "none.json").write_text(json.dumps({"traceEvents": []}))
+    into = tmp_path / "trace.json"
+    into.write_text("an earlier one")
+    assert main(["trace", str(tmp_path / "none.json"), "-o", str(into)]) == 1
+    said = capsys.readouterr()
+    assert "nothing was written" in said.err and not said.out and into.read_text() == "an earlier one"
+
+
 def test_flight_records_are_read_without_running_what_a_pickle_names(tmp_path: Path) -> None:
     entry = {"profiling_name": "nccl:all_reduce", "process_group": ("0", "default"), "collective_seq_id": 3}
     entry |= {"time_created_ns": 100, "time_discovered_completed_ns": 400, "duration_ms": None, "state": "completed"}

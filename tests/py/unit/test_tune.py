@@ -31,7 +31,7 @@ def test_tune_keeps_another_way_only_beyond_the_noise() -> None:
     assert tune.overall_spread([cell(1, "slots", spread=at / 100, start=1.0) for at in range(10)]) == 0.09
 
 
-def test_tune_writes_lines_that_cover_every_size_once() -> None:
+def test_tune_writes_lines_that_cover_every_size_up_to_the_largest_once() -> None:
     cells = [
         cell(1024, "slots", start=3e-6, r16=5e-6),
         cell(4096, "slots", start=4e-6, r16=2e-6),
@@ -45,12 +45,14 @@ def test_tune_writes_lines_that_cover_every_size_once() -> None:
         "all_reduce:0-2048=slots 3000 ns; start 3000 ns",
         "all_reduce:2049-4096=rounds(16KiB) 2000 ns; start 4000 ns",
         "all_reduce:4097-32768=rounds(16KiB) 4000 ns; start 5000 ns",
-        "all_reduce:32769-=rounds(512KiB) 6000 ns; start 6000 ns",
+        "all_reduce:32769-65536=rounds(512KiB) 6000 ns; start 6000 ns",
         "all_to_all:0-=rounds(16KiB) 4000 ns; start 6000 ns",
     ]
     _load.extension().save_table(2, "now", "\n".join(lines))
-    found = [torch_sagellm.explain("all_reduce", size, ranks=2) for size in (0, 2048, 2049, 4096, 4097, 1 << 30)]
+    found = [torch_sagellm.explain("all_reduce", size, ranks=2) for size in (0, 2048, 2049, 4096, 4097, 65536)]
     assert all(one.reason == "measured" for one in found)
+    # What was not measured is not called so.
+    assert torch_sagellm.explain("all_reduce", 1 << 30, ranks=2).reason != "measured"
 
 
 def test_what_tune_would_try_can_be_tried() -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch_sagellm._units import show_size
-from torch_sagellm.cli import chart, collectives
+from torch_sagellm.cli import arguments, chart, collectives
 from torch_sagellm.cli import ranks as processes
 from torch_sagellm.cli.show import Bar, paint
 from torch_sagellm.cli.simulate import parse_sizes
@@ -42,6 +42,7 @@ CPU = "cpu"
 SIMULATOR = "libsagellm_sim_"
 OURS = "sagellm"
 BACKENDS = ("gloo", "mpi", "ucc")
+OP_HELP = f"{', '.join(collectives.OPS)}, or all"
 #: Seconds after which ranks are ended, so that a hanging measurement ends.
 LIMIT = 3600.0
 SET_UP_SECONDS = 120.0
@@ -97,25 +98,26 @@ class Row:
     simulated: bool = False
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
-    return int(text)
+def _sizes(text: str) -> list[int]:
+    found = parse_sizes(text)
+    if found[0] < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} has a size of 0, which nothing moves")
+    return found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--op", default="all_reduce", choices=[*collectives.OPS, "all"], help="the collective, or all (all_reduce)"
+        "--op", default="all_reduce", type=arguments.one_of([*collectives.OPS, "all"]), help=f"{OP_HELP} (all_reduce)"
     )
-    parser.add_argument("--sizes", type=parse_sizes, help="bytes of the whole tensor: 8,4KiB..16MiB:2 (8..64MiB:8)")
+    parser.add_argument("--sizes", type=_sizes, help="bytes of the whole tensor: 8,4KiB..16MiB:2 (8..64MiB:8)")
     parser.add_argument("--dtype", default="float32", choices=collectives.DTYPES, help="element type (float32)")
-    parser.add_argument("--redop", default="sum", choices=list(collectives.REDUCTIONS), help="how to combine (sum)")
+    parser.add_argument("--redop", choices=list(collectives.REDUCTIONS), help="how to combine (sum)")
     parser.add_argument(
         "--device", default=CPU, help="where the tensors are: cpu, or cuda, npu, mlu as torch names it (cpu)"
     )
-    parser.add_argument("--ranks", type=_positive, default=2, help="ranks to start on this host (2)")
-    parser.add_argument("--warmup", type=_positive, help="calls before the timed ones (5)")
-    parser.add_argument("--iterations", type=_positive, help="timed calls (20)")
+    parser.add_argument("--ranks", type=arguments.ranks(), help="ranks to start on this host (2)")
+    parser.add_argument("--warmup", type=arguments.whole(1, 10**9), help="calls before the timed ones (5)")
+    parser.add_argument("--iterations", type=arguments.whole(1, 10**9), help="timed calls (20)")
     parser.add_argument("--preset", choices=list(PRESETS), help="quick: 1, 10, 100 MB, 10 warm-ups, 100 iterations")
     parser.add_argument("--compare", choices=BACKENDS, help="measure this backend of torch as well")
     parser.add_argument(
@@ -126,6 +128,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="draw the bandwidths here, or into a picture (.png, .svg)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures as JSON")
+    arguments.add_yes(parser)
 
 
 def job_of(parsed: argparse.Namespace) -> Job:
@@ -135,7 +138,7 @@ def job_of(parsed: argparse.Namespace) -> Job:
         ops=list(collectives.OPS) if parsed.op == "all" else [parsed.op],
         sizes=parsed.sizes or base.sizes,
         dtype=parsed.dtype,
-        redop=parsed.redop,
+        redop=parsed.redop or "sum",
         warmup=parsed.warmup or base.warmup,
         iterations=parsed.iterations or base.iterations,
         backends=[OURS] + ([parsed.compare] if parsed.compare else []),
@@ -149,11 +152,21 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.json and not parsed.json.parent.is_dir():
         raise ValueError(f"--json {parsed.json}: there is no folder {parsed.json.parent}")
     job = job_of(parsed)
+    if parsed.redop and not any(op in collectives.REDUCING for op in job.ops):
+        raise ValueError(f"--redop {parsed.redop}: {parsed.op} combines no numbers")
     _check_device(job)
+    _check_rival(job)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if parsed.ranks:
+            raise ValueError(
+                f"--ranks {parsed.ranks}: a launcher has started {os.environ['WORLD_SIZE']} ranks; leave it out"
+            )
         rows = _under_a_launcher(job)
     else:
-        rows = _with_own_ranks(job, parsed.ranks)
+        count = parsed.ranks or 2
+        _check_memory(job, count)
+        arguments.agree(count, parsed.yes)
+        rows = _with_own_ranks(job, count)
     if rows is None:
         return 1
     wrong = sum(row.wrong for row in rows)
@@ -180,6 +193,28 @@ def _check_device(job: Job) -> None:
         sees = "no accelerator" if found is None else f"the accelerator {found.type}"
         raise ValueError(
             f"--device {job.device}: torch sees {sees} here; expected cpu, or the name of one that it sees"
+        )
+
+
+def _check_rival(job: Job) -> None:
+    """Before anything is started."""
+    import torch.distributed as dist
+
+    for name in job.backends[1:]:
+        if not getattr(dist, f"is_{name}_available")():
+            raise ValueError(f"--compare {name}: this build of torch was made without {name}")
+
+
+def _check_memory(job: Job, ranks: int) -> None:
+    """Before ranks are started that the system would end: each holds at least its input, and a checked result."""
+    if job.device != CPU:
+        return
+    most = max(job.sizes)
+    held, there = 2 * most * ranks, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if held > there:
+        raise ValueError(
+            f"--sizes {show_size(most)}: {ranks} ranks need more than {show_size(held)} for it, and this machine has "
+            f"{show_size(there)}"
         )
 
 
@@ -324,7 +359,8 @@ def _head(job: Job, ranks: int, carrier: str) -> list[str]:
     for name in other:
         names += f" {name + ' time':>11} {'busbw':>8} {'wrong':>6} {'ratio':>7}"
         units += f" {'(us)':>11} {'(GB/s)':>8} {'':>6} {'':>7}"
-    who = f"# {', '.join(job.ops)}; {ranks} ranks; {job.warmup} warm-ups, {job.iterations} iterations; checked"
+    many = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    who = f"# {', '.join(job.ops)}; {many}; {job.warmup} warm-ups, {job.iterations} iterations; checked"
     heads = [who, f"#{'op':<15}{names}", f"#{'':<15}{units}"]
     if job.device != CPU:
         heads.insert(1, f"# {job.device} tensors {carrier}")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from _torch_sagellm_autoload import Unusable
-from torch_sagellm import _address, _nearest
+from torch_sagellm import _address, _nearest, _variables
 from torch_sagellm.cli import libraries
 
 ERROR, WARNING = "error", "warning"
@@ -317,6 +317,8 @@ def _seconds(facts: Facts) -> float | None:
 
 def variables(facts: Facts) -> Iterator[Finding]:
     """Finds variables of this package that no code reads, and variables of torch that cost time."""
+    for found in _variables.wrong(facts.environment):
+        yield Finding(ERROR if found.is_refused else WARNING, found.what, found.fix)
     for name in sorted(facts.environment):
         if name.startswith("SAGELLM_") and name not in VARIABLES and not name.startswith(OTHERS):
             near = _nearest.meant(name, VARIABLES)
@@ -404,6 +406,18 @@ CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
 )
 
 
+#: The parameters of torchrun's rendezvous that are numbers.
+TIMES = (
+    "timeout",
+    "join_timeout",
+    "last_call_timeout",
+    "close_timeout",
+    "read_timeout",
+    "keep_alive_interval",
+    "keep_alive_max_attempt",
+)
+
+
 def parse_rendezvous(text: str) -> dict[str, float]:
     """The numbers of ``torchrun --rdzv-conf``; ValueError for what it would not read."""
     found: dict[str, Any] = {}
@@ -414,5 +428,9 @@ def parse_rendezvous(text: str) -> dict[str, float]:
         try:
             found[key.strip()] = float(value)
         except ValueError:
+            if key.strip() in TIMES:
+                raise ValueError(f"{pair!r}: {value!r} is no number") from None
             continue  # not a time, such as is_host=true
+        if key.strip() in TIMES and not 0 < found[key.strip()] < 1e9:
+            raise ValueError(f"{pair!r}: it must be over 0")
     return found

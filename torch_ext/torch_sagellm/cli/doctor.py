@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import _torch_sagellm_autoload
-from torch_sagellm.cli import checks, peer, ranks
+from torch_sagellm.cli import arguments, checks, peer, ranks
 from torch_sagellm.cli.show import fact, paint
 
 HELP = "facts about this machine, what to mend, and a self-test of two ranks"
@@ -45,16 +45,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ).add_mutually_exclusive_group()
     hosts.add_argument("--peer", type=_peer, metavar="HOST[:PORT]", help="ask the host that listens")
     hosts.add_argument(
-        "--listen", type=int, nargs="?", const=peer.PORT, metavar="PORT", help=f"wait for one peer ({peer.PORT})"
+        "--listen",
+        type=arguments.whole(1, 65535, "port"),
+        nargs="?",
+        const=peer.PORT,
+        metavar="PORT",
+        help=f"wait for one peer ({peer.PORT})",
     )
     judged = parser.add_argument_group("timeouts to judge, in seconds")
     judged.add_argument(
-        "--group-timeout", type=float, default=checks.GROUP_TIMEOUT, help="of init_process_group (1800, torch's)"
+        "--group-timeout",
+        type=arguments.seconds,
+        default=checks.GROUP_TIMEOUT,
+        help="of init_process_group (1800, torch's)",
     )
     judged.add_argument(
         "--rdzv-conf", type=_rendezvous, default={}, metavar="KEY=VALUE,...", help="what torchrun is given"
     )
-    judged.add_argument("--stall", type=float, help="what `torch-sagellm health --stall` is given")
+    judged.add_argument("--stall", type=arguments.seconds, help="what `torch-sagellm health --stall` is given")
 
 
 def _peer(text: str) -> tuple[str, int]:

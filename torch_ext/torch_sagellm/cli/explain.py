@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import json
+from dataclasses import asdict
 
-from torch_sagellm.cli.simulate import parse_size
+from torch_sagellm.cli import arguments
 from torch_sagellm.observe import explain
 
 HELP = "explain the algorithm choice of an operation"
 DESCRIPTION = """Prints the algorithm that a group of so many ranks of this host would use for an operation of so many
-bytes, what decided it, the predicted time, and why the others were not taken."""
+bytes, what decided it, and why the others were not taken. Predicted times come from a model with fixed constants;
+`torch-sagellm bench` measures."""
 EXAMPLES = """examples:
   torch-sagellm explain all_reduce 1MiB
   torch-sagellm explain broadcast 64KiB --ranks 4
-  torch-sagellm explain all_reduce 4KiB --dtype bfloat16
+  torch-sagellm explain all_reduce 4KiB --dtype bfloat16 --json
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("op", help="all_reduce, broadcast, ...")
-    parser.add_argument("bytes", type=parse_size, help="bytes that one rank contributes: 4096, 64KiB, 1MiB")
+    parser.add_argument("bytes", type=arguments.size, help="bytes that one rank contributes: 4096, 64KiB, 1MiB")
     parser.add_argument("--dtype", default="float32", help="element type (default: float32)")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks of the group, all on this host (default: 2)")
+    parser.add_argument(
+        "--ranks", type=arguments.ranks(), default=2, help="ranks of the group, all on this host (default: 2)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the explanation as JSON, times in seconds")
 
 
 def run(parsed: argparse.Namespace) -> int:
-    print(explain.explain(parsed.op, parsed.bytes, dtype=parsed.dtype, ranks=parsed.ranks))
+    found = explain.explain(parsed.op, parsed.bytes, dtype=parsed.dtype, ranks=parsed.ranks)
+    print(json.dumps(asdict(found), indent=1) if parsed.json else found)
     return 0

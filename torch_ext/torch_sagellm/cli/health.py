@@ -7,6 +7,7 @@ import json
 import socket
 from pathlib import Path
 
+from torch_sagellm.cli import arguments
 from torch_sagellm.cli.show import paint
 from torch_sagellm.observe import watch
 
@@ -16,7 +17,8 @@ processes of this host. Imports no torch and talks to no process.
 
 exit codes:
   0  ready: every process runs and all its groups work
-  1  not ready: no status yet, fewer processes than --expect, or a process without a group
+  1  not ready: no status yet or none any more, fewer processes than --expect, or a process without a group
+  2  wrong arguments, and with --live a folder that does not exist
   3  fault: the processes live, but a group has failed, or an operation is pending for longer than --stall
   4  dead: a process was killed or crashed, is stopped, or its interpreter no longer runs
 
@@ -34,16 +36,26 @@ COLOURS = {watch.READY: "green", watch.NOT_READY: "yellow", watch.FAULT: "red", 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dir", type=Path, help="the folder of the status files (SAGELLM_STATUS_DIR)")
     parser.add_argument("--live", action="store_true", help="answer only whether the processes live")
-    parser.add_argument("--expect", type=int, metavar="N", help="at least so many processes must be there")
-    parser.add_argument("--stall", type=float, metavar="SECONDS", help="no operation may be pending for longer")
-    parser.add_argument("--rank", type=int, action="append", help="judge this global rank alone; may be repeated")
+    parser.add_argument(
+        "--expect", type=arguments.whole(1, 10**6), metavar="N", help="at least so many processes must be there"
+    )
+    parser.add_argument(
+        "--stall", type=arguments.seconds_from_zero, metavar="SECONDS", help="no operation may be pending for longer"
+    )
+    parser.add_argument(
+        "--rank", type=arguments.whole(0, 10**6), action="append", help="judge this global rank alone; may be repeated"
+    )
     parser.add_argument("--all-hosts", action="store_true", help="judge processes of other hosts as well")
     parser.add_argument("--json", action="store_true", help="print the judgement as JSON")
 
 
 def run(parsed: argparse.Namespace) -> int:
     folder = watch.folder_of(parsed.dir)
-    processes = watch.read(folder)
+    missing = f"there is no folder {folder}: the first group that is made with SAGELLM_STATUS_DIR makes it"
+    # Before the first group a job is not ready. But no process was seen to live there, and a typo must not look alive.
+    if parsed.live and not folder.is_dir():
+        raise ValueError(missing)
+    every = processes = watch.read(folder)
     if parsed.rank:
         processes = [each for each in processes if each.rank in parsed.rank]
     elif not parsed.all_hosts:
@@ -51,6 +63,10 @@ def run(parsed: argparse.Namespace) -> int:
         processes = [each for each in processes if each.raw["process"]["host"] == host]
     expected = len(parsed.rank) if parsed.rank and parsed.expect is None else parsed.expect
     found = watch.health(processes, expected, parsed.stall)
+    if not processes:
+        found = watch.Health(
+            found.code, [f"{watch.NAMES[found.code]}: {_none(parsed, folder, every) if folder.is_dir() else missing}"]
+        )
     code = found.code
     if parsed.live and code != watch.DEAD:
         code = watch.READY
@@ -63,3 +79,18 @@ def run(parsed: argparse.Namespace) -> int:
     for finding in found.findings:
         print(f"  {finding}")
     return code
+
+
+def _none(parsed: argparse.Namespace, folder: Path, every: list[watch.Process]) -> str:
+    """Why there is no process to judge."""
+    if every and parsed.rank:
+        ranks = ", ".join(str(each.rank) for each in every)
+        return f"none of the ranks that were named has written its status; there are those of {ranks}"
+    if every:
+        hosts = ", ".join(sorted({str(each.raw["process"]["host"]) for each in every}))
+        here = f"no process of this host, {socket.gethostname()}, has written its status"
+        return f"{here}; {len(every)} of {hosts} have: --all-hosts"
+    ended = watch.ended_in_order(folder)
+    if ended:
+        return f"{ended} process{' has' if ended == 1 else 'es have'} ended in order, and none has come since"
+    return "no process has written its status"

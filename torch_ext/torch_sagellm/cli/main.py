@@ -37,6 +37,8 @@ COMMANDS: dict[str, Any] = {
     "table": table,
     "explain": explain,
 }
+#: As a shell calls the end by Ctrl-C.
+INTERRUPTED = 130
 #: Commands that only read files: a probe that runs every few seconds must not import torch for that.
 WITHOUT_TORCH = ("health", "top", "trace")
 #: Commands that say why the extension cannot be used.
@@ -121,6 +123,22 @@ def _run_rank(command: str, rank: str, count: str, port: str, *words: str) -> in
     return bodies[command](int(rank), int(count), int(port), *words)
 
 
+def _rank(words: Sequence[str]) -> int:
+    """One rank; what ends it as its user or the machine wants ends it without a traceback from each rank."""
+    try:
+        _prepare("_rank")
+        return _run_rank(*words)
+    except KeyboardInterrupt:
+        os._exit(INTERRUPTED)  # its peers are gone as well: leaving the group would wait for them
+    except (MemoryError, RuntimeError) as error:
+        if "allocate memory" not in str(error) and not isinstance(error, MemoryError):
+            raise
+        print(
+            f"torch-sagellm {words[0]}, rank {words[1]}: out of memory: {str(error).splitlines()[0]}", file=sys.stderr
+        )
+        return 1
+
+
 def _prepare(command: str) -> None:
     """Sets up commands that use torch: registers the backend's name, and sets the level of the log."""
     if command in WITHOUT_TORCH:
@@ -141,8 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     # The command that `ranks.run` starts; no help lists it, because it is not for users.
     if given[:1] == ["_rank"]:
-        _prepare("_rank")
-        return _run_rank(*given[1:])
+        return _rank(given[1:])
     parsed = _parse(given)
     try:
         _prepare(parsed.command)
@@ -155,12 +172,21 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(_said(parsed.command, str(error)), file=sys.stderr)
         return 2
+    except argparse.ArgumentTypeError as error:
+        print(_said(parsed.command, str(error)), file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
-        return 130
+        print(f"torch-sagellm {parsed.command}: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:
         # The reader of a pipe, `head` for instance, has enough; Python would complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        # A full disk, a folder that cannot be written; Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(_said(parsed.command, str(error)), file=sys.stderr)
+        return 1
 
 
 def _said(command: str, text: str) -> str:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_sagellm import _nearest, _units
+from torch_sagellm import _nearest
 from torch_sagellm._units import BINARY, DECIMAL, show_size, show_time
+from torch_sagellm.cli import arguments as checked
 from torch_sagellm.cli.show import Bar
 
 HELP = "predicted times of collectives, by algorithm, size and number of ranks"
@@ -89,12 +90,8 @@ def _number(text: str, units: dict[str, float], what: str) -> float:
     return float(found[1]) * units[found[2]]
 
 
-def parse_size(text: str) -> int:
-    """Bytes of ``4KiB``; the error is the one that argparse expects."""
-    try:
-        return _units.parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+#: Bytes of ``4KiB``.
+parse_size = checked.size
 
 
 def parse_sizes(text: str) -> list[int]:
@@ -117,18 +114,13 @@ def parse_sizes(text: str) -> list[int]:
 
 def parse_ranks(text: str) -> list[int]:
     """Rank counts of ``4,64``."""
-    counts = []
-    for item in text.split(","):
-        if not item.strip().isdecimal() or not 1 <= int(item) <= MOST_RANKS:
-            raise argparse.ArgumentTypeError(f"{item!r} is not a number of ranks from 1 to {MOST_RANKS}")
-        counts.append(int(item))
-    return counts
+    return [checked.ranks(1, MOST_RANKS)(item) for item in text.split(",")]
 
 
 def parse_speed(text: str) -> float:
     """Seconds per byte of ``1Gbit`` or ``10GB/s``."""
     per_second = _number(text.removesuffix("/s"), dict(SPEED_UNITS), "a speed")
-    if per_second <= 0:
+    if not 0 < per_second < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is no speed: it must be over 0")
     return 1.0 / per_second
 
@@ -197,18 +189,30 @@ def crossovers(times: dict[str, list[Prediction]], sizes: Sequence[float]) -> li
     return found
 
 
-def table(times: dict[str, list[Prediction]], sizes: Sequence[int]) -> list[str]:
-    """One line per size, one column per algorithm; the fastest is marked, segments stand in brackets."""
-    width = {name: max(len(name), 13) for name in times}
-    lines = ["  ".join([f"{'bytes':>10}", *(f"{name:>{width[name]}} " for name in times)])]
-    for at, size in enumerate(sizes):
-        best = min(times, key=lambda name: times[name][at].seconds)
-        cells = []
-        for name, predictions in times.items():
-            one = predictions[at]
-            text = show_time(one.seconds) + (f" ({one.segments})" if one.segments > 1 else "")
-            cells.append(f"{text:>{width[name]}}{'*' if name == best else ' '}")
-        lines.append("  ".join([f"{show_size(size):>10}", *cells]))
+def table(times: dict[str, list[Prediction]], sizes: Sequence[int], width: int = 79) -> list[str]:
+    """One line per size, one column per algorithm; the fastest is marked, segments stand in brackets.
+
+    Where the columns do not fit into the width, they continue in a second block.
+    """
+    names = list(times)
+    columns = {name: max(len(name), 13) + 3 for name in names}
+    best = [min(names, key=lambda name: (times[name][at].seconds, names.index(name))) for at in range(len(sizes))]
+    lines: list[str] = []
+    while names:
+        block = [names.pop(0)]
+        while names and 10 + sum(columns[name] for name in [*block, names[0]]) <= width:
+            block.append(names.pop(0))
+        lines.append(f"{'bytes':>10}" + "".join(f"{name:>{columns[name] - 1}} " for name in block))
+        for at, size in enumerate(sizes):
+            cells = ""
+            for name in block:
+                one = times[name][at]
+                # A group of one rank takes no time, in some schedules -0.0: then none is the fastest.
+                mark = "*" if name == best[at] and one.seconds > 0 else " "
+                text = show_time(one.seconds + 0.0) + (f" ({one.segments})" if one.segments > 1 else "")
+                cells += f"{text:>{columns[name] - 1}}{mark}"
+            lines.append(f"{show_size(size):>10}" + cells)
+        lines += [""] if names else []
     return lines
 
 
@@ -234,9 +238,15 @@ def plot(path: Path, op: str, sizes: Sequence[float], all_times: dict[int, dict[
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--op", default="all_reduce", help="the collective (default: all_reduce)")
+    parser.add_argument("--op", help="the collective (default: all_reduce)")
     parser.add_argument("--ranks", type=parse_ranks, help="numbers of ranks (default: 8,64,1024; with --strategy 8)")
-    parser.add_argument("--ranks-per-host", type=int, default=8, metavar="N", help="ranks on one host (default: 8)")
+    parser.add_argument(
+        "--ranks-per-host",
+        type=checked.whole(1, MOST_RANKS),
+        default=8,
+        metavar="N",
+        help="ranks on one host (default: 8)",
+    )
     parser.add_argument("--sizes", type=parse_sizes, default=parse_sizes("8..1GiB:8"), help="default: 8..1GiB:8")
     parser.add_argument(
         "--link", type=parse_link, default=parse_link("30us,10Gbit"), help="between hosts (30us,10Gbit)"
@@ -280,13 +290,14 @@ def run(arguments: argparse.Namespace) -> int:
     from torch_sagellm import _load
 
     core = _load.extension()
-    if arguments.ranks_per_host < 1:
-        raise ValueError(f"--ranks-per-host {arguments.ranks_per_host} must be at least 1")
+    _check_mode(arguments)
+    arguments.op = checked.one_of([kind for kind in core.KINDS if kind not in ("send", "recv")])(
+        "all_reduce" if arguments.op is None else arguments.op
+    )
     machine = Machine(arguments.host, arguments.link, arguments.reduce, arguments.ranks_per_host)
     if arguments.strategy:
         from torch_sagellm.cli import strategies
 
-        _show_machine(machine)
         return strategies.run(core, arguments, arguments.ranks or [8], machine)
     names = _chosen(core, arguments.op, arguments.algorithms)
     if arguments.plot is not None:
@@ -304,6 +315,20 @@ def run(arguments: argparse.Namespace) -> int:
     )
     _show_times(core, arguments, names, ranks, machine)
     return 0
+
+
+def _check_mode(arguments: argparse.Namespace) -> None:
+    """Refuses options of the other mode, which would have no effect."""
+    from torch_sagellm.cli import strategies
+
+    if arguments.strategy:
+        unused = [name for name in ("op", "algorithms", "plot", "check") if getattr(arguments, name)]
+        if unused:
+            raise ValueError(f"--{unused[0]} has no effect with --strategy")
+    else:
+        unused = [name for name, default in strategies.DEFAULTS.items() if getattr(arguments, name) != default]
+        if unused:
+            raise ValueError(f"--{unused[0].replace('_', '-')} has an effect with --strategy alone")
 
 
 def _show_machine(machine: Machine) -> None:
@@ -327,9 +352,10 @@ def _show_times(
         exact = {name: found[: len(arguments.sizes)] for name, found in times.items()}
         drawn[ranks] = {name: found[len(arguments.sizes) :] for name, found in times.items()}
         hosts = -(-ranks // machine.ranks_per_host)
-        print(f"\n{arguments.op}, {ranks} ranks on {hosts} host{'s' if hosts > 1 else ''}")
+        many = "1 rank" if ranks == 1 else f"{ranks} ranks"
+        print(f"\n{arguments.op}, {many} on {hosts} host{'s' if hosts > 1 else ''}")
         print("\n".join(table(exact, arguments.sizes)), flush=True)
-        for size, name in crossovers(drawn[ranks], fine):
+        for size, name in crossovers(drawn[ranks], fine) if ranks > 1 else ():
             print(f"  fastest from {show_size(size)} on: {name}", flush=True)
     if arguments.plot is not None:
         plot(arguments.plot, arguments.op, fine, drawn)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch_sagellm._units import show_size, show_time
-from torch_sagellm.cli import show
-from torch_sagellm.cli.simulate import Machine, algorithms, parse_size, predict
+from torch_sagellm.cli import arguments, show
+from torch_sagellm.cli.simulate import Machine, _show_machine, algorithms, parse_size, predict
 from torch_sagellm.observe.stats import BUS_FACTORS
 
 MESSAGE = "send"
@@ -89,6 +89,8 @@ def fully_sharded(model: Model, ranks: int) -> list[Traffic]:
 
 def tensor_parallel(model: Model, ranks: int) -> list[Traffic]:
     """Attention and MLP are a column layer followed by a row layer: one sum each way."""
+    if model.hidden % ranks:
+        raise ValueError(f"--hidden {model.hidden} is no multiple of the {ranks} ranks")
     activations = model.tokens * model.hidden * model.item
     return [
         Traffic("all_reduce", "forward: behind attention and MLP", 2 * model.layers, activations),
@@ -158,13 +160,34 @@ def parse_count(text: str) -> int:
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMBT]?)", text.strip().upper())
     if not found or not (float(found[1]) * MULTIPLES[found[2]]).is_integer() or float(found[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of parameters: 1000, 350M, 7B")
-    return int(float(found[1]) * MULTIPLES[found[2]])
+    count = int(float(found[1]) * MULTIPLES[found[2]])
+    if count > 10**18:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of parameters that a model has")
+    return count
 
 
-def _from_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
-    return int(text)
+_from_one = arguments.whole(1, 10**9)
+#: The options of this mode by their names in the arguments, and what they are where they are not given.
+DEFAULTS: dict[str, int | None] = {
+    "params": 7 * 10**9,
+    "layers": 32,
+    "hidden": 4096,
+    "kv_hidden": None,
+    "sequence": 4096,
+    "batch": 8,
+    "item": 2,
+    "microbatches": 8,
+    "experts": 64,
+    "experts_per_token": 2,
+    "bucket": 25 << 20,
+}
+
+
+def _bucket(text: str) -> int:
+    found = parse_size(text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size of a bucket: at least a byte")
+    return found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -180,7 +203,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     found.add_argument("--microbatches", type=_from_one, default=8, help="pp: parts of a batch (8)")
     found.add_argument("--experts", type=_from_one, default=64, help="ep: experts of a layer, on all ranks (64)")
     found.add_argument("--experts-per-token", type=_from_one, default=2, help="ep: experts of a token (2)")
-    found.add_argument("--bucket", type=parse_size, default=25 << 20, help="dp: bytes summed at a time (25MiB)")
+    found.add_argument("--bucket", type=_bucket, default=25 << 20, help="dp: bytes summed at a time (25MiB)")
 
 
 def model_of(parsed: argparse.Namespace) -> Model:
@@ -196,7 +219,7 @@ def model_of(parsed: argparse.Namespace) -> Model:
         microbatches=parsed.microbatches,
         experts=parsed.experts,
         experts_per_token=parsed.experts_per_token,
-        bucket=max(1, parsed.bucket),
+        bucket=parsed.bucket,
     )
 
 
@@ -214,6 +237,7 @@ def run(core: Any, parsed: argparse.Namespace, ranks: list[int], machine: Machin
     """Prints a table for each number of ranks."""
     model = model_of(parsed)
     plans = {count: [each for each in STRATEGIES[parsed.strategy](model, count) if each.calls] for count in ranks}
+    _show_machine(machine)
     for count, plan in plans.items():
         hosts = -(-count // machine.ranks_per_host)
         print(f"\n{WHAT[parsed.strategy]}: {count} ranks on {hosts} host{'s' if hosts > 1 else ''}, each in one step")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 from typing import TYPE_CHECKING
 
-from torch_sagellm._units import show_time
+from torch_sagellm._units import parse_size, show_size, show_time
+from torch_sagellm.cli import arguments
 from torch_sagellm.observe import explain
 
 if TYPE_CHECKING:
@@ -22,19 +24,34 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=int, default=2, help="ranks of the group, all on this host (default: 2)")
+    parser.add_argument(
+        "--ranks", type=arguments.ranks(), default=2, help="ranks of the group, all on this host (default: 2)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the table as JSON, times in nanoseconds")
+
+
+def sizes_text(text: str) -> str:
+    """``over 4 KiB to 24 MiB`` of ``4097-24MiB``, as the core writes ranges: both ends belong to them."""
+    first, _, last = text.partition("-")
+    over, most = parse_size(first) - 1, parse_size(last) if last else None
+    if most is None:
+        return "all" if over < 0 else f"over {show_size(over)}"
+    return f"up to {show_size(most)}" if over < 0 else f"over {show_size(over)} to {show_size(most)}"
 
 
 def run(parsed: argparse.Namespace) -> int:
     from torch_sagellm import _load
 
     table: _C.ChoiceTable = _load.extension().table_without_group(parsed.ranks)
+    if parsed.json:
+        print(json.dumps(table, indent=1))
+        return 0
     print(f"measured table: {table['note']}")
     for rule in table["rules"]:
         print(f"rule: {rule}")
-    print(f"\n{'op':<15} {'sizes':<20} {'algorithm':<16} {'decided by':<16} measured")
+    print(f"\n{'op':<15} {'sizes':<24} {'algorithm':<16} {'decided by':<16} measured")
     for row in table["rows"]:
         median = explain.seconds(row["measured_ns"])
         measured = "-" if median is None else show_time(median)
-        print(f"{row['kind']:<15} {row['sizes']:<20} {row['way']:<16} {row['reason']:<16} {measured}")
+        print(f"{row['kind']:<15} {sizes_text(row['sizes']):<24} {row['way']:<16} {row['reason']:<16} {measured}")
     return 0

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_sagellm._units import show_size, show_time
+from torch_sagellm.cli import arguments
 from torch_sagellm.cli.show import CLEAR_BELOW, HOME, clip, is_terminal, paint, table
 from torch_sagellm.observe import ras, watch
 
@@ -45,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dir", type=Path, help="the folder of the status files (SAGELLM_STATUS_DIR)")
     parser.add_argument("--once", action="store_true", help="print one table and end")
     parser.add_argument("--every", type=_interval, default=1.0, metavar="SECONDS", help="time between two tables (1)")
-    parser.add_argument("--rank", type=int, action="append", help="show this global rank alone; may be repeated")
+    parser.add_argument(
+        "--rank", type=arguments.whole(0, 10**6), action="append", help="show this global rank alone; may be repeated"
+    )
     parser.add_argument("--json", action="store_true", help="print the job once, in the form of NCCL's RAS")
 
 

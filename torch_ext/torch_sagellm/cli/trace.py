@@ -34,8 +34,9 @@ def run(parsed: argparse.Namespace) -> int:
     for rank, shift in merged.shifts.items():
         if shift:
             print(f"rank {rank} was shifted by {'-' if shift < 0 else ''}{show_time(abs(shift) / 1e9)}")
+    if not merged.operations:
+        print("torch-sagellm trace: the files hold no operations; nothing was written", file=sys.stderr)
+        return 1
     ranks = ", ".join(map(str, merged.ranks))
     print(f"{merged.operations} operations of ranks {ranks} in {parsed.output}; open it in https://ui.perfetto.dev")
-    if not merged.operations:
-        print("torch-sagellm trace: the files hold no operations", file=sys.stderr)
-    return 0 if merged.operations else 1
+    return 0

@@ -14,14 +14,15 @@ import math
 import os
 import statistics
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch_sagellm._units import parse_size, show_time, size_text
+from torch_sagellm.cli import arguments
 from torch_sagellm.cli import ranks as processes
 from torch_sagellm.cli.show import Bar
-from torch_sagellm.cli.simulate import parse_size as size_argument
 from torch_sagellm.observe import explain
 
 HELP = "measure the fastest algorithm of each operation and save the table"
@@ -40,6 +41,8 @@ START = "start"
 LEAST_ROUNDS = 7
 #: A larger A/A spread means other load on the machine.
 BUSY = 0.15
+#: From there on a table says more about the other load than about the machine: it is written with --force alone.
+USELESS = 1.0
 #: Approximate seconds of one group's turn; the clock is read only at its ends.
 TURN_SECONDS = 0.002
 #: Seconds for starting the interpreters, importing torch and making the groups.
@@ -88,26 +91,55 @@ def plan(ranks: int, largest: int) -> list[tuple[str, int, str, list[str]]]:
     return [(op, nbytes, *ways(op, nbytes, ranks)) for op, nbytes in cells]
 
 
+def _largest(text: str) -> int:
+    found = arguments.size(text)
+    if found < SIZES[0]:
+        raise argparse.ArgumentTypeError(f"{text!r} is below {size_text(SIZES[0])}, the smallest size that is measured")
+    return found
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--budget", type=float, default=60.0, metavar="SECONDS", help="measure for so long (default: 60)"
+        "--budget", type=arguments.seconds, default=60.0, metavar="SECONDS", help="measure for so long (default: 60)"
     )
     parser.add_argument(
-        "--max-size", type=size_argument, default=64 << 20, metavar="BYTES", help="largest size (default: 64MiB)"
+        "--max-size", type=_largest, default=64 << 20, metavar="BYTES", help="largest size (default: 64MiB)"
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would be measured, and exit")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks of the group, all on this host (default: 2)")
+    parser.add_argument(
+        "--ranks", type=arguments.ranks(2), default=2, help="ranks of the group, all on this host (default: 2)"
+    )
+    parser.add_argument("--force", action="store_true", help="write the table even where the machine was busy")
+    arguments.add_yes(parser)
 
 
 def run(parsed: argparse.Namespace) -> int:
-    return tune(parsed.budget, parsed.ranks, parsed.dry_run, parsed.max_size)
+    if not parsed.dry_run:
+        _check_cache()
+        arguments.agree(parsed.ranks, parsed.yes)
+    return tune(parsed.budget, parsed.ranks, parsed.dry_run, parsed.max_size, parsed.force)
 
 
-def tune(budget: float, ranks: int, dry_run: bool, largest: int = SIZES[-1]) -> int:
+def _check_cache() -> None:
+    """Before a minute of measurements: that their table can be written."""
+    folder = cache_folder()
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        where = "SAGELLM_CACHE_DIR" if os.environ.get("SAGELLM_CACHE_DIR") else "the folder of tables"
+        raise ValueError(f"{where}, {folder}: no table can be written there: {error.strerror}") from None
+
+
+def cache_folder() -> str:
+    """Where the core keeps tables."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.environ.get("SAGELLM_CACHE_DIR") or os.path.join(home, "sagellm")
+
+
+def tune(budget: float, ranks: int, dry_run: bool, largest: int = SIZES[-1], force: bool = False) -> int:
     """Measures for about ``budget`` seconds with ``ranks`` ranks, prints the results and writes the table."""
-    if ranks < 2 or budget <= 0:
-        print("torch-sagellm tune: a group needs at least 2 ranks, and the budget some seconds", file=sys.stderr)
-        return 2
     cells = plan(ranks, largest)
     if dry_run:
         for op, nbytes, start, rivals in cells:
@@ -121,6 +153,10 @@ def tune(budget: float, ranks: int, dry_run: bool, largest: int = SIZES[-1]) -> 
     spread = overall_spread(found)
     text = "\n".join(lines(found, spread, slot_bytes(ranks)))
     _show(found, spread)
+    if spread > USELESS and not force:
+        what = f"two equal groups differed by {spread * 100:.0f} %, so these times say nothing; no table was written"
+        print(f"torch-sagellm tune: {what}. Measure when nothing else runs, or pass --force", file=sys.stderr)
+        return 1
     from torch_sagellm import _load
 
     made = f"{time.strftime('%Y-%m-%d')}, {len(found)} sizes in {budget:.0f} s, A/A spread {spread * 100:.1f} %"
@@ -151,7 +187,10 @@ def winner(cell: Cell, spread: float) -> str:
 
 
 def lines(cells: list[Cell], spread: float, slot: int) -> list[str]:
-    """The table's lines: a size reaches to the geometric means with its neighbours; slots end at their limit."""
+    """The table's lines: a size reaches to the geometric means with its neighbours; slots end at their limit.
+
+    The largest size that was measured is the last one that they decide.
+    """
     text = []
     for op in dict.fromkeys(cell.op for cell in cells):
         mine = sorted((cell for cell in cells if cell.op == op), key=lambda cell: cell.nbytes)
@@ -162,11 +201,9 @@ def lines(cells: list[Cell], spread: float, slot: int) -> list[str]:
         for at, cell in enumerate(mine):
             way = winner(cell, spread)
             median = cell.medians.get(way, cell.medians[START])
-            last = None if at + 1 == len(mine) else _edge(cell.nbytes, mine[at + 1].nbytes, slot)
-            if last is None and way == "slots":
-                last = slot
-            text.append(_line(op, f"{first}-{'' if last is None else last}", way, median, cell.medians[START]))
-            first = (last or 0) + 1
+            last = cell.nbytes if at + 1 == len(mine) else _edge(cell.nbytes, mine[at + 1].nbytes, slot)
+            text.append(_line(op, f"{first}-{last}", way, median, cell.medians[START]))
+            first = last + 1
     return text
 
 

@@ -5,11 +5,12 @@ The core chooses and explains; this file makes its answer readable.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torch_sagellm import _nearest
-from torch_sagellm._units import show_time, size_text
+from torch_sagellm._units import parse_size, show_time, size_text
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +26,8 @@ ALIASES = {
     "isend": "send",
     "irecv": "recv",
 }
+#: What a prediction is, where it is shown.
+MODEL = "by a model with fixed constants, not measured on this machine"
 #: Prefix of the path of tensors on a device.
 STAGED = "staged: from the device to host memory and back"
 
@@ -140,7 +143,7 @@ class Explanation:
         if self.measured is not None:
             lines.append(f"  measured    {show_time(self.measured)}")
         if self.predicted is not None:
-            lines.append(f"  predicted   {show_time(self.predicted)}")
+            lines.append(f"  predicted   {show_time(self.predicted, 2)}, {MODEL}")
         lines += [f"  overruled   {what}" for what in self.overruled]
         lines += [f"  not taken   {other.way}: {other.why_not}" for other in self.rejected]
         if self.table:
@@ -149,12 +152,20 @@ class Explanation:
         return "\n".join(lines)
 
 
+def operation_name(op: str, known: Iterable[str]) -> str | None:
+    """The one of these operations that a word means, however its words are joined; None where it means none."""
+    plain = op.lower().replace("-", "_")
+    plain = ALIASES.get(plain, plain).replace("_", "")
+    return next((name for name in known if name.replace("_", "") == plain), None)
+
+
 def kind_name(op: str) -> str:
     """The core's name of an operation; a ValueError lists the known ones."""
     from torch_sagellm import _load
 
-    name, known = ALIASES.get(op, op), _load.extension().KINDS
-    if name not in known:
+    known = _load.extension().KINDS
+    name = operation_name(op, known)
+    if name is None:
         near = _nearest.meant(op, known)
         raise ValueError(f"sagellm explain: {op!r} is no operation; expected one of {', '.join(known)}{near}")
     return name
@@ -166,8 +177,11 @@ def dtype_name(dtype: torch.dtype | str | None) -> str:
 
     name, known = "float32" if dtype is None else str(dtype).removeprefix("torch."), _load.extension().DTYPES
     if name not in known:
-        near = _nearest.meant(name, known)
-        raise ValueError(f"sagellm explain: dtype={dtype} cannot be combined; expected one of {', '.join(known)}{near}")
+        near = "" if name.startswith("float8") else _nearest.meant(name, known)
+        import torch
+
+        why = "cannot be combined" if isinstance(getattr(torch, name, None), torch.dtype) else "is no type of elements"
+        raise ValueError(f"sagellm explain: dtype={dtype} {why}; expected one of {', '.join(known)}{near}")
     return name
 
 
@@ -190,7 +204,7 @@ def backend_of(group: Any = None) -> Any:
 
 def explain(
     what: Any = None,
-    nbytes: int | None = None,
+    nbytes: int | str | torch.Tensor | None = None,
     *,
     dtype: torch.dtype | str | None = None,
     group: Any = None,
@@ -202,9 +216,10 @@ def explain(
 
     ``explain("all_reduce", nbytes, dtype=torch.float32, group=None)`` explains a hypothetical operation, in the
     default group or another one, or with ``ranks=`` for a group of that many ranks of this host, which need not exist.
-    ``nbytes`` are the bytes of one rank; ``device=`` is the device of the tensors. ``explain(work)`` explains
-    an operation that was called, by its Work, and ``explain(sequence=17, group=None)`` for a collective by its number
-    in the group, as long as it is among the last that the group remembers (1024 operations, or ``SAGELLM_RING``).
+    ``nbytes`` are the bytes of one rank, also as "1MiB", or as the tensor itself; ``device=`` is the device of the
+    tensors. ``explain(work)`` explains an operation that was called, by its Work, and ``explain(sequence=17,
+    group=None)`` a collective by its number in the group, as long as it is among the last that the group remembers
+    (1024 operations, or ``SAGELLM_RING``).
 
     Raises ValueError where the operation, the type or the group is unknown, and where no operation has that number.
 
@@ -225,11 +240,10 @@ def explain(
         backend = backend_of(group)
         return read(backend._explain_number(sequence), delegate=_delegate_of(backend))
     if isinstance(what, str):
-        if nbytes is None and ALIASES.get(what, what) not in ("barrier", "all_to_all"):
+        kind = kind_name(what)
+        if nbytes is None and kind not in ("barrier", "all_to_all"):
             raise ValueError(f"sagellm explain: nbytes is missing; how large is the {what}?")
-        kind, size, name = kind_name(what), nbytes or 0, dtype_name(dtype)
-        if size < 0:
-            raise ValueError(f"sagellm explain: nbytes is {size}, expected 0 or more")
+        size, name = _bytes_of(nbytes), dtype_name(dtype)
         if ranks is not None:
             if ranks < 1:
                 raise ValueError(f"sagellm explain: ranks is {ranks}, expected 1 or more")
@@ -250,6 +264,20 @@ def explain(
     if what is None:
         raise ValueError("sagellm explain: name an operation and its bytes, or pass a Work or sequence=")
     return _explain_work(what)
+
+
+def _bytes_of(given: int | str | torch.Tensor | None) -> int:
+    """Bytes of a number, of a text such as "1MiB", or of a tensor."""
+    import torch
+
+    if isinstance(given, torch.Tensor):
+        return int(given.nbytes)
+    found = parse_size(given) if isinstance(given, str) else given or 0
+    if not isinstance(found, int):
+        raise TypeError(f"sagellm explain: nbytes is a {type(given).__name__}, expected bytes, a text or a tensor")
+    if not 0 <= found < 1 << 63:
+        raise ValueError(f"sagellm explain: nbytes is {found}, expected 0 to {(1 << 63) - 1}")
+    return found
 
 
 def carrier(backend: Any, device: str) -> str:

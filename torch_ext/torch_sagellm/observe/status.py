@@ -145,6 +145,10 @@ class Writer:
             return
         self._stop.set()
         self._thread.join(END_SECONDS)
+        try:
+            watch.leave_in_order(self.path.parent)
+        except OSError:
+            pass  # only a reader's words depend on it
         self.path.unlink(missing_ok=True)
 
 

@@ -41,6 +41,11 @@ MESSAGES = ("send", "recv")
 #: Collectives that end on no rank before every rank has begun them: their ends show how clocks differ.
 TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 
+#: Nanoseconds by which the start of one operation differs between two files: a trace holds microseconds in a double,
+#: and each file has its own look at the two clocks. A later group of the same name counts from 1 again, so its
+#: operations have the numbers of earlier ones. Messages have no number of the group, and may follow each other at once.
+NEAR, NEAR_MESSAGES = 1_000_000, 250
+
 
 @dataclass(frozen=True)
 class Slice:
@@ -253,12 +258,18 @@ def _files(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
 
 def _once(slices: Iterable[Slice]) -> list[Slice]:
     """Each operation once, though two files may hold it; one that ended before one that was pending."""
-    found: dict[tuple[int, str, str, int], Slice] = {}
-    for each in slices:
-        key = (each.rank, each.group, each.kind, each.start)
-        if key not in found or found[key].end is None:
-            found[key] = each
-    return list(found.values())
+    found: list[Slice] = []
+    last: dict[tuple[int, str, str, int], int] = {}
+    for each in sorted(slices, key=lambda each: (each.start, each.end is None)):
+        key = (each.rank, each.group, each.kind, each.number)
+        at = last.get(key)
+        if at is not None and each.start - found[at].start <= (NEAR if each.number else NEAR_MESSAGES):
+            if found[at].end is None:
+                found[at] = each
+            continue
+        last[key] = len(found)
+        found.append(each)
+    return found
 
 
 def _aligned(slices: list[Slice]) -> tuple[list[Slice], dict[int, int]]:
@@ -310,5 +321,7 @@ def merge_traces(
     if align:
         slices, shifts = _aligned(slices)
     trace = {"traceEvents": events(slices), "displayTimeUnit": "ns"}
+    if not slices:
+        return Merged([], 0, shifts)  # a trace that is there already may hold more
     export.write_atomically(into, json.dumps(trace).encode())
     return Merged(sorted({each.rank for each in slices}), len(slices), shifts)

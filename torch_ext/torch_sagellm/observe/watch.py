@@ -18,6 +18,8 @@ from typing import Any
 VARIABLE = "SAGELLM_STATUS_DIR"
 FORMAT = 1
 PREFIX = "sagellm-"
+#: The file with the number of processes that ended in order: their own files are gone.
+LEFT = "ended-in-order"
 #: A file that is older than so many of its intervals, and than so many seconds, was not refreshed in time.
 INTERVALS, LEAST_SECONDS = 5, 5.0
 RUNNING, STOPPED, SILENT, ENDED = "running", "stopped", "silent", "ended"
@@ -112,6 +114,21 @@ def read(folder: str | os.PathLike[str]) -> list[Process]:
     latest = {each.rank: each.raw["written"] for each in sorted(found, key=lambda each: each.raw["written"])}
     kept = [each for each in found if each.condition != ENDED or latest[each.rank] == each.raw["written"]]
     return sorted(kept, key=lambda each: (each.rank, str(each.path)))
+
+
+def ended_in_order(folder: str | os.PathLike[str]) -> int:
+    """How many processes that wrote a status here have left in order, since the first one did."""
+    try:
+        return int((Path(folder) / LEFT).read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def leave_in_order(folder: Path) -> None:
+    """Counts this process among those. Two that end at the same moment may be counted as one."""
+    from torch_sagellm.observe import export
+
+    export.write_atomically(folder / LEFT, str(ended_in_order(folder) + 1).encode())
 
 
 def _condition(raw: dict[str, Any], age: float, own: Here) -> str:

@@ -1,0 +1,188 @@
+"""Every option of every command with odd values: status 2 and one line, or taken; never a traceback."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from harness import IS_GLOO
+
+import torch_sagellm
+from torch_sagellm.cli import arguments, bench, ranks, tune
+from torch_sagellm.cli.main import COMMANDS, _parsers, main
+
+pytestmark = [
+    pytest.mark.quick,
+    pytest.mark.skipif(IS_GLOO, reason="gloo: this is about the package's own commands"),
+    pytest.mark.usefixtures("cache"),
+]
+ODD = ("", "-1", "x", "1.5", "nan", "inf", "9" * 21)
+#: What takes any text: names of files, of a device, an address, algorithms and a type that the core knows.
+TEXTS = {"-o", "--output", "--dir", "--json", "--plot", "--device", "--peer", "--algorithms", "--dtype", "paths"}
+
+
+def options() -> list[tuple[str, str]]:
+    """Command and option, of all that take a value."""
+    _, commands = _parsers()
+    return [
+        (name, action.option_strings[-1])
+        for name, parser in commands.items()
+        for action in parser._actions
+        if action.option_strings and action.nargs != 0 and action.option_strings[-1] not in TEXTS
+    ]
+
+
+def run(*words: str) -> int:
+    """The exit code of a command in this process."""
+    try:
+        return main(list(words))
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+FINE = {(option, "1.5") for option in ("--group-timeout", "--stall", "--budget", "--every")} | {("--rdzv-conf", "")}
+GIVEN = {"explain": ("all_reduce", "8")}
+
+
+@pytest.mark.parametrize(("command", "option"), options())
+def test_an_odd_value_is_refused_in_one_line(command: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for value in ODD:
+        if (option, value) in FINE:
+            continue
+        code = run(command, *GIVEN.get(command, ()), f"{option}={value}")
+        said = capsys.readouterr().err
+        assert code == 2 and len(said.splitlines()) == 1 and "Traceback" not in said, (value, code, said)
+
+
+@pytest.mark.parametrize("command", ["bench", "explain", "table", "tune", "simulate"])
+@pytest.mark.parametrize("value", ["0", "-1", "x", "1000000"])
+def test_wrong_numbers_of_ranks_have_one_text(command: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(command, *GIVEN.get(command, ()), f"--ranks={value}") == 2
+    assert f"{value!r} is no number of ranks from " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["allreduce", "AllReduce", "all-reduce", "ALL_REDUCE"])
+def test_operations_are_taken_as_people_write_them(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["explain", name, "1MiB"]) == 0 and main(["simulate", "--op", name, "--sizes", "8", "--ranks", "2"]) == 0
+    )
+    capsys.readouterr()
+    assert arguments.one_of([*bench.collectives.OPS, "all"])(name) == "all_reduce"
+    assert torch_sagellm.explain(name, "1KiB", ranks=2).nbytes == 1024
+    assert arguments.one_of(bench.collectives.OPS)("reducescatter") == "reduce_scatter"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("bench", "--sizes", "0"), "size of 0"),
+        (("bench", "--sizes", "8,100TiB"), "is no size"),
+        (("bench", "--sizes", "900000GiB"), "and this machine has"),
+        (("bench", "--redop", "max", "--op", "all_gather"), "all_gather combines no numbers"),
+        (("explain", "all_reduce", "999999999999999999999"), "more than any memory holds"),
+        (("explain", "all_reduce", "8", "--dtype", "foo"), "dtype=foo is no type of elements"),
+        (("explain", "all_reduce", "8", "--dtype", "float8_e4m3fn"), "cannot be combined; expected one of"),
+        (("tune", "--max-size", "3"), "below 1KiB"),
+        (("tune", "--budget", "0"), "'0' is no number of seconds over 0"),
+        (("health", "--dir", "/nonexistent", "--live"), "there is no folder /nonexistent"),
+        (("doctor", "--rdzv-conf", "join_timeout=abc"), "'abc' is no number"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    words: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*words) == 2
+    said = capsys.readouterr().err
+    assert expected in said and len(said.splitlines()) == 1, said
+
+
+def test_a_rival_that_torch_lacks_is_refused_before_ranks_start(capsys: pytest.CaptureFixture[str]) -> None:
+    if dist.is_mpi_available():
+        pytest.skip("this torch has mpi")
+    assert run("bench", "--compare", "mpi") == 2 and "made without mpi" in capsys.readouterr().err
+
+
+def test_under_a_launcher_its_number_of_ranks_counts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run("bench", "--ranks", "4") == 2 and "a launcher has started 2 ranks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["bench", "tune"])
+def test_many_ranks_for_few_cores_are_not_started_unasked(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def started(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ranks, "run", started)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    assert run(command, "--ranks", "9") == 2
+    assert "9 ranks are 9 processes, and this machine gives them 2 cores; --yes starts them" in capsys.readouterr().err
+    assert run(command, "--ranks", "9", "--yes") != 2 and run(command, "--ranks", "8") != 2
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_a_table_of_a_busy_machine_is_written_with_force_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [tune.Cell("all_reduce", 1024, "slots", {"start": 1e-6}, 16.0)]
+    monkeypatch.setattr(tune, "_run_ranks", lambda *_: found)
+    assert run("tune") == 1 and "differed by 1600 %" in capsys.readouterr().err
+    assert run("tune", "--force") == 0 and "written to" in capsys.readouterr().out
+
+
+def test_where_no_table_can_be_written_nothing_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SAGELLM_CACHE_DIR", "/proc/nope")
+    monkeypatch.setattr(tune, "_run_ranks", lambda *_: pytest.fail("it measured"))
+    assert run("tune") == 2 and "/proc/nope: no table can be written there" in capsys.readouterr().err
+
+
+def test_a_full_disk_ends_a_command_in_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "torch_sagellm", "table"]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and done.stderr == "torch-sagellm table: [Errno 28] No space left on device\n"
+
+
+def test_what_a_model_says_is_called_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "all_reduce", "1MiB"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  predicted ")]
+    assert "not measured on this machine" in line, line
+
+
+def test_sizes_are_exact_and_bounded() -> None:
+    assert arguments.size(str((1 << 60) + 1)) == (1 << 60) + 1
+    for text in ("-1", "1e6", "4EiB", str(1 << 62)):
+        with pytest.raises(argparse.ArgumentTypeError):
+            arguments.size(text)
+
+
+def test_no_processes_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that have not come, those that have ended in order, and those of other hosts."""
+    from torch_sagellm.observe import watch
+
+    folder = ("--dir", str(tmp_path))
+    assert run("health", *folder) == 1 and "no process has written its status" in capsys.readouterr().out
+    watch.leave_in_order(tmp_path)
+    watch.leave_in_order(tmp_path)
+    assert run("health", *folder) == 1 and "2 processes have ended in order" in capsys.readouterr().out
+    (tmp_path / f"{watch.PREFIX}elsewhere-1.json").write_text(
+        '{"format": 1, "written": 9e9, "every": 1, "groups": [], "process": {"rank": 3, "pid": 1, "host": "elsewhere", '
+        '"boot_id": "b", "pid_namespace": "n", "began": 1}}'
+    )
+    assert run("health", *folder) == 1 and "1 of elsewhere have: --all-hosts" in capsys.readouterr().out
+    assert run("health", *folder, "--rank", "2") == 1 and "there are those of 3" in capsys.readouterr().out
+
+
+def test_every_command_is_covered() -> None:
+    """`options` finds some of each command that has options with values."""
+    assert {command for command, _ in options()} >= set(COMMANDS) - {"info", "trace"}

@@ -1,0 +1,133 @@
+"""Checks the values of this package's environment variables: when the first group is made, and in ``doctor``.
+
+The core reads its variables where it needs them, and takes the default where a value cannot be read. That must not go
+unnoticed, so each process warns about it once.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+#: How a switch is written; the core's own read "1" alone.
+SWITCH = {"0": False, "off": False, "false": False, "no": False, "1": True, "on": True, "true": True, "yes": True}
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A variable with a value that does not do what its user wants."""
+
+    what: str
+    fix: str
+    #: Whether every group is refused because of it.
+    is_refused: bool
+    #: Whether what reads it says so itself.
+    is_told: bool
+
+
+def _whole(text: str) -> str | None:
+    return None if text.isascii() and text.isdecimal() else "a whole number from 0 on"
+
+
+def _seconds(text: str) -> str | None:
+    try:
+        return None if 0 <= float(text) < 1e9 else "seconds from 0 on"
+    except ValueError:
+        return "seconds from 0 on"
+
+
+def _one(text: str) -> str | None:
+    return None if text in ("0", "1") else "1 or 0"
+
+
+def _switch(text: str) -> str | None:
+    return None if text.lower() in SWITCH else "1 or 0 (on or off)"
+
+
+def _words(*known: str) -> Callable[[str], str | None]:
+    return lambda text: None if text.lower() in known else f"one of {', '.join(known)}"
+
+
+def _folder(text: str) -> str | None:
+    """A folder that is there or can be made, and written."""
+    path = os.path.abspath(text)
+    if os.path.exists(path):
+        return None if os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK) else "a folder that can be written"
+    while not os.path.exists(path):
+        path = os.path.dirname(path)
+    return (
+        None if os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK) else "a folder that can be made and written"
+    )
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a variable may be: ``judge`` says what was expected, or nothing."""
+
+    judge: Callable[[str], str | None]
+    #: What happens with another value.
+    then: str
+    is_refused: bool = False
+    is_told: bool = False
+
+
+REFUSED = "every group is refused"
+RULES: dict[str, Rule] = {
+    "SAGELLM_BLOCKING_WAIT": Rule(_switch, REFUSED, True),
+    "SAGELLM_CACHE_DIR": Rule(_folder, "torch-sagellm tune cannot write its table"),
+    "SAGELLM_CALL_SITES": Rule(_one, "no call records its line"),
+    "SAGELLM_DOUBLE_AS_FLOAT": Rule(_one, "float64 is refused as without it"),
+    "SAGELLM_DUMP_DIR": Rule(_folder, "a group that fails leaves no record"),
+    "SAGELLM_EXPLAIN": Rule(_one, "it counts as 0"),
+    "SAGELLM_FUSION": Rule(_switch, REFUSED, True),
+    "SAGELLM_KERNELS": Rule(_words("portable", "avx2", "avx512"), "the widest of the processor are used", is_told=True),
+    "SAGELLM_LOG": Rule(
+        _words("off", "error", "warn", "warning", "info", "debug", "trace"), "it counts as warn", is_told=True
+    ),
+    "SAGELLM_MEASURE_LINK": Rule(_switch, REFUSED, True),
+    "SAGELLM_ON_DEVICE_FAILURE": Rule(_words("raise", "exit", "none"), REFUSED, True),
+    "SAGELLM_RING": Rule(_whole, "a group remembers 1024 operations"),
+    "SAGELLM_SOFT_TIMEOUT": Rule(_seconds, "it counts as 30"),
+    "SAGELLM_STATUS_DIR": Rule(_folder, "no status is written"),
+    "SAGELLM_STRICT": Rule(_switch, REFUSED, True),
+    "SAGELLM_VENDOR": Rule(
+        lambda text: _words("auto", "host", "nccl", "hccl", "cncl")(text.partition(":")[0]), REFUSED, True
+    ),
+}
+
+
+def wrong(environment: Mapping[str, str]) -> Iterator[Wrong]:
+    """The variables whose values cannot be used. An empty one counts as unset."""
+    for name, rule in RULES.items():
+        text = environment.get(name, "").strip()
+        expected = rule.judge(text) if text else None
+        if expected:
+            yield Wrong(
+                f"{name}={text}: expected {expected}; {rule.then}",
+                f"correct it, or unset {name}",
+                rule.is_refused,
+                rule.is_told,
+            )
+
+
+#: Taken once and never released.
+_told = threading.Lock()
+
+
+def check() -> None:
+    """When a group is made, the first time: warns about values that have no effect, and makes the folder of dumps."""
+    if not _told.acquire(blocking=False):
+        return
+    from torch_sagellm.observe.log import logger
+
+    for found in wrong(os.environ):
+        if not (found.is_refused or found.is_told):
+            logger.warning("%s. %s", found.what, found.fix)
+    folder = os.environ.get("SAGELLM_DUMP_DIR", "").strip()
+    if folder and _folder(folder) is None:
+        try:
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+        except OSError as error:
+            logger.warning("SAGELLM_DUMP_DIR=%s: a group that fails leaves no record: %s", folder, error)
