@@ -160,17 +160,31 @@ def test_the_commands_run(page: str, line: str) -> None:
 
 
 @pytest.mark.quick
-def test_every_description_begins_with_what_the_project_is() -> None:
+def test_every_description_says_what_the_project_is() -> None:
     import torch_sagellm
 
     what = (
         "One torch.distributed backend over shared memory, NCCL, HCCL and CNCL, with fusion, algorithm choice and "
         "statistics"
     )
-    assert (ROOT / "README.md").read_text().replace("`", "").split("\n\n")[1].startswith(what)
+    assert what in " ".join((ROOT / "README.md").read_text().replace("`", "").split())
     assert (torch_sagellm.__doc__ or "").startswith(what)
     for name in ("pyproject.toml", "Cargo.toml"):
         assert f'\ndescription = "{what}' in (ROOT / name).read_text(), name
+
+
+@pytest.mark.quick
+def test_the_first_screen_of_the_readme_is_one() -> None:
+    """What it is for, how to try it, a hang, figures, what is proven and what was missed, before the first heading."""
+    first = (ROOT / "README.md").read_text().partition("\n## ")[0]
+    assert len(first.splitlines()) <= 45
+    figures = (ROOT / "docs/benchmarks.md").read_text()
+    for number in re.findall(r"\| ([\d.]+ (?:ms|us|tokens/s))", first):
+        assert number in figures, f"the measurements have no {number}"
+    hang = (ROOT / "examples/09_hang.py").read_text().splitlines()
+    for line, function in re.findall(r"09_hang.py:(\d+) in (\w+)", first):
+        above = "\n".join(hang[: int(line)])
+        assert re.findall(r"^def (\w+)", above, re.M)[-1] == function, f"line {line} is not in {function}"
 
 
 def anchor(heading: str) -> str:
