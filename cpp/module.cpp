@@ -31,22 +31,13 @@ std::chrono::milliseconds milliseconds(Seconds seconds) {
   return std::chrono::duration_cast<std::chrono::milliseconds>(seconds);
 }
 
-c10::intrusive_ptr<Options> make_options(std::string engine, std::string delegate, bool fusion, bool strict,
-                                         std::string algorithm, std::string vendor, std::string topology,
-                                         bool measure_link, std::optional<double> soft_timeout,
-                                         std::string on_device_failure, bool blocking_wait) {
+// By name, with the defaults of the struct. The package looks at what was given and sets it, because pybind11's own
+// text for a wrong name or type tells a user nothing.
+c10::intrusive_ptr<Options> make_options(const py::args& positional, const py::kwargs& given) {
   auto options = c10::make_intrusive<Options>();
-  options->engine = std::move(engine);
-  options->delegate = std::move(delegate);
-  options->fusion = fusion;
-  options->strict = strict;
-  options->algorithm = std::move(algorithm);
-  options->vendor = std::move(vendor);
-  options->topology = std::move(topology);
-  options->measure_link = measure_link;
-  options->soft_timeout = soft_timeout;
-  options->on_device_failure = std::move(on_device_failure);
-  options->blocking_wait = blocking_wait;
+  if (!positional.empty() || !given.empty()) {
+    py::module_::import("torch_sagellm._options").attr("apply")(options, positional, given);
+  }
   return options;
 }
 
@@ -148,10 +139,7 @@ void bind_options(py::module_& module) {
   py::module_::import("torch._C._distributed_c10d");
   py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(
       module, "Options", "Options of a sagellm process group, for the argument pg_options.")
-      .def(py::init(&make_options), py::kw_only(), py::arg("engine") = "auto", py::arg("delegate") = "gloo",
-           py::arg("fusion") = true, py::arg("strict") = false, py::arg("algorithm") = "", py::arg("vendor") = "auto",
-           py::arg("topology") = "", py::arg("measure_link") = true, py::arg("soft_timeout") = py::none(),
-           py::arg("on_device_failure") = "raise", py::arg("blocking_wait") = false)
+      .def(py::init(&make_options))
       .def_readwrite("engine", &Options::engine)
       .def_readwrite("delegate", &Options::delegate)
       .def_readwrite("fusion", &Options::fusion)
@@ -174,6 +162,8 @@ void bind_options(py::module_& module) {
       .def_property_readonly("_devices", [](const Options& self) { return of_gloo(self, "_devices", py::list()); })
       .def_readwrite("_attempt", &Options::attempt)
       .def_readwrite("_addresses", &Options::addresses)
+      .def("__repr__",
+           [](const py::object& self) { return py::module_::import("torch_sagellm._options").attr("shown")(self); })
       .def("__copy__", [](const Options& self) { return self.copy(); })
       .def("__deepcopy__", [](const Options& self, const py::dict&) { return self.copy(); }, py::arg("memo"));
 }

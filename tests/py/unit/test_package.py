@@ -80,3 +80,68 @@ def test_the_delegate_is_checked_before_anybody_meets() -> None:
     assert _delegate.check("") == "gloo" and _delegate.check("GLOO") == "gloo"
     with pytest.raises(ValueError, match=r"delegate='nccl' cannot serve CPU tensors; expected one of gloo, mpi, ucc"):
         _delegate.check("nccl")
+
+
+def test_a_mistyped_name_is_answered_with_the_nearest_one() -> None:
+    import torch_sagellm
+    from torch_sagellm import topology
+
+    with pytest.raises(AttributeError, match="no attribute 'fused_allreduce'; did you mean 'fused_all_reduce'"):
+        torch_sagellm.fused_allreduce  # noqa: B018
+    with pytest.raises(
+        AttributeError, match=r"torch_sagellm.topology' has no .* 'TopologyInf'; did you mean 'TopologyInfo'"
+    ):
+        topology.TopologyInf  # noqa: B018
+    assert not hasattr(torch_sagellm, "_fused_all_reduc")
+
+
+def test_the_list_of_names_is_that_of_the_package() -> None:
+    """`__init__.pyi` has each name once, and each is where the list says; what a type checker sees is what runs."""
+    import importlib
+    import re
+    from pathlib import Path
+
+    import torch_sagellm
+
+    stub = Path(torch_sagellm.__file__).with_name("__init__.pyi").read_text()
+    listed = re.findall(r"^from torch_sagellm\.(\S+) import (\w+) as (\w+)$", stub, re.M)
+    assert len(listed) == stub.count(" import ") and sorted(listed) == listed
+    assert sorted(torch_sagellm.__all__) == sorted({"__version__", *(name for _, name, _ in listed)})
+    assert len(torch_sagellm.__all__) == len(listed) + 1
+    for home, name, known in listed:
+        found = getattr(importlib.import_module(f"torch_sagellm.{home}"), name)
+        assert name == known and getattr(torch_sagellm, name) is found, name
+        assert getattr(found, "__module__", None) in (f"torch_sagellm.{home}", "torch_sagellm", None, "typing"), found
+
+
+def test_a_wrong_option_is_refused_where_it_is_written() -> None:
+    import inspect
+    import re
+    from pathlib import Path
+
+    from torch_sagellm import Options, _options
+
+    for given, said in (
+        ({"fuson": True}, "there is no option 'fuson'; did you mean 'fusion'?"),
+        ({"nothing_like_it": 1}, "the options are engine, delegate, fusion"),
+        ({"fusion": "yes"}, "fusion is 'yes', expected True or False"),
+        ({"soft_timeout": "5"}, "soft_timeout is '5', expected seconds, or None"),
+        ({"vendor": None}, "vendor is None, expected a text"),
+    ):
+        with pytest.raises(TypeError, match=f"^sagellm Options: .*{re.escape(said)}"):
+            Options(**given)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="'gloo' has no name"):
+        Options("gloo")  # type: ignore[call-arg]
+    made = Options(fusion=0, soft_timeout=5, algorithm="*:0-=ring")  # type: ignore[arg-type]
+    assert (
+        repr(made) == "Options(fusion=False, algorithm='*:0-=ring', soft_timeout=5.0)"
+        and repr(Options()) == "Options()"
+    )
+    # The list is that of the stub, with its defaults.
+    stub = Path(inspect.getfile(_options)).with_name("_C.pyi").read_text()
+    body = stub.partition("class Options:")[2].partition("-> None")[0]
+    defaults = dict(re.findall(r"^        (\w+): [\w| ]+ = (.+),$", body, re.M))
+    assert list(defaults) == list(_options.OPTIONS)
+    assert {name: eval(text) for name, text in defaults.items()} == {
+        name: getattr(Options(), name) for name in defaults
+    }
