@@ -113,7 +113,7 @@ $(installed_213): requirements-ecosystem-2.13.txt $(installed)
 	.venv-ecosystem-2.13/bin/python -m pip install --disable-pip-version-check --quiet -r <(grep -v 'alone$$' $<)
 	@touch $@
 
-$(built_213): $(sources) pyproject.toml $(shell find torch_ext -name '*.py') $(installed_213) | $(built)
+$(built_213): $(sources) pyproject.toml $(shell find torch_ext -name '*.py' -o -name '*.pyi') $(installed_213) | $(built)
 	.venv-ecosystem-2.13/bin/python -m pip install --disable-pip-version-check --quiet --no-build-isolation --no-deps \
 	    --force-reinstall .
 	@touch $@

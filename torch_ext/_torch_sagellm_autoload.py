@@ -60,14 +60,16 @@ class Devices(list[str]):
 
 
 def register() -> None:
-    """Registers the name with torch, and raises nothing. Both entry points and ``import torch_sagellm`` call it.
+    """Registers the name with torch. Both entry points and ``import torch_sagellm`` call it.
 
-    Only the first call has an effect.
+    Only the first call has an effect. It raises nothing, except where there is no torch, which torch never meets.
     """
     global _problem
     try:
         _register()
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            raise
         _problem = error
         _warn(f"{error}. Until then groups of this backend are refused; nothing else of torch is affected")
 

@@ -295,6 +295,11 @@ def test_the_name_gloo_is_refused_where_ours_was_asked_for_and_is_broken(tmp_pat
     assert len(found["told"]) == 1 and "3 are missing" in found["told"][0] and "3 are missing" in found["gloo"], found
 
 
+def test_without_torch_the_package_says_so_at_its_import(tmp_path: Path) -> None:
+    done = run_script(["-S", "-c", "import torch_sagellm"], env={"PYTHONPATH": str(installed(tmp_path))}, cwd="/")
+    assert done.returncode == 1 and "No module named 'torch'" in done.stdout.splitlines()[-1], done.stdout
+
+
 def test_the_entry_points_of_the_metadata_are_those_of_the_tests() -> None:
     text = (Path(__file__).resolve().parents[3] / "pyproject.toml").read_text()
     for line in ENTRY_POINTS.split():
