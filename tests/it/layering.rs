@@ -262,7 +262,7 @@ const NAMES: [&str; 9] = ["nccl", "hccl", "cncl", "cuda", "cambricon", "nvidia",
 const WHOLE: [&str; 3] = ["npu", "mlu", "ascend"];
 
 /// The files outside of `engine/device` and `cpp/compat.hpp` in which such a word may stand, with the reason.
-const NAMED: [(&str, &str); 21] = [
+const NAMED: [(&str, &str); 22] = [
     ("setup.py", "where the crate nccl-sys lies"),
     ("src/engine/shm/small.rs", "a source"),
     ("src/algorithms/ring.rs", "a source"),
@@ -282,7 +282,8 @@ const NAMED: [(&str, &str); 21] = [
     ("torch_ext/torch_sagellm/_register.py", "the values of the option, and a variable of torch"),
     ("torch_ext/torch_sagellm/_C.pyi", "the values of the option"),
     ("torch_ext/torch_sagellm/api/backends.py", "the names of backends that users ask for"),
-    ("torch_ext/torch_sagellm/__init__.py", "the names of backends that users ask for"),
+    ("torch_ext/torch_sagellm/__init__.pyi", "the names of backends that users ask for"),
+    ("torch_ext/torch_sagellm/__init__.py", "what the project is"),
     ("torch_ext/torch_sagellm/_serve_as.py", "an example of a group's names"),
 ];
 
