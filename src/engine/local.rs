@@ -6,7 +6,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::multihost::transport::{Link, Transfer};
+use super::multihost::link::{Link, Transfer};
 use super::shm::memory::area::Area;
 use super::shm::memory::layout::Layout;
 use super::shm::memory::segment::Segment;

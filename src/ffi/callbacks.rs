@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::bridge::ffi;
 use super::convert::coded;
-use crate::engine::multihost::transport;
+use crate::engine::multihost::link;
 use crate::error::{Error, Result};
 use crate::group;
 use crate::host::Counting;
@@ -67,21 +67,15 @@ struct TransferHook {
     buffer: Vec<u8>,
 }
 
-impl transport::Link for LinkHook {
-    fn receive(
-        &self,
-        peer: usize,
-        tag: u32,
-        mut buffer: Vec<u8>,
-        bytes: usize,
-    ) -> Result<Box<dyn transport::Transfer>> {
+impl link::Link for LinkHook {
+    fn receive(&self, peer: usize, tag: u32, mut buffer: Vec<u8>, bytes: usize) -> Result<Box<dyn link::Transfer>> {
         assert!(bytes <= buffer.len(), "a receive of {bytes} bytes into {}", buffer.len());
         // SAFETY: the buffer holds `bytes` and lives, unmoved on the heap, as long as the transfer beside it.
         let transfer = unsafe { self.0.transfer(false, peer as u32, tag, buffer.as_mut_ptr(), bytes) };
         Ok(Box::new(TransferHook { transfer: transfer.map_err(|e| lost(peer, &e))?, buffer }))
     }
 
-    fn send(&self, peer: usize, tag: u32, mut buffer: Vec<u8>, bytes: usize) -> Result<Box<dyn transport::Transfer>> {
+    fn send(&self, peer: usize, tag: u32, mut buffer: Vec<u8>, bytes: usize) -> Result<Box<dyn link::Transfer>> {
         assert!(bytes <= buffer.len(), "a send of {bytes} bytes from {}", buffer.len());
         // SAFETY: as above.
         let transfer = unsafe { self.0.transfer(true, peer as u32, tag, buffer.as_mut_ptr(), bytes) };
@@ -102,7 +96,7 @@ fn lost(peer: usize, error: &cxx::Exception) -> Error {
     Error::RankFailed { rank: peer, text }
 }
 
-impl transport::Transfer for TransferHook {
+impl link::Transfer for TransferHook {
     fn wait(mut self: Box<Self>, timeout: Duration) -> std::result::Result<Vec<u8>, String> {
         let waited = self.transfer.pin_mut().wait(timeout.as_millis().min(u128::from(u64::MAX)) as u64);
         waited.map_err(|error| error.what().to_string())?;

@@ -13,7 +13,7 @@ use super::handles::{Core, RustExternalOp, RustGroup, RustOp, RustRendezvous};
 use super::observe::ffi as observed;
 use crate::config::{Config, Settings};
 use crate::engine::device::Vendor;
-use crate::engine::multihost::transport::Link;
+use crate::engine::multihost::link::Link;
 use crate::error::Result;
 use crate::group;
 use crate::group::Group;

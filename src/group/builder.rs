@@ -17,7 +17,7 @@ use crate::config::{Config, Settings};
 use crate::engine::delegate::Delegate;
 use crate::engine::local;
 use crate::engine::multihost::host_map::HostMap;
-use crate::engine::multihost::transport::Link;
+use crate::engine::multihost::link::Link;
 use crate::engine::multihost::{HostGroup, MultiHost, Opened};
 use crate::engine::shm::Shm;
 use crate::engine::shm::memory::area::Area;

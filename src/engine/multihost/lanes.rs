@@ -7,8 +7,9 @@ use std::time::{Duration, Instant};
 
 use super::batch::{BatchRun, ChosenAlgorithm, HostGroup};
 use super::host_map::HostMap;
+use super::link::Link;
 use super::queue::State;
-use super::transport::{FrameHeader, Link, Transport, tell_fault};
+use super::transport::{FrameHeader, Transport, tell_fault};
 use crate::config::Settings;
 use crate::engine::{Control, Ended, Report, Told};
 use crate::error::{Error, Result, contained};

@@ -19,6 +19,7 @@
 //! | `collectives` | each collective: steps inside the hosts and a schedule between them |
 //! | `rails` | the same for large ones, where several ranks of a host talk to other hosts |
 //! | `transport` | the steps of a schedule as frames on the link |
+//! | `link` | what carries bytes between hosts |
 
 pub mod batch;
 mod collectives;
@@ -26,6 +27,7 @@ mod dispatch;
 mod engine;
 pub mod host_map;
 mod lanes;
+pub mod link;
 mod probe;
 mod queue;
 pub mod rails;

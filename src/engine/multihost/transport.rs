@@ -1,7 +1,4 @@
-//! Messages between hosts: frames over any [`Link`], and the exchange of one step of a schedule.
-//!
-//! A link sends and receives messages under tags, and can be cut. torch's gloo group is one (`cpp/host/link.cpp`),
-//! ranks as threads are another (`local.rs`). On top of it this file gives each lane:
+//! Messages between hosts: frames over any [`Link`], and the exchange of one step of a schedule. This file gives each lane:
 //!
 //! - A *frame* is a short message: a header (which batch this is, what the sender has issued) and, where it fits, the
 //!   data. Receives for the next frames of a peer are always posted ahead. gloo's sender waits until the receiver has
@@ -16,27 +13,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use super::link::{Link, Transfer};
 use crate::error::{Error, Result};
 use crate::op;
 use crate::op::lists;
 use crate::os::clock;
-
-/// Carries messages to other ranks. Every message goes to one rank under one tag; messages of one tag arrive in order.
-pub trait Link: Send + Sync {
-    /// Starts to receive a message of at most `bytes` into the front of `buffer`.
-    fn receive(&self, peer: usize, tag: u32, buffer: Vec<u8>, bytes: usize) -> Result<Box<dyn Transfer>>;
-    /// Starts to send the first `bytes` of `buffer`.
-    fn send(&self, peer: usize, tag: u32, buffer: Vec<u8>, bytes: usize) -> Result<Box<dyn Transfer>>;
-    /// Breaks all connections: every wait on this rank ends with an error now, and so does every wait of a peer for
-    /// this rank.
-    fn cut(&self);
-}
-
-/// A message in flight.
-pub trait Transfer: Send {
-    /// Waits for its end and returns the buffer. An error is the text of the link.
-    fn wait(self: Box<Self>, timeout: Duration) -> std::result::Result<Vec<u8>, String>;
-}
 
 /// Longest frame.
 const FRAME: usize = 16 << 10;

@@ -1,0 +1,70 @@
+//! What carries bytes between hosts: messages to other ranks under tags, and mail.
+//!
+//! A lane sends and receives with [`Link`], one message at a time, and waits for each. Sends and receives of the program use
+//! [`Mail`]: short messages that the receiver's [`Mailbox`] takes as they come, and bodies, which go from the memory of a
+//! tensor to that of another one, without a thread that waits. TCP connections are one link (`wire`), ranks as threads are
+//! another (`engine/local.rs`).
+
+#![allow(unsafe_code)] // bodies are the memory of tensors, which the caller vouches for
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::error::Result;
+use crate::types::Span;
+
+/// Carries messages to other ranks. Every message goes to one rank under one tag; messages of one tag arrive in order.
+pub trait Link: Send + Sync {
+    /// Starts to receive a message of at most `bytes` into the front of `buffer`.
+    fn receive(&self, peer: usize, tag: u32, buffer: Vec<u8>, bytes: usize) -> Result<Box<dyn Transfer>>;
+    /// Starts to send the first `bytes` of `buffer`.
+    fn send(&self, peer: usize, tag: u32, buffer: Vec<u8>, bytes: usize) -> Result<Box<dyn Transfer>>;
+    /// Breaks off: every wait on this rank ends with an error now, and so does every wait of a peer for this rank.
+    fn cut(&self);
+}
+
+/// A message in flight.
+pub trait Transfer: Send {
+    /// Waits for its end and returns the buffer. An error is the text of the link.
+    fn wait(self: Box<Self>, timeout: Duration) -> std::result::Result<Vec<u8>, String>;
+}
+
+/// Longest mail.
+pub const LONGEST_MAIL: usize = 32 << 10;
+
+/// Called once, at the end of a body, by any thread, without a lock of the link; an error is the text of the link.
+pub type Done = Box<dyn FnOnce(std::result::Result<(), String>) + Send>;
+
+/// Carries what the program sends to other ranks.
+pub trait Mail: Send + Sync {
+    /// Names what takes this rank's mail. Called once; mail that came before is handed to it in this call.
+    fn open_mailbox(&self, mailbox: Arc<dyn Mailbox>);
+
+    /// Sends at most `LONGEST_MAIL` bytes, which are copied. Never waits. Mail from one rank to another arrives in order.
+    fn mail(&self, peer: usize, message: &[u8]) -> Result<()>;
+
+    /// Starts to send the memory of `pieces`, one after the other, as the body with this number, which `peer` receives under
+    /// the same number. Numbers of a rank for one peer are used once. No byte leaves before the peer receives it. Never waits.
+    ///
+    /// # Safety
+    /// The memory is valid, and nobody writes it, until `done` was called.
+    unsafe fn send_body(&self, peer: usize, number: u64, pieces: Vec<Span>, done: Done) -> Result<()>;
+
+    /// Starts to receive the body with this number of `peer` into the memory of `pieces`, which have its size.
+    ///
+    /// # Safety
+    /// The memory is valid, and nobody else uses it, until `done` was called.
+    unsafe fn receive_body(&self, peer: usize, number: u64, pieces: Vec<Span>, done: Done) -> Result<()>;
+
+    /// Advances what can advance, without waiting: for a thread of the program that waits for a message. True where something
+    /// did. Calls mailboxes and `Done`s.
+    fn poll(&self) -> bool;
+}
+
+/// Takes a rank's mail. Called by any thread, without a lock of the link, for one peer by one thread at a time.
+pub trait Mailbox: Send + Sync {
+    fn came(&self, peer: usize, message: Vec<u8>);
+    /// Nothing more comes from this peer: its process ended, it has cut the link, or the network failed. Pending bodies of
+    /// this peer end with the same text.
+    fn lost(&self, peer: usize, why: &str);
+}
