@@ -76,9 +76,15 @@ std::shared_ptr<Rendezvous> start_rendezvous(const c10::intrusive_ptr<c10d::Stor
   return told([&] { return std::make_shared<Rendezvous>(store, rank, size, std::move(options)); });
 }
 
-c10::intrusive_ptr<SageBackend> build(Rendezvous& decided, c10::intrusive_ptr<c10d::Backend> delegate,
-                                      c10::intrusive_ptr<c10d::Backend> link) {
-  return told([&] { return decided.build(std::move(delegate), std::move(link)); });
+c10::intrusive_ptr<SageBackend> build(Rendezvous& decided, c10::intrusive_ptr<c10d::Backend> delegate) {
+  return told([&] { return decided.build(std::move(delegate)); });
+}
+
+void connect(Rendezvous& decided, const std::string& address) {
+  told([&] {
+    decided.connect(address);
+    return 0;
+  });
 }
 
 // What is in the store need not be text.
@@ -177,7 +183,8 @@ void bind_backend(py::module_& module) {
       .def_property_readonly("network", &Rendezvous::network)
       .def("_tell_failure", translated(&tell_failure), py::arg("text"))
       .def("_told_failure", translated(&told_failure))
-      .def("build", translated(&build), py::arg("delegate") = py::none(), py::arg("link") = py::none());
+      .def("_connect", translated(&connect), py::arg("address"))
+      .def("build", translated(&build), py::arg("delegate") = py::none());
   py::class_<SageBackend, c10d::Backend, c10::intrusive_ptr<SageBackend>>(module, "SageBackend",
                                                                           "One process group of the sagellm backend.")
       .def_property_readonly("delegate_reason", &SageBackend::delegate_reason)

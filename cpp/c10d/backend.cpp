@@ -90,22 +90,24 @@ std::string Rendezvous::failure_key(const char* part) const {
   return c10::str("sagellm/failed/", id(), "/", part);
 }
 
-c10::intrusive_ptr<SageBackend> Rendezvous::build(BackendPtr delegate, BackendPtr link) {
+void Rendezvous::connect(const std::string& address) {
+  const auto timeout = static_cast<uint64_t>(std::max<int64_t>(options_->timeout.count(), 0));
+  checked([&] { decided_.rendezvous->connect(address, timeout); });
+}
+
+c10::intrusive_ptr<SageBackend> Rendezvous::build(BackendPtr delegate) {
   const bool spans_hosts = decided_.spans_hosts;
   const bool delegated = spans_hosts || !decided_.delegate_reason.empty();
   if (built_) value_error("build", "this group was built already");
-  if (delegated != static_cast<bool>(delegate) || spans_hosts != static_cast<bool>(link)) {
-    value_error("build", c10::str("the group ", delegated ? "needs a delegate" : "takes no delegate", " and ",
-                                  spans_hosts ? "needs a link" : "takes no link"));
+  if (delegated != static_cast<bool>(delegate)) {
+    value_error("build", c10::str("the group ", delegated ? "needs a delegate" : "takes no delegate"));
   }
-  auto wrapped = link ? std::make_shared<GlooLink>(std::move(link)) : nullptr;
   built_ = true;
   try {
-    Built built = RustGroup::build(std::move(decided_.rendezvous), wrapped);
-    SageBackend::Others others{std::move(delegate), std::move(wrapped), delegate_reason(), spans_hosts};
+    Built built = RustGroup::build(std::move(decided_.rendezvous));
+    SageBackend::Others others{std::move(delegate), delegate_reason(), spans_hosts};
     return c10::make_intrusive<SageBackend>(rank_, size_, options_, std::move(built), store_, std::move(others));
   } catch (const rust::Error& error) {
-    if (wrapped) wrapped->close();
     if (delegate) delegate->shutdown();
     raise_coded(error.what());
   }
@@ -120,8 +122,7 @@ SageBackend::SageBackend(int rank, int size, c10::intrusive_ptr<Options> options
       description_(std::string(built.description)),
       delegate_reason_(std::move(others.delegate_reason)),
       spans_hosts_(others.spans_hosts),
-      delegate_(std::move(others.delegate)),
-      link_(std::move(others.link)) {
+      delegate_(std::move(others.delegate)) {
   init();
 }
 
@@ -204,7 +205,6 @@ void SageBackend::leave_to_parent() {
   // Never freed: a forked child has none of the threads that serve these, and their destructors would wait for them. No
   // lock is taken, because a thread of the parent may have held it.
   new auto(std::move(delegate_));
-  new auto(std::move(link_));
   new auto(std::move(beside_));
   new auto(std::move(delegated_calls_));
 }
@@ -241,14 +241,11 @@ void SageBackend::shutdown() {
   }
   split.reset();
   c10::intrusive_ptr<c10d::Backend> delegate;
-  std::shared_ptr<GlooLink> link;
   {
     std::lock_guard<std::mutex> lock(delegate_mutex_);
     delegate.swap(delegate_);
-    link.swap(link_);
   }
   // Released now: a gloo group that lives into the exit of the process sometimes fails there.
-  if (link) link->close();
   if (delegate) delegate->shutdown();
   delegate.reset();
   DeferredRelease::instance().release();

@@ -40,7 +40,6 @@
 #include "compat.hpp"
 #include "device/streams.hpp"
 #include "host/errors.hpp"
-#include "host/link.hpp"
 #include "lower/call.hpp"
 #include "work/work.hpp"
 
@@ -104,8 +103,6 @@ class SageBackend final : public c10d::Backend {
     // Carries all calls of a group with a `delegate_reason`, and the messages of a group that `spans_hosts`; null in
     // other groups.
     c10::intrusive_ptr<c10d::Backend> delegate;
-    // The link between the hosts of a group that `spans_hosts`; null in other groups.
-    std::shared_ptr<GlooLink> link;
     std::string delegate_reason;
     bool spans_hosts = false;
   };
@@ -382,7 +379,6 @@ class SageBackend final : public c10d::Backend {
 
   mutable std::mutex delegate_mutex_;
   c10::intrusive_ptr<c10d::Backend> delegate_;
-  std::shared_ptr<GlooLink> link_;
   // Guards the next two.
   std::mutex beside_mutex_;
   std::vector<WorkPtr> beside_;
@@ -410,22 +406,25 @@ class Rendezvous {
 
   // Why a delegate must serve the whole group, or empty.
   std::string delegate_reason() const { return std::string(decided_.delegate_reason); }
-  // True when the group needs a link between hosts, and a delegate for its messages.
+  // True when the group must be connected, and needs a delegate for its messages.
   bool spans_hosts() const { return decided_.spans_hosts; }
   // Equal on all ranks, and unique to this attempt to make a group.
   std::string id() const { return std::string(decided_.id); }
   // How the ranks reach each other; see src/rendezvous/addresses.rs.
   std::string network() const { return std::string(decided_.network); }
 
-  // While ranks make the delegate and the link, one that fails tells the others: the text of the first one that does is
+  // While ranks connect or make the delegate, one that fails tells the others: the text of the first one that does is
   // the same for all, and is returned. It may still be empty for a moment. Requests to the store: call without the GIL.
   std::string tell_failure(const std::string& text);
   std::string told_failure();
 
-  // Builds the group, once. `delegate` is needed where there is a reason for one or the group spans hosts. `link`, a
-  // gloo group that is used for nothing else, is needed where the group spans hosts: all ranks measure it together.
-  // Call without the GIL.
-  c10::intrusive_ptr<SageBackend> build(BackendPtr delegate, BackendPtr link);
+  // Connects to the other ranks of a group that spans hosts, which reach this process at `address`. Blocks until all have
+  // called it, or the timeout of the options. Call without the GIL.
+  void connect(const std::string& address);
+
+  // Builds the group, once. `delegate` is needed where there is a reason for one or the group spans hosts. Call without the
+  // GIL.
+  c10::intrusive_ptr<SageBackend> build(BackendPtr delegate);
 
  private:
   std::string failure_key(const char* part) const;

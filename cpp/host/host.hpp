@@ -38,23 +38,6 @@ class IdExchange {
   virtual void share(rust::Slice<uint8_t> id, int32_t from, int32_t to) const = 0;
 };
 
-// A message on its way. Errors are exceptions with a plain text; one thread at a time.
-class InFlight {
- public:
-  virtual ~InFlight() = default;
-  virtual void wait(uint64_t timeout_ms) = 0;
-};
-
-// The way to ranks on other hosts. Memory stays valid until the transfer is gone.
-class Link {
- public:
-  virtual ~Link() = default;
-  virtual std::unique_ptr<InFlight> transfer(bool sends, uint32_t peer, uint32_t tag, uint8_t* memory,
-                                             size_t bytes) const = 0;
-  // Every wait on this rank ends with an error, and so do those of others that wait for this rank.
-  virtual void cut() const noexcept = 0;
-};
-
 // In the bridge.
 enum class Moment : uint8_t;
 

@@ -5,7 +5,7 @@
 //! runs an operation, `RustGroup::issue` starts one and `RustOp` answers for it. `RustDevices` makes a `RustCall` of each
 //! call on a device.
 //! Rust -> C++: `Store` (c10d's key-value store), `Completion` (what the shim wants to do when an operation starts and
-//! ends), `Link` (messages to other hosts), `IdExchange` (ids of a vendor's communicators),
+//! ends), `IdExchange` (ids of a vendor's communicators),
 //! `check_interrupt` (Python's pending signals), `python_place` (where the program is), `log_line` (Python's logging).
 //!
 //! Errors cross as text whose first letter is their `ErrorKind`; `cpp/host/errors.cpp` alone reads and writes it on that
@@ -400,9 +400,12 @@ pub mod ffi {
         /// the timeout. Dropping the result without `build` tells the other ranks that this one leaves.
         #[Self = "RustRendezvous"]
         fn meet(setup: &Setup, store: SharedPtr<Store>) -> Result<Decision>;
-        /// Builds the group, whole. `link` is null unless the group spans hosts; then all ranks measure it together.
+        /// Connects to the other ranks of a group that spans hosts, which reach this process at `address`. Blocks until all
+        /// have called it, or the timeout.
+        fn connect(self: &RustRendezvous, address: &str, timeout_ms: u64) -> Result<()>;
+        /// Builds the group, whole. One that spans hosts must be connected; then all ranks measure the link together.
         #[Self = "RustGroup"]
-        fn build(decided: Box<RustRendezvous>, link: SharedPtr<Link>) -> Result<Built>;
+        fn build(decided: Box<RustRendezvous>) -> Result<Built>;
 
         /// Starts one operation; never waits for a peer. Errors here used no sequence number and sent nothing.
         /// `completion` may be null.
@@ -547,24 +550,6 @@ pub mod ffi {
         /// Hands an id from rank `from` to rank `to`, or from rank 0 to all where both are negative.
         fn share(self: &IdExchange, id: &mut [u8], from: i32, to: i32) -> Result<()>;
 
-        type Link;
-        /// Starts to send `bytes` from `memory` to a rank, under a tag, or to receive at most so many into it. It stays valid
-        /// until the transfer is dropped.
-        unsafe fn transfer(
-            self: &Link,
-            sends: bool,
-            peer: u32,
-            tag: u32,
-            memory: *mut u8,
-            bytes: usize,
-        ) -> Result<UniquePtr<InFlight>>;
-        /// Breaks all connections, so that every wait on them ends.
-        fn cut(self: &Link);
-
-        type InFlight;
-        /// Waits for its end. Blocks, without the GIL.
-        fn wait(self: Pin<&mut InFlight>, timeout_ms: u64) -> Result<()>;
-
         type Completion;
         /// A moment of the operation, on any thread, without the GIL. `error` is that of the end: empty, or with its code
         /// letter. The end must run no Python and not block; it may queue work for other threads.
@@ -588,10 +573,3 @@ unsafe impl Sync for ffi::Store {}
 unsafe impl Send for ffi::Completion {}
 // SAFETY: as above.
 unsafe impl Sync for ffi::Completion {}
-
-// SAFETY: as above.
-unsafe impl Send for ffi::Link {}
-// SAFETY: as above.
-unsafe impl Sync for ffi::Link {}
-// SAFETY: a transfer is waited on and dropped by one thread at a time, any thread (cpp/host/host.hpp says so).
-unsafe impl Send for ffi::InFlight {}

@@ -1,11 +1,8 @@
-//! The core's interfaces to its caller (`host`, `multihost::transport`), implemented by the shim's classes of
+//! The core's interfaces to its caller (`host`), implemented by the shim's classes of
 //! `cpp/host/host.hpp`.
-
-use std::time::Duration;
 
 use super::bridge::ffi;
 use super::convert::coded;
-use crate::engine::multihost::link;
 use crate::error::{Error, Result};
 use crate::group;
 use crate::host::Counting;
@@ -56,53 +53,6 @@ impl group::Completion for CompletionHook {
     }
     fn ended(&self, error: Option<&Error>) {
         self.inner.reached(ffi::Moment::kEnded, &error.map(coded).unwrap_or_default());
-    }
-}
-
-pub(super) struct LinkHook(pub(super) cxx::SharedPtr<ffi::Link>);
-
-/// A transfer and the memory it works on, which is freed after it.
-struct TransferHook {
-    transfer: cxx::UniquePtr<ffi::InFlight>,
-    buffer: Vec<u8>,
-}
-
-impl link::Link for LinkHook {
-    fn receive(&self, peer: usize, tag: u32, mut buffer: Vec<u8>, bytes: usize) -> Result<Box<dyn link::Transfer>> {
-        assert!(bytes <= buffer.len(), "a receive of {bytes} bytes into {}", buffer.len());
-        // SAFETY: the buffer holds `bytes` and lives, unmoved on the heap, as long as the transfer beside it.
-        let transfer = unsafe { self.0.transfer(false, peer as u32, tag, buffer.as_mut_ptr(), bytes) };
-        Ok(Box::new(TransferHook { transfer: transfer.map_err(|e| lost(peer, &e))?, buffer }))
-    }
-
-    fn send(&self, peer: usize, tag: u32, mut buffer: Vec<u8>, bytes: usize) -> Result<Box<dyn link::Transfer>> {
-        assert!(bytes <= buffer.len(), "a send of {bytes} bytes from {}", buffer.len());
-        // SAFETY: as above.
-        let transfer = unsafe { self.0.transfer(true, peer as u32, tag, buffer.as_mut_ptr(), bytes) };
-        Ok(Box::new(TransferHook { transfer: transfer.map_err(|e| lost(peer, &e))?, buffer }))
-    }
-
-    fn cut(&self) {
-        self.0.cut();
-    }
-}
-
-fn lost(peer: usize, error: &cxx::Exception) -> Error {
-    let first = error.what().lines().next().unwrap_or_default().to_string();
-    let text = format!(
-        "sagellm: the connection to rank {peer} on another host is gone; its process ended, or the network between them \
-         failed. Make a new group to go on ({first})"
-    );
-    Error::RankFailed { rank: peer, text }
-}
-
-impl link::Transfer for TransferHook {
-    fn wait(mut self: Box<Self>, timeout: Duration) -> std::result::Result<Vec<u8>, String> {
-        let waited = self.transfer.pin_mut().wait(timeout.as_millis().min(u128::from(u64::MAX)) as u64);
-        waited.map_err(|error| error.what().to_string())?;
-        let TransferHook { transfer, buffer } = *self;
-        drop(transfer);
-        Ok(buffer)
     }
 }
 

@@ -1,11 +1,11 @@
 //! The functions of the bridge that C++ calls, except those of devices and simulation. Each calls the core, and turns
 //! errors and panics into text.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::bridge::ffi;
-use super::callbacks::{CompletionHook, LinkHook, PythonHook, PythonLog, StoreHook};
+use super::callbacks::{CompletionHook, PythonHook, PythonLog, StoreHook};
 use super::convert::{
     Outcome, coded, dtype_named, explanation, guarded, kind, kind_named, record, request, start, stats, table,
 };
@@ -14,6 +14,7 @@ use super::observe::ffi as observed;
 use crate::config::{Config, Settings};
 use crate::engine::device::Vendor;
 use crate::engine::multihost::link::Link;
+use crate::engine::multihost::wire::{Place, Wire, join};
 use crate::error::Result;
 use crate::group;
 use crate::group::Group;
@@ -45,8 +46,31 @@ impl RustRendezvous {
                 delegate_reason: decided.delegate_reason().unwrap_or_default().to_string(),
                 spans_hosts: decided.spans_hosts(),
                 network: decided.network.map_or_else(String::new, |network| network.text()),
-                rendezvous: Box::new(RustRendezvous { decided, store, members: setup.members.clone() }),
+                rendezvous: Box::new(RustRendezvous {
+                    decided,
+                    store,
+                    members: setup.members.clone(),
+                    link: Mutex::default(),
+                }),
             })
+        })
+    }
+}
+
+impl RustRendezvous {
+    pub(super) fn connect(&self, address: &str, timeout_ms: u64) -> Outcome<()> {
+        guarded(|| {
+            let place = Place {
+                store: &*self.store,
+                id: self.decided.id,
+                rank: self.decided.config.rank,
+                size: self.decided.config.size,
+                address,
+                timeout: Duration::from_millis(timeout_ms),
+            };
+            let link = join(&Wire::of_process()?, &place)?;
+            *self.link.lock().unwrap_or_else(PoisonError::into_inner) = Some(link);
+            Ok(())
         })
     }
 }
@@ -57,10 +81,11 @@ fn hook(request: &ffi::Request<'_>, inner: cxx::SharedPtr<ffi::Completion>) -> O
 }
 
 impl RustGroup {
-    pub(super) fn build(decided: Box<RustRendezvous>, link: cxx::SharedPtr<ffi::Link>) -> Outcome<ffi::Built> {
+    pub(super) fn build(decided: Box<RustRendezvous>) -> Outcome<ffi::Built> {
         guarded(|| {
-            let RustRendezvous { decided, store, members } = *decided;
-            let link = (!link.is_null()).then(|| Arc::new(LinkHook(link)) as Arc<dyn Link>);
+            let RustRendezvous { decided, store, members, link } = *decided;
+            let link = link.into_inner().unwrap_or_else(PoisonError::into_inner);
+            let link = link.map(|link| Arc::new(link) as Arc<dyn Link>);
             let group = Group::build(decided, link)?;
             group.set_members(members);
             group.set_board(Arc::clone(&store));

@@ -1,8 +1,9 @@
 //! The core's objects as C++ holds them. Their functions are in `calls`, `devices` and `simulate`.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use crate::engine::device::{DeviceCall, DeviceEngine, Retired};
+use crate::engine::multihost::wire::WireLink;
 use crate::group;
 use crate::group::{Group, Op};
 use crate::host::Counting;
@@ -20,6 +21,8 @@ pub struct RustRendezvous {
     pub(super) decided: Rendezvous,
     pub(super) store: SharedStore,
     pub(super) members: Vec<u32>,
+    /// The channel to the other ranks of a group that spans hosts, once they are connected.
+    pub(super) link: Mutex<Option<WireLink>>,
 }
 
 pub struct RustGroup {

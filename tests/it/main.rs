@@ -26,3 +26,4 @@ mod shm_many_ranks;
 mod shm_memory_presence;
 mod shm_p2p;
 mod simulators;
+mod wire;

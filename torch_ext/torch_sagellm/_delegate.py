@@ -19,9 +19,8 @@ from typing import Any
 
 from torch_sagellm import _load
 
-#: Keys of the delegate must differ from those of the rendezvous in the same store, and from those of the link.
+#: Keys of the delegate must differ from those of the rendezvous in the same store.
 PREFIX = "delegate"
-LINK_PREFIX = "link"
 DEFAULT = "gloo"
 #: Seconds beyond the timeout after which a caller does not wait for the others' words either: the store may be gone.
 GRACE = 1.0
@@ -106,21 +105,22 @@ class Facts:
 
 
 def make(name: str, options: Any, decided: Any, addresses: list[str]) -> list[Any]:
-    """The delegate of a group and, where it spans hosts, the link. Every rank of the group calls it.
+    """Connects the ranks of a group that spans hosts, and makes its delegate. Every rank of the group calls it.
 
     All ranks get them, or all raise the same error, at the latest a second after the group's timeout: a rank that fails
     tells the others through the store. gloo alone lets one wait for another for five timeouts.
     """
     wanted = check(name)
-    prefixes = [PREFIX, *([LINK_PREFIX] if decided.spans_hosts else [])]
 
     def run() -> list[Any]:
+        if decided.spans_hosts:
+            decided._connect(addresses[0])
         # Keys of an earlier attempt at the same group may lie in the store, and gloo would believe them.
-        made = [build(wanted, options, f"{prefix}/{decided.id}", addresses) for prefix in prefixes]
+        made = build(wanted, options, f"{PREFIX}/{decided.id}", addresses)
         if wanted == DEFAULT:
             # When it ends here, every rank has made its own: none of them goes on with a group that others lack.
-            made[-1].barrier().wait(options.timeout)
-        return made
+            made.barrier().wait(options.timeout)
+        return [made]
 
     return Making(options, decided, addresses).result(run)
 

@@ -56,6 +56,9 @@ pub trait Mail: Send + Sync {
     /// The memory is valid, and nobody else uses it, until `done` was called.
     unsafe fn receive_body(&self, peer: usize, number: u64, pieces: Vec<Span>, done: Done) -> Result<()>;
 
+    /// Mail is read as it comes while one of these lives, also where no thread waits: a message of the program is pending.
+    fn await_mail(&self) -> Box<dyn Send>;
+
     /// Advances what can advance, without waiting: for a thread of the program that waits for a message. True where something
     /// did. Calls mailboxes and `Done`s.
     fn poll(&self) -> bool;

@@ -33,6 +33,7 @@ mod queue;
 pub mod rails;
 pub mod transport;
 mod vector;
+pub mod wire;
 
 pub use self::batch::{ChosenAlgorithm, HostGroup};
 pub use self::engine::{MultiHost, Opened};

@@ -1,0 +1,651 @@
+//! What one group sends and receives: its messages, mail and bodies, by the rank of the peer.
+//!
+//! Short messages of lanes go at once, as long as the receiver has taken most of what came before (`WINDOW`); where no
+//! receive is posted they are kept. Longer ones are bodies: the receiver says that it wants one when the receive is posted,
+//! so that a receive that is posted ahead costs no latency, and nothing is stored on the way.
+
+#![allow(unsafe_code)] // the interface of bodies, whose memory the caller vouches for
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+use super::connection::{Connection, Outgoing};
+use super::frame::{Frame, HEAD, Kind};
+use super::memory::Memory;
+use super::transfer::{End, Event, Events, Slot};
+use super::{Counted, ProcessId, Wire};
+use crate::engine::multihost::link::{Done, LONGEST_MAIL, Link, Mail, Mailbox, Transfer};
+use crate::error::{Error, Result};
+use crate::types::Span;
+
+/// Longest message of a lane that goes without being wanted.
+const SHORT: usize = 16 << 10;
+/// Bytes of such messages, with their headers, that may be under way to one peer.
+const WINDOW: usize = 1 << 20;
+/// Bodies of lanes are numbered by their tags, in a range that messages of programs do not use.
+const OF_LANE: u64 = 1 << 63;
+
+/// Where the data of a frame goes.
+pub enum Target {
+    Discard,
+    /// A message or mail without a posted receive.
+    Fresh(Vec<u8>),
+    Posted(Memory, End),
+}
+
+impl Target {
+    pub fn memory(&self) -> Option<&Memory> {
+        match self {
+            Target::Posted(memory, _) => Some(memory),
+            Target::Discard | Target::Fresh(_) => None,
+        }
+    }
+
+    pub fn write(&mut self, from: usize, data: &[u8]) {
+        match self {
+            Target::Discard => (),
+            Target::Fresh(buffer) => buffer.extend_from_slice(data),
+            Target::Posted(memory, _) => memory.write(from, data),
+        }
+    }
+
+    pub fn fail(self, why: &str, events: &mut Events) {
+        if let Target::Posted(memory, end) = self {
+            end.tell(Err(why.to_string()), memory, events);
+        }
+    }
+}
+
+/// A posted receive, or a send that waits.
+struct Waiting {
+    memory: Memory,
+    bytes: usize,
+    end: End,
+    /// Somebody must read what the peer sends, also where no thread waits.
+    _counted: Option<Counted>,
+}
+
+/// What passes between this rank and one peer. First in, first out for each tag and number.
+struct Peer {
+    process: ProcessId,
+    connection: Option<Arc<Connection>>,
+    /// It has joined the channel.
+    joined: bool,
+    /// Why nothing more comes from it.
+    lost: Option<String>,
+    /// Bytes of short messages that may still be sent, and those that wait for that.
+    window: usize,
+    queued: VecDeque<(u32, Waiting)>,
+    /// Bytes of its short messages that receives have taken, and that it was not told of.
+    taken: usize,
+    posted: HashMap<u32, VecDeque<Waiting>>,
+    arrived: HashMap<u32, VecDeque<Vec<u8>>>,
+    /// Bodies that the peer wants, that wait to be wanted, and that this rank wants.
+    wanted: HashMap<u64, VecDeque<u64>>,
+    unwanted: HashMap<u64, VecDeque<Waiting>>,
+    wants: HashMap<u64, VecDeque<Waiting>>,
+}
+
+fn push<K: std::hash::Hash + Eq, V>(lists: &mut HashMap<K, VecDeque<V>>, key: K, value: V) {
+    lists.entry(key).or_default().push_back(value);
+}
+
+/// The first one. A list of no more use goes: numbers are used once.
+fn pop<K: std::hash::Hash + Eq, V>(lists: &mut HashMap<K, VecDeque<V>>, key: K, keep: bool) -> Option<V> {
+    let list = lists.get_mut(&key)?;
+    let first = list.pop_front();
+    if list.is_empty() && !keep {
+        lists.remove(&key);
+    }
+    first
+}
+
+impl Peer {
+    fn new(process: ProcessId) -> Peer {
+        Peer {
+            process,
+            connection: None,
+            joined: false,
+            lost: None,
+            window: WINDOW,
+            queued: VecDeque::new(),
+            taken: 0,
+            posted: HashMap::new(),
+            arrived: HashMap::new(),
+            wanted: HashMap::new(),
+            unwanted: HashMap::new(),
+            wants: HashMap::new(),
+        }
+    }
+
+    /// Everything of this peer that has not ended.
+    fn take_all(&mut self) -> Vec<Waiting> {
+        let queued = std::mem::take(&mut self.queued).into_iter().map(|(_, one)| one);
+        let posted = std::mem::take(&mut self.posted).into_values().flatten();
+        let unwanted = std::mem::take(&mut self.unwanted).into_values().flatten();
+        let wants = std::mem::take(&mut self.wants).into_values().flatten();
+        queued.chain(posted).chain(unwanted).chain(wants).collect()
+    }
+
+    /// Whether this is the connection to the peer, and not one that was replaced.
+    fn leads_by(&self, token: u64) -> bool {
+        self.connection.as_ref().is_some_and(|connection| connection.token == token)
+    }
+}
+
+struct State {
+    /// By rank; this rank's own entry is not used.
+    peers: Vec<Peer>,
+    mailbox: Option<Arc<dyn Mailbox>>,
+    /// What came before there was one.
+    early_mail: VecDeque<(usize, Vec<u8>)>,
+    /// This rank has left.
+    cut: bool,
+}
+
+pub struct Channel {
+    pub id: u64,
+    me: usize,
+    wire: Arc<Wire>,
+    ranks: HashMap<ProcessId, usize>,
+    state: Mutex<State>,
+    this: Weak<Channel>,
+}
+
+impl Channel {
+    /// For a group whose ranks are these processes.
+    pub fn new(wire: &Arc<Wire>, id: u64, me: usize, processes: &[ProcessId]) -> Arc<Channel> {
+        let ranks = processes.iter().enumerate().map(|(rank, process)| (*process, rank)).collect();
+        let peers = processes.iter().map(|process| Peer::new(*process)).collect();
+        let state = State { peers, mailbox: None, early_mail: VecDeque::new(), cut: false };
+        Arc::new_cyclic(|this| Channel {
+            id,
+            me,
+            wire: Arc::clone(wire),
+            ranks,
+            state: Mutex::new(state),
+            this: Weak::clone(this),
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn owned(&self) -> Arc<Channel> {
+        self.this.upgrade().expect("a channel that is used is alive")
+    }
+
+    fn frame(&self, kind: Kind, bytes: usize) -> Frame {
+        Frame::new(kind, self.id, bytes)
+    }
+
+    // -------------------------------------------------------------------------------------------------------- joining
+
+    /// From now on this connection leads to the peer, if it is one that has not joined by another connection. Tells it that
+    /// this rank has joined.
+    pub fn connect(&self, connection: &Arc<Connection>) {
+        let Some(rank) = self.ranks.get(&connection.peer) else { return };
+        let mut state = self.lock();
+        let peer = &mut state.peers[*rank];
+        if peer.joined {
+            return;
+        }
+        peer.connection = Some(Arc::clone(connection));
+        drop(state);
+        let mut events = Events::default();
+        connection.push(&self.wire, Outgoing::control(self.frame(Kind::Hello, 0)), &mut events);
+    }
+
+    /// The peer had joined before this rank did, and said so on the connection with this token.
+    pub fn has_joined(&self, process: ProcessId, token: u64) {
+        if let Some(rank) = self.ranks.get(&process) {
+            let peer = &mut self.lock().peers[*rank];
+            peer.joined |= peer.leads_by(token);
+        }
+    }
+
+    /// The peers that have not joined, with whether there is a connection to them.
+    pub fn missing(&self) -> Vec<(usize, ProcessId, bool)> {
+        let state = self.lock();
+        let others = state.peers.iter().enumerate().filter(|(rank, peer)| *rank != self.me && !peer.joined);
+        let lives = |peer: &Peer| peer.connection.as_ref().is_some_and(|one| one.broken().is_none());
+        others.map(|(rank, peer)| (rank, peer.process, lives(peer))).collect()
+    }
+
+    /// Why a peer that had joined is lost, if one is.
+    pub fn loss(&self) -> Option<(usize, String)> {
+        let state = self.lock();
+        state.peers.iter().enumerate().find_map(|(rank, peer)| Some((rank, peer.lost.clone()?)))
+    }
+
+    // ------------------------------------------------------------------------------------------------------ receiving
+
+    fn rank_of(&self, peer: ProcessId) -> std::result::Result<usize, String> {
+        self.ranks.get(&peer).copied().ok_or_else(|| "it sent a frame of a group that it is not in".to_string())
+    }
+
+    /// A frame without data.
+    pub fn control(
+        &self,
+        wire: &Wire,
+        connection: &Connection,
+        frame: Frame,
+        events: &mut Events,
+    ) -> std::result::Result<(), String> {
+        let rank = self.rank_of(connection.peer)?;
+        let mut state = self.lock();
+        let peer = &mut state.peers[rank];
+        if !peer.leads_by(connection.token) {
+            return Ok(());
+        }
+        match frame.kind {
+            Kind::Hello => {
+                peer.joined = true;
+                events.ended = true;
+            }
+            Kind::Credit => {
+                peer.window = (peer.window + frame.number as usize).min(WINDOW);
+                while let Some((_, next)) = peer.queued.front()
+                    && HEAD + next.bytes <= peer.window
+                {
+                    let (tag, Waiting { memory, bytes, end, .. }) = peer.queued.pop_front().expect("just seen");
+                    peer.window -= HEAD + bytes;
+                    let frame = Frame { tag, ..Frame::new(Kind::Message, self.id, bytes) };
+                    connection.push(wire, Outgoing::new(frame, memory, end), events);
+                }
+            }
+            Kind::Want => match pop(&mut peer.unwanted, frame.number, false) {
+                Some(waiting) => self.send_wanted(wire, connection, frame, waiting, events),
+                None => push(&mut peer.wanted, frame.number, frame.bytes),
+            },
+            Kind::Cut => {
+                drop(state);
+                self.lose(rank, "Connection closed by peer", events);
+            }
+            Kind::Message | Kind::Mail | Kind::Body => (),
+        }
+        Ok(())
+    }
+
+    /// Sends a body to a peer that wants `frame.bytes`.
+    fn send_wanted(&self, wire: &Wire, connection: &Connection, frame: Frame, one: Waiting, events: &mut Events) {
+        let Waiting { memory, bytes, end, .. } = one;
+        if frame.bytes != bytes as u64 {
+            let text = format!("a message of {bytes} bytes matched a receive of {}", frame.bytes);
+            return end.tell(Err(text), memory, events);
+        }
+        let frame = Frame { number: frame.number, ..self.frame(Kind::Body, bytes) };
+        connection.push(wire, Outgoing::new(frame, memory, end), events);
+    }
+
+    /// Where the data of this frame goes.
+    pub fn begin(&self, peer: ProcessId, frame: &Frame) -> std::result::Result<Target, String> {
+        let rank = self.rank_of(peer)?;
+        let mut state = self.lock();
+        let longest = match frame.kind {
+            Kind::Message => SHORT,
+            Kind::Mail => LONGEST_MAIL,
+            _ => usize::MAX,
+        };
+        if frame.data() > longest {
+            return Err(format!("it sent a message of {} bytes where {longest} are allowed", frame.data()));
+        }
+        if state.cut {
+            return Ok(Target::Discard);
+        }
+        let peer = &mut state.peers[rank];
+        let posted = match frame.kind {
+            Kind::Message => pop(&mut peer.posted, frame.tag, true),
+            Kind::Body => match pop(&mut peer.wants, frame.number, false) {
+                None => return Ok(Target::Discard), // it was given up
+                found => found,
+            },
+            _ => None,
+        };
+        let Some(Waiting { memory, bytes, end, .. }) = posted else {
+            return Ok(Target::Fresh(Vec::with_capacity(frame.data())));
+        };
+        if frame.data() > bytes || (frame.kind == Kind::Body && frame.data() != bytes) {
+            return Err(format!("a message of {} bytes matched a receive of {bytes}", frame.data()));
+        }
+        Ok(Target::Posted(memory, end))
+    }
+
+    /// The data of a frame is there.
+    pub fn finish(&self, wire: &Wire, connection: &Connection, frame: &Frame, target: Target, events: &mut Events) {
+        let Ok(rank) = self.rank_of(connection.peer) else { return };
+        match target {
+            Target::Discard => (),
+            Target::Posted(memory, end) => {
+                if frame.kind == Kind::Message {
+                    self.take(wire, rank, frame.data(), events);
+                }
+                end.tell(Ok(()), memory, events);
+            }
+            Target::Fresh(data) if frame.kind == Kind::Mail => {
+                events.list.push(Event::Mail(self.owned(), rank, data));
+            }
+            Target::Fresh(data) => {
+                let mut state = self.lock();
+                let peer = &mut state.peers[rank];
+                // A receive may have been posted meanwhile.
+                match pop(&mut peer.posted, frame.tag, true) {
+                    Some(Waiting { end, .. }) => {
+                        drop(state);
+                        self.take(wire, rank, frame.data(), events);
+                        end.tell(Ok(()), Memory::Owned(data), events);
+                    }
+                    None => push(&mut peer.arrived, frame.tag, data),
+                }
+            }
+        }
+    }
+
+    /// A receive has taken a short message: its sender may send more.
+    fn take(&self, wire: &Wire, rank: usize, bytes: usize, events: &mut Events) {
+        let mut state = self.lock();
+        let peer = &mut state.peers[rank];
+        peer.taken += HEAD + bytes;
+        if peer.taken < WINDOW / 4 {
+            return;
+        }
+        let frame = Frame { number: std::mem::take(&mut peer.taken) as u64, ..self.frame(Kind::Credit, 0) };
+        let Some(connection) = peer.connection.clone() else { return };
+        drop(state);
+        connection.push(wire, Outgoing::control(frame), events);
+    }
+
+    /// Nothing more comes from this peer. What has arrived can still be received.
+    pub fn lose(&self, rank: usize, why: &str, events: &mut Events) {
+        let mut state = self.lock();
+        let peer = &mut state.peers[rank];
+        if peer.lost.is_some() {
+            return;
+        }
+        peer.lost = Some(why.to_string());
+        let all = peer.take_all();
+        drop(state);
+        all.into_iter().for_each(|one| one.end.tell(Err(why.to_string()), one.memory, events));
+        events.ended = true;
+        events.list.push(Event::Lost(self.owned(), rank, why.to_string()));
+    }
+
+    /// A connection is gone. A peer that has not joined may connect again.
+    pub fn lose_connection(&self, gone: &Connection, why: &str, events: &mut Events) {
+        let Some(rank) = self.ranks.get(&gone.peer).copied() else { return };
+        let mut state = self.lock();
+        let peer = &mut state.peers[rank];
+        if !peer.leads_by(gone.token) {
+            return;
+        }
+        if peer.joined {
+            drop(state);
+            return self.lose(rank, why, events);
+        }
+        peer.connection = None;
+        events.ended = true;
+    }
+
+    pub fn give_mail(&self, peer: usize, message: Vec<u8>) {
+        let mut state = self.lock();
+        match state.mailbox.clone() {
+            Some(mailbox) => {
+                drop(state);
+                mailbox.came(peer, message);
+            }
+            None => state.early_mail.push_back((peer, message)),
+        }
+    }
+
+    pub fn give_loss(&self, peer: usize, why: &str) {
+        let mailbox = self.lock().mailbox.clone();
+        if let Some(mailbox) = mailbox {
+            mailbox.lost(peer, why);
+        }
+    }
+
+    pub fn connections(&self) -> Vec<Arc<Connection>> {
+        self.lock().peers.iter().filter_map(|peer| peer.connection.clone()).collect()
+    }
+
+    // -------------------------------------------------------------------------------------------------------- leaving
+
+    fn leave(&self, why: &str) {
+        let mut state = self.lock();
+        if std::mem::replace(&mut state.cut, true) {
+            return;
+        }
+        let mut left = Vec::new();
+        let mut connections = Vec::new();
+        for peer in &mut state.peers {
+            left.extend(peer.take_all());
+            peer.lost.get_or_insert_with(|| why.to_string());
+            connections.extend(peer.connection.clone());
+        }
+        drop(state);
+        let mut events = Events::default();
+        for connection in connections {
+            connection.forget(self, why, &mut events);
+            connection.push(&self.wire, Outgoing::control(self.frame(Kind::Cut, 0)), &mut events);
+        }
+        left.into_iter().for_each(|one| one.end.tell(Err(why.to_string()), one.memory, &mut events));
+        events.ended = true;
+        self.wire.defer(events);
+    }
+}
+
+/// A transfer of a lane.
+struct Lane {
+    wire: Arc<Wire>,
+    slot: Arc<Slot>,
+}
+
+impl Transfer for Lane {
+    fn wait(self: Box<Self>, timeout: Duration) -> std::result::Result<Vec<u8>, String> {
+        if self.slot.has_ended() || self.wire.wait(|| self.slot.has_ended(), timeout) {
+            return self.slot.take().expect("it has ended, and one thread waits for it");
+        }
+        Err(format!("Timed out after {} ms", timeout.as_millis()))
+    }
+}
+
+/// One that had ended when it was started.
+struct Ended(Vec<u8>);
+
+impl Transfer for Ended {
+    fn wait(self: Box<Self>, _timeout: Duration) -> std::result::Result<Vec<u8>, String> {
+        Ok(self.0)
+    }
+}
+
+/// A group's channel as its engine holds it: dropping it leaves the channel.
+pub struct WireLink(pub Arc<Channel>);
+
+impl WireLink {
+    /// The error of a call for a peer that is lost.
+    fn gone(peer: usize, why: &str) -> Error {
+        Error::RankFailed {
+            rank: peer,
+            text: format!(
+                "sagellm: the connection to rank {peer} on another host is gone; its process ended, or the network between \
+                 them failed. Make a new group to go on ({why})"
+            ),
+        }
+    }
+}
+
+impl Link for WireLink {
+    fn receive(&self, peer: usize, tag: u32, buffer: Vec<u8>, bytes: usize) -> Result<Box<dyn Transfer>> {
+        assert!(bytes <= buffer.len(), "a receive of {bytes} bytes into {}", buffer.len());
+        let channel = &self.0;
+        let slot = Arc::new(Slot::default());
+        let end = End::Slot(Arc::clone(&slot));
+        let waiting = Waiting { memory: Memory::Owned(buffer), bytes, end, _counted: None };
+        let mut events = Events::default();
+        let mut state = channel.lock();
+        let from = &mut state.peers[peer];
+        if bytes > SHORT {
+            if let Some(why) = &from.lost {
+                return Err(WireLink::gone(peer, why));
+            }
+            channel.want(from, OF_LANE | u64::from(tag), waiting, &mut events);
+            return Ok(Box::new(Lane { wire: Arc::clone(&channel.wire), slot }));
+        }
+        if let Some(data) = pop(&mut from.arrived, tag, true) {
+            let length = data.len();
+            if length > bytes {
+                return Err(Error::System(format!(
+                    "sagellm: a message of {length} bytes of rank {peer} matched a receive of {bytes}"
+                )));
+            }
+            drop(state);
+            let Memory::Owned(mut buffer) = waiting.memory else { unreachable!("given as owned") };
+            buffer[..length].copy_from_slice(&data);
+            channel.take(&channel.wire, peer, length, &mut events);
+            return Ok(Box::new(Ended(buffer)));
+        }
+        if let Some(why) = &from.lost {
+            return Err(WireLink::gone(peer, why));
+        }
+        push(&mut from.posted, tag, waiting);
+        Ok(Box::new(Lane { wire: Arc::clone(&channel.wire), slot }))
+    }
+
+    fn send(&self, peer: usize, tag: u32, buffer: Vec<u8>, bytes: usize) -> Result<Box<dyn Transfer>> {
+        assert!(bytes <= buffer.len(), "a send of {bytes} bytes from {}", buffer.len());
+        let channel = &self.0;
+        let slot = Arc::new(Slot::default());
+        let end = End::Slot(Arc::clone(&slot));
+        let counted = Some(Counted::new(&channel.wire));
+        let waiting = Waiting { memory: Memory::Owned(buffer), bytes, end, _counted: counted };
+        let mut events = Events::default();
+        let mut state = channel.lock();
+        let to = &mut state.peers[peer];
+        if let Some(why) = &to.lost {
+            return Err(WireLink::gone(peer, why));
+        }
+        if bytes > SHORT {
+            channel.offer(to, OF_LANE | u64::from(tag), waiting, &mut events);
+        } else if to.queued.is_empty() && HEAD + bytes <= to.window {
+            to.window -= HEAD + bytes;
+            let connection = to.connection.clone().expect("all ranks are connected before a group is used");
+            drop(state);
+            let frame = Frame { tag, ..channel.frame(Kind::Message, bytes) };
+            connection.push(&channel.wire, Outgoing::new(frame, waiting.memory, waiting.end), &mut events);
+        } else {
+            to.queued.push_back((tag, waiting));
+        }
+        Ok(Box::new(Lane { wire: Arc::clone(&channel.wire), slot }))
+    }
+
+    fn cut(&self) {
+        self.0.leave("the group has ended on this rank");
+    }
+}
+
+impl Channel {
+    /// Posts a receive of a body, and tells the peer.
+    fn want(&self, from: &mut Peer, number: u64, waiting: Waiting, events: &mut Events) {
+        let frame = Frame { number, ..self.frame(Kind::Want, waiting.bytes) };
+        push(&mut from.wants, number, waiting);
+        let connection = from.connection.clone().expect("all ranks are connected before a group is used");
+        connection.push(&self.wire, Outgoing::control(frame), events);
+    }
+
+    /// Sends a body if the peer wants it already, else when it does.
+    fn offer(&self, to: &mut Peer, number: u64, waiting: Waiting, events: &mut Events) {
+        match pop(&mut to.wanted, number, false) {
+            Some(bytes) => {
+                let connection = to.connection.clone().expect("all ranks are connected before a group is used");
+                let frame = Frame { number, ..self.frame(Kind::Want, bytes as usize) };
+                self.send_wanted(&self.wire, &connection, frame, waiting, events);
+            }
+            None => push(&mut to.unwanted, number, waiting),
+        }
+    }
+}
+
+impl Mail for WireLink {
+    fn open_mailbox(&self, mailbox: Arc<dyn Mailbox>) {
+        loop {
+            let mut state = self.0.lock();
+            let early = std::mem::take(&mut state.early_mail);
+            if early.is_empty() {
+                state.mailbox = Some(mailbox);
+                return;
+            }
+            drop(state);
+            early.into_iter().for_each(|(peer, message)| mailbox.came(peer, message));
+        }
+    }
+
+    fn mail(&self, peer: usize, message: &[u8]) -> Result<()> {
+        assert!(message.len() <= LONGEST_MAIL, "mail of {} bytes", message.len());
+        let channel = &self.0;
+        let state = channel.lock();
+        let to = &state.peers[peer];
+        if let Some(why) = &to.lost {
+            return Err(WireLink::gone(peer, why));
+        }
+        let connection = to.connection.clone().expect("all ranks are connected before a group is used");
+        let mut events = Events::default();
+        let frame = channel.frame(Kind::Mail, message.len());
+        // Under the lock, so that mail is written in the order of the calls.
+        let outgoing = Outgoing::new(frame, Memory::Owned(message.to_vec()), End::Nobody);
+        connection.push(&channel.wire, outgoing, &mut events);
+        Ok(())
+    }
+
+    unsafe fn send_body(&self, peer: usize, number: u64, pieces: Vec<Span>, done: Done) -> Result<()> {
+        let bytes = pieces.iter().map(|piece| piece.bytes).sum();
+        let counted = Some(Counted::new(&self.0.wire));
+        let waiting = Waiting { memory: Memory::Borrowed(pieces), bytes, end: End::Done(done), _counted: counted };
+        let mut events = Events::default();
+        let mut state = self.0.lock();
+        let to = &mut state.peers[peer];
+        if let Some(why) = &to.lost {
+            return Err(WireLink::gone(peer, why));
+        }
+        self.0.offer(to, number, waiting, &mut events);
+        drop(state);
+        self.0.wire.defer(events);
+        self.0.wire.wake_for_pending();
+        Ok(())
+    }
+
+    unsafe fn receive_body(&self, peer: usize, number: u64, pieces: Vec<Span>, done: Done) -> Result<()> {
+        let bytes = pieces.iter().map(|piece| piece.bytes).sum();
+        let counted = Some(Counted::new(&self.0.wire));
+        let waiting = Waiting { memory: Memory::Borrowed(pieces), bytes, end: End::Done(done), _counted: counted };
+        let mut events = Events::default();
+        let mut state = self.0.lock();
+        let from = &mut state.peers[peer];
+        if let Some(why) = &from.lost {
+            return Err(WireLink::gone(peer, why));
+        }
+        self.0.want(from, number, waiting, &mut events);
+        drop(state);
+        self.0.wire.defer(events);
+        self.0.wire.wake_for_pending();
+        Ok(())
+    }
+
+    fn await_mail(&self) -> Box<dyn Send> {
+        let counted = Counted::new(&self.0.wire);
+        self.0.wire.wake_for_pending();
+        Box::new(counted)
+    }
+
+    fn poll(&self) -> bool {
+        self.0.wire.poll()
+    }
+}
+
+impl Drop for WireLink {
+    fn drop(&mut self) {
+        self.0.leave("the group has ended on this rank");
+        self.0.wire.close(&self.0);
+    }
+}

@@ -1,0 +1,364 @@
+//! One TCP connection to another process, which all groups of the two processes share. Reading and writing never wait.
+//!
+//! Frames are written in the order in which they were pushed. A thread that pushes one writes it itself where nothing is
+//! before it; what the system does not take at once is written by the thread that drives the wire. That one alone reads.
+//! Data of a body goes straight to its memory; only headers and short data pass through a buffer.
+
+#![allow(unsafe_code)] // sends from and receives into memory that the givers of transfers vouch for
+
+use std::collections::VecDeque;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use once_cell::sync::OnceCell;
+
+use super::channel::{Channel, Target};
+use super::frame::{Frame, HEAD, Kind};
+use super::memory::{Memory, Pieces};
+use super::sockets;
+use super::transfer::{End, Events};
+use super::{ProcessId, Wire};
+use crate::os::watch;
+use crate::types::Span;
+
+/// Bytes of the buffer for headers and short data.
+const BUFFER: usize = 64 << 10;
+/// Longer data is received without that buffer.
+const SHORT: usize = 16 << 10;
+/// Most bytes that one connection receives before others get their turn.
+const TURN: usize = 4 << 20;
+
+pub struct Connection {
+    pub token: u64,
+    pub peer: ProcessId,
+    /// None after a forked child has dropped it: its copy was closed at the fork.
+    fd: Option<OwnedFd>,
+    generation: u32,
+    out: Mutex<Out>,
+    inn: Mutex<In>,
+    /// Why nothing comes and goes any more.
+    broken: OnceCell<String>,
+}
+
+/// What has not been written yet.
+#[derive(Default)]
+struct Out {
+    queue: VecDeque<Outgoing>,
+    /// The wire says when the connection takes more.
+    watched: bool,
+}
+
+/// A frame that is written.
+pub struct Outgoing {
+    pub frame: Frame,
+    pub data: Memory,
+    pub end: End,
+    head: [u8; HEAD],
+    /// Bytes of header and data that the system has taken.
+    sent: usize,
+}
+
+impl Outgoing {
+    pub fn new(frame: Frame, data: Memory, end: End) -> Outgoing {
+        Outgoing { frame, data, end, head: frame.write(), sent: 0 }
+    }
+
+    pub fn control(frame: Frame) -> Outgoing {
+        Outgoing::new(frame, Memory::Owned(Vec::new()), End::Nobody)
+    }
+
+    fn left(&self) -> usize {
+        HEAD + self.frame.data() - self.sent
+    }
+}
+
+/// What is being read.
+struct In {
+    buffer: Box<[u8]>,
+    from: usize,
+    to: usize,
+    current: Option<Incoming>,
+}
+
+struct Incoming {
+    frame: Frame,
+    channel: Option<Arc<Channel>>,
+    target: Target,
+    got: usize,
+}
+
+/// What a turn of reading came to.
+#[derive(PartialEq, Eq)]
+pub enum Turn {
+    Nothing,
+    Moved,
+    Broken(String),
+}
+
+impl Connection {
+    pub fn new(token: u64, peer: ProcessId, fd: OwnedFd) -> Connection {
+        sockets::close_in_children(fd.as_raw_fd(), true);
+        let inn = In { buffer: vec![0; BUFFER].into_boxed_slice(), from: 0, to: 0, current: None };
+        Connection {
+            token,
+            peer,
+            fd: Some(fd),
+            generation: watch::generation(),
+            out: Mutex::default(),
+            inn: Mutex::new(inn),
+            broken: OnceCell::new(),
+        }
+    }
+
+    pub fn fd(&self) -> i32 {
+        self.fd.as_ref().map_or(-1, AsRawFd::as_raw_fd)
+    }
+
+    pub fn broken(&self) -> Option<&str> {
+        self.broken.get().map(String::as_str)
+    }
+
+    fn out(&self) -> MutexGuard<'_, Out> {
+        self.out.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn inn(&self) -> MutexGuard<'_, In> {
+        self.inn.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether everything that was pushed has been written.
+    pub fn is_flushed(&self) -> bool {
+        self.out().queue.is_empty()
+    }
+
+    // -------------------------------------------------------------------------------------------------------- writing
+
+    /// Writes a frame, or as much of it as the system takes and the rest later. Where the connection is broken, the frame is
+    /// dropped and the transfer fails.
+    pub fn push(&self, wire: &Wire, outgoing: Outgoing, events: &mut Events) {
+        let mut out = self.out();
+        if let Some(why) = self.broken.get() {
+            drop(out);
+            return outgoing.end.tell(Err(why.clone()), outgoing.data, events);
+        }
+        out.queue.push_back(outgoing);
+        if out.queue.len() == 1 {
+            self.write(wire, &mut out, events);
+        }
+    }
+
+    /// Writes what the system takes now.
+    pub fn flush(&self, wire: &Wire, events: &mut Events) {
+        self.write(wire, &mut self.out(), events);
+    }
+
+    fn write(&self, wire: &Wire, out: &mut Out, events: &mut Events) {
+        while let Some(wanted) = self.write_some(out) {
+            let Ok(wanted) = wanted else { break }; // reading finds the error and tells everybody
+            while out.queue.front().is_some_and(|first| first.left() == 0) {
+                let first = out.queue.pop_front().expect("just seen");
+                first.end.tell(Ok(()), first.data, events);
+            }
+            if wanted {
+                break;
+            }
+        }
+        let watch = !out.queue.is_empty();
+        if watch != out.watched {
+            out.watched = watch;
+            wire.watch_output(self, watch);
+        }
+    }
+
+    /// One system call. None where nothing is left; else whether the system took less than it was given.
+    fn write_some(&self, out: &mut Out) -> Option<std::io::Result<bool>> {
+        let mut pieces = Pieces::default();
+        for one in &out.queue {
+            if one.sent < HEAD {
+                let head = Span { addr: one.head.as_ptr() as usize + one.sent, bytes: HEAD - one.sent };
+                if !pieces.push(head) {
+                    break;
+                }
+            }
+            let from = one.sent.saturating_sub(HEAD);
+            let before = pieces.bytes();
+            let data = one.frame.data() - from;
+            if data > 0 {
+                one.data.pieces(from, data, &mut pieces);
+            }
+            if pieces.bytes() - before < data {
+                break; // there was no room for all of it
+            }
+        }
+        let given = pieces.bytes();
+        if given == 0 {
+            return None;
+        }
+        // SAFETY: headers and owned buffers are in the queue, which is locked; the givers of borrowed memory vouch for it
+        // until the transfer has ended.
+        let sent = match unsafe { sockets::send(self.fd(), pieces.as_slice()) } {
+            Ok(sent) => sent,
+            Err(error) => return Some(Err(error)),
+        };
+        let mut left = sent;
+        for one in &mut out.queue {
+            let here = left.min(one.left());
+            one.sent += here;
+            left -= here;
+        }
+        Some(Ok(sent < given))
+    }
+
+    // -------------------------------------------------------------------------------------------------------- reading
+
+    /// Reads what is there. For the thread that drives the wire.
+    pub fn read(&self, wire: &Wire, events: &mut Events) -> Turn {
+        let mut inn = self.inn();
+        let mut moved = 0;
+        loop {
+            match self.handle_buffered(wire, &mut inn, events) {
+                Err(why) => return Turn::Broken(why),
+                Ok(()) if moved >= TURN => return Turn::Moved,
+                Ok(()) => (),
+            }
+            match self.receive(&mut inn) {
+                Err(error) => return Turn::Broken(error.to_string()),
+                Ok(Some((0, _))) => return Turn::Broken("Connection closed by peer".to_string()),
+                Ok(Some((got, all))) => {
+                    moved += got;
+                    if !all {
+                        // The system had no more: another call would find nothing.
+                        return match self.handle_buffered(wire, &mut inn, events) {
+                            Err(why) => Turn::Broken(why),
+                            Ok(()) => Turn::Moved,
+                        };
+                    }
+                }
+                Ok(None) => return if moved > 0 { Turn::Moved } else { Turn::Nothing },
+            }
+        }
+    }
+
+    /// One system call, into the memory of the current data where that is long, else into the buffer. The bytes that came,
+    /// and whether they are as many as there was room for.
+    fn receive(&self, inn: &mut In) -> std::io::Result<Option<(usize, bool)>> {
+        let In { buffer, from, to, current } = inn;
+        let mut pieces = Pieces::default();
+        if let Some(current) = current.as_ref()
+            && current.frame.data() - current.got > SHORT
+            && let Some(memory) = current.target.memory()
+        {
+            memory.pieces(current.got, current.frame.data() - current.got, &mut pieces);
+        }
+        let direct = !pieces.as_slice().is_empty();
+        if !direct {
+            if *from > 0 {
+                buffer.copy_within(*from..*to, 0);
+                (*from, *to) = (0, *to - *from);
+            }
+            pieces.push(Span { addr: buffer[*to..].as_mut_ptr() as usize, bytes: buffer.len() - *to });
+        }
+        // SAFETY: the buffer and the current data's memory are used under this lock alone; the giver of borrowed memory
+        // vouches for it until the transfer has ended.
+        let got = unsafe { sockets::receive(self.fd(), pieces.as_slice()) }?;
+        match (got, current.as_mut()) {
+            (Some(got), Some(current)) if direct => current.got += got,
+            (Some(got), _) => *to += got,
+            (None, _) => (),
+        }
+        Ok(got.map(|got| (got, got == pieces.bytes())))
+    }
+
+    /// Handles the frames in the buffer, and the end of data that was received directly.
+    fn handle_buffered(&self, wire: &Wire, inn: &mut In, events: &mut Events) -> std::result::Result<(), String> {
+        loop {
+            if inn.current.is_none() {
+                let Some(head) = inn.buffer[inn.from..inn.to].first_chunk::<HEAD>() else { return Ok(()) };
+                let frame = Frame::read(head).ok_or("it sent what is no frame")?;
+                inn.from += HEAD;
+                let channel = wire.channel(frame.channel);
+                if frame.data() == 0 && !matches!(frame.kind, Kind::Message | Kind::Mail | Kind::Body) {
+                    match channel {
+                        Some(channel) => channel.control(wire, self, frame, events)?,
+                        None if frame.kind == Kind::Hello => wire.hello_too_early(frame.channel, self),
+                        None => (), // of a group that has ended here
+                    }
+                    continue;
+                }
+                let target = match &channel {
+                    Some(channel) => channel.begin(self.peer, &frame)?,
+                    None => Target::Discard,
+                };
+                inn.current = Some(Incoming { frame, channel, target, got: 0 });
+            }
+            let In { buffer, from, to, current } = inn;
+            let one = current.as_mut().expect("just set");
+            let here = (*to - *from).min(one.frame.data() - one.got);
+            if here > 0 {
+                one.target.write(one.got, &buffer[*from..*from + here]);
+                one.got += here;
+                *from += here;
+            }
+            if one.got < one.frame.data() {
+                return Ok(());
+            }
+            let Incoming { frame, channel, target, .. } = current.take().expect("just used");
+            if let Some(channel) = channel {
+                channel.finish(wire, self, &frame, target, events);
+            }
+        }
+    }
+
+    // ------------------------------------------------------------------------------------------------- what ends early
+
+    /// No memory of this channel's transfers is used from now on: what has begun goes on from a copy, or to nowhere.
+    pub fn forget(&self, channel: &Channel, why: &str, events: &mut Events) {
+        let mut inn = self.inn();
+        if let Some(current) = inn.current.as_mut()
+            && current.frame.channel == channel.id
+        {
+            std::mem::replace(&mut current.target, Target::Discard).fail(why, events);
+        }
+        drop(inn);
+        let mut out = self.out();
+        let (kept, gone): (VecDeque<_>, VecDeque<_>) = std::mem::take(&mut out.queue)
+            .into_iter()
+            .partition(|one| one.frame.channel != channel.id || one.sent > 0 || matches!(one.end, End::Nobody));
+        out.queue = kept;
+        for one in out.queue.iter_mut().filter(|one| one.frame.channel == channel.id) {
+            one.data.own();
+            std::mem::replace(&mut one.end, End::Nobody).tell(Err(why.to_string()), Memory::Owned(Vec::new()), events);
+        }
+        drop(out);
+        for one in gone {
+            one.end.tell(Err(why.to_string()), one.data, events);
+        }
+    }
+
+    /// Nothing comes or goes any more: every transfer under way fails.
+    pub fn fail(&self, wire: &Wire, why: &str, events: &mut Events) {
+        let mut out = self.out();
+        if self.broken.set(why.to_string()).is_err() {
+            return;
+        }
+        let queue = std::mem::take(&mut out.queue);
+        if std::mem::take(&mut out.watched) {
+            wire.watch_output(self, false);
+        }
+        drop(out);
+        queue.into_iter().for_each(|one| one.end.tell(Err(why.to_string()), one.data, events));
+        if let Some(current) = self.inn().current.take() {
+            current.target.fail(why, events);
+        }
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        if self.generation != watch::generation() {
+            std::mem::forget(self.fd.take()); // closed at the fork, and its number may be another file's
+        } else {
+            sockets::close_in_children(self.fd(), false);
+        }
+    }
+}

@@ -1,0 +1,359 @@
+//! How two processes get their connection, and a group its channel.
+//!
+//! Each rank puts into the group's store where its process listens and who it is, a random number. Of two processes that
+//! have no connection yet the one with the lower number connects, and proves itself by naming the other's number, which it
+//! can only know from the store; the other answers with its own. Whoever says something else is turned away. Then each says
+//! on each connection that it has joined the group's channel. A rank goes on when all others have said so: none of them goes
+//! on with a group that others lack, and nothing is sent to a rank that does not know the channel.
+
+use std::collections::HashMap;
+use std::io::{self, Read, Write};
+use std::net::{IpAddr, SocketAddr, SocketAddrV6, TcpListener, TcpStream};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::channel::{Channel, WireLink};
+use super::connection::Connection;
+use super::{Counted, ProcessId, Wire, locked, sockets};
+use crate::error::{Error, Result};
+use crate::host::Store;
+
+const MAGIC: &[u8; 8] = b"sagewir1";
+/// What a connecting process says: the magic number, whom it wants, who it is.
+const CALL: usize = 8 + 16 + 16;
+/// What the other answers: the magic number, who it is.
+const ANSWER: usize = 8 + 16;
+/// How long a stranger may take to say who it is.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Most strangers at the door; beyond them the oldest one is turned away.
+const MOST: usize = 1024;
+/// Between two looks into the store.
+const PAUSE: Duration = Duration::from_millis(1);
+
+/// One rank's place in a group that is being made.
+pub struct Place<'a> {
+    pub store: &'a dyn Store,
+    /// Equal on all ranks, unique to this attempt.
+    pub id: [u8; 16],
+    pub rank: usize,
+    pub size: usize,
+    /// Where the others reach this process: an address of this host.
+    pub address: &'a str,
+    pub timeout: Duration,
+}
+
+/// Where this process listens, and who stands there.
+#[derive(Default)]
+pub struct Doors {
+    listening: Vec<(String, u64, TcpListener)>,
+    strangers: HashMap<u64, Stranger>,
+}
+
+struct Stranger {
+    stream: TcpStream,
+    said: Vec<u8>,
+    since: Instant,
+}
+
+/// Another rank, as the store has it.
+#[derive(Clone)]
+struct Other {
+    process: ProcessId,
+    address: SocketAddr,
+}
+
+/// Makes a group's channel, when all its ranks have called this. Blocks for at most the timeout.
+pub fn join(wire: &Arc<Wire>, place: &Place) -> Result<WireLink> {
+    let deadline = Instant::now().checked_add(place.timeout);
+    let until = || deadline.map_or(Duration::MAX, |deadline| deadline.saturating_duration_since(Instant::now()));
+    let port =
+        wire.listen(place.address).map_err(|error| failed(&format!("cannot listen at {}: {error}", place.address)))?;
+    wire.start()?;
+    let _driven = Counted::new(wire); // others connect while this rank waits for the store
+    wire.wake_for_pending();
+    let key = |rank: usize| format!("wire/{:032x}/{rank}", u128::from_be_bytes(place.id));
+    let own = format!("{:032x} {port} {}", wire.id, place.address);
+    place.store.set(&key(place.rank), own.as_bytes())?;
+    let mut others = Vec::new();
+    for rank in 0..place.size {
+        if rank == place.rank {
+            others.push(Other { process: wire.id, address: SocketAddr::new(IpAddr::from([0, 0, 0, 0]), 0) });
+            continue;
+        }
+        let text = loop {
+            if let Some(text) = place.store.try_get(&key(rank))? {
+                break text;
+            }
+            if until().is_zero() {
+                return Err(late(place, &format!("rank {rank} has not said where it listens")));
+            }
+            std::thread::sleep(PAUSE);
+        };
+        let other = Other::read(&text, place.address);
+        others.push(other.ok_or_else(|| failed(&format!("the store has no address of rank {rank}")))?);
+    }
+    let processes: Vec<ProcessId> = others.iter().map(|other| other.process).collect();
+    let number = u64::from_le_bytes(place.id[..8].try_into().expect("eight bytes"));
+    let link = WireLink(Channel::new(wire, number, place.rank, &processes));
+    let channel = &link.0;
+    wire.add_channel(channel);
+    loop {
+        let missing = channel.missing();
+        if missing.is_empty() {
+            return Ok(link);
+        }
+        if let Some((rank, why)) = channel.loss() {
+            return Err(failed(&format!("lost rank {rank} ({}): {why}", others[rank].address)));
+        }
+        if until().is_zero() {
+            let (rank, ..) = missing[0];
+            return Err(late(place, &format!("no answer from rank {rank} at {}", others[rank].address)));
+        }
+        let called: Vec<usize> = missing
+            .iter()
+            .filter(|(_, process, connected)| !connected && wire.id < *process)
+            .map(|(rank, ..)| *rank)
+            .collect();
+        if !called.is_empty() {
+            wire.call(&called, &others, until())?;
+        }
+        let before = missing.len();
+        wire.wait(|| channel.missing().len() != before || needs_call(wire, channel), until().min(PAUSE * 50));
+    }
+}
+
+fn needs_call(wire: &Wire, channel: &Channel) -> bool {
+    channel.missing().iter().any(|(_, process, connected)| !connected && wire.id < *process)
+}
+
+fn failed(what: &str) -> Error {
+    Error::System(what.to_string())
+}
+
+fn late(place: &Place, what: &str) -> Error {
+    Error::Timeout(format!("Timed out after {} ms: {what}", place.timeout.as_millis()))
+}
+
+impl Other {
+    /// `own`: this process's address, whose interface leads to a link-local one of another host.
+    fn read(text: &[u8], own: &str) -> Option<Other> {
+        let text = std::str::from_utf8(text).ok()?;
+        let mut words = text.split(' ');
+        let process = ProcessId::from_str_radix(words.next()?, 16).ok()?;
+        let port = words.next()?.parse().ok()?;
+        let address = socket_address(words.next()?, port)?;
+        let address = match address {
+            SocketAddr::V6(far) if far.ip().segments()[0] & 0xffc0 == 0xfe80 => {
+                let interface = own.split_once('%').and_then(|(_, name)| sockets::interface(name)).unwrap_or(0);
+                SocketAddr::V6(SocketAddrV6::new(*far.ip(), port, 0, interface))
+            }
+            other => other,
+        };
+        Some(Other { process, address })
+    }
+}
+
+/// An address as text, with the interface of a link-local one.
+fn socket_address(text: &str, port: u16) -> Option<SocketAddr> {
+    let (address, interface) = text.split_once('%').map_or((text, None), |(address, name)| (address, Some(name)));
+    match address.parse().ok()? {
+        IpAddr::V4(address) => Some(SocketAddr::new(IpAddr::V4(address), port)),
+        IpAddr::V6(address) => {
+            let scope = interface.and_then(sockets::interface).unwrap_or(0);
+            Some(SocketAddr::V6(SocketAddrV6::new(address, port, 0, scope)))
+        }
+    }
+}
+
+/// A call that is being made.
+struct Call {
+    rank: usize,
+    fd: OwnedFd,
+    state: CallState,
+}
+
+enum CallState {
+    Connecting,
+    Answering(Vec<u8>),
+}
+
+impl Wire {
+    /// Listens at this address, unless it does so already. Returns the port.
+    fn listen(&self, address: &str) -> io::Result<u16> {
+        let mut doors = locked(&self.doors);
+        if let Some((_, _, listener)) = doors.listening.iter().find(|(known, ..)| known == address) {
+            return Ok(listener.local_addr()?.port());
+        }
+        let at = socket_address(address, 0).ok_or_else(|| io::Error::other("this is no address"))?;
+        let listener = TcpListener::bind(at)?;
+        listener.set_nonblocking(true)?;
+        let (token, port) = (self.token(), listener.local_addr()?.port());
+        sockets::close_in_children(listener.as_raw_fd(), true);
+        self.epoll.add(listener.as_raw_fd(), token)?;
+        doors.listening.push((address.to_string(), token, listener));
+        Ok(port)
+    }
+
+    /// No group is left for which somebody could come.
+    pub(super) fn close_doors(&self) {
+        let mut doors = locked(&self.doors);
+        for (_, _, listener) in doors.listening.drain(..) {
+            self.epoll.remove(listener.as_raw_fd());
+            sockets::close_in_children(listener.as_raw_fd(), false);
+        }
+        for (_, stranger) in doors.strangers.drain() {
+            self.epoll.remove(stranger.stream.as_raw_fd());
+        }
+    }
+
+    /// Something happened at a listening socket, or a stranger said something. True where something moved.
+    pub(super) fn at_the_door(&self, token: u64) -> bool {
+        let mut doors = locked(&self.doors);
+        if let Some((_, _, listener)) = doors.listening.iter().find(|(_, known, _)| *known == token) {
+            let Ok((stream, from)) = listener.accept() else { return false };
+            log::debug!("a connection from {from}");
+            return self.let_in(&mut doors, stream).is_ok();
+        }
+        let Some(mut stranger) = doors.strangers.remove(&token) else { return false };
+        drop(doors);
+        match stranger.listen() {
+            Ok(false) => {
+                locked(&self.doors).strangers.insert(token, stranger);
+            }
+            Ok(true) => {
+                if let Err(error) = self.welcome(token, stranger) {
+                    log::debug!("a connection was turned away: {error}");
+                }
+            }
+            Err(error) => {
+                self.epoll.remove(stranger.stream.as_raw_fd());
+                log::debug!("a connection was turned away: {error}");
+            }
+        }
+        true
+    }
+
+    fn let_in(&self, doors: &mut Doors, stream: TcpStream) -> io::Result<()> {
+        doors.strangers.retain(|_, stranger| stranger.since.elapsed() < PATIENCE);
+        if doors.strangers.len() >= MOST
+            && let Some(oldest) = doors.strangers.iter().min_by_key(|(_, one)| one.since).map(|(token, _)| *token)
+        {
+            doors.strangers.remove(&oldest);
+        }
+        stream.set_nonblocking(true)?;
+        let token = self.token();
+        self.epoll.add(stream.as_raw_fd(), token)?;
+        doors.strangers.insert(token, Stranger { stream, said: Vec::new(), since: Instant::now() });
+        Ok(())
+    }
+
+    /// A stranger has named this process: it is answered, and is the connection to its process from now on.
+    fn welcome(&self, token: u64, mut stranger: Stranger) -> io::Result<()> {
+        let fd = stranger.stream.as_raw_fd();
+        self.epoll.remove(fd);
+        let number = |at: usize| u128::from_le_bytes(stranger.said[at..at + 16].try_into().expect("sixteen bytes"));
+        let (wanted, who) = (number(8), number(24));
+        if &stranger.said[..8] != MAGIC || wanted != self.id || who == self.id {
+            return Err(io::Error::other("it did not name this process"));
+        }
+        let mut answer = MAGIC.to_vec();
+        answer.extend(self.id.to_le_bytes());
+        stranger.stream.write_all(&answer)?; // a fresh connection has room for it
+        sockets::set_up(fd);
+        self.add_connection(Arc::new(Connection::new(token, who, stranger.stream.into())))
+    }
+
+    /// Connects to these ranks, all at once. Waits until each connection is made, or one is refused, or the time is over.
+    fn call(&self, ranks: &[usize], others: &[Other], timeout: Duration) -> Result<()> {
+        let begin = Instant::now();
+        let refused =
+            |rank: usize, error: &io::Error| failed(&format!("rank {rank} at {}: {error}", others[rank].address));
+        let mut calls = Vec::new();
+        for &rank in ranks {
+            let fd = sockets::connect(&others[rank].address).map_err(|error| refused(rank, &error))?;
+            calls.push(Call { rank, fd, state: CallState::Connecting });
+        }
+        while !calls.is_empty() {
+            if begin.elapsed() >= timeout {
+                return Ok(()); // the caller's deadline says which rank is missing
+            }
+            let asked: Vec<(RawFd, i16)> = calls
+                .iter()
+                .map(|call| match call.state {
+                    CallState::Connecting => (call.fd.as_raw_fd(), libc::POLLOUT),
+                    CallState::Answering(_) => (call.fd.as_raw_fd(), libc::POLLIN),
+                })
+                .collect();
+            let ready = sockets::wait(&asked, Duration::from_millis(20));
+            let mut left = Vec::new();
+            for (mut call, ready) in calls.into_iter().zip(ready) {
+                let other = &others[call.rank];
+                let made = ready && call.step(self.id, other.process).map_err(|error| refused(call.rank, &error))?;
+                if !made {
+                    left.push(call);
+                    continue;
+                }
+                sockets::set_up(call.fd.as_raw_fd());
+                let connection = Arc::new(Connection::new(self.token(), other.process, call.fd));
+                self.add_connection(connection).map_err(|error| refused(call.rank, &error))?;
+            }
+            calls = left;
+        }
+        Ok(())
+    }
+}
+
+impl Call {
+    /// Goes on where the socket is ready. True when the other process has answered.
+    fn step(&mut self, me: ProcessId, other: ProcessId) -> io::Result<bool> {
+        let fd = self.fd.as_raw_fd();
+        match &mut self.state {
+            CallState::Connecting => {
+                if !sockets::is_connected(fd)? {
+                    return Ok(false);
+                }
+                let mut call = MAGIC.to_vec();
+                call.extend(other.to_le_bytes());
+                call.extend(me.to_le_bytes());
+                let mut stream = TcpStream::from(self.fd.try_clone()?);
+                stream.write_all(&call)?; // a fresh connection has room for it
+                self.state = CallState::Answering(Vec::new());
+                Ok(false)
+            }
+            CallState::Answering(answer) => {
+                let mut stream = TcpStream::from(self.fd.try_clone()?);
+                if !read_up_to(&mut stream, answer, ANSWER)? {
+                    return Ok(false);
+                }
+                let who = u128::from_le_bytes(answer[8..].try_into().expect("sixteen bytes"));
+                if &answer[..8] != MAGIC || who != other {
+                    return Err(io::Error::other("another process answers there"));
+                }
+                Ok(true)
+            }
+        }
+    }
+}
+
+impl Stranger {
+    /// True when it has said all.
+    fn listen(&mut self) -> io::Result<bool> {
+        read_up_to(&mut self.stream, &mut self.said, CALL)
+    }
+}
+
+/// Reads what is there until `said` has this length. True when it has.
+fn read_up_to(stream: &mut TcpStream, said: &mut Vec<u8>, length: usize) -> io::Result<bool> {
+    let mut buffer = [0; 64];
+    while said.len() < length {
+        match stream.read(&mut buffer[..length - said.len()]) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(got) => said.extend_from_slice(&buffer[..got]),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => (),
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(true)
+}

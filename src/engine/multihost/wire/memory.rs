@@ -1,0 +1,133 @@
+//! Memory that a frame's data is sent from or received into.
+
+#![allow(unsafe_code)] // copies from and to memory that its giver vouches for
+
+use crate::types::Span;
+
+/// The first `bytes` of a buffer, or memory of a tensor in pieces.
+pub enum Memory {
+    Owned(Vec<u8>),
+    /// Whoever made it vouches that it is valid until the transfer has ended (`Mail::send_body`, `Mail::receive_body`).
+    Borrowed(Vec<Span>),
+}
+
+impl Memory {
+    /// The pieces of the range that begins at `from`, at most `bytes` and as many pieces as fit.
+    pub fn pieces(&self, from: usize, bytes: usize, into: &mut Pieces) {
+        match self {
+            Memory::Owned(buffer) => {
+                into.push(Span { addr: buffer.as_ptr() as usize + from, bytes });
+            }
+            Memory::Borrowed(spans) => {
+                let (mut from, mut left) = (from, bytes);
+                for span in spans {
+                    if from >= span.bytes {
+                        from -= span.bytes;
+                        continue;
+                    }
+                    let here = (span.bytes - from).min(left);
+                    if here == 0 || !into.push(Span { addr: span.addr + from, bytes: here }) {
+                        return;
+                    }
+                    (from, left) = (0, left - here);
+                }
+            }
+        }
+    }
+
+    /// Copies bytes that were received to the range that begins at `from`.
+    pub fn write(&mut self, from: usize, data: &[u8]) {
+        match self {
+            Memory::Owned(buffer) => buffer[from..from + data.len()].copy_from_slice(data),
+            Memory::Borrowed(spans) => {
+                let (mut from, mut at) = (from, 0);
+                for span in spans {
+                    if from >= span.bytes {
+                        from -= span.bytes;
+                        continue;
+                    }
+                    let here = (span.bytes - from).min(data.len() - at);
+                    // SAFETY: the pieces are valid and nobody else uses them (`Memory::Borrowed`); `here` bytes are left
+                    // in this one and in `data`.
+                    unsafe {
+                        std::ptr::copy_nonoverlapping(data.as_ptr().add(at), (span.addr + from) as *mut u8, here);
+                    }
+                    (from, at) = (0, at + here);
+                    if at == data.len() {
+                        return;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Takes a copy in place of borrowed memory, which is then no longer used.
+    pub fn own(&mut self) {
+        if let Memory::Borrowed(spans) = self {
+            let mut copy = Vec::with_capacity(spans.iter().map(|span| span.bytes).sum());
+            for span in spans.iter() {
+                // SAFETY: the pieces are valid until the transfer has ended, and it has not.
+                copy.extend_from_slice(unsafe { std::slice::from_raw_parts(span.addr as *const u8, span.bytes) });
+            }
+            *self = Memory::Owned(copy);
+        }
+    }
+}
+
+/// The pieces of one system call.
+pub struct Pieces {
+    list: [Span; super::sockets::MOST],
+    count: usize,
+}
+
+impl Default for Pieces {
+    fn default() -> Pieces {
+        Pieces { list: [Span { addr: 0, bytes: 0 }; super::sockets::MOST], count: 0 }
+    }
+}
+
+impl Pieces {
+    /// False where there is no room.
+    pub fn push(&mut self, span: Span) -> bool {
+        if self.count == self.list.len() {
+            return false;
+        }
+        self.list[self.count] = span;
+        self.count += 1;
+        true
+    }
+
+    pub fn as_slice(&self) -> &[Span] {
+        &self.list[..self.count]
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.as_slice().iter().map(|span| span.bytes).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_are_read_and_written_from_any_offset() {
+        let mut one = vec![0u8; 5];
+        let mut two = vec![0u8; 0];
+        let mut three = vec![0u8; 7];
+        let span = |buffer: &mut Vec<u8>| Span { addr: buffer.as_mut_ptr() as usize, bytes: buffer.len() };
+        let spans = vec![span(&mut one), span(&mut two), span(&mut three)];
+        let mut memory = Memory::Borrowed(spans);
+        memory.write(3, &[1, 2, 3, 4]);
+        memory.write(10, &[9, 9]);
+        assert_eq!((one.as_slice(), three.as_slice()), ([0, 0, 0, 1, 2].as_slice(), [3, 4, 0, 0, 0, 9, 9].as_slice()));
+        let mut pieces = Pieces::default();
+        memory.pieces(4, 3, &mut pieces);
+        let found: Vec<usize> = pieces.as_slice().iter().map(|piece| piece.bytes).collect();
+        assert_eq!((found, pieces.as_slice()[0].addr), (vec![1, 2], one.as_ptr() as usize + 4));
+        memory.own();
+        one[4] = 77;
+        let Memory::Owned(copy) = memory else { panic!("it is owned now") };
+        assert_eq!(copy, [0, 0, 0, 1, 2, 3, 4, 0, 0, 0, 9, 9]);
+    }
+}

@@ -1,0 +1,487 @@
+//! The connections of this process to the processes of its groups on other hosts: one TCP connection to each, which all
+//! groups share.
+//!
+//! A group has a *channel* (`channel.rs`), whose frames carry its number. Who waits for a message drives the wire: it reads
+//! from all connections, for all groups, while other waiting threads sleep; where nobody waits and something is pending, a
+//! thread of the wire does. So a message that a thread waits for costs no hand-over between threads.
+//!
+//! | file | |
+//! | --- | --- |
+//! | `frame` | the header of what travels |
+//! | `memory` | what data is sent from and received into |
+//! | `transfer` | who is told of its end |
+//! | `connection` | one connection: writes frames, reads them |
+//! | `channel` | one group: its messages, mail and bodies; implements `Link` and `Mail` |
+//! | `meet` | listens, connects, proves who is at the other end; makes a group's channel |
+//! | `sockets` | system calls |
+//!
+//! Locks, in the order in which one thread takes them: the driver's, a connection's reading side, a channel's state, a
+//! connection's writing side. Nobody outside this module is called under one of them but the driver's, which is never
+//! waited for.
+
+mod channel;
+mod connection;
+mod frame;
+mod meet;
+mod memory;
+mod sockets;
+mod transfer;
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError};
+use std::time::{Duration, Instant};
+
+use once_cell::sync::OnceCell;
+
+use self::channel::Channel;
+pub use self::channel::WireLink;
+use self::connection::{Connection, Turn};
+use self::meet::Doors;
+pub use self::meet::{Place, join};
+use self::sockets::{Epoll, Kick, Ready};
+use self::transfer::{Event, Events};
+use crate::error::{Error, Result};
+use crate::os::event_count::WakeWords;
+use crate::os::watch::PerProcess;
+use crate::os::{event_count, futex, watch};
+
+/// Random, and known only to those who can read the store in which its groups meet.
+pub type ProcessId = u128;
+
+/// How long a waiting thread asks again and again, giving up its core in between, before it sleeps.
+const EAGER: Duration = Duration::from_micros(100);
+/// Longest sleep, after which deadlines are looked at.
+const NAP: Duration = Duration::from_millis(50);
+/// How long a connection that is no longer used waits for the peer's end of it.
+const LINGER: Duration = Duration::from_secs(5);
+
+const TOKEN_KICK: u64 = 0;
+
+pub struct Wire {
+    pub id: ProcessId,
+    epoll: Epoll,
+    kick: Kick,
+    /// Held by the thread that drives. Never waited for.
+    driver: Mutex<Vec<Ready>>,
+    channels: RwLock<HashMap<u64, Arc<Channel>>>,
+    connections: Mutex<HashMap<ProcessId, Arc<Connection>>>,
+    by_token: RwLock<HashMap<u64, Arc<Connection>>>,
+    tokens: AtomicU64,
+    /// Who joined a channel before this rank: the process and the token of the connection.
+    early: Mutex<HashMap<u64, Vec<(ProcessId, u64)>>>,
+    doors: Mutex<Doors>,
+    closing: Mutex<Vec<Closing>>,
+    /// Rung when a transfer ended or the driver left.
+    changed: Bell,
+    /// Threads in `wait`. Changed by them, read by the background thread and by the last of them (relaxed: a hint, and both
+    /// look again after at most `NAP`).
+    waiting: AtomicUsize,
+    /// What needs a driver although nobody waits (`Counted`). As `waiting`.
+    pending: AtomicUsize,
+    deferred: Mutex<Vec<(Event, Counted)>>,
+    /// Rung when the background thread may be needed.
+    background: Bell,
+    started: AtomicBool,
+}
+
+/// A connection that no channel uses any more, until the peer has read everything.
+struct Closing {
+    connection: Arc<Connection>,
+    since: Instant,
+    /// Its sending side is shut down.
+    shut: bool,
+    _counted: Counted,
+}
+
+/// Counts something for which the background thread drives.
+pub struct Counted(Arc<Wire>);
+
+impl Counted {
+    pub fn new(wire: &Arc<Wire>) -> Counted {
+        wire.pending.fetch_add(1, Ordering::Relaxed);
+        Counted(Arc::clone(wire))
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.pending.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// An event count of this process.
+#[derive(Default)]
+struct Bell {
+    /// Futex word: incremented (release) by who rings, read (acquire) before a sleep.
+    word: AtomicU32,
+    /// Threads that sleep on it or are about to. Relaxed, ordered by the fences of `event_count`.
+    sleepers: AtomicU32,
+}
+
+impl Bell {
+    fn ring(&self) {
+        event_count::announce(self, 1);
+    }
+
+    /// Sleeps until it is rung, at most so long; not at all where `ready`.
+    fn sleep(&self, longest: Duration, ready: impl Fn() -> bool) {
+        let listening = event_count::Listening::new(self, 0);
+        if !ready() {
+            futex::wait(&[(&self.word, listening.value)], longest);
+        }
+    }
+}
+
+impl WakeWords for Bell {
+    fn wake_count(&self, _: usize) -> u32 {
+        self.word.load(Ordering::Acquire)
+    }
+    fn wake(&self, _: usize) {
+        self.word.fetch_add(1, Ordering::Release);
+        futex::wake_all(&self.word);
+    }
+    fn asleep(&self, _: usize) -> u32 {
+        self.sleepers.load(Ordering::Relaxed)
+    }
+    fn sleepers(&self) -> u32 {
+        self.sleepers.load(Ordering::Relaxed)
+    }
+    fn count_sleeper(&self, _: usize, more: bool) {
+        self.sleepers.fetch_add(if more { 1 } else { u32::MAX }, Ordering::Relaxed);
+    }
+    fn fence(&self) {
+        fence(Ordering::SeqCst);
+    }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Wire {
+    /// That of this process.
+    pub fn of_process() -> Result<Arc<Wire>> {
+        static WIRE: PerProcess<OnceCell<Arc<Wire>>> = PerProcess::new();
+        watch::install();
+        WIRE.get().get_or_try_init(Wire::new).cloned()
+    }
+
+    pub fn new() -> Result<Arc<Wire>> {
+        let id = u128::from_le_bytes(crate::engine::shm::memory::segment::random()?);
+        let make = || -> io::Result<(Epoll, Kick)> {
+            let (epoll, kick) = (Epoll::new()?, Kick::new()?);
+            epoll.add(std::os::fd::AsRawFd::as_raw_fd(&kick), TOKEN_KICK)?;
+            Ok((epoll, kick))
+        };
+        let (epoll, kick) = make()
+            .map_err(|error| Error::System(format!("sagellm: the system refuses what connections need: {error}")))?;
+        Ok(Arc::new(Wire {
+            id,
+            epoll,
+            kick,
+            driver: Mutex::default(),
+            channels: RwLock::default(),
+            connections: Mutex::default(),
+            by_token: RwLock::default(),
+            tokens: AtomicU64::new(TOKEN_KICK + 1),
+            early: Mutex::default(),
+            doors: Mutex::default(),
+            closing: Mutex::default(),
+            changed: Bell::default(),
+            waiting: AtomicUsize::new(0),
+            pending: AtomicUsize::new(0),
+            deferred: Mutex::default(),
+            background: Bell::default(),
+            started: AtomicBool::new(false),
+        }))
+    }
+
+    /// Connections that groups use.
+    pub fn open_connections(&self) -> usize {
+        locked(&self.connections).len()
+    }
+
+    fn token(&self) -> u64 {
+        self.tokens.fetch_add(1, Ordering::Relaxed)
+    }
+
+    fn channel(&self, id: u64) -> Option<Arc<Channel>> {
+        self.channels.read().unwrap_or_else(PoisonError::into_inner).get(&id).cloned()
+    }
+
+    fn all_channels(&self) -> Vec<Arc<Channel>> {
+        self.channels.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
+    }
+
+    fn watch_output(&self, connection: &Connection, watch: bool) {
+        let counted = if watch { self.pending.fetch_add(1, Ordering::Relaxed) } else { 0 };
+        if !watch {
+            self.pending.fetch_sub(1, Ordering::Relaxed);
+        }
+        let _ = self.epoll.watch_output(connection.fd(), connection.token, watch); // closed ones are found by reading
+        if watch && counted == 0 {
+            self.wake_for_pending();
+        }
+    }
+
+    // -------------------------------------------------------------------------------------------------------- driving
+
+    /// Drives until `done`, which is false at the deadline.
+    fn wait(&self, done: impl Fn() -> bool, timeout: Duration) -> bool {
+        let begin = Instant::now();
+        let mut quiet = begin;
+        self.waiting.fetch_add(1, Ordering::Relaxed);
+        let ended = loop {
+            if done() {
+                break true;
+            }
+            let now = Instant::now();
+            let left = timeout.saturating_sub(now - begin);
+            if left.is_zero() {
+                break false;
+            }
+            match self.driver.try_lock() {
+                Ok(mut ready) => {
+                    let eager = now - quiet < EAGER;
+                    let sleep = if eager { Duration::ZERO } else { left.min(NAP) };
+                    let moved = self.pass(&mut ready, sleep);
+                    drop(ready);
+                    if moved {
+                        quiet = Instant::now();
+                    } else if eager {
+                        std::thread::yield_now();
+                    }
+                }
+                Err(TryLockError::Poisoned(_)) => self.driver.clear_poison(),
+                Err(TryLockError::WouldBlock) => {
+                    self.changed.sleep(left.min(NAP), || done() || self.driver.try_lock().is_ok());
+                }
+            }
+        };
+        let others = self.waiting.fetch_sub(1, Ordering::Relaxed) - 1;
+        if others > 0 {
+            self.changed.ring(); // one of them drives from now on
+        } else {
+            self.wake_for_pending();
+        }
+        ended
+    }
+
+    /// Advances what can advance now. True where something did.
+    fn poll(&self) -> bool {
+        match self.driver.try_lock() {
+            Ok(mut ready) => {
+                let moved = self.pass(&mut ready, Duration::ZERO);
+                drop(ready);
+                self.changed.ring();
+                moved
+            }
+            Err(TryLockError::Poisoned(_)) => {
+                self.driver.clear_poison();
+                false
+            }
+            Err(TryLockError::WouldBlock) => false,
+        }
+    }
+
+    /// One look at all connections, after at most `sleep`. True where something moved.
+    fn pass(&self, ready: &mut Vec<Ready>, sleep: Duration) -> bool {
+        self.epoll.wait(sleep.as_micros().div_ceil(1000) as i32, ready);
+        let mut events = Events::default();
+        let mut moved = false;
+        for one in ready.iter() {
+            if one.token == TOKEN_KICK {
+                self.kick.clear();
+                moved = true;
+                continue;
+            }
+            let connection =
+                self.by_token.read().unwrap_or_else(PoisonError::into_inner).get(&one.token).map(Arc::clone);
+            let Some(connection) = connection else {
+                moved |= self.at_the_door(one.token);
+                continue;
+            };
+            if one.writable {
+                connection.flush(self, &mut events);
+                moved = true;
+            }
+            if one.readable {
+                match connection.read(self, &mut events) {
+                    Turn::Nothing => (),
+                    Turn::Moved => moved = true,
+                    Turn::Broken(why) => {
+                        moved = true;
+                        self.drop_connection(&connection, &why, &mut events);
+                    }
+                }
+            }
+        }
+        self.linger();
+        let deferred = std::mem::take(&mut *locked(&self.deferred));
+        moved |= !deferred.is_empty();
+        let ended = events.ended;
+        Events { list: deferred.into_iter().map(|(event, _)| event).collect(), ended: false }.run();
+        events.run();
+        if ended {
+            self.changed.ring();
+        }
+        moved
+    }
+
+    /// Does what is to be done without locks, on the thread that drives: the caller may hold locks of its own.
+    fn defer(self: &Arc<Wire>, events: Events) {
+        if events.ended {
+            self.changed.ring();
+        }
+        if events.list.is_empty() && !events.ended {
+            return;
+        }
+        locked(&self.deferred).extend(events.list.into_iter().map(|event| (event, Counted::new(self))));
+        self.kick.kick(); // the driver may be asleep, and what it waits for may have ended
+        self.wake_for_pending();
+    }
+
+    /// Wakes the background thread where it is needed.
+    fn wake_for_pending(&self) {
+        if self.is_needed() {
+            self.background.ring();
+        }
+    }
+
+    /// Something is pending, and nobody waits.
+    fn is_needed(&self) -> bool {
+        self.pending.load(Ordering::Relaxed) > 0 && self.waiting.load(Ordering::Relaxed) == 0
+    }
+
+    /// Starts the background thread, once.
+    fn start(self: &Arc<Wire>) -> Result<()> {
+        if self.started.swap(true, Ordering::Relaxed) {
+            return Ok(());
+        }
+        let wire = Arc::clone(self);
+        let work = move || wire.drive_in_background();
+        watch::spawn("sagellm-wire", work).map_err(|error| {
+            self.started.store(false, Ordering::Relaxed);
+            Error::System(format!("sagellm: cannot start a thread for the connections: {error}"))
+        })?;
+        Ok(())
+    }
+
+    fn drive_in_background(&self) {
+        const ASLEEP: Duration = Duration::from_secs(1);
+        loop {
+            if !self.is_needed() {
+                self.background.sleep(ASLEEP, || self.is_needed());
+                continue;
+            }
+            match self.driver.try_lock() {
+                Ok(mut ready) => {
+                    self.pass(&mut ready, NAP);
+                    drop(ready);
+                    self.changed.ring(); // a thread that began to wait drives from now on
+                }
+                Err(TryLockError::Poisoned(_)) => self.driver.clear_poison(),
+                Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_micros(100)), // a thread that polls
+            }
+        }
+    }
+
+    // ---------------------------------------------------------------------------------------------------- connections
+
+    /// Adds a connection whose peer has proved who it is. It replaces an earlier one to the same process, which that has
+    /// given up.
+    fn add_connection(&self, connection: Arc<Connection>) -> io::Result<()> {
+        let mut connections = locked(&self.connections);
+        self.by_token.write().unwrap_or_else(PoisonError::into_inner).insert(connection.token, Arc::clone(&connection));
+        connections.insert(connection.peer, Arc::clone(&connection));
+        for channel in self.all_channels() {
+            channel.connect(&connection);
+        }
+        // Last: nothing is read before the channels know it.
+        self.epoll.add(connection.fd(), connection.token)
+    }
+
+    fn drop_connection(&self, connection: &Arc<Connection>, why: &str, events: &mut Events) {
+        self.epoll.remove(connection.fd());
+        self.by_token.write().unwrap_or_else(PoisonError::into_inner).remove(&connection.token);
+        let mut connections = locked(&self.connections);
+        if connections.get(&connection.peer).is_some_and(|known| known.token == connection.token) {
+            connections.remove(&connection.peer);
+        }
+        drop(connections);
+        connection.fail(self, why, events);
+        for channel in self.all_channels() {
+            channel.lose_connection(connection, why, events);
+        }
+    }
+
+    /// A peer has joined a channel that this rank has not joined yet.
+    fn hello_too_early(&self, channel: u64, connection: &Connection) {
+        const MOST: usize = 1 << 16; // more are those of groups that failed
+        let mut early = locked(&self.early);
+        if early.len() >= MOST {
+            early.clear();
+        }
+        early.entry(channel).or_default().push((connection.peer, connection.token));
+    }
+
+    /// From now on frames of this channel are taken.
+    fn add_channel(&self, channel: &Arc<Channel>) {
+        let connections = locked(&self.connections);
+        // Its connections first, so that a greeting on one of them counts.
+        connections.values().for_each(|connection| channel.connect(connection));
+        self.channels.write().unwrap_or_else(PoisonError::into_inner).insert(channel.id, Arc::clone(channel));
+        let early = locked(&self.early).remove(&channel.id).unwrap_or_default();
+        early.into_iter().for_each(|(process, token)| channel.has_joined(process, token));
+    }
+
+    /// Removes a channel that was left, and closes connections that no other one uses.
+    fn close(self: &Arc<Wire>, channel: &Arc<Channel>) {
+        let mut connections = locked(&self.connections);
+        self.channels.write().unwrap_or_else(PoisonError::into_inner).remove(&channel.id);
+        let used: Vec<u64> =
+            self.all_channels().iter().flat_map(|one| one.connections()).map(|connection| connection.token).collect();
+        let mut closing = locked(&self.closing);
+        for connection in channel.connections() {
+            if used.contains(&connection.token) || connection.broken().is_some() {
+                continue;
+            }
+            if connections.get(&connection.peer).is_some_and(|known| known.token == connection.token) {
+                connections.remove(&connection.peer);
+            }
+            let since = Instant::now();
+            closing.push(Closing { connection, since, shut: false, _counted: Counted::new(self) });
+        }
+        drop((closing, connections));
+        if self.all_channels().is_empty() {
+            self.close_doors();
+        }
+        self.linger();
+        self.wake_for_pending();
+    }
+
+    /// Ends connections that are no longer used: first what was written is sent, then the sending side is shut, and when the
+    /// peer has done the same it is closed. Closing with something unread would destroy what the peer has not read.
+    fn linger(&self) {
+        let mut closing = locked(&self.closing);
+        closing.retain_mut(|one| {
+            if one.connection.broken().is_some() {
+                return false;
+            }
+            if !one.shut && one.connection.is_flushed() {
+                one.shut = true;
+                sockets::shut(one.connection.fd());
+            }
+            if one.since.elapsed() < LINGER {
+                return true;
+            }
+            self.epoll.remove(one.connection.fd());
+            self.by_token.write().unwrap_or_else(PoisonError::into_inner).remove(&one.connection.token);
+            let mut events = Events::default();
+            one.connection.fail(self, "it was closed", &mut events); // nothing is under way
+            false
+        });
+    }
+}

@@ -1,0 +1,82 @@
+//! The end of a transfer: who is told, and what happens outside the locks of connections and channels.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::channel::Channel;
+use super::memory::Memory;
+use crate::engine::multihost::link::Done;
+
+pub type Outcome = std::result::Result<(), String>;
+
+/// A transfer for which a thread waits.
+#[derive(Default)]
+pub struct Slot {
+    /// Set (release) after `result`, read (acquire) by the waiting thread.
+    ended: AtomicBool,
+    result: Mutex<Option<std::result::Result<Vec<u8>, String>>>,
+}
+
+impl Slot {
+    pub fn end(&self, result: std::result::Result<Vec<u8>, String>) {
+        *self.result.lock().unwrap_or_else(PoisonError::into_inner) = Some(result);
+        self.ended.store(true, Ordering::Release);
+    }
+
+    pub fn has_ended(&self) -> bool {
+        self.ended.load(Ordering::Acquire)
+    }
+
+    pub fn take(&self) -> Option<std::result::Result<Vec<u8>, String>> {
+        self.result.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}
+
+/// Who is told of the end of a transfer.
+pub enum End {
+    Nobody,
+    Slot(Arc<Slot>),
+    Done(Done),
+}
+
+impl End {
+    /// Ends the transfer; the memory of a waiting thread's goes back to it.
+    pub fn tell(self, outcome: Outcome, memory: Memory, events: &mut Events) {
+        match self {
+            End::Nobody => (),
+            End::Slot(slot) => {
+                let buffer = if let Memory::Owned(buffer) = memory { buffer } else { Vec::new() };
+                slot.end(outcome.map(|()| buffer));
+                events.ended = true;
+            }
+            End::Done(done) => events.list.push(Event::Done(done, outcome)),
+        }
+    }
+}
+
+pub enum Event {
+    Done(Done, Outcome),
+    Mail(Arc<Channel>, usize, Vec<u8>),
+    Lost(Arc<Channel>, usize, String),
+}
+
+/// What is to be done when no lock of a connection or a channel is held any more.
+#[derive(Default)]
+pub struct Events {
+    pub list: Vec<Event>,
+    /// A transfer for which a thread waits has ended.
+    pub ended: bool,
+}
+
+impl Events {
+    /// Calls everybody. Those who are called may start transfers.
+    pub fn run(self) {
+        for event in self.list {
+            match event {
+                Event::Done(done, outcome) => done(outcome),
+                Event::Mail(channel, peer, message) => channel.give_mail(peer, message),
+                Event::Lost(channel, peer, why) => channel.give_loss(peer, &why),
+            }
+        }
+    }
+}

@@ -1,0 +1,342 @@
+//! The connections between processes, with ranks as threads that have a wire each, over the loopback interface.
+
+#![allow(unsafe_code)] // bodies are memory of the tests
+
+use std::collections::HashMap;
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use sagellm::engine::multihost::link::{Link, Mail, Mailbox, Transfer};
+use sagellm::engine::multihost::wire::{Place, Wire, WireLink, join};
+use sagellm::error::Result;
+use sagellm::host::Store;
+use sagellm::types::Span;
+
+#[derive(Clone, Default)]
+struct Memory(Arc<Mutex<HashMap<String, Vec<u8>>>>);
+
+impl Store for Memory {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.0.lock().unwrap().insert(key.into(), value.into());
+        Ok(())
+    }
+    fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
+        Ok(self.0.lock().unwrap().get(key).cloned())
+    }
+}
+
+const PATIENT: Duration = Duration::from_secs(20);
+
+fn place<'a>(store: &'a Memory, group: u8, rank: usize, size: usize) -> Place<'a> {
+    Place { store, id: [group; 16], rank, size, address: "127.0.0.1", timeout: PATIENT }
+}
+
+fn wires(count: usize) -> Vec<Arc<Wire>> {
+    (0..count).map(|_| Wire::new().unwrap()).collect()
+}
+
+/// Runs `body` as each rank of a group of these processes; what it returns, by rank.
+fn as_ranks<T: Send>(
+    wires: &[Arc<Wire>],
+    store: &Memory,
+    group: u8,
+    body: impl Fn(usize, WireLink) -> T + Sync,
+) -> Vec<T> {
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = wires
+            .iter()
+            .enumerate()
+            .map(|(rank, wire)| {
+                let body = &body;
+                scope.spawn(move || body(rank, join(wire, &place(store, group, rank, wires.len())).unwrap()))
+            })
+            .collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+/// Different for each sender, receiver, tag and turn.
+fn data(bytes: usize, words: [usize; 4]) -> Vec<u8> {
+    let seed = words.iter().fold(7usize, |seed, word| seed.wrapping_mul(31).wrapping_add(word + 1));
+    (0..bytes).map(|at| (seed.wrapping_mul(at + 13) >> 5) as u8).collect()
+}
+
+fn size(turn: usize) -> usize {
+    [0, 1, 8, 100, 16 << 10, (16 << 10) + 1, 65_000, 1 << 20, 3_000_001][turn % 9]
+}
+
+#[test]
+fn messages_of_each_tag_arrive_in_order_whatever_their_size() {
+    let (wires, store) = (wires(3), Memory::default());
+    as_ranks(&wires, &store, 1, |me, link| {
+        let mut sending: Vec<Box<dyn Transfer>> = Vec::new();
+        let peers: Vec<usize> = (0..3).filter(|peer| *peer != me).collect();
+        for turn in 0..60 {
+            let bytes = size(turn);
+            let tag = (turn % 2) as u32;
+            // Some receives are posted ahead, some when the message may have come.
+            let receive = |peer| (peer, link.receive(peer, tag, vec![0; bytes.max(1)], bytes).unwrap());
+            let ahead: Vec<_> =
+                if turn % 3 == me { Vec::new() } else { peers.iter().map(|peer| receive(*peer)).collect() };
+            for peer in &peers {
+                let message = data(bytes.max(1), [me, *peer, turn, 0]);
+                sending.push(link.send(*peer, tag, message, bytes).unwrap());
+            }
+            if turn % 5 == 0 {
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            let all = if ahead.is_empty() { peers.iter().map(|peer| receive(*peer)).collect() } else { ahead };
+            for (peer, transfer) in all {
+                let came = transfer.wait(PATIENT).unwrap();
+                assert!(came[..bytes] == data(bytes.max(1), [peer, me, turn, 0])[..bytes], "turn {turn} from {peer}");
+            }
+        }
+        sending.into_iter().for_each(|one| drop(one.wait(PATIENT).unwrap()));
+    });
+}
+
+#[test]
+fn a_rank_that_is_far_ahead_waits_until_its_messages_are_taken() {
+    let (wires, store) = (wires(2), Memory::default());
+    as_ranks(&wires, &store, 1, |me, link| {
+        const COUNT: usize = 20_000;
+        if me == 0 {
+            let sending: Vec<_> =
+                (0..COUNT).map(|turn| link.send(1, 0, data(200, [turn, 0, 0, 0]), 200).unwrap()).collect();
+            sending.into_iter().for_each(|one| drop(one.wait(PATIENT).unwrap()));
+        } else {
+            std::thread::sleep(Duration::from_millis(200));
+            for turn in 0..COUNT {
+                let came = link.receive(0, 0, vec![0; 200], 200).unwrap().wait(PATIENT).unwrap();
+                assert!(came == data(200, [turn, 0, 0, 0]), "message {turn}");
+            }
+        }
+    });
+}
+
+/// Passes on what comes.
+struct Box_(Mutex<Sender<(usize, Option<Vec<u8>>)>>);
+
+impl Mailbox for Box_ {
+    fn came(&self, peer: usize, message: Vec<u8>) {
+        let _ = self.0.lock().unwrap().send((peer, Some(message)));
+    }
+    fn lost(&self, peer: usize, _why: &str) {
+        let _ = self.0.lock().unwrap().send((peer, None));
+    }
+}
+
+#[test]
+fn mail_arrives_in_order_and_bodies_in_their_memory_although_nobody_waits_in_the_link() {
+    let (wires, store) = (wires(3), Memory::default());
+    as_ranks(&wires, &store, 1, |me, link| {
+        const TURNS: usize = 40;
+        let (sender, mail) = channel();
+        link.open_mailbox(Arc::new(Box_(Mutex::new(sender))));
+        let awaited = link.await_mail();
+        let peers: Vec<usize> = (0..3).filter(|peer| *peer != me).collect();
+        let ended = Arc::new(AtomicUsize::new(0));
+        let done = || {
+            let ended = Arc::clone(&ended);
+            Box::new(move |outcome: std::result::Result<(), String>| {
+                outcome.unwrap();
+                ended.fetch_add(1, Ordering::SeqCst);
+            })
+        };
+        let mut sources: Vec<Vec<u8>> = Vec::new();
+        let mut targets: Vec<(Vec<u8>, Vec<u8>)> = Vec::new();
+        for turn in 0..TURNS {
+            for &peer in &peers {
+                let bytes = size(turn);
+                link.mail(peer, &data(turn * 100, [me, peer, turn, 1])).unwrap();
+                let source = data(bytes, [me, peer, turn, 2]);
+                let half = bytes / 3;
+                let at = source.as_ptr() as usize;
+                let pieces = vec![Span { addr: at, bytes: half }, Span { addr: at + half, bytes: bytes - half }];
+                // SAFETY: the source is kept until all bodies have ended.
+                unsafe { link.send_body(peer, turn as u64, pieces, done()) }.unwrap();
+                sources.push(source);
+                let mut target = vec![0u8; bytes];
+                let pieces = vec![Span { addr: target.as_mut_ptr() as usize, bytes }];
+                // SAFETY: as above; moving a vector does not move its memory.
+                unsafe { link.receive_body(peer, turn as u64, pieces, done()) }.unwrap();
+                targets.push((target, data(bytes, [peer, me, turn, 2])));
+            }
+        }
+        let mut next = [0; 3];
+        for _ in 0..TURNS * 2 {
+            let (peer, message) = mail.recv_timeout(PATIENT).unwrap();
+            assert_eq!(message, Some(data(next[peer] * 100, [peer, me, next[peer], 1])), "from {peer}");
+            next[peer] += 1;
+        }
+        let until = Instant::now() + PATIENT;
+        while ended.load(Ordering::SeqCst) < TURNS * 4 {
+            assert!(Instant::now() < until, "{} bodies have ended", ended.load(Ordering::SeqCst));
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert!(targets.iter().all(|(came, expected)| came == expected));
+        drop(awaited);
+    });
+}
+
+#[test]
+fn a_wait_ends_when_the_link_is_cut_on_either_side() {
+    let (wires, store) = (wires(2), Memory::default());
+    as_ranks(&wires, &store, 1, |me, link| {
+        if me == 0 {
+            std::thread::sleep(Duration::from_millis(50));
+            link.cut();
+            assert!(link.send(1, 0, vec![0; 8], 8).is_err());
+            return;
+        }
+        let long = link.receive(0, 1, vec![0; 1 << 20], 1 << 20).unwrap();
+        let short = link.receive(0, 0, vec![0; 8], 8).unwrap();
+        let begin = Instant::now();
+        assert_eq!(short.wait(PATIENT).unwrap_err(), "Connection closed by peer");
+        assert_eq!(long.wait(PATIENT).unwrap_err(), "Connection closed by peer");
+        assert!(begin.elapsed() < PATIENT / 2);
+        assert!(link.receive(0, 0, vec![0; 8], 8).is_err());
+    });
+    // A thread of the same rank.
+    as_ranks(&wires, &store, 2, |me, link| {
+        if me == 1 {
+            let link = Arc::new(link);
+            let other = Arc::clone(&link);
+            let cutting = std::thread::spawn(move || {
+                std::thread::sleep(Duration::from_millis(50));
+                other.cut();
+            });
+            let text = link.receive(0, 0, vec![0; 8], 8).unwrap().wait(PATIENT).unwrap_err();
+            assert!(text.contains("ended on this rank"), "{text}");
+            cutting.join().unwrap();
+        } else {
+            let text = link.receive(1, 0, vec![0; 8], 8).unwrap().wait(PATIENT).unwrap_err();
+            assert_eq!(text, "Connection closed by peer");
+        }
+    });
+}
+
+#[test]
+fn what_was_sent_before_the_link_was_cut_is_received() {
+    let (wires, store) = (wires(2), Memory::default());
+    as_ranks(&wires, &store, 1, |me, link| {
+        if me == 0 {
+            for turn in 0..100 {
+                link.send(1, 0, data(1000, [turn, 0, 0, 0]), 1000).unwrap().wait(PATIENT).unwrap();
+            }
+            return; // drops it
+        }
+        for turn in 0..100 {
+            let came = link.receive(0, 0, vec![0; 1000], 1000).unwrap().wait(PATIENT).unwrap();
+            assert!(came == data(1000, [turn, 0, 0, 0]));
+        }
+        assert!(link.receive(0, 0, vec![0; 8], 8).and_then(|one| Ok(one.wait(PATIENT).is_err())).unwrap_or(true));
+    });
+}
+
+#[test]
+fn memory_of_a_body_is_not_used_after_the_link_was_cut() {
+    let (wires, store) = (wires(2), Memory::default());
+    as_ranks(&wires, &store, 1, |me, link| {
+        let (sender, ended) = channel();
+        let done = move |outcome: std::result::Result<(), String>| drop(sender.send(outcome));
+        let mut memory = vec![me as u8 + 1; 64 << 20];
+        let pieces = vec![Span { addr: memory.as_mut_ptr() as usize, bytes: memory.len() }];
+        // SAFETY: the memory is kept until the body has ended.
+        unsafe {
+            match me {
+                0 => link.send_body(1, 5, pieces, Box::new(done)).unwrap(),
+                _ => link.receive_body(0, 5, pieces, Box::new(done)).unwrap(),
+            }
+        }
+        std::thread::sleep(Duration::from_millis(5 * me as u64));
+        if me == 1 {
+            link.cut();
+            let before = memory.clone();
+            assert!(ended.recv_timeout(PATIENT).is_ok());
+            std::thread::sleep(Duration::from_millis(30));
+            assert!(before == memory, "received after the cut");
+        } else {
+            assert!(ended.recv_timeout(PATIENT).is_ok(), "the peer cut it, so it ends one way or the other");
+        }
+    });
+}
+
+#[test]
+fn further_groups_use_the_same_connections_and_the_last_one_closes_them() {
+    let (wires, store) = (wires(4), Memory::default());
+    let open = || wires.iter().map(|wire| wire.open_connections()).collect::<Vec<_>>();
+    let first = as_ranks(&wires, &store, 1, |_, link| link);
+    assert_eq!(open(), [3, 3, 3, 3]);
+    let mut others: Vec<Vec<WireLink>> = (2..8).map(|group| as_ranks(&wires, &store, group, |_, link| link)).collect();
+    others.push(as_ranks(&wires[1..3], &store, 8, |_, link| link));
+    assert_eq!(open(), [3, 3, 3, 3]);
+    drop((first, others));
+    assert_eq!(open(), [0, 0, 0, 0]);
+    // And again, while the old connections are being closed.
+    for group in 10..30 {
+        as_ranks(&wires, &store, group, |me, link| {
+            let next = link.send((me + 1) % 4, 0, vec![me as u8; 8], 8).unwrap();
+            let came = link.receive((me + 3) % 4, 0, vec![0; 8], 8).unwrap().wait(PATIENT).unwrap();
+            assert_eq!(came[0] as usize, (me + 3) % 4);
+            next.wait(PATIENT).unwrap();
+        });
+    }
+}
+
+#[test]
+fn strangers_are_turned_away_and_harm_nobody() {
+    let (wires, store) = (wires(2), Memory::default());
+    as_ranks(&wires, &store, 1, |me, link| {
+        let port: u16 = String::from_utf8(
+            store.try_get(&format!("wire/{:032x}/{me}", u128::from_be_bytes([1; 16]))).unwrap().unwrap(),
+        )
+        .unwrap()
+        .split(' ')
+        .nth(1)
+        .unwrap()
+        .parse()
+        .unwrap();
+        let mut strangers = Vec::new();
+        for said in [
+            &b"GET / HTTP/1.1\r\nHost: anybody, and more of it\r\n\r\n"[..],
+            &[0; 40],
+            b"sagewir1",
+            b"sagewir1 but of another process that is",
+        ] {
+            let mut stranger = TcpStream::connect(("127.0.0.1", port)).unwrap();
+            stranger.write_all(said).unwrap();
+            strangers.push((stranger, said.len()));
+        }
+        for turn in 0..50 {
+            let sent = link.send(1 - me, 0, data(5000, [me, turn, 0, 0]), 5000).unwrap();
+            let came = link.receive(1 - me, 0, vec![0; 5000], 5000).unwrap().wait(PATIENT).unwrap();
+            assert!(came == data(5000, [1 - me, turn, 0, 0]));
+            sent.wait(PATIENT).unwrap();
+        }
+        for (mut stranger, said) in strangers.into_iter().filter(|(_, said)| *said >= 40) {
+            stranger.set_read_timeout(Some(PATIENT)).unwrap();
+            let mut answer = Vec::new();
+            // Closed with or without a reset, and without an answer.
+            let _ = stranger.read_to_end(&mut answer);
+            assert!(answer.is_empty(), "{said} bytes were answered");
+        }
+    });
+}
+
+#[test]
+fn a_rank_that_does_not_come_is_named_at_the_deadline() {
+    let (wires, store) = (wires(1), Memory::default());
+    let place = Place { timeout: Duration::from_millis(100), ..place(&store, 1, 0, 2) };
+    let text = join(&wires[0], &place).err().expect("nobody else comes").text().to_string();
+    assert!(text.contains("Timed out after 100 ms: rank 1 has not said where it listens"), "{text}");
+    // One that has written its address and died.
+    let gone = format!("wire/{:032x}/1", u128::from_be_bytes([1; 16]));
+    store.set(&gone, format!("{:032x} 1 127.0.0.1", u128::MAX).as_bytes()).unwrap();
+    let text = join(&wires[0], &place).err().expect("nobody listens there").text().to_string();
+    assert!(text.contains("rank 1 at 127.0.0.1:1: Connection refused"), "{text}");
+}
