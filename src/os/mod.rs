@@ -1,5 +1,8 @@
 pub mod clock;
 pub mod event_count;
 pub mod futex;
+mod random;
 pub mod topology;
 pub mod watch;
+
+pub use self::random::random;

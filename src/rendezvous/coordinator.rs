@@ -11,8 +11,9 @@ use super::{
     DECISION_KEY, Met, Outcome, SegmentBytes, Session, WAITS, answer_key, hello_bytes, record_key, unix_socket,
 };
 use crate::config::Config;
-use crate::engine::shm::memory::segment::{Segment, random};
+use crate::engine::shm::memory::segment::Segment;
 use crate::error::{Error, Result};
+use crate::os::random;
 use crate::os::topology;
 
 /// The outcome of one attempt to share memory.

@@ -46,9 +46,10 @@ use self::messages::{Body, Identity, Nonce, PROTOCOL, Record};
 use self::peers::{GroupPeers, KnownPeers, Process};
 use crate::config::Config;
 use crate::engine::shm::memory::layout::Layout;
-use crate::engine::shm::memory::segment::{Segment, random};
+use crate::engine::shm::memory::segment::Segment;
 use crate::error::{Error, Result};
 use crate::host::{Host, Store};
+use crate::os::random;
 use crate::os::watch::{End, Source};
 
 /// The parts of a group over shared memory.

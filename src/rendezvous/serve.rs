@@ -9,8 +9,8 @@ use super::coordinator::{Coordinator, MemoryToShare, Step};
 use super::messages::{Answer, Hello, Mode, Nonce, Offer, Record};
 use super::peers::{GroupPeers, Process};
 use super::{Met, acquaint, has_signed, make_ready, sign, unix_socket};
-use crate::engine::shm::memory::segment::random;
 use crate::error::Result;
+use crate::os::random;
 use crate::os::topology;
 
 /// Largest number of ranks for which process descriptors are passed around; their number is the square of the ranks.

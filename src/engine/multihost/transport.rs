@@ -11,7 +11,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::link::{Link, Transfer};
 use crate::error::{Error, Result};
@@ -388,8 +388,11 @@ pub fn tell_fault(link: &dyn Link, lanes: usize, peers: &[usize], error: &Error)
             telling.extend(link.send(*peer, lane, buffer, bytes));
         }
     }
-    // The link's own thread sends them; a message that it cannot send in this time is lost with the connection.
-    std::thread::sleep(Duration::from_millis(if telling.is_empty() { 0 } else { 20 }));
+    // A message that the system does not take in this time is lost.
+    let until = Instant::now() + Duration::from_millis(20);
+    for transfer in telling {
+        let _ = transfer.wait(until.saturating_duration_since(Instant::now()));
+    }
 }
 
 /// The fault that a peer sent, as this rank's error.

@@ -10,10 +10,10 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
-use super::connection::{Connection, Outgoing};
+use super::connection::{Connection, Outgoing, Receiver};
 use super::frame::{Frame, HEAD, Kind};
 use super::memory::Memory;
-use super::transfer::{End, Event, Events, Slot};
+use super::transfer::{End, Event, Events, Slot, Target};
 use super::{Counted, ProcessId, Wire};
 use crate::engine::multihost::link::{Done, LONGEST_MAIL, Link, Mail, Mailbox, Transfer};
 use crate::error::{Error, Result};
@@ -25,37 +25,6 @@ const SHORT: usize = 16 << 10;
 const WINDOW: usize = 1 << 20;
 /// Bodies of lanes are numbered by their tags, in a range that messages of programs do not use.
 const OF_LANE: u64 = 1 << 63;
-
-/// Where the data of a frame goes.
-pub enum Target {
-    Discard,
-    /// A message or mail without a posted receive.
-    Fresh(Vec<u8>),
-    Posted(Memory, End),
-}
-
-impl Target {
-    pub fn memory(&self) -> Option<&Memory> {
-        match self {
-            Target::Posted(memory, _) => Some(memory),
-            Target::Discard | Target::Fresh(_) => None,
-        }
-    }
-
-    pub fn write(&mut self, from: usize, data: &[u8]) {
-        match self {
-            Target::Discard => (),
-            Target::Fresh(buffer) => buffer.extend_from_slice(data),
-            Target::Posted(memory, _) => memory.write(from, data),
-        }
-    }
-
-    pub fn fail(self, why: &str, events: &mut Events) {
-        if let Target::Posted(memory, end) = self {
-            end.tell(Err(why.to_string()), memory, events);
-        }
-    }
-}
 
 /// A posted receive, or a send that waits.
 struct Waiting {
@@ -214,59 +183,10 @@ impl Channel {
         others.map(|(rank, peer)| (rank, peer.process, lives(peer))).collect()
     }
 
-    /// Why a peer that had joined is lost, if one is.
-    pub fn loss(&self) -> Option<(usize, String)> {
-        let state = self.lock();
-        state.peers.iter().enumerate().find_map(|(rank, peer)| Some((rank, peer.lost.clone()?)))
-    }
-
     // ------------------------------------------------------------------------------------------------------ receiving
 
     fn rank_of(&self, peer: ProcessId) -> std::result::Result<usize, String> {
         self.ranks.get(&peer).copied().ok_or_else(|| "it sent a frame of a group that it is not in".to_string())
-    }
-
-    /// A frame without data.
-    pub fn control(
-        &self,
-        wire: &Wire,
-        connection: &Connection,
-        frame: Frame,
-        events: &mut Events,
-    ) -> std::result::Result<(), String> {
-        let rank = self.rank_of(connection.peer)?;
-        let mut state = self.lock();
-        let peer = &mut state.peers[rank];
-        if !peer.leads_by(connection.token) {
-            return Ok(());
-        }
-        match frame.kind {
-            Kind::Hello => {
-                peer.joined = true;
-                events.ended = true;
-            }
-            Kind::Credit => {
-                peer.window = (peer.window + frame.number as usize).min(WINDOW);
-                while let Some((_, next)) = peer.queued.front()
-                    && HEAD + next.bytes <= peer.window
-                {
-                    let (tag, Waiting { memory, bytes, end, .. }) = peer.queued.pop_front().expect("just seen");
-                    peer.window -= HEAD + bytes;
-                    let frame = Frame { tag, ..Frame::new(Kind::Message, self.id, bytes) };
-                    connection.push(wire, Outgoing::new(frame, memory, end), events);
-                }
-            }
-            Kind::Want => match pop(&mut peer.unwanted, frame.number, false) {
-                Some(waiting) => self.send_wanted(wire, connection, frame, waiting, events),
-                None => push(&mut peer.wanted, frame.number, frame.bytes),
-            },
-            Kind::Cut => {
-                drop(state);
-                self.lose(rank, "Connection closed by peer", events);
-            }
-            Kind::Message | Kind::Mail | Kind::Body => (),
-        }
-        Ok(())
     }
 
     /// Sends a body to a peer that wants `frame.bytes`.
@@ -278,69 +198,6 @@ impl Channel {
         }
         let frame = Frame { number: frame.number, ..self.frame(Kind::Body, bytes) };
         connection.push(wire, Outgoing::new(frame, memory, end), events);
-    }
-
-    /// Where the data of this frame goes.
-    pub fn begin(&self, peer: ProcessId, frame: &Frame) -> std::result::Result<Target, String> {
-        let rank = self.rank_of(peer)?;
-        let mut state = self.lock();
-        let longest = match frame.kind {
-            Kind::Message => SHORT,
-            Kind::Mail => LONGEST_MAIL,
-            _ => usize::MAX,
-        };
-        if frame.data() > longest {
-            return Err(format!("it sent a message of {} bytes where {longest} are allowed", frame.data()));
-        }
-        if state.cut {
-            return Ok(Target::Discard);
-        }
-        let peer = &mut state.peers[rank];
-        let posted = match frame.kind {
-            Kind::Message => pop(&mut peer.posted, frame.tag, true),
-            Kind::Body => match pop(&mut peer.wants, frame.number, false) {
-                None => return Ok(Target::Discard), // it was given up
-                found => found,
-            },
-            _ => None,
-        };
-        let Some(Waiting { memory, bytes, end, .. }) = posted else {
-            return Ok(Target::Fresh(Vec::with_capacity(frame.data())));
-        };
-        if frame.data() > bytes || (frame.kind == Kind::Body && frame.data() != bytes) {
-            return Err(format!("a message of {} bytes matched a receive of {bytes}", frame.data()));
-        }
-        Ok(Target::Posted(memory, end))
-    }
-
-    /// The data of a frame is there.
-    pub fn finish(&self, wire: &Wire, connection: &Connection, frame: &Frame, target: Target, events: &mut Events) {
-        let Ok(rank) = self.rank_of(connection.peer) else { return };
-        match target {
-            Target::Discard => (),
-            Target::Posted(memory, end) => {
-                if frame.kind == Kind::Message {
-                    self.take(wire, rank, frame.data(), events);
-                }
-                end.tell(Ok(()), memory, events);
-            }
-            Target::Fresh(data) if frame.kind == Kind::Mail => {
-                events.list.push(Event::Mail(self.owned(), rank, data));
-            }
-            Target::Fresh(data) => {
-                let mut state = self.lock();
-                let peer = &mut state.peers[rank];
-                // A receive may have been posted meanwhile.
-                match pop(&mut peer.posted, frame.tag, true) {
-                    Some(Waiting { end, .. }) => {
-                        drop(state);
-                        self.take(wire, rank, frame.data(), events);
-                        end.tell(Ok(()), Memory::Owned(data), events);
-                    }
-                    None => push(&mut peer.arrived, frame.tag, data),
-                }
-            }
-        }
     }
 
     /// A receive has taken a short message: its sender may send more.
@@ -369,7 +226,8 @@ impl Channel {
         drop(state);
         all.into_iter().for_each(|one| one.end.tell(Err(why.to_string()), one.memory, events));
         events.ended = true;
-        events.list.push(Event::Lost(self.owned(), rank, why.to_string()));
+        let (channel, why) = (self.owned(), why.to_string());
+        events.list.push(Event::Call(Box::new(move || channel.give_loss(rank, &why))));
     }
 
     /// A connection is gone. A peer that has not joined may connect again.
@@ -427,12 +285,118 @@ impl Channel {
         drop(state);
         let mut events = Events::default();
         for connection in connections {
-            connection.forget(self, why, &mut events);
+            connection.forget(self.id, why, &mut events);
             connection.push(&self.wire, Outgoing::control(self.frame(Kind::Cut, 0)), &mut events);
         }
         left.into_iter().for_each(|one| one.end.tell(Err(why.to_string()), one.memory, &mut events));
         events.ended = true;
         self.wire.defer(events);
+    }
+}
+
+impl Receiver for Channel {
+    fn control(
+        &self,
+        wire: &Wire,
+        connection: &Connection,
+        frame: Frame,
+        events: &mut Events,
+    ) -> std::result::Result<(), String> {
+        let rank = self.rank_of(connection.peer)?;
+        let mut state = self.lock();
+        let peer = &mut state.peers[rank];
+        if !peer.leads_by(connection.token) {
+            return Ok(());
+        }
+        match frame.kind {
+            Kind::Hello => {
+                peer.joined = true;
+                events.ended = true;
+            }
+            Kind::Credit => {
+                peer.window = (peer.window + frame.number as usize).min(WINDOW);
+                while let Some((_, next)) = peer.queued.front()
+                    && HEAD + next.bytes <= peer.window
+                {
+                    let (tag, Waiting { memory, bytes, end, .. }) = peer.queued.pop_front().expect("just seen");
+                    peer.window -= HEAD + bytes;
+                    let frame = Frame { tag, ..Frame::new(Kind::Message, self.id, bytes) };
+                    connection.push(wire, Outgoing::new(frame, memory, end), events);
+                }
+            }
+            Kind::Want => match pop(&mut peer.unwanted, frame.number, false) {
+                Some(waiting) => self.send_wanted(wire, connection, frame, waiting, events),
+                None => push(&mut peer.wanted, frame.number, frame.bytes),
+            },
+            Kind::Cut => {
+                drop(state);
+                self.lose(rank, "Connection closed by peer", events);
+            }
+            Kind::Message | Kind::Mail | Kind::Body => (),
+        }
+        Ok(())
+    }
+
+    fn begin(&self, peer: ProcessId, frame: &Frame) -> std::result::Result<Target, String> {
+        let rank = self.rank_of(peer)?;
+        let mut state = self.lock();
+        let longest = match frame.kind {
+            Kind::Message => SHORT,
+            Kind::Mail => LONGEST_MAIL,
+            _ => usize::MAX,
+        };
+        if frame.data() > longest {
+            return Err(format!("it sent a message of {} bytes where {longest} are allowed", frame.data()));
+        }
+        if state.cut {
+            return Ok(Target::Discard);
+        }
+        let peer = &mut state.peers[rank];
+        let posted = match frame.kind {
+            Kind::Message => pop(&mut peer.posted, frame.tag, true),
+            Kind::Body => match pop(&mut peer.wants, frame.number, false) {
+                None => return Ok(Target::Discard), // it was given up
+                found => found,
+            },
+            _ => None,
+        };
+        let Some(Waiting { memory, bytes, end, .. }) = posted else {
+            return Ok(Target::Fresh(Vec::with_capacity(frame.data())));
+        };
+        if frame.data() > bytes || (frame.kind == Kind::Body && frame.data() != bytes) {
+            return Err(format!("a message of {} bytes matched a receive of {bytes}", frame.data()));
+        }
+        Ok(Target::Posted(memory, end))
+    }
+
+    fn finish(&self, wire: &Wire, connection: &Connection, frame: &Frame, target: Target, events: &mut Events) {
+        let Ok(rank) = self.rank_of(connection.peer) else { return };
+        match target {
+            Target::Discard => (),
+            Target::Posted(memory, end) => {
+                if frame.kind == Kind::Message {
+                    self.take(wire, rank, frame.data(), events);
+                }
+                end.tell(Ok(()), memory, events);
+            }
+            Target::Fresh(data) if frame.kind == Kind::Mail => {
+                let channel = self.owned();
+                events.list.push(Event::Call(Box::new(move || channel.give_mail(rank, data))));
+            }
+            Target::Fresh(data) => {
+                let mut state = self.lock();
+                let peer = &mut state.peers[rank];
+                // A receive may have been posted meanwhile.
+                match pop(&mut peer.posted, frame.tag, true) {
+                    Some(Waiting { end, .. }) => {
+                        drop(state);
+                        self.take(wire, rank, frame.data(), events);
+                        end.tell(Ok(()), Memory::Owned(data), events);
+                    }
+                    None => push(&mut peer.arrived, frame.tag, data),
+                }
+            }
+        }
     }
 }
 

@@ -12,11 +12,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use once_cell::sync::OnceCell;
 
-use super::channel::{Channel, Target};
 use super::frame::{Frame, HEAD, Kind};
 use super::memory::{Memory, Pieces};
 use super::sockets;
-use super::transfer::{End, Events};
+use super::transfer::{End, Events, Target};
 use super::{ProcessId, Wire};
 use crate::os::watch;
 use crate::types::Span;
@@ -72,6 +71,22 @@ impl Outgoing {
     }
 }
 
+/// Takes the frames of one group. Called under the reading side's lock.
+pub trait Receiver: Send + Sync {
+    /// A frame without data. An error ends the connection.
+    fn control(
+        &self,
+        wire: &Wire,
+        from: &Connection,
+        frame: Frame,
+        events: &mut Events,
+    ) -> std::result::Result<(), String>;
+    /// Where the data of this frame goes. An error ends the connection.
+    fn begin(&self, peer: ProcessId, frame: &Frame) -> std::result::Result<Target, String>;
+    /// The data of a frame is there.
+    fn finish(&self, wire: &Wire, from: &Connection, frame: &Frame, target: Target, events: &mut Events);
+}
+
 /// What is being read.
 struct In {
     buffer: Box<[u8]>,
@@ -82,7 +97,7 @@ struct In {
 
 struct Incoming {
     frame: Frame,
-    channel: Option<Arc<Channel>>,
+    channel: Option<Arc<dyn Receiver>>,
     target: Target,
     got: usize,
 }
@@ -276,7 +291,7 @@ impl Connection {
                 let Some(head) = inn.buffer[inn.from..inn.to].first_chunk::<HEAD>() else { return Ok(()) };
                 let frame = Frame::read(head).ok_or("it sent what is no frame")?;
                 inn.from += HEAD;
-                let channel = wire.channel(frame.channel);
+                let channel = wire.receiver(frame.channel);
                 if frame.data() == 0 && !matches!(frame.kind, Kind::Message | Kind::Mail | Kind::Body) {
                     match channel {
                         Some(channel) => channel.control(wire, self, frame, events)?,
@@ -312,10 +327,10 @@ impl Connection {
     // ------------------------------------------------------------------------------------------------- what ends early
 
     /// No memory of this channel's transfers is used from now on: what has begun goes on from a copy, or to nowhere.
-    pub fn forget(&self, channel: &Channel, why: &str, events: &mut Events) {
+    pub fn forget(&self, channel: u64, why: &str, events: &mut Events) {
         let mut inn = self.inn();
         if let Some(current) = inn.current.as_mut()
-            && current.frame.channel == channel.id
+            && current.frame.channel == channel
         {
             std::mem::replace(&mut current.target, Target::Discard).fail(why, events);
         }
@@ -323,9 +338,9 @@ impl Connection {
         let mut out = self.out();
         let (kept, gone): (VecDeque<_>, VecDeque<_>) = std::mem::take(&mut out.queue)
             .into_iter()
-            .partition(|one| one.frame.channel != channel.id || one.sent > 0 || matches!(one.end, End::Nobody));
+            .partition(|one| one.frame.channel != channel || one.sent > 0 || matches!(one.end, End::Nobody));
         out.queue = kept;
-        for one in out.queue.iter_mut().filter(|one| one.frame.channel == channel.id) {
+        for one in out.queue.iter_mut().filter(|one| one.frame.channel == channel) {
             one.data.own();
             std::mem::replace(&mut one.end, End::Nobody).tell(Err(why.to_string()), Memory::Owned(Vec::new()), events);
         }

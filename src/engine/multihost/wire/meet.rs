@@ -103,9 +103,6 @@ pub fn join(wire: &Arc<Wire>, place: &Place) -> Result<WireLink> {
         if missing.is_empty() {
             return Ok(link);
         }
-        if let Some((rank, why)) = channel.loss() {
-            return Err(failed(&format!("lost rank {rank} ({}): {why}", others[rank].address)));
-        }
         if until().is_zero() {
             let (rank, ..) = missing[0];
             return Err(late(place, &format!("no answer from rank {rank} at {}", others[rank].address)));

@@ -37,13 +37,14 @@ use once_cell::sync::OnceCell;
 
 use self::channel::Channel;
 pub use self::channel::WireLink;
-use self::connection::{Connection, Turn};
+use self::connection::{Connection, Receiver, Turn};
 use self::meet::Doors;
 pub use self::meet::{Place, join};
 use self::sockets::{Epoll, Kick, Ready};
 use self::transfer::{Event, Events};
 use crate::error::{Error, Result};
 use crate::os::event_count::WakeWords;
+use crate::os::random;
 use crate::os::watch::PerProcess;
 use crate::os::{event_count, futex, watch};
 
@@ -169,7 +170,7 @@ impl Wire {
     }
 
     pub fn new() -> Result<Arc<Wire>> {
-        let id = u128::from_le_bytes(crate::engine::shm::memory::segment::random()?);
+        let id = u128::from_le_bytes(random()?);
         let make = || -> io::Result<(Epoll, Kick)> {
             let (epoll, kick) = (Epoll::new()?, Kick::new()?);
             epoll.add(std::os::fd::AsRawFd::as_raw_fd(&kick), TOKEN_KICK)?;
@@ -209,6 +210,10 @@ impl Wire {
 
     fn channel(&self, id: u64) -> Option<Arc<Channel>> {
         self.channels.read().unwrap_or_else(PoisonError::into_inner).get(&id).cloned()
+    }
+
+    fn receiver(&self, channel: u64) -> Option<Arc<dyn Receiver>> {
+        self.channel(channel).map(|channel| channel as Arc<dyn Receiver>)
     }
 
     fn all_channels(&self) -> Vec<Arc<Channel>> {
@@ -421,6 +426,9 @@ impl Wire {
     fn hello_too_early(&self, channel: u64, connection: &Connection) {
         const MOST: usize = 1 << 16; // more are those of groups that failed
         let mut early = locked(&self.early);
+        if let Some(known) = self.channel(channel) {
+            return known.has_joined(connection.peer, connection.token); // this rank has joined it meanwhile
+        }
         if early.len() >= MOST {
             early.clear();
         }
@@ -430,9 +438,12 @@ impl Wire {
     /// From now on frames of this channel are taken.
     fn add_channel(&self, channel: &Arc<Channel>) {
         let connections = locked(&self.connections);
-        // Its connections first, so that a greeting on one of them counts.
+        // Nobody looks for the channel until it has its connections. It is found by all frames that come after it has told a
+        // peer that it is there.
+        let mut channels = self.channels.write().unwrap_or_else(PoisonError::into_inner);
+        channels.insert(channel.id, Arc::clone(channel));
         connections.values().for_each(|connection| channel.connect(connection));
-        self.channels.write().unwrap_or_else(PoisonError::into_inner).insert(channel.id, Arc::clone(channel));
+        drop((channels, connections));
         let early = locked(&self.early).remove(&channel.id).unwrap_or_default();
         early.into_iter().for_each(|(process, token)| channel.has_joined(process, token));
     }

@@ -3,7 +3,6 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::channel::Channel;
 use super::memory::Memory;
 use crate::engine::multihost::link::Done;
 
@@ -54,10 +53,41 @@ impl End {
     }
 }
 
+/// Where the data of a frame goes.
+pub enum Target {
+    Discard,
+    /// A message or mail without a posted receive.
+    Fresh(Vec<u8>),
+    Posted(Memory, End),
+}
+
+impl Target {
+    pub fn memory(&self) -> Option<&Memory> {
+        match self {
+            Target::Posted(memory, _) => Some(memory),
+            Target::Discard | Target::Fresh(_) => None,
+        }
+    }
+
+    pub fn write(&mut self, from: usize, data: &[u8]) {
+        match self {
+            Target::Discard => (),
+            Target::Fresh(buffer) => buffer.extend_from_slice(data),
+            Target::Posted(memory, _) => memory.write(from, data),
+        }
+    }
+
+    pub fn fail(self, why: &str, events: &mut Events) {
+        if let Target::Posted(memory, end) = self {
+            end.tell(Err(why.to_string()), memory, events);
+        }
+    }
+}
+
 pub enum Event {
     Done(Done, Outcome),
-    Mail(Arc<Channel>, usize, Vec<u8>),
-    Lost(Arc<Channel>, usize, String),
+    /// Mail for a mailbox, or the loss of a peer.
+    Call(Box<dyn FnOnce() + Send>),
 }
 
 /// What is to be done when no lock of a connection or a channel is held any more.
@@ -74,8 +104,7 @@ impl Events {
         for event in self.list {
             match event {
                 Event::Done(done, outcome) => done(outcome),
-                Event::Mail(channel, peer, message) => channel.give_mail(peer, message),
-                Event::Lost(channel, peer, why) => channel.give_loss(peer, &why),
+                Event::Call(call) => call(),
             }
         }
     }

@@ -315,26 +315,6 @@ pub fn page_size() -> usize {
     usize::try_from(size).unwrap_or(4096)
 }
 
-/// Random bytes from the kernel.
-pub fn random<const N: usize>() -> Result<[u8; N]> {
-    let mut bytes = [0u8; N];
-    let mut filled = 0;
-    while filled < N {
-        // SAFETY: the pointer and length describe the rest of `bytes`.
-        let got = unsafe { libc::getrandom(bytes[filled..].as_mut_ptr().cast(), N - filled, 0) };
-        match usize::try_from(got) {
-            Ok(got) => filled += got,
-            Err(_) => {
-                let error = io::Error::last_os_error();
-                if error.kind() != io::ErrorKind::Interrupted {
-                    return Err(refused("getrandom", error));
-                }
-            }
-        }
-    }
-    Ok(bytes)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

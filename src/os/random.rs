@@ -1,0 +1,25 @@
+//! Random bytes.
+
+#![allow(unsafe_code)] // a system call
+
+use crate::error::{Error, Result};
+
+/// Random bytes from the kernel.
+pub fn random<const N: usize>() -> Result<[u8; N]> {
+    let mut bytes = [0u8; N];
+    let mut filled = 0;
+    while filled < N {
+        // SAFETY: the pointer and length describe the rest of `bytes`.
+        let got = unsafe { libc::getrandom(bytes[filled..].as_mut_ptr().cast(), N - filled, 0) };
+        match usize::try_from(got) {
+            Ok(got) => filled += got,
+            Err(_) => {
+                let error = std::io::Error::last_os_error();
+                if error.kind() != std::io::ErrorKind::Interrupted {
+                    return Err(Error::System(format!("sagellm: getrandom: {error}")));
+                }
+            }
+        }
+    }
+    Ok(bytes)
+}
