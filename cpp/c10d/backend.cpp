@@ -97,7 +97,7 @@ void Rendezvous::connect(const std::string& address) {
 
 c10::intrusive_ptr<SageBackend> Rendezvous::build(BackendPtr delegate) {
   const bool spans_hosts = decided_.spans_hosts;
-  const bool delegated = spans_hosts || !decided_.delegate_reason.empty();
+  const bool delegated = !decided_.delegate_reason.empty();
   if (built_) value_error("build", "this group was built already");
   if (delegated != static_cast<bool>(delegate)) {
     value_error("build", c10::str("the group ", delegated ? "needs a delegate" : "takes no delegate"));
@@ -163,7 +163,7 @@ c10::intrusive_ptr<c10d::Backend> SageBackend::delegate() const {
 void SageBackend::setTimeout(std::chrono::milliseconds timeout) {
   if (timeout.count() < 0)
     value_error("set_timeout", c10::str("timeout is ", timeout.count(), " ms, expected 0 or more"));
-  if (messages_delegated()) delegate()->setTimeout(timeout);
+  if (delegated()) delegate()->setTimeout(timeout);
   options_->timeout = timeout;
   group_->set_timeout(static_cast<uint64_t>(timeout.count()));
 }

@@ -100,8 +100,7 @@ class SageBackend final : public c10d::Backend {
 
   // Groups of torch's backends that were made for this group before it was built.
   struct Others {
-    // Carries all calls of a group with a `delegate_reason`, and the messages of a group that `spans_hosts`; null in
-    // other groups.
+    // Carries all calls of a group with a `delegate_reason`; null in other groups.
     c10::intrusive_ptr<c10d::Backend> delegate;
     std::string delegate_reason;
     bool spans_hosts = false;
@@ -290,15 +289,8 @@ class SageBackend final : public c10d::Backend {
   std::vector<WorkPtr> pending_beside();
   WorkPtr barrier_behind(std::vector<WorkPtr> earlier, const CallDesc& call);
   WorkPtr allreduce_coo(const CallDesc& call);
-  // Hands a message to the delegate. In a group over several hosts the lanes, which carry the collectives, do not see
-  // the message. So at issue it waits for earlier collectives that use its memory, and later collectives on that memory
-  // wait for it (`follow_delegated`). The wait is at issue because the delegate cannot be told to begin later.
-  WorkPtr delegate_message(const CallDesc& call);
-  // Waits for the collectives of the engine that read or write this memory, where either side writes.
-  void wait_for_engine(const std::vector<Strided>& touched);
-  // The same for calls that the delegate carries, as `add_delegated` has noted them.
+  // Waits for the delegate's calls through host memory that read or write this memory, where either side writes.
   void follow_delegated(const std::vector<Strided>& touched);
-  void follow_delegated(c10::ArrayRef<Plan> plans);
   void add_delegated(const WorkPtr& work, std::vector<Strided> touched);
   // Runs `job` on a callback thread; `work` ends when the job ends. Waits for it unless the call is asynchronous.
   static WorkPtr in_background(c10::intrusive_ptr<SageWork> work, bool async, std::function<void()> job);
@@ -309,11 +301,8 @@ class SageBackend final : public c10d::Backend {
   // A hook wants to see the end of works: then synchronous calls have a Work, too.
   bool has_listeners() const { return events_->has_work_hook() || events_->has_completion_hooks(); }
 
-  // The next three say what carries tensors in the CPU's memory.
+  // Whether a delegate carries tensors in the CPU's memory.
   bool delegated() const { return C10_UNLIKELY(!delegate_reason_.empty()); }
-  // Messages of a group over several hosts go by the delegate: a receive from anyone cannot watch two transports.
-  bool messages_delegated() const { return delegated() || spans_hosts_; }
-  bool is_delegated(const CallDesc& call) const { return delegated() || (spans_hosts_ && call.is_message()); }
   bool is_root(const CallDesc& call) const { return call.root == getRank(); }
   Carrier own_engine(c10::Device device) const {
     return {getRank(), getSize(), device, false, false, options_->as_gloo};
@@ -406,7 +395,7 @@ class Rendezvous {
 
   // Why a delegate must serve the whole group, or empty.
   std::string delegate_reason() const { return std::string(decided_.delegate_reason); }
-  // True when the group must be connected, and needs a delegate for its messages.
+  // True when the group must be connected.
   bool spans_hosts() const { return decided_.spans_hosts; }
   // Equal on all ranks, and unique to this attempt to make a group.
   std::string id() const { return std::string(decided_.id); }
@@ -422,8 +411,7 @@ class Rendezvous {
   // called it, or the timeout of the options. Call without the GIL.
   void connect(const std::string& address);
 
-  // Builds the group, once. `delegate` is needed where there is a reason for one or the group spans hosts. Call without the
-  // GIL.
+  // Builds the group, once. `delegate` is needed where there is a reason for one. Call without the GIL.
   c10::intrusive_ptr<SageBackend> build(BackendPtr delegate);
 
  private:

@@ -1,6 +1,5 @@
-// Calls that the core does not order, and how they are kept in order with the others: messages that a delegate carries
-// in a group over several hosts, a delegate's calls through host memory, and sparse all-reduces, which are made of
-// messages.
+// Calls that the core does not order, and how they are kept in order with the others: a delegate's calls through host
+// memory, and sparse all-reduces, which are made of messages.
 #include "c10d/beside.hpp"
 
 #include <algorithm>
@@ -11,35 +10,6 @@
 #include "work/callbacks.hpp"
 
 namespace sagellm {
-
-bool SharedMessage::wait(std::chrono::milliseconds timeout) {
-  // Without the mutex, which a thread of the parent may have held at the fork.
-  if (inherited()) return ended() ? well_ : JoinedWork::wait(timeout);
-  const std::lock_guard<std::mutex> lock(waiting_);
-  if (!ended()) {
-    well_ = JoinedWork::wait(timeout);
-    ended_.store(true, std::memory_order_release);
-  }
-  return well_;
-}
-
-SageBackend::WorkPtr SageBackend::delegate_message(const CallDesc& call) {
-  const Tensors& tensors = call.outputs.list();
-  const bool usual = tensors.size() == 1 && tensors[0].defined() && tensors[0].layout() == at::kStrided;
-  if (delegated() || !usual) return by_delegate(call);
-  refuse_forked();
-  std::vector<Strided> touched;
-  if (tensors[0].numel() > 0) touched.push_back(runs_of(tensors[0], call.kind == Kind::kRecv));
-  wait_for_engine(touched);
-  follow_delegated(touched);
-  auto work = c10::make_intrusive<SharedMessage>(getRank(), call.label.type, by_delegate(call));
-  add_delegated(work, std::move(touched));
-  return work;
-}
-
-void SageBackend::wait_for_engine(const std::vector<Strided>& touched) {
-  for (const Strided& runs : touched) checked([&] { group_->wait_for_memory(extent(runs), runs.written); });
-}
 
 void SageBackend::add_delegated(const WorkPtr& work, std::vector<Strided> touched) {
   const std::lock_guard<std::mutex> lock(beside_mutex_);
@@ -61,20 +31,6 @@ void SageBackend::follow_delegated(const std::vector<Strided>& touched) {
   }
   // Their own Works report how they ended.
   for (const WorkPtr& work : earlier) (void)failure_of([&] { work->wait(kNoTimeout); });
-}
-
-void SageBackend::follow_delegated(c10::ArrayRef<Plan> plans) {
-  {
-    const std::lock_guard<std::mutex> lock(beside_mutex_);
-    if (delegated_calls_.empty()) return;
-  }
-  std::vector<Strided> touched;
-  for (const Plan& plan : plans) {
-    for (const Piece& piece : plan.inputs()) touched.push_back(run_of(piece, false));
-    for (const Piece& piece : plan.outputs()) touched.push_back(run_of(piece, true));
-    touched.insert(touched.end(), plan.touched().begin(), plan.touched().end());
-  }
-  follow_delegated(touched);
 }
 
 SageBackend::WorkPtr SageBackend::in_background(c10::intrusive_ptr<SageWork> work, bool async,

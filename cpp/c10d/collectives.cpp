@@ -189,7 +189,7 @@ SageBackend::WorkPtr SageBackend::behind_devices(WorkPtr work, bool async) {
 }
 
 void SageBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
-  if (messages_delegated()) {
+  if (delegated()) {
     const auto other = delegate();
     try {
       return other->monitoredBarrier(opts, wait_all_ranks);

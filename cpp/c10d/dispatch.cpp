@@ -79,11 +79,9 @@ SageBackend::WorkPtr SageBackend::carry(CallDesc& call) {
 }
 
 SageBackend::WorkPtr SageBackend::on_cpu(const CallDesc& call) {
-  if (C10_UNLIKELY(is_delegated(call))) return call.is_message() ? delegate_message(call) : by_delegate(call);
-  if (C10_UNLIKELY(call.is_sparse_all_reduce())) {
-    // It is made of messages.
-    return beside(spans_hosts_ ? by_delegate(call) : allreduce_coo(call));
-  }
+  if (delegated()) return by_delegate(call);
+  // It is made of messages.
+  if (C10_UNLIKELY(call.is_sparse_all_reduce())) return beside(allreduce_coo(call));
   Plans plans = lower(call, own_engine(c10::kCPU));
   return submit(plans, call);
 }
@@ -108,10 +106,6 @@ SageBackend::WorkPtr SageBackend::by_delegate(const CallDesc& call, bool host_st
 // ------------------------------------------------------------------------------------------------ the CPU's engine
 
 SageBackend::WorkPtr SageBackend::submit(Plans& plans, const CallDesc& call) {
-  if (C10_UNLIKELY(spans_hosts_)) {
-    refuse_forked();
-    follow_delegated(plans);
-  }
   if (region_.open()) {
     // Also a synchronous call does not wait inside a region; the Work of the region's end covers it.
     WorkPtr work = submit_async(plans, call, true);

@@ -32,7 +32,7 @@ std::vector<uint32_t> unsigned_ranks(const std::vector<int>& ranks) {
 }  // namespace
 
 void SageBackend::run_own(const CallDesc& call, CallDesc::Delegate delegate) {
-  if (is_delegated(call)) {
+  if (delegated()) {
     if (const WorkPtr work = delegate(*this->delegate(), call)) work->wait();
     return;
   }

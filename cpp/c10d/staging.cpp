@@ -78,7 +78,7 @@ void SageBackend::wait_for_stream(const char* op, c10::Device device) {
 }
 
 SageBackend::WorkPtr SageBackend::through_host(const CallDesc& call, c10::Device device) {
-  if (is_delegated(call)) return through_host_by_delegate(call, device);
+  if (delegated()) return through_host_by_delegate(call, device);
   Plans plans = lower(call, own_engine(device));
   wait_for_stream(call.op, device);
   for (Plan& plan : plans) {
@@ -104,7 +104,6 @@ SageBackend::WorkPtr SageBackend::through_host_by_delegate(const CallDesc& call,
   DeferredRelease::instance().release();
   const c10::Stream side = staging_streams_.side(device);
   // A delegate promises no order between operations on the same memory, so this waits for the earlier ones.
-  wait_for_engine(touched);
   follow_delegated(touched);
   {
     const c10::StreamGuard on(side);

@@ -100,10 +100,6 @@ Piece extent(const Strided& runs) {
   return {runs.addr, last};
 }
 
-Strided run_of(const Piece& piece, bool written) {
-  return {piece.addr, piece.bytes, {1, 1, 1, 1}, {}, written};
-}
-
 bool overlap(const Piece& a, const Piece& b) {
   return a.bytes > 0 && b.bytes > 0 && a.addr < b.addr + b.bytes && b.addr < a.addr + a.bytes;
 }

@@ -47,7 +47,6 @@ Piece extent(const at::Tensor& tensor);
 
 // The bytes of a strided tensor; from the first to the last where its layout has too many dimensions.
 Strided runs_of(const at::Tensor& tensor, bool written);
-Strided run_of(const Piece& piece, bool written);
 // True when one of the two lists writes a byte that the other reads or writes.
 bool conflict(const std::vector<Strided>& one, const std::vector<Strided>& other);
 Piece extent(const Strided& runs);

@@ -2,15 +2,19 @@
 //! tests alone, which need neither processes nor a network. It runs no schedule itself, and its links say nothing of real
 //! ones, so `simulate --check` has its own executor (`torch_ext/torch_sagellm/cli/measure.py`).
 
-use std::collections::{HashMap, HashSet, VecDeque};
+#![allow(unsafe_code)] // copies bodies between the memory of two ranks
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::multihost::link::{Link, Transfer};
+use super::multihost::link::{Done, LONGEST_MAIL, Link, Mail, Mailbox, Transfer};
+use super::pieces::{Pieces, transfer};
 use super::shm::memory::area::Area;
 use super::shm::memory::layout::Layout;
 use super::shm::memory::segment::Segment;
 use crate::error::{Error, Result};
+use crate::types::Span;
 
 /// One area per rank, all over the same memory.
 pub fn areas(ranks: usize) -> Result<Vec<Arc<Area>>> {
@@ -20,9 +24,23 @@ pub fn areas(ranks: usize) -> Result<Vec<Arc<Area>>> {
     Ok((0..ranks).map(|me| Arc::new(Area::new(Arc::clone(&segment), layout, me))).collect())
 }
 
-/// Links between ranks that are threads, one per rank. A message is copied into the receiver's queue.
+/// Links between ranks that are threads, one per rank. A message is copied into the receiver's queue. Mail and bodies are
+/// delivered by a thread of the links, or by `Mail::poll`.
 pub fn links(ranks: usize) -> Vec<Arc<dyn Link>> {
     let post = Arc::new(Post::default());
+    post.lock().links = ranks;
+    let theirs = Arc::clone(&post);
+    std::thread::spawn(move || {
+        let mut boxes = theirs.lock();
+        while boxes.links > 0 {
+            drop(boxes);
+            (0..ranks).for_each(|me| while theirs.deliver(me) {});
+            boxes = theirs.lock();
+            if boxes.links > 0 && !(0..ranks).any(|me| boxes.has_mail(me)) {
+                boxes = theirs.changed.wait(boxes).unwrap_or_else(PoisonError::into_inner);
+            }
+        }
+    });
     (0..ranks).map(|me| Arc::new(LocalLink { me, post: Arc::clone(&post) }) as Arc<dyn Link>).collect()
 }
 
@@ -34,6 +52,55 @@ struct Boxes {
     messages: HashMap<Address, VecDeque<Vec<u8>>>,
     /// Ranks that cut their link.
     cut: HashSet<usize>,
+    /// Links that live.
+    links: usize,
+    mailboxes: HashMap<usize, Arc<dyn Mailbox>>,
+    /// What each rank shall be told, in order.
+    mail: HashMap<usize, VecDeque<News>>,
+    /// Bodies that one of the two sides has begun, by sender, receiver and number.
+    bodies: BTreeMap<(usize, usize, u64), HalfBody>,
+    /// Ranks to which a thread delivers now.
+    served: BTreeSet<usize>,
+}
+
+enum News {
+    Came(usize, Vec<u8>),
+    Lost(usize),
+    /// The end of a body.
+    Ended(Done, std::result::Result<(), String>),
+    /// Both sides of a body: this rank receives.
+    Copy {
+        from: Vec<Span>,
+        to: Vec<Span>,
+        done: [Done; 2],
+    },
+}
+
+struct HalfBody {
+    sends: bool,
+    pieces: Vec<Span>,
+    done: Done,
+}
+
+const CUT: &str = "Connection closed by peer";
+
+impl Boxes {
+    fn tell(&mut self, rank: usize, news: News) {
+        self.mail.entry(rank).or_default().push_back(news);
+    }
+
+    /// Whether something can be delivered to a rank.
+    fn has_mail(&self, rank: usize) -> bool {
+        let next = self.mail.get(&rank).and_then(VecDeque::front);
+        next.is_some_and(|news| match news {
+            News::Came(..) | News::Lost(_) => self.mailboxes.contains_key(&rank),
+            _ => true,
+        }) && !self.served.contains(&rank)
+    }
+
+    fn are_cut(&self, a: usize, b: usize) -> bool {
+        self.cut.contains(&a) || self.cut.contains(&b)
+    }
 }
 
 #[derive(Default)]
@@ -48,9 +115,105 @@ impl Post {
     }
 }
 
+impl Post {
+    /// Tells a rank one thing. False where there is none, or another thread is at it.
+    fn deliver(&self, rank: usize) -> bool {
+        let mut boxes = self.lock();
+        if !boxes.has_mail(rank) {
+            return false;
+        }
+        let news = boxes.mail.get_mut(&rank).and_then(VecDeque::pop_front).expect("just seen");
+        boxes.served.insert(rank);
+        let mailbox = boxes.mailboxes.get(&rank).cloned();
+        drop(boxes);
+        match (news, mailbox) {
+            (News::Came(from, message), Some(mailbox)) => mailbox.came(from, message),
+            (News::Lost(from), Some(mailbox)) => mailbox.lost(from, CUT),
+            (News::Ended(done, outcome), _) => done(outcome),
+            (News::Copy { from, to, done }, _) => {
+                let bytes = Pieces(&from).bytes();
+                // SAFETY: both callers keep their memory until `done`, and two ranks share none.
+                unsafe { transfer(Pieces(&from), 0, Pieces(&to), 0, bytes) };
+                done.into_iter().for_each(|done| done(Ok(())));
+            }
+            _ => (),
+        }
+        self.lock().served.remove(&rank);
+        self.changed.notify_all();
+        true
+    }
+
+    fn body(&self, (from, to, number): (usize, usize, u64), me: usize, half: HalfBody) -> Result<()> {
+        let mut boxes = self.lock();
+        if boxes.are_cut(from, to) {
+            return Err(Error::System(CUT.to_string()));
+        }
+        match boxes.bodies.remove(&(from, to, number)) {
+            None => drop(boxes.bodies.insert((from, to, number), half)),
+            Some(other) => {
+                assert!(other.sends != half.sends, "body {number} from {from} to {to} was begun twice by one side");
+                assert_eq!(Pieces(&other.pieces).bytes(), Pieces(&half.pieces).bytes(), "the sides agreed on the size");
+                let (sent, received) = if half.sends { (half, other) } else { (other, half) };
+                let done = [sent.done, received.done];
+                boxes.tell(me, News::Copy { from: sent.pieces, to: received.pieces, done });
+            }
+        }
+        drop(boxes);
+        self.changed.notify_all();
+        Ok(())
+    }
+}
+
 struct LocalLink {
     me: usize,
     post: Arc<Post>,
+}
+
+impl Mail for LocalLink {
+    fn open_mailbox(&self, mailbox: Arc<dyn Mailbox>) {
+        let mut boxes = self.post.lock();
+        boxes.mailboxes.insert(self.me, mailbox);
+        let gone: Vec<usize> = boxes.cut.iter().copied().filter(|peer| *peer != self.me).collect();
+        gone.into_iter().for_each(|peer| boxes.tell(self.me, News::Lost(peer)));
+        drop(boxes);
+        self.post.changed.notify_all();
+    }
+
+    fn mail(&self, peer: usize, message: &[u8]) -> Result<()> {
+        assert!(message.len() <= LONGEST_MAIL);
+        let mut boxes = self.post.lock();
+        if boxes.are_cut(self.me, peer) {
+            return Err(Error::System(CUT.to_string()));
+        }
+        boxes.tell(peer, News::Came(self.me, message.to_vec()));
+        drop(boxes);
+        self.post.changed.notify_all();
+        Ok(())
+    }
+
+    unsafe fn send_body(&self, peer: usize, number: u64, pieces: Vec<Span>, done: Done) -> Result<()> {
+        self.post.body((self.me, peer, number), self.me, HalfBody { sends: true, pieces, done })
+    }
+
+    unsafe fn receive_body(&self, peer: usize, number: u64, pieces: Vec<Span>, done: Done) -> Result<()> {
+        self.post.body((peer, self.me, number), self.me, HalfBody { sends: false, pieces, done })
+    }
+
+    fn await_mail(&self) -> Box<dyn Send> {
+        Box::new(()) // the links' thread reads it anyway
+    }
+
+    fn poll(&self) -> bool {
+        self.post.deliver(self.me)
+    }
+}
+
+impl Drop for LocalLink {
+    fn drop(&mut self) {
+        self.cut();
+        self.post.lock().links -= 1;
+        self.post.changed.notify_all();
+    }
 }
 
 enum LocalTransfer {
@@ -75,7 +238,19 @@ impl Link for LocalLink {
     }
 
     fn cut(&self) {
-        self.post.lock().cut.insert(self.me);
+        let mut boxes = self.post.lock();
+        if boxes.cut.insert(self.me) {
+            let me = self.me;
+            let peers: Vec<usize> = boxes.mailboxes.keys().copied().filter(|peer| *peer != me).collect();
+            peers.into_iter().for_each(|peer| boxes.tell(peer, News::Lost(me)));
+            let mine: Vec<_> = boxes.bodies.keys().filter(|(from, to, _)| *from == me || *to == me).copied().collect();
+            for key @ (from, to, _) in mine {
+                let half = boxes.bodies.remove(&key).expect("just seen");
+                let rank = if half.sends { from } else { to };
+                boxes.tell(rank, News::Ended(half.done, Err(CUT.to_string())));
+            }
+        }
+        drop(boxes);
         self.post.changed.notify_all();
     }
 }
@@ -97,7 +272,7 @@ impl Transfer for LocalTransfer {
                 return Ok(buffer);
             }
             if boxes.cut.contains(&address.0) || boxes.cut.contains(&address.1) {
-                return Err("Connection closed by peer".to_string());
+                return Err(CUT.to_string());
             }
             let left = until.map_or(Duration::from_secs(3600), |until| until.saturating_duration_since(Instant::now()));
             if left.is_zero() {

@@ -7,6 +7,7 @@ pub mod delegate;
 pub mod device;
 pub mod local;
 pub mod multihost;
+pub mod order;
 pub mod pieces;
 pub mod shm;
 pub mod solo;
@@ -16,7 +17,6 @@ use std::sync::atomic::AtomicU32;
 
 use crate::error::{Error, Result};
 use crate::op::Op;
-use crate::op::overlap::Reach;
 use crate::os::event_count::WakeWords;
 use crate::reduce::Kernel;
 use crate::select::OpDesc;
@@ -172,7 +172,7 @@ pub trait Control: Send + Sync {
         false
     }
 
-    /// The engine's own threads run its operations, so waiting threads do not drive them.
+    /// The engine's own threads run its operations, so waiting threads do not drive them but for `poll`.
     fn has_threads(&self) -> bool {
         false
     }
@@ -187,9 +187,15 @@ pub trait Control: Send + Sync {
         false
     }
 
-    /// A pending operation that must end before a delegated message on the memory `reach` starts.
-    fn using(&self, _reach: &Reach) -> Option<Arc<Op>> {
-        None
+    /// Advances without waiting what threads of the program drive although the engine has threads, and ends operations:
+    /// call it without the group's lock. True when something moved.
+    fn poll(&self) -> bool {
+        false
+    }
+
+    /// Whether `poll` may soon have something to move, so that a waiting thread looks often.
+    fn polls(&self) -> bool {
+        false
     }
 
     /// The channel of a monitored barrier, where peers can be reached.
@@ -246,6 +252,12 @@ pub trait Monitor {
     fn decide(&self, turn: u64, failed: bool);
     /// The outcome that rank 0 published: whether it failed. None before that.
     fn decision(&self, turn: u64) -> Option<bool>;
+    /// Why this rank waits in vain, where the engine alone knows of a rank that is gone.
+    fn hopeless(&self, _turn: u64) -> Option<Error> {
+        None
+    }
+    /// This rank no longer waits.
+    fn left_off(&self) {}
 }
 
 /// The channel on which a rank asks another one what its program is doing. Questions are counted, because several ranks
@@ -266,4 +278,6 @@ pub trait Report: Send + Sync {
     fn ended(&self, ended: Ended);
     /// A thread of the engine found a fault; the group announces it and takes the engine's pending operations.
     fn failed(&self, error: Error);
+    /// Something changed for which threads of the program may wait, besides operations.
+    fn changed(&self);
 }

@@ -413,9 +413,6 @@ pub mod ffi {
         /// Starts one operation and finishes it on this thread; the cheapest path.
         /// After any error the group is in the state that the error names, and no longer uses the caller's memory.
         fn run(self: &RustGroup, request: &Request, completion: SharedPtr<Completion>) -> Result<()>;
-        /// In a group over several hosts: waits until no collective that was issued before touches `memory`. A message
-        /// that a delegate carries is about to read it or (`writes`) write it.
-        fn wait_for_memory(self: &RustGroup, memory: &Piece, writes: bool) -> Result<()>;
         /// Rank 0 learns who is missing; the others wait for rank 0. Uses no sequence number, poisons nothing.
         fn monitored_barrier(self: &RustGroup, timeout_ms: i64, wait_all_ranks: bool) -> Result<()>;
         fn state(self: &RustGroup) -> GroupState;

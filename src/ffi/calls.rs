@@ -94,11 +94,6 @@ impl RustGroup {
         })
     }
 
-    pub(super) fn wait_for_memory(&self, memory: &ffi::Piece, writes: bool) -> Outcome<()> {
-        let span = crate::types::Span { addr: memory.addr, bytes: memory.bytes };
-        guarded(|| self.group.wait_for_memory(span, writes))
-    }
-
     pub(super) fn issue(
         &self,
         asked: &ffi::Request<'_>,

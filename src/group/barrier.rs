@@ -17,15 +17,18 @@ impl Group {
         let (Some(monitor), true) = (self.control.monitor(), self.config.size > 1) else { return Ok(()) };
         let turn = self.monitored.fetch_add(1, Ordering::Relaxed) + 1;
         monitor.come(turn);
-        match self.config.rank {
+        let outcome = match self.config.rank {
             0 => self.collect(monitor, turn, timeout, all),
             _ => self.hear(monitor, turn, timeout),
-        }
+        };
+        monitor.left_off();
+        outcome
     }
 
     /// True when the missing ranks will never come.
-    fn is_broken(&self) -> bool {
-        self.any_dead.load(Ordering::Acquire) || self.fault.get().is_some() || self.control.is_poisoned()
+    fn is_broken(&self, monitor: &dyn Monitor, turn: u64) -> bool {
+        let failed = self.any_dead.load(Ordering::Acquire) || self.fault.get().is_some() || self.control.is_poisoned();
+        failed || monitor.hopeless(turn).is_some()
     }
 
     /// Rank 0: waits for the others, and tells them the outcome.
@@ -33,7 +36,8 @@ impl Group {
         let ranks = self.config.size;
         let here = |rank: usize| monitor.has_come(rank, turn);
         let until = Some(Instant::now() + timeout);
-        let outcome = driver::wait_until(self, &*self.host, until, || (1..ranks).all(here) || self.is_broken());
+        let outcome =
+            driver::wait_until(self, &*self.host, until, || (1..ranks).all(here) || self.is_broken(monitor, turn));
         let missing: Vec<String> = (1..ranks).filter(|rank| !here(*rank)).map(|rank| rank.to_string()).collect();
         monitor.decide(turn, !missing.is_empty());
         match (outcome, &missing[..]) {
@@ -60,17 +64,22 @@ impl Group {
         let me = self.config.rank;
         let told = || monitor.decision(turn).is_some();
         let until = Some(Instant::now() + timeout);
-        let outcome = driver::wait_until(self, &*self.host, until, || told() || self.is_broken());
+        let outcome = driver::wait_until(self, &*self.host, until, || told() || self.is_broken(monitor, turn));
         let failed = monitor.decision(turn);
         match outcome {
             Outcome::Done if failed == Some(false) => Ok(()),
             Outcome::Interrupted => Err(Error::Interrupted("sagellm: monitored_barrier was interrupted".to_string())),
-            Outcome::Done if failed.is_none() => Err(self.fault().unwrap_or_else(|| {
-                self.dead_ranks().next().map_or_else(
-                    || self.reported(None).unwrap_or_else(|| Error::Aborted("sagellm: the group failed".to_string())),
-                    |rank| self.death_of(rank, "is in monitored_barrier"),
-                )
-            })),
+            Outcome::Done if failed.is_none() => {
+                Err(self.fault().or_else(|| monitor.hopeless(turn)).unwrap_or_else(|| {
+                    self.dead_ranks().next().map_or_else(
+                        || {
+                            self.reported(None)
+                                .unwrap_or_else(|| Error::Aborted("sagellm: the group failed".to_string()))
+                        },
+                        |rank| self.death_of(rank, "is in monitored_barrier"),
+                    )
+                }))
+            }
             Outcome::Done => Err(Error::Timeout(format!(
                 "sagellm: Rank {me} successfully reached monitoredBarrier, but received errors while waiting for send/recv \
                  from rank 0: another rank is missing or came too late, and rank 0 reports which"

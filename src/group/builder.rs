@@ -232,12 +232,14 @@ impl Parts {
         let (ranks, domain) = (config.size, Domain::numbered(domain));
         let group = Arc::new_cyclic(|this| {
             let engine = engine(Arc::new(LaneReport { group: Weak::clone(this), domain: Arc::clone(&domain) }));
+            let control = engine.control();
             Group {
                 domain,
                 id,
                 generation: watch::generation(),
                 spin_policy,
-                control: engine.control(),
+                has_threads: control.has_threads(),
+                control,
                 policy,
                 host,
                 peers,

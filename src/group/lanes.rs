@@ -54,4 +54,7 @@ impl Report for LaneReport {
             group.poison(error);
         }
     }
+    fn changed(&self) {
+        self.domain.announce_work();
+    }
 }

@@ -58,7 +58,6 @@ use crate::host::NoSignals;
 pub use crate::host::{Completion, Host, Store};
 use crate::op;
 pub use crate::op::Op as CoreOp;
-use crate::op::overlap::Reach;
 use crate::os::watch::Alive;
 use crate::os::{clock, watch};
 use crate::progress::domain::{Domain, Driven, LongWait, SpinPolicy};
@@ -69,7 +68,7 @@ use crate::progress::waits::Waits;
 use crate::rendezvous::peers::Following;
 use crate::select::Policy;
 use crate::stats::Stats;
-use crate::types::{Kind, Request, Span};
+use crate::types::{Kind, Request};
 
 /// What the lock protects.
 struct Inner {
@@ -109,6 +108,8 @@ pub struct Group {
     /// How often the process had been forked when this group was made: a forked child must not touch it.
     generation: u32,
     spin_policy: SpinPolicy,
+    /// `Control::has_threads`.
+    has_threads: bool,
     /// The engine's part that is used without the group's lock.
     control: Arc<dyn Control>,
     /// How algorithms are chosen. Where ranks met, it is rank 0's.
@@ -214,7 +215,7 @@ impl Group {
         };
         // The caller gets an exception and may free the tensors: the group cannot go on with this operation.
         self.poison(error.clone());
-        if self.control.has_threads() {
+        if self.has_threads {
             // One may be in the middle of a copy; poison has cut what it waits for.
             driver::wait_until(self, &NoSignals, None, || core.is_done());
         }
@@ -473,22 +474,16 @@ impl Group {
         self.look_at_long_wait(inner, &Pending::Own(op), now);
         Ok(())
     }
-
-    /// Waits for earlier collectives whose memory conflicts with a message that the delegate is about to carry. Their
-    /// own handles report whether they failed.
-    pub fn wait_for_memory(&self, memory: Span, writes: bool) -> Result<()> {
-        let reach = Reach::of_one(memory, writes);
-        while let Some(op) = self.control.using(&reach) {
-            if driver::wait_until(self, &*self.host, None, || op.is_done()) != Outcome::Done {
-                return Err(Error::Interrupted("sagellm: interrupted while a message waited for its memory".into()));
-            }
-        }
-        Ok(())
-    }
 }
 
 impl Driven for Group {
     fn drive(&self) -> bool {
+        if self.has_threads {
+            return contained(|| Ok(self.control.poll())).unwrap_or_else(|bug| {
+                self.poison(bug);
+                true
+            });
+        }
         let mut inner = match self.inner.try_lock() {
             Ok(inner) => inner,
             // Another thread is driving or issuing, and releases the lock after one pass.
@@ -535,7 +530,7 @@ impl Driven for Group {
         &self.domain
     }
     fn spin_policy(&self) -> SpinPolicy {
-        self.spin_policy
+        if self.has_threads && self.control.polls() { SpinPolicy::yielding() } else { self.spin_policy }
     }
     fn shares_core(&self) -> bool {
         self.control.shares_core()

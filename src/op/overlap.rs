@@ -22,12 +22,6 @@ impl Reach {
         Reach { reads: sorted(reads), writes: sorted(writes) }
     }
 
-    /// For one piece that is read or written.
-    pub fn of_one(memory: Span, writes: bool) -> Reach {
-        let (one, none) = (sorted(vec![memory]), Vec::new());
-        if writes { Reach { reads: none, writes: one } } else { Reach { reads: one, writes: none } }
-    }
-
     /// True when one of the two writes memory that the other reads or writes.
     pub fn conflicts_with(&self, other: &Reach) -> bool {
         meet(&self.writes, &other.writes) || meet(&self.writes, &other.reads) || meet(&self.reads, &other.writes)

@@ -77,6 +77,13 @@ impl SpinPolicy {
     }
 }
 
+impl SpinPolicy {
+    /// The budgets of a wait for another host, which a thread of this process may end as well.
+    pub fn yielding() -> SpinPolicy {
+        SpinPolicy { spin: Duration::ZERO, yield_for: Duration::from_micros(200), own_cores: false }
+    }
+}
+
 impl fmt::Display for SpinPolicy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (spin, yield_for) = (self.spin.as_micros(), self.yield_for.as_micros());

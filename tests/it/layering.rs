@@ -95,7 +95,7 @@ const ROOMS_THAT_MAY_USE: [(&str, &[&str], &str); 1] =
     [("local", &["multihost", "shm"], "plays the memory and the link of ranks that are threads")];
 
 /// Files of `engine/` that all of its folders may use.
-const SHARED_BY_ENGINES: [&str; 1] = ["pieces"];
+const SHARED_BY_ENGINES: [&str; 2] = ["order", "pieces"];
 
 /// Files that use each other on purpose.
 const ONE_IN_SEVERAL_FILES: [(&[&str], &str); 0] = [];

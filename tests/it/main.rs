@@ -16,6 +16,7 @@ mod group_outside;
 mod group_panics;
 mod layering;
 mod multihost;
+mod multihost_messages;
 mod op_order;
 mod reduce;
 mod rendezvous;

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::common::{cut, on_ranks, plain};
+use crate::common::{cut, for_each_layout, on_ranks, plain};
 use sagellm::config::Settings;
 use sagellm::engine::local;
 use sagellm::error::Error;
@@ -303,8 +303,7 @@ fn late(me: usize) {
 #[test]
 fn rule_04_a_message_sends_what_an_earlier_collective_wrote() {
     for bytes in SIZES {
-        let groups = groups(2);
-        on_ranks(2, |me| {
+        for_each_layout(2, LIMIT, |groups, me| {
             late(me);
             let mut memory = vec![1u8; bytes];
             let sum = issue(&groups[me], all_reduce(&mut memory));
@@ -324,8 +323,7 @@ fn rule_04_a_message_sends_what_an_earlier_collective_wrote() {
 fn rule_04_a_collective_reads_what_an_earlier_message_brought() {
     for bytes in SIZES {
         for source in [1, ANY_RANK] {
-            let groups = groups(2);
-            on_ranks(2, |me| {
+            for_each_layout(2, LIMIT, |groups, me| {
                 late(me);
                 let mut memory = vec![me as u8; bytes];
                 if me == 0 {
@@ -345,8 +343,7 @@ fn rule_04_a_collective_reads_what_an_earlier_message_brought() {
 #[test]
 fn rule_04_messages_on_the_same_memory_run_in_order() {
     for bytes in SIZES {
-        let groups = groups(3);
-        on_ranks(3, |me| {
+        for_each_layout(3, LIMIT, |groups, me| {
             let mut memory = vec![me as u8 + 1; bytes];
             match me {
                 // 1 to 0, which passes it on to 2, before 2 can know of it.
@@ -372,8 +369,7 @@ fn rule_04_messages_on_the_same_memory_run_in_order() {
 #[test]
 fn rule_04_a_message_that_waits_is_overtaken_by_no_other_of_its_tag() {
     for bytes in SIZES {
-        let groups = groups(2);
-        on_ranks(2, |me| {
+        for_each_layout(2, LIMIT, |groups, me| {
             let group = &groups[me];
             let mut memory = vec![1u8; bytes];
             if me == 0 {
@@ -404,8 +400,7 @@ fn rule_04_a_message_that_waits_is_overtaken_by_no_other_of_its_tag() {
 fn rule_04_a_receive_that_waits_is_overtaken_by_no_other_of_its_messages() {
     for bytes in SIZES {
         for first in [1, ANY_RANK] {
-            let groups = groups(2);
-            on_ranks(2, |me| {
+            for_each_layout(2, LIMIT, |groups, me| {
                 let group = &groups[me];
                 let mut memory = vec![1u8; bytes];
                 if me == 0 {
@@ -430,8 +425,7 @@ fn rule_04_a_receive_that_waits_is_overtaken_by_no_other_of_its_messages() {
 #[test]
 fn rule_04_a_send_keeps_what_a_later_operation_overwrites() {
     for bytes in SIZES {
-        let groups = groups(2);
-        on_ranks(2, |me| {
+        for_each_layout(2, LIMIT, |groups, me| {
             let group = &groups[me];
             let mut memory = vec![me as u8 + 1; bytes];
             // Both send before they receive, with one buffer.
@@ -458,8 +452,7 @@ fn rule_04_a_send_keeps_what_a_later_operation_overwrites() {
 fn rule_04_a_send_that_waited_keeps_what_a_later_operation_overwrites() {
     for bytes in SIZES {
         for later in [Kind::AllReduce, Kind::Recv] {
-            let groups = groups(2);
-            on_ranks(2, |me| {
+            for_each_layout(2, LIMIT, |groups, me| {
                 late(me);
                 let group = &groups[me];
                 let (mut memory, mut got) = (vec![1u8; bytes], vec![0u8; bytes]);
@@ -493,8 +486,7 @@ fn rule_04_a_send_that_waited_keeps_what_a_later_operation_overwrites() {
 #[test]
 fn rule_04_many_messages_that_wait_go_in_order() {
     const COUNT: usize = 2000;
-    let groups = groups(2);
-    on_ranks(2, |me| {
+    for_each_layout(2, LIMIT, |groups, me| {
         late(me);
         let group = &groups[me];
         let mut all = vec![1u8; COUNT];

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::common::{Random, cut, on_memory, on_ranks, plain};
+use crate::common::{Random, cut, for_each_layout, on_memory, on_ranks, plain};
 use sagellm::error::Error;
 use sagellm::group::{Group, Op};
 use sagellm::types::{ANY_RANK, Kind, Request};
@@ -47,8 +47,7 @@ fn bytes(n: usize, seed: u64) -> Vec<u8> {
 
 #[test]
 fn rule_20_a_tag_without_a_receive_blocks_no_later_message() {
-    let groups = groups(2, 30);
-    on_ranks(2, |me| {
+    for_each_layout(2, Duration::from_secs(30), |groups, me| {
         if me == 0 {
             let (mut big, mut small) = (bytes(16 << 20, 1), bytes(8, 2));
             let first = send(&groups[0], 1, 1, &mut big);
@@ -68,8 +67,7 @@ fn rule_20_a_tag_without_a_receive_blocks_no_later_message() {
 #[test]
 fn rule_20_many_messages_of_every_size_arrive_in_order_per_tag() {
     let sizes = [0usize, 1, 40, 4096, 4097, 131_072, 131_073, 400_000];
-    let groups = groups(3, 60);
-    on_ranks(3, |me| {
+    for_each_layout(3, Duration::from_secs(60), |groups, me| {
         let mut keep = Vec::new();
         for to in (0..3u32).filter(|to| *to as usize != me) {
             for (i, size) in sizes.iter().cycle().take(60).enumerate() {
@@ -96,8 +94,7 @@ fn rule_20_many_messages_of_every_size_arrive_in_order_per_tag() {
 
 #[test]
 fn rule_20_wildcards_and_specific_receives_match_in_post_order() {
-    let groups = groups(3, 30);
-    on_ranks(3, |me| match me {
+    for_each_layout(3, Duration::from_secs(30), |groups, me| match me {
         0 => {
             let mut memory = vec![vec![0u8; 8]; 4];
             let (one, rest) = memory.split_at_mut(1);
@@ -128,8 +125,7 @@ fn rule_20_wildcards_and_specific_receives_match_in_post_order() {
 
 #[test]
 fn rule_01_messages_and_collectives_count_apart() {
-    let groups = groups(2, 30);
-    on_ranks(2, |me| {
+    for_each_layout(2, Duration::from_secs(30), |groups, me| {
         let mut memory = vec![1u8; 4];
         let group = &groups[me];
         for n in 1..=3u64 {
@@ -145,8 +141,7 @@ fn rule_01_messages_and_collectives_count_apart() {
 
 #[test]
 fn rule_02_a_rejected_call_uses_no_number() {
-    let groups = groups(2, 30);
-    on_ranks(2, |me| {
+    for_each_layout(2, Duration::from_secs(30), |groups, me| {
         let group = &groups[me];
         let mut memory = vec![1u8; 4];
         let wrong = plain(Kind::AllReduce, 0, cut(&mut memory, 1, 1), cut(&mut memory[..3], 1, 1));
@@ -160,8 +155,7 @@ fn rule_02_a_rejected_call_uses_no_number() {
 
 #[test]
 fn rule_20_a_message_of_another_size_fails_both_sides_and_nothing_else() {
-    let groups = groups(2, 30);
-    on_ranks(2, |me| {
+    for_each_layout(2, Duration::from_secs(30), |groups, me| {
         let group = &groups[me];
         let mut memory = vec![0u8; if me == 0 { 100_000 } else { 50 }];
         let op = if me == 0 { send(group, 1, 0, &mut memory) } else { recv(group, 0, 0, &mut memory) };
@@ -310,10 +304,10 @@ fn rule_21_who_leaves_in_order_has_still_given_what_it_published() {
 
 #[test]
 fn monitored_barrier_names_who_is_missing_and_poisons_nothing() {
-    let groups = groups(3, 30);
     let told = AtomicBool::new(false);
-    on_ranks(3, |me| {
+    for_each_layout(3, Duration::from_secs(30), |groups, me| {
         let group = &groups[me];
+        told.store(false, Ordering::Release);
         group.monitored_barrier(None, false).unwrap();
         if me == 0 {
             let error = group.monitored_barrier(Some(Duration::from_millis(200)), true).unwrap_err();

@@ -105,7 +105,7 @@ class Facts:
 
 
 def make(name: str, options: Any, decided: Any, addresses: list[str]) -> list[Any]:
-    """Connects the ranks of a group that spans hosts, and makes its delegate. Every rank of the group calls it.
+    """Connects the ranks of a group that spans hosts, or makes the delegate of one. Every rank of the group calls it.
 
     All ranks get them, or all raise the same error, at the latest a second after the group's timeout: a rank that fails
     tells the others through the store. gloo alone lets one wait for another for five timeouts.
@@ -115,6 +115,7 @@ def make(name: str, options: Any, decided: Any, addresses: list[str]) -> list[An
     def run() -> list[Any]:
         if decided.spans_hosts:
             decided._connect(addresses[0])
+            return []
         # Keys of an earlier attempt at the same group may lie in the store, and gloo would believe them.
         made = build(wanted, options, f"{PREFIX}/{decided.id}", addresses)
         if wanted == DEFAULT:

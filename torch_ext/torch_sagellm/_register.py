@@ -68,7 +68,7 @@ def part(ours: Any, store: Any, rank: int, size: int) -> Any:
 
 
 def _meet(extension: ModuleType, options: Any, ours: Any, is_part: bool = False) -> Any:
-    """The backend, after the ranks have met, with the delegate and the link if the ranks decided that it needs them."""
+    """The backend, after the ranks have met: connected, or with a delegate, if the ranks decided that it needs that."""
     from torch_sagellm import _address, _alive, _delegate
 
     addresses = _address.find(options.store)

@@ -1,16 +1,21 @@
 //! The engine of a group over several hosts: it opens the link, takes operations and leaves.
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::RecvTimeoutError;
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, Weak};
 use std::time::Duration;
+
+use once_cell::sync::OnceCell;
 
 use super::batch::HostGroup;
 use super::host_map::HostMap;
-use super::lanes::Lanes;
+use super::lanes::{Home, Lanes};
 use super::link::Link;
+use super::messages::Messages;
+use super::post::Inbox;
 use super::probe::{Opening, probe};
-use super::queue::{Entry, State};
+use super::queue::State;
 use super::transport::{NOBODY, Transport};
 use crate::config::Settings;
 use crate::engine::{Control, Ended, Engine, Lacks, Report};
@@ -23,7 +28,7 @@ use crate::reduce::Kernel;
 use crate::select::explain;
 use crate::select::explain::Explanation;
 use crate::select::inter::{Hosts, LinkFacts, Menu};
-use crate::select::{GroupShape, OpDesc, Policy};
+use crate::select::{Choice, GroupShape, OpDesc, Policy};
 
 /// Most bytes and operations of one batch.
 const BATCH: Limits = Limits { bytes: 1 << 20, operations: 4096 };
@@ -56,7 +61,14 @@ impl Opened {
         let opening = Opening { chain, measures: policy.measure_link, timeout };
         let facts = probe(&host_map, &mut transports[0], insides[0].as_ref(), opening)?;
         let limits = if settings.fusion { BATCH } else { Limits { operations: 1, ..BATCH } };
-        let state = State::new(limits, chain);
+        let inside = insides.first().and_then(Option::as_ref);
+        let mates: HashMap<usize, String> = host_map
+            .local_ranks()
+            .iter()
+            .enumerate()
+            .filter_map(|(place, rank)| inside.map(|inside| (*rank, inside.process(place))))
+            .collect();
+        let state = State::new(limits, chain, Messages::new((host_map.me, host_map.ranks()), mates));
         // A fault is sent to these first: the ranks with this rank's local rank on the other hosts.
         let far = host_map.hosts.iter().enumerate().filter(|(host, _)| *host != host_map.host);
         let contacted = far.filter_map(|(_, ranks)| ranks.get(host_map.local_rank)).copied().collect();
@@ -78,6 +90,7 @@ impl Opened {
             turn: Condvar::new(),
             waiting,
             contacted: Mutex::new(contacted),
+            home: OnceCell::new(),
         };
         Ok(Opened { lanes, transports, reason })
     }
@@ -123,7 +136,7 @@ impl Opened {
     }
 }
 
-/// The group's `Engine`: takes operations and passes them to the threads of the lanes.
+/// The group's `Engine`: takes operations, passes collectives to the threads of the lanes and messages to the link.
 pub struct MultiHost {
     lanes: Arc<Lanes>,
     report: Arc<dyn Report>,
@@ -136,7 +149,25 @@ pub struct MultiHost {
 impl MultiHost {
     pub fn new(opened: Opened, report: Arc<dyn Report>) -> MultiHost {
         let Opened { lanes, transports, reason } = opened;
-        MultiHost { lanes: Arc::new(lanes), report, transports, reason }
+        let lanes = Arc::new_cyclic(|this| {
+            let home = OnceCell::with_value(Home { this: Weak::clone(this), report: Arc::clone(&report) });
+            Lanes { home, ..lanes }
+        });
+        lanes.link.open_mailbox(Arc::new(Inbox(Arc::downgrade(&lanes))));
+        MultiHost { lanes, report, transports, reason }
+    }
+
+    fn submit_message(&mut self, op: Arc<Op>, ended: &mut Ended) -> Result<()> {
+        let lanes = &self.lanes;
+        op.record_load(OpDesc::of(&op.request, lanes.host_map.ranks()).load());
+        op.record_choice(Choice::MESSAGE.code());
+        let mut state = lanes.lock();
+        state.accepts()?;
+        state.enter_message(&op);
+        drop(state);
+        let (over, failure) = lanes.run_errands();
+        ended.extend(over);
+        failure.map_or(Ok(()), Err)
     }
 
     fn start(&mut self) -> Result<()> {
@@ -171,39 +202,51 @@ impl Engine for MultiHost {
         )
     }
 
-    fn submit(&mut self, op: Arc<Op>, _kernel: Option<Kernel>, _ended: &mut Ended) -> Result<()> {
+    fn submit(&mut self, op: Arc<Op>, _kernel: Option<Kernel>, ended: &mut Ended) -> Result<()> {
+        if op.request.kind.is_p2p() {
+            return self.submit_message(op, ended);
+        }
         self.start()?;
         let lanes = &self.lanes;
         let item = lanes.item(&op.request);
         // The algorithm is chosen when its batch is made.
         op.record_load(OpDesc::of(&op.request, lanes.host_map.ranks()).load());
         let mut state = lanes.lock();
-        if let Some(fault) = &state.fault {
-            return Err(fault.clone());
-        }
-        if state.stopping {
-            return Err(Error::Aborted("sagellm: the group was destroyed".to_string()));
-        }
-        state.issued = op.number;
-        state.entries.push_back(Entry { op, left: item.segments, active: 0, prepared: false, done: false });
+        state.accepts()?;
+        state.enter_collective(op, item.segments);
         state.planner.push(item);
         state.extend_promise();
         drop(state);
         lanes.turn.notify_all();
-        Ok(())
+        // A send that continues from a copy lets others go.
+        let (over, failure) = lanes.run_errands();
+        ended.extend(over);
+        failure.map_or(Ok(()), Err)
     }
 
     fn holds(&self, op: &Arc<Op>) -> bool {
-        self.lanes.lock().entries.iter().any(|entry| !entry.done && Arc::ptr_eq(&entry.op, op))
+        let state = self.lanes.lock();
+        let mut collectives = state.entries.iter().filter(|entry| !entry.done).map(|entry| &entry.op);
+        collectives.any(|held| Arc::ptr_eq(held, op)) || state.pending_messages().any(|held| Arc::ptr_eq(held, op))
     }
 
     fn next_deadline(&self) -> Option<Arc<Op>> {
         let state = self.lanes.lock();
-        let pending = state.entries.iter().filter(|entry| !entry.done);
-        pending.min_by_key(|entry| entry.op.deadline).map(|entry| Arc::clone(&entry.op))
+        let collectives = state.entries.iter().filter(|entry| !entry.done).map(|entry| &entry.op);
+        collectives.chain(state.pending_messages()).min_by_key(|op| op.deadline).cloned()
     }
 
-    fn lacks(&self, _op: &Op) -> Lacks {
+    fn lacks(&self, op: &Op) -> Lacks {
+        let state = self.lanes.lock();
+        if let Some(earlier) = state.predecessor_of(op) {
+            return Lacks::Earlier(Arc::clone(earlier));
+        }
+        drop(state);
+        if op.request.kind.is_p2p() {
+            return Lacks::Unknown(
+                "no answer from the other rank: it has not come to it, or cannot be reached".to_string(),
+            );
+        }
         let each = self.lanes.waiting.iter().map(|lane| lane.load(Ordering::Relaxed));
         let waiting: Vec<String> = each.filter(|rank| *rank != NOBODY).map(|rank| format!("rank {rank}")).collect();
         let missing = match &waiting[..] {
@@ -226,6 +269,7 @@ impl Engine for MultiHost {
         // Set first, so that no lane takes an operation that is returned here.
         state.fault.get_or_insert_with(|| error.clone());
         let free = state.take_idle();
+        self.lanes.await_letters(&mut state);
         drop(state);
         self.lanes.turn.notify_all();
         free
@@ -235,8 +279,7 @@ impl Engine for MultiHost {
         let Lanes { host_map, hosts, menu, policy, .. } = &*self.lanes;
         let shape = GroupShape::without_memory(host_map.ranks());
         if desc.kind.is_p2p() {
-            let why = "the ranks live on several hosts, where messages run by the delegate";
-            return explain::delegated(desc, &shape, policy, why);
+            return explain::explain(desc, &shape, policy);
         }
         explain::between(desc, batched, &shape, hosts, menu, policy)
     }

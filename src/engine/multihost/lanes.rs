@@ -2,7 +2,9 @@
 
 use std::collections::HashSet;
 use std::sync::atomic::AtomicUsize;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+
+use once_cell::sync::OnceCell;
 use std::time::{Duration, Instant};
 
 use super::batch::{BatchRun, ChosenAlgorithm, HostGroup};
@@ -11,10 +13,9 @@ use super::link::Link;
 use super::queue::State;
 use super::transport::{FrameHeader, Transport, tell_fault};
 use crate::config::Settings;
-use crate::engine::{Control, Ended, Report, Told};
+use crate::engine::{Control, Ended, Monitor, Report, Told};
 use crate::error::{Error, Result, contained};
 use crate::fusion::planner::{Batch, FusionKey, Item, LANES};
-use crate::op::overlap::Reach;
 use crate::op::{FusedWith, Op};
 use crate::select::inter;
 use crate::select::inter::{Hosts, HostsChoice, Menu};
@@ -46,6 +47,14 @@ pub(super) struct Lanes {
     pub waiting: Vec<Arc<AtomicUsize>>,
     /// Ranks of other hosts that this rank has exchanged messages with.
     pub contacted: Mutex<HashSet<usize>>,
+    /// Set when the engine is made, before anything of it is used.
+    pub home: OnceCell<Home>,
+}
+
+/// What callbacks of the link need.
+pub(super) struct Home {
+    pub this: Weak<Lanes>,
+    pub report: Arc<dyn Report>,
 }
 
 /// A batch that a lane has taken.
@@ -59,6 +68,10 @@ pub(super) struct Task {
 impl Lanes {
     pub fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn home(&self) -> &Home {
+        self.home.get().expect("set when the engine was made")
     }
 
     /// The input of the planner: a function of what all ranks share.
@@ -137,6 +150,7 @@ impl Lanes {
             factor: factor.to_bits(),
         };
         drop(state);
+        self.settle(); // a send that continues from a copy lets others go
         let choice = self.choose_for_batch(&batch, &ops);
         Some(Task { batch, ops, header, choice })
     }
@@ -160,7 +174,10 @@ impl Lanes {
             }
             self.contacted.lock().unwrap_or_else(PoisonError::into_inner).extend(transport.peers());
             match outcome {
-                Ok(ended) => ended.into_iter().for_each(|together| report.ended(together)),
+                Ok(ended) => {
+                    ended.into_iter().for_each(|together| report.ended(together));
+                    self.settle(); // messages may have waited for them
+                }
                 Err(error) => {
                     self.give_up(lane, error, report);
                     break;
@@ -226,8 +243,12 @@ impl Lanes {
 
     /// Tells the other hosts, on both lanes, why the group fails, within a short time and without a guarantee.
     pub fn tell(&self, error: &Error) {
+        let mailed = self.tell_by_mail(error);
         let peers: Vec<usize> = self.contacted.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect();
         tell_fault(&*self.link, LANES, &peers, error);
+        if mailed && peers.is_empty() {
+            std::thread::sleep(Duration::from_millis(20)); // as `tell_fault` does
+        }
     }
 
     /// Runs one batch. Returns the number that all ranks agreed on, or 0.
@@ -293,10 +314,11 @@ impl Control for Lanes {
         }
     }
 
-    /// Delivers what was sent; then the lanes say goodbye to the hosts they talked to, and end.
+    /// Delivers what was sent; then the lanes say goodbye to the hosts they talked to, and end; then this rank does to all.
     fn leave(&self, error: &Error, interrupted: &dyn Fn() -> bool) {
         let mut state = self.lock();
         let busy = state.entries.iter().any(|entry| entry.active > 0);
+        let failed = busy || state.fault.is_some();
         state.stopping = true;
         if busy {
             state.fault.get_or_insert_with(|| error.clone());
@@ -308,6 +330,7 @@ impl Control for Lanes {
             self.break_off(error);
         }
         let until = Instant::now() + DELIVERY + FAREWELL;
+        let mut broken_off = failed;
         loop {
             let state = self.lock();
             if state.running == 0 || Instant::now() >= until {
@@ -316,8 +339,22 @@ impl Control for Lanes {
             drop(self.turn.wait_timeout(state, Duration::from_millis(50)));
             if interrupted() {
                 self.link.cut();
+                broken_off = true;
                 break;
             }
+        }
+        if !broken_off {
+            self.say_goodbye(until, interrupted);
+        }
+        let mut state = self.lock();
+        let flying = !state.messages.bodies.is_empty();
+        if flying {
+            state.fault.get_or_insert_with(|| error.clone());
+        }
+        drop(state);
+        if flying {
+            self.link.cut();
+            self.await_bodies();
         }
         self.insides.iter().flatten().for_each(|inside| inside.leave());
     }
@@ -338,9 +375,16 @@ impl Control for Lanes {
         true
     }
 
-    fn using(&self, reach: &Reach) -> Option<Arc<Op>> {
+    fn polls(&self) -> bool {
         let state = self.lock();
-        let found = state.entries.iter().find(|entry| !entry.done && entry.op.reach().conflicts_with(reach));
-        found.map(|entry| Arc::clone(&entry.op))
+        state.has_messages() || state.post.is_awaited()
+    }
+
+    fn poll(&self) -> bool {
+        self.polls() && self.link.poll()
+    }
+
+    fn monitor(&self) -> Option<&dyn Monitor> {
+        Some(self)
     }
 }

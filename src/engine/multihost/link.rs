@@ -14,12 +14,13 @@ use crate::error::Result;
 use crate::types::Span;
 
 /// Carries messages to other ranks. Every message goes to one rank under one tag; messages of one tag arrive in order.
-pub trait Link: Send + Sync {
+pub trait Link: Mail {
     /// Starts to receive a message of at most `bytes` into the front of `buffer`.
     fn receive(&self, peer: usize, tag: u32, buffer: Vec<u8>, bytes: usize) -> Result<Box<dyn Transfer>>;
     /// Starts to send the first `bytes` of `buffer`.
     fn send(&self, peer: usize, tag: u32, buffer: Vec<u8>, bytes: usize) -> Result<Box<dyn Transfer>>;
-    /// Breaks off: every wait on this rank ends with an error now, and so does every wait of a peer for this rank.
+    /// Breaks off: every wait on this rank ends with an error now, and so does every wait of a peer for this rank. Bodies of
+    /// this rank end with an error soon. Mail that was sent before is delivered as far as that takes no time.
     fn cut(&self);
 }
 
@@ -35,7 +36,7 @@ pub const LONGEST_MAIL: usize = 32 << 10;
 /// Called once, at the end of a body, by any thread, without a lock of the link; an error is the text of the link.
 pub type Done = Box<dyn FnOnce(std::result::Result<(), String>) + Send>;
 
-/// Carries what the program sends to other ranks.
+/// Carries what the program sends to other ranks. No call but `poll` and `open_mailbox` calls a mailbox.
 pub trait Mail: Send + Sync {
     /// Names what takes this rank's mail. Called once; mail that came before is handed to it in this call.
     fn open_mailbox(&self, mailbox: Arc<dyn Mailbox>);

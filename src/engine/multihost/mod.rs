@@ -1,7 +1,7 @@
-//! A group whose ranks are on several hosts: batches of operations on two lanes, shared memory inside each host, a link
-//! between the hosts.
+//! A group whose ranks are on several hosts: batches of collectives on two lanes, shared memory inside each host, a link
+//! between the hosts; and messages between any two ranks, which the link carries without a lane.
 //!
-//! `submit` queues an operation and never waits. Each lane has a thread that takes the batches of its turn (`fusion`)
+//! `submit` queues a collective and never waits. Each lane has a thread that takes the batches of its turn (`fusion`)
 //! and runs them (`collectives`). A link has only blocking waits, and the caller must not block in one, because it has
 //! to notice signals and deadlines. A lane has its own shared-memory group inside the host and its own tags on the
 //! link, so the two lanes never match or order each other's messages.
@@ -12,7 +12,9 @@
 //! | `probe` | how long a message takes between hosts |
 //! | `engine` | the group's `Engine`: opens the link, takes operations, leaves |
 //! | `lanes` | the two threads that run batches |
-//! | `queue` | the operations that have not ended, and which lane has them |
+//! | `queue` | the operations that have not ended, in what order, and which lane has them |
+//! | `messages` | send and receive: which message goes to which receive |
+//! | `post`, `letters` | the mail of a rank: what it says, and who carries it out |
 //! | `vector` | the numbers of a batch, and how they are combined |
 //! | `batch` | one batch: steps inside a host, schedules between hosts |
 //! | `dispatch` | maps the requests of a batch to the collective that runs it |
@@ -27,7 +29,10 @@ mod dispatch;
 mod engine;
 pub mod host_map;
 mod lanes;
+mod letters;
 pub mod link;
+mod messages;
+mod post;
 mod probe;
 mod queue;
 pub mod rails;

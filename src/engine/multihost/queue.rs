@@ -1,10 +1,15 @@
-//! The operations of the lanes that have not ended: one list, under one lock, in the order of issue.
+//! The operations of a group over several hosts that have not ended, under one lock: those of the lanes, a list in the order
+//! of issue, and the messages. Both are in one `Order`, so an operation on the memory of an earlier one follows it, whatever
+//! the two are (rule 4): a collective is not promised and not run before, a message is held.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use super::messages::Messages;
+use super::post::Post;
 use crate::engine::Ended;
-use crate::error::Error;
+use crate::engine::order::{Order, copy_inputs, has_left_its_memory};
+use crate::error::{Error, Result};
 use crate::fusion::planner::{LANES, Limits, Planner};
 use crate::op::Op;
 use crate::types::Kind;
@@ -18,6 +23,8 @@ pub(super) struct Entry {
     /// Strided inputs were copied to contiguous memory: the lane with the first segment does that, the other waits.
     pub prepared: bool,
     pub done: bool,
+    /// Earlier operations on its memory, as far as they may still use it.
+    pub predecessors: Vec<Arc<Op>>,
 }
 
 impl Entry {
@@ -43,12 +50,18 @@ pub(super) struct State {
     pub stopping: bool,
     /// Threads of lanes that run; they start with the first operation.
     pub running: usize,
+    /// The order of all operations by their memory.
+    order: Order,
+    /// Operations issued so far, messages included.
+    turns: u64,
+    pub messages: Messages,
+    pub post: Post,
     /// Numbers of the operations that each lane has taken, once for each count in `active`.
     taken: [Vec<u64>; LANES],
 }
 
 impl State {
-    pub fn new(limits: Limits, chain: u64) -> State {
+    pub fn new(limits: Limits, chain: u64, messages: Messages) -> State {
         State {
             planner: Planner::new(limits),
             entries: VecDeque::new(),
@@ -59,8 +72,102 @@ impl State {
             fault: None,
             stopping: false,
             running: 0,
+            order: Order::default(),
+            turns: 0,
+            messages,
+            post: Post::default(),
             taken: Default::default(),
         }
+    }
+
+    /// Fails where no operation may start any more.
+    pub fn accepts(&self) -> Result<()> {
+        match &self.fault {
+            Some(fault) => Err(fault.clone()),
+            None if self.stopping => Err(Error::Aborted("sagellm: the group was destroyed".to_string())),
+            None => Ok(()),
+        }
+    }
+
+    /// Takes a collective, which the lanes run in `segments` parts.
+    pub fn enter_collective(&mut self, op: Arc<Op>, segments: usize) {
+        self.turns += 1;
+        let predecessors = self.order.before(&op);
+        self.order.add(&op);
+        self.issued = op.number;
+        self.entries.push_back(Entry { op, left: segments, active: 0, prepared: false, done: false, predecessors });
+    }
+
+    /// Takes a message: it goes now, or is held until the operations that it must follow have ended.
+    pub fn enter_message(&mut self, op: &Arc<Op>) {
+        self.turns += 1;
+        let mut predecessors = self.order.before(op);
+        self.continue_from_copies(&mut predecessors);
+        if self.order.hold(op, self.turns, predecessors) {
+            return;
+        }
+        self.messages.issue(Arc::clone(op));
+        if has_left_its_memory(op) {
+            op.release();
+        }
+        if !op.is_released() {
+            self.order.add(op);
+        }
+    }
+
+    /// A send that was not granted delays no later operation, because its peer may receive it only after that: it continues
+    /// from a copy. One that was granted moves by itself and ends.
+    fn continue_from_copies(&mut self, predecessors: &mut Vec<Arc<Op>>) {
+        predecessors.retain(|earlier| {
+            if !earlier.is_released() && self.messages.may_copy(earlier) {
+                copy_inputs(earlier);
+                self.order.released(earlier);
+            }
+            !earlier.is_released()
+        });
+    }
+
+    /// An operation no longer uses its memory; those that followed it may go.
+    pub fn retire(&mut self, op: &Op) {
+        op.release();
+        self.order.released(op);
+    }
+
+    /// Lets the messages go that no longer have to wait. True if there was one.
+    pub fn hand_over_held(&mut self) -> bool {
+        let mut moved = false;
+        while let Some(op) = self.order.next_ready() {
+            self.messages.issue(Arc::clone(&op));
+            if has_left_its_memory(&op) {
+                op.release();
+            } else if !op.is_released() && self.messages.may_copy(&op) && self.order.is_awaited(&op) {
+                copy_inputs(&op);
+            }
+            if op.is_released() {
+                self.order.released(&op);
+            }
+            moved = true;
+        }
+        moved
+    }
+
+    /// The messages that have not ended, also held ones.
+    pub fn pending_messages(&self) -> impl Iterator<Item = &Arc<Op>> {
+        self.messages.pending().chain(self.order.held())
+    }
+
+    pub fn has_messages(&self) -> bool {
+        self.messages.has_pending() || self.order.holds_some()
+    }
+
+    /// The earlier operation of this rank that an operation waits for.
+    pub fn predecessor_of(&self, op: &Op) -> Option<&Arc<Op>> {
+        let entry = || self.entries.iter().find(|entry| std::ptr::eq(&*entry.op, op));
+        let earlier = match self.order.find(op) {
+            Some(held) => &held.predecessors,
+            None => &entry()?.predecessors,
+        };
+        earlier.iter().find(|earlier| !earlier.is_released())
     }
 
     /// A lane begins to work on an operation.
@@ -113,6 +220,7 @@ impl State {
                 _ => continue,
             };
             if !std::mem::replace(&mut entry.done, true) {
+                self.retire(op);
                 ended.push((Arc::clone(op), outcome));
             }
         }
@@ -127,7 +235,9 @@ impl State {
             let entry = self.entry(number);
             entry.active -= 1;
             if entry.active == 0 && !std::mem::replace(&mut entry.done, true) {
-                left.push(Arc::clone(&entry.op));
+                let op = Arc::clone(&entry.op);
+                self.retire(&op);
+                left.push(op);
             }
         }
         left
@@ -154,10 +264,12 @@ impl State {
     }
 
     /// Whether operation `number` touches memory that an earlier one has still to read or write.
-    pub fn must_follow(&self, number: u64) -> bool {
-        let at = (number - self.base) as usize;
-        let op = &self.entries[at].op;
-        self.entries.range(..at).any(|earlier| !earlier.done && op.conflicts_with(&earlier.op))
+    pub fn must_follow(&mut self, number: u64) -> bool {
+        let mut predecessors = std::mem::take(&mut self.entry(number).predecessors);
+        self.continue_from_copies(&mut predecessors);
+        let waits = !predecessors.is_empty();
+        self.entry(number).predecessors = predecessors;
+        waits
     }
 
     /// Removes ended operations from the front of the list.
@@ -174,15 +286,19 @@ impl State {
         let mut ended = Vec::new();
         while let Some(entry) = self.entries.front_mut().filter(|entry| entry.carried()) {
             entry.done = true;
-            ended.push(Arc::clone(&entry.op));
+            let op = Arc::clone(&entry.op);
+            self.retire(&op);
+            ended.push(op);
             self.trim();
         }
         ended
     }
 
-    /// Returns the operations that no lane works on, and marks them as done.
+    /// The group ends: returns the operations that no lane works on, and marks them as done, and the messages whose memory
+    /// the link does not have.
     pub fn take_idle(&mut self) -> Vec<Arc<Op>> {
-        let mut free = Vec::new();
+        let mut free = self.order.take();
+        free.extend(self.messages.take_idle());
         for entry in self.entries.iter_mut().filter(|entry| entry.active == 0 && !entry.done) {
             entry.done = true;
             free.push(Arc::clone(&entry.op));
@@ -193,6 +309,7 @@ impl State {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashMap;
     use std::time::Duration;
 
     use super::*;
@@ -200,12 +317,12 @@ mod tests {
 
     /// Operations 1 to `count`, two segments each.
     fn issued(count: u64) -> State {
-        let mut state = State::new(Limits { bytes: 1 << 20, operations: 8 }, 0);
+        let messages = Messages::new((0, 2), HashMap::new());
+        let mut state = State::new(Limits { bytes: 1 << 20, operations: 8 }, 0, messages);
         for number in 1..=count {
             let request = Request::without_memory(Kind::Barrier);
             let op = Arc::new(Op::new(request, number, 0, Duration::from_secs(1), None));
-            state.entries.push_back(Entry { op, left: 2, active: 0, prepared: false, done: false });
-            state.issued = number;
+            state.enter_collective(op, 2);
         }
         state
     }

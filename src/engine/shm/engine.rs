@@ -7,12 +7,10 @@ use super::bulk::{Bases, Bulk, Rounds, Step};
 use super::memory::area;
 use super::memory::area::Area;
 use super::memory::layout::SLOT_BYTES;
-use super::order::Order;
 use super::p2p::P2p;
 use super::protocol::Slots;
 use super::small;
-use crate::engine::pieces::Pieces;
-
+use crate::engine::order::{Order, copy_inputs, has_left_its_memory};
 use crate::engine::{Control, Ended, Engine, Lacks, LastCall, Standing};
 use crate::error::{Error, Result};
 use crate::op;
@@ -412,19 +410,4 @@ impl Engine for Shm {
     fn explain(&self, desc: OpDesc, _batched: bool) -> Explanation {
         explain::explain(desc, &self.shape, &self.policy)
     }
-}
-
-/// Whether `p2p` sends a copy of this message's memory anyway: of a strided tensor, which was copied.
-fn has_left_its_memory(op: &Op) -> bool {
-    op.request.kind == Kind::Send && !op.request.also_touched.is_empty()
-}
-
-/// Copies the inputs of a send, so that it continues from the copy.
-#[allow(unsafe_code)] // reads caller memory
-fn copy_inputs(send: &Op) {
-    let inputs = Pieces(send.request.inputs());
-    let mut copy = vec![0u8; inputs.bytes()];
-    // SAFETY: the inputs are the caller's, alive until the send ends; the copy has as many bytes.
-    unsafe { inputs.read(0, copy.as_mut_ptr(), copy.len()) };
-    send.send_copy(copy);
 }

@@ -15,7 +15,6 @@
 //! | `channels`, `rank_set` | which sender uses which buffers of a receiver; sets of ranks |
 //! | `memory/presence` | memory that is populated when it is first needed |
 //! | `memory/segment` | the memory itself |
-//! | `order` | which messages wait for which operations |
 //! | `engine` | the queue: `Shm`, the group's `Engine` |
 //! | `control` | what any thread may use without the group's lock |
 
@@ -24,7 +23,6 @@ pub mod channels;
 mod control;
 mod engine;
 pub mod memory;
-mod order;
 pub mod p2p;
 pub mod protocol;
 pub mod rank_set;

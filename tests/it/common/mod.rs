@@ -7,7 +7,12 @@ pub mod simulators;
 
 use std::io::Write as _;
 use std::process::Command;
+use std::sync::Arc;
+use std::time::Duration;
 
+use sagellm::config::Settings;
+use sagellm::engine::local;
+use sagellm::group::Group;
 use sagellm::types::{Dtype, Kind, ReduceOp, Request, Span};
 
 /// Runs this program again with one test alone, `test` of the module `module_path!()`, which may be an ignored one.
@@ -284,4 +289,17 @@ pub fn on_ranks<T: Send>(ranks: usize, body: impl Fn(usize) -> T + Sync) -> Vec<
             .collect();
         handles.into_iter().map(|handle| handle.join().expect("a rank panicked")).collect()
     })
+}
+
+/// Runs `body(groups, rank)` on one thread a rank, for a group on one host, one with a host for each rank, and, of three
+/// ranks or more, one with two of them on one host. The groups end together.
+pub fn for_each_layout(ranks: usize, timeout: Duration, body: impl Fn(&[Arc<Group>], usize) + Sync) {
+    let places: [Vec<usize>; 2] = [(0..ranks).collect(), (0..ranks).map(|rank| rank % (ranks - 1).max(2)).collect()];
+    let over_hosts = places[..(ranks - 1).min(2)].iter().map(|place| {
+        Group::local_hosts(place, timeout, Settings::default(), local::links(ranks)).expect("groups of threads")
+    });
+    for groups in std::iter::once(Group::local(ranks, timeout).expect("groups of threads")).chain(over_hosts) {
+        on_ranks(ranks, |me| body(&groups, me));
+        on_ranks(ranks, |me| groups[me].shutdown());
+    }
 }

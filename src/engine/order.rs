@@ -5,9 +5,12 @@
 //! longer uses that, and earlier held messages that it may not overtake, until these go. Each of those lists its
 //! followers, so that posting a message and letting it go take about as long however many others wait.
 
+#![allow(unsafe_code)] // copies the memory of a send
+
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
+use super::pieces::Pieces;
 use crate::op::Op;
 use crate::op::pending::{PendingOps, key};
 use crate::types::{ANY_RANK, Kind};
@@ -162,4 +165,18 @@ impl Order {
         held.sort_unstable_by_key(|(_, held)| held.turn);
         held.into_iter().map(|(_, held)| held.op).collect()
     }
+}
+
+/// Whether a message's memory is a copy anyway: of a strided tensor.
+pub fn has_left_its_memory(op: &Op) -> bool {
+    op.request.kind == Kind::Send && !op.request.also_touched.is_empty()
+}
+
+/// Copies the inputs of a send, so that it continues from the copy.
+pub fn copy_inputs(send: &Op) {
+    let inputs = Pieces(send.request.inputs());
+    let mut copy = vec![0u8; inputs.bytes()];
+    // SAFETY: the inputs are the caller's, alive until the send ends; the copy has as many bytes.
+    unsafe { inputs.read(0, copy.as_mut_ptr(), copy.len()) };
+    send.send_copy(copy);
 }

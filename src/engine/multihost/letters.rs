@@ -1,0 +1,139 @@
+//! What one rank writes to another by mail: a first byte that says what it is, then its fields, little-endian.
+
+use crate::error::{Error, Result};
+
+/// Most bytes of a message that travels in its letter.
+pub const EAGER: usize = 16 << 10;
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Letter<'a> {
+    /// A message of the program, whole.
+    Eager { tag: u32, data: &'a [u8] },
+    /// A larger one, which stays at its sender until its receiver grants this number.
+    Large { tag: u32, bytes: u64, number: u64 },
+    /// The receiver has a place for the body with this number.
+    Granted { number: u64 },
+    /// The receiver cannot take it: its tensor has another size.
+    Refused { number: u64 },
+    /// The sender leaves the group in order. Nothing that it sent before is under way any more when this arrives.
+    Bye,
+    /// The answer to that.
+    Heard,
+    /// The sender's group failed: `Error::code`, and the text.
+    Fault { code: char, text: &'a str },
+    /// To rank 0: the sender has come to the monitored barrier with this number.
+    Come { turn: u64 },
+    /// From rank 0: how that barrier ended.
+    Decided { turn: u64, failed: bool },
+}
+
+const EAGER_MESSAGE: u8 = 1;
+const LARGE: u8 = 2;
+const GRANTED: u8 = 3;
+const REFUSED: u8 = 4;
+const BYE: u8 = 5;
+const HEARD: u8 = 6;
+const FAULT: u8 = 7;
+const COME: u8 = 8;
+const DECIDED: u8 = 9;
+
+impl<'a> Letter<'a> {
+    pub fn encode(&self) -> Vec<u8> {
+        let put = |kind: u8, words: &[&[u8]]| {
+            let mut bytes = Vec::with_capacity(1 + words.iter().map(|word| word.len()).sum::<usize>());
+            bytes.push(kind);
+            words.iter().for_each(|word| bytes.extend_from_slice(word));
+            bytes
+        };
+        match self {
+            Letter::Eager { tag, data } => put(EAGER_MESSAGE, &[&tag.to_le_bytes(), data]),
+            Letter::Large { tag, bytes, number } => {
+                put(LARGE, &[&tag.to_le_bytes(), &bytes.to_le_bytes(), &number.to_le_bytes()])
+            }
+            Letter::Granted { number } => put(GRANTED, &[&number.to_le_bytes()]),
+            Letter::Refused { number } => put(REFUSED, &[&number.to_le_bytes()]),
+            Letter::Bye => put(BYE, &[]),
+            Letter::Heard => put(HEARD, &[]),
+            Letter::Fault { code, text } => {
+                let mut end = text.len().min(EAGER);
+                while !text.is_char_boundary(end) {
+                    end -= 1;
+                }
+                put(FAULT, &[&u32::from(*code).to_le_bytes(), &text.as_bytes()[..end]])
+            }
+            Letter::Come { turn } => put(COME, &[&turn.to_le_bytes()]),
+            Letter::Decided { turn, failed } => put(DECIDED, &[&turn.to_le_bytes(), &[u8::from(*failed)]]),
+        }
+    }
+
+    /// Reads a letter of `peer`. An error says that it is none.
+    pub fn decode(peer: usize, mail: &'a [u8]) -> Result<Letter<'a>> {
+        Letter::read(mail).ok_or_else(|| {
+            Error::System(format!(
+                "sagellm: rank {peer} sent {} bytes that are no letter of ours: another version of sagellm runs there, or \
+                 another program talks to this one's port",
+                mail.len()
+            ))
+        })
+    }
+
+    fn read(mail: &'a [u8]) -> Option<Letter<'a>> {
+        let (kind, rest) = mail.split_first()?;
+        let half = |at: usize| Some(u32::from_le_bytes(rest.get(at..at + 4)?.try_into().ok()?));
+        let word = |at: usize| Some(u64::from_le_bytes(rest.get(at..at + 8)?.try_into().ok()?));
+        let (letter, bytes) = match *kind {
+            EAGER_MESSAGE => (Letter::Eager { tag: half(0)?, data: &rest[4..] }, rest.len()),
+            LARGE => (Letter::Large { tag: half(0)?, bytes: word(4)?, number: word(12)? }, 20),
+            GRANTED => (Letter::Granted { number: word(0)? }, 8),
+            REFUSED => (Letter::Refused { number: word(0)? }, 8),
+            BYE => (Letter::Bye, 0),
+            HEARD => (Letter::Heard, 0),
+            FAULT => {
+                let code = char::from_u32(half(0)?)?;
+                (Letter::Fault { code, text: std::str::from_utf8(&rest[4..]).ok()? }, rest.len())
+            }
+            COME => (Letter::Come { turn: word(0)? }, 8),
+            DECIDED => (Letter::Decided { turn: word(0)?, failed: *rest.get(8)? != 0 }, 9),
+            _ => return None,
+        };
+        (rest.len() == bytes).then_some(letter)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::multihost::link::LONGEST_MAIL;
+
+    #[test]
+    fn a_letter_is_read_as_it_was_written_and_what_is_none_is_refused() {
+        let long = "ä".repeat(EAGER);
+        let data = vec![7; EAGER];
+        let letters = [
+            Letter::Eager { tag: 1 << 31, data: &[] },
+            Letter::Eager { tag: 3, data: &data },
+            Letter::Large { tag: 3, bytes: 1 << 40, number: 9 },
+            Letter::Granted { number: 9 },
+            Letter::Refused { number: u64::MAX },
+            Letter::Bye,
+            Letter::Heard,
+            Letter::Fault { code: 'T', text: "sagellm: late" },
+            Letter::Come { turn: 4 },
+            Letter::Decided { turn: 4, failed: true },
+        ];
+        for letter in &letters {
+            let mail = letter.encode();
+            assert!(mail.len() <= LONGEST_MAIL);
+            assert_eq!(Letter::decode(1, &mail).as_ref(), Ok(letter));
+            let short = &mail[..mail.len() - 1];
+            let open_ended = matches!(letter, Letter::Eager { data: [_, ..], .. } | Letter::Fault { .. });
+            assert!(open_ended || Letter::decode(1, short).is_err(), "{letter:?} without its last byte");
+        }
+        let mail = Letter::Fault { code: 'A', text: &long }.encode();
+        let Ok(Letter::Fault { text, .. }) = Letter::decode(1, &mail) else { panic!("no fault") };
+        assert!(long.starts_with(text) && text.len() > EAGER - 2, "cut where a letter of it ends");
+        for nonsense in [&[][..], &[0], &[200, 1, 2], &[BYE, 0], &[FAULT, 0, 0, 0, 0, 0xff]] {
+            assert!(Letter::decode(1, nonsense).unwrap_err().text().contains("rank 1"), "{nonsense:?}");
+        }
+    }
+}

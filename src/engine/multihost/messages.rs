@@ -1,0 +1,406 @@
+//! Send and receive in a group over several hosts: which message goes to which receive. This is the state, used under the
+//! lock of `queue::State`; `post` carries out the errands that it leaves, without that lock.
+//!
+//! A message of up to `EAGER` bytes travels as a letter, and its send ends at once. A larger one announces itself by a
+//! letter and stays at its sender until the receiver has matched it. The receiver then has the link receive the body under
+//! the number of the announcement and grants it by a letter, at which the sender has the link send it: straight from the
+//! memory of one tensor to that of the other. Until the grant the sender may exchange that memory for a copy (rule 4).
+//! Letters of a rank arrive in order and are matched as they arrive, so no message blocks another one. Receives match in the
+//! order in which they were posted, first in first out per (source, tag); a receive from anyone takes the message that
+//! arrived first. Both sides are found by source and tag, however many others wait.
+
+#![allow(unsafe_code)] // copies messages between caller memory and letters
+
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::sync::Arc;
+
+use super::letters::{EAGER, Letter};
+use crate::engine::Ended;
+use crate::engine::pieces::Pieces;
+use crate::error::{Error, Result};
+use crate::op::Op;
+use crate::op::pending::key;
+use crate::types::{ANY_RANK, Kind};
+
+/// What is to be done with the link, in this order.
+pub(super) enum Errand {
+    Mail(usize, Vec<u8>),
+    /// The body is in `Messages::bodies`.
+    Body(Body),
+}
+
+/// A body that the link has, or is about to be given: whether this rank sends it, the peer, the number.
+pub(super) type Body = (bool, usize, u64);
+
+/// How a rank went from which nothing more comes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Gone {
+    /// In order: it has said goodbye.
+    Left,
+    /// In the link's words.
+    Lost(String),
+}
+
+struct Message {
+    tag: u32,
+    bytes: usize,
+    /// The bytes, or the number under which the body waits at the sender.
+    content: Content,
+}
+
+enum Content {
+    Data(Vec<u8>),
+    Number(u64),
+}
+
+#[derive(Default)]
+pub(super) struct Messages {
+    me: usize,
+    /// The processes of the ranks of this host, for error texts.
+    mates: HashMap<usize, String>,
+    /// Receives by source (or `ANY_RANK`) and tag, each with its place in the order of all.
+    posted: HashMap<(u32, u32), VecDeque<(u64, Arc<Op>)>>,
+    posts: u64,
+    /// Messages that no receive has asked for, by source and tag, each with its place in the order of arrival.
+    arrived: HashMap<(usize, u32), VecDeque<(u64, Message)>>,
+    /// The same for receives from anyone: for each tag the sources by that place.
+    by_arrival: HashMap<u32, BTreeMap<u64, usize>>,
+    arrivals: u64,
+    /// Large sends that were not granted, by peer and number.
+    announced: HashMap<(usize, u64), Arc<Op>>,
+    /// The same sends by `pending::key`.
+    unsent: HashSet<usize>,
+    /// The operations whose memory the link uses, or is about to use. Only `end_body` takes them out.
+    pub bodies: HashMap<Body, Arc<Op>>,
+    /// The number of the last large message to each rank.
+    numbers: HashMap<usize, u64>,
+    gone: Vec<Option<Gone>>,
+    /// The ranks to which letters went that must be read although this rank leaves.
+    pub wrote: HashSet<usize>,
+    pub errands: VecDeque<Errand>,
+    /// Operations that have ended here; their results still have to be stored back (`post`).
+    pub over: Ended,
+    /// The first fault of the group that was found here.
+    pub failure: Option<Error>,
+}
+
+impl Messages {
+    /// For rank `me` of `ranks`.
+    pub fn new((me, ranks): (usize, usize), mates: HashMap<usize, String>) -> Messages {
+        Messages { me, mates, gone: vec![None; ranks], ..Messages::default() }
+    }
+
+    pub fn mail(&mut self, peer: usize, letter: &Letter) {
+        self.errands.push_back(Errand::Mail(peer, letter.encode()));
+    }
+
+    pub fn mail_all(&mut self, letter: &Letter) {
+        self.present().into_iter().for_each(|peer| self.mail(peer, letter));
+    }
+
+    /// What went to all ranks must be read although this one leaves.
+    pub fn expect_to_be_read(&mut self) {
+        self.wrote.extend(self.present());
+    }
+
+    /// The other ranks that are not gone.
+    pub fn present(&self) -> Vec<usize> {
+        (0..self.gone.len()).filter(|rank| *rank != self.me && self.gone[*rank].is_none()).collect()
+    }
+
+    fn end(&mut self, op: Arc<Op>, outcome: Result<()>) {
+        self.over.push((op, outcome));
+    }
+
+    /// Ends an operation that cannot go on because of a rank that is gone, and with it the group.
+    fn fail(&mut self, op: Arc<Op>, peer: usize) {
+        let error = self.departed(peer, &op);
+        self.failure.get_or_insert_with(|| error.clone());
+        self.end(op, Err(error));
+    }
+
+    /// Takes a send or a receive that need not wait for others of this rank.
+    pub fn issue(&mut self, op: Arc<Op>) {
+        op.prepare();
+        match op.request.kind {
+            Kind::Send => self.issue_send(op),
+            _ => self.issue_receive(op),
+        }
+    }
+
+    fn issue_send(&mut self, op: Arc<Op>) {
+        let (peer, tag) = (op.request.root as usize, op.request.tag);
+        let inputs = Pieces(op.sent());
+        let bytes = inputs.bytes();
+        let eager = bytes <= EAGER;
+        match &self.gone[peer] {
+            // As on one host, where what is sent to a rank that has left stays in the memory that they shared.
+            Some(Gone::Left) if eager => {
+                op.release();
+                return self.end(op, Ok(()));
+            }
+            Some(_) => return self.fail(op, peer),
+            None => (),
+        }
+        if eager {
+            let mut data = vec![0; bytes];
+            // SAFETY: the inputs are the caller's, alive until the send ends; `data` has as many bytes.
+            unsafe { inputs.read(0, data.as_mut_ptr(), bytes) };
+            op.release();
+            self.mail(peer, &Letter::Eager { tag, data: &data });
+            self.wrote.insert(peer);
+            return self.end(op, Ok(()));
+        }
+        let last = self.numbers.entry(peer).or_default();
+        *last += 1;
+        let number = *last;
+        self.unsent.insert(key(&op));
+        self.announced.insert((peer, number), op);
+        self.mail(peer, &Letter::Large { tag, bytes: bytes as u64, number });
+    }
+
+    fn issue_receive(&mut self, op: Arc<Op>) {
+        let (root, tag) = (op.request.root, op.request.tag);
+        if let Some((source, message)) = self.take_arrived(root, tag) {
+            return self.deliver(source, op, message);
+        }
+        match self.last_gone(root) {
+            Some(gone) => self.fail(op, gone),
+            None => {
+                self.posts += 1;
+                self.posted.entry((root, tag)).or_default().push_back((self.posts, op));
+            }
+        }
+    }
+
+    /// The rank to blame where no rank is left from which a receive from `root` could take a message.
+    fn last_gone(&self, root: u32) -> Option<usize> {
+        if root != ANY_RANK {
+            return self.gone[root as usize].is_some().then_some(root as usize);
+        }
+        let others = || (0..self.gone.len()).filter(|rank| *rank != self.me);
+        if others().any(|rank| self.gone[rank].is_none()) {
+            return None;
+        }
+        // A rank that was lost is the cause, one that has left is not.
+        others().find(|rank| matches!(self.gone[*rank], Some(Gone::Lost(_)))).or_else(|| others().next())
+    }
+
+    /// The message that a new receive takes, with its source.
+    fn take_arrived(&mut self, root: u32, tag: u32) -> Option<(usize, Message)> {
+        let source = match root {
+            ANY_RANK => *self.by_arrival.get(&tag)?.first_key_value()?.1,
+            root => root as usize,
+        };
+        let waiting = self.arrived.get_mut(&(source, tag))?;
+        let (place, message) = waiting.pop_front().expect("empty lists are removed");
+        if waiting.is_empty() {
+            self.arrived.remove(&(source, tag));
+        }
+        let places = self.by_arrival.get_mut(&tag).expect("it has every message that arrived");
+        places.remove(&place);
+        if places.is_empty() {
+            self.by_arrival.remove(&tag);
+        }
+        Some((source, message))
+    }
+
+    /// The receive that takes a new message: of those from its source and those from anyone the one posted first.
+    fn take_posted(&mut self, source: usize, tag: u32) -> Option<Arc<Op>> {
+        let place =
+            |root: u32| self.posted.get(&(root, tag)).and_then(|ops| ops.front()).map(|(place, _)| (*place, root));
+        let (_, root) = place(source as u32).into_iter().chain(place(ANY_RANK)).min()?;
+        let ops = self.posted.get_mut(&(root, tag))?;
+        let (_, op) = ops.pop_front()?;
+        if ops.is_empty() {
+            self.posted.remove(&(root, tag));
+        }
+        Some(op)
+    }
+
+    fn arrive(&mut self, source: usize, message: Message) {
+        let tag = message.tag;
+        if let Some(op) = self.take_posted(source, tag) {
+            return self.deliver(source, op, message);
+        }
+        self.arrivals += 1;
+        self.arrived.entry((source, tag)).or_default().push_back((self.arrivals, message));
+        self.by_arrival.entry(tag).or_default().insert(self.arrivals, source);
+    }
+
+    /// Passes a matched message to its receive: copies one that came as a letter, has the link receive a larger one.
+    fn deliver(&mut self, from: usize, op: Arc<Op>, message: Message) {
+        let outputs = Pieces(op.request.outputs());
+        let room = outputs.bytes();
+        op.set_source(from);
+        if message.bytes != room {
+            let text = format!(
+                "sagellm: rank {} receives {room} bytes with tag {} from rank {from}, but the message has {} bytes. Both \
+                 sides must use tensors of the same size",
+                self.me, message.tag, message.bytes
+            );
+            self.end(op, Err(Error::Mismatch(text)));
+            if let Content::Number(number) = message.content {
+                self.mail(from, &Letter::Refused { number });
+            }
+            return;
+        }
+        match message.content {
+            Content::Data(data) => {
+                // SAFETY: the outputs hold `room` bytes, as many as the message.
+                unsafe { outputs.write(0, data.as_ptr(), room) };
+                self.end(op, Ok(()));
+            }
+            Content::Number(_) if self.gone[from].is_some() => self.fail(op, from),
+            Content::Number(number) => {
+                let body = (false, from, number);
+                self.bodies.insert(body, op);
+                self.errands.push_back(Errand::Body(body));
+                self.mail(from, &Letter::Granted { number });
+            }
+        }
+    }
+
+    /// Takes a letter that concerns a message of the program. An error is the fault of the group: `peer` broke the protocol.
+    pub fn take(&mut self, peer: usize, letter: &Letter) -> Result<()> {
+        match *letter {
+            Letter::Eager { tag, data } => {
+                let message = Message { tag, bytes: data.len(), content: Content::Data(data.to_vec()) };
+                self.arrive(peer, message);
+            }
+            Letter::Large { tag, bytes, number } => {
+                let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+                self.arrive(peer, Message { tag, bytes, content: Content::Number(number) });
+            }
+            Letter::Granted { number } => {
+                let op = self.answered(peer, number)?;
+                let body = (true, peer, number);
+                self.bodies.insert(body, op);
+                self.errands.push_back(Errand::Body(body));
+            }
+            Letter::Refused { number } => {
+                let op = self.answered(peer, number)?;
+                let text = format!(
+                    "sagellm: rank {peer} could not take the message of {} bytes with tag {} from rank {}: its receive buffer \
+                     has another size",
+                    Pieces(op.sent()).bytes(),
+                    op.request.tag,
+                    self.me
+                );
+                self.end(op, Err(Error::Mismatch(text)));
+            }
+            _ => (),
+        }
+        Ok(())
+    }
+
+    fn answered(&mut self, peer: usize, number: u64) -> Result<Arc<Op>> {
+        let op = self.announced.remove(&(peer, number)).ok_or_else(|| {
+            Error::System(format!(
+                "sagellm: rank {peer} answers message {number} of rank {}, which does not wait for an answer",
+                self.me
+            ))
+        })?;
+        self.unsent.remove(&key(&op));
+        Ok(op)
+    }
+
+    /// The link no longer uses the memory of a body. An error is the link's text; where the group has failed its fault is
+    /// the operation's error.
+    pub fn end_body(&mut self, body: Body, outcome: std::result::Result<(), String>, fault: Option<&Error>) {
+        let Some(op) = self.bodies.remove(&body) else { return };
+        match (outcome, fault) {
+            (Ok(()), _) => self.end(op, Ok(())),
+            (Err(_), Some(fault)) => self.end(op, Err(fault.clone())),
+            (Err(text), None) => {
+                let (_, peer, _) = body;
+                self.gone[peer].get_or_insert(Gone::Lost(text));
+                self.fail(op, peer);
+            }
+        }
+    }
+
+    /// Nothing more comes from `peer`: fails the operations that need it (rule 21).
+    pub fn lose(&mut self, peer: usize, how: Gone) {
+        if self.gone[peer].is_some() {
+            return;
+        }
+        self.gone[peer] = Some(how);
+        let announced: Vec<_> = self.announced.keys().filter(|(to, _)| *to == peer).copied().collect();
+        for place in announced {
+            if let Some(op) = self.announced.remove(&place) {
+                self.unsent.remove(&key(&op));
+                self.fail(op, peer);
+            }
+        }
+        for root in [peer as u32, ANY_RANK] {
+            let Some(gone) = self.last_gone(root) else { continue };
+            let keys: Vec<_> = self.posted.keys().filter(|(source, _)| *source == root).copied().collect();
+            for op in keys.iter().flat_map(|key| self.posted.remove(key)).flatten().collect::<Vec<_>>() {
+                self.fail(op.1, gone);
+            }
+        }
+    }
+
+    pub fn gone(&self, peer: usize) -> Option<&Gone> {
+        self.gone.get(peer)?.as_ref()
+    }
+
+    /// The error of an operation that needs a rank that is gone.
+    fn departed(&self, peer: usize, op: &Op) -> Error {
+        let what = match (op.request.kind, op.request.root) {
+            (Kind::Send, root) => format!("send to rank {root} with tag {}", op.request.tag),
+            (_, ANY_RANK) => format!("recv from any rank with tag {}", op.request.tag),
+            (_, root) => format!("recv from rank {root} with tag {}", op.request.tag),
+        };
+        self.why_gone(peer, &format!("is in {what}"))
+    }
+
+    /// The error that a rank is gone, while this one `does` something.
+    pub fn why_gone(&self, peer: usize, does: &str) -> Error {
+        let me = self.me;
+        let text = match (self.gone(peer), self.mates.get(&peer)) {
+            (Some(Gone::Left), _) => format!(
+                "sagellm: rank {peer} left the group (destroy_process_group or the end of its program): rank {me} {does}. \
+                 Make a new group without it to go on"
+            ),
+            (_, Some(process)) => format!(
+                "sagellm: rank {peer} ({process}) ended or left the group: rank {me} {does}. Make a new group without it to \
+                 go on"
+            ),
+            (gone, None) => {
+                let said = match gone {
+                    Some(Gone::Lost(text)) => text.lines().next().unwrap_or_default(),
+                    _ => "no more is known",
+                };
+                format!(
+                    "sagellm: rank {me} lost the connection to rank {peer} on another host; its process ended, or the network \
+                     between them failed: rank {me} {does}. Make a new group to go on ({said})"
+                )
+            }
+        };
+        Error::RankFailed { rank: peer, text }
+    }
+
+    /// A send of which the link does not have the memory, so that a copy may take its place.
+    pub fn may_copy(&self, op: &Op) -> bool {
+        self.unsent.contains(&key(op))
+    }
+
+    /// Operations that have not ended.
+    pub fn pending(&self) -> impl Iterator<Item = &Arc<Op>> {
+        let posted = self.posted.values().flatten().map(|(_, op)| op);
+        posted.chain(self.announced.values()).chain(self.bodies.values())
+    }
+
+    pub fn has_pending(&self) -> bool {
+        !self.posted.is_empty() || !self.announced.is_empty() || !self.bodies.is_empty()
+    }
+
+    /// The group ends: returns the operations whose memory the link does not have. The others end with `end_body`.
+    pub fn take_idle(&mut self) -> Vec<Arc<Op>> {
+        (self.arrived, self.by_arrival, self.unsent) = Default::default();
+        let posted = self.posted.drain().flat_map(|(_, ops)| ops).map(|(_, op)| op);
+        posted.chain(self.announced.drain().map(|(_, op)| op)).collect()
+    }
+}

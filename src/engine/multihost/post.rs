@@ -1,0 +1,338 @@
+//! Between `messages` and the link: carries out errands, takes this rank's mail, and ends messages. Also what ranks tell each
+//! other by mail beside messages: goodbyes, faults, and the words of a monitored barrier.
+//!
+//! Errands are carried out without the lock, by one thread at a time, in their order, so that letters stay in order: a
+//! thread that leaves an errand while another one carries some out leaves it to that one. So the link may call back at any
+//! time, also from a call of this rank: its callbacks take the lock, advance the state and release it.
+
+#![allow(unsafe_code)] // gives the memory of operations to the link
+
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use super::lanes::Lanes;
+use super::letters::Letter;
+use super::link::Mailbox;
+use super::messages::{Body, Errand, Gone};
+use super::queue::State;
+use crate::engine::{Ended, Monitor};
+use crate::error::{Error, Result, contained};
+
+/// Longest time that a rank that ends waits until the link has given back the memory of bodies.
+const GIVEN_BACK: Duration = Duration::from_secs(5);
+
+/// Used under the lock of `queue::State`.
+#[derive(Default)]
+pub(super) struct Post {
+    /// A thread carries out errands.
+    busy: bool,
+    /// The ranks that have answered the goodbye.
+    heard: HashSet<usize>,
+    /// Another rank's fault has come by mail, which that rank has told everybody.
+    told: bool,
+    /// On rank 0: the last monitored barrier that each rank has come to.
+    came: HashMap<usize, u64>,
+    /// The outcomes of the last two, by number and whether it failed.
+    decided: [(u64, bool); 2],
+    /// This rank waits in a monitored barrier, or for answers to its goodbye.
+    in_barrier: bool,
+    leaving: bool,
+    /// Held while letters are awaited.
+    awaiting: Option<Box<dyn Send>>,
+}
+
+impl Lanes {
+    /// Carries out errands, and stores back the results of messages that have ended. Returns these, and the fault of the
+    /// group where one was found. Call it after everything that may leave errands, without the lock; nothing is lost
+    /// where another thread is at it.
+    pub fn run_errands(&self) -> (Ended, Option<Error>) {
+        let mut ended = Ended::new();
+        if std::mem::replace(&mut self.lock().post.busy, true) {
+            return (ended, None);
+        }
+        let outcome = contained(|| Ok(self.run_all_errands(&mut ended)));
+        match outcome {
+            Ok(failure) => (ended, failure),
+            Err(bug) => {
+                self.lock().post.busy = false;
+                (ended, Some(bug))
+            }
+        }
+    }
+
+    fn run_all_errands(&self, ended: &mut Ended) -> Option<Error> {
+        let mut failure = None;
+        loop {
+            let mut state = self.lock();
+            if state.hand_over_held() {
+                // A collective may follow one of them, and run now that this one continues from a copy.
+                state.extend_promise();
+                self.turn.notify_all();
+            }
+            let errands = std::mem::take(&mut state.messages.errands);
+            let over = std::mem::take(&mut state.messages.over);
+            failure = failure.or(state.messages.failure.take());
+            if errands.is_empty() && over.is_empty() {
+                self.await_letters(&mut state);
+                state.post.busy = false;
+                return failure;
+            }
+            drop(state);
+            errands.into_iter().for_each(|errand| self.run_errand(errand));
+            for (op, outcome) in over {
+                let outcome = outcome.and_then(|()| {
+                    contained(|| {
+                        op.store_back();
+                        Ok(())
+                    })
+                    .inspect_err(|bug| failure = failure.take().or(Some(bug.clone())))
+                });
+                let mut state = self.lock();
+                state.retire(&op);
+                state.extend_promise();
+                drop(state);
+                self.turn.notify_all(); // a lane may wait for its memory
+                ended.push((op, outcome));
+            }
+        }
+    }
+
+    /// The link reads mail while messages are pending. A rank that awaits none may compute for long, and what comes waits.
+    pub fn await_letters(&self, state: &mut State) {
+        let awaited = state.has_messages() || state.post.is_awaited();
+        match &state.post.awaiting {
+            None if awaited => state.post.awaiting = Some(self.link.await_mail()),
+            Some(_) if !awaited => state.post.awaiting = None,
+            _ => (),
+        }
+    }
+
+    fn run_errand(&self, errand: Errand) {
+        match errand {
+            Errand::Mail(peer, letter) => {
+                if let Err(error) = self.link.mail(peer, &letter) {
+                    self.lose(peer, Gone::Lost(error.text().to_string()));
+                }
+            }
+            Errand::Body(body) => {
+                if let Err(error) = self.give_body(body) {
+                    self.body_ended(body, Err(error.text().to_string()));
+                }
+            }
+        }
+    }
+
+    /// Gives the memory of an operation to the link.
+    fn give_body(&self, body: Body) -> Result<()> {
+        let Some(op) = self.lock().messages.bodies.get(&body).map(Arc::clone) else { return Ok(()) };
+        let (sends, peer, number) = body;
+        let pieces = if sends { op.sent() } else { op.request.outputs() }.to_vec();
+        let lanes = self.home().this.upgrade();
+        let done = Box::new(move |outcome: std::result::Result<(), String>| {
+            if let Some(lanes) = lanes {
+                lanes.body_ended(body, outcome);
+                lanes.settle();
+            }
+            drop(op); // until here its memory was in use, that of a copy too
+        });
+        // SAFETY: the memory is that of the operation, which ends after `done` was called: until then it is in
+        // `Messages::bodies`, and nothing else ends it. Later operations on this memory wait for it (`Order`).
+        unsafe {
+            match sends {
+                true => self.link.send_body(peer, number, pieces, done),
+                false => self.link.receive_body(peer, number, pieces, done),
+            }
+        }
+    }
+
+    /// The link has ended a body, or has not begun it.
+    fn body_ended(&self, body: Body, outcome: std::result::Result<(), String>) {
+        let mut state = self.lock();
+        let fault = state.fault.clone();
+        state.messages.end_body(body, outcome, fault.as_ref());
+    }
+
+    /// As `run_errands`, for a thread that holds no lock of the group: reports what has ended.
+    pub fn settle(&self) {
+        let (ended, failure) = self.run_errands();
+        let report = &self.home().report;
+        // One by one, because they were no batch.
+        ended.into_iter().for_each(|one| report.ended(vec![one]));
+        if let Some(error) = failure {
+            report.failed(error);
+        }
+    }
+
+    fn lose(&self, peer: usize, how: Gone) {
+        let mut state = self.lock();
+        if state.fault.is_none() {
+            state.messages.lose(peer, how);
+        }
+    }
+
+    /// Takes a letter. An error is the fault of the group.
+    fn take_letter(&self, peer: usize, mail: &[u8]) -> Result<()> {
+        let letter = Letter::decode(peer, mail)?;
+        let mut state = self.lock();
+        if state.fault.is_some() {
+            return Ok(());
+        }
+        match letter {
+            Letter::Bye => {
+                state.messages.lose(peer, Gone::Left);
+                state.messages.mail(peer, &Letter::Heard);
+            }
+            Letter::Heard => {
+                state.post.heard.insert(peer);
+            }
+            Letter::Fault { code, text } => {
+                state.post.told = true;
+                // A rank may pass on what it has from another one.
+                let passed_on = text.contains("(reported by rank ");
+                let text = if passed_on { text.to_string() } else { format!("{text} (reported by rank {peer})") };
+                return Err(Error::told(code, peer, text));
+            }
+            Letter::Come { turn } => {
+                state.post.came.insert(peer, turn);
+            }
+            Letter::Decided { turn, failed } => state.post.decided[turn as usize % 2] = (turn, failed),
+            message => return state.messages.take(peer, &message),
+        }
+        drop(state);
+        self.turn.notify_all(); // this rank may be leaving
+        self.home().report.changed(); // a thread may wait in a monitored barrier
+        Ok(())
+    }
+
+    /// Tells every rank why this one's group fails, without a guarantee. Nothing where another rank has told it. True where
+    /// letters went out.
+    pub fn tell_by_mail(&self, error: &Error) -> bool {
+        let state = self.lock();
+        let (told, present) = (state.post.told, state.messages.present());
+        drop(state);
+        let letter = Letter::Fault { code: error.code(), text: error.text() }.encode();
+        // Past the errands, which another thread may be at.
+        !told && present.into_iter().filter(|peer| self.link.mail(*peer, &letter).is_ok()).count() > 0
+    }
+
+    /// Says goodbye to all ranks. Waits until those that letters went to have answered, and so have all of these.
+    pub fn say_goodbye(&self, until: Instant, interrupted: &dyn Fn() -> bool) {
+        self.await_answers(until, interrupted);
+        let mut state = self.lock();
+        state.post.leaving = false;
+        self.await_letters(&mut state);
+    }
+
+    fn await_answers(&self, until: Instant, interrupted: &dyn Fn() -> bool) {
+        let mut state = self.lock();
+        let wrote = state.messages.wrote.clone();
+        state.post.leaving = true;
+        state.messages.mail_all(&Letter::Bye);
+        drop(state);
+        self.settle();
+        loop {
+            self.link.poll();
+            let state = self.lock();
+            let has_all = |peer: &usize| state.post.heard.contains(peer) || state.messages.gone(*peer).is_some();
+            if wrote.iter().all(has_all) || state.fault.is_some() || Instant::now() >= until {
+                return;
+            }
+            drop(self.turn.wait_timeout(state, Duration::from_millis(20)));
+            if interrupted() {
+                return;
+            }
+        }
+    }
+
+    /// After the link was cut: waits until it has given back the memory of all bodies.
+    pub fn await_bodies(&self) {
+        let until = Instant::now() + GIVEN_BACK;
+        loop {
+            self.link.poll();
+            let state = self.lock();
+            if state.messages.bodies.is_empty() {
+                return;
+            }
+            if Instant::now() >= until {
+                log::error!("the link keeps the memory of {} messages", state.messages.bodies.len());
+                return;
+            }
+            drop(self.turn.wait_timeout(state, Duration::from_millis(5)));
+        }
+    }
+}
+
+/// Takes the mail of a group. Weak: the group owns the link, which owns this.
+pub(super) struct Inbox(pub Weak<Lanes>);
+
+impl Mailbox for Inbox {
+    fn came(&self, peer: usize, message: Vec<u8>) {
+        let Some(lanes) = self.0.upgrade() else { return };
+        if let Err(error) = contained(|| lanes.take_letter(peer, &message)) {
+            lanes.home().report.failed(error);
+        }
+        lanes.settle();
+    }
+
+    fn lost(&self, peer: usize, why: &str) {
+        let Some(lanes) = self.0.upgrade() else { return };
+        lanes.lose(peer, Gone::Lost(why.to_string()));
+        lanes.settle();
+        lanes.turn.notify_all(); // this rank may be leaving
+        lanes.home().report.changed(); // a thread may wait in a monitored barrier
+    }
+}
+
+impl Monitor for Lanes {
+    fn come(&self, turn: u64) {
+        let mut state = self.lock();
+        state.post.in_barrier = true;
+        match self.host_map.me {
+            0 => drop(state.post.came.insert(0, turn)),
+            _ => state.messages.mail(0, &Letter::Come { turn }),
+        }
+        drop(state);
+        self.settle();
+    }
+
+    fn has_come(&self, rank: usize, turn: u64) -> bool {
+        self.lock().post.came.get(&rank).is_some_and(|came| *came >= turn)
+    }
+
+    fn decide(&self, turn: u64, failed: bool) {
+        let mut state = self.lock();
+        state.post.in_barrier = false;
+        state.messages.mail_all(&Letter::Decided { turn, failed });
+        state.messages.expect_to_be_read();
+        drop(state);
+        self.settle();
+    }
+
+    fn decision(&self, turn: u64) -> Option<bool> {
+        let (decided, failed) = self.lock().post.decided[turn as usize % 2];
+        (decided >= turn).then_some(decided != turn || failed)
+    }
+
+    fn hopeless(&self, turn: u64) -> Option<Error> {
+        let state = self.lock();
+        let missing = |rank: &usize| match self.host_map.me {
+            0 => state.post.came.get(rank).is_none_or(|came| *came < turn),
+            _ => *rank == 0,
+        };
+        let gone = (0..self.host_map.ranks()).filter(missing).find(|rank| state.messages.gone(*rank).is_some())?;
+        Some(state.messages.why_gone(gone, "is in monitored_barrier"))
+    }
+
+    fn left_off(&self) {
+        self.lock().post.in_barrier = false;
+        self.settle();
+    }
+}
+
+impl Post {
+    /// A thread of the program waits for letters.
+    pub fn is_awaited(&self) -> bool {
+        self.in_barrier || self.leaving
+    }
+}

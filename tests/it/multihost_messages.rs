@@ -1,0 +1,433 @@
+//! Send and receive over hosts, played by threads: random programs of messages and collectives on the same memory against
+//! a one-threaded reference, bit for bit; ranks that leave, are lost, fail or abort in the middle (rules 4, 20, 21). What
+//! holds on one host as well is in `shm_p2p.rs` and `op_order.rs`.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::common::{Random, cut, on_memory, on_ranks, plain};
+use sagellm::config::Settings;
+use sagellm::engine::local;
+use sagellm::error::Error;
+use sagellm::group::{Group, Op};
+use sagellm::types::{ANY_RANK, Kind, Request};
+
+const LONG: Duration = Duration::from_secs(60);
+/// For what takes milliseconds.
+const SOON: Duration = Duration::from_secs(8);
+
+fn groups(place: &[usize]) -> Vec<Arc<Group>> {
+    Group::local_hosts(place, LONG, Settings::default(), local::links(place.len())).unwrap()
+}
+
+fn message(kind: Kind, peer: u32, tag: u32, memory: &mut [u8]) -> Request {
+    let mut request = on_memory(kind, peer, memory);
+    request.tag = tag;
+    request
+}
+
+fn send(group: &Group, to: u32, tag: u32, memory: &mut [u8]) -> Arc<Op> {
+    group.issue(message(Kind::Send, to, tag, memory), None).unwrap()
+}
+
+fn recv(group: &Group, from: u32, tag: u32, memory: &mut [u8]) -> Arc<Op> {
+    group.issue(message(Kind::Recv, from, tag, memory), None).unwrap()
+}
+
+/// One step of a program, the same for all ranks.
+#[derive(Clone, Debug)]
+enum Step {
+    /// All ranks add up this part of their memory.
+    Sum(Range<usize>),
+    Barrier,
+    /// From rank and part to rank and part; the receiver names the source or takes from anyone.
+    Message {
+        from: (usize, Range<usize>),
+        to: (usize, Range<usize>),
+        tag: u32,
+        anyone: bool,
+        pieces: usize,
+    },
+}
+
+const MEMORY: usize = 4 << 20;
+
+fn draw(random: &mut Random, ranks: usize, steps: usize) -> Vec<Step> {
+    let size = |random: &mut Random| match random.below(12) {
+        0 => 0,
+        1..=5 => 1 + random.below(200),
+        6 => (16 << 10) - 2 + random.below(5),
+        7 | 8 => random.below(40_000),
+        9 | 10 => random.below(300_000),
+        _ => random.below(3 << 20),
+    };
+    // Mostly on the same few places, so that operations meet.
+    let part = |random: &mut Random, bytes: usize| {
+        let start = if random.below(3) > 0 { random.below(4) * 1000 } else { random.below(MEMORY - bytes) };
+        start.min(MEMORY - bytes)..start.min(MEMORY - bytes) + bytes
+    };
+    let step = |at: usize, random: &mut Random| match random.below(8) {
+        0 => {
+            let bytes = size(random).min(100_000);
+            Step::Sum(part(random, bytes))
+        }
+        1 if random.below(4) == 0 => Step::Barrier,
+        _ => {
+            let bytes = size(random);
+            let from = random.below(ranks);
+            let to = (from + 1 + random.below(ranks - 1)) % ranks;
+            let anyone = random.below(4) == 0;
+            // Two messages to receives from anyone would come in any order.
+            let tag = if anyone { 1000 + at as u32 } else { random.below(3) as u32 };
+            let (from, to) = ((from, part(random, bytes)), (to, part(random, bytes)));
+            Step::Message { from, to, tag, anyone, pieces: 1 + random.below(3) }
+        }
+    };
+    (0..steps).map(|at| step(at, random)).collect()
+}
+
+fn start_memory(seed: u64, rank: usize) -> Vec<u8> {
+    let mut random = Random::new(seed ^ (rank as u64) << 40);
+    (0..MEMORY / 8).flat_map(|_| random.next().to_le_bytes()).collect()
+}
+
+/// The memory of all ranks after the steps, one after the other.
+fn expected(seed: u64, ranks: usize, steps: &[Step]) -> Vec<Vec<u8>> {
+    let mut all: Vec<Vec<u8>> = (0..ranks).map(|rank| start_memory(seed, rank)).collect();
+    for step in steps {
+        match step {
+            Step::Sum(part) => {
+                for at in part.clone() {
+                    let sum = all.iter().fold(0u8, |sum, memory| sum.wrapping_add(memory[at]));
+                    all.iter_mut().for_each(|memory| memory[at] = sum);
+                }
+            }
+            Step::Message { from: (from, sent), to: (to, received), .. } => {
+                let data = all[*from][sent.clone()].to_vec();
+                all[*to][received.clone()].copy_from_slice(&data);
+            }
+            Step::Barrier => (),
+        }
+    }
+    all
+}
+
+/// What rank `me` calls in a step, if anything.
+fn request(step: &Step, me: usize, memory: &mut [u8]) -> Option<Request> {
+    match step {
+        Step::Sum(part) => {
+            let spans = cut(&mut memory[part.clone()], 1, 1);
+            Some(plain(Kind::AllReduce, 0, spans.clone(), spans))
+        }
+        Step::Barrier => Some(on_memory(Kind::Barrier, 0, &mut [])),
+        Step::Message { from: (from, sent), to: (to, received), tag, anyone, pieces } => {
+            let mut request = if *from == me {
+                plain(Kind::Send, *to as u32, cut(&mut memory[sent.clone()], *pieces, 1), Vec::new())
+            } else if *to == me {
+                let source = if *anyone { ANY_RANK } else { *from as u32 };
+                plain(Kind::Recv, source, Vec::new(), cut(&mut memory[received.clone()], *pieces, 1))
+            } else {
+                return None;
+            };
+            request.tag = *tag;
+            Some(request)
+        }
+    }
+}
+
+const PLACES: [&[usize]; 5] = [&[0, 1], &[0, 0, 1], &[0, 1, 2], &[0, 1, 0, 1], &[0, 1, 2, 0, 1]];
+
+fn program(seed: u64, count: usize) {
+    let mut random = Random::new(seed);
+    let place = PLACES[random.below(PLACES.len())];
+    let ranks = place.len();
+    let steps = draw(&mut random, ranks, count);
+    let settings = Settings { fusion: seed % 3 != 0, ..Settings::default() };
+    let groups = Group::local_hosts(place, LONG, settings, local::links(ranks)).unwrap();
+    let expected = expected(seed, ranks, &steps);
+    on_ranks(ranks, |me| {
+        let mut random = Random::new(seed ^ (me as u64 + 1) << 32);
+        let mut memory = start_memory(seed, me);
+        let mut pending: Vec<(usize, Arc<Op>)> = Vec::new();
+        let finish = |(at, op): (usize, Arc<Op>)| {
+            op.wait(None).unwrap_or_else(|e| panic!("seed {seed} rank {me}: step {at}, {:?}: {e}", steps[at]));
+            if let Step::Message { from: (from, _), to: (to, _), .. } = &steps[at]
+                && *to == me
+            {
+                assert_eq!(op.source(), *from as i32);
+            }
+        };
+        for (at, step) in steps.iter().enumerate() {
+            let Some(request) = request(step, me, &mut memory) else { continue };
+            if random.below(12) == 0 {
+                std::thread::sleep(Duration::from_micros(random.below(2000) as u64));
+            }
+            match random.below(6) {
+                0 => groups[me].run(request, None).unwrap_or_else(|e| panic!("seed {seed} rank {me}: {step:?}: {e}")),
+                1 => drop(groups[me].issue(request, None).unwrap()),
+                _ => pending.push((at, groups[me].issue(request, None).unwrap())),
+            }
+            while pending.len() > random.below(100) {
+                finish(pending.swap_remove(random.below(pending.len())));
+            }
+        }
+        pending.into_iter().for_each(finish);
+        // What was dropped has ended, too: a collective behind everything that touches the memory.
+        let spans = cut(&mut memory, 1, 1);
+        groups[me].run(plain(Kind::AllReduce, 0, spans.clone(), spans), None).unwrap();
+        let sums = expected[0]
+            .iter()
+            .enumerate()
+            .map(|(at, _)| expected.iter().fold(0u8, |sum, memory| sum.wrapping_add(memory[at])));
+        let differs = memory.iter().zip(sums).position(|(found, expected)| *found != expected);
+        assert_eq!(differs, None, "seed {seed} rank {me} of {ranks}: the first byte that differs");
+    });
+    on_ranks(ranks, |me| groups[me].shutdown());
+}
+
+#[test]
+fn rules_04_and_20_random_programs_of_messages_and_collectives_give_the_reference() {
+    let programs: u64 = std::env::var("SAGELLM_TEST_MESSAGE_PROGRAMS").ok().and_then(|n| n.parse().ok()).unwrap_or(10);
+    for seed in 1..=programs {
+        crate::common::progress("programs of messages over hosts", seed, programs);
+        program(seed, 120);
+    }
+}
+
+#[test]
+fn rule_01_to_post_a_message_takes_as_long_however_many_wait() {
+    const COUNT: usize = 20_000;
+    let groups = groups(&[0, 1]);
+    on_ranks(2, |me| {
+        let group = &groups[me];
+        let mut memory = vec![me as u8; COUNT];
+        let post = |(at, byte): (usize, &mut [u8])| match me {
+            0 => send(group, 1, (COUNT - at) as u32, byte),
+            _ => recv(group, if at % 2 == 0 { 0 } else { ANY_RANK }, at as u32 + 1, byte),
+        };
+        let begin = Instant::now();
+        let ops: Vec<_> = memory.chunks_mut(1).enumerate().map(post).collect();
+        ops.iter().for_each(|op| op.wait(None).unwrap());
+        assert!(memory.iter().all(|byte| *byte == 0));
+        assert!(begin.elapsed() < LONG / 2, "{:?} for {COUNT} messages", begin.elapsed());
+    });
+    on_ranks(2, |me| groups[me].shutdown());
+}
+
+#[test]
+fn rule_10_a_message_whose_handle_was_dropped_arrives() {
+    for bytes in [8, 100_000] {
+        let groups = groups(&[0, 1, 1]);
+        on_ranks(3, |me| {
+            let group = &groups[me];
+            let mut memory = vec![me as u8; bytes];
+            match me {
+                1 => drop(recv(group, 0, 0, &mut memory)),
+                0 => drop(send(group, 1, 0, &mut memory)),
+                _ => (),
+            }
+            let mut sum = [1u8];
+            group.run(on_memory(Kind::AllReduce, 0, &mut sum), None).unwrap();
+            // Behind the message, on the same memory.
+            group.run(on_memory(Kind::AllReduce, 0, &mut memory), None).unwrap();
+            assert_eq!(memory[0], 2, "of 0, 0 and 2");
+        });
+        on_ranks(3, |me| groups[me].shutdown());
+    }
+}
+
+#[test]
+fn rule_21_who_leaves_in_order_has_still_sent_its_letters() {
+    let groups = groups(&[0, 1, 1]);
+    on_ranks(3, |me| {
+        let group = &groups[me];
+        let mut memory = [me as u8; 100];
+        if me > 0 {
+            send(group, 0, 0, &mut memory).wait(None).unwrap();
+            let mut large = vec![7; 100_000];
+            let kept = send(group, 0, 9, &mut large);
+            if me == 2 {
+                std::thread::sleep(Duration::from_millis(300)); // a receive from anyone has somebody until here
+            }
+            group.shutdown();
+            assert!(matches!(kept.wait(None), Err(Error::Aborted(_))), "pending, and nobody asks for it");
+            return;
+        }
+        let mut got = [0; 8];
+        let anyone = recv(group, ANY_RANK, 5, &mut got);
+        std::thread::sleep(Duration::from_millis(100));
+        assert!(!anyone.is_done(), "rank 2 may still send");
+        let begin = Instant::now();
+        assert!(matches!(anyone.wait(None), Err(Error::RankFailed { .. })));
+        assert!(begin.elapsed() < SOON);
+        let error = group.fault().expect("a receive had nobody to come from");
+        assert!(error.text().contains("left the group"), "{error}");
+    });
+}
+
+#[test]
+fn rule_21_what_arrived_before_its_sender_left_is_received() {
+    let groups = groups(&[0, 1, 2]);
+    on_ranks(3, |me| {
+        let group = &groups[me];
+        if me == 1 {
+            for tag in 0..10 {
+                send(group, 0, tag, &mut [tag as u8; 50]).wait(None).unwrap();
+            }
+            return group.shutdown();
+        }
+        std::thread::sleep(Duration::from_millis(200));
+        if me == 0 {
+            for tag in (0..10).rev() {
+                let mut got = [0; 50];
+                recv(group, if tag % 2 == 0 { 1 } else { ANY_RANK }, tag, &mut got).wait(None).unwrap();
+                assert_eq!(got, [tag as u8; 50]);
+            }
+            // A short one goes nowhere, as on one host; one that would have to be asked for fails.
+            send(group, 1, 0, &mut [1]).wait(None).unwrap();
+            send(group, 2, 0, &mut [1]).wait(None).unwrap();
+            let error = send(group, 1, 0, &mut [1; 100_000]).wait(None).unwrap_err();
+            assert!(
+                matches!(error, Error::RankFailed { rank: 1, .. }) && error.text().contains("left the group"),
+                "{error}"
+            );
+        } else {
+            recv(group, 0, 0, &mut [0]).wait(None).unwrap();
+        }
+    });
+}
+
+#[test]
+fn rule_21_a_lost_rank_fails_what_needs_it_and_nothing_else() {
+    let links = local::links(3);
+    let lost = Arc::clone(&links[2]);
+    let groups = Group::local_hosts(&[0, 1, 2], LONG, Settings::default(), links).unwrap();
+    on_ranks(3, |me| {
+        let group = &groups[me];
+        let mut memory = vec![me as u8; 100_000];
+        if me == 2 {
+            send(group, 0, 0, &mut [3; 8]).wait(None).unwrap();
+            std::thread::sleep(Duration::from_millis(100));
+            return lost.cut();
+        }
+        std::thread::sleep(Duration::from_millis(300));
+        // The others go on, also with what rank 2 sent before.
+        if me == 0 {
+            let mut got = [0; 8];
+            recv(group, 2, 0, &mut got).wait(None).unwrap();
+            assert_eq!(got, [3; 8]);
+            recv(group, ANY_RANK, 1, &mut memory).wait(None).unwrap();
+            assert_eq!(memory, vec![1; 100_000]);
+        } else {
+            send(group, 0, 1, &mut memory).wait(None).unwrap();
+            recv(group, 0, 2, &mut [0]).wait(None).unwrap_err();
+            return;
+        }
+        let begin = Instant::now();
+        let error = recv(group, 2, 7, &mut memory).wait(None).unwrap_err();
+        assert!(begin.elapsed() < SOON, "found out late");
+        assert!(matches!(error, Error::RankFailed { rank: 2, .. }), "{error:?}");
+        assert!(error.text().contains("rank 0 lost the connection to rank 2 on another host"), "{error}");
+        assert!(error.text().contains("recv from rank 2 with tag 7"), "{error}");
+    });
+}
+
+#[test]
+fn a_deadline_names_the_message_and_a_message_of_another_size_fails_both_sides() {
+    let groups = groups(&[0, 1]);
+    on_ranks(2, |me| {
+        let group = &groups[me];
+        let mut memory = vec![0u8; if me == 0 { 200_000 } else { 100_000 }];
+        let op = if me == 0 { send(group, 1, 4, &mut memory) } else { recv(group, 0, 4, &mut memory) };
+        let error = op.wait(None).unwrap_err();
+        assert!(matches!(error, Error::Mismatch(_)), "{error:?}");
+        assert!(error.text().contains("200000 bytes") && error.text().contains("tag 4"), "{error}");
+        group.run(on_memory(Kind::Barrier, 0, &mut []), None).unwrap();
+        if me == 1 {
+            return;
+        }
+        let mut request = message(Kind::Recv, 1, 8, &mut memory);
+        request.timeout_ms = Some(200);
+        let begin = Instant::now();
+        let error = group.run(request, None).unwrap_err();
+        assert!(begin.elapsed() >= Duration::from_millis(150) && begin.elapsed() < SOON);
+        assert!(matches!(error, Error::Timeout(_)) && error.text().contains("recv from rank 1 with tag 8"), "{error}");
+    });
+}
+
+/// Bodies in flight while a rank aborts: everything ends, and the memory is the program's again.
+#[test]
+fn an_abort_in_the_middle_ends_every_message_on_every_rank() {
+    for seed in 0..8u64 {
+        let place = PLACES[seed as usize % PLACES.len()];
+        let ranks = place.len();
+        let groups = groups(place);
+        on_ranks(ranks, |me| {
+            let group = &groups[me];
+            let mut random = Random::new(seed << 8 | me as u64);
+            let mut memories: Vec<Vec<u8>> = (0..200).map(|_| vec![me as u8; random.below(2_000_000)]).collect();
+            let mut ops = Vec::new();
+            for (at, memory) in memories.iter_mut().enumerate() {
+                // Some receives fit, most do not come.
+                let peer = (me + 1 + random.below(ranks - 1)) % ranks;
+                let kind = if at % 2 == 0 { Kind::Send } else { Kind::Recv };
+                let len = memory.len().min(if at % 4 < 2 { 1_000_000 } else { 2_000_000 });
+                match group.issue(message(kind, peer as u32, at as u32 / 2, &mut memory[..len]), None) {
+                    Ok(op) => ops.push(op),
+                    Err(_) => break,
+                }
+            }
+            if me == 0 {
+                std::thread::sleep(Duration::from_micros(random.below(4000) as u64));
+                group.abort("the test says so");
+            }
+            let begin = Instant::now();
+            let ends: Vec<_> = ops.iter().map(|op| op.wait(None)).collect();
+            assert!(begin.elapsed() < SOON, "seed {seed} rank {me}");
+            assert!(ends.iter().any(Result::is_err) || ops.is_empty());
+            drop(memories); // valgrind and the address sanitizer would see a late writer
+        });
+        on_ranks(ranks, |me| groups[me].shutdown());
+    }
+}
+
+#[test]
+fn a_fault_of_one_rank_is_told_to_all_by_mail() {
+    let groups = groups(&[0, 1, 2, 2]);
+    let errors = on_ranks(4, |me| {
+        let group = &groups[me];
+        if me == 3 {
+            std::thread::sleep(Duration::from_millis(100));
+            group.abort("the test says so");
+            return String::new();
+        }
+        // From a rank that does nothing, which is not the one that fails.
+        recv(group, (me as u32 + 1) % 3, 0, &mut [0; 8]).wait(None).unwrap_err().to_string()
+    });
+    for error in &errors[..3] {
+        assert!(error.contains("the test says so") && error.contains("reported by rank 3"), "{error}");
+    }
+}
+
+#[test]
+fn a_monitored_barrier_hears_of_a_rank_that_is_gone() {
+    let groups = groups(&[0, 1, 1]);
+    on_ranks(3, |me| {
+        let group = &groups[me];
+        group.monitored_barrier(None, false).unwrap();
+        let begin = Instant::now();
+        match me {
+            2 => return group.shutdown(),
+            0 => {
+                let error = group.monitored_barrier(None, false).unwrap_err();
+                assert!(error.text().contains("Rank 2 failed to pass monitoredBarrier"), "{error}");
+            }
+            _ => drop(group.monitored_barrier(None, false).unwrap_err()),
+        }
+        assert!(begin.elapsed() < SOON, "rank {me} found out late");
+        assert!(group.fault().is_none(), "it fails nothing else");
+        let (kind, peer) = if me == 0 { (Kind::Send, 1) } else { (Kind::Recv, 0) };
+        group.run(message(kind, peer, 0, &mut [0; 8]), None).unwrap();
+    });
+}
