@@ -407,8 +407,8 @@ class Rendezvous {
   std::string tell_failure(const std::string& text);
   std::string told_failure();
 
-  // Connects to the other ranks of a group that spans hosts, which reach this process at `address`. Blocks until all have
-  // called it, or the timeout of the options. Call without the GIL.
+  // Connects to the other ranks of a group that spans hosts, which reach this process at `address`. Blocks until all
+  // have called it, or the timeout of the options. Call without the GIL.
   void connect(const std::string& address);
 
   // Builds the group, once. `delegate` is needed where there is a reason for one. Call without the GIL.

@@ -377,7 +377,7 @@ impl Control for Lanes {
 
     fn polls(&self) -> bool {
         let state = self.lock();
-        state.has_messages() || state.post.is_awaited()
+        state.has_messages() || state.talk.is_awaited()
     }
 
     fn poll(&self) -> bool {

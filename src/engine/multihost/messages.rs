@@ -320,12 +320,16 @@ impl Messages {
         }
     }
 
-    /// Nothing more comes from `peer`: fails the operations that need it (rule 21).
-    pub fn lose(&mut self, peer: usize, how: Gone) {
+    /// Nothing more comes from `peer`. Fails the operations that need it (rule 21), unless this rank `leaves`, which ends them
+    /// itself.
+    pub fn lose(&mut self, peer: usize, how: Gone, leaves: bool) {
         if self.gone[peer].is_some() {
             return;
         }
         self.gone[peer] = Some(how);
+        if leaves {
+            return;
+        }
         let announced: Vec<_> = self.announced.keys().filter(|(to, _)| *to == peer).copied().collect();
         for place in announced {
             if let Some(op) = self.announced.remove(&place) {
@@ -387,10 +391,11 @@ impl Messages {
         self.unsent.contains(&key(op))
     }
 
-    /// Operations that have not ended.
+    /// Operations that have not ended, or of which nobody was told.
     pub fn pending(&self) -> impl Iterator<Item = &Arc<Op>> {
         let posted = self.posted.values().flatten().map(|(_, op)| op);
-        posted.chain(self.announced.values()).chain(self.bodies.values())
+        let over = self.over.iter().map(|(op, _)| op);
+        posted.chain(self.announced.values()).chain(self.bodies.values()).chain(over)
     }
 
     pub fn has_pending(&self) -> bool {
@@ -401,6 +406,7 @@ impl Messages {
     pub fn take_idle(&mut self) -> Vec<Arc<Op>> {
         (self.arrived, self.by_arrival, self.unsent) = Default::default();
         let posted = self.posted.drain().flat_map(|(_, ops)| ops).map(|(_, op)| op);
-        posted.chain(self.announced.drain().map(|(_, op)| op)).collect()
+        let over = self.over.drain(..).map(|(op, _)| op);
+        posted.chain(self.announced.drain().map(|(_, op)| op)).chain(over).collect()
     }
 }

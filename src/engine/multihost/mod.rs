@@ -14,7 +14,7 @@
 //! | `lanes` | the two threads that run batches |
 //! | `queue` | the operations that have not ended, in what order, and which lane has them |
 //! | `messages` | send and receive: which message goes to which receive |
-//! | `post`, `letters` | the mail of a rank: what it says, and who carries it out |
+//! | `post`, `letters`, `talk` | the mail of a rank: who carries it out, what it says, what it has said |
 //! | `vector` | the numbers of a batch, and how they are combined |
 //! | `batch` | one batch: steps inside a host, schedules between hosts |
 //! | `dispatch` | maps the requests of a batch to the collective that runs it |
@@ -36,6 +36,7 @@ mod post;
 mod probe;
 mod queue;
 pub mod rails;
+mod talk;
 pub mod transport;
 mod vector;
 pub mod wire;

@@ -7,7 +7,6 @@
 
 #![allow(unsafe_code)] // gives the memory of operations to the link
 
-use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -22,40 +21,20 @@ use crate::error::{Error, Result, contained};
 /// Longest time that a rank that ends waits until the link has given back the memory of bodies.
 const GIVEN_BACK: Duration = Duration::from_secs(5);
 
-/// Used under the lock of `queue::State`.
-#[derive(Default)]
-pub(super) struct Post {
-    /// A thread carries out errands.
-    busy: bool,
-    /// The ranks that have answered the goodbye.
-    heard: HashSet<usize>,
-    /// Another rank's fault has come by mail, which that rank has told everybody.
-    told: bool,
-    /// On rank 0: the last monitored barrier that each rank has come to.
-    came: HashMap<usize, u64>,
-    /// The outcomes of the last two, by number and whether it failed.
-    decided: [(u64, bool); 2],
-    /// This rank waits in a monitored barrier, or for answers to its goodbye.
-    in_barrier: bool,
-    leaving: bool,
-    /// Held while letters are awaited.
-    awaiting: Option<Box<dyn Send>>,
-}
-
 impl Lanes {
     /// Carries out errands, and stores back the results of messages that have ended. Returns these, and the fault of the
     /// group where one was found. Call it after everything that may leave errands, without the lock; nothing is lost
     /// where another thread is at it.
     pub fn run_errands(&self) -> (Ended, Option<Error>) {
         let mut ended = Ended::new();
-        if std::mem::replace(&mut self.lock().post.busy, true) {
+        if std::mem::replace(&mut self.lock().talk.busy, true) {
             return (ended, None);
         }
         let outcome = contained(|| Ok(self.run_all_errands(&mut ended)));
         match outcome {
             Ok(failure) => (ended, failure),
             Err(bug) => {
-                self.lock().post.busy = false;
+                self.lock().talk.busy = false;
                 (ended, Some(bug))
             }
         }
@@ -75,7 +54,7 @@ impl Lanes {
             failure = failure.or(state.messages.failure.take());
             if errands.is_empty() && over.is_empty() {
                 self.await_letters(&mut state);
-                state.post.busy = false;
+                state.talk.busy = false;
                 return failure;
             }
             drop(state);
@@ -100,10 +79,10 @@ impl Lanes {
 
     /// The link reads mail while messages are pending. A rank that awaits none may compute for long, and what comes waits.
     pub fn await_letters(&self, state: &mut State) {
-        let awaited = state.has_messages() || state.post.is_awaited();
-        match &state.post.awaiting {
-            None if awaited => state.post.awaiting = Some(self.link.await_mail()),
-            Some(_) if !awaited => state.post.awaiting = None,
+        let awaited = state.has_messages() || state.talk.is_awaited();
+        match &state.talk.awaiting {
+            None if awaited => state.talk.awaiting = Some(self.link.await_mail()),
+            Some(_) if !awaited => state.talk.awaiting = None,
             _ => (),
         }
     }
@@ -157,17 +136,18 @@ impl Lanes {
     pub fn settle(&self) {
         let (ended, failure) = self.run_errands();
         let report = &self.home().report;
+        if let Some(error) = failure {
+            report.failed(error); // before its operations end: whoever sees them sees it
+        }
         // One by one, because they were no batch.
         ended.into_iter().for_each(|one| report.ended(vec![one]));
-        if let Some(error) = failure {
-            report.failed(error);
-        }
     }
 
     fn lose(&self, peer: usize, how: Gone) {
         let mut state = self.lock();
         if state.fault.is_none() {
-            state.messages.lose(peer, how);
+            let leaves = state.stopping;
+            state.messages.lose(peer, how, leaves);
         }
     }
 
@@ -180,23 +160,24 @@ impl Lanes {
         }
         match letter {
             Letter::Bye => {
-                state.messages.lose(peer, Gone::Left);
+                let leaves = state.stopping;
+                state.messages.lose(peer, Gone::Left, leaves);
                 state.messages.mail(peer, &Letter::Heard);
             }
             Letter::Heard => {
-                state.post.heard.insert(peer);
+                state.talk.heard.insert(peer);
             }
             Letter::Fault { code, text } => {
-                state.post.told = true;
+                state.talk.told = true;
                 // A rank may pass on what it has from another one.
                 let passed_on = text.contains("(reported by rank ");
                 let text = if passed_on { text.to_string() } else { format!("{text} (reported by rank {peer})") };
                 return Err(Error::told(code, peer, text));
             }
             Letter::Come { turn } => {
-                state.post.came.insert(peer, turn);
+                state.talk.came.insert(peer, turn);
             }
-            Letter::Decided { turn, failed } => state.post.decided[turn as usize % 2] = (turn, failed),
+            Letter::Decided { turn, failed } => state.talk.decided[turn as usize % 2] = (turn, failed),
             message => return state.messages.take(peer, &message),
         }
         drop(state);
@@ -209,7 +190,7 @@ impl Lanes {
     /// letters went out.
     pub fn tell_by_mail(&self, error: &Error) -> bool {
         let state = self.lock();
-        let (told, present) = (state.post.told, state.messages.present());
+        let (told, present) = (state.talk.told, state.messages.present());
         drop(state);
         let letter = Letter::Fault { code: error.code(), text: error.text() }.encode();
         // Past the errands, which another thread may be at.
@@ -220,21 +201,21 @@ impl Lanes {
     pub fn say_goodbye(&self, until: Instant, interrupted: &dyn Fn() -> bool) {
         self.await_answers(until, interrupted);
         let mut state = self.lock();
-        state.post.leaving = false;
+        state.talk.leaving = false;
         self.await_letters(&mut state);
     }
 
     fn await_answers(&self, until: Instant, interrupted: &dyn Fn() -> bool) {
         let mut state = self.lock();
         let wrote = state.messages.wrote.clone();
-        state.post.leaving = true;
+        state.talk.leaving = true;
         state.messages.mail_all(&Letter::Bye);
         drop(state);
         self.settle();
         loop {
             self.link.poll();
             let state = self.lock();
-            let has_all = |peer: &usize| state.post.heard.contains(peer) || state.messages.gone(*peer).is_some();
+            let has_all = |peer: &usize| state.talk.heard.contains(peer) || state.messages.gone(*peer).is_some();
             if wrote.iter().all(has_all) || state.fault.is_some() || Instant::now() >= until {
                 return;
             }
@@ -287,9 +268,9 @@ impl Mailbox for Inbox {
 impl Monitor for Lanes {
     fn come(&self, turn: u64) {
         let mut state = self.lock();
-        state.post.in_barrier = true;
+        state.talk.in_barrier = true;
         match self.host_map.me {
-            0 => drop(state.post.came.insert(0, turn)),
+            0 => drop(state.talk.came.insert(0, turn)),
             _ => state.messages.mail(0, &Letter::Come { turn }),
         }
         drop(state);
@@ -297,12 +278,12 @@ impl Monitor for Lanes {
     }
 
     fn has_come(&self, rank: usize, turn: u64) -> bool {
-        self.lock().post.came.get(&rank).is_some_and(|came| *came >= turn)
+        self.lock().talk.came.get(&rank).is_some_and(|came| *came >= turn)
     }
 
     fn decide(&self, turn: u64, failed: bool) {
         let mut state = self.lock();
-        state.post.in_barrier = false;
+        state.talk.in_barrier = false;
         state.messages.mail_all(&Letter::Decided { turn, failed });
         state.messages.expect_to_be_read();
         drop(state);
@@ -310,14 +291,14 @@ impl Monitor for Lanes {
     }
 
     fn decision(&self, turn: u64) -> Option<bool> {
-        let (decided, failed) = self.lock().post.decided[turn as usize % 2];
+        let (decided, failed) = self.lock().talk.decided[turn as usize % 2];
         (decided >= turn).then_some(decided != turn || failed)
     }
 
     fn hopeless(&self, turn: u64) -> Option<Error> {
         let state = self.lock();
         let missing = |rank: &usize| match self.host_map.me {
-            0 => state.post.came.get(rank).is_none_or(|came| *came < turn),
+            0 => state.talk.came.get(rank).is_none_or(|came| *came < turn),
             _ => *rank == 0,
         };
         let gone = (0..self.host_map.ranks()).filter(missing).find(|rank| state.messages.gone(*rank).is_some())?;
@@ -325,14 +306,7 @@ impl Monitor for Lanes {
     }
 
     fn left_off(&self) {
-        self.lock().post.in_barrier = false;
+        self.lock().talk.in_barrier = false;
         self.settle();
-    }
-}
-
-impl Post {
-    /// A thread of the program waits for letters.
-    pub fn is_awaited(&self) -> bool {
-        self.in_barrier || self.leaving
     }
 }

@@ -6,7 +6,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::messages::Messages;
-use super::post::Post;
+use super::talk::Talk;
 use crate::engine::Ended;
 use crate::engine::order::{Order, copy_inputs, has_left_its_memory};
 use crate::error::{Error, Result};
@@ -55,7 +55,7 @@ pub(super) struct State {
     /// Operations issued so far, messages included.
     turns: u64,
     pub messages: Messages,
-    pub post: Post,
+    pub talk: Talk,
     /// Numbers of the operations that each lane has taken, once for each count in `active`.
     taken: [Vec<u64>; LANES],
 }
@@ -75,7 +75,7 @@ impl State {
             order: Order::default(),
             turns: 0,
             messages,
-            post: Post::default(),
+            talk: Talk::default(),
             taken: Default::default(),
         }
     }

@@ -338,6 +338,70 @@ def order_over_hosts(ctx: Context, names: list[str]) -> str:
     return text
 
 
+def messages_over_hosts(ctx: Context, names: list[str]) -> None:
+    """Messages that are dropped, strided, empty, from anyone, and on one piece of memory, as on one host."""
+    enter(names[ctx.rank * len(names) // ctx.world_size])
+    n, me, last = ctx.world_size, ctx.rank, ctx.world_size - 1
+    ctx.init(store=dist.FileStore(f"{ctx.tmp}/store", n), timeout=timedelta(seconds=30))
+    for size in (1, 5_000, 300_000):
+        tensor = torch.full((size,), float(me))
+        if me == last:
+            dist.irecv(tensor, 0)  # its Work is dropped
+        elif me == 0:
+            dist.isend(torch.full((size,), 7.0), last)
+        dist.broadcast(tensor, last)  # behind the message, on the same memory
+        assert bool((tensor == 7).all()), f"{tensor[0]} of {size}"
+        square = torch.arange(float(max(size // 100, 2)) ** 2).reshape(max(size // 100, 2), -1)
+        if me == 0:
+            dist.send(square[:, 1], last, tag=1)
+            dist.send(square.t()[::2], last, tag=1)
+        elif me == last:
+            got = torch.zeros_like(square)
+            dist.recv(got[:, 0], tag=1)
+            assert torch.equal(got[:, 0], square[:, 1]) and not got[:, 1:].any()
+            rows = torch.zeros(len(square), (len(square) + 1) // 2).t()
+            dist.recv(rows, 0, tag=1)
+            assert torch.equal(rows, square.t()[::2])
+    none = torch.empty(0)
+    if me == last:
+        assert dist.recv(none) == 0 and dist.recv(none, 0) == 0
+        found = torch.empty(2)
+        senders = sorted(dist.recv(found, tag=2) for _ in range(n - 1))
+        assert senders == list(range(n - 1)) and found[0] in senders
+    else:
+        if me == 0:
+            dist.send(none, last)
+            dist.send(none, last)
+        dist.send(torch.full((2,), float(me)), last, tag=2)
+    # Each sends before it receives, and into what it sends.
+    tensor = torch.full((300_000,), float(me))
+    works = [dist.isend(tensor, (me + 1) % n, tag=3), dist.irecv(tensor, (me - 1) % n, tag=3)]
+    for work in works:
+        work.wait()
+    assert bool((tensor == (me - 1) % n).all())
+    if n == 2:
+        wrong = torch.zeros(100_000 if me else 200_000)
+        text = expect_raises(RuntimeError, lambda: dist.send(wrong, 1) if me == 0 else dist.recv(wrong, 0))
+        assert "800000 bytes" in text, text
+    if me == 0:
+        text = expect_raises(RuntimeError, lambda: monitored_barrier(timedelta(seconds=0.3), wait_all_ranks=True))
+        assert ", ".join(str(rank) for rank in range(1, n)) + " failed to pass" in text, text
+        dist.send(none, last, tag=4)
+    elif me == last:
+        dist.recv(none, 0, tag=4)
+    dist.barrier()
+    if me != 0:
+        expect_raises(RuntimeError, lambda: monitored_barrier(timedelta(seconds=5)))  # the one that has failed
+    monitored_barrier(timedelta(seconds=30))  # which breaks nothing
+    dist.destroy_process_group()
+
+
+@beyond_gloo("it cancels dropped receives, refuses strided tensors and orders nothing by memory")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_rules_04_10_and_20_messages_are_over_hosts_what_they_are_on_one(hosts: list[str], world_size: int) -> None:
+    run_fresh(messages_over_hosts, world_size, hosts, env=ENV)
+
+
 @beyond_gloo("it orders nothing by memory and compares no lists")
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_rules_04_05_and_33_hold_over_hosts(hosts: list[str], world_size: int) -> None:

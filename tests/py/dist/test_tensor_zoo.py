@@ -266,24 +266,18 @@ def test_ranks_of_one_process_with(name: str) -> None:
             assert [each.tolist() for each in totals] == [[3.0, 3.0]] * 2, f"after {called}"
 
 
-#: Over two hosts gloo carries the messages, and takes dense ones only.
 HOST_KINDS = ("plain", "parameter", "inference", "conj", "neg", "expanded", "strided", "0-dim", "sparse", "meta")
-MESSAGES = ("dist.send*", "dist.recv*", "dist.isend*", "dist.batch*", "comm.send*", "comm.isend*", "package.send*")
-CONTIGUOUS = ("plain", "parameter", "inference", "0-dim", "sparse", "meta")
 
 
 def on_two_hosts(ctx: Context, names: list[str]) -> list[int]:
     enter(names[ctx.rank])
     ctx.init(store=dist.FileStore(f"{ctx.tmp}/store", 2), timeout=timedelta(seconds=30))
-    collectives = tuple(
+    calls = tuple(
         called
         for called in CALLS
-        if not any(fnmatchcase(called, pattern) for pattern in (*MESSAGES, "layers.ring*", "objects.*", "backend.*"))
+        if not any(fnmatchcase(called, pattern) for pattern in ("layers.ring*", "objects.*", "backend.*"))
     )
-    counts = [
-        tour(ctx, name, dist.group.WORLD, (*collectives, *(MESSAGES if name in CONTIGUOUS else ())))
-        for name in HOST_KINDS
-    ]
+    counts = [tour(ctx, name, dist.group.WORLD, calls) for name in HOST_KINDS]
     dist.destroy_process_group()
     return counts
 

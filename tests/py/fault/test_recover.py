@@ -438,7 +438,9 @@ def after_what_only_elapsed(ctx: Context, names: list[str], engine: str, what: s
         backend._set_default_timeout(FAR)
         torch_sagellm.reset_stats()
         ctx.tell("elapsed")
-    assert torch_sagellm.recover(timeout=60) is not world, "gloo has closed the connections of rank 0"
+    # A monitored barrier of our own breaks nothing.
+    survives = engine == "auto" and what == "barrier"
+    assert (torch_sagellm.recover(timeout=60) is world) == survives
     value = torch.tensor([float(ctx.rank)])
     if ctx.rank == 2:
         dist.send(value, 0)
@@ -450,9 +452,11 @@ def after_what_only_elapsed(ctx: Context, names: list[str], engine: str, what: s
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("engine", "what"), [("auto", "message"), ("auto", "barrier"), ("delegate", "message")])
+@pytest.mark.parametrize(
+    ("engine", "what"), [("auto", "message"), ("auto", "barrier"), ("delegate", "message"), ("delegate", "barrier")]
+)
 def test_over_two_hosts_with_no_rank_gone(hosts: list[str], engine: str, what: str) -> None:
-    """A group whose delegate has failed gives way to another, also where nothing else tells of the failure."""
+    """A group with a late message gives way to another, and so does one in which gloo has closed connections."""
     with launch(after_what_only_elapsed, 4, hosts, engine, what, env=BETWEEN) as job:
         for rank in range(4):
             assert job.hear(rank) == "ready"

@@ -81,14 +81,14 @@ class Taste:
     interrupts: bool = True
     #: A region is launched at its end, and until then nothing of it is issued.
     collects: bool = False
-    #: Messages are carried by gloo.
+    #: Messages are carried by gloo: contiguous tensors, and Works that must be waited for.
     delegated: bool = False
 
 
 #: For programs in which a rank is killed: only calls that succeed when it is not.
 STRUCK = Taste(forks=False, endings=False, leave=False, large=False, interrupts=False)
-#: Over several hosts, where torch's gloo group carries messages: contiguous tensors, and Works that must be waited for.
-HOSTS = Taste(delegated=True, mixed=False, large=False, drop_messages=False)
+#: Over several hosts.
+HOSTS = Taste(large=False)
 DEVICE = Taste(forks=False, large=False)
 #: On a device under a vendor's library: it knows no receive from anyone and compares no calls, the order of what is not
 #: waited for is that of streams, not of memory, and the first message between two ranks waits for its other half.
