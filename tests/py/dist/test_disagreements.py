@@ -48,7 +48,7 @@ def refusal(calls: Callable[[Any], object]) -> str:
 
 
 def check(found: list[dict[str, str]], over_hosts: bool) -> None:
-    """The errors of all ranks, by case. Where connections are cut a rank may learn only that (cpp/host/link.cpp)."""
+    """The errors of all ranks, by case. Where a rank has left the link the others may learn only that."""
     assert all(list(each) == list(found[0]) for each in found)
     for case in found[0]:
         texts = [each[case] for each in found]
