@@ -147,7 +147,8 @@ DeviceWork::DeviceWork(int rank, c10d::OpType type, std::vector<at::Tensor> outp
     : SageWork(rank, type, std::move(outputs), events, std::move(trace), launched.known),
       run_(std::make_shared<DeviceRun>(std::move(launched), std::move(events))) {
   devices_ = {run_->stream().device()};
-  value_at_issue_ = true;
+  // What a barrier ends is read by the host, too, and lies on several streams.
+  value_at_issue_ = type != c10d::OpType::BARRIER;
 }
 
 c10::intrusive_ptr<DeviceWork> DeviceWork::make(int rank, c10d::OpType type, std::vector<at::Tensor> outputs,

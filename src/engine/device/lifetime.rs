@@ -8,7 +8,6 @@ use std::time::{Duration, Instant};
 use super::communicators::{DeviceComm, Ranks, patience};
 use super::engine::DeviceEngine;
 use super::lock;
-use super::watchdog::fault_or_death;
 use crate::error::{Error, Result};
 use crate::os::watch;
 
@@ -93,9 +92,12 @@ impl DeviceEngine {
         !interrupted
     }
 
-    /// True while nobody is gone and the group has not failed; with an error it fails.
+    /// True while nobody has died and the group has not failed; with an error it fails. Who has left in order fails nobody:
+    /// the others may still have messages for each other.
     fn whole(&self, what: &str) -> bool {
-        match fault_or_death(&*self.group, what, None) {
+        let died = || self.group.dead_ranks().into_iter().find(|rank| !self.group.left(*rank));
+        let death = |rank| self.group.death_of(rank, &format!("waits for {what}"));
+        match self.group.fault().or_else(|| died().map(death)) {
             Some(error) => {
                 self.group.fail(error);
                 false
