@@ -1,4 +1,4 @@
-"""Over simulated libraries: what a barrier says of dropped Works however it is waited for, and who may still use a group
+"""Over simulated libraries: what a barrier says of dropped Works however it is waited for, and who may go on in a group
 that others have left."""
 
 from __future__ import annotations

@@ -85,8 +85,8 @@ SORTS = list(firsts(0, "cpu", None))
 
 
 def made(rank: int, name: str, vendor: str, sort: str, timeout: float) -> Any:
-    """A group of ranks 0 and 1 whose communicator exists, and its first call of a sort. The timeout is the call's: a busy
-    machine takes longer to make a group."""
+    """A group of ranks 0 and 1 whose communicator exists, and its first call of a sort. The timeout is the call's: on a
+    busy machine it takes longer to make a group."""
     import torch_sagellm
 
     options = torch_sagellm.Options(vendor=vendor if vendor == "nccl" else "auto")
