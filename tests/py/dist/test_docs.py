@@ -15,6 +15,7 @@ Before any other block, and before one of these that is not run, a comment gives
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import re
 import shlex
@@ -28,7 +29,12 @@ from harness import Context, beyond_gloo, run_fresh, run_script, torchrun
 import torch_sagellm
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGES = ["README.md", "examples/README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+PAGES = [
+    "README.md",
+    "SECURITY.md",
+    "examples/README.md",
+    *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+]
 BLOCK = re.compile(r"(?:^<!-- not run: ([^\n]*?) *-->\n)?^( *)```([^\n]*)\n(.*?)^\2```$", re.S | re.M)
 #: Folders whose files a page may name in code type.
 NAMED = re.compile(r"`((?:src|cpp|torch_ext|tests|benchmarks|examples|docs)/[\w./-]+)`")
@@ -87,6 +93,8 @@ def test_every_block_is_run_or_says_why_not(page: str) -> None:
     for each in found:
         if each.reason is not None:
             assert len(each.reason.split()) > 2, f"{page}: {each.reason!r} is no reason"
+        elif each.language == "yaml":
+            assert each.reason, f"{page}: nothing runs a block of yaml"
         elif each.language == "rust":
             sources = "".join(path.read_text() for path in (ROOT / "src").rglob("*.rs"))
             assert f'/{page}")]' in sources, f"{page}: no comment of the crate takes it in"
@@ -185,6 +193,33 @@ def test_the_first_screen_of_the_readme_is_one() -> None:
     for line, function in re.findall(r"09_hang.py:(\d+) in (\w+)", first):
         above = "\n".join(hang[: int(line)])
         assert re.findall(r"^def (\w+)", above, re.M)[-1] == function, f"line {line} is not in {function}"
+
+
+@pytest.mark.quick
+def test_the_dashboard_and_the_alerts_ask_for_metrics_that_exist() -> None:
+    from torch_sagellm.observe import export
+
+    made = {f"sagellm_{name}" for name, *_ in export.SUMS} | set(
+        re.findall(r'"(sagellm_\w+)"', inspect.getsource(export))
+    )
+    panels = json.loads((ROOT / "docs/grafana.json").read_text())["panels"]
+    queries = [target["expr"] for panel in panels for target in panel["targets"]]
+    asked = re.findall(r"sagellm_\w+", " ".join(queries))
+    assert len(queries) == len(panels) and len(asked) >= len(panels)
+    asked += re.findall(r"(sagellm_\w+)\[", (ROOT / "docs/deployment.md").read_text())
+    assert {name.removesuffix("_bucket") for name in asked} <= made
+
+
+@pytest.mark.quick
+def test_the_forms_of_issues_ask_for_what_commands_print() -> None:
+    """And what is cited is the version of this tree."""
+    from torch_sagellm.cli.main import _parse
+
+    forms = "".join(path.read_text() for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))
+    commands = re.findall(r"`torch-sagellm ([^`]+)`", forms)
+    assert len(commands) >= 4 and all(_parse(each.split()) for each in commands)
+    version = re.search(r'^version = "(.*)"', (ROOT / "Cargo.toml").read_text(), re.M)
+    assert version and f"\nversion: {version[1]}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def anchor(heading: str) -> str:
