@@ -12,10 +12,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# From a checkout in which the package was built in place; where it is installed, this adds the same.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "torch_ext"))
+# From a checkout in which the package was built in place; else the installed one is used.
+SOURCES = Path(__file__).resolve().parent.parent / "torch_ext"
+if any(SOURCES.glob("torch_sagellm/_C.*.so")):
+    sys.path.insert(0, str(SOURCES))
 
-from torch_sagellm.cli.main import main
+from torch_sagellm.cli.main import main  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(main(["bench", "--preset", "quick", *sys.argv[1:]]))

@@ -96,6 +96,18 @@ def test_every_help_has_examples_that_parse(capsys: pytest.CaptureFixture[str]) 
                 assert parsed.command in COMMANDS, line
 
 
+def test_descriptions_fit_into_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in COMMANDS:
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+        said = capsys.readouterr().out
+        # Without the usage, which argparse breaks between options alone.
+        described = said.partition("\n\n")[2].partition("examples:")[0]
+        long = [line for line in described.splitlines() if len(line) > 80]
+        assert not long or name == "health", (name, long)  # its table of exit codes
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -54,6 +55,18 @@ EXAMPLES = """examples:
 """
 
 
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Fits paragraphs into the terminal, as argparse does with options; lists and examples stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        parts = text.split("\n\n")
+        raw = [":\n" in part or any(line.startswith(" ") for line in part.splitlines()) for part in parts]
+        return "\n\n".join(
+            part.rstrip() if is_raw else textwrap.fill(" ".join(part.split()), width)
+            for part, is_raw in zip(parts, raw, strict=True)
+        )
+
+
 class Parser(argparse.ArgumentParser):
     """Prints an error in one line, with the nearest known word; the usage is in the help."""
 
@@ -77,7 +90,7 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
         prog="torch-sagellm",
         description="A torch.distributed backend; its commands examine this machine and running jobs.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     parser.add_argument("--version", action="version", version=f"torch-sagellm {_load.version()}")
     commands = parser.add_subparsers(dest="command", metavar="command")
@@ -88,7 +101,7 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
             help=module.HELP,
             description=module.DESCRIPTION,
             epilog=module.EXAMPLES,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=Help,
         )
         module.add_arguments(each[name])
     return parser, each
