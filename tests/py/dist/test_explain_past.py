@@ -54,8 +54,8 @@ def explained(group: Any) -> list[tuple[str, str, int, tuple[int, int, int] | No
     from torch_sagellm.observe import explain
 
     records = explain.backend_of(group)._records()
-    # What a delegate carried between hosts, and a call that is made of several, have no number of their own.
-    own = [each for each in records if each["path"] not in ("composed", "delegate")]
+    # A call that is made of several has no number of its own.
+    own = [each for each in records if each["path"] != "composed"]
     of = {each["number"]: each for each in own if each["kind"] not in ("send", "recv")}
     last = max(of)
     assert sorted(of) == list(range(1, last + 1)), "every number has a record"
@@ -110,7 +110,7 @@ def two_hosts(
     mixed(context, None)
     said = explained(None)
     paths = {row["path"] for row in torch_sagellm.get_stats()["sizes"]}
-    assert {choice.split("(")[0] for _, choice, _, _ in said} == paths - {"delegate", "composed"}
+    assert {choice.split("(")[0] for _, choice, _, _ in said} == paths - {"message", "composed"}
     asked = expect_raises(ValueError, lambda: torch_sagellm.explain(sequence=len(said) + 1))
     assert f"has issued {len(said)} collectives" in asked
     dist.destroy_process_group()

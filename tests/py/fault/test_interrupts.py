@@ -107,16 +107,14 @@ def opens_a_link(ctx: Context, names: list[str], late: int) -> float | None:
     """One rank has everything that a group over two hosts needs, and does not open the link."""
     from torch_sagellm import _delegate
 
-    ctx_build = _delegate.build
+    make = _delegate.make
 
-    def build(name: str, options: Any, prefix: str, addresses: list[str]) -> Any:
-        made = ctx_build(name, options, prefix, addresses)
-        if ctx.rank == late and prefix.startswith(_delegate.LINK_PREFIX):
-            ctx.listen(80)
-        return made
+    def make_late(name: str, options: Any, decided: Any, addresses: list[str]) -> Any:
+        ctx.listen(80)
+        return make(name, options, decided, addresses)
 
-    _delegate.build = build
     if ctx.rank == late:
+        _delegate.make = make_late
         on_two_hosts(ctx, names)
         return None
     return interrupted(ctx, lambda: on_two_hosts(ctx, names))
