@@ -298,9 +298,9 @@ def test_the_shrinker_keeps_what_a_defect_needs() -> None:
             short = shrink(program, fails, 20)
             judge(short)
             assert fails(short)
-            kinds = sorted(step["do"] for step in short.steps)
+            kinds = sorted(step["do"] for step in short.steps if step["do"] != "wait")
             # The dropped one needs something that says it has ended: a barrier, or an operation on its memory.
-            assert kinds.count("broadcast") == 1 and len(kinds) <= 4, kinds
+            assert kinds.count("broadcast") == 1 and len(kinds) <= 3, kinds
             if tried == 6:
                 break
     assert tried == 6
