@@ -23,3 +23,13 @@ pub fn random<const N: usize>() -> Result<[u8; N]> {
     }
     Ok(bytes)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn random_bytes_differ() {
+        assert_ne!(random::<16>().unwrap(), random::<16>().unwrap());
+    }
+}

@@ -41,6 +41,9 @@ pub(super) enum Gone {
     Lost(String),
 }
 
+/// The first one first, each with its place among all.
+type InLine<T> = VecDeque<(u64, T)>;
+
 struct Message {
     tag: u32,
     bytes: usize,
@@ -59,10 +62,10 @@ pub(super) struct Messages {
     /// The processes of the ranks of this host, for error texts.
     mates: HashMap<usize, String>,
     /// Receives by source (or `ANY_RANK`) and tag, each with its place in the order of all.
-    posted: HashMap<(u32, u32), VecDeque<(u64, Arc<Op>)>>,
+    posted: HashMap<(u32, u32), InLine<Arc<Op>>>,
     posts: u64,
     /// Messages that no receive has asked for, by source and tag, each with its place in the order of arrival.
-    arrived: HashMap<(usize, u32), VecDeque<(u64, Message)>>,
+    arrived: HashMap<(usize, u32), InLine<Message>>,
     /// The same for receives from anyone: for each tag the sources by that place.
     by_arrival: HashMap<u32, BTreeMap<u64, usize>>,
     arrivals: u64,

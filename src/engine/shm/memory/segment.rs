@@ -398,9 +398,4 @@ mod tests {
             assert_eq!(left, (42, 0, 43));
         }
     }
-
-    #[test]
-    fn random_bytes_differ() {
-        assert_ne!(random::<16>().unwrap(), random::<16>().unwrap());
-    }
 }
