@@ -155,7 +155,7 @@ fn program(seed: u64, count: usize) {
     let place = PLACES[random.below(PLACES.len())];
     let ranks = place.len();
     let steps = draw(&mut random, ranks, count);
-    let settings = Settings { fusion: seed % 3 != 0, ..Settings::default() };
+    let settings = Settings { fusion: !seed.is_multiple_of(3), ..Settings::default() };
     let links = if seed.is_multiple_of(2) { wire_links(ranks) } else { local::links(ranks) };
     let groups = Group::local_hosts(place, LONG, settings, links).unwrap();
     let expected = expected(seed, ranks, &steps);
