@@ -300,6 +300,7 @@ fn rule_21_what_arrived_before_its_sender_left_is_received() {
             // A short one goes nowhere, as on one host; one that would have to be asked for fails.
             send(group, 1, 0, &mut [1]).wait(None).unwrap();
             send(group, 2, 0, &mut [1]).wait(None).unwrap();
+            recv(group, 2, 1, &mut [0]).wait(None).unwrap(); // it hears of the fault
             let error = send(group, 1, 0, &mut [1; 100_000]).wait(None).unwrap_err();
             assert!(
                 matches!(error, Error::RankFailed { rank: 1, .. }) && error.text().contains("left the group"),
@@ -307,6 +308,7 @@ fn rule_21_what_arrived_before_its_sender_left_is_received() {
             );
         } else {
             recv(group, 0, 0, &mut [0]).wait(None).unwrap();
+            send(group, 0, 1, &mut [1]).wait(None).unwrap();
         }
     });
 }
