@@ -314,7 +314,7 @@ impl Receiver for Channel {
                 events.ended = true;
             }
             Kind::Credit => {
-                peer.window = (peer.window + frame.number as usize).min(WINDOW);
+                peer.window = peer.window.saturating_add(frame.number as usize).min(WINDOW);
                 while let Some((_, next)) = peer.queued.front()
                     && HEAD + next.bytes <= peer.window
                 {
@@ -537,8 +537,12 @@ impl Mail for WireLink {
             let mut state = self.0.lock();
             let early = std::mem::take(&mut state.early_mail);
             if early.is_empty() {
-                state.mailbox = Some(mailbox);
-                return;
+                state.mailbox = Some(Arc::clone(&mailbox));
+                let peers = state.peers.iter().enumerate();
+                let lost: Vec<(usize, String)> =
+                    peers.filter_map(|(rank, peer)| Some((rank, peer.lost.clone()?))).collect();
+                drop(state);
+                return lost.into_iter().for_each(|(rank, why)| mailbox.lost(rank, &why));
             }
             drop(state);
             early.into_iter().for_each(|(peer, message)| mailbox.came(peer, message));

@@ -46,7 +46,7 @@ use crate::error::{Error, Result};
 use crate::os::event_count::WakeWords;
 use crate::os::random;
 use crate::os::watch::PerProcess;
-use crate::os::{event_count, futex, watch};
+use crate::os::{clock, event_count, futex, watch};
 
 /// Random, and known only to those who can read the store in which its groups meet.
 pub type ProcessId = u128;
@@ -84,6 +84,11 @@ pub struct Wire {
     deferred: Mutex<Vec<(Event, Counted)>>,
     /// Rung when the background thread may be needed.
     background: Bell,
+    /// It drives now. Written by it, read by threads that find the driver's lock taken (relaxed: a hint).
+    in_background: AtomicBool,
+    /// When a thread of the program polled last (`clock::stamp`). Written by such threads, read by the background thread
+    /// (relaxed: a hint).
+    polled: AtomicU64,
     started: AtomicBool,
 }
 
@@ -195,6 +200,8 @@ impl Wire {
             pending: AtomicUsize::new(0),
             deferred: Mutex::default(),
             background: Bell::default(),
+            in_background: AtomicBool::new(false),
+            polled: AtomicU64::new(0),
             started: AtomicBool::new(false),
         }))
     }
@@ -235,21 +242,21 @@ impl Wire {
 
     /// Drives until `done`, which is false at the deadline.
     fn wait(&self, done: impl Fn() -> bool, timeout: Duration) -> bool {
-        let begin = Instant::now();
-        let mut quiet = begin;
+        // Not the time in which this process was stopped.
+        let deadline = clock::now().saturating_add(u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX));
+        let mut quiet = Instant::now();
         self.waiting.fetch_add(1, Ordering::Relaxed);
         let ended = loop {
             if done() {
                 break true;
             }
-            let now = Instant::now();
-            let left = timeout.saturating_sub(now - begin);
+            let left = Duration::from_nanos(deadline.saturating_sub(clock::now()));
             if left.is_zero() {
                 break false;
             }
             match self.driver.try_lock() {
                 Ok(mut ready) => {
-                    let eager = now - quiet < EAGER;
+                    let eager = quiet.elapsed() < EAGER;
                     let sleep = if eager { Duration::ZERO } else { left.min(NAP) };
                     let moved = self.pass(&mut ready, sleep);
                     drop(ready);
@@ -261,6 +268,7 @@ impl Wire {
                 }
                 Err(TryLockError::Poisoned(_)) => self.driver.clear_poison(),
                 Err(TryLockError::WouldBlock) => {
+                    self.take_over();
                     self.changed.sleep(left.min(NAP), || done() || self.driver.try_lock().is_ok());
                 }
             }
@@ -274,8 +282,16 @@ impl Wire {
         ended
     }
 
+    /// Makes the background thread leave, so that a thread that waits drives itself.
+    fn take_over(&self) {
+        if self.in_background.load(Ordering::Relaxed) {
+            self.kick.kick();
+        }
+    }
+
     /// Advances what can advance now. True where something did.
     fn poll(&self) -> bool {
+        self.polled.store(clock::stamp(), Ordering::Relaxed);
         match self.driver.try_lock() {
             Ok(mut ready) => {
                 let moved = self.pass(&mut ready, Duration::ZERO);
@@ -287,7 +303,10 @@ impl Wire {
                 self.driver.clear_poison();
                 false
             }
-            Err(TryLockError::WouldBlock) => false,
+            Err(TryLockError::WouldBlock) => {
+                self.take_over();
+                false
+            }
         }
     }
 
@@ -381,14 +400,21 @@ impl Wire {
                 self.background.sleep(ASLEEP, || self.is_needed());
                 continue;
             }
+            let polled = clock::stamp().saturating_sub(self.polled.load(Ordering::Relaxed));
+            if polled < EAGER.as_nanos() as u64 {
+                std::thread::sleep(EAGER); // a thread of the program drives
+                continue;
+            }
             match self.driver.try_lock() {
                 Ok(mut ready) => {
+                    self.in_background.store(true, Ordering::Relaxed);
                     self.pass(&mut ready, NAP);
+                    self.in_background.store(false, Ordering::Relaxed);
                     drop(ready);
                     self.changed.ring(); // a thread that began to wait drives from now on
                 }
                 Err(TryLockError::Poisoned(_)) => self.driver.clear_poison(),
-                Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_micros(100)), // a thread that polls
+                Err(TryLockError::WouldBlock) => std::thread::sleep(EAGER),
             }
         }
     }
