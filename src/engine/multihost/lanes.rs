@@ -356,6 +356,7 @@ impl Control for Lanes {
             self.link.cut();
             self.await_bodies();
         }
+        self.link.close();
         self.insides.iter().flatten().for_each(|inside| inside.leave());
     }
 

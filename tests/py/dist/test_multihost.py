@@ -408,3 +408,50 @@ def test_rules_04_05_and_33_hold_over_hosts(hosts: list[str], world_size: int) -
     """A barrier ends last, messages keep the order of memory, lists of sizes must agree."""
     for text in run_fresh(order_over_hosts, world_size, hosts, env=ENV):
         assert "sizes" in text, text
+
+
+def sockets() -> int:
+    """The TCP sockets of this process."""
+    own = {
+        os.stat(f"/proc/self/fd/{fd}").st_ino
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{fd}")
+    }
+    with open("/proc/self/net/tcp") as table:
+        return sum(int(line.split()[9]) in own for line in list(table)[1:])
+
+
+def further_groups(ctx: Context, names: list[str]) -> tuple[int, int, int, int]:
+    """TCP sockets with one group, with nine, with one again, and after the last one has ended."""
+    enter(names[ctx.rank * len(names) // ctx.world_size])
+    n, me = ctx.world_size, ctx.rank
+    ctx.init(store=dist.FileStore(f"{ctx.tmp}/store", n), timeout=timedelta(seconds=30))
+    dist.barrier()
+    one = sockets()
+    groups = [dist.new_group(list(range(n))) for _ in range(8)]
+    for group in groups:
+        tensor = torch.full((3,), float(me))
+        dist.all_reduce(tensor, group=group)
+        assert tensor.tolist() == [n * (n - 1) / 2] * 3
+    nine = sockets()
+    for group in groups:
+        dist.destroy_process_group(group)
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [n] * 3
+    again = sockets()
+    del groups, group
+    dist.destroy_process_group()
+    until = time.monotonic() + 10
+    while sockets() > 1 and time.monotonic() < until:
+        time.sleep(0.02)
+    return one, nine, again, sockets()
+
+
+@beyond_gloo("each of its groups connects all ranks anew")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_rule_23_further_groups_over_hosts_open_no_connection(hosts: list[str], world_size: int) -> None:
+    """Nor do they close one that others use. At the end the port stays by which `recover` asks for a process."""
+    for one, nine, again, after in run_fresh(further_groups, world_size, hosts, env=ENV):
+        # A connection to each other rank, the port that they come to, and the one that stays.
+        assert (one, nine, again, after) == (world_size + 1, world_size + 1, world_size + 1, 1)

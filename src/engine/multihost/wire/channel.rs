@@ -505,7 +505,16 @@ impl Link for WireLink {
     }
 
     fn cut(&self) {
-        self.0.leave("the group has ended on this rank");
+        if !self.0.wire.is_inherited() {
+            self.0.leave("the group has ended on this rank");
+        }
+    }
+
+    fn close(&self) {
+        if !self.0.wire.is_inherited() {
+            self.cut();
+            self.0.wire.close(&self.0);
+        }
     }
 }
 
@@ -613,7 +622,6 @@ impl Mail for WireLink {
 
 impl Drop for WireLink {
     fn drop(&mut self) {
-        self.0.leave("the group has ended on this rank");
-        self.0.wire.close(&self.0);
+        self.close();
     }
 }

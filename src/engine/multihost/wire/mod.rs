@@ -62,6 +62,8 @@ const TOKEN_KICK: u64 = 0;
 
 pub struct Wire {
     pub id: ProcessId,
+    /// As `os::watch::generation`, when it was made.
+    generation: u32,
     epoll: Epoll,
     kick: Kick,
     /// Held by the thread that drives. Never waited for.
@@ -185,6 +187,7 @@ impl Wire {
             .map_err(|error| Error::System(format!("sagellm: the system refuses what connections need: {error}")))?;
         Ok(Arc::new(Wire {
             id,
+            generation: watch::generation(),
             epoll,
             kick,
             driver: Mutex::default(),
@@ -204,6 +207,11 @@ impl Wire {
             polled: AtomicU64::new(0),
             started: AtomicBool::new(false),
         }))
+    }
+
+    /// In a forked child, which must not touch it: threads of the parent may have held its locks.
+    fn is_inherited(&self) -> bool {
+        self.generation != watch::generation()
     }
 
     /// Connections that groups use.
@@ -477,7 +485,9 @@ impl Wire {
     /// Removes a channel that was left, and closes connections that no other one uses.
     fn close(self: &Arc<Wire>, channel: &Arc<Channel>) {
         let mut connections = locked(&self.connections);
-        self.channels.write().unwrap_or_else(PoisonError::into_inner).remove(&channel.id);
+        if self.channels.write().unwrap_or_else(PoisonError::into_inner).remove(&channel.id).is_none() {
+            return; // it was closed before
+        }
         let used: Vec<u64> =
             self.all_channels().iter().flat_map(|one| one.connections()).map(|connection| connection.token).collect();
         let mut closing = locked(&self.closing);
