@@ -271,7 +271,7 @@ const NAMES: [&str; 9] = ["nccl", "hccl", "cncl", "cuda", "cambricon", "nvidia",
 const WHOLE: [&str; 3] = ["npu", "mlu", "ascend"];
 
 /// The files outside of `engine/device` and `cpp/compat.hpp` in which such a word may stand, with the reason.
-const NAMED: [(&str, &str); 22] = [
+const NAMED: [(&str, &str); 23] = [
     ("setup.py", "where the crate nccl-sys lies"),
     ("src/engine/shm/small.rs", "a source"),
     ("src/algorithms/ring.rs", "a source"),
@@ -289,6 +289,7 @@ const NAMED: [(&str, &str); 22] = [
     ("src/config.rs", "what a variable switches on"),
     ("src/os/topology.rs", "where a driver lists its cards, for the name of a machine"),
     ("torch_ext/torch_sagellm/_register.py", "the values of the option, and a variable of torch"),
+    ("torch_ext/torch_sagellm/_variables.py", "the values of a variable"),
     ("torch_ext/torch_sagellm/_C.pyi", "the values of the option"),
     ("torch_ext/torch_sagellm/api/backends.py", "the names of backends that users ask for"),
     ("torch_ext/torch_sagellm/__init__.pyi", "the names of backends that users ask for"),
@@ -393,8 +394,8 @@ fn the_folders_of_the_cpp_half_include_only_those_below_them() {
 const PYTHON_LAYERS: [&str; 6] = ["cli", "parallel", "api", "observe", "protocols", ""];
 
 /// `_register` sets up the log when the first group is made; the others write to it.
-const PYTHON_UPWARD: [(&str, &str); 3] =
-    [("_register.py", "observe"), ("_serve_as.py", "observe"), ("_alive.py", "observe")];
+const PYTHON_UPWARD: [(&str, &str); 4] =
+    [("_register.py", "observe"), ("_serve_as.py", "observe"), ("_alive.py", "observe"), ("_variables.py", "observe")];
 
 #[test]
 fn the_parts_of_the_python_package_import_only_those_below_them() {

@@ -58,7 +58,7 @@ def by_name(ctx: Context, vendor: str) -> None:
     with pytest.raises(RuntimeError, match=f"{other.__name__}: this process has a device of type {device}, expected"):
         other(ctx.rank, ctx.world_size)
     example = textwrap.dedent((inspect.getdoc(made) or "").partition("Example::\n")[2])
-    names = {"sagellm": torch_sagellm, "dist": dist, "torch": torch}
+    names = {"torch_sagellm": torch_sagellm, "dist": dist, "torch": torch}
     exec(example.replace(f'"{made.device_type}"', f'"{device}"'), names)
     assert type(names["comm"]) is made
 

@@ -115,6 +115,7 @@ def holds_nothing(ctx: Context, vendor: str, native: bool) -> None:
     dist.all_reduce(torch.ones(64, device=name), async_op=True)
     assert comes_back_to(device, before), device.blocks() - before
     # On another stream than that of the tensors the memory is held until the end.
+    before = settled(device)
     value = torch.ones(64, device=name)
     with device.held():
         work = dist.all_reduce(value, async_op=True)
