@@ -137,7 +137,7 @@ impl Lanes {
         let (ended, failure) = self.run_errands();
         let report = &self.home().report;
         if let Some(error) = failure {
-            report.failed(error); // before its operations end: whoever sees them sees it
+            report.failed(error); // before its operations end, so that a thread that sees their end sees it, too
         }
         // One by one, because they were no batch.
         ended.into_iter().for_each(|one| report.ended(vec![one]));
@@ -197,7 +197,7 @@ impl Lanes {
         !told && present.into_iter().filter(|peer| self.link.mail(*peer, &letter).is_ok()).count() > 0
     }
 
-    /// Says goodbye to all ranks. Waits until those that letters went to have answered, and so have all of these.
+    /// Says goodbye to all ranks. Waits until each rank that was sent letters has answered, and so has read them.
     pub fn say_goodbye(&self, until: Instant, interrupted: &dyn Fn() -> bool) {
         self.await_answers(until, interrupted);
         let mut state = self.lock();

@@ -127,7 +127,7 @@ impl State {
         });
     }
 
-    /// An operation no longer uses its memory; those that followed it may go.
+    /// An operation no longer uses its memory; operations that waited for that may go.
     pub fn retire(&mut self, op: &Op) {
         op.release();
         self.order.released(op);

@@ -43,7 +43,7 @@ struct Peer {
     joined: bool,
     /// Why nothing more comes from it.
     lost: Option<String>,
-    /// Bytes of short messages that may still be sent, and those that wait for that.
+    /// Bytes of short messages that may still be sent, and the messages that wait until more may be.
     window: usize,
     queued: VecDeque<(u32, Waiting)>,
     /// Bytes of its short messages that receives have taken, and that it was not told of.

@@ -2,7 +2,7 @@
 //!
 //! Each rank puts into the group's store where its process listens and who it is, a random number. Of two processes that
 //! have no connection yet the one with the lower number connects, and proves itself by naming the other's number, which it
-//! can only know from the store; the other answers with its own. Whoever says something else is turned away. Then each says
+//! can only know from the store; the other answers with its own. A process that says anything else is turned away. Then each says
 //! on each connection that it has joined the group's channel. A rank goes on when all others have said so: none of them goes
 //! on with a group that others lack, and nothing is sent to a rank that does not know the channel.
 

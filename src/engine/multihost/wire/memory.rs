@@ -7,7 +7,7 @@ use crate::types::Span;
 /// The first `bytes` of a buffer, or memory of a tensor in pieces.
 pub enum Memory {
     Owned(Vec<u8>),
-    /// Whoever made it vouches that it is valid until the transfer has ended (`Mail::send_body`, `Mail::receive_body`).
+    /// Its maker vouches that it is valid until the transfer has ended (`Mail::send_body`, `Mail::receive_body`).
     Borrowed(Vec<Span>),
 }
 

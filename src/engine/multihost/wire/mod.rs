@@ -1,7 +1,7 @@
 //! The connections of this process to the processes of its groups on other hosts: one TCP connection to each, which all
 //! groups share.
 //!
-//! A group has a *channel* (`channel.rs`), whose frames carry its number. Who waits for a message drives the wire: it reads
+//! A group has a *channel* (`channel.rs`), whose frames carry its number. A thread that waits for a message drives the wire: it reads
 //! from all connections, for all groups, while other waiting threads sleep; where nobody waits and something is pending, a
 //! thread of the wire does. So a message that a thread waits for costs no hand-over between threads.
 //!
@@ -362,7 +362,7 @@ impl Wire {
         moved
     }
 
-    /// Does what is to be done without locks, on the thread that drives: the caller may hold locks of its own.
+    /// Does what is to be done without locks, on the thread that drives, because the caller may hold locks.
     fn defer(self: &Arc<Wire>, events: Events) {
         if events.ended {
             self.changed.ring();
