@@ -1,9 +1,9 @@
 //! The connections of this process to the processes of its groups on other hosts: one TCP connection to each, which all
 //! groups share.
 //!
-//! A group has a *channel* (`channel.rs`), whose frames carry its number. A thread that waits for a message drives the wire: it reads
-//! from all connections, for all groups, while other waiting threads sleep; where nobody waits and something is pending, a
-//! thread of the wire does. So a message that a thread waits for costs no hand-over between threads.
+//! A group has a *channel* (`channel.rs`), whose frames carry its number. A thread that waits for a message drives the wire:
+//! it reads from all connections, for all groups, while other waiting threads sleep; where nobody waits and something is
+//! pending, a thread of the wire does. So a message that a thread waits for costs no hand-over between threads.
 //!
 //! | file | |
 //! | --- | --- |
