@@ -495,12 +495,12 @@ def test_a_sender_on_another_host_that_is_killed_is_named_at_once(hosts: list[st
 
 
 def each_receives(ctx: Context, names: list[str]) -> tuple[float, str]:
-    """Two ranks on two hosts that both receive first."""
+    """Two ranks on two hosts that both receive first. Rank 0 is the one whose deadline passes."""
     net.enter(names[ctx.rank])
     ctx.init(
         store=dist.FileStore(f"{ctx.tmp}/store", ctx.world_size),
         timeout=timedelta(seconds=30),
-        operations=timedelta(seconds=HOSTS_TIMEOUT),
+        operations=timedelta(seconds=HOSTS_TIMEOUT * (1 + 2 * ctx.rank)),
     )
     ctx.tell("ready")
     ctx.listen()

@@ -83,6 +83,11 @@ impl Place {
         USED.lock().unwrap().get_or_insert_default().insert(*self)
     }
 
+    /// Whether the store is that of this process.
+    pub fn is_served_here(&self) -> bool {
+        Lazy::get(&SERVER).is_some_and(|served| served.as_ref() == Ok(&self.server))
+    }
+
     pub fn connect(&self) -> Result<Client> {
         let wrong = |error: std::io::Error| {
             Error::System(format!("simulator: the process that made the id does not answer: {error}"))
@@ -99,16 +104,19 @@ fn address(name: &Name) -> std::io::Result<SocketAddr> {
     SocketAddr::from_abstract_name(format!("sagellm-sim-{text}"))
 }
 
-/// The name of this process's store, which is started when it is first needed.
-pub fn server() -> std::result::Result<Name, String> {
-    static SERVER: Lazy<std::result::Result<Name, String>> = Lazy::new(|| {
-        let name = random();
-        let listen = || -> std::io::Result<()> {
-            let listener = UnixListener::bind_addr(&address(&name)?)?;
-            sagellm::os::watch::spawn("sim-store", move || accept(&listener)).map(|_| ())
-        };
-        listen().map(|()| name).map_err(|error| format!("cannot serve a store: {error}"))
-    });
+type Served = std::result::Result<Name, String>;
+
+/// This process's store, which is started when it is first needed.
+static SERVER: Lazy<Served> = Lazy::new(|| {
+    let name = random();
+    let listen = || -> std::io::Result<()> {
+        let listener = UnixListener::bind_addr(&address(&name)?)?;
+        sagellm::os::watch::spawn("sim-store", move || accept(&listener)).map(|_| ())
+    };
+    listen().map(|()| name).map_err(|error| format!("cannot serve a store: {error}"))
+});
+
+pub fn server() -> Served {
     SERVER.clone()
 }
 

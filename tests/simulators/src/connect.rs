@@ -14,6 +14,7 @@ use sagellm::error::{Error, Result};
 use sagellm::host::Store;
 use sagellm::types::Kind;
 
+use crate::bootstrap::Client;
 use crate::call::Call;
 use crate::comm::{Comm, Vendor};
 use crate::settings;
@@ -23,6 +24,8 @@ use crate::trace;
 const LARGE: usize = 1 << 20;
 /// How often a wait looks for the other ranks.
 const LOOK: Duration = Duration::from_millis(1);
+/// How long the process that serves the store stays for ranks that have not looked.
+const STAY: Duration = Duration::from_secs(5);
 
 /// A connection: its name, which both sides know, and which side a rank is.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -35,6 +38,11 @@ struct Side {
 impl Side {
     fn key(&self, side: &str) -> String {
         format!("connect/{}/{side}", self.name)
+    }
+
+    /// Set when the side `by` has seen that `of` has come.
+    fn seen(&self, by: &str, of: &str) -> String {
+        format!("connect/{}/{by} saw {of}", self.name)
     }
 }
 
@@ -63,29 +71,53 @@ pub fn begin<'a>(comm: &'a Comm, calls: &[Call]) -> Result<Option<Connecting<'a>
 impl Connecting<'_> {
     /// Returns when the other ranks have come.
     pub fn wait(self) -> Result<()> {
-        let Connecting { comm, sides } = self;
+        let Connecting { comm, sides } = &self;
         let settings = settings::get();
         let limit = if comm.vendor == Vendor::Hccl { settings.hccl_connect } else { settings.ceiling };
         let deadline = Instant::now() + limit.min(settings.ceiling);
         let store = comm.place.connect().ok();
-        for side in sides {
-            trace::call(|| format!("connect {} rank={}", side.name, comm.rank));
-            let key = side.key(&side.other);
-            // A store that has ended with its process has no answer, as a peer that has ended has none.
-            while !matches!(store.as_ref().map(|store| store.try_get(&key)), Some(Ok(Some(_)))) {
-                if comm.is_aborted() {
-                    return Err(Error::Aborted("simulator: aborted while its ranks connect".to_string()));
+        sides.iter().for_each(|side| trace::call(|| format!("connect {} rank={}", side.name, comm.rank)));
+        let mut absent: Vec<&Side> = sides.iter().collect();
+        loop {
+            absent.retain(|side| {
+                !has(store.as_ref(), &side.key(&side.other)) || {
+                    if let Some(store) = &store {
+                        let _ = store.set(&side.seen(&side.own, &side.other), b"seen");
+                    }
+                    comm.connected.lock().unwrap().insert(side.key(&side.other));
+                    false
                 }
-                if Instant::now() >= deadline {
-                    let (name, rank) = (&side.name, comm.rank);
-                    return Err(Error::System(format!("simulator: rank {rank} was alone in the first use of {name}")));
-                }
-                std::thread::sleep(LOOK);
+            });
+            let Some(first) = absent.first() else { break };
+            if comm.is_aborted() {
+                return Err(Error::Aborted("simulator: aborted while its ranks connect".to_string()));
             }
-            comm.connected.lock().unwrap().insert(key);
+            if Instant::now() >= deadline {
+                let (name, rank) = (&first.name, comm.rank);
+                return Err(Error::System(format!("simulator: rank {rank} was alone in the first use of {name}")));
+            }
+            std::thread::sleep(LOOK);
+        }
+        if comm.place.is_served_here() {
+            self.stay_until_seen(store.as_ref());
         }
         Ok(())
     }
+
+    /// The store ends with the process that serves it, so that process stays until the others have looked: real libraries
+    /// need no store by then. A rank that has ended meanwhile will not look.
+    fn stay_until_seen(&self, store: Option<&Client>) {
+        let end = Instant::now() + STAY;
+        let unseen = |side: &Side| !has(store, &side.seen(&side.other, &side.own));
+        while self.sides.iter().any(unseen) && !self.comm.is_aborted() && Instant::now() < end {
+            std::thread::sleep(LOOK);
+        }
+    }
+}
+
+/// A store that has ended with its process has no answer, as a peer that has ended has none.
+fn has(store: Option<&Client>, key: &str) -> bool {
+    matches!(store.map(|store| store.try_get(key)), Some(Ok(Some(_))))
 }
 
 /// Where the variable asks for it, the caller of a launch waits here until its communicator is aborted.
