@@ -72,6 +72,9 @@ impl DeviceGroup for Group {
     fn left(&self, rank: usize) -> bool {
         self.control.left(rank)
     }
+    fn launched(&self, rank: usize) -> Option<u64> {
+        self.control.launched(rank).map(|(number, _)| number)
+    }
     fn death_of(&self, rank: usize, during: &str) -> Error {
         Group::death_of(self, rank, during)
     }

@@ -45,6 +45,8 @@ pub trait DeviceGroup: Send + Sync {
     fn dead_ranks(&self) -> Vec<usize>;
     /// Whether a rank has left the group in order.
     fn left(&self, rank: usize) -> bool;
+    /// The number of the last collective that a rank has launched, where it can be seen: on one host.
+    fn launched(&self, rank: usize) -> Option<u64>;
     fn death_of(&self, rank: usize, during: &str) -> Error;
     /// Takes the next number of a collective on a device, and publishes what it signs.
     fn next_number(&self, signed: Signed) -> u64;

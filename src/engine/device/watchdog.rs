@@ -160,18 +160,18 @@ fn fail_group(group: &dyn DeviceGroup, error: Error) -> Error {
     error
 }
 
-/// Why work that is under way will not end: the group has failed, or a peer is gone. Fails nothing.
+/// Why work that is under way will not end: the group has failed, or a peer is gone whose part of it may be missing.
+/// Fails nothing.
 fn fault_or_death_in(group: &dyn DeviceGroup, watched: &Watched) -> Option<Error> {
-    let only = watched.peer.filter(|_| watched.with_peer_alone).map(|peer| peer as usize);
-    fault_or_death(group, &watched.what(), only)
-}
-
-/// As `fault_or_death_in`. Where the work needs `only` one other rank, the others may leave the group meanwhile.
-pub(super) fn fault_or_death(group: &dyn DeviceGroup, what: &str, only: Option<usize>) -> Option<Error> {
     group.fault().or_else(|| {
-        let counts = |rank: &usize| only.is_none_or(|only| only == *rank) || !group.left(*rank);
-        let rank = group.dead_ranks().into_iter().find(counts)?;
-        Some(group.death_of(rank, &format!("waits for {what}")))
+        let is_needed = |rank: &usize| match watched.peer {
+            Some(peer) if watched.with_peer_alone => *rank == peer as usize || !group.left(*rank),
+            Some(_) => true,
+            // A rank that leaves in order has waited for the end of what it launched.
+            None => !(group.left(*rank) && group.launched(*rank) >= Some(watched.number)),
+        };
+        let rank = group.dead_ranks().into_iter().find(is_needed)?;
+        Some(group.death_of(rank, &format!("waits for {}", watched.what())))
     })
 }
 
@@ -193,6 +193,8 @@ mod tests {
     struct Three {
         dead: bool,
         left: bool,
+        /// The last number that rank 2 has launched.
+        launched: Option<u64>,
         /// Has not issued the operation.
         missing: Option<usize>,
         /// What a peer answers where it is asked for its fault.
@@ -247,6 +249,9 @@ mod tests {
         }
         fn left(&self, rank: usize) -> bool {
             self.left && rank == 2
+        }
+        fn launched(&self, rank: usize) -> Option<u64> {
+            (rank == 2).then_some(self.launched)?
         }
         fn death_of(&self, rank: usize, during: &str) -> Error {
             Error::RankFailed { rank, text: format!("rank {rank} ended: rank 0 {during}") }
@@ -372,6 +377,19 @@ mod tests {
         let first = dog.look(&group, &its, WELL, RUNS, its.issued + ON_ITS_WAY * 4);
         assert_eq!(first, Found::Nothing, "seen for the first time");
         assert!(error(dog.look(&group, &its, WELL, RUNS, its.issued + ON_ITS_WAY * 5)).is_some());
+    }
+
+    #[test]
+    fn a_collective_outlives_a_rank_that_left_in_order_after_its_part() {
+        let work = watched(None);
+        let fails = |left, launched| {
+            let (dog, group) = (Watchdog::default(), Three { dead: true, left, launched, ..Three::default() });
+            assert_eq!(dog.look(&group, &work, WELL, RUNS, work.issued), Found::Nothing);
+            error(dog.look(&group, &work, WELL, RUNS, work.issued + ON_ITS_WAY)).is_some()
+        };
+        assert!(!fails(true, Some(work.number)) && !fails(true, Some(work.number + 1)), "its part is on the way");
+        assert!(fails(true, Some(work.number - 1)) && fails(true, None), "its part is missing, or not known");
+        assert!(fails(false, Some(work.number)), "what had been launched when its process died may not have been sent");
     }
 
     #[test]
