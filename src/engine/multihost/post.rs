@@ -168,7 +168,6 @@ impl Lanes {
                 state.talk.heard.insert(peer);
             }
             Letter::Fault { code, text } => {
-                state.talk.told = true;
                 // A rank may pass on what it has from another one.
                 let passed_on = text.contains("(reported by rank ");
                 let text = if passed_on { text.to_string() } else { format!("{text} (reported by rank {peer})") };
@@ -186,15 +185,13 @@ impl Lanes {
         Ok(())
     }
 
-    /// Tells every rank why this one's group fails, without a guarantee. Nothing where another rank has told it. True where
-    /// letters went out.
+    /// Tells every rank why this one's group fails, without a guarantee. What another rank has told is passed on: this rank
+    /// cuts its link next, and a rank that waits for it must not see that first. True where letters went out.
     pub fn tell_by_mail(&self, error: &Error) -> bool {
-        let state = self.lock();
-        let (told, present) = (state.talk.told, state.messages.present());
-        drop(state);
+        let present = self.lock().messages.present();
         let letter = Letter::Fault { code: error.code(), text: error.text() }.encode();
         // Past the errands, which another thread may be at.
-        !told && present.into_iter().filter(|peer| self.link.mail(*peer, &letter).is_ok()).count() > 0
+        present.into_iter().filter(|peer| self.link.mail(*peer, &letter).is_ok()).count() > 0
     }
 
     /// Says goodbye to all ranks. Waits until each rank that was sent letters has answered, and so has read them.

@@ -9,8 +9,6 @@ pub(super) struct Talk {
     pub busy: bool,
     /// The ranks that have answered the goodbye.
     pub heard: HashSet<usize>,
-    /// Another rank's fault has come by mail, which that rank has told everybody.
-    pub told: bool,
     /// On rank 0: the last monitored barrier that each rank has come to.
     pub came: HashMap<usize, u64>,
     /// The outcomes of the last two, by number and whether it failed.
