@@ -221,6 +221,22 @@ enum LocalTransfer {
     Awaited { post: Arc<Post>, address: Address, buffer: Vec<u8>, bytes: usize },
 }
 
+/// A message that is copied to memory in pieces at its end.
+struct LocalInto {
+    received: Box<dyn Transfer>,
+    pieces: Vec<Span>,
+}
+
+impl Transfer for LocalInto {
+    fn wait(self: Box<Self>, timeout: Duration) -> std::result::Result<Vec<u8>, String> {
+        let bytes = Pieces(&self.pieces).bytes();
+        let message = self.received.wait(timeout)?;
+        // SAFETY: the caller of `receive_into` vouches for the memory until this wait has ended; the buffer has its size.
+        unsafe { Pieces(&self.pieces).write(0, message.as_ptr(), bytes) };
+        Ok(Vec::new())
+    }
+}
+
 impl Link for LocalLink {
     fn receive(&self, peer: usize, tag: u32, buffer: Vec<u8>, bytes: usize) -> Result<Box<dyn Transfer>> {
         Ok(Box::new(LocalTransfer::Awaited {
@@ -235,6 +251,19 @@ impl Link for LocalLink {
         self.post.lock().messages.entry((self.me, peer, tag)).or_default().push_back(buffer[..bytes].to_vec());
         self.post.changed.notify_all();
         Ok(Box::new(LocalTransfer::Sent(buffer)))
+    }
+
+    unsafe fn receive_into(&self, peer: usize, tag: u32, pieces: Vec<Span>) -> Result<Box<dyn Transfer>> {
+        let bytes = Pieces(&pieces).bytes();
+        Ok(Box::new(LocalInto { received: self.receive(peer, tag, vec![0; bytes], bytes)?, pieces }))
+    }
+
+    unsafe fn send_from(&self, peer: usize, tag: u32, pieces: Vec<Span>) -> Result<Box<dyn Transfer>> {
+        let mut copy = vec![0; Pieces(&pieces).bytes()];
+        let bytes = copy.len();
+        // SAFETY: the caller vouches for the memory during this call; the copy has its size.
+        unsafe { Pieces(&pieces).read(0, copy.as_mut_ptr(), bytes) };
+        self.send(peer, tag, copy, bytes)
     }
 
     fn cut(&self) {

@@ -266,6 +266,47 @@ fn memory_of_a_body_is_not_used_after_the_link_was_cut() {
     });
 }
 
+/// A lane gives its transfers up at any moment: before the peer has come, in the middle of the data, or after it. The group
+/// fails then, so the connection has to go on for others.
+#[test]
+fn memory_of_a_lanes_transfer_is_not_used_after_it_was_dropped() {
+    let (wires, store) = (wires(2), Memory::default());
+    for round in 0..24u64 {
+        let (drops_first, late) = (round % 2 == 0, Duration::from_micros(300 * (round / 2)));
+        as_ranks(&wires, &store, 1 + round as u8, |me, link| {
+            let (mut memory, number) = (vec![me as u8 + 1; 8 << 20], 7);
+            let middle = memory.len() / 2;
+            let base = memory.as_mut_ptr() as usize;
+            let pieces = vec![Span { addr: base, bytes: middle }, Span { addr: base + middle, bytes: middle }];
+            // SAFETY: the memory is kept, and looked at after the transfer has ended or was dropped.
+            let transfer = unsafe {
+                match me {
+                    0 => link.send_from(1, number, pieces).unwrap(),
+                    _ => link.receive_into(0, number, pieces).unwrap(),
+                }
+            };
+            if (me == 0) == drops_first {
+                std::thread::sleep(late);
+                drop(transfer);
+                let before = memory.clone();
+                memory.fill(9);
+                std::thread::sleep(Duration::from_millis(20));
+                assert!(memory.iter().all(|byte| *byte == 9), "received after the transfer was dropped");
+                assert!(before.iter().all(|byte| *byte == 1 || (me == 1 && *byte == 2)), "other bytes");
+                link.cut();
+            } else if transfer.wait(PATIENT).is_ok() && me == 1 {
+                assert!(memory.iter().all(|byte| *byte == 1), "what was sent is not what came");
+            }
+        });
+    }
+    // The connection is whole: what had begun went on from a copy, or to nowhere.
+    as_ranks(&wires, &store, 99, |me, link| {
+        let next = link.send(1 - me, 0, vec![me as u8; 8], 8).unwrap();
+        assert_eq!(link.receive(1 - me, 0, vec![0; 8], 8).unwrap().wait(PATIENT).unwrap()[0] as usize, 1 - me);
+        next.wait(PATIENT).unwrap();
+    });
+}
+
 #[test]
 fn further_groups_use_the_same_connections_and_the_last_one_closes_them() {
     let (wires, store) = (wires(4), Memory::default());

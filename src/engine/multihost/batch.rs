@@ -8,8 +8,8 @@ use std::ops::Range;
 use std::time::Duration;
 
 use super::host_map::HostMap;
-use super::transport::{Arrived, FrameHeader, Transport};
-use super::vector::{Vector, span};
+use super::transport::{Arrived, FrameHeader, Incoming, Outgoing, Transport};
+use super::vector::{Vector, copy_in, cut, span, whole, written};
 use crate::algorithms::{Algorithm, How, Schedule};
 use crate::engine::Told;
 use crate::error::{Error, Result};
@@ -183,53 +183,69 @@ impl BatchRun<'_> {
     }
 
     /// Runs the schedule of a collective among `members` (ranks of the group), of which this rank is one. The schedule
-    /// works on `memory`, of which `ranges` are the parts; `numbers` says how they are combined, and at which offset of
-    /// the vector `memory` begins.
+    /// works on the memory of `spans`, of which `ranges` are the parts; `numbers` says how they are combined, and at which
+    /// offset of the vector the memory begins, which then is one span.
+    #[allow(unsafe_code)] // sends from and receives into memory of the batch, and waits for the end
     pub fn run_schedule(
         &mut self,
         schedule: &Schedule,
         members: &[usize],
-        memory: &mut [u8],
+        spans: &[Span],
         ranges: &dyn Fn(usize) -> Range<usize>,
         numbers: Option<(&Vector, usize)>,
     ) -> Result<()> {
         let position = members.iter().position(|rank| *rank == self.host_map.me).expect("only members come here");
         let ranges =
             |parts: &[Range<usize>]| -> Vec<Range<usize>> { parts.iter().cloned().flatten().map(ranges).collect() };
-        let total = |ranges: &[Range<usize>]| ranges.iter().map(ExactSizeIterator::len).sum::<usize>();
+        let segment = numbers.map_or(usize::MAX, |(vector, _)| vector.segment());
         for k in 0..schedule.steps() {
             let step = schedule.step(position, k);
-            let out: Vec<Vec<Range<usize>>> = step.sends.iter().map(|send| ranges(&send.parts)).collect();
             let into: Vec<Vec<Range<usize>>> = step.recvs.iter().map(|recv| ranges(&recv.parts)).collect();
-            let sends: Vec<(usize, usize)> =
-                step.sends.iter().zip(&out).map(|(send, ranges)| (members[send.peer], total(ranges))).collect();
-            let receives: Vec<(usize, usize)> =
-                step.recvs.iter().zip(&into).map(|(recv, ranges)| (members[recv.peer], total(ranges))).collect();
+            // What is sent may be combined in the same step; a copy overwrites nothing that is sent (`algorithms`).
+            let combined: Vec<&Range<usize>> = step
+                .recvs
+                .iter()
+                .zip(&into)
+                .filter(|(recv, _)| recv.how != How::Copy)
+                .flat_map(|(_, all)| all)
+                .collect();
+            let sends = step.sends.iter().map(|send| {
+                let out = ranges(&send.parts);
+                let stays = !out.iter().any(|range| combined.iter().any(|other| overlap(range, other)));
+                let pieces = out.iter().flat_map(|range| cut(spans, range)).collect();
+                Outgoing { peer: members[send.peer], pieces, stays }
+            });
+            let receives = step.recvs.iter().zip(&into).map(|(recv, ranges)| {
+                let pieces = || ranges.iter().flat_map(|range| cut(spans, range)).collect();
+                Incoming {
+                    peer: members[recv.peer],
+                    bytes: ranges.iter().map(ExactSizeIterator::len).sum(),
+                    into: (recv.how == How::Copy).then(pieces),
+                }
+            });
+            let (sends, receives) = (sends.collect::<Vec<_>>(), receives.collect());
             // Data that must be combined in the order of the ranks is kept until all of it is there.
             let ordered = step.recvs.iter().any(|recv| recv.how == How::InRankOrder);
-            let mut kept: Vec<(usize, Vec<u8>)> = Vec::new();
-            let cell = std::cell::RefCell::new(&mut *memory);
-            let issued = self.transport.exchange(
-                self.header,
-                self.deadline,
-                &sends,
-                |at, data| gather(&cell.borrow(), &out[at], data),
-                &receives,
-                |at, Arrived { data, .. }| {
-                    if ordered {
-                        kept.push((step.recvs[at].peer, data.to_vec()));
-                    } else {
-                        apply(&mut cell.borrow_mut(), &into[at], data, step.recvs[at].how, numbers);
-                    }
-                    Ok(())
-                },
-            )?;
+            let mut kept: Vec<(usize, Vec<u8>)> = step.recvs.iter().map(|recv| (recv.peer, Vec::new())).collect();
+            let take = |index: usize, Arrived { at, data, .. }: Arrived| {
+                if ordered {
+                    kept[index].1.extend_from_slice(data);
+                } else if let Some((vector, start)) = numbers {
+                    let before = step.recvs[index].how == How::ReduceAfter;
+                    combine_at(spans, &into[index], at, data, before, (vector, start));
+                }
+                Ok(())
+            };
+            // SAFETY: the memory belongs to the batch, which lives longer; no other thread uses it, and what stays is neither
+            // received into nor combined in this step.
+            let issued =
+                unsafe { self.transport.exchange(self.header, self.deadline, &sends, receives, segment, take) }?;
             self.header.issued = self.header.issued.min(issued);
             if ordered {
                 let (vector, start) = numbers.expect("only numbers are combined");
-                kept.push((position, joined(memory, &into[0])));
+                kept.push((position, joined(spans, &into[0])));
                 kept.sort_by_key(|(peer, _)| *peer);
-                combine_in_order(memory, &into[0], &kept, vector, start);
+                combine_in_order(spans, &into[0], &kept, vector, start);
             }
         }
         Ok(())
@@ -256,38 +272,49 @@ impl HostCall {
     }
 }
 
-/// A writable buffer as a span.
-pub fn written(buffer: &mut [u8]) -> Span {
-    Span { addr: buffer.as_mut_ptr() as usize, bytes: buffer.len() }
+fn overlap(a: &Range<usize>, b: &Range<usize>) -> bool {
+    a.start < b.end && b.start < a.end
 }
 
-fn gather(memory: &[u8], ranges: &[Range<usize>], data: &mut [u8]) {
+fn joined(spans: &[Span], ranges: &[Range<usize>]) -> Vec<u8> {
+    let mut all = vec![0; ranges.iter().map(ExactSizeIterator::len).sum()];
     let mut at = 0;
     for range in ranges {
-        data[at..at + range.len()].copy_from_slice(&memory[range.clone()]);
+        copy_in(spans, range.start, &mut all[at..at + range.len()]);
         at += range.len();
     }
+    all
 }
 
-fn joined(memory: &[u8], ranges: &[Range<usize>]) -> Vec<u8> {
-    ranges.iter().flat_map(|range| memory[range.clone()].iter().copied()).collect()
+/// The memory of a range of numbers, which are in one span.
+#[allow(unsafe_code)] // memory of a batch
+fn numbers_of<'a>(spans: &[Span], range: &Range<usize>) -> &'a mut [u8] {
+    // SAFETY: memory of the batch that this thread runs; it is used for one combination, in which nobody else uses it.
+    unsafe { whole(&cut(spans, range)) }.unwrap_or_default()
 }
 
-fn apply(memory: &mut [u8], ranges: &[Range<usize>], data: &[u8], how: How, numbers: Option<(&Vector, usize)>) {
-    let mut at = 0;
+/// Combines data that begins at `at` of a message of these ranges; `own_first`: this rank's numbers are the left operand.
+fn combine_at(
+    spans: &[Span],
+    ranges: &[Range<usize>],
+    at: usize,
+    data: &[u8],
+    own_first: bool,
+    (vector, start): (&Vector, usize),
+) {
+    let mut begin = 0;
     for range in ranges {
-        let (own, theirs) = (&mut memory[range.clone()], &data[at..at + range.len()]);
-        match (how, numbers) {
-            (How::ReduceAfter, Some((vector, start))) => vector.combine(start + range.start, own, theirs, true),
-            (How::ReduceBefore, Some((vector, start))) => vector.combine(start + range.start, own, theirs, false),
-            _ => own.copy_from_slice(theirs),
+        let (from, to) = (at.max(begin), (at + data.len()).min(begin + range.len()));
+        if from < to {
+            let here = range.start + (from - begin)..range.start + (to - begin);
+            vector.combine(start + here.start, numbers_of(spans, &here), &data[from - at..to - at], own_first);
         }
-        at += range.len();
+        begin += range.len();
     }
 }
 
 fn combine_in_order(
-    memory: &mut [u8],
+    spans: &[Span],
     ranges: &[Range<usize>],
     sources: &[(usize, Vec<u8>)],
     vector: &Vector,
@@ -296,7 +323,7 @@ fn combine_in_order(
     let mut at = 0;
     for range in ranges {
         let parts: Vec<&[u8]> = sources.iter().map(|(_, data)| &data[at..at + range.len()]).collect();
-        vector.combine_parts(start + range.start, &mut memory[range.clone()], &parts);
+        vector.combine_parts(start + range.start, numbers_of(spans, range), &parts);
         at += range.len();
     }
 }

@@ -21,8 +21,9 @@
 
 use std::ops::Range;
 
-use super::batch::{BatchRun, HostCall, written};
-use super::vector::{Vector, copy_in, copy_out, cut, partial, span};
+use super::batch::{BatchRun, HostCall};
+use super::transport::{Arrived, Incoming, Outgoing};
+use super::vector::{Vector, copy_across, copy_in, copy_out, cut, partial, span, whole, written};
 use crate::algorithms::{Algorithm, Schedule};
 use crate::error::{Error, Result};
 use crate::types::{Kind, ReduceOp, Span};
@@ -52,18 +53,40 @@ impl BatchRun<'_> {
         }
         let leaders = self.chosen.leaders.clamp(1, self.host_map.min_local_size());
         let shares: Vec<Range<usize>> = (0..leaders).map(|at| vector.part(range, at, leaders)).collect();
-        let mut memory = self.memory(range.len());
         let mine = shares.get(self.host_map.local_rank).cloned();
-        self.reduce_inside(vector, range, &shares, 0, &mut memory)?;
+        let bytes = if mine.is_some() { range.len() } else { 0 };
+        let mut room = if leaders == 1 { self.room(vector, range, bytes) } else { Room::Scratch(self.memory(bytes)) };
+        let memory = room.slice(bytes);
+        self.reduce_inside(vector, range, &shares, 0, memory)?;
         if let Some(mine) = &mine {
             let members = self.host_map.leaders(self.host_map.local_rank);
             let own = &mut memory[mine.start - range.start..mine.end - range.start];
             self.combine_between(Kind::AllReduce, vector, mine, &members, 0, own)?;
             vector.finish(mine.start, own);
         }
-        self.spread_inside(vector, range, &shares, &mut memory)?;
-        *self.scratch = memory;
+        self.spread_inside(vector, range, &shares, memory)?;
+        self.keep(room);
         self.share_issued(0)
+    }
+
+    /// Memory to work in, for `range` of the vector; 0 bytes where this rank needs none. That of the operation where its
+    /// inputs are its outputs, in one piece, and need no factor: that saves two copies, and after a mismatch the memory is as
+    /// it was, because nothing is combined before the first header was compared. Return it with `keep`.
+    #[allow(unsafe_code)] // memory of an operation
+    fn room(&mut self, vector: &Vector, range: &Range<usize>, bytes: usize) -> Room {
+        let outputs = cut(&vector.outputs, range);
+        let in_place = !matches!(vector.op, ReduceOp::PremulSum(_)) && cut(&vector.inputs, range) == outputs;
+        // SAFETY: the operations of the batch live longer than its room, and only this thread uses their outputs.
+        match unsafe { whole(&outputs) }.filter(|own| in_place && own.len() == bytes) {
+            Some(own) => Room::Outputs(own),
+            None => Room::Scratch(self.memory(bytes)),
+        }
+    }
+
+    fn keep(&mut self, room: Room) {
+        if let Room::Scratch(memory) = room {
+            *self.scratch = memory;
+        }
     }
 
     /// Reduces the numbers of this host: `shares[i]` to local rank i, or everything to local rank `root` where there is
@@ -155,7 +178,7 @@ impl BatchRun<'_> {
             let range = vector.part(share, part, parts);
             range.start - share.start..range.end - share.start
         };
-        self.run_schedule(&steps, members, own, &ranges, Some((vector, share.start)))
+        self.run_schedule(&steps, members, &[written(own)], &ranges, Some((vector, share.start)))
     }
 
     /// As `all_reduce`, with the bits of one host.
@@ -195,17 +218,18 @@ impl BatchRun<'_> {
         }
         let members = self.host_map.leaders_with(root);
         let leader = self.leader_position(&members);
-        let mut memory = self.memory(range.len());
-        self.reduce_inside(vector, range, std::slice::from_ref(range), leader, &mut memory)?;
+        let mut room = self.room(vector, range, range.len());
+        let memory = room.slice(range.len());
+        self.reduce_inside(vector, range, std::slice::from_ref(range), leader, memory)?;
         if self.host_map.local_rank == leader {
             let host = self.host_map.host_of[root];
-            self.combine_between(Kind::Reduce, vector, range, &members, host, &mut memory[..range.len()])?;
+            self.combine_between(Kind::Reduce, vector, range, &members, host, memory)?;
             if self.host_map.me == root {
-                vector.finish(range.start, &mut memory[..range.len()]);
-                copy_out(&vector.outputs, range.start, &memory[..range.len()]);
+                vector.finish(range.start, memory);
+                copy_out(&vector.outputs, range.start, memory);
             }
         }
-        *self.scratch = memory;
+        self.keep(room);
         Ok(())
     }
 
@@ -223,30 +247,19 @@ impl BatchRun<'_> {
         let bytes: usize = data.iter().map(|span| span.bytes).sum();
         let members = self.host_map.leaders_with(root);
         let leader = self.leader_position(&members);
-        let mut memory = self.memory(bytes);
-        if self.host_map.me == root {
-            copy_in(data, 0, &mut memory[..bytes]);
-        }
         if self.host_map.local_rank == leader {
             let steps = schedule(self.chosen.algorithm, Kind::Broadcast, members.len(), self.host_map.host_of[root])?;
             let parts = steps.parts();
             let ranges = |part: usize| bytes * part / parts..bytes * (part + 1) / parts;
-            self.run_schedule(&steps, &members, &mut memory[..bytes], &ranges, None)?;
+            self.run_schedule(&steps, &members, data, &ranges, None)?;
         }
-        let outputs = if self.host_map.me == root { Vec::new() } else { data.to_vec() };
         if self.inside.is_none() {
-            copy_out(&outputs, 0, &memory[..outputs.iter().map(|span| span.bytes).sum()]);
-        } else if self.host_map.local_rank == leader {
-            if self.host_map.me != root {
-                copy_out(&outputs, 0, &memory[..bytes]);
-            }
-            let inputs = vec![span(&memory[..bytes])];
-            self.run_in_host(HostCall { root: leader, inputs, ..HostCall::new(Kind::Broadcast) })?;
-        } else {
-            self.run_in_host(HostCall { root: leader, outputs, ..HostCall::new(Kind::Broadcast) })?;
+            return Ok(());
         }
-        *self.scratch = memory;
-        Ok(())
+        let data = data.to_vec();
+        let (inputs, outputs) =
+            if self.host_map.local_rank == leader { (data, Vec::new()) } else { (Vec::new(), data) };
+        self.run_in_host(HostCall { root: leader, inputs, outputs, ..HostCall::new(Kind::Broadcast) })
     }
 
     /// `outputs[q]`: the memory for rank q's block. Blocks may differ in size.
@@ -256,36 +269,39 @@ impl BatchRun<'_> {
             return self.all_gather_over_rails(input, outputs, &sizes);
         }
         let hosts = self.host_borders(&sizes);
-        let total = *hosts.last().expect("at least one host");
-        let own = hosts[self.host_map.host]..hosts[self.host_map.host + 1];
-        let mut memory = self.memory(total);
-        self.gather_inside(input, &sizes, &mut memory[own])?;
+        let in_order: Vec<Span> = self.host_map.by_host().flat_map(|rank| outputs[rank].iter().copied()).collect();
+        let block = |host: usize| hosts[host]..hosts[host + 1];
+        let own = block(self.host_map.host);
+        // The blocks of this host go to the outputs when the other hosts were found to have called the same.
+        let mut memory = if self.inside.is_some() { self.memory(own.len()) } else { Vec::new() };
+        let here = if self.inside.is_some() { vec![written(&mut memory[..own.len()])] } else { cut(&in_order, &own) };
+        self.gather_inside(input, &sizes, &here)?;
         if self.host_map.local_rank == 0 {
             let members = self.host_map.leaders(0);
             let steps = schedule(self.chosen.algorithm, Kind::AllGather, members.len(), 0)?;
-            self.run_schedule(&steps, &members, &mut memory[..total], &|host| hosts[host]..hosts[host + 1], None)?;
+            let (before, after) = (cut(&in_order, &(0..own.start)), cut(&in_order, &(own.end..hosts[members.len()])));
+            self.run_schedule(&steps, &members, &[before, here.clone(), after].concat(), &block, None)?;
+            copy_across(&here, &cut(&in_order, &own));
         }
-        let in_order: Vec<Span> = self.host_map.by_host().flat_map(|rank| outputs[rank].iter().copied()).collect();
         if self.inside.is_some() {
-            let data = (self.host_map.local_rank == 0).then_some(&memory[..total]);
-            self.broadcast_inside(0, data, in_order)?;
-        } else {
-            copy_out(&in_order, 0, &memory[..total]);
+            let (inputs, outputs) =
+                if self.host_map.local_rank == 0 { (in_order, Vec::new()) } else { (Vec::new(), in_order) };
+            self.run_in_host(HostCall { inputs, outputs, ..HostCall::new(Kind::Broadcast) })?;
+            *self.scratch = memory;
         }
-        *self.scratch = memory;
         self.share_issued(0)
     }
 
-    /// Gathers the blocks of this host's ranks, in the order of the ranks, into `memory` of every one of them. `sizes` by
+    /// Gathers the blocks of this host's ranks, in the order of the ranks, into `blocks` of every one of them. `sizes` by
     /// rank of the group.
-    fn gather_inside(&mut self, input: &[Span], sizes: &[usize], memory: &mut [u8]) -> Result<()> {
+    fn gather_inside(&mut self, input: &[Span], sizes: &[usize], blocks: &[Span]) -> Result<()> {
         if self.inside.is_none() {
-            copy_in(input, 0, memory);
+            copy_across(input, blocks);
             return Ok(());
         }
         let out_blocks = self.host_map.local_ranks().iter().map(|rank| sizes[*rank]).collect();
-        let outputs = vec![written(memory)];
-        let gathered = HostCall { inputs: input.to_vec(), outputs, out_blocks, ..HostCall::new(Kind::AllGather) };
+        let (inputs, outputs) = (input.to_vec(), blocks.to_vec());
+        let gathered = HostCall { inputs, outputs, out_blocks, ..HostCall::new(Kind::AllGather) };
         self.run_in_host(gathered)
     }
 
@@ -307,7 +323,7 @@ impl BatchRun<'_> {
             let members = self.host_map.leaders(0);
             let steps = schedule(self.chosen.algorithm, Kind::ReduceScatter, members.len(), 0)?;
             let ranges = |host: usize| hosts[host]..hosts[host + 1];
-            self.run_schedule(&steps, &members, &mut memory[..total], &ranges, Some((vector, 0)))?;
+            self.run_schedule(&steps, &members, &[written(&mut memory[..total])], &ranges, Some((vector, 0)))?;
             vector.finish(own.start, &mut memory[own.clone()]);
         }
         if self.inside.is_none() {
@@ -362,19 +378,22 @@ impl BatchRun<'_> {
     pub fn gather(&mut self, input: &[Span], sizes: &[usize], outputs: &[Vec<Span>], root: usize) -> Result<()> {
         let hosts = self.host_borders(sizes);
         let total = *hosts.last().expect("at least one host");
-        let own = hosts[self.host_map.host]..hosts[self.host_map.host + 1];
-        let mut memory = self.memory(total);
-        self.gather_inside(input, sizes, &mut memory[own])?;
+        let mut memory = Vec::new();
+        let blocks: Vec<Span> = if self.host_map.me == root {
+            self.host_map.by_host().flat_map(|rank| outputs[rank].iter().copied()).collect()
+        } else {
+            memory = self.memory(total);
+            vec![written(&mut memory[..total])]
+        };
+        self.gather_inside(input, sizes, &cut(&blocks, &(hosts[self.host_map.host]..hosts[self.host_map.host + 1])))?;
         let members = self.host_map.leaders_with(root);
         if members[self.host_map.host] == self.host_map.me {
             let steps = schedule(self.chosen.algorithm, Kind::Gather, members.len(), self.host_map.host_of[root])?;
-            self.run_schedule(&steps, &members, &mut memory[..total], &|host| hosts[host]..hosts[host + 1], None)?;
+            self.run_schedule(&steps, &members, &blocks, &|host| hosts[host]..hosts[host + 1], None)?;
         }
-        if self.host_map.me == root {
-            let in_order: Vec<Span> = self.host_map.by_host().flat_map(|rank| outputs[rank].iter().copied()).collect();
-            copy_out(&in_order, 0, &memory[..total]);
+        if self.host_map.me != root {
+            *self.scratch = memory;
         }
-        *self.scratch = memory;
         Ok(())
     }
 
@@ -384,19 +403,23 @@ impl BatchRun<'_> {
         let total = *hosts.last().expect("at least one host");
         let own = hosts[self.host_map.host]..hosts[self.host_map.host + 1];
         let mut memory = self.memory(total);
-        if self.host_map.me == root {
-            let in_order: Vec<Span> = self.host_map.by_host().flat_map(|rank| inputs[rank].iter().copied()).collect();
-            copy_in(&in_order, 0, &mut memory[..total]);
-        }
         let members = self.host_map.leaders_with(root);
         let leader = self.leader_position(&members);
+        let blocks: Vec<Span> = if self.host_map.me == root {
+            self.host_map.by_host().flat_map(|rank| inputs[rank].iter().copied()).collect()
+        } else {
+            vec![written(&mut memory[..total])]
+        };
         if self.host_map.local_rank == leader {
             let steps = schedule(self.chosen.algorithm, Kind::Scatter, members.len(), self.host_map.host_of[root])?;
-            self.run_schedule(&steps, &members, &mut memory[..total], &|host| hosts[host]..hosts[host + 1], None)?;
+            self.run_schedule(&steps, &members, &blocks, &|host| hosts[host]..hosts[host + 1], None)?;
         }
         if self.inside.is_none() {
-            copy_out(output, 0, &memory[own]);
+            copy_across(&cut(&blocks, &own), output);
         } else {
+            if self.host_map.me == root {
+                copy_in(&blocks, own.start, &mut memory[own.clone()]);
+            }
             self.scatter_inside(leader, &mut memory[own], sizes, output)?;
         }
         *self.scratch = memory;
@@ -404,6 +427,7 @@ impl BatchRun<'_> {
     }
 
     /// `inputs[q]` goes to rank q, `outputs[q]` comes from it.
+    #[allow(unsafe_code)] // sends from and receives into memory of an operation
     pub fn all_to_all(&mut self, inputs: &[Vec<Span>], outputs: &[Vec<Span>]) -> Result<()> {
         let bytes = |spans: &[Span]| spans.iter().map(|span| span.bytes).sum::<usize>();
         // Between hosts first: those messages travel while the ranks of the host exchange theirs.
@@ -413,30 +437,28 @@ impl BatchRun<'_> {
             .map(|step| (self.host_map.me + step) % self.host_map.ranks())
             .filter(far)
             .collect();
-        let sends: Vec<(usize, usize)> = others.iter().map(|rank| (*rank, bytes(&inputs[*rank]))).collect();
-        let receives: Vec<(usize, usize)> = others.iter().map(|rank| (*rank, bytes(&outputs[*rank]))).collect();
+        // A program may exchange in place: then what arrives waits until everything is on its way.
+        let apart = !share_memory(inputs, outputs);
+        let sends = others.iter().map(|rank| Outgoing { peer: *rank, pieces: inputs[*rank].clone(), stays: apart });
+        let receives = others.iter().map(|rank| {
+            let into = &outputs[*rank];
+            Incoming { peer: *rank, bytes: bytes(into), into: apart.then(|| into.clone()) }
+        });
+        let (sends, receives) = (sends.collect::<Vec<_>>(), receives.collect());
         let mut factors = std::mem::take(&mut self.factors);
-        let issued = self.transport.exchange(
-            self.header,
-            self.deadline,
-            &sends,
-            |at, data| copy_in(&inputs[sends[at].0], 0, data),
-            &receives,
-            |at, arrived| {
-                copy_out(&outputs[receives[at].0], 0, arrived.data);
-                factors[receives[at].0] = f64::from_bits(arrived.header.factor);
-                Ok(())
-            },
-        )?;
+        let take = |at: usize, Arrived { header, at: from, data }: Arrived| {
+            copy_out(&outputs[others[at]], from, data);
+            factors[others[at]] = f64::from_bits(header.factor);
+            Ok(())
+        };
+        // SAFETY: memory of the batch's operations, which live longer; what stays overlaps nothing that is received into.
+        let issued =
+            unsafe { self.transport.exchange(self.header, self.deadline, &sends, receives, usize::MAX, take) }?;
         self.factors = factors;
         self.header.issued = self.header.issued.min(issued);
         let local_ranks = self.host_map.local_ranks().to_vec();
         if self.inside.is_none() {
-            let me = self.host_map.me;
-            let mut memory = self.memory(bytes(&inputs[me]));
-            copy_in(&inputs[me], 0, &mut memory[..bytes(&inputs[me])]);
-            copy_out(&outputs[me], 0, &memory[..bytes(&inputs[me])]);
-            *self.scratch = memory;
+            copy_across(&inputs[self.host_map.me], &outputs[self.host_map.me]);
             return Ok(());
         }
         let list = |blocks: &[Vec<Span>]| -> (Vec<Span>, Vec<usize>) {
@@ -452,9 +474,39 @@ impl BatchRun<'_> {
         if self.host_map.local_rank == 0 {
             let members = self.host_map.leaders(0);
             let steps = schedule(self.chosen.algorithm, Kind::Barrier, members.len(), 0)?;
-            self.run_schedule(&steps, &members, &mut [], &|_| 0..0, None)?;
+            self.run_schedule(&steps, &members, &[], &|_| 0..0, None)?;
         }
         self.share_issued(0)
+    }
+}
+
+/// Whether any two blocks of the lists share memory.
+fn share_memory(a: &[Vec<Span>], b: &[Vec<Span>]) -> bool {
+    let mut all: Vec<(usize, usize, bool)> =
+        a.iter().flatten().map(|span| (span.addr, span.addr + span.bytes, true)).collect();
+    all.extend(b.iter().flatten().map(|span| (span.addr, span.addr + span.bytes, false)));
+    all.retain(|(start, end, _)| start < end);
+    all.sort_unstable();
+    let mut ends = [0, 0];
+    all.iter().any(|(start, end, is_a)| {
+        let shared = *start < ends[usize::from(!is_a)];
+        ends[usize::from(*is_a)] = ends[usize::from(*is_a)].max(*end);
+        shared
+    })
+}
+
+/// Where a collective works on its numbers.
+enum Room {
+    Outputs(&'static mut [u8]),
+    Scratch(Vec<u8>),
+}
+
+impl Room {
+    fn slice(&mut self, bytes: usize) -> &mut [u8] {
+        match self {
+            Room::Outputs(own) => own,
+            Room::Scratch(memory) => &mut memory[..bytes],
+        }
     }
 }
 

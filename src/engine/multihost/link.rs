@@ -1,11 +1,11 @@
 //! What carries bytes between hosts: messages to other ranks under tags, and mail.
 //!
-//! A lane sends and receives with [`Link`], one message at a time, and waits for each. Sends and receives of the program use
+//! A lane sends and receives with [`Link`], and waits for each message. Sends and receives of the program use
 //! [`Mail`]: short messages that the receiver's [`Mailbox`] takes as they come, and bodies, which go from the memory of a
 //! tensor to that of another one, without a thread that waits. TCP connections are one link (`wire`), ranks as threads are
 //! another (`engine/local.rs`).
 
-#![allow(unsafe_code)] // bodies are the memory of tensors, which the caller vouches for
+#![allow(unsafe_code)] // sends from and receives into memory that the caller vouches for
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,6 +19,17 @@ pub trait Link: Mail {
     fn receive(&self, peer: usize, tag: u32, buffer: Vec<u8>, bytes: usize) -> Result<Box<dyn Transfer>>;
     /// Starts to send the first `bytes` of `buffer`.
     fn send(&self, peer: usize, tag: u32, buffer: Vec<u8>, bytes: usize) -> Result<Box<dyn Transfer>>;
+    /// As `receive`, a message of just the size of `pieces` into their memory. The buffer that `wait` returns is empty.
+    ///
+    /// # Safety
+    /// The memory is valid, and nobody else uses it, until the transfer was waited for or dropped.
+    unsafe fn receive_into(&self, peer: usize, tag: u32, pieces: Vec<Span>) -> Result<Box<dyn Transfer>>;
+    /// As `send`, from the memory of `pieces`, one after the other. It may end no earlier than the peer receives. The buffer
+    /// that `wait` returns is empty.
+    ///
+    /// # Safety
+    /// The memory is valid, and nobody writes it, until the transfer was waited for or dropped.
+    unsafe fn send_from(&self, peer: usize, tag: u32, pieces: Vec<Span>) -> Result<Box<dyn Transfer>>;
     /// Breaks off: every wait on this rank ends with an error now, and so does every wait of a peer for this rank. Bodies of
     /// this rank end with an error soon. Mail that was sent before is delivered as far as that takes no time.
     fn cut(&self);
@@ -28,7 +39,7 @@ pub trait Link: Mail {
     }
 }
 
-/// A message in flight.
+/// A message in flight. Dropping it, or a wait that fails, gives it up: the link no longer uses its memory.
 pub trait Transfer: Send {
     /// Waits for its end and returns the buffer. An error is the text of the link.
     fn wait(self: Box<Self>, timeout: Duration) -> std::result::Result<Vec<u8>, String>;

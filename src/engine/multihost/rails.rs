@@ -16,7 +16,7 @@
 
 use super::batch::{BatchRun, HostCall};
 use super::collectives::{borders, schedule};
-use super::vector::{Vector, copy_in, copy_out, span};
+use super::vector::{Vector, copy_in, copy_out, cut, span, written};
 use crate::error::Result;
 use crate::types::{Kind, Span};
 
@@ -41,7 +41,7 @@ impl BatchRun<'_> {
         let mut memory = self.memory(total);
         copy_in(input, 0, &mut memory[block(self.host_map.host)]);
         let steps = schedule(self.chosen.algorithm, Kind::AllGather, members.len(), 0)?;
-        self.run_schedule(&steps, &members, &mut memory[..total], &block, None)?;
+        self.run_schedule(&steps, &members, &[written(&mut memory[..total])], &block, None)?;
         let out_blocks = self.host_map.rails().map(|ranks| ranks.iter().map(|rank| sizes[*rank]).sum()).collect();
         let outputs = self.host_map.rails().flatten().flat_map(|rank| outputs[rank].iter().copied()).collect();
         let inputs = pieces(&memory[..total]);
@@ -64,7 +64,7 @@ impl BatchRun<'_> {
         let (members, starts) = self.rail_borders(sizes);
         let block = |host: usize| starts[host]..starts[host + 1];
         let steps = schedule(self.chosen.algorithm, Kind::ReduceScatter, members.len(), 0)?;
-        self.run_schedule(&steps, &members, own, &block, Some((vector, mine.start)))?;
+        self.run_schedule(&steps, &members, &[written(own)], &block, Some((vector, mine.start)))?;
         let result = &mut own[block(self.host_map.host)];
         vector.finish(mine.start + starts[self.host_map.host], result);
         copy_out(output, 0, result);
@@ -86,15 +86,13 @@ impl BatchRun<'_> {
             self.run_in_host(HostCall { root: position, inputs, outputs, ..HostCall::new(Kind::Broadcast) })?;
         }
         if let Some(mine) = &mine {
-            let own = &mut memory[..mine.len()];
-            if self.host_map.host == home {
-                copy_in(data, mine.start, own);
-            }
+            let place =
+                if self.host_map.host == home { cut(data, mine) } else { vec![written(&mut memory[..mine.len()])] };
             let members = self.host_map.leaders(index);
             let steps = schedule(self.chosen.algorithm, Kind::Broadcast, members.len(), home)?;
             let (parts, length) = (steps.parts(), mine.len());
             let range = |part: usize| length * part / parts..length * (part + 1) / parts;
-            self.run_schedule(&steps, &members, own, &range, None)?;
+            self.run_schedule(&steps, &members, &place, &range, None)?;
         }
         if self.host_map.host != home {
             let mut out_blocks: Vec<usize> = (0..rails).map(|rail| share(rail).len()).collect();

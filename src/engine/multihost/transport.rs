@@ -4,20 +4,26 @@
 //!   data. Receives for the next frames of a peer are always posted ahead. gloo's sender waits until the receiver has
 //!   said that it is ready, which costs a round trip when the receive is posted late; posted ahead, a frame costs one
 //!   latency.
-//! - Data that does not fit follows as a separate message, whose tag holds a hash of the batch. gloo ends the process
-//!   when a message is larger than the receive it matches (seen), so two ranks that disagree about an operation must
-//!   never match by tag; they find the mismatch by their frame headers.
+//! - Data that does not fit follows as separate messages, whose tag holds a hash of the batch: two ranks that disagree
+//!   about an operation must never match by tag; they find the mismatch by their frame headers. Such data goes from the
+//!   memory in which it lies to the memory in which it belongs (`Outgoing`, `Incoming`). Where the receiver combines it, it
+//!   comes in segments, so that one is combined while it is in the cache and the next one is on its way.
+
+#![allow(unsafe_code)] // sends from and receives into memory of operations
 
 use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use super::link::{Link, Transfer};
+use super::vector::{copy_in, copy_out, cut, written};
 use crate::error::{Error, Result};
 use crate::op;
 use crate::op::lists;
 use crate::os::clock;
+use crate::types::Span;
 
 /// Longest frame.
 const FRAME: usize = 16 << 10;
@@ -25,6 +31,8 @@ const FRAME: usize = 16 << 10;
 const HEADER: usize = 56;
 /// Data that fits into a frame.
 pub const INLINE: usize = FRAME - HEADER;
+/// Data that is not copied to be sent. Shorter data is, so that its sender need not wait until the receiver has come.
+const IN_PLACE: usize = 192 << 10;
 /// Receives posted ahead for each peer. Two, so that the next one is posted while one is being read.
 const AHEAD: usize = 2;
 
@@ -90,6 +98,17 @@ fn unframe(frame: &[u8]) -> (u64, usize, FrameHeader) {
     (first >> 56, (first & ((1 << 56) - 1)) as usize, header)
 }
 
+/// The receives of one peer's data, in the order in which their memory must be given up: transfers first.
+struct Body {
+    /// The segments of the message; none where it comes with the frame.
+    parts: Vec<(Range<usize>, Box<dyn Transfer>)>,
+    peer: usize,
+    bytes: usize,
+    into: Option<Vec<Span>>,
+    /// Where the data goes until it is combined.
+    buffer: Vec<u8>,
+}
+
 /// The messages to and from one peer.
 #[derive(Default)]
 struct Wire {
@@ -116,10 +135,34 @@ pub struct Transport {
 /// The lane waits for no rank.
 pub const NOBODY: usize = usize::MAX;
 
-/// A message that arrived from one peer.
+/// What a step sends to one peer: the bytes of `pieces`, one after the other.
+pub struct Outgoing {
+    pub peer: usize,
+    pub pieces: Vec<Span>,
+    /// Nobody writes the memory before the exchange has ended; else it is copied before anything is received.
+    pub stays: bool,
+}
+
+/// What a step receives from one peer.
+pub struct Incoming {
+    pub peer: usize,
+    pub bytes: usize,
+    /// The memory that the data goes to. Not given: it goes to the exchange's `take`.
+    pub into: Option<Vec<Span>>,
+}
+
+/// Data that arrived from one peer: all of a message or a segment of it; none where the data went to its memory.
 pub struct Arrived<'a> {
     pub header: FrameHeader,
+    /// Where in the message the data begins.
+    pub at: usize,
     pub data: &'a [u8],
+}
+
+/// The segments of a message of so many bytes; the same on both sides. The last one is the longest, so that none is short.
+fn segments(bytes: usize, segment: usize) -> impl Iterator<Item = Range<usize>> {
+    let count = (bytes / segment).max(1);
+    (0..count).map(move |at| at * segment..if at + 1 == count { bytes } else { (at + 1) * segment })
 }
 
 impl Transport {
@@ -205,82 +248,144 @@ impl Transport {
         result.map_err(|text| lost(self.me, peer, &text))
     }
 
-    /// One step: sends to each peer in `sends`, then receives from each peer in `receives`, in that order. `fill`
-    /// writes the data of a send, by its index in the list; `take` gets the received data. Returns the smallest
-    /// `issued` of all.
-    pub fn exchange(
+    /// One step: sends to each peer in `sends`, then receives from each peer in `receives`, in that order. Data that does not
+    /// go to memory of its own goes to `take`, by the index in the list, as messages of at most about `segment` bytes, a
+    /// number that both sides have. Returns the smallest `issued` of all. When it has returned, also with an error, the
+    /// memory of the step is not used any more.
+    ///
+    /// # Safety
+    /// All pieces are valid during the call. Nobody else writes those of `sends` that stay and uses those of `receives`; the
+    /// two do not overlap.
+    pub unsafe fn exchange(
         &mut self,
         header: FrameHeader,
         deadline: u64,
-        sends: &[(usize, usize)],
-        mut fill: impl FnMut(usize, &mut [u8]),
-        receives: &[(usize, usize)],
+        sends: &[Outgoing],
+        receives: Vec<Incoming>,
+        segment: usize,
         mut take: impl FnMut(usize, Arrived) -> Result<()>,
     ) -> Result<u64> {
         const ON_THEIR_WAY: usize = 4;
-        let mut bodies: Vec<Option<Box<dyn Transfer>>> = Vec::new();
-        for &(peer, bytes) in receives {
-            self.expect(peer)?;
-            bodies.push(if bytes > INLINE { Some(self.expect_data(peer, &header, bytes)?) } else { None });
+        let mut bodies = Vec::with_capacity(receives.len());
+        for incoming in receives {
+            self.expect(incoming.peer)?;
+            // SAFETY: as the caller vouches; what `expect_data` returns is dropped when this function returns.
+            bodies.push(unsafe { self.expect_data(incoming, &header, segment) }?);
         }
-        for (at, &(peer, bytes)) in sends.iter().enumerate() {
+        let mut held = Vec::new();
+        for outgoing in sends {
+            let peer = outgoing.peer;
             self.expect(peer)?; // it will send a fault or a goodbye at some point
-            let sent = self
-                .settle(peer, ON_THEIR_WAY, deadline)
-                .and_then(|()| self.send_data(peer, &header, bytes, |data| fill(at, data)));
+            let settled = self.settle(peer, ON_THEIR_WAY, deadline);
+            // SAFETY: as above; `held` is emptied or dropped before this function returns.
+            let sent = settled.and_then(|()| unsafe { self.send_data(&header, outgoing, segment, &mut held) });
             sent.map_err(|error| self.last_word(peer, &header, error))?;
         }
         let mut issued = header.issued;
-        for (at, (&(peer, bytes), body)) in receives.iter().zip(bodies).enumerate() {
-            let (theirs, frame) = self.next_frame(peer, &header, bytes, deadline)?;
-            issued = issued.min(theirs.issued);
-            let data = match body {
-                None => frame,
-                Some(body) => {
-                    self.give_back(frame);
-                    self.finish(peer, body, deadline)?
-                }
-            };
-            let from = if bytes > INLINE { 0 } else { HEADER };
-            let outcome = take(at, Arrived { header: theirs, data: &data[from..from + bytes] });
-            self.give_back(data);
-            outcome?;
+        for (at, body) in bodies.into_iter().enumerate() {
+            issued = issued.min(self.take_data(&header, deadline, body, |arrived| take(at, arrived))?);
+        }
+        for (peer, transfer) in held {
+            self.finish(peer, transfer, deadline).map_err(|error| self.last_word(peer, &header, error))?;
         }
         Ok(issued)
     }
 
-    fn expect_data(&mut self, peer: usize, header: &FrameHeader, bytes: usize) -> Result<Box<dyn Transfer>> {
+    /// Posts the receives of one peer's data.
+    ///
+    /// # Safety
+    /// The memory of `incoming` is valid and used by nobody else until the result was dropped.
+    unsafe fn expect_data(&mut self, incoming: Incoming, header: &FrameHeader, segment: usize) -> Result<Body> {
+        let Incoming { peer, bytes, into } = incoming;
+        let mut body = Body { parts: Vec::new(), peer, bytes, into, buffer: Vec::new() };
+        if bytes <= INLINE {
+            return Ok(body);
+        }
         let wire = self.wires.entry(peer).or_default();
         let count = wire.received;
         wire.received = count.wrapping_add(1);
         let tag = self.data_tag(header, bytes, count);
-        let buffer = self.buffer(bytes);
-        self.link.receive(peer, tag, buffer, bytes)
+        if body.into.is_none() {
+            body.buffer = self.buffer(bytes);
+        }
+        for range in segments(bytes, segment) {
+            let pieces = match &body.into {
+                Some(pieces) => cut(pieces, &range),
+                None => vec![written(&mut body.buffer[range.clone()])],
+            };
+            // SAFETY: the caller's memory, or the buffer, which is dropped after the transfers and not used before they end.
+            let transfer = unsafe { self.link.receive_into(peer, tag, pieces) }?;
+            body.parts.push((range, transfer));
+        }
+        Ok(body)
     }
 
-    fn send_data(
+    /// Sends data to one peer. What is sent from its own memory is added to `held`.
+    ///
+    /// # Safety
+    /// The memory is valid during the call, and while a transfer of it is in `held`.
+    unsafe fn send_data(
         &mut self,
-        peer: usize,
         header: &FrameHeader,
-        bytes: usize,
-        fill: impl FnOnce(&mut [u8]),
+        outgoing: &Outgoing,
+        segment: usize,
+        held: &mut Vec<(usize, Box<dyn Transfer>)>,
     ) -> Result<()> {
+        let Outgoing { peer, pieces, stays } = outgoing;
+        let bytes = pieces.iter().map(|piece| piece.bytes).sum();
         let head = frame(Word::Data, header, bytes);
-        let inline = bytes <= INLINE;
         let mut buffer = self.buffer(FRAME);
         buffer[..HEADER].copy_from_slice(&head);
-        if inline {
-            fill(&mut buffer[HEADER..HEADER + bytes]);
-            return self.start(peer, self.frame_tag(), buffer, HEADER + bytes);
+        if bytes <= INLINE {
+            copy_in(pieces, 0, &mut buffer[HEADER..HEADER + bytes]);
+            return self.start(*peer, self.frame_tag(), buffer, HEADER + bytes);
         }
-        self.start(peer, self.frame_tag(), buffer, HEADER)?;
-        let wire = self.wires.entry(peer).or_default();
+        self.start(*peer, self.frame_tag(), buffer, HEADER)?;
+        let wire = self.wires.entry(*peer).or_default();
         let count = wire.sent;
         wire.sent = count.wrapping_add(1);
         let tag = self.data_tag(header, bytes, count);
-        let mut data = self.buffer(bytes);
-        fill(&mut data[..bytes]);
-        self.start(peer, tag, data, bytes)
+        for range in segments(bytes, segment) {
+            if *stays && range.len() >= IN_PLACE {
+                // SAFETY: the caller keeps the memory while the transfer is in `held`.
+                held.push((*peer, unsafe { self.link.send_from(*peer, tag, cut(pieces, &range)) }?));
+                continue;
+            }
+            let mut data = self.buffer(range.len());
+            copy_in(pieces, range.start, &mut data[..range.len()]);
+            self.start(*peer, tag, data, range.len())?;
+        }
+        Ok(())
+    }
+
+    /// Waits for the frame and the data of one peer. Returns the peer's `issued`.
+    fn take_data(
+        &mut self,
+        own: &FrameHeader,
+        deadline: u64,
+        body: Body,
+        mut take: impl FnMut(Arrived) -> Result<()>,
+    ) -> Result<u64> {
+        let Body { parts, peer, bytes, into, buffer } = body;
+        let (header, frame) = self.next_frame(peer, own, bytes, deadline)?;
+        let inline = parts.is_empty();
+        for (range, transfer) in parts {
+            self.finish(peer, transfer, deadline)?;
+            if into.is_none() {
+                take(Arrived { header, at: range.start, data: &buffer[range] })?;
+            }
+        }
+        let data = &frame[HEADER..HEADER + if inline { bytes } else { 0 }];
+        match &into {
+            Some(pieces) => {
+                copy_out(pieces, 0, data);
+                take(Arrived { header, at: 0, data: &[] })?;
+            }
+            None if inline => take(Arrived { header, at: 0, data })?,
+            None => self.give_back(buffer),
+        }
+        self.give_back(frame);
+        Ok(header.issued)
     }
 
     /// The next frame of `peer`, checked against this rank's batch.

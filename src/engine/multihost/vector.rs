@@ -4,7 +4,7 @@
 
 use std::ops::Range;
 
-use crate::engine::pieces::Pieces;
+use crate::engine::pieces::{Pieces, transfer};
 use crate::error::Result;
 use crate::reduce;
 use crate::reduce::Kernel;
@@ -70,6 +70,13 @@ impl Vector {
     fn border(&self, at: usize) -> usize {
         let run = self.runs.iter().find(|run| at < run.bytes.end);
         run.map_or(at, |run| at - (at - run.bytes.start) % run.dtype.size())
+    }
+
+    /// Bytes after which a message of these numbers may be cut between elements: those of any message begin between two.
+    pub fn segment(&self) -> usize {
+        /// A segment and what it is combined with stay in a core's cache.
+        const SEGMENT: usize = 256 << 10;
+        if self.runs.len() > 1 { usize::MAX } else { SEGMENT }
     }
 
     /// Part `part` of `parts` nearly equal parts of `range`, cut between elements.
@@ -172,20 +179,41 @@ pub fn cut(spans: &[Span], range: &Range<usize>) -> Vec<Span> {
     found
 }
 
-/// Copies caller memory at `at..` to a buffer.
+/// Copies caller memory at `at..` to a buffer, which may be that memory itself.
 pub fn copy_in(spans: &[Span], at: usize, to: &mut [u8]) {
-    // SAFETY: the contract of `Request`: its spans are valid until the operation has ended, and do not overlap our
-    // buffers.
-    unsafe { Pieces(spans).read(at, to.as_mut_ptr(), to.len()) };
+    // SAFETY: the contract of `Request`: its spans are valid until the operation has ended, and memory of an operation is the
+    // same or does not overlap.
+    unsafe { transfer(Pieces(spans), at, Pieces(&[written(to)]), 0, to.len()) };
 }
 
-/// Copies a buffer to caller memory at `at..`.
+/// Copies a buffer to caller memory at `at..`, which may be the buffer itself.
 pub fn copy_out(spans: &[Span], at: usize, from: &[u8]) {
     // SAFETY: as for `copy_in`; only their operation writes its outputs.
-    unsafe { Pieces(spans).write(at, from.as_ptr(), from.len()) };
+    unsafe { transfer(Pieces(&[span(from)]), 0, Pieces(spans), at, from.len()) };
+}
+
+/// Copies one list to another one of its size, which may be the same memory.
+pub fn copy_across(from: &[Span], to: &[Span]) {
+    // SAFETY: as for `copy_in` and `copy_out`.
+    unsafe { transfer(Pieces(from), 0, Pieces(to), 0, Pieces(from).bytes()) };
+}
+
+/// The memory of a list as one slice, where it is in one piece.
+///
+/// # Safety
+/// The memory is valid, and nobody else uses it, as long as the slice lives.
+pub unsafe fn whole<'a>(spans: &[Span]) -> Option<&'a mut [u8]> {
+    let [one] = spans else { return None };
+    // SAFETY: as the caller vouches.
+    (one.bytes > 0).then(|| unsafe { std::slice::from_raw_parts_mut(one.addr as *mut u8, one.bytes) })
 }
 
 /// A buffer as a span.
 pub fn span(buffer: &[u8]) -> Span {
     Span { addr: buffer.as_ptr() as usize, bytes: buffer.len() }
+}
+
+/// A writable buffer as a span.
+pub fn written(buffer: &mut [u8]) -> Span {
+    Span { addr: buffer.as_mut_ptr() as usize, bytes: buffer.len() }
 }

@@ -402,16 +402,27 @@ impl Receiver for Channel {
 
 /// A transfer of a lane.
 struct Lane {
-    wire: Arc<Wire>,
+    channel: Arc<Channel>,
+    peer: usize,
     slot: Arc<Slot>,
+    /// The memory is not the transfer's own.
+    borrows: bool,
 }
 
 impl Transfer for Lane {
     fn wait(self: Box<Self>, timeout: Duration) -> std::result::Result<Vec<u8>, String> {
-        if self.slot.has_ended() || self.wire.wait(|| self.slot.has_ended(), timeout) {
+        if self.slot.has_ended() || self.channel.wire.wait(|| self.slot.has_ended(), timeout) {
             return self.slot.take().expect("it has ended, and one thread waits for it");
         }
         Err(format!("Timed out after {} ms", timeout.as_millis()))
+    }
+}
+
+impl Drop for Lane {
+    fn drop(&mut self) {
+        if self.borrows && !self.slot.has_ended() {
+            self.channel.give_up(self.peer, &self.slot);
+        }
     }
 }
 
@@ -424,10 +435,28 @@ impl Transfer for Ended {
     }
 }
 
+/// A short message that is copied to its memory at its end.
+struct ShortInto {
+    received: Box<dyn Transfer>,
+    pieces: Vec<Span>,
+}
+
+impl Transfer for ShortInto {
+    fn wait(self: Box<Self>, timeout: Duration) -> std::result::Result<Vec<u8>, String> {
+        let ShortInto { received, pieces } = *self;
+        Memory::Borrowed(pieces).write(0, &received.wait(timeout)?);
+        Ok(Vec::new())
+    }
+}
+
 /// A group's channel as its engine holds it: dropping it leaves the channel.
 pub struct WireLink(pub Arc<Channel>);
 
 impl WireLink {
+    fn lane(&self, peer: usize, slot: Arc<Slot>, borrows: bool) -> Lane {
+        Lane { channel: Arc::clone(&self.0), peer, slot, borrows }
+    }
+
     /// The error of a call for a peer that is lost.
     fn gone(peer: usize, why: &str) -> Error {
         Error::RankFailed {
@@ -455,7 +484,7 @@ impl Link for WireLink {
                 return Err(WireLink::gone(peer, why));
             }
             channel.want(from, OF_LANE | u64::from(tag), waiting, &mut events);
-            return Ok(Box::new(Lane { wire: Arc::clone(&channel.wire), slot }));
+            return Ok(Box::new(self.lane(peer, slot, false)));
         }
         if let Some(data) = pop(&mut from.arrived, tag, true) {
             let length = data.len();
@@ -474,7 +503,7 @@ impl Link for WireLink {
             return Err(WireLink::gone(peer, why));
         }
         push(&mut from.posted, tag, waiting);
-        Ok(Box::new(Lane { wire: Arc::clone(&channel.wire), slot }))
+        Ok(Box::new(self.lane(peer, slot, false)))
     }
 
     fn send(&self, peer: usize, tag: u32, buffer: Vec<u8>, bytes: usize) -> Result<Box<dyn Transfer>> {
@@ -501,7 +530,45 @@ impl Link for WireLink {
         } else {
             to.queued.push_back((tag, waiting));
         }
-        Ok(Box::new(Lane { wire: Arc::clone(&channel.wire), slot }))
+        Ok(Box::new(self.lane(peer, slot, false)))
+    }
+
+    unsafe fn receive_into(&self, peer: usize, tag: u32, pieces: Vec<Span>) -> Result<Box<dyn Transfer>> {
+        let bytes = pieces.iter().map(|piece| piece.bytes).sum();
+        if bytes <= SHORT {
+            let received = self.receive(peer, tag, vec![0; bytes], bytes)?;
+            return Ok(Box::new(ShortInto { received, pieces }));
+        }
+        let slot = Arc::new(Slot::default());
+        let end = End::Slot(Arc::clone(&slot));
+        let waiting = Waiting { memory: Memory::Borrowed(pieces), bytes, end, _counted: None };
+        let mut state = self.0.lock();
+        let from = &mut state.peers[peer];
+        if let Some(why) = &from.lost {
+            return Err(WireLink::gone(peer, why));
+        }
+        self.0.want(from, OF_LANE | u64::from(tag), waiting, &mut Events::default());
+        Ok(Box::new(self.lane(peer, slot, true)))
+    }
+
+    unsafe fn send_from(&self, peer: usize, tag: u32, pieces: Vec<Span>) -> Result<Box<dyn Transfer>> {
+        let bytes = pieces.iter().map(|piece| piece.bytes).sum();
+        let mut memory = Memory::Borrowed(pieces);
+        if bytes <= SHORT {
+            memory.own();
+            let Memory::Owned(buffer) = memory else { unreachable!("just copied") };
+            return self.send(peer, tag, buffer, bytes);
+        }
+        let slot = Arc::new(Slot::default());
+        let end = End::Slot(Arc::clone(&slot));
+        let waiting = Waiting { memory, bytes, end, _counted: Some(Counted::new(&self.0.wire)) };
+        let mut state = self.0.lock();
+        let to = &mut state.peers[peer];
+        if let Some(why) = &to.lost {
+            return Err(WireLink::gone(peer, why));
+        }
+        self.0.offer(to, OF_LANE | u64::from(tag), waiting, &mut Events::default());
+        Ok(Box::new(self.lane(peer, slot, true)))
     }
 
     fn cut(&self) {
@@ -525,6 +592,22 @@ impl Channel {
         push(&mut from.wants, number, waiting);
         let connection = from.connection.clone().expect("all ranks are connected before a group is used");
         connection.push(&self.wire, Outgoing::control(frame), events);
+    }
+
+    /// Ends a lane's transfer of borrowed memory, which is not used from now on. A peer that wants a body which was given up
+    /// waits for it until the group has failed on this rank, which is all that can happen next.
+    fn give_up(&self, peer: usize, slot: &Arc<Slot>) {
+        let is_it = |end: &End| matches!(end, End::Slot(one) if Arc::ptr_eq(one, slot));
+        let Some(connection) = self.lock().peers[peer].connection.clone() else { return };
+        // While its reading side is locked, the connection begins no transfer of this channel.
+        connection.give_up(is_it, || {
+            let mut state = self.lock();
+            let peer = &mut state.peers[peer];
+            for lists in [&mut peer.wants, &mut peer.unwanted] {
+                lists.values_mut().for_each(|list| list.retain(|one| !is_it(&one.end)));
+                lists.retain(|_, list| !list.is_empty());
+            }
+        });
     }
 
     /// Sends a body if the peer wants it already, else when it does.

@@ -24,8 +24,9 @@ use crate::types::Span;
 const BUFFER: usize = 64 << 10;
 /// Longer data is received without that buffer.
 const SHORT: usize = 16 << 10;
-/// Most bytes that one connection receives before others get their turn.
-const TURN: usize = 4 << 20;
+/// Most bytes, but for a piece, that one connection receives before others get their turn, and before a thread that waits for
+/// a segment looks whether it is there: it combines the segment while that is in the cache.
+const TURN: usize = 256 << 10;
 
 pub struct Connection {
     pub token: u64,
@@ -265,8 +266,13 @@ impl Connection {
         {
             memory.pieces(current.got, current.frame.data() - current.got, &mut pieces);
         }
-        let direct = !pieces.as_slice().is_empty();
-        if !direct {
+        let direct = pieces.bytes();
+        if direct == current.as_ref().map_or(0, |current| current.frame.data() - current.got) && direct > 0 {
+            // The next header comes with the end of the data, so that what follows it goes straight to its memory, too.
+            (*from, *to) = (0, 0);
+            pieces.push(Span { addr: buffer.as_mut_ptr() as usize, bytes: HEAD });
+        }
+        if direct == 0 {
             if *from > 0 {
                 buffer.copy_within(*from..*to, 0);
                 (*from, *to) = (0, *to - *from);
@@ -276,10 +282,12 @@ impl Connection {
         // SAFETY: the buffer and the current data's memory are used under this lock alone; the giver of borrowed memory
         // vouches for it until the transfer has ended.
         let got = unsafe { sockets::receive(self.fd(), pieces.as_slice()) }?;
-        match (got, current.as_mut()) {
-            (Some(got), Some(current)) if direct => current.got += got,
-            (Some(got), _) => *to += got,
-            (None, _) => (),
+        if let Some(got) = got {
+            let data = got.min(direct);
+            if let Some(current) = current.as_mut() {
+                current.got += data;
+            }
+            *to += got - data;
         }
         Ok(got.map(|got| (got, got == pieces.bytes())))
     }
@@ -347,6 +355,23 @@ impl Connection {
         drop(out);
         for one in gone {
             one.end.tell(Err(why.to_string()), one.data, events);
+        }
+    }
+
+    /// The memory of the transfer whose end `is_it` is not used from now on. `meanwhile` is called while nothing can begin.
+    pub fn give_up(&self, is_it: impl Fn(&End) -> bool, meanwhile: impl FnOnce()) {
+        let mut inn = self.inn();
+        meanwhile();
+        if let Some(Incoming { target, .. }) = inn.current.as_mut()
+            && matches!(target, Target::Posted(_, end) if is_it(end))
+        {
+            *target = Target::Discard;
+        }
+        let mut out = self.out();
+        out.queue.retain(|one| !is_it(&one.end) || one.sent > 0);
+        for one in out.queue.iter_mut().filter(|one| is_it(&one.end)) {
+            one.data.own();
+            one.end = End::Nobody;
         }
     }
 
