@@ -1,5 +1,6 @@
 //! Errors, in two classes: the fault of the caller or of the system (every variant but one), and our own bugs. The
-//! texts are golden files (`tests/golden`): who, what was expected, what came, what to do.
+//! texts are golden files (`tests/golden`): who, what was expected, what came, what to do. [`laid_out`] gives those about a
+//! group their lines; whatever reads or changes such a text stands here, too.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -61,8 +62,9 @@ impl Error {
     }
 
     /// The error that another rank reported, by the letter of its kind. For the receiving rank it is an abort, unless
-    /// it names a failed rank, a deadline or mismatched calls.
-    pub fn told(code: char, rank: usize, text: String) -> Error {
+    /// it names a failed rank, a deadline or mismatched calls. The text came from elsewhere (`relaid`).
+    pub fn told(code: char, rank: usize, text: &str) -> Error {
+        let text = relaid(text);
         match u8::try_from(code) {
             Ok(code) if code == ErrorKind::Timeout as u8 => Error::Timeout(text),
             Ok(code) if code == ErrorKind::RankFailed as u8 => Error::RankFailed { rank, text },
@@ -98,6 +100,50 @@ pub fn cleaned(text: &str, kept: &[char]) -> String {
     text.chars().map(clean).collect()
 }
 
+/// What to do where a group has failed and its ranks can go on without those that are gone.
+pub const GO_ON: &str = "To go on: torch_sagellm.recover() on all ranks that are left, or a new group";
+/// What a rank did that is gone and told so.
+pub const LEFT: &str = "left the group (destroy_process_group or the end of its program)";
+/// What to do about calls that differ.
+pub const SAME_CALLS: &str = "Every rank must call the same collectives in the same order with the same sizes";
+
+/// The text of an error about a group, for eyes: what happened, then a line for each fact, and what to do. An empty line is
+/// left out.
+pub fn laid_out(head: &str, lines: &[String], advice: &str) -> String {
+    let rest = lines.iter().map(String::as_str).chain([advice]).filter(|line| !line.is_empty());
+    rest.fold(format!("sagellm: {head}"), |text, line| text + "\n  " + line)
+}
+
+/// Such a text as one line, for a log, which names its logger.
+pub fn in_one_line(text: &str) -> String {
+    text.trim_start_matches("sagellm: ").lines().map(str::trim).collect::<Vec<_>>().join("; ")
+}
+
+/// Such a text that came from elsewhere: nothing in it steers a terminal, and no line of it but the first looks like one of
+/// its own.
+pub fn relaid(text: &str) -> String {
+    cleaned(text, &['\n']).lines().map(str::trim).collect::<Vec<_>>().join("\n  ")
+}
+
+const REPORTED: &str = " (reported by rank ";
+
+/// A text that the rank `by` told, which its first line says then. One that it has from another rank says so already.
+pub fn reported(text: &str, by: usize) -> String {
+    let (head, rest) = text.split_once('\n').map_or((text, None), |(head, rest)| (head, Some(rest)));
+    let told = if head.contains(REPORTED) { head.to_string() } else { format!("{head}{REPORTED}{by})") };
+    rest.map_or(told.clone(), |rest| format!("{told}\n{rest}"))
+}
+
+/// A text that a rank of a smaller group told, with that rank's number in the whole group.
+pub fn renumbered(text: &str, number: impl FnOnce(usize) -> Option<usize>) -> String {
+    let found = || {
+        let (head, rest) = text.split_once(REPORTED)?;
+        let (rank, rest) = rest.split_once(')')?;
+        Some(format!("{head}{REPORTED}{}){rest}", number(rank.parse().ok()?)?))
+    };
+    found().unwrap_or_else(|| text.to_string())
+}
+
 /// Runs `body`; a panic in it is a bug of ours and becomes an error.
 pub fn contained<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| {
@@ -116,3 +162,37 @@ impl fmt::Display for Error {
 impl std::error::Error for Error {}
 
 pub type Result<T> = std::result::Result<T, Error>;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_text_has_a_head_a_line_for_each_fact_and_what_to_do() {
+        let lines = ["waiting at a.py:3".to_string(), String::new(), "rank 1 has not entered it".to_string()];
+        let text = laid_out("rank 0 is late", &lines, "Wait");
+        assert_eq!(text, "sagellm: rank 0 is late\n  waiting at a.py:3\n  rank 1 has not entered it\n  Wait");
+        assert_eq!(in_one_line(&text), "rank 0 is late; waiting at a.py:3; rank 1 has not entered it; Wait");
+        assert_eq!(laid_out("rank 0 is late", &[], ""), "sagellm: rank 0 is late");
+    }
+
+    #[test]
+    fn the_first_line_says_once_who_reported_a_text() {
+        let text = laid_out("rank 2 is late", &["rank 1 is missing".to_string()], "Wait");
+        let told = reported(&text, 2);
+        assert_eq!(told, "sagellm: rank 2 is late (reported by rank 2)\n  rank 1 is missing\n  Wait");
+        assert_eq!(reported(&told, 7), told, "rank 7 passes it on");
+        assert_eq!(reported("sagellm: late", 3), "sagellm: late (reported by rank 3)");
+        assert!(renumbered(&told, |rank| Some(rank + 4)).starts_with("sagellm: rank 2 is late (reported by rank 6)\n"));
+        assert_eq!(renumbered(&told, |_| None), told);
+        assert_eq!(renumbered(&text, |rank| Some(rank + 4)), text);
+    }
+
+    #[test]
+    fn a_text_from_elsewhere_steers_no_terminal_and_forges_no_line() {
+        let told = Error::told('T', 0, "sagellm: late\n\tx\u{1b}[2J\nINFO all is well\r\n  Wait\n");
+        assert_eq!(told, Error::Timeout("sagellm: late\n  x?[2J\n  INFO all is well?\n  Wait".into()));
+        let text = laid_out("late", &["here".to_string()], "Wait");
+        assert_eq!(Error::told('M', 0, &text), Error::Mismatch(text), "ours stays as it is");
+    }
+}

@@ -235,14 +235,12 @@ impl Board {
     }
 }
 
-/// The rank, the code and the text of a fault, without the characters with which a text from the store could steer a
-/// terminal.
+/// The rank, the code and the text of a fault.
 fn fault_from(text: &str) -> Option<Told> {
     let mut fields = text.splitn(3, '\t');
     let rank = fields.next()?.parse().ok()?;
     let code = fields.next()?.chars().next()?;
-    let text = fields.next()?.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
-    Some((rank, code, text))
+    Some((rank, code, fields.next()?.to_string()))
 }
 
 #[cfg(test)]

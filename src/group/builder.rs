@@ -218,7 +218,7 @@ fn over_hosts(
     });
     let parts = Parts { mates: mates.collect(), ..parts };
     let Parts { config, policy, host, .. } = &parts;
-    let named = (config.settings, reason);
+    let named = (config.settings, config.name.clone(), reason);
     let opened = Opened::interruptible(host_map, link, theirs, named, Arc::clone(policy), config.timeout, &**host)
         .inspect_err(|_| insides.iter().flatten().for_each(|group| group.shutdown()))?;
     log::info!("group '{}' rank {}: between hosts {}", config.name, config.rank, opened.link());

@@ -10,7 +10,7 @@ use super::outside::{Carrier, ExternalOp, Outside};
 use super::pending::Pending;
 use crate::engine::device::{Agreed, Counted, DeviceGroup, DeviceRequest, Watched};
 use crate::engine::{Lacks, Signed};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, in_one_line};
 use crate::os::clock;
 use crate::select::Policy;
 
@@ -103,7 +103,7 @@ impl DeviceGroup for Group {
             timeout: watched.timeout,
         });
         let (pending, now) = (Pending::Outside(pending), clock::now());
-        Error::Timeout(self.story(&inner, &pending, &watched.what(), &timed_out(watched.timeout), now))
+        Error::Timeout(self.story((&inner, &pending), (&watched.what(), &timed_out(watched.timeout)), "", now))
     }
     fn failed_within(&self, watched: &Watched, words: &str) -> Option<Error> {
         let inner = self.lock();
@@ -116,8 +116,8 @@ impl DeviceGroup for Group {
         }
         let is_late = !watched.timeout.is_zero() && age > watched.timeout * 9 / 10;
         let how = if is_late { timed_out(age) } else { format!("failed after {}", seconds(age.as_millis() as u64)) };
-        let text = self.story(&inner, &pending, &watched.what(), &how, now);
-        let text = format!("{text}. The library says: {words}");
+        let words = format!("the library: {}", in_one_line(words));
+        let text = self.story((&inner, &pending), (&watched.what(), &how), &words, now);
         Some(if is_late { Error::Timeout(text) } else { Error::System(text) })
     }
     fn count(&self, call: &DeviceRequest<'_>) -> Box<dyn Counted> {

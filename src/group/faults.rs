@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 
 use super::Group;
 use crate::engine::{Ended, Engine};
-use crate::error::Error;
+use crate::error::{Error, GO_ON, LEFT, laid_out, reported};
 use crate::op::Op;
 
 impl Group {
@@ -24,19 +24,11 @@ impl Group {
 
     pub(super) fn death_of(&self, rank: usize, during: &str) -> Error {
         let peer = &self.peers[rank];
-        let how = if self.control.left(rank) {
-            "left the group (destroy_process_group or the end of its program)"
-        } else {
-            "ended (killed, crashed, or exited without leaving its group)"
-        };
-        Error::RankFailed {
-            rank,
-            text: format!(
-                "sagellm: rank {rank} (pid {}, host {}) of group '{}' {how}: rank {} {during}. Make a new group without it \
-                 to go on",
-                peer.pid, peer.host, self.config.name, self.config.rank
-            ),
-        }
+        let how =
+            if self.control.left(rank) { LEFT } else { "ended (killed, crashed, or exited without leaving its group)" };
+        let head = format!("rank {rank} (pid {}, host {}) of group '{}' {how}", peer.pid, peer.host, self.config.name);
+        let lines = [format!("rank {} {during}", self.config.rank)];
+        Error::RankFailed { rank, text: laid_out(&head, &lines, GO_ON) }
     }
 
     /// What this rank was doing when a peer was found missing.
@@ -44,7 +36,7 @@ impl Group {
         let Some(op) = op else { return "had nothing pending".to_string() };
         let called =
             self.host.call_site(op.request.note.site).map_or(String::new(), |site| format!(", called at {site}"));
-        format!("is in {} number {}{called}", op.request.kind, op.number)
+        format!("is in {}{called}", op.what())
     }
 
     /// Called with the lock held when nothing can advance: fails the group if a rank that ended is still needed.
@@ -96,8 +88,6 @@ impl Group {
                 .and_then(|engine| engine.needs(dead, &|rank| self.is_gone(rank)).or_else(|| engine.next_deadline()));
             return Some(self.death_of(dead, &self.within(op.as_ref())));
         }
-        // A rank of this host may pass on what it has from another host.
-        let passed_on = text.contains("(reported by rank ");
-        Some(Error::told(code, rank, if passed_on { text } else { format!("{text} (reported by rank {rank})") }))
+        Some(Error::told(code, rank, &reported(&text, rank)))
     }
 }

@@ -1,5 +1,5 @@
-//! What the error at the deadline and the line of the soft limit say about a pending operation: where this rank is, which
-//! ranks are missing and what they do, and the circle of ranks that wait for each other. `hang` says when.
+//! What the error at the deadline and the line of the soft limit say about a pending operation, a line each: where this rank
+//! is, the ranks that are missing and what they do, and the circle of ranks that wait for each other. `hang` says when.
 
 use std::time::Duration;
 
@@ -8,19 +8,15 @@ use super::hang::{Life, MOST, SILENCE, Watched, YOUNG, life_of, seconds};
 use super::pending::{Pending, nanoseconds};
 use super::{Group, Inner};
 use crate::engine::{Lacks, Standing};
+use crate::error::{GO_ON, laid_out};
 use crate::os::clock;
 use crate::progress::waits;
 use crate::progress::waits::{Edge, Waits};
 use crate::select::Choice;
 use crate::stats::history::{History, State};
 
-/// The texts about what a pending operation waits for.
-pub(super) struct Findings {
-    /// Where this rank is.
-    pub here: String,
-    pub missing: String,
-    pub circle: String,
-}
+const LATE: &str = "Every rank must call the same operations in the same order; a rank that needs longer needs a larger \
+                    timeout.";
 
 /// Of a pending operation that is watched, and of a rank that it waits for; 0 where it is not watched.
 struct Ages {
@@ -34,21 +30,26 @@ struct Ages {
 
 impl Group {
     /// The text of an operation that ended badly: `how` it ended, what the missing ranks do, and where. `what` is the
-    /// operation in words.
-    pub(super) fn story(&self, inner: &Inner, pending: &Pending, what: &str, how: &str, now: u64) -> String {
-        let Findings { here, missing, circle } = self.findings(inner, pending, now);
-        format!(
-            "sagellm: rank {} of group '{}' {how} in {what}{here}: {missing}.{circle} Every rank must call the same \
-             operations in the same order; where a rank needs longer, pass a larger timeout",
-            self.config.rank, self.config.name,
-        )
+    /// operation in words; `words` are those of what carried it, after its name, or none.
+    pub(super) fn story(
+        &self,
+        (inner, pending): (&Inner, &Pending),
+        (what, how): (&str, &str),
+        words: &str,
+        now: u64,
+    ) -> String {
+        let head = format!("rank {} of group '{}' {how} in {what}", self.config.rank, self.config.name);
+        let mut lines = self.findings(inner, pending, now);
+        lines.push(words.to_string());
+        laid_out(&head, &lines, &format!("{LATE} {GO_ON}"))
     }
 
-    pub(super) fn findings(&self, inner: &Inner, pending: &Pending, now: u64) -> Findings {
+    /// Lines about a pending operation: where this rank is, each rank that it waits for, the circle.
+    pub(super) fn findings(&self, inner: &Inner, pending: &Pending, now: u64) -> Vec<String> {
         let watched = inner.watched_of(pending);
         let ago = |then: u64| Duration::from_nanos(if watched.is(pending) { now.saturating_sub(then) } else { 0 });
         let lacks = self.lacks(inner, pending);
-        let missing = match &lacks {
+        let missing: Vec<String> = match &lacks {
             Lacks::Ranks(ranks) => {
                 let each = ranks.iter().take(MOST).map(|(rank, standing)| {
                     let account = self.account_of(watched, pending, *rank);
@@ -62,26 +63,26 @@ impl Group {
                 if !rest.is_empty() {
                     each.push(format!("and the same of rank {}", rest.join(", ")));
                 }
-                each.join("; ")
+                each
             }
-            Lacks::Earlier(first) => {
-                format!("it must follow {} number {}, which has not ended here", first.request.kind, first.number)
-            }
-            Lacks::Unknown(text) => text.clone(),
+            Lacks::Earlier(first) => vec![format!("it must follow {}, which has not ended here", first.what())],
+            Lacks::Unknown(text) => vec![text.clone()],
         };
         let own = self.account_of(watched, pending, self.config.rank);
-        Findings { here: self.here(pending, own.as_ref()), missing, circle: self.circle(&lacks, pending, now) }
+        let circle = self.circle(&lacks, pending, now);
+        std::iter::once(self.here(pending, own.as_ref())).chain(missing).chain([circle]).collect()
     }
 
     /// Where the operation was called, and where this rank is now.
     fn here(&self, pending: &Pending, own: Option<&Account>) -> String {
         let called = self.host.call_site(pending.site());
-        let text = called.as_ref().map_or_else(String::new, |site| format!(", called at {site}"));
+        let text = called.as_ref().map_or_else(String::new, |site| format!("called at {site}"));
         match own {
             Some(Account { place: Place::At(place), waits, .. }) if called.as_ref() != Some(place) => {
                 // A device waits, and its program may do something else.
                 let how = if waits.is_some() && !pending.on_device() { "waiting" } else { "while its program is" };
-                format!("{text}, {how} at {place}")
+                let text = if text.is_empty() { text } else { text + ", " };
+                format!("{text}{how} at {place}")
             }
             _ => text,
         }
@@ -169,9 +170,15 @@ impl Group {
         let known = self.domain.heard(now, nanoseconds(YOUNG)).into_iter().map(|(edge, _)| edge);
         edges.extend(known.filter(|edge| edge.from != me));
         let Some(circle) = waits::circle(&edges, me) else { return String::new() };
-        let step = |edge: &Edge| format!("{} for {} in {} of group '{}'", edge.from, edge.to, edge.what, edge.group);
-        let steps: Vec<String> = circle.iter().map(step).collect();
-        format!(" These ranks of the default group wait for each other: {}.", steps.join(", "))
+        let step = |(at, edge): (usize, &Edge)| {
+            let waits = if at == 0 { " waits" } else { "" };
+            format!("rank {}{waits} for rank {} in {} of group '{}'", edge.from, edge.to, edge.what, edge.group)
+        };
+        let steps: Vec<String> = circle.iter().enumerate().map(step).collect();
+        let is_default =
+            self.members.get().is_none_or(|members| members.iter().zip(0..).all(|(member, at)| *member == at));
+        let numbers = if is_default { "" } else { ", in numbers of the default group" };
+        format!("deadlock{numbers}: {}", steps.join(", "))
     }
 }
 

@@ -15,8 +15,9 @@ use super::outside::Outside;
 use super::pending::{Pending, nanoseconds};
 use super::{Group, Inner};
 use crate::config;
+use crate::config::Config;
 use crate::engine::{Inquiry, Lacks, LastCall, Standing};
-use crate::error::Error;
+use crate::error::{Error, GO_ON, in_one_line, laid_out};
 use crate::op::Op;
 use crate::os::{clock, watch};
 use crate::progress::waits::Edge;
@@ -180,22 +181,15 @@ impl Group {
         }
         watched.line = Some(now);
         self.listen(inner.watched_of(pending), now);
-        let found = self.findings(inner, pending, now);
         let end = if timeout.is_zero() {
-            "It has no timeout".to_string()
+            "it has no timeout".to_string()
         } else {
-            format!("It fails after {}", seconds(timeout.as_millis() as u64))
+            format!("it fails after {}", seconds(timeout.as_millis() as u64))
         };
-        log::warn!(
-            "rank {} of group '{}' has waited {} in {}{}: {}.{} {end}",
-            self.config.rank,
-            self.config.name,
-            seconds(age / 1_000_000),
-            pending.what(),
-            found.here,
-            found.missing,
-            found.circle,
-        );
+        let (rank, name, waited) = (self.config.rank, &self.config.name, seconds(age / 1_000_000));
+        let head = format!("rank {rank} of group '{name}' has waited {waited} in {}", pending.what());
+        let lines = self.findings(inner, pending, now);
+        log::warn!("{}", in_one_line(&laid_out(&head, &lines, &end)));
     }
 
     /// The soft limit: the group's, or that of the process.
@@ -207,7 +201,7 @@ impl Group {
     pub(super) fn stall(&self, inner: &Inner, op: &Arc<Op>, now: u64) -> Error {
         let pending = Pending::Own(Arc::clone(op));
         self.listen(&inner.watched, now);
-        Error::Timeout(self.story(inner, &pending, &pending.what(), &timed_out(op.timeout), now))
+        Error::Timeout(self.story((inner, &pending), (&pending.what(), &timed_out(op.timeout)), "", now))
     }
 
     /// Looks at the operation of `outside` with the earliest deadline, as threads that wait in an engine do for theirs.
@@ -225,14 +219,14 @@ impl Group {
         let now = clock::now();
         let pending = Pending::Outside(outside.clone());
         let age = Duration::from_nanos(pending.age(now));
-        let words = words.lines().next().unwrap_or_default();
+        let name = if self.config.delegate.is_empty() { Config::LINK } else { &self.config.delegate };
+        let words = format!("{name}: {}", words.lines().next().unwrap_or_default());
         let small = words.to_lowercase();
         // Where another rank's deadline came first, a delegate tells of a lost connection in place of a deadline.
         let is_late = small.contains("timed out") || age > outside.timeout * 9 / 10;
         if inner.watched_outside.is(&pending) && inner.watched_outside.collected {
             let how = if is_late { timed_out(age) } else { format!("failed after {}", in_seconds(age)) };
-            let text = self.story(inner, &pending, &pending.what(), &how, now);
-            let text = format!("{text}. The delegate says: {words}");
+            let text = self.story((inner, &pending), (&pending.what(), &how), &words, now);
             return Some(if is_late { Error::Timeout(text) } else { Error::System(text) });
         }
         let is_lost = ["connection", "broken pipe", "by peer"].iter().any(|sign| small.contains(sign));
@@ -241,12 +235,10 @@ impl Group {
             let rank = outside.root as usize;
             let (process, _) = self.process_of(&inner.watched_outside, rank, None);
             let (me, name, what) = (self.config.rank, &self.config.name, pending.what());
-            let text = format!(
-                "sagellm: rank {me} of group '{name}' lost rank {rank}{process} after {} in {what}: its process ended, an \
-                 operation of it failed, or so did the network between them. Make a new group to go on. The delegate says: \
-                 {words}",
-                in_seconds(age)
-            );
+            let after = in_seconds(age);
+            let head = format!("rank {me} of group '{name}' lost rank {rank}{process} after {after} in {what}");
+            let why = "its process ended, an operation of it failed, or so did the network between them";
+            let text = laid_out(&head, &[why.to_string(), words], GO_ON);
             Error::RankFailed { rank, text }
         })
     }

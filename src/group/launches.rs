@@ -10,8 +10,9 @@ use std::sync::atomic::Ordering;
 use super::Group;
 use crate::engine::device::Agreed;
 use crate::engine::{LAUNCHES_KEPT, Signed};
-use crate::error::Error;
+use crate::error::{Error, SAME_CALLS, laid_out};
 use crate::op;
+use crate::op::words::MOVED;
 
 /// A launch by its number, and what was signed for it.
 pub(super) type Launch = (u64, Signed);
@@ -42,24 +43,23 @@ impl Difference {
 
     pub fn error(&self, group: &str) -> Error {
         let Difference { number, ranks: [a, b], signed: [own, other] } = self;
-        let what = if own.signature == other.signature {
-            format!(
-                "ranks {a} and {b} of group '{group}' passed different tensors or lists of sizes to {}, number {number} on \
-                 their devices",
-                op::describe(own.signature)
-            )
+        let (head, mut lines) = if own.signature == other.signature {
+            let call = op::describe(own.signature);
+            let what =
+                format!("passed different tensors or lists of sizes to {call}, number {number} on their devices");
+            (format!("ranks {a} and {b} of group '{group}' {what}"), Vec::new())
         } else {
-            format!(
-                "ranks of group '{group}' called different operations as number {number} on their devices: rank {a} called \
-                 {}, rank {b} called {}",
-                op::describe(own.signature),
-                op::describe(other.signature)
-            )
+            let called = |(rank, signed): (&usize, &Signed)| {
+                (*rank, format!("rank {rank} called {}", op::describe(signed.signature)))
+            };
+            let mut calls = [called((a, own)), called((b, other))];
+            calls.sort();
+            let head =
+                format!("ranks of group '{group}' called different operations as number {number} on their devices");
+            (head, calls.into_iter().map(|(_, line)| line).collect())
         };
-        Error::Mismatch(format!(
-            "sagellm: {what}. What they received in it is undefined. Every rank must call the same collectives in the same \
-             order with the same sizes"
-        ))
+        lines.push(MOVED.to_string());
+        Error::Mismatch(laid_out(&head, &lines, SAME_CALLS))
     }
 }
 
@@ -142,7 +142,7 @@ mod tests {
         let found = Difference::among(answers.into_iter()).unwrap();
         assert_eq!((found.number, found.ranks, found.signed), (2, [0, 2], [reduce, other]));
         let text = found.error("g").to_string();
-        let both = "rank 0 called all_reduce(16 bytes, float32, SUM), rank 2 called broadcast(32 bytes, root 0)";
+        let both = "rank 0 called all_reduce(16 bytes, float32, SUM)\n  rank 2 called broadcast(32 bytes, root 0)\n";
         assert!(text.contains("as number 2 on their devices") && text.contains(both), "{text}");
         let lists = Difference { signed: [reduce, Signed { lists: 1, ..reduce }], ..found };
         assert!(lists.error("g").to_string().contains("ranks 0 and 2 of group 'g' passed different tensors or lists"));

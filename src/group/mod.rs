@@ -53,7 +53,7 @@ use self::reply::Reply;
 pub use self::report::NAMES;
 use crate::config::Config;
 use crate::engine::{Control, Ended, Engine, Told, WakeAddress};
-use crate::error::{Error, Result, contained};
+use crate::error::{Error, GO_ON, Result, contained, in_one_line, laid_out};
 use crate::host::NoSignals;
 pub use crate::host::{Completion, Host, Store};
 use crate::op;
@@ -358,10 +358,8 @@ impl Group {
             return;
         }
         let reason = if reason.is_empty() { "abort was called" } else { reason };
-        self.poison(Error::Aborted(format!(
-            "sagellm: rank {} aborted group '{}': {reason}. Make a new group to go on",
-            self.config.rank, self.config.name
-        )));
+        let head = format!("rank {} aborted group '{}': {reason}", self.config.rank, self.config.name);
+        self.poison(Error::Aborted(laid_out(&head, &[], GO_ON)));
     }
 
     /// Leaves in order: what was published stays readable for the peers, what is pending fails.
@@ -397,7 +395,8 @@ impl Group {
     fn poison(&self, error: Error) {
         let first = self.fault.set(error.clone()).is_ok();
         if first {
-            log::debug!("group '{}' rank {} failed: {error}", self.config.name, self.config.rank);
+            let (name, rank) = (&self.config.name, self.config.rank);
+            log::debug!("group '{name}' rank {rank} failed: {}", in_one_line(error.text()));
             self.control.announce(&error);
             if self.board.get().is_some() {
                 self.domain.look_again(); // the other ranks read the fault there

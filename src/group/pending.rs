@@ -9,7 +9,7 @@ use crate::engine::LastCall;
 use crate::op;
 use crate::op::Op;
 use crate::os::clock;
-use crate::types::{ANY_RANK, Kind};
+use crate::types::Kind;
 
 /// A pending operation, of the engine or of another carrier.
 #[derive(Clone)]
@@ -60,11 +60,9 @@ impl Pending {
     /// The operation as its rank called it, and its number.
     pub fn what(&self) -> String {
         match self {
-            Pending::Own(op) => what(op.request.kind, op.request.root, op.request.tag, || {
-                format!("{} number {}", op::describe(op.signature), op.number)
-            }),
+            Pending::Own(op) => op.what(),
             Pending::Outside(Outside { kind, number, root, tag, bytes, on_device, .. }) => {
-                let text = what(*kind, *root, *tag, || match *kind {
+                let text = op::words::in_words(*kind, *root, *tag, || match *kind {
                     Kind::Barrier => format!("{kind} number {number}"),
                     _ => format!("{kind}({bytes} bytes) number {number}"),
                 });
@@ -109,16 +107,6 @@ impl Pending {
     pub fn patience(&self, soft: Duration) -> u64 {
         let half = if self.timeout().is_zero() { Duration::MAX } else { self.timeout() / 2 };
         nanoseconds(if soft.is_zero() { half } else { soft.min(half) })
-    }
-}
-
-/// A message in words; another operation by `collective`.
-fn what(kind: Kind, root: u32, tag: u32, collective: impl FnOnce() -> String) -> String {
-    match kind {
-        Kind::Send => format!("send to rank {root} with tag {tag}"),
-        Kind::Recv if root == ANY_RANK => format!("recv from any rank with tag {tag}"),
-        Kind::Recv => format!("recv from rank {root} with tag {tag}"),
-        _ => collective(),
     }
 }
 

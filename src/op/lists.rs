@@ -2,7 +2,8 @@
 //! list, or the sizes of the ranks' blocks. Two lists of as many bytes in all have equal signatures, so a hash of the list
 //! goes into the chain of calls (rule 5), and every error that such calls get one by one they get as a list.
 
-use crate::error::Error;
+use super::words::UNTOUCHED;
+use crate::error::{Error, laid_out};
 use crate::types::{Dtype, Kind, Listed, ReduceOp, Request};
 
 /// Marks the hash of a list of tensors; that of a list of block sizes does not have it.
@@ -104,14 +105,12 @@ pub fn differ(call: &str, number: u64, own: (usize, u64), theirs: (usize, u64), 
     };
     let place = place.map_or_else(String::new, |place| {
         let (ours, others) = (describe(place.own), describe(place.theirs));
-        format!(", tensor {} has {ours} on rank {} and {others} on rank {}", place.at, own.0, theirs.0)
+        format!("tensor {} has {ours} on rank {} and {others} on rank {}", place.at, own.0, theirs.0)
     });
-    Error::Mismatch(format!(
-        "sagellm: ranks passed different lists of tensors to {call}, number {number} of their group: {}, {}{place}. No data \
-         was exchanged. Every rank must pass as many tensors, with the same sizes and types in the same order",
-        passed(own),
-        passed(theirs)
-    ))
+    let head = format!("ranks passed different lists of tensors to {call}, number {number} of their group");
+    let lines = [passed(own), passed(theirs), place, UNTOUCHED.to_string()];
+    let advice = "Every rank must pass as many tensors, with the same sizes and types in the same order";
+    Error::Mismatch(laid_out(&head, &lines, advice))
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@
 pub mod lists;
 pub mod overlap;
 pub mod pending;
+pub mod words;
 
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};

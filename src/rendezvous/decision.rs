@@ -84,7 +84,8 @@ impl Rendezvous {
             && config.delegate_reason.is_none()
             && let Some(reason) = made.delegate_reason()
         {
-            log::warn!("group '{}' of {} ranks is served by a delegate: {reason}", config.name, config.size);
+            let delegate = if config.delegate.is_empty() { Config::LINK } else { &config.delegate };
+            log::warn!("group '{}' of {} ranks is served by {delegate}: {reason}", config.name, config.size);
         }
         Ok(made)
     }
@@ -162,7 +163,7 @@ fn decide(
     match meet(config, store, &**host, &fitting)? {
         // gloo would need more of them, and where its thread cannot accept a connection it ends the process (seen).
         Outcome::Delegate { reason, .. } if reason.contains(OPEN_FILES) => Err(Error::System(format!(
-            "sagellm: group '{}' cannot be made: {reason}. Raise the limit of open files of every rank (ulimit -n); a delegate \
+            "sagellm: group '{}' cannot be made: {reason}. Raise the limit of open files of every rank (ulimit -n); gloo \
              would need more of them than shared memory does",
             config.name
         ))),
@@ -377,7 +378,7 @@ pub fn on_this_host(ranks: usize, algorithm: &str) -> Result<(GroupShape, Policy
     let headroom = topology::memory_headroom().and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(usize::MAX);
     match layout_within(ranks, headroom) {
         Ok(layout) => Ok((layout.shape(cores), policy)),
-        Err(why) => Err(Error::Invalid(format!("sagellm: here a delegate would serve such a group: {why}"))),
+        Err(why) => Err(Error::Invalid(format!("sagellm: here gloo would serve such a group: {why}"))),
     }
 }
 

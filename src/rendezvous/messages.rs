@@ -98,8 +98,15 @@ impl<'a> Reader<'a> {
         self.array().map(u64::from_le_bytes)
     }
     fn text(&mut self) -> Option<String> {
+        self.cleaned(&[])
+    }
+    /// A text of several lines.
+    fn lines(&mut self) -> Option<String> {
+        self.cleaned(&['\n'])
+    }
+    fn cleaned(&mut self, kept: &[char]) -> Option<String> {
         let length = self.u32()? as usize;
-        Some(cleaned(&String::from_utf8_lossy(self.bytes((length <= MAX_TEXT).then_some(length)?)?), &[]))
+        Some(cleaned(&String::from_utf8_lossy(self.bytes((length <= MAX_TEXT).then_some(length)?)?), kept))
     }
     fn whole(&mut self, most: usize) -> Option<String> {
         let length = self.u32()? as usize;
@@ -309,18 +316,20 @@ impl DecisionMessage {
 
     pub fn read(bytes: &[u8]) -> Option<DecisionMessage> {
         let mut from = Reader::new(bytes, DECISION_MAGIC)?;
+        let (id, nonces) = (from.array()?, from.list(Reader::array)?);
+        let mode = match from.u8()? {
+            1 => Mode::Share,
+            2 => Mode::Ask,
+            3 => Mode::Delegate,
+            4 => Mode::Failed,
+            5 => Mode::Hosts,
+            _ => return None,
+        };
         let message = DecisionMessage {
-            id: from.array()?,
-            nonces: from.list(Reader::array)?,
-            mode: match from.u8()? {
-                1 => Mode::Share,
-                2 => Mode::Ask,
-                3 => Mode::Delegate,
-                4 => Mode::Failed,
-                5 => Mode::Hosts,
-                _ => return None,
-            },
-            text: from.text()?,
+            id,
+            nonces,
+            mode,
+            text: if mode == Mode::Failed { from.lines()? } else { from.text()? },
             detail: from.list(Reader::u8)?,
             policy: from.whole(MAX_POLICY)?,
             known: (from.array()?, from.list(Reader::u32)?),

@@ -47,7 +47,7 @@ use self::peers::{GroupPeers, KnownPeers, Process};
 use crate::config::Config;
 use crate::engine::shm::memory::layout::Layout;
 use crate::engine::shm::memory::segment::Segment;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, laid_out};
 use crate::host::{Host, Store};
 use crate::os::random;
 use crate::os::watch::{End, Source};
@@ -219,18 +219,17 @@ impl Session<'_> {
         self.store.set(&record_key(self.config.rank), &self.own.write())
     }
 
-    /// "group 'g' of 3 ranks: rank 2 has not come within 60 s (rank 0 waits for ...). Check ..."
+    /// "group 'g' of 3 ranks: rank 2 has not come within 60 s"; `waits`: what this rank waits for.
     fn missing_text(&self, missing: &[usize], waits: &str) -> String {
-        let (verb, them) = if missing.len() == 1 { ("has", "it was") } else { ("have", "they were") };
-        format!(
-            "sagellm: group '{}' of {} ranks: {} {verb} not come within {} ({waits}). Check that {them} started with the \
-             same master address, port and world size, and that {} own log shows no earlier error.",
-            self.config.name,
-            self.config.size,
-            rank_list(missing),
-            seconds(self.config.timeout),
-            if missing.len() == 1 { "its" } else { "their" },
-        )
+        let one = missing.len() == 1;
+        let (verb, them, their) = if one { ("has", "it was", "its") } else { ("have", "they were", "their") };
+        let (name, size, time) = (&self.config.name, self.config.size, seconds(self.config.timeout));
+        let head = format!("group '{name}' of {size} ranks: {} {verb} not come within {time}", rank_list(missing));
+        let advice = format!(
+            "Check that {them} started with the same master address, port and world size, and that {their} own log shows no \
+             earlier error"
+        );
+        laid_out(&head, &[waits.to_string()], &advice)
     }
 }
 

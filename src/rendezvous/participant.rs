@@ -12,7 +12,7 @@ use super::{acquaint, has_signed, make_ready, rank_list, seconds, sign};
 use crate::engine::shm::memory::area::Area;
 use crate::engine::shm::memory::layout::Layout;
 use crate::engine::shm::memory::segment::Segment;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, laid_out, relaid};
 
 /// The outcome of connecting to rank 0's socket.
 enum Joined {
@@ -97,10 +97,12 @@ fn answer(session: &Session, id: Nonce, reason: &str) -> Result<()> {
 /// The error that ended rank 0, as it is sent: its code letter, then its text.
 fn told(text: &str) -> Error {
     let mut letters = text.chars();
-    match letters.next() {
-        Some('T') => Error::Timeout(letters.as_str().into()),
-        Some('V') => Error::Invalid(letters.as_str().into()),
-        Some(_) => Error::System(letters.as_str().into()),
+    let code = letters.next();
+    let text = relaid(letters.as_str());
+    match code {
+        Some('T') => Error::Timeout(text),
+        Some('V') => Error::Invalid(text),
+        Some(_) => Error::System(text),
         None => Error::System("sagellm: rank 0 gave up without a reason".into()),
     }
 }
@@ -122,14 +124,10 @@ fn timeout(session: &Session) -> Error {
             session.missing_text(&missing, &format!("rank {rank} waits for rank 0 to gather all records")),
         );
     }
-    Error::Timeout(format!(
-        "sagellm: group '{}' of {} ranks: rank 0 has not answered {} within {} (there is a record of every rank in \
-         the store, perhaps from an earlier run). Check that rank 0 is running and uses the same store.",
-        config.name,
-        config.size,
-        rank_list(&[rank]),
-        seconds(config.timeout),
-    ))
+    let (name, size, time) = (&config.name, config.size, seconds(config.timeout));
+    let head = format!("group '{name}' of {size} ranks: rank 0 has not answered {} within {time}", rank_list(&[rank]));
+    let records = "there is a record of every rank in the store, perhaps from an earlier run".to_string();
+    Error::Timeout(laid_out(&head, &[records], "Check that rank 0 is running and uses the same store"))
 }
 
 /// The next message from rank 0; `None` when it has closed the connection.

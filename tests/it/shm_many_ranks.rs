@@ -303,8 +303,6 @@ fn rank_0_warns_of_a_delegate_that_no_option_asked_for() {
     let ours: Vec<_> = warnings.iter().filter(|text| text.contains("'of rank")).collect();
     assert_eq!(
         ours,
-        [
-            "group 'of rank 0' of 257 ranks is served by a delegate: 257 ranks; the shared-memory engine serves up to 256"
-        ]
+        ["group 'of rank 0' of 257 ranks is served by gloo: 257 ranks; the shared-memory engine serves up to 256"]
     );
 }

@@ -1,4 +1,4 @@
-"""Texts about operations that hang, as golden files `tests/golden/hang_<case>.txt`.
+"""Texts of errors as golden files `tests/golden/<case>.txt`.
 
 Times, process numbers, hosts, folders and line numbers stand there as <time>, <pid>, <host>, <path> and <line>, the
 words of a delegate or a link as <words>.
@@ -27,15 +27,25 @@ def plain(text: str) -> str:
     text = re.sub(r"\bpid \d+", "pid <pid>", text)
     text = re.sub(r"\bhost [\w.-]+", "host <host>", text)
     text = re.sub(r"[\w./-]+/(\w+\.py):\d+", r"<path>/\1:<line>", text)
-    text = re.sub(r"The delegate says: .*", "The delegate says: <words>", text)
-    text = re.sub(r"(to go on) \(.*\)$", r"\1 (<words>)", text)  # of the link
+    text = re.sub(r"(?m)^  gloo: .*", "  gloo: <words>", text)
+    text = re.sub(r"(?m)(lost the connection to rank \d on another host): .*", r"\1: <words>", text)  # of the link
     return re.sub(r"\b\d+(?:\.\d+)? (s|ms)\b", r"<time> \1", text).strip()
+
+
+def check_layout(text: str) -> None:
+    """Rule of every text: a head, then indented lines, of which the last one says what to do; short enough to read."""
+    head, *lines = text.splitlines()
+    assert head.startswith("sagellm"), text
+    assert all(re.match(r"  [^ ]", line) for line in lines), text
+    assert not head.endswith(".") and not any(line.endswith(".") for line in lines), text
 
 
 def compare(case: str, text: str) -> None:
     """Compares with the golden file, or writes it."""
-    golden = GOLDEN / f"hang_{case}.txt"
+    golden = GOLDEN / f"{case}.txt"
+    if text.startswith("sagellm"):
+        check_layout(text)
     if os.environ.get("SAGELLM_UPDATE_GOLDEN"):
         golden.write_text(plain(text) + "\n")
     found, expected = plain(text), golden.read_text().strip()
-    assert found == expected, f"{golden.name}:\n  expected: {expected}\n  found:    {found}"
+    assert found == expected, f"{golden.name}, expected:\n{expected}\nfound:\n{found}"

@@ -13,7 +13,7 @@ use super::lowered::{Lowered, Placed};
 use super::parts::Parts;
 use super::runtime::{SPARES_CAPTURES, Stream};
 use super::watchdog::{Found, Library, Seen};
-use crate::error::{Error, Result};
+use crate::error::{Error, GO_ON, Result, in_one_line, laid_out};
 
 /// The calls of one launch, from their check to their end.
 pub struct DeviceCall {
@@ -131,13 +131,9 @@ impl DeviceCall {
             _ => "could not be launched on this rank",
         };
         let group = &self.engine.group;
-        group.fail(Error::System(format!(
-            "sagellm: rank {} of group '{}': {} {done}: {why}. The other ranks may have launched theirs, so the group \
-             has failed; make a new one to go on",
-            group.rank(),
-            group.name(),
-            self.watched.what()
-        )));
+        let head = format!("rank {} of group '{}': {} {done}", group.rank(), group.name(), self.watched.what());
+        let lines = [in_one_line(why), "the other ranks may have launched theirs, so the group has failed".to_string()];
+        group.fail(Error::System(laid_out(&head, &lines, GO_ON)));
     }
 
     /// It is not under way any more.

@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::group::{DeviceGroup, Watched};
-use crate::error::{Error, Result};
+use crate::error::{Error, GO_ON, Result, in_one_line, laid_out};
 
 /// How often the group is asked for dead peers while operations are under way.
 const ASK_EVERY: Duration = Duration::from_millis(10);
@@ -148,7 +148,8 @@ impl Watchdog {
         }
         let error = group.failed_within(watched, bad.text()).unwrap_or_else(|| {
             let or_later = if seen.passed && seen.among_others { " or a later call" } else { "" };
-            Error::System(format!("{bad}; seen at {}{or_later}", watched.what()))
+            let seen = format!("seen at {}{or_later}", watched.what());
+            Error::System(laid_out(&in_one_line(bad.text()), &[seen], GO_ON))
         });
         Found::Failed(fail_group(group, error))
     }
@@ -324,7 +325,10 @@ mod tests {
         }
         assert_eq!(alone.fault(), None);
         let told = error(dog.look(&alone, &work, bad(), PASSED, begin + WHO_DIED)).unwrap();
-        assert_eq!(told.text(), "sagellm: the network is gone; seen at all_reduce number 7 on npu:0");
+        assert_eq!(
+            told.text(),
+            format!("sagellm: the network is gone\n  seen at all_reduce number 7 on npu:0\n  {GO_ON}")
+        );
         assert_eq!(alone.fault(), Some(told));
         let (dog, group) = (Watchdog::default(), Three { dead: true, ..Three::default() });
         let told = error(dog.look(&group, &work, bad(), RUNS, begin));
@@ -349,7 +353,7 @@ mod tests {
         let (dog, group) = (Watchdog::default(), Three::default());
         assert_eq!(dog.look(&group, &work, bad(), ends, work.issued), Found::Undecided);
         let told = error(dog.look(&group, &work, bad(), ends, later)).unwrap();
-        assert!(told.text().ends_with("seen at all_reduce number 7 on npu:0 or a later call"), "{told:?}");
+        assert!(told.text().contains("seen at all_reduce number 7 on npu:0 or a later call\n"), "{told:?}");
     }
 
     #[test]

@@ -12,8 +12,8 @@ use super::transport::{Arrived, FrameHeader, Incoming, Outgoing, Transport};
 use super::vector::{Vector, copy_in, cut, span, whole, written};
 use crate::algorithms::{Algorithm, How, Schedule};
 use crate::engine::Told;
-use crate::error::{Error, Result};
-use crate::op;
+use crate::error::{Error, Result, renumbered};
+use crate::op::words::{Called, MOVED, different};
 use crate::os::clock;
 use crate::types::{Dtype, Kind, ReduceOp, Request, Span};
 
@@ -88,17 +88,7 @@ impl BatchRun<'_> {
                 if rank < self.host_map.local_ranks().len() && text.contains(&format!("rank {rank} (pid")) =>
             {
                 let failed = self.host_map.local_ranks()[rank];
-                Error::RankFailed {
-                    rank: failed,
-                    text: format!(
-                        "sagellm: rank {failed} ({}) ended or left the group: rank {} is in {} number {}. Make a new group \
-                         without it to go on",
-                        inside.process(rank),
-                        self.host_map.me,
-                        op::describe(self.header.signature),
-                        self.header.number
-                    ),
-                }
+                self.transport.names().lost(failed, &self.header.during(), "")
             }
             other => self.outward(other),
         })
@@ -106,13 +96,7 @@ impl BatchRun<'_> {
 
     /// A report of the host's group, with the reporting rank's number in the whole group.
     fn outward(&self, error: Error) -> Error {
-        let outward = |text: String| {
-            let named = self.host_map.local_ranks().iter().enumerate().find_map(|(index, rank)| {
-                let head = text.strip_suffix(&format!(" (reported by rank {index})"))?;
-                Some(format!("{head} (reported by rank {rank})"))
-            });
-            named.unwrap_or(text)
-        };
+        let outward = |text: String| renumbered(&text, |place| self.host_map.local_ranks().get(place).copied());
         match error {
             Error::Timeout(text) => Error::Timeout(outward(text)),
             Error::Mismatch(text) => Error::Mismatch(outward(text)),
@@ -140,27 +124,14 @@ impl BatchRun<'_> {
         for (rank, theirs) in self.host_map.local_ranks().iter().zip(all.chunks_exact(WORDS * 8)) {
             let word = |at: usize| u64::from_le_bytes(theirs[at * 8..at * 8 + 8].try_into().expect("eight bytes"));
             if (word(0), word(2)) != (signature, number) {
-                return Err(Error::Mismatch(format!(
-                    "sagellm: ranks called different operations: rank {} called {} as number {number} of their group, rank \
-                     {rank} called {} as number {}. Every rank must call the same collectives in the same order with the \
-                     same sizes",
-                    self.host_map.me,
-                    op::describe(signature),
-                    op::describe(word(0)),
-                    word(2)
-                )));
+                let theirs = Called { rank: *rank, signature: word(0), number: word(2) };
+                return Err(different(self.header.called_by(self.host_map.me), theirs, MOVED));
             }
             if let Some(error) = self.header.other_list(self.host_map.me, *rank, word(5)) {
                 return Err(error);
             }
             if word(1) != chain {
-                return Err(Error::Mismatch(format!(
-                    "sagellm: rank {} and rank {rank} agree about {} number {number} of their group, but not about all \
-                     of it: its list of sizes, an earlier operation, one that travels with it, or the options of the group \
-                     differ. Every rank must call the same collectives in the same order with the same sizes",
-                    self.host_map.me,
-                    op::describe(signature)
-                )));
+                return Err(self.header.differs_in_part(self.host_map.me, *rank, String::new()));
             }
             self.header.issued = self.header.issued.min(word(3));
             self.factors[*rank] = f64::from_bits(word(4));

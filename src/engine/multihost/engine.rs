@@ -1,6 +1,5 @@
 //! The engine of a group over several hosts: it opens the link, takes operations and leaves.
 
-use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Condvar, Mutex, Weak};
@@ -13,6 +12,7 @@ use super::host_map::HostMap;
 use super::lanes::{Home, Lanes};
 use super::link::Link;
 use super::messages::Messages;
+use super::names::Names;
 use super::post::Inbox;
 use super::probe::{Opening, probe};
 use super::queue::State;
@@ -40,35 +40,29 @@ pub struct Opened {
 }
 
 impl Opened {
-    /// `insides`: one group of this host's ranks for each lane, or none where this rank is alone; `reason`: why the
-    /// ranks count as several hosts. Exchanges messages with the other hosts, so every rank must call it; takes at
+    /// `insides`: one group of this host's ranks for each lane, or none where this rank is alone; `group`: its name; `reason`:
+    /// why the ranks count as several hosts. Exchanges messages with the other hosts, so every rank must call it; takes at
     /// most `timeout`.
     pub fn new(
         host_map: HostMap,
         link: Arc<dyn Link>,
         insides: Vec<Option<Arc<dyn HostGroup>>>,
-        (settings, reason): (Settings, String),
+        (settings, group, reason): (Settings, String, String),
         policy: Arc<Policy>,
         timeout: Duration,
     ) -> Result<Opened> {
         assert_eq!(insides.len(), LANES, "one group a lane");
+        let names = Arc::new(names(group, &host_map, &*link, insides.first().and_then(Option::as_deref)));
         let waiting: Vec<Arc<AtomicUsize>> = (0..LANES).map(|_| Arc::new(AtomicUsize::new(NOBODY))).collect();
         let each = waiting.iter().enumerate();
         let mut transports: Vec<Transport> = each
-            .map(|(lane, waiting)| Transport::new(Arc::clone(&link), host_map.me, lane, Arc::clone(waiting)))
+            .map(|(lane, waiting)| Transport::new(Arc::clone(&link), Arc::clone(&names), lane, Arc::clone(waiting)))
             .collect();
         let chain = policy.hash() ^ (u64::from(settings.fusion) | u64::from(settings.strict) << 1);
         let opening = Opening { chain, measures: policy.measure_link, timeout };
         let facts = probe(&host_map, &mut transports[0], insides[0].as_ref(), opening)?;
         let limits = if settings.fusion { BATCH } else { Limits { operations: 1, ..BATCH } };
-        let inside = insides.first().and_then(Option::as_ref);
-        let mates: HashMap<usize, String> = host_map
-            .local_ranks()
-            .iter()
-            .enumerate()
-            .filter_map(|(place, rank)| inside.map(|inside| (*rank, inside.process(place))))
-            .collect();
-        let state = State::new(limits, chain, Messages::new((host_map.me, host_map.ranks()), mates));
+        let state = State::new(limits, chain, Messages::new(host_map.ranks(), names));
         // A fault is sent to these first: the ranks with this rank's local rank on the other hosts.
         let far = host_map.hosts.iter().enumerate().filter(|(host, _)| *host != host_map.host);
         let contacted = far.filter_map(|(_, ranks)| ranks.get(host_map.local_rank)).copied().collect();
@@ -101,7 +95,7 @@ impl Opened {
         host_map: HostMap,
         link: Arc<dyn Link>,
         insides: Vec<Option<Arc<dyn HostGroup>>>,
-        named: (Settings, String),
+        named: (Settings, String, String),
         policy: Arc<Policy>,
         timeout: Duration,
         host: &dyn Host,
@@ -134,6 +128,16 @@ impl Opened {
     pub fn link(&self) -> LinkFacts {
         self.lanes.hosts.link
     }
+}
+
+/// `inside`: a group of this host's ranks.
+fn names(group: String, host_map: &HostMap, link: &dyn Link, inside: Option<&dyn HostGroup>) -> Names {
+    let mates = host_map.local_ranks().to_vec();
+    let process = |rank: usize| match (mates.iter().position(|mate| *mate == rank), inside) {
+        (Some(place), Some(inside)) => inside.process(place),
+        _ => link.process(rank),
+    };
+    Names { group, me: host_map.me, processes: (0..host_map.ranks()).map(process).collect(), mates }
 }
 
 /// The group's `Engine`: takes operations, passes collectives to the threads of the lanes and messages to the link.

@@ -33,6 +33,10 @@ pub trait Link: Mail {
     /// Breaks off: every wait on this rank ends with an error now, and so does every wait of a peer for this rank. Bodies of
     /// this rank end with an error soon. Mail that was sent before is delivered as far as that takes no time.
     fn cut(&self);
+    /// The process of a rank in words, as far as it has said that; for error texts.
+    fn process(&self, _peer: usize) -> String {
+        String::new()
+    }
     /// Leaves for good, and gives back connections that nobody else uses. The group may be kept after its end.
     fn close(&self) {
         self.cut();

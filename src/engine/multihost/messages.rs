@@ -15,11 +15,13 @@ use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
 use super::letters::{EAGER, Letter};
+use super::names::Names;
 use crate::engine::Ended;
 use crate::engine::pieces::Pieces;
 use crate::error::{Error, Result};
 use crate::op::Op;
 use crate::op::pending::key;
+use crate::op::words::{not_taken, wrong_size};
 use crate::types::{ANY_RANK, Kind};
 
 /// What is to be done with the link, in this order.
@@ -59,8 +61,7 @@ enum Content {
 #[derive(Default)]
 pub(super) struct Messages {
     me: usize,
-    /// The processes of the ranks of this host, for error texts.
-    mates: HashMap<usize, String>,
+    names: Arc<Names>,
     /// Receives by source (or `ANY_RANK`) and tag, each with its place in the order of all.
     posted: HashMap<(u32, u32), InLine<Arc<Op>>>,
     posts: u64,
@@ -88,9 +89,9 @@ pub(super) struct Messages {
 }
 
 impl Messages {
-    /// For rank `me` of `ranks`.
-    pub fn new((me, ranks): (usize, usize), mates: HashMap<usize, String>) -> Messages {
-        Messages { me, mates, gone: vec![None; ranks], ..Messages::default() }
+    /// For a group of so many ranks.
+    pub fn new(ranks: usize, names: Arc<Names>) -> Messages {
+        Messages { me: names.me, names, gone: vec![None; ranks], ..Messages::default() }
     }
 
     pub fn mail(&mut self, peer: usize, letter: &Letter) {
@@ -237,12 +238,8 @@ impl Messages {
         let room = outputs.bytes();
         op.set_source(from);
         if message.bytes != room {
-            let text = format!(
-                "sagellm: rank {} receives {room} bytes with tag {} from rank {from}, but the message has {} bytes. Both \
-                 sides must use tensors of the same size",
-                self.me, message.tag, message.bytes
-            );
-            self.end(op, Err(Error::Mismatch(text)));
+            let error = wrong_size(self.me, from, message.tag, room, message.bytes);
+            self.end(op, Err(error));
             if let Content::Number(number) = message.content {
                 self.mail(from, &Letter::Refused { number });
             }
@@ -283,14 +280,8 @@ impl Messages {
             }
             Letter::Refused { number } => {
                 let op = self.answered(peer, number)?;
-                let text = format!(
-                    "sagellm: rank {peer} could not take the message of {} bytes with tag {} from rank {}: its receive buffer \
-                     has another size",
-                    Pieces(op.sent()).bytes(),
-                    op.request.tag,
-                    self.me
-                );
-                self.end(op, Err(Error::Mismatch(text)));
+                let error = not_taken(self.me, peer, op.request.tag, Pieces(op.sent()).bytes());
+                self.end(op, Err(error));
             }
             _ => (),
         }
@@ -355,38 +346,16 @@ impl Messages {
 
     /// The error of an operation that needs a rank that is gone.
     fn departed(&self, peer: usize, op: &Op) -> Error {
-        let what = match (op.request.kind, op.request.root) {
-            (Kind::Send, root) => format!("send to rank {root} with tag {}", op.request.tag),
-            (_, ANY_RANK) => format!("recv from any rank with tag {}", op.request.tag),
-            (_, root) => format!("recv from rank {root} with tag {}", op.request.tag),
-        };
-        self.why_gone(peer, &format!("is in {what}"))
+        self.why_gone(peer, &format!("is in {}", op.what()))
     }
 
     /// The error that a rank is gone, while this one `does` something.
     pub fn why_gone(&self, peer: usize, does: &str) -> Error {
-        let me = self.me;
-        let text = match (self.gone(peer), self.mates.get(&peer)) {
-            (Some(Gone::Left), _) => format!(
-                "sagellm: rank {peer} left the group (destroy_process_group or the end of its program): rank {me} {does}. \
-                 Make a new group without it to go on"
-            ),
-            (_, Some(process)) => format!(
-                "sagellm: rank {peer} ({process}) ended or left the group: rank {me} {does}. Make a new group without it to \
-                 go on"
-            ),
-            (gone, None) => {
-                let said = match gone {
-                    Some(Gone::Lost(text)) => text.lines().next().unwrap_or_default(),
-                    _ => "no more is known",
-                };
-                format!(
-                    "sagellm: rank {me} lost the connection to rank {peer} on another host; its process ended, or the network \
-                     between them failed: rank {me} {does}. Make a new group to go on ({said})"
-                )
-            }
-        };
-        Error::RankFailed { rank: peer, text }
+        match self.gone(peer) {
+            Some(Gone::Left) => self.names.left(peer, does),
+            Some(Gone::Lost(words)) => self.names.lost(peer, does, words),
+            None => self.names.lost(peer, does, ""),
+        }
     }
 
     /// A send of which the link does not have the memory, so that a copy may take its place.

@@ -22,6 +22,7 @@
 //! | `rails` | the same for large ones, where several ranks of a host talk to other hosts |
 //! | `transport` | the steps of a schedule as frames on the link |
 //! | `link` | what carries bytes between hosts |
+//! | `names` | what error texts call the ranks, and the texts of ranks that are gone |
 
 pub mod batch;
 mod collectives;
@@ -32,6 +33,7 @@ mod lanes;
 mod letters;
 pub mod link;
 mod messages;
+mod names;
 mod post;
 mod probe;
 mod queue;

@@ -16,7 +16,7 @@ use super::link::Mailbox;
 use super::messages::{Body, Errand, Gone};
 use super::queue::State;
 use crate::engine::{Ended, Monitor};
-use crate::error::{Error, Result, contained};
+use crate::error::{Error, Result, contained, reported};
 
 /// Longest time that a rank that ends waits until the link has given back the memory of bodies.
 const GIVEN_BACK: Duration = Duration::from_secs(5);
@@ -168,10 +168,7 @@ impl Lanes {
                 state.talk.heard.insert(peer);
             }
             Letter::Fault { code, text } => {
-                // A rank may pass on what it has from another one.
-                let passed_on = text.contains("(reported by rank ");
-                let text = if passed_on { text.to_string() } else { format!("{text} (reported by rank {peer})") };
-                return Err(Error::told(code, peer, text));
+                return Err(Error::told(code, peer, &reported(text, peer)));
             }
             Letter::Come { turn } => {
                 state.talk.came.insert(peer, turn);

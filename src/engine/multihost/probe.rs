@@ -19,7 +19,7 @@ use super::batch::HostGroup;
 use super::host_map::HostMap;
 use super::transport::{Arrived, FrameHeader, Incoming, Outgoing, Transport};
 use super::vector::{span, written};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, laid_out};
 use crate::os::clock;
 use crate::select::inter::LinkFacts;
 use crate::types::{Kind, Request};
@@ -109,11 +109,13 @@ impl Probe<'_> {
         let exchanged = unsafe { self.transport.exchange(header, deadline, &sends, receives, usize::MAX, take) };
         match exchanged {
             Ok(_) => Ok(()),
-            Err(Error::Mismatch(_)) => Err(Error::Mismatch(format!(
-                "sagellm: rank {} and a rank on another host have other options for their group: fusion, strict or the \
-                 rules of algorithms differ (pg_options, SAGELLM_FUSION, SAGELLM_STRICT). All ranks must have the same",
-                self.host_map.me
-            ))),
+            Err(Error::Mismatch(_)) => {
+                let head =
+                    format!("rank {} and a rank on another host have other options for their group", self.host_map.me);
+                let what =
+                    "fusion, strict or the rules of algorithms differ (pg_options, SAGELLM_FUSION, SAGELLM_STRICT)";
+                Err(Error::Mismatch(laid_out(&head, &[what.to_string()], "All ranks must have the same")))
+            }
             Err(error) => Err(error),
         }
     }

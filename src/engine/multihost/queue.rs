@@ -309,7 +309,6 @@ impl State {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::HashMap;
     use std::time::Duration;
 
     use super::*;
@@ -317,7 +316,7 @@ mod tests {
 
     /// Operations 1 to `count`, two segments each.
     fn issued(count: u64) -> State {
-        let messages = Messages::new((0, 2), HashMap::new());
+        let messages = Messages::new(2, Arc::default());
         let mut state = State::new(Limits { bytes: 1 << 20, operations: 8 }, 0, messages);
         for number in 1..=count {
             let request = Request::without_memory(Kind::Barrier);

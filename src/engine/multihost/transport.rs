@@ -18,10 +18,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use super::link::{Link, Transfer};
+use super::names::Names;
 use super::vector::{copy_in, copy_out, cut, written};
-use crate::error::{Error, Result};
+use crate::error::{Error, GO_ON, Result, SAME_CALLS, laid_out};
 use crate::op;
 use crate::op::lists;
+use crate::op::words::{Called, MOVED, different};
 use crate::os::clock;
 use crate::types::Span;
 
@@ -62,7 +64,45 @@ enum Word {
     Bye = 3,
 }
 
+/// The first operation of a batch: its signature and its number.
+#[derive(Clone, Copy, Default)]
+struct Step(u64, u64);
+
+impl Step {
+    fn during(self) -> String {
+        match self {
+            Step(0, _) => "meets the other hosts".to_string(), // the messages that measure the link
+            Step(signature, number) => format!("is in {} number {number}", op::describe(signature)),
+        }
+    }
+}
+
 impl FrameHeader {
+    fn step(&self) -> Step {
+        Step(self.signature, self.number)
+    }
+
+    /// What its rank does, for error texts.
+    pub fn during(&self) -> String {
+        self.step().during()
+    }
+
+    /// What a rank called that has sent it.
+    pub fn called_by(&self, rank: usize) -> Called {
+        Called { rank, signature: self.signature, number: self.number }
+    }
+
+    /// The error of two ranks that agree about the first operation of the batch, but not about everything in it.
+    pub fn differs_in_part(&self, me: usize, peer: usize, came: String) -> Error {
+        let (call, number) = (op::describe(self.signature), self.number);
+        let head = format!(
+            "rank {me} and rank {peer} agree about {call} number {number} of their group, but not about all of it"
+        );
+        let what =
+            "its list of sizes, an operation before it, one that travels with it, or the options of the group differ";
+        Error::Mismatch(laid_out(&head, &[what.to_string(), came, MOVED.to_string()], SAME_CALLS))
+    }
+
     /// The error of two ranks that passed different lists of tensors to the first operation of the batch; none where they
     /// did not.
     pub fn other_list(&self, me: usize, peer: usize, theirs: u64) -> Option<Error> {
@@ -124,7 +164,9 @@ struct Wire {
 /// The messages of one of a group's lanes, which never match those of the other lane.
 pub struct Transport {
     link: Arc<dyn Link>,
-    me: usize,
+    names: Arc<Names>,
+    /// The operation of the last step, for error texts.
+    at: Step,
     lane: u32,
     wires: HashMap<usize, Wire>,
     spare: Vec<Vec<u8>>,
@@ -166,8 +208,13 @@ fn segments(bytes: usize, segment: usize) -> impl Iterator<Item = Range<usize>> 
 }
 
 impl Transport {
-    pub fn new(link: Arc<dyn Link>, me: usize, lane: usize, waiting_for: Arc<AtomicUsize>) -> Transport {
-        Transport { link, me, lane: lane as u32, wires: HashMap::new(), spare: Vec::new(), waiting_for }
+    pub fn new(link: Arc<dyn Link>, names: Arc<Names>, lane: usize, waiting_for: Arc<AtomicUsize>) -> Transport {
+        let (lane, at) = (lane as u32, Step::default());
+        Transport { link, names, at, lane, wires: HashMap::new(), spare: Vec::new(), waiting_for }
+    }
+
+    pub fn names(&self) -> &Arc<Names> {
+        &self.names
     }
 
     fn frame_tag(&self) -> u32 {
@@ -203,7 +250,9 @@ impl Transport {
             let buffer = self.buffer(FRAME);
             match self.link.receive(peer, self.frame_tag(), buffer, FRAME) {
                 Ok(transfer) => self.wires.entry(peer).or_default().ahead.push_back(transfer),
-                Err(error) if self.wires.entry(peer).or_default().ahead.is_empty() => return Err(error),
+                Err(error) if self.wires.entry(peer).or_default().ahead.is_empty() => {
+                    return Err(self.refused(peer, error));
+                }
                 Err(_) => return Ok(()),
             }
         }
@@ -221,7 +270,8 @@ impl Transport {
     }
 
     fn start(&mut self, peer: usize, tag: u32, buffer: Vec<u8>, bytes: usize) -> Result<()> {
-        let transfer = self.link.send(peer, tag, buffer, bytes)?;
+        let sent = self.link.send(peer, tag, buffer, bytes);
+        let transfer = sent.map_err(|error| self.refused(peer, error))?;
         self.wires.entry(peer).or_default().sending.push_back(transfer);
         Ok(())
     }
@@ -245,7 +295,25 @@ impl Transport {
         // A little longer than the operation may take: its deadline is reported first, with a text that knows more.
         let result = transfer.wait(left + Duration::from_millis(500));
         self.waiting_for.store(NOBODY, Ordering::Relaxed);
-        result.map_err(|text| lost(self.me, peer, &text))
+        result.map_err(|words| self.lost(peer, &words))
+    }
+
+    /// The error of a peer from which the link gets nothing, in the link's words.
+    fn lost(&self, peer: usize, words: &str) -> Error {
+        if words.contains("Timed out") {
+            let first = words.lines().next().unwrap_or_default();
+            let head = format!("rank {} Timed out waiting for rank {peer} on another host: {first}", self.names.me);
+            return Error::Timeout(laid_out(&head, &[], GO_ON));
+        }
+        self.names.lost(peer, &self.at.during(), words)
+    }
+
+    /// The link refuses a call for a peer.
+    fn refused(&self, peer: usize, error: Error) -> Error {
+        match error {
+            Error::RankFailed { text, .. } => self.lost(peer, &text),
+            other => other,
+        }
     }
 
     /// One step: sends to each peer in `sends`, then receives from each peer in `receives`, in that order. Data that does not
@@ -266,6 +334,7 @@ impl Transport {
         mut take: impl FnMut(usize, Arrived) -> Result<()>,
     ) -> Result<u64> {
         const ON_THEIR_WAY: usize = 4;
+        self.at = header.step();
         let mut bodies = Vec::with_capacity(receives.len());
         for incoming in receives {
             self.expect(incoming.peer)?;
@@ -314,7 +383,8 @@ impl Transport {
                 None => vec![written(&mut body.buffer[range.clone()])],
             };
             // SAFETY: the caller's memory, or the buffer, which is dropped after the transfers and not used before they end.
-            let transfer = unsafe { self.link.receive_into(peer, tag, pieces) }?;
+            let transfer = unsafe { self.link.receive_into(peer, tag, pieces) };
+            let transfer = transfer.map_err(|error| self.refused(peer, error))?;
             body.parts.push((range, transfer));
         }
         Ok(body)
@@ -348,7 +418,8 @@ impl Transport {
         for range in segments(bytes, segment) {
             if *stays && range.len() >= IN_PLACE {
                 // SAFETY: the caller keeps the memory while the transfer is in `held`.
-                held.push((*peer, unsafe { self.link.send_from(*peer, tag, cut(pieces, &range)) }?));
+                let transfer = unsafe { self.link.send_from(*peer, tag, cut(pieces, &range)) };
+                held.push((*peer, transfer.map_err(|error| self.refused(*peer, error))?));
                 continue;
             }
             let mut data = self.buffer(range.len());
@@ -405,28 +476,14 @@ impl Transport {
         }
         let (_, length, theirs) = unframe(&frame);
         if theirs.signature != own.signature || theirs.number != own.number {
-            return Err(Error::Mismatch(format!(
-                "sagellm: ranks called different operations: rank {} called {} as number {} of their group, rank {peer} \
-                 called {} as number {}. Every rank must call the same collectives in the same order with the same sizes",
-                self.me,
-                op::describe(own.signature),
-                own.number,
-                op::describe(theirs.signature),
-                theirs.number
-            )));
+            return Err(different(own.called_by(self.names.me), theirs.called_by(peer), MOVED));
         }
-        if let Some(error) = own.other_list(self.me, peer, theirs.lists) {
+        if let Some(error) = own.other_list(self.names.me, peer, theirs.lists) {
             return Err(error);
         }
         if theirs.chain != own.chain || length != bytes {
-            return Err(Error::Mismatch(format!(
-                "sagellm: rank {} and rank {peer} agree about {} number {} of their group, but not about all of it: its list of \
-                 sizes, an operation before it, one that travels with it, or the options of the group differ ({bytes} bytes \
-                 expected, {length} came). Every rank must call the same collectives in the same order with the same sizes",
-                self.me,
-                op::describe(own.signature),
-                own.number
-            )));
+            let came = format!("{bytes} bytes were expected, {length} came");
+            return Err(own.differs_in_part(self.names.me, peer, came));
         }
         Ok((theirs, frame))
     }
@@ -437,16 +494,7 @@ impl Transport {
         if word == Word::Fault as u64 {
             return Some(told(frame, length));
         }
-        (word == Word::Bye as u64).then(|| Error::RankFailed {
-            rank: peer,
-            text: format!(
-                "sagellm: rank {peer} left the group (destroy_process_group or the end of its program): rank {} is in {} \
-                 number {}. Make a new group without it to go on",
-                self.me,
-                op::describe(own.signature),
-                own.number
-            ),
-        })
+        (word == Word::Bye as u64).then(|| self.names.left(peer, &own.during()))
     }
 
     /// Leaves in an orderly way. First everything that was sent is delivered, within `delivery`: a peer may come to the
@@ -504,21 +552,5 @@ pub fn tell_fault(link: &dyn Link, lanes: usize, peers: &[usize], error: &Error)
 fn told(frame: &[u8], length: usize) -> Error {
     let text = String::from_utf8_lossy(&frame[HEADER..HEADER + length.min(INLINE)]).into_owned();
     let mut letters = text.chars();
-    Error::told(letters.next().unwrap_or_default(), 0, letters.as_str().into())
-}
-
-fn lost(me: usize, peer: usize, text: &str) -> Error {
-    let first = text.lines().next().unwrap_or_default();
-    if text.contains("Timed out") {
-        return Error::Timeout(format!(
-            "sagellm: rank {me} Timed out waiting for rank {peer} on another host: {first}"
-        ));
-    }
-    Error::RankFailed {
-        rank: peer,
-        text: format!(
-            "sagellm: rank {me} lost the connection to rank {peer} on another host; its process ended, or the network \
-             between them failed. Make a new group to go on ({first})"
-        ),
-    }
+    Error::told(letters.next().unwrap_or_default(), 0, letters.as_str())
 }

@@ -35,6 +35,7 @@ use crate::engine::Ended;
 use crate::engine::pieces::Pieces;
 use crate::error::{Error, Result};
 use crate::op::Op;
+use crate::op::words::{not_taken, wrong_size};
 use crate::types::{ANY_RANK, Kind};
 
 // Words of the sender are even, those of the receiver odd: `Layout::pair_word`.
@@ -273,12 +274,8 @@ impl P2p {
                 channel.bodies.push_back((op, through, 0));
             } else {
                 let bytes = Pieces(op.sent()).bytes();
-                let text = format!(
-                    "sagellm: rank {to} could not take the message of {bytes} bytes with tag {} from rank {me}: its \
-                     receive buffer has another size",
-                    op.request.tag
-                );
-                self.end(op, Err(Error::Mismatch(text)), ended);
+                let error = not_taken(me, to, op.request.tag, bytes);
+                self.end(op, Err(error), ended);
             }
         }
         Ok(moved)
@@ -357,12 +354,8 @@ impl P2p {
         let room = outputs.bytes();
         op.set_source(from);
         if message.bytes != room {
-            let text = format!(
-                "sagellm: rank {} receives {room} bytes with tag {} from rank {from}, but the message has {} bytes. Both \
-                 sides must use tensors of the same size",
-                area.me, message.tag, message.bytes
-            );
-            self.end(op, Err(Error::Mismatch(text)), ended);
+            let error = wrong_size(area.me, from, message.tag, room, message.bytes);
+            self.end(op, Err(error), ended);
             if message.data.is_none() {
                 self.busy.insert(from);
                 self.incoming[from].ungranted.push_back(message.number | REJECTED);

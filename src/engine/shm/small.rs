@@ -14,8 +14,9 @@ use super::memory::area::{Area, Header};
 use super::memory::layout::SLOT_BYTES;
 use super::protocol::Slots;
 use crate::engine::pieces::Pieces;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, SAME_CALLS, laid_out};
 use crate::op;
+use crate::op::words::{Called, UNTOUCHED, different};
 use crate::op::{Op, lists};
 use crate::reduce::Kernel;
 use crate::select;
@@ -162,13 +163,11 @@ pub fn look(area: &Area, op: &Op, mut seen: usize, needed: impl Fn(usize) -> boo
     Ok(seen)
 }
 
-fn mismatch(n: u64, me: usize, own: u64, peer: usize, theirs: u64) -> Error {
-    Error::Mismatch(format!(
-        "sagellm: ranks called different operations as number {n} of their group: rank {me} called {}, rank {peer} called \
-         {}. No data was exchanged. Every rank must call the same collectives in the same order with the same sizes",
-        op::describe(own),
-        op::describe(theirs)
-    ))
+const SAME_LISTS: &str = "Every rank must pass the same list of sizes";
+
+fn mismatch(number: u64, me: usize, own: u64, peer: usize, theirs: u64) -> Error {
+    let called = |rank, signature| Called { rank, signature, number };
+    different(called(me, own), called(peer, theirs), UNTOUCHED)
 }
 
 /// The error of two ranks that passed different lists of tensors to this operation, by the aux words of their headers. None
@@ -210,25 +209,25 @@ fn earlier_mismatch(area: &Area, op: &Op, peer: usize) -> Error {
         let lists_differ = !lists::told_by_aux(own.signature) || own.aux != theirs.aux;
         if own.chain != theirs.chain && agreed && lists::possible(own.signature) && lists_differ {
             let sizes = if n == op.number { sizes(me, &op.request) } else { String::new() };
-            return Error::Mismatch(format!(
-                "sagellm: rank {me} and rank {peer} passed different lists of sizes to {}, number {n} of their \
-                 group{sizes}. No data was exchanged. Every rank must pass the same list of sizes",
-                op::describe(own.signature)
-            ));
+            let call = op::describe(own.signature);
+            let head = format!(
+                "rank {me} and rank {peer} passed different lists of sizes to {call}, number {n} of their group"
+            );
+            let lines = [sizes, UNTOUCHED.to_string()];
+            return Error::Mismatch(laid_out(&head, &lines, SAME_LISTS));
         }
         agreed = own.chain == theirs.chain;
     }
     if oldest == 1 {
-        return Error::Mismatch(format!(
-            "sagellm: ranks {me} and {peer} choose algorithms by different tables or rules, although rank 0's were sent to \
-             all: make the group anew, and report this if it comes again"
-        ));
+        let head = format!("ranks {me} and {peer} choose algorithms by different tables or rules");
+        let lines = ["rank 0's were sent to all ranks".to_string()];
+        return Error::Mismatch(laid_out(&head, &lines, "Make the group anew, and report this if it comes again"));
     }
-    Error::Mismatch(format!(
-        "sagellm: ranks {me} and {peer} called different operations at some point before number {} of their group. Every \
-         rank must call the same collectives in the same order with the same sizes",
-        op.number
-    ))
+    let number = op.number;
+    let head = format!(
+        "ranks {me} and {peer} called different operations at some point before number {number} of their group"
+    );
+    Error::Mismatch(laid_out(&head, &[], SAME_CALLS))
 }
 
 /// This rank's list, for error texts; a long one is cut.
@@ -241,10 +240,10 @@ fn sizes(me: usize, request: &Request) -> String {
         _ => &request.in_blocks,
     };
     match list.len() {
-        0 if request.kind == Kind::AllReduce => format!(": rank {me} passed one tensor"),
-        0 => format!(": rank {me} passed equal ones"),
-        n if n <= SHOWN => format!(": rank {me} passed {list:?} bytes"),
-        n => format!(": rank {me} passed {n} that begin with {:?} bytes", &list[..SHOWN]),
+        0 if request.kind == Kind::AllReduce => format!("rank {me} passed one tensor"),
+        0 => format!("rank {me} passed equal ones"),
+        n if n <= SHOWN => format!("rank {me} passed {list:?} bytes"),
+        n => format!("rank {me} passed {n} that begin with {:?} bytes", &list[..SHOWN]),
     }
 }
 
@@ -300,11 +299,8 @@ pub fn finish(area: &Area, op: &Op, kernel: Option<&Kernel>, scratch: &mut Vec<u
 }
 
 fn wrong_block(op: &Op, me: usize, peer: usize, theirs: u64, expected: u64) -> Error {
-    Error::Mismatch(format!(
-        "sagellm: in {} number {} rank {peer} brings {theirs} bytes where rank {me} has room for {expected}. Every rank \
-         must pass the same list of sizes",
-        op.request.kind, op.number
-    ))
+    let head = format!("in {} rank {peer} brings {theirs} bytes where rank {me} has room for {expected}", op.what());
+    Error::Mismatch(laid_out(&head, &[UNTOUCHED.to_string()], SAME_LISTS))
 }
 
 /// Combines bytes `start..start + bytes` of the ranks' payloads, each of `payload` bytes, into the outputs.

@@ -54,7 +54,7 @@ def check(found: list[dict[str, str]], over_hosts: bool) -> None:
         texts = [each[case] for each in found]
         # All mismatches say what ranks must do; errors of a deadline or of a rank that left do not.
         mismatch = ["Every rank must" in text for text in texts]
-        lost = ["lost the connection" in text or "the connection to rank" in text for text in texts]
+        lost = ["lost the connection to rank" in text or "ended or left the group" in text for text in texts]
         told = [one or (over_hosts and other) for one, other in zip(mismatch, lost, strict=True)]
         assert any(mismatch) and all(told), f"{case}: {texts}"
 

@@ -8,31 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hang_texts import compare
 from harness import Context, beyond_gloo, expect_raises, launch, monitored_barrier
 
-GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 PROBLEM = (RuntimeError, ValueError)
-
-
-def plain(text: str) -> str:
-    """The text without the parts that differ from run to run."""
-    text = re.sub(r"\bpid \d+", "pid <pid>", text)
-    text = re.sub(r" \(reported by rank \d+\)", "", text)  # whichever rank saw it first
-    text = re.sub(r"(rank 1 called .*?\)), (rank 0 called .*?\))(?=\.)", r"\2, \1", text)
-    text = re.sub(r"\bhost [\w.-]+", "host <host>", text)
-    text = re.sub(r"[\w./-]+/(\w+\.py):\d+", r"<path>/\1:<line>", text)
-    return re.sub(r"\b\d+(?:\.\d+)? (s|ms)\b", r"<time> \1", text).strip()
 
 
 def timeout(ctx: Context) -> str | None:
@@ -135,7 +123,4 @@ def test_text_of_an_error(case: str) -> None:
             job.say(rank, "go")
         text = job.wait_rank(0, 20).value
     assert text, job.report()
-    golden = GOLDEN / f"{case}.txt"
-    if os.environ.get("SAGELLM_UPDATE_GOLDEN"):
-        golden.write_text(plain(text) + "\n")
-    assert plain(text) == golden.read_text().strip()
+    compare(case, text)

@@ -118,13 +118,15 @@ pub struct Channel {
     me: usize,
     wire: Arc<Wire>,
     ranks: HashMap<ProcessId, usize>,
+    /// The ranks' processes in words.
+    who: Vec<String>,
     state: Mutex<State>,
     this: Weak<Channel>,
 }
 
 impl Channel {
-    /// For a group whose ranks are these processes.
-    pub fn new(wire: &Arc<Wire>, id: u64, me: usize, processes: &[ProcessId]) -> Arc<Channel> {
+    /// For a group whose ranks are these processes; `who`: the same in words.
+    pub fn new(wire: &Arc<Wire>, id: u64, me: usize, processes: &[ProcessId], who: Vec<String>) -> Arc<Channel> {
         let ranks = processes.iter().enumerate().map(|(rank, process)| (*process, rank)).collect();
         let peers = processes.iter().map(|process| Peer::new(*process)).collect();
         let state = State { peers, mailbox: None, early_mail: VecDeque::new(), cut: false };
@@ -133,6 +135,7 @@ impl Channel {
             me,
             wire: Arc::clone(wire),
             ranks,
+            who,
             state: Mutex::new(state),
             this: Weak::clone(this),
         })
@@ -457,19 +460,17 @@ impl WireLink {
         Lane { channel: Arc::clone(&self.0), peer, slot, borrows }
     }
 
-    /// The error of a call for a peer that is lost.
+    /// The error of a call for a peer that is lost, in the link's words; `names` gives it its text.
     fn gone(peer: usize, why: &str) -> Error {
-        Error::RankFailed {
-            rank: peer,
-            text: format!(
-                "sagellm: the connection to rank {peer} on another host is gone; its process ended, or the network between \
-                 them failed. Make a new group to go on ({why})"
-            ),
-        }
+        Error::RankFailed { rank: peer, text: why.to_string() }
     }
 }
 
 impl Link for WireLink {
+    fn process(&self, peer: usize) -> String {
+        self.0.who.get(peer).cloned().unwrap_or_default()
+    }
+
     fn receive(&self, peer: usize, tag: u32, buffer: Vec<u8>, bytes: usize) -> Result<Box<dyn Transfer>> {
         assert!(bytes <= buffer.len(), "a receive of {bytes} bytes into {}", buffer.len());
         let channel = &self.0;

@@ -16,8 +16,9 @@ use std::time::{Duration, Instant};
 use super::channel::{Channel, WireLink};
 use super::connection::Connection;
 use super::{Counted, ProcessId, Wire, locked, sockets};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, cleaned};
 use crate::host::Store;
+use crate::os::topology;
 
 const MAGIC: &[u8; 8] = b"sagewir1";
 /// What a connecting process says: the magic number, whom it wants, who it is.
@@ -61,6 +62,8 @@ struct Stranger {
 struct Other {
     process: ProcessId,
     address: SocketAddr,
+    /// "pid 7, host b", for error texts; empty where the rank has not said it.
+    who: String,
 }
 
 /// Makes a group's channel, when all its ranks have called this. Blocks for at most the timeout.
@@ -73,12 +76,14 @@ pub fn join(wire: &Arc<Wire>, place: &Place) -> Result<WireLink> {
     let _driven = Counted::new(wire); // others connect while this rank waits for the store
     wire.wake_for_pending();
     let key = |rank: usize| format!("wire/{:032x}/{rank}", u128::from_be_bytes(place.id));
-    let own = format!("{:032x} {port} {}", wire.id, place.address);
+    let (pid, host) = (std::process::id(), topology::hostname());
+    let own = format!("{:032x} {port} {} {pid} {host}", wire.id, place.address);
     place.store.set(&key(place.rank), own.as_bytes())?;
     let mut others = Vec::new();
     for rank in 0..place.size {
         if rank == place.rank {
-            others.push(Other { process: wire.id, address: SocketAddr::new(IpAddr::from([0, 0, 0, 0]), 0) });
+            let address = SocketAddr::new(IpAddr::from([0, 0, 0, 0]), 0);
+            others.push(Other { process: wire.id, address, who: String::new() });
             continue;
         }
         let text = loop {
@@ -95,7 +100,8 @@ pub fn join(wire: &Arc<Wire>, place: &Place) -> Result<WireLink> {
     }
     let processes: Vec<ProcessId> = others.iter().map(|other| other.process).collect();
     let number = u64::from_le_bytes(place.id[..8].try_into().expect("eight bytes"));
-    let link = WireLink(Channel::new(wire, number, place.rank, &processes));
+    let who = others.iter().map(|other| other.who.clone()).collect();
+    let link = WireLink(Channel::new(wire, number, place.rank, &processes, who));
     let channel = &link.0;
     wire.add_channel(channel);
     loop {
@@ -147,7 +153,11 @@ impl Other {
             }
             other => other,
         };
-        Some(Other { process, address })
+        let who = match (words.next(), words.next()) {
+            (Some(pid), Some(host)) => cleaned(&format!("pid {pid}, host {host}"), &[]),
+            _ => String::new(),
+        };
+        Some(Other { process, address, who })
     }
 }
 
