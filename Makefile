@@ -33,7 +33,7 @@ help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(built) ## set up, build, train a small GPT with 2 ranks and compare with gloo (ranks=N, demo_flags=...)
-	PATH=$$PWD/.venv/bin:$$PATH OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node=$(ranks) examples/train_gpt.py --backend sagellm $(demo_flags)
+	PATH=$$PWD/.venv/bin:$$PATH OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node=$(ranks) -m torch_sagellm.demos.train_gpt --backend sagellm $(demo_flags)
 
 build: $(built) ## set up where needed and build the extension in place
 

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
-from train_gpt import Block, Config, Gpt
 
 import torch_sagellm
+from torch_sagellm.demos.train_gpt import Block, Config, Gpt
 
 PROMPT = b"import os\n\n\ndef read_lines(path):\n"
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import math
-import sys
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -403,13 +400,9 @@ def test_gradients_on_a_device_are_refused() -> None:
 
 
 def demo() -> tuple[Any, torch.Tensor, nn.Module]:
-    """The program of examples/train_gpt.py, the text it learns, and a small one of its models."""
-    path = Path(__file__).resolve().parents[3] / "examples" / "train_gpt.py"
-    spec = importlib.util.spec_from_file_location("train_gpt", path)
-    assert spec is not None and spec.loader is not None
-    program = sys.modules.setdefault("train_gpt", importlib.util.module_from_spec(spec))
-    if not hasattr(program, "Gpt"):
-        spec.loader.exec_module(program)
+    """The program of the demo, the text it learns, and a small one of its models."""
+    from torch_sagellm.demos import train_gpt as program
+
     torch.manual_seed(3)
     net = program.Gpt(program.Config(layers=2, dim=48, heads=4, context=32))
     return program, program.read_standard_library(200_000), net

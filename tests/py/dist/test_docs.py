@@ -189,8 +189,10 @@ def test_the_first_screen_of_the_readme_is_one() -> None:
     figures = (ROOT / "docs/benchmarks.md").read_text()
     for number in re.findall(r"\| ([\d.]+ (?:ms|us|tokens/s))", first):
         assert number in figures, f"the measurements have no {number}"
-    hang = (ROOT / "examples/09_hang.py").read_text().splitlines()
-    for line, function in re.findall(r"09_hang.py:(\d+) in (\w+)", first):
+    hang = (ROOT / "torch_ext/torch_sagellm/demos/hang.py").read_text().splitlines()
+    places = re.findall(r"hang.py:(\d+) in (\w+)", first)
+    assert len(places) == 2
+    for line, function in places:
         above = "\n".join(hang[: int(line)])
         assert re.findall(r"^def (\w+)", above, re.M)[-1] == function, f"line {line} is not in {function}"
 

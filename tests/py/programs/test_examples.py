@@ -12,9 +12,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import IS_GLOO, Context, launch, torchrun
+from harness import IS_GLOO, Context, launch, run_script, torchrun
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+PACKAGE = EXAMPLES.parent / "torch_ext" / "torch_sagellm" / "demos"
+#: Programs that the package has, for `torch-sagellm demo`; the example only starts them.
+DEMOS = {"09_hang.py": "hang.py", "train_gpt.py": "train_gpt.py"}
 SECONDS = 60  # what an example may take on an idle machine with two cores
 #: Arguments that make the demo, which trains for minutes, a short one.
 SHORT = ["--steps", "12", "--rounds", "2", "--profile-steps", "2", "--data-mib", "0.5"]
@@ -42,7 +45,8 @@ def test_the_example_runs_as_its_head_says(name: str) -> None:
     """It prints what it shows, and it has an assertion: without one its end would say nothing."""
     example = EXAMPLES / name
     ranks, _ = command(example)
-    tree = ast.parse(example.read_text())
+    packaged = DEMOS.get(name)
+    tree = ast.parse((PACKAGE / packaged if packaged else example).read_text())
     assert any(isinstance(node, ast.Assert) for node in ast.walk(tree)), f"{name} checks nothing"
     printed = torchrun(example, ranks, timeout=SECONDS)
     assert any(line.strip() and "OMP_NUM_THREADS" not in line and "***" not in line for line in printed.splitlines())
@@ -104,3 +108,29 @@ def test_the_demo_trains_and_its_weights_generate_over_all_ranks(tmp_path: Path)
     assert "the losses are equal to the last bit" in trained and weights.is_file(), trained
     generated = torchrun(EXAMPLES / "03_tensor_parallel.py", 2, "--weights", str(weights), timeout=SECONDS)
     assert f"{weights}: " in generated and "says the same" in generated, generated
+
+
+@pytest.mark.timeout(2 * SECONDS)
+def test_the_command_starts_the_programs_of_the_package(tmp_path: Path) -> None:
+    """In any folder, in which nothing is left. The place in the text of the hang is the program's."""
+    hung = run_script(["-m", "torch_sagellm", "demo", "hang", "--timeout", "2"], timeout=SECONDS, cwd=tmp_path)
+    assert hung.returncode == 0, hung.stdout
+    assert re.search(r"gloo told rank 1, after \d+\.\d s:", hung.stdout), hung.stdout
+    assert re.search(r"sagellm told rank 0, .*:\n  sagellm: rank \d of group", hung.stdout), hung.stdout
+    assert re.search(r"demos/hang\.py:\d+\s+in\s+load_batch", hung.stdout), hung.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.quick
+def test_options_of_the_other_demo_are_refused_and_those_of_its_own_are_passed() -> None:
+    from torch_sagellm.cli import demo
+    from torch_sagellm.cli.main import _parse
+
+    words = demo.command(_parse(["demo", "hang", "--kind", "stop", "--timeout", "2.5"]))
+    assert words[-6:] == ["-m", "torch_sagellm.demos.hang", "--kind", "stop", "--timeout", "2.5"]
+    words = demo.command(_parse(["demo", "--ranks", "4", "--steps", "40"]))
+    assert "--nproc-per-node=4" in words and words[-6:] == ["--backend", "sagellm", "--steps", "40", "--save", "none"]
+    with pytest.raises(ValueError, match="--kind belongs to `torch-sagellm demo hang`"):
+        demo.command(_parse(["demo", "--kind", "stop"]))
+    with pytest.raises(ValueError, match="--steps belongs to `torch-sagellm demo train`"):
+        demo.command(_parse(["demo", "hang", "--steps", "4"]))

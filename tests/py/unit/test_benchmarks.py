@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
+sys.path[:0] = [str(ROOT / "benchmarks")]
 
 import collectives  # noqa: E402
 import gpu  # noqa: E402
 import overlap  # noqa: E402
-import train_gpt  # noqa: E402
 import update_docs  # noqa: E402
 from measure import clock as clocks  # noqa: E402
 from measure import report  # noqa: E402
@@ -38,6 +37,8 @@ from measure.stats import (  # noqa: E402
     slowest_rank,
     summarize,
 )
+
+from torch_sagellm.demos import train_gpt  # noqa: E402
 
 # ------------------------------------------------------------------------------------------------ statistics
 

@@ -22,7 +22,20 @@ pytestmark = [
 ]
 ODD = ("", "-1", "x", "1.5", "nan", "inf", "9" * 21)
 #: What takes any text: names of files, of a device, an address, algorithms and a type that the core knows.
-TEXTS = {"-o", "--output", "--dir", "--json", "--plot", "--device", "--peer", "--algorithms", "--dtype", "paths"}
+TEXTS = {
+    "-o",
+    "--output",
+    "--dir",
+    "--json",
+   
+    "--save",
+    "--plot",
+    "--device",
+    "--peer",
+    "--algorithms",
+    "--dtype",
+    "paths",
+}
 
 
 def options() -> list[tuple[str, str]]:
@@ -44,7 +57,9 @@ def run(*words: str) -> int:
         return int(end.code or 0)
 
 
-FINE = {(option, "1.5") for option in ("--group-timeout", "--stall", "--budget", "--every")} | {("--rdzv-conf", "")}
+FINE = {(option, "1.5") for option in ("--group-timeout", "--stall", "--budget", "--every")} | {
+    ("--rdzv-conf", "")
+}
 GIVEN = {"explain": ("all_reduce", "8")}
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, Protocol
 
 from torch_sagellm import _load, _nearest
-from torch_sagellm.cli import bench, doctor, explain, health, info, simulate, table, top, trace, tune
+from torch_sagellm.cli import bench, demo, doctor, explain, health, info, simulate, table, top, trace, tune
 
 
 class Command(Protocol):
@@ -29,6 +29,7 @@ class Command(Protocol):
 COMMANDS: dict[str, Any] = {
     "info": info,
     "doctor": doctor,
+    "demo": demo,
     "bench": bench,
     "health": health,
     "top": top,
@@ -47,6 +48,7 @@ ALWAYS = ("info", "doctor")
 EXAMPLES = """examples:
   torch-sagellm info                      versions, and what serves which tensors
   torch-sagellm doctor                    facts about this machine, what to mend, and a short self-test
+  torch-sagellm demo hang                 a rank does not come: what gloo says, what this says
   torch-sagellm bench --preset quick      1, 10 and 100 MB between two ranks of this host
   torch-sagellm explain all_reduce 1MiB   the algorithm of an operation, and why
   torch-sagellm COMMAND --help            what a command does, with examples

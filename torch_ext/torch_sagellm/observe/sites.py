@@ -25,6 +25,8 @@ MOST = 1 << 16
 #: folders are spelled as the interpreter spells them in the code that it loads from there, so that comparing text is
 #: enough.
 _FOLDERS = tuple(folder + "/" for package in (torch, torch_sagellm) for folder in package.__path__)
+#: Except for the programs in the package that stand for a user's (`torch-sagellm demo`).
+_PROGRAMS = tuple(folder + "/demos/" for folder in torch_sagellm.__path__)
 _LIBRARY = sysconfig.get_path("stdlib") + "/"
 _numbers: dict[Site, int] = {}
 _sites: dict[int, Site] = {}
@@ -69,7 +71,7 @@ def _site(frame: FrameType | None, past_library: bool) -> Site | None:
     inner = None
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(_FOLDERS):
+        if not file.startswith(_FOLDERS) or file.startswith(_PROGRAMS):
             site = (file, frame.f_lineno or 0, frame.f_code.co_name)
             if not (past_library and _is_library(file)):
                 return site

@@ -1,0 +1,67 @@
+"""``torch-sagellm demo``: the programs of ``torch_sagellm.demos``, with ranks of this host."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from torch_sagellm.cli import arguments
+
+HELP = "shows a training beside gloo, or a hang and what is said about it"
+DESCRIPTION = """`demo train` trains a small GPT on the source code of Python's library with DistributedDataParallel,
+in turn over sagellm and gloo, compares the losses to the last bit, and prints what each spent on communication: some
+minutes with 2 ranks on 2 cores. `demo hang` keeps one rank away from a collective and prints what gloo tells the
+others about it, and what sagellm tells them: about half a minute.
+
+Exits with 1 when the losses differ, or when the missing rank is not named."""
+EXAMPLES = """examples:
+  torch-sagellm demo                       trains with 2 ranks
+  torch-sagellm demo --ranks 4 --steps 40  a short one with 4
+  torch-sagellm demo hang                  the last of 3 ranks is busy in its own code
+  torch-sagellm demo hang --kind stop      its process is stopped; skip: it leaves a call out
+"""
+TRAIN, HANG = "train", "hang"
+RANKS = {TRAIN: 2, HANG: 3}
+MODULES = {TRAIN: "torch_sagellm.demos.train_gpt", HANG: "torch_sagellm.demos.hang"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", nargs="?", choices=list(MODULES), default=TRAIN, help="train (the default) or hang")
+    parser.add_argument("--ranks", type=arguments.ranks(least=2), help="processes on this host (train: 2, hang: 3)")
+    train = parser.add_argument_group("demo train")
+    train.add_argument("--steps", type=arguments.whole(1, 1_000_000), help="optimiser steps of each backend (300)")
+    train.add_argument("--save", metavar="FILE", help="where the weights go (nowhere)")
+    hang = parser.add_argument_group("demo hang")
+    hang.add_argument("--kind", choices=("python", "stop", "skip"), help="why the last rank does not come (python)")
+    hang.add_argument("--timeout", type=arguments.seconds, help="seconds that the others wait (5)")
+    arguments.add_yes(parser)
+
+
+def command(parsed: argparse.Namespace) -> list[str]:
+    """The words of the program that is started."""
+    own, other = (
+        (("steps", "save"), ("kind", "timeout")) if parsed.what == TRAIN else (("kind", "timeout"), ("steps", "save"))
+    )
+    for name in other:
+        if getattr(parsed, name) is not None:
+            wanted = HANG if parsed.what == TRAIN else TRAIN
+            raise ValueError(f"--{name} belongs to `torch-sagellm demo {wanted}`")
+    words = ["--backend", "sagellm"] if parsed.what == TRAIN else []
+    given = {name: getattr(parsed, name) for name in own}
+    if parsed.what == TRAIN:
+        given["save"] = given["save"] or "none"
+        if given["steps"] is not None and given["steps"] < 12:
+            words += ["--rounds", "1", "--profile-steps", "1"]
+    for name, value in given.items():
+        words += [] if value is None else [f"--{name}", f"{value:g}" if isinstance(value, float) else str(value)]
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={parsed.ranks or RANKS[parsed.what]}"]
+    return [sys.executable, *start, "-m", MODULES[parsed.what], *words]
+
+
+def run(parsed: argparse.Namespace) -> int:
+    words = command(parsed)
+    arguments.agree(parsed.ranks or RANKS[parsed.what], parsed.yes)
+    sys.stdout.flush()
+    # torchrun takes this process's place, so that a signal reaches it.
+    os.execve(words[0], words, {"OMP_NUM_THREADS": "1", **os.environ})

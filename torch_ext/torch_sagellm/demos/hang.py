@@ -1,0 +1,99 @@
+"""A hang: one of three ranks does not come to a collective. What gloo says about it, and what this package says.
+
+    torch-sagellm demo hang
+    torch-sagellm demo hang --kind stop
+    torchrun --standalone --nproc-per-node=3 -m torch_sagellm.demos.hang --kind skip
+
+With `--kind python` the last rank is busy in its own Python code, with `stop` a signal has stopped its process, and
+with `skip` an `if` leads it around the call. The same program runs in a group of gloo and then in one of ours, each
+with a timeout of some seconds, and what the waiting ranks were told is printed. The check is that ours names the rank
+that is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from textwrap import fill
+
+import torch
+import torch.distributed as dist
+
+
+def load_batch(is_ready: Callable[[], bool]) -> None:
+    """Stands for a data loader that is stuck."""
+    while not is_ready():
+        time.sleep(0.05)
+
+
+def train_step(kind: str, is_ready: Callable[[], bool]) -> None:
+    """One step: the ranks sum a gradient, and all take what rank 0 has decided. `kind`: what keeps this rank away."""
+    gradient, decision = torch.ones(1024), torch.ones(1)
+    if kind == "python":
+        load_batch(is_ready)
+    if kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if kind != "skip":
+        dist.all_reduce(gradient)
+    dist.broadcast(decision, 0)
+
+
+def meet(store: dist.Store, where: str, rank: int, ranks: int) -> None:
+    """A barrier over the store, which needs no group."""
+    store.set(f"{where}/{rank}", "")
+    store.wait([f"{where}/{each}" for each in range(ranks)])
+
+
+def hang(backend: str, kind: str, timeout: float, store: dist.Store, rank: int, ranks: int) -> list[str]:
+    """Two steps in a new group, of which the second hangs; rank 0 returns what each waiting rank was told."""
+    late = ranks - 1
+    answers = [f"told/{each}" for each in range(late)]
+    meet(store, "imported", rank, ranks)  # starting Python and torch takes longer than the timeout
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
+    train_step("", lambda: True)
+    store.set(f"pid/{rank}", str(os.getpid()))
+    meet(store, "first step", rank, ranks)
+    began, text = time.monotonic(), "nothing: the call returned"
+    try:
+        train_step(kind if rank == late else "", lambda: store.check(answers))
+    except RuntimeError as error:
+        text = str(error)
+    store.set(f"told/{rank}", f"rank {rank}, after {time.monotonic() - began:.1f} s:\n{text}")
+    told = []
+    if rank == 0:
+        told = [store.get(answer).decode() for answer in answers]
+        os.kill(int(store.get(f"pid/{late}")), signal.SIGCONT)
+    meet(store, "over", rank, ranks)
+    dist.destroy_process_group()
+    return told
+
+
+def laid_out(text: str) -> str:
+    """The text with its own lines, each wrapped at 120 columns."""
+    first, *lines = text.splitlines()
+    wrapped = [fill("  " + line, 120, subsequent_indent="      ") for line in lines]
+    return "\n".join([first, *wrapped])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument(
+        "--kind", choices=("python", "stop", "skip"), default="python", help="why the last rank is late"
+    )
+    parser.add_argument("--timeout", type=float, default=5.0, help="seconds of the groups' timeout (default: 5)")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    store, rank, ranks = next(dist.rendezvous("env://"))
+    for backend in ("gloo", "sagellm"):
+        told = hang(backend, arguments.kind, arguments.timeout, dist.PrefixStore(backend, store), rank, ranks)
+        for each in told:
+            print(f"{backend} told " + laid_out(each), flush=True)
+        assert backend == "gloo" or all(f"rank {ranks - 1}" in each for each in told), told
+
+
+if __name__ == "__main__":
+    main()
