@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: help demo build test test-quick test-long test-ecosystem test-gpu bench-gpu prebuilt built-gpu lint format bench docs coverage clean
+.PHONY: help demo certify build test test-quick test-long test-ecosystem test-gpu bench-gpu prebuilt built-gpu lint format bench docs coverage clean
 
 python := .venv/bin/python
 # Stamps: a second call does only what changed since.
@@ -55,6 +55,10 @@ test-gpu: built-gpu ## tests on an NVIDIA GPU (under 8 minutes; fails if there i
 
 bench-gpu: built-gpu ## host time a call against torch's nccl on an NVIDIA GPU; results below out/
 	$(gpu_run) benchmarks/gpu.py --out out $(bench_flags)
+
+certify: built-gpu ## correctness, hang, bandwidth and overlap of this machine's cards or cores, as a report below out/ (under 15 minutes)
+	@mkdir -p out
+	cd out && PYTHONPATH=$(CURDIR)/torch_ext$${PYTHONPATH:+:$$PYTHONPATH} $(if $(wildcard $(python)),$(CURDIR)/$(python),$(gpu_python)) -m torch_sagellm certify $(certify_flags)
 
 prebuilt: $(installed) ## the Rust core for a machine without cargo, in build/prebuilt (SAGELLM_PREBUILT names it there)
 	@.ci/prerequisites

@@ -273,7 +273,8 @@ const NAMES: [&str; 9] = ["nccl", "hccl", "cncl", "cuda", "cambricon", "nvidia",
 const WHOLE: [&str; 3] = ["npu", "mlu", "ascend"];
 
 /// The files outside of `engine/device` and `cpp/compat.hpp` in which such a word may stand, with the reason.
-const NAMED: [(&str, &str); 23] = [
+const NAMED: [(&str, &str); 24] = [
+    ("torch_ext/torch_sagellm/cli/certify.py", "torch's own backends, beside which it measures"),
     ("setup.py", "where the crate nccl-sys lies"),
     ("src/engine/shm/small.rs", "a source"),
     ("src/algorithms/ring.rs", "a source"),

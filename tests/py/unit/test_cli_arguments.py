@@ -27,7 +27,7 @@ TEXTS = {
     "--output",
     "--dir",
     "--json",
-   
+    "--report",
     "--save",
     "--plot",
     "--device",
@@ -57,7 +57,7 @@ def run(*words: str) -> int:
         return int(end.code or 0)
 
 
-FINE = {(option, "1.5") for option in ("--group-timeout", "--stall", "--budget", "--every")} | {
+FINE = {(option, "1.5") for option in ("--group-timeout", "--stall", "--budget", "--every", "--limit")} | {
     ("--rdzv-conf", "")
 }
 GIVEN = {"explain": ("all_reduce", "8")}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, Protocol
 
 from torch_sagellm import _load, _nearest
-from torch_sagellm.cli import bench, demo, doctor, explain, health, info, simulate, table, top, trace, tune
+from torch_sagellm.cli import bench, certify, demo, doctor, explain, health, info, simulate, table, top, trace, tune
 
 
 class Command(Protocol):
@@ -31,6 +31,7 @@ COMMANDS: dict[str, Any] = {
     "doctor": doctor,
     "demo": demo,
     "bench": bench,
+    "certify": certify,
     "health": health,
     "top": top,
     "trace": trace,
@@ -131,6 +132,7 @@ def _run_rank(command: str, rank: str, count: str, port: str, *words: str) -> in
 
     bodies: dict[str, Callable[..., int]] = {
         "bench": bench.run_rank,
+        "certify": certify.run_rank,
         "doctor": doctor.run_rank,
         "simulate": measure.run_rank,
         "tune": tune.run_rank,
