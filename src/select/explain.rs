@@ -317,6 +317,21 @@ pub fn time(nanoseconds: u64) -> String {
     }
 }
 
+/// The time of a model, in the two digits that it may be right in: "3.0 us", "670 us".
+fn about(nanoseconds: u64) -> String {
+    let (number, unit) = match nanoseconds {
+        0..1_000 => (nanoseconds as f64, "ns"),
+        1_000..1_000_000 => (nanoseconds as f64 / 1e3, "us"),
+        1_000_000..1_000_000_000 => (nanoseconds as f64 / 1e6, "ms"),
+        _ => (nanoseconds as f64 / 1e9, "s"),
+    };
+    match number {
+        _ if number < 9.95 && unit != "ns" => format!("{number:.1} {unit}"),
+        _ if number < 99.5 => format!("{number:.0} {unit}"),
+        _ => format!("{:.0} {unit}", (number / 10.0).round() * 10.0),
+    }
+}
+
 fn rejected(explanation: &Explanation, policy: &Policy) -> Vec<Alternative> {
     let Explanation { desc, shape, choice, predicted_ns, .. } = explanation;
     if desc.kind == Kind::Barrier {
@@ -331,19 +346,21 @@ fn rejected(explanation: &Explanation, policy: &Policy) -> Vec<Alternative> {
                 return Alternative { way: way.to_string(), predicted_ns: None, why_not: impossible(*desc, shape) };
             }
             let time_of = predicted(*desc, way, shape, policy);
-            let against =
-                |word: &str| format!("predicted {}, {word} {} of the choice", time(time_of), time(*predicted_ns));
+            let (own, choice_takes) = (about(time_of), about(*predicted_ns));
+            let against = if own == choice_takes {
+                format!("predicted {own}, as the choice")
+            } else {
+                format!("predicted {own}, the choice {choice_takes}")
+            };
             let why_not = match explanation.measured_ns {
-                Some(_) => format!("{}; a measurement outweighs predictions", against("against")),
+                Some(_) => format!("{against}; a measurement outweighs predictions"),
                 None if desc.kind == Kind::AllToAll => {
                     "its rounds depend on sizes that no rank knows alone; the largest chunk needs the fewest"
                         .to_string()
                 }
-                None if choice.reason == Reason::Override => format!("{}; the rule decides", against("against")),
-                None if time_of >= *predicted_ns => against("not less than the"),
-                None => {
-                    format!("{}; the defaults decide until `torch-sagellm tune` has measured it", against("against"))
-                }
+                None if choice.reason == Reason::Override => format!("{against}; the rule decides"),
+                None if time_of >= *predicted_ns => against,
+                None => format!("{against}; the defaults decide until `torch-sagellm tune` has measured it"),
             };
             Alternative { way: way.to_string(), predicted_ns: Some(time_of), why_not }
         })
@@ -477,5 +494,7 @@ mod tests {
     fn times_are_written_in_the_unit_that_suits_them() {
         let texts: Vec<String> = [7, 3040, 5_210_000, 2_000_000_000].into_iter().map(time).collect();
         assert_eq!(texts, ["7 ns", "3.04 us", "5.21 ms", "2.00 s"]);
+        let texts = [7, 996, 3044, 66_640, 487_512, 5_210_000, 999_600_000, 2_000_000_000].map(about);
+        assert_eq!(texts, ["7 ns", "1000 ns", "3.0 us", "67 us", "490 us", "5.2 ms", "1000 ms", "2.0 s"]);
     }
 }

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
-from torch_sagellm import _nearest
+from torch_sagellm import _delegate, _nearest, _variables
 
 #: The options of a group, and what each takes. The defaults stand in cpp/c10d/backend.hpp.
 OPTIONS: dict[str, type] = {
@@ -21,6 +21,12 @@ OPTIONS: dict[str, type] = {
     "soft_timeout": Real,
     "on_device_failure": str,
     "blocking_wait": bool,
+}
+#: What some of them must be; rules of algorithms and topologies are judged by the core, when a group is made.
+_JUDGES: dict[str, Callable[[str], str | None]] = {
+    "engine": _variables.words("auto", "delegate"),
+    "vendor": _variables.RULES["SAGELLM_VENDOR"].judge,
+    "on_device_failure": _variables.RULES["SAGELLM_ON_DEVICE_FAILURE"].judge,
 }
 _WORDS = {str: "a text", bool: "True or False", Real: "seconds, or None"}
 
@@ -38,7 +44,19 @@ def apply(options: Any, positional: tuple[Any, ...], given: Mapping[str, Any]) -
             value = bool(value)
         if not (isinstance(value, expected) or (expected is Real and value is None)):
             raise TypeError(f"sagellm Options: {name} is {value!r}, expected {_WORDS[expected]}")
+        _judge(name, value)
         setattr(options, name, value)
+
+
+def _judge(name: str, value: Any) -> None:
+    """A ValueError for a value of the right type that no group takes."""
+    expected = _JUDGES[name](value) if name in _JUDGES else None
+    if expected:
+        raise ValueError(f"sagellm: the option {name} is {value!r}, expected {expected}")
+    if name == "soft_timeout" and value is not None and not value >= 0:
+        raise ValueError(f"sagellm: the option soft_timeout is {value:g} s, expected 0 (none) or more")
+    if name == "delegate":
+        _delegate.check(value)
 
 
 def shown(options: Any) -> str:

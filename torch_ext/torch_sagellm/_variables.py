@@ -46,7 +46,7 @@ def _switch(text: str) -> str | None:
     return None if text.lower() in SWITCH else "1 or 0 (on or off)"
 
 
-def _words(*known: str) -> Callable[[str], str | None]:
+def words(*known: str) -> Callable[[str], str | None]:
     return lambda text: None if text.lower() in known else f"one of {', '.join(known)}"
 
 
@@ -82,18 +82,18 @@ RULES: dict[str, Rule] = {
     "SAGELLM_DUMP_DIR": Rule(_folder, "a group that fails leaves no record"),
     "SAGELLM_EXPLAIN": Rule(_one, "it counts as 0"),
     "SAGELLM_FUSION": Rule(_switch, REFUSED, True),
-    "SAGELLM_KERNELS": Rule(_words("portable", "avx2", "avx512"), "the widest of the processor are used", is_told=True),
+    "SAGELLM_KERNELS": Rule(words("portable", "avx2", "avx512"), "the widest of the processor are used", is_told=True),
     "SAGELLM_LOG": Rule(
-        _words("off", "error", "warn", "warning", "info", "debug", "trace"), "it counts as warn", is_told=True
+        words("off", "error", "warn", "warning", "info", "debug", "trace"), "it counts as warn", is_told=True
     ),
     "SAGELLM_MEASURE_LINK": Rule(_switch, REFUSED, True),
-    "SAGELLM_ON_DEVICE_FAILURE": Rule(_words("raise", "exit", "none"), REFUSED, True),
+    "SAGELLM_ON_DEVICE_FAILURE": Rule(words("raise", "exit", "none"), REFUSED, True),
     "SAGELLM_RING": Rule(_whole, "a group remembers 1024 operations"),
     "SAGELLM_SOFT_TIMEOUT": Rule(_seconds, "it counts as 30"),
     "SAGELLM_STATUS_DIR": Rule(_folder, "no status is written"),
     "SAGELLM_STRICT": Rule(_switch, REFUSED, True),
     "SAGELLM_VENDOR": Rule(
-        lambda text: _words("auto", "host", "nccl", "hccl", "cncl")(text.partition(":")[0]), REFUSED, True
+        lambda text: words("auto", "host", "nccl", "hccl", "cncl")(text.partition(":")[0]), REFUSED, True
     ),
 }
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from torch_sagellm.api.arguments import checked_number
+from torch_sagellm.api.arguments import Op, checked_number
 from torch_sagellm.api.backends import create_comm_backend
 from torch_sagellm.api.calls import unset
 from torch_sagellm.api.comm_backend import CommBackend
@@ -314,10 +314,10 @@ class AllReduceOperator(_Operator):
 
     kind = "all_reduce"
 
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor, op: Op = "sum") -> torch.Tensor:
         """Combines ``tensor`` element by element over all ranks, in place, and returns it.
 
-        ``op`` is "sum", "avg" ("mean"), "max", "min" or "prod".
+        ``op`` is "sum", "avg" ("mean"), "max", "min", "prod", or torch's ReduceOp.
         """
         result: torch.Tensor = self.comm._member.all_reduce(tensor, op)
         return result
@@ -373,7 +373,7 @@ class ReduceScatterOperator(_Operator):
 
     kind = "reduce_scatter"
 
-    def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+    def reduce_scatter(self, tensor: torch.Tensor, op: Op = "sum") -> torch.Tensor:
         """A new tensor: this rank's slice, along dimension 0, of the sum (or other ``op``) over all ranks.
 
         Dimension 0 must be a multiple of the number of ranks (ValueError).

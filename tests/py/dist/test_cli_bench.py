@@ -24,7 +24,13 @@ def checked(ctx: Context) -> list[str]:
     """Every case gives no wrong value; where one element of a result is changed behind the call, exactly one."""
     found = []
     for op in collectives.OPS:
-        for dtype, redop in (("float32", "sum"), ("bfloat16", "prod"), ("uint8", "max"), ("int64", "min")):
+        for dtype, redop in (
+            ("float32", "sum"),
+            ("float64", "avg"),
+            ("bfloat16", "prod"),
+            ("uint8", "max"),
+            ("int64", "min"),
+        ):
             case = collectives.make(op, 100, dtype, redop)
             if case.wrong(None):
                 found.append(f"{op} {dtype} {redop}")

@@ -92,6 +92,14 @@ def methods(ctx: Context) -> None:
     for op, result in {"sum": 3.0, "avg": 1.5, "mean": 1.5, "max": 2.0, "min": 1.0, "prod": 2.0}.items():
         tensor = torch.full((4,), float(me + 1))
         assert comm.all_reduce(tensor, op=op) is tensor and tensor.tolist() == [result] * 4, op
+    for op, result in {
+        dist.ReduceOp.SUM: 3.0,
+        dist.ReduceOp(dist.ReduceOp.AVG): 1.5,
+        dist.ReduceOp.PRODUCT: 2.0,
+    }.items():
+        assert comm.all_reduce(torch.full((4,), float(me + 1)), op=op).tolist() == [result] * 4, op
+    assert comm.reduce_scatter(torch.arange(4.0), op=dist.ReduceOp.MAX).tolist() == [[0.0, 1.0], [2.0, 3.0]][me]
+    raises(ValueError, lambda: comm.all_reduce(torch.ones(1), op=dist.ReduceOp.BAND), "all_reduce", "sum", "ReduceOp")
     tensors = [torch.ones(3), torch.ones(2, dtype=torch.int64)]
     assert comm.fused_all_reduce(tensors, op="sum")[0] is tensors[0]
     assert tensors[0].tolist() == [2.0] * 3 and tensors[1].tolist() == [2, 2]

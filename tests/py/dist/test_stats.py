@@ -304,6 +304,12 @@ def exports(ctx: Context, folder: str) -> None:
 def served() -> str:
     import torch_sagellm
 
+    with torch_sagellm.serve_prometheus() as endpoint, pytest.raises(OSError, match=f"127.0.0.1 port {endpoint.port}"):
+        torch_sagellm.serve_prometheus(endpoint.port)
+    with pytest.raises(ValueError, match="port is 70000, expected 0"):
+        torch_sagellm.serve_prometheus(70000)
+    with pytest.raises(FileNotFoundError, match="/nope/x cannot be written"):
+        torch_sagellm.write_prometheus("/nope/x")
     with torch_sagellm.serve_prometheus() as endpoint:
         assert endpoint.url == f"http://127.0.0.1:{endpoint.port}/metrics" and endpoint.port > 0
         with urllib.request.urlopen(endpoint.url, timeout=10) as answer:

@@ -306,8 +306,10 @@ def test_without_a_soft_limit_nothing_is_logged_and_the_error_says_the_same(
 def test_a_soft_limit_below_zero_is_refused() -> None:
     import torch_sagellm
 
-    options = torch_sagellm.Options(soft_timeout=-1)
-    assert options.soft_timeout == -1
+    with pytest.raises(ValueError, match=r"soft_timeout is -1 s, expected 0 \(none\) or more"):
+        torch_sagellm.Options(soft_timeout=-1)
+    options = torch_sagellm.Options()
+    options.soft_timeout = -1
     with pytest.raises(ValueError, match=r"soft_timeout is -1 s, expected 0 \(none\) or more"):
         dist.init_process_group(
             "sagellm", store=dist.HashStore(), rank=0, world_size=1, pg_options=options, timeout=timedelta(seconds=20)

@@ -89,23 +89,12 @@ def test_every_help_has_examples_that_parse(capsys: pytest.CaptureFixture[str]) 
             main([*([name] if name else []), "--help"])
         text = capsys.readouterr().out
         assert end.value.code == 0 and "examples:" in text, name
-        for line in text.partition("examples:")[2].splitlines():
+        whole = re.sub(r" \\\n\s*", " ", text.partition("examples:")[2])  # a command that goes on after a backslash
+        for line in whole.splitlines():
             words = shlex.split(re.split(r"\s{2,}", line.strip())[0]) if "sagellm" in line and name else []
             if "torch-sagellm" in words and "COMMAND" not in words:
                 parsed = _parse(words[words.index("torch-sagellm") + 1 :])
                 assert parsed.command in COMMANDS, line
-
-
-def test_descriptions_fit_into_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    for name in COMMANDS:
-        with pytest.raises(SystemExit):
-            main([name, "--help"])
-        said = capsys.readouterr().out
-        # Without the usage, which argparse breaks between options alone.
-        described = said.partition("\n\n")[2].partition("examples:")[0]
-        long = [line for line in described.splitlines() if len(line) > 80]
-        assert not long or name == "health", (name, long)  # its table of exit codes
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from harness import IS_GLOO
 
 import torch_sagellm
-from torch_sagellm.cli import arguments, bench, ranks, tune
+from torch_sagellm.cli import arguments, bench, ranks, show, tune
 from torch_sagellm.cli.main import COMMANDS, _parsers, main
 
 pytestmark = [
@@ -98,6 +99,8 @@ def test_operations_are_taken_as_people_write_them(name: str, capsys: pytest.Cap
         (("bench", "--sizes", "8,100TiB"), "is no size"),
         (("bench", "--sizes", "900000GiB"), "and this machine has"),
         (("bench", "--redop", "max", "--op", "all_gather"), "all_gather combines no numbers"),
+        (("bench", "--redop", "avg", "--dtype", "int32"), "--redop avg: of int32 there is none"),
+        (("bench", "--redop", "avg", "--compare", "gloo"), "--redop avg: gloo has none"),
         (("explain", "all_reduce", "999999999999999999999"), "more than any memory holds"),
         (("explain", "all_reduce", "8", "--dtype", "foo"), "dtype=foo is no type of elements"),
         (("explain", "all_reduce", "8", "--dtype", "float8_e4m3fn"), "cannot be combined; expected one of"),
@@ -171,7 +174,7 @@ def test_a_full_disk_ends_a_command_in_one_line() -> None:
 def test_what_a_model_says_is_called_predicted(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "all_reduce", "1MiB"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  predicted ")]
-    assert "not measured on this machine" in line, line
+    assert "not measured here" in line, line
 
 
 def test_sizes_are_exact_and_bounded() -> None:
@@ -201,3 +204,45 @@ def test_no_processes_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_every_command_is_covered() -> None:
     """`options` finds some of each command that has options with values."""
     assert {command for command, _ in options()} >= set(COMMANDS) - {"info", "trace"}
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_every_help_fits_into_80_columns_and_has_an_example(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(*([command] if command else []), "--help") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert not [line for line in lines if len(line) > 80]
+    assert "examples:" in lines and any(line.startswith(f"  torch-sagellm {command}") for line in lines), lines
+
+
+def test_what_is_printed_fits_into_the_terminal_and_is_not_cut_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [("explain", "broadcast", "64KiB", "--ranks", "4"), ("table", "--ranks", "4"), ("info",)]
+    words += [("simulate", "--sizes", "8", "--ranks", "4"), ("simulate", "--strategy", "dp", "--params", "7B")]
+    plain = {}
+    for each in words:
+        assert run(*each) == 0
+        plain[each] = capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(show, "is_terminal", lambda _: True)
+    for each in words:
+        assert run(*each) == 0
+        lines = capsys.readouterr().out.splitlines()
+        # A word that is longer than the line, as a path, stays whole.
+        assert not [line for line in lines if len(line) > 80 and " " in line.strip()], each
+        if each[0] != "simulate":
+            said = [
+                sorted(word for word in text.split() if not word.isdecimal()) for text in (" ".join(lines), plain[each])
+            ]
+            assert said[0] == said[1], each  # numbers, as the memory that is left, may change meanwhile
+
+
+def test_a_model_says_two_digits() -> None:
+    found = torch_sagellm.explain("all_reduce", "1MiB", ranks=2)
+    for other in found.rejected:
+        for number in re.findall(r"([\d.]+) [num]?s", other.why_not):
+            assert len(number.replace(".", "").lstrip("0").rstrip("0")) <= 2, other

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import metadata
 
 import pytest
@@ -80,6 +81,25 @@ def test_the_delegate_is_checked_before_anybody_meets() -> None:
     assert _delegate.check("") == "gloo" and _delegate.check("GLOO") == "gloo"
     with pytest.raises(ValueError, match=r"delegate='nccl' cannot serve CPU tensors; expected one of gloo, mpi, ucc"):
         _delegate.check("nccl")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("engine", "fast", "expected one of auto, delegate"),
+        ("vendor", "acme", "expected one of auto, host, nccl, hccl, cncl"),
+        ("on_device_failure", "explode", "expected one of raise, exit, none"),
+        ("delegate", "nccl", "expected one of gloo, mpi, ucc"),
+        ("soft_timeout", -0.5, "expected 0 (none) or more"),
+        ("soft_timeout", float("nan"), "expected 0 (none) or more"),
+    ],
+)
+def test_an_option_is_judged_where_it_is_given(option: str, value: object, expected: str) -> None:
+    import torch_sagellm
+
+    with pytest.raises(ValueError, match=re.escape(expected)) as raised:
+        torch_sagellm.Options(**{option: value})
+    assert option in str(raised.value)
 
 
 def test_a_mistyped_name_is_answered_with_the_nearest_one() -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from datetime import timedelta
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 
 #: The reduce ops by name.
-OPS = {"sum": "SUM", "avg": "AVG", "mean": "AVG", "max": "MAX", "min": "MIN", "prod": "PRODUCT"}
+OPS = {"sum": "SUM", "avg": "AVG", "mean": "AVG", "max": "MAX", "min": "MIN", "prod": "PRODUCT", "product": "PRODUCT"}
+#: A reduce op as callers name it: "sum", or ``torch.distributed.ReduceOp.SUM``.
+Op: TypeAlias = "str | dist.ReduceOp | dist.ReduceOp.RedOpType"
 Seconds = float | timedelta
 
 
@@ -115,9 +118,11 @@ def checked_root(what: str, root_rank: int, world_size: int, order: str) -> int:
     return root_rank
 
 
-def checked_op(what: str, op: str) -> str:
-    """torch's name of a reduce op; a ValueError, for the call ``what``, where it is unknown."""
-    name = op.lower() if isinstance(op, str) else op
-    if name not in OPS:
-        raise ValueError(f"sagellm {what}: op={op!r}, expected one of {', '.join(OPS)}")
-    return OPS[name]
+def checked_op(what: str, op: Op) -> str:
+    """torch's name of a reduce op, of its name or of torch's own; a ValueError, for the call ``what``, of any other."""
+    if isinstance(op, str):
+        if found := OPS.get(op.lower()):
+            return found
+    elif found := next((name for name in OPS.values() if op == getattr(dist.ReduceOp, name)), None):
+        return found
+    raise ValueError(f"sagellm {what}: op={op!r}, expected one of {', '.join(OPS)}, or that ReduceOp of torch")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from torch_sagellm import _nearest
-from torch_sagellm.api.arguments import Seconds, as_timedelta, checked_number, soft_seconds
+from torch_sagellm.api.arguments import Op, Seconds, as_timedelta, checked_number, soft_seconds
 from torch_sagellm.api.comm_backend import CommBackend, named_vendor
 from torch_sagellm.api.group_choice import is_alive
 from torch_sagellm.observe import log
@@ -174,7 +174,7 @@ def create_comm_backend(
 
 
 def safe_all_reduce(
-    tensor: torch.Tensor, op: str = "sum", timeout: Seconds = 30.0, backend: CommBackend | None = None
+    tensor: torch.Tensor, op: Op = "sum", timeout: Seconds = 30.0, backend: CommBackend | None = None
 ) -> torch.Tensor:
     """Combines ``tensor`` over all ranks, in place, and returns it; never waits longer than ``timeout``.
 
@@ -183,7 +183,7 @@ def safe_all_reduce(
 
     Args:
         tensor: of the same shape and dtype on every rank.
-        op: "sum", "avg" ("mean"), "max", "min" or "prod".
+        op: "sum", "avg" ("mean"), "max", "min", "prod", or torch's ReduceOp.
         timeout: in seconds, or as timedelta.
         backend: the one of ``create_comm_backend()`` if None.
 

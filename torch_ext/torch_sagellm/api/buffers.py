@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
-from torch_sagellm.api.arguments import checked_number, checked_result, is_real
+from torch_sagellm.api.arguments import Op, checked_number, checked_result, is_real
 from torch_sagellm.observe import log, stats
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class CommFusionBuffer:
         self.nbytes += tensor.nbytes
         return True
 
-    def flush_and_all_reduce(self, backend: CommBackendProtocol, op: str = "sum") -> list[torch.Tensor]:
+    def flush_and_all_reduce(self, backend: CommBackendProtocol, op: Op = "sum") -> list[torch.Tensor]:
         """Reduces all tensors over all ranks, in place, empties the buffer and returns the tensors.
 
         Where the backend refuses the call the tensors stay in the buffer.
@@ -143,7 +143,7 @@ class CommunicationBuffer:
 
 
 def batch_all_reduce(
-    tensors: Sequence[torch.Tensor], op: str = "sum", backend: CommBackendProtocol | None = None
+    tensors: Sequence[torch.Tensor], op: Op = "sum", backend: CommBackendProtocol | None = None
 ) -> list[torch.Tensor]:
     """Reduces every tensor of a list over all ranks, in place, in one go; returns the tensors.
 

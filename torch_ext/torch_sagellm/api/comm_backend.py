@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from torch_sagellm import _fused, _load
 from torch_sagellm.api.arguments import (
+    Op,
     Seconds,
     as_timedelta,
     checked_dense,
@@ -145,7 +146,7 @@ class CommBackend(CommBackendProtocol):
     def all_reduce(
         self,
         tensor: torch.Tensor,
-        op: str = "sum",
+        op: Op = "sum",
         async_op: Literal[False] = False,
         timeout: Seconds | None = None,
         *,
@@ -156,7 +157,7 @@ class CommBackend(CommBackendProtocol):
     def all_reduce(
         self,
         tensor: torch.Tensor,
-        op: str = "sum",
+        op: Op = "sum",
         *,
         async_op: Literal[True],
         timeout: Seconds | None = None,
@@ -167,7 +168,7 @@ class CommBackend(CommBackendProtocol):
     def all_reduce(
         self,
         tensor: torch.Tensor,
-        op: str = "sum",
+        op: Op = "sum",
         async_op: bool = False,
         timeout: Seconds | None = None,
         *,
@@ -177,7 +178,7 @@ class CommBackend(CommBackendProtocol):
     def all_reduce(
         self,
         tensor: torch.Tensor,
-        op: str = "sum",
+        op: Op = "sum",
         async_op: bool = False,
         timeout: Seconds | None = None,
         *,
@@ -186,8 +187,8 @@ class CommBackend(CommBackendProtocol):
     ) -> torch.Tensor | CommFuture:
         """Combines ``tensor`` element by element over all ranks, in place, and returns it.
 
-        ``op`` is "sum", "avg" ("mean"), "max", "min" or "prod". ``timeout`` is that of this call alone. Every rank
-        passes the same shape and dtype.
+        ``op`` is "sum", "avg" ("mean"), "max", "min", "prod", or torch's ReduceOp. ``timeout`` is that of this call
+        alone. Every rank passes the same shape and dtype.
 
         ``compress`` sends fewer bytes, with the errors that docs/api.md states: "fp16", "bf16", "int8", "topk", or an
         object of ``torch_sagellm.Half``, ``Int8``, ``TopK``. It takes floats, "sum" and "avg". "topk" keeps what it
@@ -211,7 +212,7 @@ class CommBackend(CommBackendProtocol):
         return self._run(lambda: self.group.allreduce([tensor], options), tensor, async_op)
 
     def _compressed(
-        self, tensor: torch.Tensor, op: str, async_op: bool, timeout: Any, how: str | Compression, key: Any
+        self, tensor: torch.Tensor, op: Op, async_op: bool, timeout: Any, how: str | Compression, key: Any
     ) -> torch.Tensor | CommFuture:
         # One object for each name, because "topk" keeps the elements that it left out.
         method = compression(how) if not isinstance(how, str) or how not in self._methods else self._methods[how]
@@ -235,12 +236,12 @@ class CommBackend(CommBackendProtocol):
         thread = self._thread
         return CommFuture(Later(thread.later(lambda: run(thread.group))), tensor)
 
-    def safe_all_reduce(self, tensor: torch.Tensor, op: str = "sum", timeout: Seconds = 30.0) -> torch.Tensor:
+    def safe_all_reduce(self, tensor: torch.Tensor, op: Op = "sum", timeout: Seconds = 30.0) -> torch.Tensor:
         """``all_reduce`` with a timeout, which raises ``CommTimeoutError`` naming the ranks that are missing."""
         result: torch.Tensor = self.all_reduce(tensor, op, timeout=timeout)
         return result
 
-    def fused_all_reduce(self, tensors: Sequence[torch.Tensor], op: str = "sum") -> list[torch.Tensor]:
+    def fused_all_reduce(self, tensors: Sequence[torch.Tensor], op: Op = "sum") -> list[torch.Tensor]:
         """``all_reduce`` of every tensor of a list, in place, as one operation for each dtype; returns the tensors.
 
         Any mix of shapes and dtypes; no two tensors may share memory. See ``torch_sagellm.fused_all_reduce``.
@@ -250,18 +251,18 @@ class CommBackend(CommBackendProtocol):
 
     @overload
     def reduce(
-        self, tensor: torch.Tensor, root_rank: int = 0, op: str = "sum", async_op: Literal[False] = False
+        self, tensor: torch.Tensor, root_rank: int = 0, op: Op = "sum", async_op: Literal[False] = False
     ) -> torch.Tensor: ...
     @overload
     def reduce(
-        self, tensor: torch.Tensor, root_rank: int = 0, op: str = "sum", *, async_op: Literal[True]
+        self, tensor: torch.Tensor, root_rank: int = 0, op: Op = "sum", *, async_op: Literal[True]
     ) -> CommFuture: ...
     @overload
     def reduce(
-        self, tensor: torch.Tensor, root_rank: int = 0, op: str = "sum", async_op: bool = False
+        self, tensor: torch.Tensor, root_rank: int = 0, op: Op = "sum", async_op: bool = False
     ) -> torch.Tensor | CommFuture: ...
     def reduce(
-        self, tensor: torch.Tensor, root_rank: int = 0, op: str = "sum", async_op: bool = False
+        self, tensor: torch.Tensor, root_rank: int = 0, op: Op = "sum", async_op: bool = False
     ) -> torch.Tensor | CommFuture:
         """Combines ``tensor`` over all ranks into that of ``root_rank``, in place; returns it.
 
@@ -281,20 +282,20 @@ class CommBackend(CommBackendProtocol):
     def reduce_scatter(
         self,
         tensor: torch.Tensor,
-        op: str = "sum",
+        op: Op = "sum",
         async_op: Literal[False] = False,
         output: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
     @overload
     def reduce_scatter(
-        self, tensor: torch.Tensor, op: str = "sum", *, async_op: Literal[True], output: torch.Tensor | None = None
+        self, tensor: torch.Tensor, op: Op = "sum", *, async_op: Literal[True], output: torch.Tensor | None = None
     ) -> CommFuture: ...
     @overload
     def reduce_scatter(
-        self, tensor: torch.Tensor, op: str = "sum", async_op: bool = False, output: torch.Tensor | None = None
+        self, tensor: torch.Tensor, op: Op = "sum", async_op: bool = False, output: torch.Tensor | None = None
     ) -> torch.Tensor | CommFuture: ...
     def reduce_scatter(
-        self, tensor: torch.Tensor, op: str = "sum", async_op: bool = False, output: torch.Tensor | None = None
+        self, tensor: torch.Tensor, op: Op = "sum", async_op: bool = False, output: torch.Tensor | None = None
     ) -> torch.Tensor | CommFuture:
         """Combines ``tensor`` over all ranks; returns this rank's slice of it along dimension 0.
 
@@ -529,7 +530,7 @@ class CommBackend(CommBackendProtocol):
         """The same as ``get_stats()``."""
         return self.get_stats()
 
-    def explain(self, what: Any, nbytes: int | None = None, **more: Any) -> explaining.Explanation:
+    def explain(self, what: Any, nbytes: int | str | torch.Tensor | None = None, **more: Any) -> explaining.Explanation:
         """The algorithm of an operation of ``nbytes`` in this group, and why: see ``torch_sagellm.explain``."""
         return explaining.explain(str(what) if isinstance(what, str) else what, nbytes, group=self.group, **more)
 
@@ -551,12 +552,12 @@ def named_vendor() -> str:
     return os.environ.get("SAGELLM_VENDOR", "").partition(":")[0].strip().lower()
 
 
-def _reduce_op(what: str, op: str) -> Any:
+def _reduce_op(what: str, op: Op) -> Any:
     return getattr(dist.ReduceOp, checked_op(what, op))
 
 
 @cache
-def _reduction(what: str, op: str, async_op: bool) -> Any:
+def _reduction(what: str, op: Op, async_op: bool) -> Any:
     """Options of an all_reduce, made once: making them takes as long as a small operation."""
     options = dist.AllreduceOptions()
     options.reduceOp = _reduce_op(what, op)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torch_sagellm.api.arguments import checked_dense, checked_tensor, checked_written
+from torch_sagellm.api.arguments import Op, checked_dense, checked_op, checked_tensor, checked_written
 from torch_sagellm.api.group_choice import our_backend
 
 
@@ -277,11 +277,11 @@ def compression(how: str | Compression) -> Compression:
     raise ValueError(f"sagellm: compression {how!r}, expected one of fp16, bf16, int8, topk")
 
 
-def check_compressible(tensor: torch.Tensor, op: str, method: Compression, key: Any) -> None:
+def check_compressible(tensor: torch.Tensor, op: Op, method: Compression, key: Any) -> None:
     """A ValueError or a TypeError where there is no compressed sum of this kind."""
     what = "compressed_all_reduce"
     checked_tensor(what, tensor)
-    if op not in ("sum", "avg", "mean"):
+    if checked_op(what, op) not in ("SUM", "AVG"):
         raise ValueError(f"sagellm {what}: op={op!r}, expected one of sum, avg, mean")
     if not tensor.is_floating_point() or tensor.dtype == getattr(torch, "float4_e2m1fn_x2", None):
         raise ValueError(f"sagellm {what}: the tensor is {tensor.dtype}, expected floats")
@@ -298,7 +298,7 @@ def compressed_all_reduce(
     tensor: torch.Tensor,
     how: str | Compression,
     *,
-    op: str = "sum",
+    op: Op = "sum",
     group: Any = None,
     key: Any = None,
     stats: CompressionStats | None = None,
@@ -340,7 +340,7 @@ def compressed_all_reduce(
         # In place where it can be. Methods compute with dense numbers of at least 16 bits.
         direct = own.is_contiguous() and own.element_size() > 1 and not own.is_neg() and not own.is_inference()
         work = own if direct else _dense(own)
-        reduce = method.all_reduce if op == "sum" else method.average
+        reduce = method.all_reduce if checked_op("compressed_all_reduce", op) == "SUM" else method.average
         sent = reduce(work, group, key)
         if not direct:
             # Tensors of inference mode may be written in that mode only, and all others may be written there, too.

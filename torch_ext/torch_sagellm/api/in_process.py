@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from torch_sagellm import _load, _register
 from torch_sagellm.api.arguments import (
+    Op,
     Seconds,
     as_timedelta,
     checked_dense,
@@ -253,7 +254,7 @@ class Member:
         self.rank = rank
         self.world_size = topology.world_size
 
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor, op: Op = "sum") -> torch.Tensor:
         name = checked_op("all_reduce", op)
         _require_dense("all_reduce", tensor)
         with self.topology.changed:
@@ -275,7 +276,7 @@ class Member:
         self._collective("all_gather", tensor, "", source=tensor, result=result)
         return result
 
-    def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+    def reduce_scatter(self, tensor: torch.Tensor, op: Op = "sum") -> torch.Tensor:
         name = checked_op("reduce_scatter", op)
         _require_dense("reduce_scatter", tensor)
         rows = rows_of_slice("reduce_scatter", tensor, self.world_size)

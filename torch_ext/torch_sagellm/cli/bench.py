@@ -110,8 +110,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--op", default="all_reduce", type=arguments.one_of([*collectives.OPS, "all"]), help=f"{OP_HELP} (all_reduce)"
     )
     parser.add_argument("--sizes", type=_sizes, help="bytes of the whole tensor: 8,4KiB..16MiB:2 (8..64MiB:8)")
-    parser.add_argument("--dtype", default="float32", choices=collectives.DTYPES, help="element type (float32)")
-    parser.add_argument("--redop", choices=list(collectives.REDUCTIONS), help="how to combine (sum)")
+    types, ways = ", ".join(collectives.DTYPES), ", ".join(collectives.REDUCTIONS)
+    parser.add_argument(
+        "--dtype", default="float32", choices=collectives.DTYPES, metavar="TYPE", help=f"{types} (float32)"
+    )
+    parser.add_argument(
+        "--redop", choices=list(collectives.REDUCTIONS), metavar="OP", help=f"how to combine: {ways} (sum)"
+    )
     parser.add_argument(
         "--device", default=CPU, help="where the tensors are: cpu, or cuda, npu, mlu as torch names it (cpu)"
     )
@@ -156,6 +161,7 @@ def run(parsed: argparse.Namespace) -> int:
         raise ValueError(f"--redop {parsed.redop}: {parsed.op} combines no numbers")
     _check_device(job)
     _check_rival(job)
+    _check_average(job)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if parsed.ranks:
             raise ValueError(
@@ -203,6 +209,17 @@ def _check_rival(job: Job) -> None:
     for name in job.backends[1:]:
         if not getattr(dist, f"is_{name}_available")():
             raise ValueError(f"--compare {name}: this build of torch was made without {name}")
+
+
+def _check_average(job: Job) -> None:
+    """Before anything is started."""
+    if job.redop != "avg":
+        return
+    if job.dtype not in collectives.FLOATS:
+        raise ValueError(f"--redop avg: of {job.dtype} there is none; expected one of {', '.join(collectives.FLOATS)}")
+    for name in job.backends[1:]:
+        if name in collectives.WITHOUT_AVG:
+            raise ValueError(f"--redop avg: {name} has none; leave out --compare, or take sum")
 
 
 def _check_memory(job: Job, ranks: int) -> None:

@@ -18,9 +18,12 @@ OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gat
 REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 #: Collectives whose tensor consists of a block for each rank.
 BLOCKS = ("all_gather", "reduce_scatter", "gather", "scatter", "all_to_all")
-DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8")
+FLOATS = ("float32", "float64", "float16", "bfloat16")
+DTYPES = (*FLOATS, "int32", "int64", "uint8")
 #: By the name in the arguments, that of torch.
-REDUCTIONS = {"sum": "SUM", "prod": "PRODUCT", "max": "MAX", "min": "MIN"}
+REDUCTIONS = {"sum": "SUM", "prod": "PRODUCT", "max": "MAX", "min": "MIN", "avg": "AVG"}
+#: Backends of torch that have no AVG.
+WITHOUT_AVG = ("gloo", "mpi")
 PERIOD = 5
 #: Ranks from there on give the neutral 0 or 1 to a checked reduction: bfloat16 is exact up to 256 only.
 ADDENDS = {"sum": 85, "prod": 5, "max": 1 << 16, "min": 1 << 16}
@@ -84,6 +87,10 @@ class Case:
         """A rank's input in a checked call: numbers so small that every sum and product is exact also in 16 bits."""
         import torch
 
+        if self.op in REDUCING and self.redop == "avg":
+            # Ranks differ in pairs, so that the average is a whole number.
+            pair = 0 if rank == self.ranks - 1 and self.ranks % 2 else 1 - 2 * (rank % 2)
+            return ((torch.arange(count) % PERIOD) % 3 + 2 + pair).to(self.dtype)
         if self.op in REDUCING and rank >= ADDENDS[self.redop]:
             return torch.full((count,), 0 if self.redop == "sum" else 1, dtype=self.dtype)
         return ((torch.arange(count) % PERIOD + rank) % 3 + 1).to(self.dtype)
@@ -92,6 +99,8 @@ class Case:
         """All ranks' values together, one rank after the other. uint8 wraps around, as in the operation."""
         import torch
 
+        if self.redop == "avg":
+            return ((torch.arange(count) % PERIOD) % 3 + 2).to(self.dtype)
         combine = {"sum": torch.add, "prod": torch.mul, "max": torch.maximum, "min": torch.minimum}[self.redop]
         result = self._values(0, count)
         for rank in range(1, self.ranks):

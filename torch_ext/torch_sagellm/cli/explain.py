@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict
 
 from torch_sagellm.cli import arguments
+from torch_sagellm.cli.show import fit
 from torch_sagellm.observe import explain
 
 HELP = "explain the algorithm choice of an operation"
@@ -32,5 +33,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     found = explain.explain(parsed.op, parsed.bytes, dtype=parsed.dtype, ranks=parsed.ranks)
-    print(json.dumps(asdict(found), indent=1) if parsed.json else found)
+    print(json.dumps(asdict(found), indent=1) if parsed.json else fit(str(found), 14))
     return 0

@@ -97,7 +97,7 @@ def served(extension: Any) -> dict[str, str]:
     shared = f"by shared memory (memfd {machine['memfd']}; {machine['memory headroom']} of memory left)"
     found = {
         "cpu tensors, one host": shared,
-        "cpu tensors, several hosts": "by shared memory inside a host, own schedules over torch's gloo between hosts",
+        "cpu tensors, several hosts": "by shared memory inside a host, own schedules over TCP between hosts",
     }
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:

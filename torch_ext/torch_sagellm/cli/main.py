@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
@@ -11,6 +12,9 @@ from typing import Any, NoReturn, Protocol
 
 from torch_sagellm import _load, _nearest
 from torch_sagellm.cli import bench, certify, demo, doctor, explain, health, info, simulate, table, top, trace, tune
+
+#: A remark that has fewer columns goes below what it is about.
+MOST_OF_A_REMARK = 34
 
 
 class Command(Protocol):
@@ -59,15 +63,37 @@ EXAMPLES = """examples:
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
-    """Fits paragraphs into the terminal, as argparse does with options; lists and examples stay as they are."""
+    """Fits the help into the terminal: paragraphs, and the lines of lists and examples, each of which stays one."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         parts = text.split("\n\n")
         raw = [":\n" in part or any(line.startswith(" ") for line in part.splitlines()) for part in parts]
         return "\n\n".join(
-            part.rstrip() if is_raw else textwrap.fill(" ".join(part.split()), width)
+            "\n".join(fitting(line, width) for line in part.rstrip().splitlines())
+            if is_raw
+            else textwrap.fill(" ".join(part.split()), width)
             for part, is_raw in zip(parts, raw, strict=True)
         )
+
+
+def fitting(line: str, width: int) -> str:
+    """A line of a list or an example; what does not fit goes on below it: a remark beside the words or under them, a
+    command after a backslash."""
+    if len(line) <= width:
+        return line
+    found = re.fullmatch(r"(\s*\S.*?\s{2,})(\S.*)", line)
+    if found and width - len(found[1]) >= MOST_OF_A_REMARK:
+        return _wrapped(found[2], width, found[1], " " * len(found[1]))
+    if found:
+        return f"{found[1].rstrip()}\n{_wrapped(found[2], width, ' ' * 6, ' ' * 6)}"
+    if line.startswith("  torch"):
+        return " \\\n".join(_wrapped(line, width - 2, "", " " * 6).splitlines())
+    indent = " " * (len(line) - len(line.lstrip()))
+    return _wrapped(line.strip(), width, indent, indent)
+
+
+def _wrapped(text: str, width: int, first: str, rest: str) -> str:
+    return textwrap.fill(text, width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
 
 
 class Parser(argparse.ArgumentParser):

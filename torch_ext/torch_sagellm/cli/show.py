@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import TextIO
 
@@ -39,9 +41,20 @@ def clip(line: str, width: int) -> str:
     return "".join(shown)
 
 
+def fit(text: str, hanging: int) -> str:
+    """A text whose lines fit into the terminal, going on ``hanging`` columns from the left; as it is elsewhere."""
+    if not is_terminal(sys.stdout):
+        return text
+    width = max(40, shutil.get_terminal_size().columns)
+    indent = " " * min(hanging, width // 2)
+    wrapper = textwrap.TextWrapper(width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    lines = (line if len(line) <= width else wrapper.fill(line) for line in text.splitlines())
+    return "\n".join(lines)
+
+
 def fact(name: str, value: object) -> None:
     """One line of a list of facts."""
-    print(f"{name:<28} {value}", flush=True)
+    print(fit(f"{name:<28} {value}", 29), flush=True)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> list[str]:

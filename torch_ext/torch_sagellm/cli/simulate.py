@@ -311,7 +311,7 @@ def run(arguments: argparse.Namespace) -> int:
         return measure.check(arguments.op, names, ranks, arguments.sizes)
     _show_machine(machine)
     print(
-        "* fastest; (n) segments of a pipeline. Predicted, not measured: --check tells how far off the model is here."
+        "* fastest; (n) segments of a pipeline. Predicted, not measured:\n--check tells how far off the model is here."
     )
     _show_times(core, arguments, names, ranks, machine)
     return 0

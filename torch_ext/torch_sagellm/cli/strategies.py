@@ -7,8 +7,11 @@ cost model for one call after the other: neither calls nor computing overlap, so
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import re
+import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -264,4 +267,11 @@ def lines(core: Any, plan: list[Traffic], ranks: int, machine: Machine) -> list[
     total = [sum(each.calls for each in plan), sum(each.step_bytes for each in plan)]
     sent = sum(each.sent(ranks) for each in plan)
     rows.append(["all", "", str(total[0]), "", show_size(total[1]), show_size(sent), show_time(sum(times))])
-    return show.table(head, rows, left=("primitive", "when"))
+    found = show.table(head, rows, left=("primitive", "when"))
+    if not show.is_terminal(sys.stdout) or len(max(found, key=len)) <= shutil.get_terminal_size().columns:
+        return found
+    # When it is called goes below each line.
+    narrow = show.table([*head[:1], *head[2:]], [[*row[:1], *row[2:]] for row in rows], left=("primitive",))
+    remarks = [f"  {row[1]}" if row[1] else "" for row in rows]
+    below = [[line, *([remark] if remark else [])] for line, remark in zip(narrow[1:], remarks, strict=True)]
+    return [narrow[0], *itertools.chain.from_iterable(below)]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch_sagellm._units import parse_size, show_size, show_time
 from torch_sagellm.cli import arguments
+from torch_sagellm.cli.show import fit
 from torch_sagellm.observe import explain
 
 if TYPE_CHECKING:
@@ -46,12 +47,12 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.json:
         print(json.dumps(table, indent=1))
         return 0
-    print(f"measured table: {table['note']}")
+    print(fit(f"measured table: {table['note']}", 2))
     for rule in table["rules"]:
         print(f"rule: {rule}")
-    print(f"\n{'op':<15} {'sizes':<24} {'algorithm':<16} {'decided by':<16} measured")
+    print(f"\n{'op':<14} {'sizes':<22} {'algorithm':<16} {'decided by':<15} measured")
     for row in table["rows"]:
         median = explain.seconds(row["measured_ns"])
         measured = "-" if median is None else show_time(median)
-        print(f"{row['kind']:<15} {sizes_text(row['sizes']):<24} {row['way']:<16} {row['reason']:<16} {measured}")
+        print(f"{row['kind']:<14} {sizes_text(row['sizes']):<22} {row['way']:<16} {row['reason']:<15} {measured}")
     return 0

@@ -73,6 +73,8 @@ def values(words: Found, _: Any) -> Found:
     calls, wrong, refused = 0, 0, set()
     for op, dtype, size in itertools.product(collectives.OPS, VALUE_TYPES, VALUE_SIZES):
         for redop in collectives.REDUCTIONS if op in collectives.REDUCING else ["sum"]:
+            if redop == "avg" and dtype not in collectives.FLOATS:
+                continue
             try:
                 wrong += collectives.make(op, size, dtype, redop, words["device"]).wrong(dist.group.WORLD)
                 calls += 1

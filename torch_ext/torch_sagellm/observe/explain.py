@@ -27,7 +27,7 @@ ALIASES = {
     "irecv": "recv",
 }
 #: What a prediction is, where it is shown.
-MODEL = "by a model with fixed constants, not measured on this machine"
+MODEL = "by a model with fixed constants, not measured here"
 #: Prefix of the path of tensors on a device.
 STAGED = "staged: from the device to host memory and back"
 

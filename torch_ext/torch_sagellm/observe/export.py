@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import tempfile
@@ -100,9 +101,12 @@ def _histogram(lines: Lines, labels: dict[str, object], cells: list[_C.Cell]) ->
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
-    """Writes a file atomically: readers see the old file or the whole new one."""
+    """Writes a file atomically: readers see the old file or the whole new one. An OSError names the file."""
     target = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    except OSError as error:
+        raise _named(error, f"sagellm: {target} cannot be written") from None
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
@@ -122,6 +126,11 @@ def write_prometheus(path: str | os.PathLike[str], group: Any = "all") -> None:
         torch_sagellm.write_prometheus("sagellm.prom")  # in the folder of a textfile collector
     """
     write_atomically(path, prometheus_text(group).encode())
+
+
+def _named(error: OSError, what: str) -> OSError:
+    """The same error, that says what was meant."""
+    return type(error)(error.errno, f"{what}: {error.strerror}")
 
 
 class Endpoint:
@@ -149,7 +158,13 @@ class Endpoint:
             def log_message(self, format: str, *args: Any) -> None:
                 """Logs nothing: a scrape every few seconds is not worth a line."""
 
-        self._server = ThreadingHTTPServer((host, port), Handler)
+        if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
+            raise ValueError(f"sagellm serve_prometheus: port is {port!r}, expected 0 (a free one) to 65535")
+        try:
+            self._server = ThreadingHTTPServer((host, port), Handler)
+        except OSError as error:
+            hint = "; port 0 takes a free one" if error.errno == errno.EADDRINUSE else ""
+            raise _named(error, f"sagellm serve_prometheus: cannot listen at {host} port {port}{hint}") from None
         self._server.daemon_threads = True
         self.host = host
         self.port: int = self._server.server_address[1]
@@ -173,7 +188,8 @@ class Endpoint:
 def serve_prometheus(port: int = 0, host: str = "127.0.0.1", group: Any = "all") -> Endpoint:
     """Serves ``prometheus_text`` over HTTP at ``/metrics``; port 0 takes a free one, ``Endpoint.port`` says which.
 
-    Anyone with access to ``host`` may read it; there is no password. OSError where the port is taken.
+    Anyone with access to ``host`` may read it; there is no password. An OSError, which names
+    both, where the port is taken or the host is not this one; a ValueError where the port is no number of one.
 
     Example::
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from torch_sagellm.api.comm_backend import CommBackend
+    from torch_sagellm.api.arguments import Op
+from torch_sagellm.api.comm_backend import CommBackend
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class OverlapScheduler:
         print(scheduler.report())
     """
 
-    def __init__(self, backend: CommBackend | None = None, op: str = "sum", depth: int = 8) -> None:
+    def __init__(self, backend: CommBackend | None = None, op: Op = "sum", depth: int = 8) -> None:
         if depth < 1:
             raise ValueError(f"sagellm OverlapScheduler: depth is {depth}, expected 1 or more")
         if backend is None:
