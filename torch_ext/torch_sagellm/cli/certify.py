@@ -19,7 +19,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from torch_sagellm._units import show_size
+from torch_sagellm._units import show_size, show_time
 from torch_sagellm.cli import arguments, bench, info
 from torch_sagellm.cli import ranks as processes
 from torch_sagellm.cli.show import fact, paint
@@ -238,7 +238,7 @@ def _measured(stages: list[Stage], rival: str) -> list[tuple[str, str]]:
     for own in (row for row in rows if row.backend == bench.OURS and row.op == "all_reduce"):
         other = [row for row in rows if row.backend == rival and (row.op, row.size) == (own.op, own.size)]
         beside = f", {other[0].seconds / own.seconds:.1f}x {rival}" if other else ""
-        found.append((f"all_reduce of {show_size(own.size)}", f"{own.seconds * 1e6:.4g} us{beside}"))
+        found.append((f"all_reduce of {show_size(own.size)}", f"{show_time(own.seconds)}{beside}"))
     copy = by_name.get("bandwidth", {}).get("copy")
     large = [row for row in rows if row.backend == bench.OURS and row.op == "all_reduce"][-1:]
     if copy and large:
@@ -278,7 +278,7 @@ def _details(stage: Stage, rival: str) -> list[str]:
             "| --- | ---: | --- | ---: | ---: | ---: |",
         ]
         for row in rows:
-            times = f"{row.seconds * 1e6:.4g} | {row.busbw:.3g} | {row.wrong}"
+            times = f"{row.seconds * 1e6:.2f} | {row.busbw:.3g} | {row.wrong}"
             lines.append(f"| {row.op} | {show_size(row.size)} | {row.backend} | {times} |")
     if stage.name == "overlap":
         lines += ["", *(f"- {name}: {text}" for name, text in found.get("times", {}).items())]
