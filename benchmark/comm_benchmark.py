@@ -4,7 +4,7 @@
     python benchmark/comm_benchmark.py --op all_gather --ranks 4 --plot bandwidth.png
     torchrun --nproc-per-node=2 benchmark/comm_benchmark.py
 
-`benchmarks/` has the measurements that docs/benchmarks.md shows.
+`benchmarks/` has the measurements that docs/internals/benchmarks.md shows.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import tempfile
+import textwrap
 import time
 from datetime import date
 from pathlib import Path
@@ -140,7 +141,9 @@ def picture(in_turn: tuple[float, list[Span]], overlapped: tuple[float, list[Spa
             f'<line x1="{end_of:.1f}" x2="{end_of:.1f}" y1="{top - 3}" y2="{top + 2 * row + 9}" stroke="#333"/>'
         )
         top += 2 * row + 48
-    text(left, top - 18, note, size=11)
+    for line in textwrap.wrap(note, 105):  # what fits between the margins at this size
+        text(left, top - 18, line, size=11)
+        top += 14
     whole, high = left + width + 20, top
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{whole}" height="{high}" viewBox="0 0 {whole} {high}" '

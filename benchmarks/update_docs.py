@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the tables of docs/benchmarks.md from the JSON files in runs/, so that no figure in them is typed by hand.
+"""Writes the tables of docs/internals/benchmarks.md from the JSON files in runs/: no figure in them is typed by hand.
 
 python benchmarks/update_docs.py
 
@@ -16,13 +16,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import latency
 from measure import report
 from measure.stats import format_ratio, format_time
 
 from torch_sagellm._units import show_size
 
 RUNS = Path(__file__).resolve().parent / "runs"
-PAGE = RUNS.parent.parent / "docs/benchmarks.md"
+PAGE = RUNS.parent.parent / "docs/internals/benchmarks.md"
+PICTURE = RUNS.parent.parent / "docs/latency.svg"
 OURS, UNFUSED = "sagellm", "sagellm:unfused"
 ONE_LEADER = "sagellm:*:0-=direct(leaders=1)"
 
@@ -270,9 +272,16 @@ def filled(page: str) -> str:
     return page
 
 
+def picture() -> str:
+    """The time over the size, on the machine with all sizes and on the slower one."""
+    runs = [load(COLLECTIVES[0]), load(CLOSE[0])]
+    return latency.picture([(run, f"all_reduce, 2 ranks, {machine_of(run)}") for run in runs])
+
+
 def main() -> int:
     PAGE.write_text(filled(PAGE.read_text()))
-    print(f"written: {PAGE}")
+    PICTURE.write_text(picture())
+    print(f"written: {PAGE}, {PICTURE}")
     return 0
 
 

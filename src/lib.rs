@@ -11,8 +11,8 @@
 //! asks [`select`] whether it uses slots or rounds, writes its slot in shared memory (`small.rs`, `bulk.rs`, messages in
 //! `p2p.rs`) and combines the ranks' numbers with [`reduce`], in the order of the ranks. On the way back [`group`] records
 //! its end in [`stats`] and tells its owner (`Op::end`). Where a peer has not come yet, [`progress`] drives the groups of
-//! this process: on the thread that waits, or on the progress thread when no thread waits. `docs/design.md` lists the
-//! files of this way in order.
+//! this process: on the thread that waits, or on the progress thread when no thread waits. `docs/internals/calls.md`
+//! lists the files of this way in order.
 //!
 //! **A tensor on a device.** `dispatch.cpp` turns the same description into addresses on the device.
 //! [`crate::engine::device`] checks and numbers it, finds or makes the communicator and decides what to call in the

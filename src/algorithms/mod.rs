@@ -22,9 +22,9 @@
 //!
 //! How to add an algorithm stands in `CONTRIBUTING.md`.
 
-/// The Rust examples of `docs/algorithms.md` run as tests.
+/// The Rust examples of `docs/internals/algorithms.md` run as tests.
 #[cfg(doctest)]
-#[doc = include_str!("../../docs/algorithms.md")]
+#[doc = include_str!("../../docs/internals/algorithms.md")]
 struct Page;
 
 mod binomial;

@@ -6,7 +6,7 @@
 //! are measured: a futex wake across cores costs 14 to 26 us, so yielding for several times that before sleeping pays.
 //! Spinning is short even where every rank could have its own core: when other work pushes two ranks onto one core, 25
 //! us of spinning keep the peer off it and cost 70 us in every operation; 3 us cost nothing where the ranks do have
-//! their own cores, because a yield with no other thread to run takes 0.4 us (docs/benchmarks.md).
+//! their own cores, because a yield with no other thread to run takes 0.4 us (docs/internals/benchmarks.md).
 //!
 //! `roles` says which event wakes which thread: this file knows groups, clocks and the kernel, and holds no shared word
 //! itself.

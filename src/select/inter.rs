@@ -80,7 +80,7 @@ const MOST_OVERHEAD_NS: u64 = 20_000;
 /// Bytes of a segment where the link was not measured, and the smallest where it was.
 const SEGMENT: usize = 2 << 20;
 const LEAST_SEGMENT: f64 = 256.0 * 1024.0;
-/// Nanoseconds per byte inside a host, from docs/benchmarks.md: the work that a segment overlaps with.
+/// Nanoseconds per byte inside a host, from docs/internals/benchmarks.md: the work that a segment overlaps with.
 const INSIDE_NS: f64 = 0.05;
 /// Up to this number of hosts the costs of all schedules are computed in advance.
 const MOST_PRICED: usize = 1024;
@@ -281,7 +281,7 @@ fn cap(count: usize) -> u8 {
 }
 
 /// A default: large operations are split over all ranks of a host, which fill the link with several connections. The
-/// limit for kinds that move blocks was measured on hosts with a core for every rank (docs/benchmarks.md).
+/// limit for kinds that move blocks was measured on hosts with a core for every rank (docs/internals/benchmarks.md).
 fn leaders(desc: OpDesc, hosts: &Hosts) -> u8 {
     let border = if desc.kind == Kind::AllReduce { SMALL } else { LARGE };
     if exchanged(desc, hosts) > border { possible_leaders(desc.kind, u8::MAX, hosts) } else { 1 }

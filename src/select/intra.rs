@@ -3,8 +3,8 @@
 //! Where nothing was measured on this machine, `explain` compares algorithms by predicted times:
 //! time = call + exchanges + rounds x cost of a round + bytes moved by the busiest rank x time a byte x ranks a core
 //!
-//! The constants come from docs/benchmarks.md (two and four ranks on two cores, 2026-11-21): 2.8 us for a call through
-//! torch, 0.2 us per exchange between cores, 17 us where ranks share a core, 21 ps per byte in the cache and 37 ps from
+//! The constants come from docs/internals/benchmarks.md (two and four ranks on two cores, 2026-11-21): 2.8 us for a call
+//! through torch, 0.2 us per exchange between cores, 17 us where ranks share a core, 21 ps per byte in the cache and 37 ps from
 //! memory. `torch-sagellm tune` replaces predictions by measured times.
 
 use super::rules::{AlgorithmChoice, Rule, Rules};
@@ -93,8 +93,8 @@ pub(crate) fn out_of_cache(cache_bytes: u64) -> u64 {
     cache_bytes / 4 * 3
 }
 
-/// Defaults, measured with two ranks on two cores (docs/benchmarks.md): as few rounds as the buffers allow while the
-/// tensor stays in the last-level cache; smaller chunks where it does not; as few rounds as possible where ranks share
+/// Defaults, measured with two ranks on two cores (docs/internals/benchmarks.md): as few rounds as the buffers allow while
+/// the tensor stays in the last-level cache; smaller chunks where it does not; as few rounds as possible where ranks share
 /// cores, because there every round costs context switches.
 pub(crate) fn start(desc: OpDesc, shape: &GroupShape, cache_bytes: u64) -> Choice {
     let rounds = |chunk: usize, reason| Choice { path: Path::Rounds { chunk: fitting(chunk, shape) }, reason };
@@ -274,8 +274,8 @@ mod tests {
 
     const APART: GroupShape = GroupShape { ranks: 2, hosts: 1, cores: 2, slot_bytes: 4096, stage_bytes: 512 << 10 };
 
-    /// Medians of docs/benchmarks.md in microseconds, with the largest accepted factor between them and the model: the
-    /// model ranks algorithms and predicts an order of magnitude, no more.
+    /// Medians of docs/internals/benchmarks.md in microseconds, with the largest accepted factor between them and the model:
+    /// the model ranks algorithms and predicts an order of magnitude, no more.
     #[test]
     fn the_start_values_are_near_the_measured_table() {
         let oversubscribed = GroupShape { ranks: 4, stage_bytes: 512 << 10, ..APART };

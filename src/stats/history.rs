@@ -296,7 +296,7 @@ mod tests {
 
     #[test]
     fn a_record_is_as_large_as_the_documents_say() {
-        assert_eq!(std::mem::size_of::<Record>(), 120); // docs/statistics.md
+        assert_eq!(std::mem::size_of::<Record>(), 120); // docs/internals/statistics.md
     }
 
     #[test]

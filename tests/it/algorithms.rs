@@ -428,10 +428,10 @@ proptest! {
     }
 }
 
-/// The figures in the table of docs/algorithms.md, for 8 and for 6 ranks, with 4 segments where there is a pipeline.
+/// The figures in the table of docs/internals/algorithms.md, for 8 and for 6 ranks, with 4 segments where there is a pipeline.
 #[test]
 fn the_table_in_the_docs_is_right() {
-    let page = include_str!("../../docs/algorithms.md");
+    let page = include_str!("../../docs/internals/algorithms.md");
     let mut rows = 0;
     for kind in Kind::COLLECTIVES {
         for algorithm in Algorithm::ALL.into_iter().filter(|algorithm| algorithm.serves(kind)) {

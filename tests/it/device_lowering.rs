@@ -422,7 +422,7 @@ fn sizes_that_do_not_belong_together_are_found_before_the_library_is_called() {
     }
 }
 
-/// One line for each sort of operation and vendor, as docs/vendors.md has them.
+/// One line for each sort of operation and vendor, as docs/internals/vendors.md has them.
 fn table() -> String {
     let types = |name: &'static str, list: &'static [Dtype]| (name, list);
     let groups = [
@@ -532,12 +532,12 @@ fn say(all: &[(Kind, Dtype, ReduceOp, bool)], able: &Capabilities) -> String {
 
 #[test]
 fn the_table_of_the_documentation_is_this_one() {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/vendors.md");
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/internals/vendors.md");
     let page = std::fs::read_to_string(path).unwrap();
     let (begin, end) =
         ("<!-- lowerings: tests/it/device_lowering.rs writes this table -->\n", "<!-- end of lowerings -->");
-    let start = page.find(begin).expect("docs/vendors.md has its mark") + begin.len();
-    let stop = page.find(end).expect("docs/vendors.md has its second mark");
+    let start = page.find(begin).expect("docs/internals/vendors.md has its mark") + begin.len();
+    let stop = page.find(end).expect("docs/internals/vendors.md has its second mark");
     if std::env::var_os("SAGELLM_WRITE_DOCS").is_some() {
         std::fs::write(path, format!("{}{}{}", &page[..start], table(), &page[stop..])).unwrap();
         return;

@@ -14,8 +14,8 @@
 //!
 //! Where several ranks of a host talk to other hosts in kinds other than all_reduce: `rails`.
 //!
-//! Bytes between hosts per leader: those of the schedule (docs/algorithms.md) over the hosts. Order of summation: ranks
-//! inside a host, then hosts as the schedule says; low precision is rounded once inside, and once for every combination
+//! Bytes between hosts per leader: those of the schedule (docs/internals/algorithms.md) over the hosts. Order of summation:
+//! ranks inside a host, then hosts as the schedule says; low precision is rounded once inside, and once for every combination
 //! between hosts. Strict mode moves uncombined numbers instead: every rank gets one share from all ranks, combines it
 //! in the order of the ranks, and sends the result back, which costs up to ranks per host times the bytes.
 

@@ -10,17 +10,26 @@ How a block is run follows from its language:
 - text, or none: no code, so it is not run.
 
 Before any other block, and before one of these that is not run, a comment gives the reason: ``<!-- not run: ... -->``.
+
+A block of text with the comment ``<!-- output -->`` before it is what the last block above it that is run prints,
+and is compared: what rank 0 prints, of several commands the last one, of a program under torchrun all ranks in any
+order. There ``~7.7`` stands for some number, ``...`` for anything within a line, and a line of ``...`` for any lines.
+White space may be longer or shorter.
+
+Pages for users keep to rules of their own, which are below.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
 import json
 import os
 import re
 import shlex
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -33,9 +42,23 @@ PAGES = [
     "README.md",
     "SECURITY.md",
     "examples/README.md",
-    *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
 ]
-BLOCK = re.compile(r"(?:^<!-- not run: ([^\n]*?) *-->\n)?^( *)```([^\n]*)\n(.*?)^\2```$", re.S | re.M)
+#: For who builds this package: the contract, the words, and all of docs/internals. The others of docs/ are for users.
+BUILDERS = ("docs/design.md", "docs/words.md")
+USERS = [page for page in PAGES if page.startswith("docs/") and "/internals/" not in page and page not in BUILDERS]
+#: Pages for users that say what there is not, so they have nothing to begin with.
+WITHOUT_SNIPPET = ("docs/not-done.md",)
+#: What concerns builders alone: a file of the sources, a number of a rule, a name of the core, a count of instructions.
+OF_BUILDERS = re.compile(
+    r"\b(?:src|cpp|torch_ext|tests|benchmarks)/\w|\.ci/|\b[Rr]ules? \d|\b[Ii]nvariants? \d|\w::\w|\d instructions"
+)
+DATE = re.compile(r"\b20\d\d-\d\d-\d\d\b")
+BLOCK = re.compile(r"(?:^<!-- (?:not run: ([^\n]*?)|(output)) *-->\n)?^( *)```([^\n]*)\n(.*?)^\3```$", re.S | re.M)
+#: Languages of blocks that the tests below run.
+RUN = ("python", "console", "bash")
+#: What an output may leave open: some number, or anything.
+OPEN = re.compile(r"(\.\.\.|~[\d.,]*\d|[ \t]+)")
 #: Folders whose files a page may name in code type.
 NAMED = re.compile(r"`((?:src|cpp|torch_ext|tests|benchmarks|examples|docs)/[\w./-]+)`")
 #: How a line of code begins, in a block that does not say that it is code.
@@ -53,6 +76,8 @@ class Block:
     language: str
     code: str
     reason: str | None
+    is_output: bool = False
+    output: str | None = None
 
     @property
     def is_program(self) -> bool:
@@ -62,10 +87,14 @@ class Block:
 def blocks(page: str, *languages: str) -> list[Block]:
     """The blocks of a page, of these languages only where any are named."""
     text = (ROOT / page).read_text()
-    every = [
-        Block(page, text.count("\n", 0, found.start(4)) + 1, found[3], found[4], found[1])
-        for found in BLOCK.finditer(text)
-    ]
+    every: list[Block] = []
+    for found in BLOCK.finditer(text):
+        line = text.count("\n", 0, found.start(5)) + 1
+        block = Block(page, line, found[4], textwrap.dedent(found[5]), found[1], found[2] is not None)
+        if block.is_output:
+            at = max(i for i, each in enumerate(every) if each.reason is None and each.language in RUN)
+            every[at] = replace(every[at], output=block.code)
+        every.append(block)
     return [each for each in every if not languages or (each.language in languages and each.reason is None)]
 
 
@@ -78,9 +107,36 @@ def programs() -> list[Block]:
     return [each for page in PAGES for each in blocks(page, "python") if each.is_program]
 
 
-def commands() -> list[tuple[str, str]]:
-    found = [each for page in PAGES for each in blocks(page, "console", "bash")]
-    return [(each.page, line) for each in found for line in each.code.splitlines() if line.strip()]
+def commands() -> list[tuple[str, str, str | None]]:
+    found = []
+    for each in (each for page in PAGES for each in blocks(page, "console", "bash")):
+        lines = [line for line in each.code.splitlines() if line.strip()]
+        found += [(each.page, line, each.output if line is lines[-1] else None) for line in lines]
+    return found
+
+
+def pattern(line: str) -> str:
+    """What a line of an output says, as a regular expression for one line."""
+    if line.strip() == "...":
+        return r"(?:[^\n]*\n)*?"
+    parts = []
+    for part in OPEN.split(line.strip()):
+        if part == "...":
+            parts.append(r"[^\n]*?")
+        elif part.startswith("~") and part[1:]:
+            parts.append(r"\d[\d.,]*")
+        else:
+            parts.append(r"[ \t]+" if part.isspace() else re.escape(part))
+    return "".join(parts) + r"\n"
+
+
+def compare(where: str, expected: str, printed: str, *, in_order: bool = True) -> None:
+    lines = [pattern(line) for line in expected.splitlines() if line.strip()]
+    found = "".join(f"{line.strip()}\n" for line in printed.splitlines() if line.strip())
+    if in_order:
+        assert re.fullmatch("".join(lines), found), f"{where} prints\n{found}\nand the page says\n{expected}"
+    for line in lines:  # ranks may write into each other's lines
+        assert re.search(line.removesuffix(r"\n"), found), f"{where} prints\n{found}\nand not {line!r}"
 
 
 @pytest.mark.quick
@@ -105,19 +161,23 @@ def test_every_block_is_run_or_says_why_not(page: str) -> None:
             assert not hidden, f"{page}: this block has code and no language:\n{each.code}"
 
 
-def run_snippets(ctx: Context, page: str, source: str, folder: str) -> None:
-    """Some write files: below `folder`."""
+def run_snippets(ctx: Context, page: str, found: list[tuple[int, str, str | None]], folder: str) -> None:
+    """Some write files: below `folder`. Each block is its first line, its code and what it prints."""
     os.chdir(folder)
     ctx.init()
-    exec(compile(source, page, "exec"), {"rank": ctx.rank})
+    names = {"rank": ctx.rank}
+    for line, code, output in found:
+        source = "\n" * (line - 1) + code  # a traceback shows the lines of the page
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(compile(source, page, "exec"), names)
+        if output is not None and ctx.rank == 0:
+            compare(f"{page}:{line}", output, printed.getvalue())
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)])
 def test_the_python_blocks_run_on_two_ranks(page: str, tmp_path: Path) -> None:
-    source = ""
-    for each in snippets(page):
-        source += "\n" * (each.line - 1 - source.count("\n")) + each.code  # a traceback shows the lines of the page
-    run_fresh(run_snippets, 2, str(ROOT / page), source, str(tmp_path))
+    found = [(each.line, each.code, each.output) for each in snippets(page)]
+    run_fresh(run_snippets, 2, str(ROOT / page), found, str(tmp_path))
 
 
 #: Examples of docstrings that are not run here, and why.
@@ -145,18 +205,20 @@ def test_the_examples_of_docstrings_run_on_two_ranks(tmp_path: Path) -> None:
     )
     source = "import torch\nimport torch.distributed as dist\n\nimport torch_sagellm\n\n" + "\n".join(found.values())
     (tmp_path / "examples.py").write_text(source)  # a traceback shows its lines
-    run_fresh(run_snippets, 2, str(tmp_path / "examples.py"), source, str(tmp_path))
+    run_fresh(run_snippets, 2, str(tmp_path / "examples.py"), [(1, source, None)], str(tmp_path))
 
 
 @pytest.mark.parametrize("program", programs(), ids=lambda each: each.page)
 def test_the_programs_run_under_torchrun(program: Block, tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(program.code)
-    torchrun(script, 2)
+    printed = torchrun(script, 2)
+    if program.output is not None:
+        compare(f"{program.page}:{program.line}", program.output, printed, in_order=False)
 
 
-@pytest.mark.parametrize(("page", "line"), commands())
-def test_the_commands_run(page: str, line: str) -> None:
+@pytest.mark.parametrize(("page", "line", "output"), commands(), ids=[f"{page}-{line}" for page, line, _ in commands()])
+def test_the_commands_run(page: str, line: str, output: str | None) -> None:
     words, environment = shlex.split(line), {}
     while "=" in words[0]:
         name, _, environment[name] = words.pop(0).partition("=")
@@ -165,6 +227,60 @@ def test_the_commands_run(page: str, line: str) -> None:
     assert words[:3] == ["python", "-m", "torch_sagellm"], f"{page}: {line}"
     done = run_script(words[1:], timeout=100, env=environment)
     assert done.returncode == 0 and done.stdout.strip(), done.stdout
+    if output is not None:
+        compare(f"{page}: {line}", output, done.stdout)
+
+
+@pytest.mark.quick
+def test_an_output_that_differs_is_found() -> None:
+    said = "took ~7.7 us\n...\nrank 0: ... of 2"
+    compare("it", said, "took   12,000.5 us\nmore\nlines\nrank 0: 1 of 2\n")
+    compare("it", said, "took 1 us\nrank 0: 1 of 2\n")
+    for other in (
+        "took some us\nrank 0: 1 of 2\n",
+        "took 1 us\nrank 0: 1 of 3\n",
+        "took 1 us\nrank 0: 1 of 2\nand more\n",
+    ):
+        with pytest.raises(AssertionError):
+            compare("it", said, other)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("page", USERS)
+def test_a_page_for_users_is_about_what_they_do(page: str) -> None:
+    """It begins with a command or snippet, and names nothing of builders; dates stand in one line, "Measured on"."""
+    text = re.sub(r"<!--.*?-->", "", (ROOT / page).read_text())
+    found = OF_BUILDERS.findall(text)
+    assert not found, f"{page} names {found}: that belongs into docs/internals"
+    dated = [line for line in text.splitlines() if DATE.search(line)]
+    assert len(dated) <= 1 and all(line.startswith("Measured on ") for line in dated), dated
+    if page not in WITHOUT_SNIPPET:
+        assert len(text.partition("```")[0].split()) <= 110, f"{page}: the first command or snippet comes late"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("page", PAGES)
+def test_tables_have_a_head_and_equal_rows(page: str) -> None:
+    text = re.sub(r"^( *)```.*?^\1```$", "", (ROOT / page).read_text(), flags=re.S | re.M)
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.M):
+        rows = table.splitlines()
+        assert len(rows) > 2 and re.fullmatch(r"\|[ :|-]+\|", rows[1]), f"{page}: no head: {rows[0]}"
+        assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1, f"{page}: {rows[0]}"
+
+
+@pytest.mark.quick
+def test_the_measurements_for_users_are_those_of_the_notebook() -> None:
+    notebook = (ROOT / "docs/internals/benchmarks.md").read_text()
+    cells = re.findall(r"(?<=\| )[\d.]+ (?:us|ms|tokens/s)[^|\n]*?(?= \|)", (ROOT / "docs/measurements.md").read_text())
+    missing = [cell for cell in cells if f"| {cell}" not in notebook]
+    assert len(cells) > 12 and not missing, missing
+
+
+@pytest.mark.quick
+def test_the_pages_have_few_words() -> None:
+    words = {page: len((ROOT / page).read_text().split()) for page in PAGES}
+    assert sum(words[page] for page in USERS) <= 18_000, {page: words[page] for page in USERS}
+    assert words["docs/design.md"] <= 4_000 and words["docs/measurements.md"] <= 700
 
 
 @pytest.mark.quick
@@ -186,7 +302,7 @@ def test_the_first_screen_of_the_readme_is_one() -> None:
     """What it is for, how to try it, a hang, figures, what is proven and what was missed, before the first heading."""
     first = (ROOT / "README.md").read_text().partition("\n## ")[0]
     assert len(first.splitlines()) <= 45
-    figures = (ROOT / "docs/benchmarks.md").read_text()
+    figures = (ROOT / "docs/internals/benchmarks.md").read_text()
     for number in re.findall(r"\| ([\d.]+ (?:ms|us|tokens/s))", first):
         assert number in figures, f"the measurements have no {number}"
     hang = (ROOT / "torch_ext/torch_sagellm/demos/hang.py").read_text().splitlines()

@@ -573,7 +573,7 @@ def test_a_profilers_trace_has_titles_and_shapes(tmp_path: Path) -> None:
 
 def test_the_page_names_files_that_exist() -> None:
     """And all of src/stats."""
-    text = (ROOT / "docs" / "statistics.md").read_text()
+    text = (ROOT / "docs" / "internals" / "statistics.md").read_text()
     named = set(re.findall(r"`((?:src|cpp|torch_ext|tests|benchmarks)/[\w./]+\.\w+)`", text))
     assert all((ROOT / name).is_file() for name in named), [name for name in named if not (ROOT / name).is_file()]
     assert {f"src/stats/{path.name}" for path in (ROOT / "src" / "stats").glob("*.rs")} - {

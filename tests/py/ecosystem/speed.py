@@ -1,4 +1,4 @@
-"""The time of a step of these programs under torch's gloo and under ours, for docs/programs.md.
+"""The time of a step of these programs under torch's gloo and under ours, for docs/internals/programs.md.
 
     python tests/py/ecosystem/speed.py vllm_tokens.py tensor --starts 9
 

@@ -1,7 +1,7 @@
 """``torch-sagellm simulate --strategy``: what a parallel strategy communicates in a training step, and its times.
 
-The formulas stand in docs/commands.md; tests compare them with the bytes that real layers count. Times are those of the
-cost model for one call after the other: neither calls nor computing overlap, so they are an upper bound.
+The formulas stand in docs/internals/simulate.md; tests compare them with the bytes that real layers count. Times are
+those of the cost model for one call after the other: neither calls nor computing overlap, so they are an upper bound.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 //! HCCL. In CANN 9 two libraries; before, one. It has no groups that would help here (its own may not mix kinds, and not
-//! hold a batch of messages), no abort and no gather: see `lowering` and docs/vendors.md.
+//! hold a batch of messages), no abort and no gather: see `lowering` and docs/internals/vendors.md.
 
 use std::collections::HashMap;
 use std::ffi::{c_int, c_void};
