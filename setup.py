@@ -4,6 +4,8 @@ cargo runs first and leaves two things: ``libsagellm.a`` and, through cxx, the h
 then compiles the C++, so that an edit of the Rust core costs cargo and one link. torch's headers are read once, into a
 precompiled header: they are nearly all that the compiler reads for a file of ``cpp/``. On a machine without cargo the
 variable SAGELLM_PREBUILT names a folder that has both already (``make prebuilt`` writes one).
+A usual build has one extension, for the torch that is installed. ``make wheels`` (.ci/build-wheels) names a folder of
+several unpacked torches instead, and the package gets an extension for each.
 Everything about the package that is not code to build stands in ``pyproject.toml``.
 """
 
@@ -17,24 +19,33 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import setuptools
 from setuptools import Command, Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).resolve().parent
 SOURCE = "torch_ext"
-#: Commands that compile. The others (metadata of the package) must not pay for the import of torch.
-COMPILING = {"bdist_wheel", "build", "build_ext", "develop", "editable_wheel", "install"}
+#: Commands that need to know which torch there is. The others work without one: the source distribution is for all.
+COMPILING = {"bdist_wheel", "build", "build_ext", "develop", "dist_info", "editable_wheel", "install"}
+#: The oldest and the newest minor version of torch that the sources are for.
+OLDEST, NEWEST = (2, 11), (2, 15)
 MINIMUM_RUST = (1, 89)
 #: Names a folder with what cargo would build: the library, and the folder of the generated headers.
 PREBUILT = "SAGELLM_PREBUILT"
+#: Names a folder of folders that hold a torch each, unpacked: the package gets an extension for each.
+TORCHES = "SAGELLM_TORCHES"
+#: The command of a linker that links for an older C library; then the extension defines what that one lacks.
+LINKER = "SAGELLM_LINKER"
 CORE = "libsagellm.a"
 HEADERS = "cxxbridge"
 DIGEST = "sources.sha256"
+#: In a source distribution.
+COMMIT = "commit.txt"
 #: The first that reads the licence as pyproject.toml writes it.
 MINIMUM_SETUPTOOLS = 77
 #: What ninja is told. The flags stand in a file of their own, so that the command of a failed step is one that a person
@@ -75,17 +86,60 @@ def package_version() -> str:
     return found.group(1)
 
 
-def torch_minor() -> str:
-    """The torch to build for, as ``2.15``: the c10d classes have another layout in every minor version."""
-    try:
-        version = metadata.version("torch")
-    except metadata.PackageNotFoundError:
+class Torch(NamedTuple):
+    """A torch to build for: the c10d classes have another layout in every minor version."""
+
+    folder: Path  # of its package
+    version: str
+    module: str  # of the extension
+
+    @property
+    def minor(self) -> str:
+        return ".".join(self.version.split(".")[:2])
+
+
+def torch_in(folder: Path, among_others: bool) -> Torch:
+    found = re.search(r"^__version__ = '(\d+\.(\d+)\.[^'+]+)", (folder / "version.py").read_text(), re.MULTILINE)
+    if found is None:
+        fail(f"{folder / 'version.py'} has no version")
+        raise AssertionError("unreachable")
+    # torch 2 has no end in sight: its minor version is enough for the name.
+    return Torch(folder, found.group(1), f"_C_t2{found.group(2)}" if among_others else "_C")
+
+
+def torches() -> list[Torch]:
+    """The oldest first. torch itself is not imported: its backends that are installed would be as well."""
+    if TORCHES in os.environ:
+        folders = sorted(path.parent for path in Path(os.environ[TORCHES]).glob("*/torch/version.py"))
+        if not folders:
+            fail(f"{TORCHES}={os.environ[TORCHES]} holds no torch; expected FOLDER/NAME/torch/version.py")
+        found = [torch_in(folder.resolve(), among_others=True) for folder in folders]
+        return sorted(found, key=lambda each: int(each.minor.split(".")[1]))
+    spec = find_spec("torch")
+    if spec is None or not spec.origin:
         fail(
             "the build needs the torch it shall work with, and pip's isolated build environment hides it; install "
             "torch, then run: pip install --no-build-isolation ."
         )
-        raise
-    return ".".join(version.split("+")[0].split(".")[:2])
+        raise AssertionError("unreachable")
+    return [torch_in(Path(spec.origin).parent, among_others=False)]
+
+
+def requirement(built: list[Torch]) -> str:
+    """What the package asks for."""
+    minors = [tuple(map(int, each.minor.split("."))) for each in built] or [OLDEST, NEWEST]
+    (first, low), (last, high) = minors[0], minors[-1]
+    return f"torch=={first}.{low}.*" if len(minors) == 1 else f"torch>={first}.{low},<{last}.{high + 1}"
+
+
+def commit() -> str:
+    """The commit of the sources: git knows it, and a source distribution has it in a file."""
+    if (ROOT / COMMIT).is_file():
+        return (ROOT / COMMIT).read_text(encoding="utf-8").strip()
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        return ""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    return subprocess.run(command, text=True, capture_output=True, check=False).stdout.strip()
 
 
 def cargo_target() -> Path:
@@ -168,8 +222,13 @@ def run_cargo() -> None:
         fail("the Rust core did not build; cargo's message is above")
 
 
-def extension() -> Extension:
-    """What torch's builder needs, except the paths of torch, which are added once torch is imported."""
+class Module(Extension):
+    """An extension, and the torch that it is for."""
+
+    torch: Torch
+
+
+def extension(torch: Torch) -> Module:
     library, headers = core_places()
     exports = ROOT / "src" / "engine" / "device" / "exports.map"
     plugins = [name for name in re.findall(r"^ +(\w+);", exports.read_text(), re.M) if not name.startswith("PyInit")]
@@ -177,32 +236,59 @@ def extension() -> Extension:
     symbols = (["-O1", "-g1"], []) if os.environ.get("SAGELLM_SYMBOLS") else (["-O2", "-g0"], ["-Wl,--strip-all"])
     # module.cpp takes longest to compile: those of cpp/ itself come first.
     files = [path for pattern in ("*.cpp", "*/*.cpp") for path in sorted((ROOT / "cpp").glob(pattern))]
-    return Extension(
-        "torch_sagellm._C",
+    if TORCHES in os.environ:
+        # As one file: five times as fast, and nobody edits between two of these builds.
+        one = ROOT / "build" / "all.cpp"
+        write_changed(one, "".join(f'#include "{path.relative_to(ROOT / "cpp")}"\n' for path in files))
+        files = [one]
+    old = old_libraries() if os.environ.get(LINKER) else ([], [])
+    made = Module(
+        f"torch_sagellm.{torch.module}",
         sources=[str(path.relative_to(ROOT)) for path in files],
         # The generated headers first (`rust/cxx.h`, `sagellm/src/ffi/bridge.rs.h`), then ours.
         include_dirs=[str(headers), str(ROOT / "cpp")],
+        library_dirs=[str(torch.folder / "lib")],
         extra_objects=[str(library)],
         # The language is the one torch's headers ask for.
         extra_compile_args=[
             *symbols[0],
-            f"-std={'c++17' if torch_minor() == '2.11' else 'c++20'}",
+            f"-std={'c++17' if torch.minor == '2.11' else 'c++20'}",
             "-fvisibility=hidden",
             "-Wall",
             "-Wextra",
             "-Wno-unused-parameter",
             "-DTORCH_API_INCLUDE_EXTENSION_H",
+            # Whatever its file is called, Python loads it under this name.
             "-DTORCH_EXTENSION_NAME=_C",
+            *old[0],
         ],
         libraries=["c10", "torch", "torch_cpu", "torch_python"],
         # The plugins are kept in the link although nothing here calls them.
         extra_link_args=[
             f"-Wl,--version-script={exports}",
             *(f"-Wl,-u,{name}" for name in plugins),
+            *old[1],
             *symbols[1],
         ],
-        language="c++",
+        # The linker of the usual build is the C++ compiler; a named one is called as it stands.
+        language="c" if os.environ.get(LINKER) else "c++",
     )
+    made.torch = torch
+    return made
+
+
+def old_libraries() -> tuple[list[str], list[str]]:
+    """What the compiler and the linker are told besides where the result shall load beside older libraries.
+
+    cpp/host/old_glibc.cpp has the other half. The C++ compiler's libraries are named as files, because such a linker
+    brings others."""
+    compiler = [*shlex.split(os.environ.get("CXX", "g++")), "-print-file-name="]
+    libraries = []
+    for name in ("libstdc++.so.6", "libgcc_s.so.1"):
+        command = [*compiler[:-1], compiler[-1] + name]
+        libraries.append(subprocess.run(command, text=True, capture_output=True, check=True).stdout.strip())
+    wrapped = "_ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE"
+    return ["-DSAGELLM_OLD_GLIBC"], [*libraries, f"-Wl,--wrap={wrapped}"]
 
 
 def find_ninja() -> str:
@@ -241,26 +327,18 @@ def compile_all(command: list[str], flags: list[str], sources: list[str], folder
     # Without these two words ccache keeps nothing that was compiled with a precompiled header. Nothing here uses the
     # macros of time, and no macro is defined before the header is read.
     sloppy = ",".join(filter(None, [os.environ.get("CCACHE_SLOPPINESS"), "pch_defines,time_macros"]))
-    print(f"sagellm: the C++ of {len(sources)} files, for torch {torch_minor()}", flush=True)
+    print(f"sagellm: the C++ of {len(sources)} files, in {place}", flush=True)
     if subprocess.run(run, cwd=ROOT, env={**os.environ, "CCACHE_SLOPPINESS": sloppy}).returncode != 0:
         fail("the C++ did not compile; the compiler's message is above")
     return [str(ROOT / target) for target in objects.values()]
 
 
 def builder() -> type[Any]:
-    """setuptools' build_ext: runs cargo, then ninja, then writes the record of the build."""
-    # Without the backends that are installed: one of them is what this build replaces, and it may be broken.
-    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-    from torch import __version__ as torch_version
-    from torch.utils.cpp_extension import include_paths, library_paths
+    """setuptools' build_ext: cargo, then ninja and the linker for each extension, then the record of the build."""
 
     class Build(build_ext):
         def finalize_options(self) -> None:
             super().finalize_options()
-            # pip hands an editable install a fresh folder every time; one of our own keeps ninja's objects. torch's
-            # version is in its name because objects of two versions must never meet.
-            python = f"cp{sys.version_info.major}{sys.version_info.minor}"
-            self.build_temp = str(ROOT / "build" / f"torch{torch_minor()}-{python}-{sysconfig.get_platform()}")
             # setuptools asks only sources and `depends` whether anything is new; cargo and ninja know the rest.
             self.force = True
 
@@ -269,17 +347,29 @@ def builder() -> type[Any]:
                 check_prebuilt()
             else:
                 run_cargo()
-            for ext in self.extensions:
-                ext.library_dirs += library_paths()
             self._drop_foreign_paths()
+            if os.environ.get(LINKER):
+                self.compiler.linker_so = [*shlex.split(os.environ[LINKER]), "-shared"]
             self.compiler.compile = self._compile
-            super().build_extensions()
+            # One after the other: ninja has all processors.
+            for ext in self.extensions:
+                self._begin(ext)
+                self.build_extension(ext)
+
+        def _begin(self, ext: Module) -> None:
+            # pip hands an editable install a fresh folder every time; one of our own keeps ninja's objects. torch's
+            # version is in its name because objects of two versions must never meet.
+            python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+            kind = "-old-glibc" if os.environ.get(LINKER) else ""
+            self.build_temp = str(ROOT / "build" / f"torch{ext.torch.minor}-{python}-{sysconfig.get_platform()}{kind}")
+            include = ext.torch.folder / "include"
+            self._includes = [str(include), str(include / "torch" / "csrc" / "api" / "include")]
 
         def _compile(self, sources: list[str], **given: Any) -> list[str]:
             """Replaces the compiler's `compile`, which runs no steps in parallel and tracks no headers."""
             command = list(getattr(self.compiler, "compiler_so_cxx", None) or self.compiler.compiler_so)
             # torch's folders count as system folders, so that warnings about torch's headers do not appear.
-            system = [*include_paths(), *self.compiler.include_dirs, sysconfig.get_path("include")]
+            system = [*self._includes, *self.compiler.include_dirs, sysconfig.get_path("include")]
             flags = [word for word in command[1:] if word != "-Wstrict-prototypes"]
             flags += [f"-I{folder}" for folder in given["include_dirs"] if folder not in system]
             for folder in dict.fromkeys(system):
@@ -305,11 +395,14 @@ def builder() -> type[Any]:
         def _write_record(self, folder: Path) -> None:
             """`_load.extension` reads it before it loads the extension, whose symbols alone would give no clear no."""
             folder.mkdir(parents=True, exist_ok=True)
+            # A wheel is for other machines, which lack the folder of its sources.
+            source = "" if TORCHES in os.environ else str(ROOT)
             text = (
-                '"""Written by setup.py beside the extension it describes."""\n\n'
+                '"""Written by setup.py beside the extensions it describes."""\n\n'
                 f"VERSION = {package_version()!r}\n"
-                f"TORCH_VERSION = {torch_version.split('+')[0]!r}\n"
-                f"SOURCE = {str(ROOT)!r}\n"
+                f"COMMIT = {commit()!r}\n"
+                f"EXTENSIONS = { ({ext.torch.version: ext.torch.module for ext in self.extensions})!r}\n"
+                f"SOURCE = {source!r}\n"
             )
             (folder / "_build.py").write_text(text, encoding="utf-8")
 
@@ -332,17 +425,27 @@ class Prebuilt(Command):
         write_prebuilt(Path(self.folder))
 
 
+class Sources(sdist):
+    """The source distribution, which also says of which commit it is."""
+
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        super().make_release_tree(base_dir, files)
+        (Path(base_dir) / COMMIT).write_text(commit() + "\n", encoding="utf-8")
+
+
 def main() -> None:
     if int(setuptools.__version__.split(".")[0]) < MINIMUM_SETUPTOOLS:
         fail(
             f"setuptools {setuptools.__version__} is too old; run: pip install 'setuptools>={MINIMUM_SETUPTOOLS}' wheel"
         )
     compiling = COMPILING.intersection(sys.argv)
+    built = torches() if compiling else []
     setup(
         version=package_version(),
-        install_requires=[f"torch=={torch_minor()}.*"],
-        ext_modules=[extension()],
-        cmdclass={"prebuilt": Prebuilt, **({"build_ext": builder()} if compiling else {})},
+        install_requires=[requirement(built)],
+        # Named also where nothing is compiled: the wheel of a package with extensions is for one kind of machine.
+        ext_modules=[extension(torch) for torch in built] or [Extension("torch_sagellm._C", sources=[])],
+        cmdclass={"prebuilt": Prebuilt, "sdist": Sources, **({"build_ext": builder()} if compiling else {})},
     )
 
 

@@ -1,14 +1,20 @@
-"""Loads the extension module, after checking that it was built for the installed torch."""
+"""Loads the extension module that was built for the installed torch.
+
+A build from sources has one, ``_C``, for the torch that it found; a wheel has one for each minor version that it
+serves, ``_C_t211`` for torch 2.11 and so on.
+"""
 
 from __future__ import annotations
 
 import struct
 import sys
-from importlib.machinery import EXTENSION_SUFFIXES
+from collections.abc import Iterable
+from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
-from _torch_sagellm_autoload import Unusable
+from _torch_sagellm_autoload import DISTRIBUTION, Unusable
 
 _PACKAGE = Path(__file__).resolve().parent
 #: Once it has been loaded.
@@ -33,26 +39,54 @@ def _minor(torch_version: str) -> str:
     return ".".join(torch_version.split("+")[0].split(".")[:2])
 
 
-def _mend(source: str) -> str:
+def minors() -> list[str]:
+    """The minor versions of torch that this build serves, the oldest first; none where it was never built."""
+    try:
+        return list(map(_minor, _record()[0]))
+    except Unusable:
+        return []
+
+
+def file_for(running: str) -> Path | None:
+    """The extension's file for a torch; there may be none."""
+    try:
+        stems = [stem for built, stem in _record()[0].items() if _minor(built) == _minor(running)]
+    except Unusable:
+        return None
+    return next((path for stem in stems if (path := _file(stem)).is_file()), None)
+
+
+def _mend(source: str, is_wheel: bool = False) -> str:
     """The command that rebuilds the package for this torch and this Python."""
+    pip = f"{sys.executable} -m pip install --no-build-isolation --force-reinstall --no-deps"
+    if is_wheel:
+        return f"{pip} --no-binary {DISTRIBUTION} {DISTRIBUTION}=={version()}"
     folder = Path(source) if source else _PACKAGE.parent.parent
     editable = "-e " if folder in _PACKAGE.parents else ""
     where = f"cd {folder}" if (folder / "setup.py").is_file() else "cd <the source folder of sagellm>"
-    return f"{where} && {sys.executable} -m pip install --no-build-isolation --force-reinstall --no-deps {editable}."
+    return f"{where} && {pip} {editable}."
 
 
-def check(built_for: str, running: str, source: str) -> None:
-    """Refuses a build for another minor version of torch.
+def check(built_for: Iterable[str], running: str, source: str) -> str:
+    """The one of the versions of torch built for that fits this one; refuses a torch that none fits.
 
-    The layout of c10d's classes changes with every minor version. A build that is loaded under another one may fail at
-    once with an unknown symbol, or load and call the wrong methods; so this is checked before it is loaded.
+    The layout of c10d's classes changes with every minor version. An extension that is loaded under another one may
+    fail at once with an unknown symbol, or load and call the wrong methods; so this is checked before it is loaded.
     """
-    if _minor(built_for) != _minor(running):
+    built = list(built_for)
+    for version in built:
+        if _minor(version) == _minor(running):
+            return version
+    if source:
         raise Unusable(
-            f"sagellm was built for torch {_minor(built_for)} and this is torch {running}; a build serves one minor "
-            "version",
+            f"sagellm was built for torch {', '.join(map(_minor, built))} and this is torch {running}; a build from "
+            "sources serves one minor version",
             f"build it for this one: {_mend(source)}",
         )
+    raise Unusable(
+        f"this wheel of sagellm serves torch {', '.join(map(_minor, built))} and this is torch {running}",
+        f"build it for this one from the source distribution, with cargo and g++: {_mend('', True)}",
+    )
 
 
 def extension() -> ModuleType:
@@ -63,13 +97,12 @@ def extension() -> ModuleType:
     return _loaded
 
 
-def _load() -> ModuleType:
-    import torch
-
+def _record() -> tuple[dict[str, str], str]:
+    """For each torch built for the extension's name, and the folder of the sources, from the record of the build."""
     try:
         from torch_sagellm import _build
 
-        built_for, source = str(_build.TORCH_VERSION), str(_build.SOURCE)
+        extensions, source = dict(_build.EXTENSIONS), str(_build.SOURCE)
     except ImportError as error:
         raise Unusable(
             "sagellm is not built: its extension needs cargo (curl https://sh.rustup.rs -sSf | sh) and g++ 11 or newer",
@@ -80,40 +113,72 @@ def _load() -> ModuleType:
             f"the record of sagellm's build, {_PACKAGE / '_build.py'}, cannot be read: {_shown(error)}",
             f"build it anew: {_mend('')}",
         ) from error
-    check(built_for, torch.__version__, source)
-    try:
-        _look_at_file()
-        from torch_sagellm import _C
+    return extensions, source
 
-        made_for = getattr(_C, "torch_version_built", "unknown")
+
+def _load() -> ModuleType:
+    import torch
+
+    extensions, source = _record()
+    built_for = check(extensions, torch.__version__, source)
+    try:
+        found = _import(extensions[built_for])
+        made_for = getattr(found, "torch_version_built", "unknown")
         if made_for != built_for:
-            raise ImportError(f"{_C.__file__} is not the one of this package: it is for torch {made_for}")
+            raise ImportError(f"{found.__file__} is not the one of this package: it is for torch {made_for}")
     # pybind11 raises other errors than ImportError where an extension belongs to another torch.
     except Exception as error:
         raise Unusable(
             f"sagellm's extension does not load under Python {sys.version.split()[0]} with torch "
             f"{torch.__version__}: {_shown(error)}",
-            f"build it anew: {_mend(source)}",
+            f"build it anew: {_mend(source, not source)}",
         ) from error
+    return found
+
+
+def _import(stem: str) -> ModuleType:
+    """Every file is the same module, ``torch_sagellm._C``, whichever torch it is for."""
+    _look_at_file(stem)
+    if stem != "_C":
+        import torch_sagellm
+
+        loader = ExtensionFileLoader(f"{__package__}._C", str(_file(stem)))
+        spec = spec_from_file_location(loader.name, loader.path, loader=loader)
+        if spec is None:
+            raise ImportError(f"Python makes no module of {loader.path}")
+        module = module_from_spec(spec)
+        sys.modules[loader.name] = module
+        try:
+            loader.exec_module(module)
+        except BaseException:
+            sys.modules.pop(loader.name, None)
+            raise
+        torch_sagellm._C = module
+    from torch_sagellm import _C
+
     return _C
 
 
-def _look_at_file() -> None:
+def _file(stem: str) -> Path:
+    """The first that is there, as Python chooses it."""
+    paths = [_PACKAGE / f"{stem}{suffix}" for suffix in EXTENSION_SUFFIXES]
+    return next((path for path in paths if path.is_file()), paths[0])
+
+
+def _look_at_file(stem: str) -> None:
     """Refuses a file that was cut off: the system would end the process while it loads one."""
     if not _PACKAGE.is_dir():
         raise ImportError(f"Python loads no extension out of {_PACKAGE.parent}; install the package unpacked")
-    for suffix in EXTENSION_SUFFIXES:
-        path = _PACKAGE / f"_C{suffix}"
-        if not path.is_file():
-            continue
-        with path.open("rb") as file:
-            head = file.read(64)
-        # An ELF file of 64 bits ends with the table of its sections, whose place, row size and rows the head has.
-        if len(head) == 64 and head[:5] == b"\x7fELF\x02":
-            (begin,), (size, number) = struct.unpack_from("<Q", head, 40), struct.unpack_from("<HH", head, 58)
-            if path.stat().st_size < begin + size * number:
-                raise ImportError(f"{path} was cut off")
+    path = _file(stem)
+    if not path.is_file():
         return
+    with path.open("rb") as file:
+        head = file.read(64)
+    # An ELF file of 64 bits ends with the table of its sections, whose place, row size and rows the head has.
+    if len(head) == 64 and head[:5] == b"\x7fELF\x02":
+        (begin,), (size, number) = struct.unpack_from("<Q", head, 40), struct.unpack_from("<HH", head, 58)
+        if path.stat().st_size < begin + size * number:
+            raise ImportError(f"{path} was cut off")
 
 
 def _shown(error: Exception) -> str:

@@ -163,9 +163,29 @@ def another_extension(folder: Path) -> None:
 
 def another_torch(folder: Path) -> None:
     path = folder / "torch_sagellm" / "_build.py"
-    path.write_text(
-        path.read_text().replace(f"TORCH_VERSION = '{torch.__version__.split('+')[0]}", "TORCH_VERSION = '2.3.0")
-    )
+    path.write_text(path.read_text().replace(f"'{torch.__version__.split('+')[0]}'", "'2.3.0'"))
+
+
+def wheel_for(folder: Path, *versions: str) -> None:
+    """What `make wheels` leaves: an extension for each torch, and no folder of sources."""
+    modules = {version: f"_C_t{''.join(version.split('.')[:2])}" for version in versions}
+    path = folder / "torch_sagellm" / "_build.py"
+    lines = [line for line in path.read_text().splitlines() if not line.startswith(("EXTENSIONS", "SOURCE"))]
+    path.write_text("\n".join([*lines, f"EXTENSIONS = {modules!r}", "SOURCE = ''", ""]))
+    extension = next((folder / "torch_sagellm").glob("*.so"))
+    _, _, suffixes = extension.name.partition(".")
+    for module in modules.values():
+        (folder / "torch_sagellm" / f"{module}.{suffixes}").symlink_to(extension.resolve())
+    extension.unlink()
+
+
+def wheel_for_others(folder: Path) -> None:
+    wheel_for(folder, "2.3.0", "2.4.1")
+
+
+def wheel_with_another_extension(folder: Path) -> None:
+    """The record says that it is for this torch, and the file is for another patch of it."""
+    wheel_for(folder, f"{'.'.join(torch.__version__.split('.')[:2])}.99")
 
 
 def damaged_record(folder: Path) -> None:
@@ -184,6 +204,8 @@ STATES: list[tuple[Callable[[Path], None], tuple[str, ...], bool]] = [
     (no_library, ("does not load", "uild it anew"), True),
     (another_extension, ("is not the one of this package", "uild it anew"), True),
     (another_torch, ("was built for torch 2.3", "uild it for this one"), True),
+    (wheel_for_others, ("wheel of sagellm serves torch 2.3, 2.4 and this is torch", "uild it for this one"), True),
+    (wheel_with_another_extension, ("is not the one of this package", "uild it anew"), True),
     (damaged_record, ("cannot be read: SyntaxError", "uild it anew"), True),
 ]
 
@@ -210,6 +232,27 @@ def test_a_whole_package_works_in_any_interpreter(tmp_path: Path) -> None:
     isolated = f"import sys; sys.path[:0] = [{str(place)!r}]\n" + PROGRAM
     for found in (run(place), run(place, first=("-W", "error")), run(place, isolated, first=("-I",))):
         assert found["ours"] == found["gloo"] == "works" and not found["touched"] and not found["told"], found
+
+
+def test_a_wheel_loads_the_extension_for_this_torch_under_the_one_name(tmp_path: Path) -> None:
+    place = installed(tmp_path)
+    version = torch.__version__.split("+")[0]
+    wheel_for(place, "2.3.0", version, "2.99.0")
+    assert run(place)["ours"] == "works"
+    look = """
+import json, pickle, torch, torch_sagellm
+from torch_sagellm import _load
+extension = _load.extension()
+from torch_sagellm import _C
+import torch_sagellm._C as again
+assert extension is _C is again is _load.extension() and torch_sagellm.Options.__module__ == "torch_sagellm._C"
+print(json.dumps({"name": extension.__name__, "file": extension.__file__, "minors": _load.minors()}))
+"""
+    found = run(place, look)
+    assert found["name"] == "torch_sagellm._C" and found["minors"] == ["2.3", ".".join(version.split(".")[:2]), "2.99"]
+    assert Path(found["file"]).name.startswith(f"_C_t{''.join(version.split('.')[:2])}."), found
+    done = command(place, "info")
+    assert f"for torch {version} and " in done.stdout and "from a wheel for torch 2.3, " in done.stdout, done.stdout
 
 
 def test_a_package_in_a_zip_file_says_that_it_must_be_unpacked(tmp_path: Path) -> None:

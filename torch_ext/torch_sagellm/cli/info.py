@@ -72,12 +72,14 @@ def _build() -> dict[str, str]:
     from torch_sagellm import _load
 
     try:
-        name = Path(str(_load.extension().__file__)).name
+        extension = _load.extension()
     except _torch_sagellm_autoload.Unusable as error:
         return {"build": f"cannot be used: {error}"}
     from torch_sagellm import _build
 
-    return {"build": f"for torch {_build.TORCH_VERSION} and {name.split('.')[1]}, from {_build.SOURCE}"}
+    kind = Path(str(extension.__file__)).name.split(".")[1]
+    source = _build.SOURCE or f"a wheel for torch {', '.join(_load.minors())}"
+    return {"build": f"for torch {extension.torch_version_built} and {kind}, from {source}"}
 
 
 def _served() -> dict[str, str]:

@@ -1,0 +1,59 @@
+// What the wheels' extension defines itself, so that it also loads beside a C library and a libstdc++ that are older
+// than those it was compiled with (docs/release.md). Other builds compile nothing here.
+#ifdef SAGELLM_OLD_GLIBC
+
+#include <dlfcn.h>
+#include <pthread.h>
+
+#include <condition_variable>
+#include <ctime>
+#include <mutex>
+
+namespace {
+
+using ClockWait = int (*)(pthread_cond_t*, pthread_mutex_t*, clockid_t, const timespec*);
+
+constexpr long kBillion = 1'000'000'000;
+
+// The same moment on the clock that `pthread_cond_timedwait` reads.
+timespec on_system_clock(clockid_t clock, const timespec& until) {
+  timespec now{}, system{};
+  clock_gettime(clock, &now);
+  clock_gettime(CLOCK_REALTIME, &system);
+  timespec found{system.tv_sec + until.tv_sec - now.tv_sec, system.tv_nsec + until.tv_nsec - now.tv_nsec};
+  if (found.tv_nsec >= kBillion) {
+    found.tv_nsec -= kBillion;
+    ++found.tv_sec;
+  } else if (found.tv_nsec < 0) {
+    found.tv_nsec += kBillion;
+    --found.tv_sec;
+  }
+  return found;
+}
+
+}  // namespace
+
+// The list of what is exported (src/engine/device/exports.map) keeps these three inside.
+extern "C" {
+
+// glibc 2.32. libstdc++ leaves out atomic operations where it is not 0; torch always has threads.
+char __libc_single_threaded = 0;
+
+// glibc 2.30: the library's own where it has one. Else the wait ends by the system's clock, and libstdc++ looks at the
+// steady one again: a clock that is set back meanwhile makes this wait longer.
+int pthread_cond_clockwait(pthread_cond_t* condition, pthread_mutex_t* mutex, clockid_t clock, const timespec* until) {
+  static const auto theirs = reinterpret_cast<ClockWait>(dlsym(RTLD_DEFAULT, "pthread_cond_clockwait"));
+  if (theirs != nullptr) return theirs(condition, mutex, clock, until);
+  const timespec system = on_system_clock(clock, *until);
+  return pthread_cond_timedwait(condition, mutex, &system);
+}
+
+// libstdc++ of GCC 12 has a second version of std::condition_variable::wait, and headers of torch call it; the linker
+// leads them here (--wrap in setup.py).
+void __wrap__ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE(std::condition_variable* condition,
+                                                                      std::unique_lock<std::mutex>* lock) {
+  pthread_cond_wait(condition->native_handle(), lock->mutex()->native_handle());
+}
+}
+
+#endif
