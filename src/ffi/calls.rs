@@ -265,7 +265,9 @@ impl Core {
                 combined.map(|dtype| named(dtype.name())).collect()
             }
             _ => {
-                crate::os::topology::report().into_iter().map(|(name, value)| observed::Fact { name, value }).collect()
+                let kernels = crate::reduce::Level::available().last().map_or("", |level| level.name());
+                let facts = crate::os::topology::report().into_iter().chain([("kernels".into(), kernels.into())]);
+                facts.map(|(name, value)| observed::Fact { name, value }).collect()
             }
         }
     }

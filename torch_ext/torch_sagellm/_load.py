@@ -35,6 +35,15 @@ def version() -> str:
     return VERSION
 
 
+def commit() -> str:
+    """The commit that the package was built from; empty where it is not known."""
+    try:
+        from torch_sagellm._build import COMMIT
+    except Exception:
+        return ""
+    return COMMIT
+
+
 def _minor(torch_version: str) -> str:
     return ".".join(torch_version.split("+")[0].split(".")[:2])
 
@@ -45,15 +54,6 @@ def minors() -> list[str]:
         return list(map(_minor, _record()[0]))
     except Unusable:
         return []
-
-
-def file_for(running: str) -> Path | None:
-    """The extension's file for a torch; there may be none."""
-    try:
-        stems = [stem for built, stem in _record()[0].items() if _minor(built) == _minor(running)]
-    except Unusable:
-        return None
-    return next((path for stem in stems if (path := _file(stem)).is_file()), None)
 
 
 def _mend(source: str, is_wheel: bool = False) -> str:

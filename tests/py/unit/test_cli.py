@@ -74,9 +74,18 @@ def test_without_a_command_all_are_named_and_the_version_is_told(capsys: pytest.
     with pytest.raises(SystemExit) as end:
         main([])
     assert end.value.code == 2 and f"which command? One of {', '.join(COMMANDS)}" in capsys.readouterr().err
+    assert main(["--version"]) == 0
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first == f"torch-sagellm {_load.version()}"
+    assert main(["--version", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["version"] == _load.version() and found["torch"] == torch.__version__, found
+    assert found["commit"] == _load.commit() and found["serves"] == _load.minors(), found
+    assert found["extension"].startswith("_C.") and found["kernels"] in ("portable", "avx2", "avx512"), found
+    assert [line.split()[0] for line in others] == list(found)[1:]
     with pytest.raises(SystemExit) as end:
-        main(["--version"])
-    assert end.value.code == 0 and capsys.readouterr().out == f"torch-sagellm {_load.version()}\n"
+        main(["--json"])
+    assert end.value.code == 2 and "--json stands after --version" in capsys.readouterr().err
     with pytest.raises(SystemExit) as end:
         main(["--verson"])
     assert end.value.code == 2 and "did you mean '--version'?" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, Protocol
 
 from torch_sagellm import _load, _nearest
-from torch_sagellm.cli import bench, certify, demo, doctor, explain, health, info, simulate, table, top, trace, tune
+from torch_sagellm.cli import bench, certify, demo, doctor, explain, health, info, simulate, table, top, trace, tune, version
 
 #: A remark that has fewer columns goes below what it is about.
 MOST_OF_A_REMARK = 34
@@ -121,7 +121,10 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
         epilog=EXAMPLES,
         formatter_class=Help,
     )
-    parser.add_argument("--version", action="version", version=f"torch-sagellm {_load.version()}")
+    parser.add_argument(
+        "--version", action="store_true", help="what is installed: commit, extension, torch, kernels; then end"
+    )
+    parser.add_argument("--json", dest="version_json", action="store_true", help="after --version: the same as JSON")
     commands = parser.add_subparsers(dest="command", metavar="command")
     each: dict[str, Parser] = {}
     for name, module in COMMANDS.items():
@@ -139,7 +142,9 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
 def _parse(given: Sequence[str]) -> argparse.Namespace:
     parser, commands = _parsers()
     parsed, unknown = parser.parse_known_args(given)
-    if parsed.command is None and not unknown:
+    if parsed.version_json and not parsed.version:
+        parser.error("--json stands after --version, or after a command that has it")
+    if parsed.command is None and not unknown and not parsed.version:
         parser.error(f"which command? One of {', '.join(COMMANDS)}")
     if unknown:
         command = commands.get(parsed.command, parser)
@@ -204,6 +209,8 @@ def main(arguments: list[str] | None = None) -> int:
     if given[:1] == ["_rank"]:
         return _rank(given[1:])
     parsed = _parse(given)
+    if parsed.version:
+        return version.show(parsed.version_json)
     try:
         _prepare(parsed.command)
         code: int = COMMANDS[parsed.command].run(parsed)
