@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: help demo certify build test test-quick test-long test-ecosystem test-gpu bench-gpu prebuilt built-gpu lint format bench docs coverage clean
+.PHONY: help demo certify build wheels test test-quick test-long test-ecosystem test-gpu bench-gpu prebuilt built-gpu lint format bench docs coverage clean
 
 python := .venv/bin/python
 # Stamps: a second call does only what changed since.
@@ -14,6 +14,7 @@ built_213 := .venv-ecosystem-2.13/.stamp-built
 # Where vLLM for processors and TorchRec have wheels; elsewhere their tests are skipped.
 with_213 := $(filter Linux-x86_64 Linux-aarch64,$(shell uname -s)-$(shell uname -m))
 installed_docs := .venv-docs/.stamp-requirements
+installed_wheels := .venv-wheels/.stamp-requirements
 registered := .venv/.stamp-registered
 built := .venv/.stamp-built
 # torch itself is a source of the build: another version needs another extension.
@@ -36,6 +37,10 @@ demo: $(built) ## set up, build, train a small GPT with 2 ranks and compare with
 	PATH=$$PWD/.venv/bin:$$PATH OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node=$(ranks) -m torch_sagellm.demos.train_gpt --backend sagellm $(demo_flags)
 
 build: $(built) ## set up where needed and build the extension in place
+
+wheels: $(installed_wheels) ## wheels for torch 2.11 to 2.15, one for each CPython that is here, and the source distribution, in dist/
+	@.ci/prerequisites
+	.venv-wheels/bin/python .ci/build-wheels
 
 test: $(built) $(installed_dev) ## Rust, loom and Python tests; the last line has the totals (under half an hour on 2 cores)
 	@$(python) .ci/totals full
@@ -126,6 +131,12 @@ $(built_213): $(sources) pyproject.toml $(shell find torch_ext -name '*.py' -o -
 $(installed_docs): requirements-docs.txt
 	@python=$$(.ci/python) && "$$python" -m venv .venv-docs
 	.venv-docs/bin/python -m pip install --disable-pip-version-check --quiet -r requirements-docs.txt
+	@touch $@
+
+# An environment of its own: the linker in it has 170 MB, and no other command wants it.
+$(installed_wheels): requirements-wheels.txt
+	@python=$$(.ci/python) && "$$python" -m venv .venv-wheels
+	.venv-wheels/bin/python -m pip install --disable-pip-version-check --quiet -r requirements-wheels.txt
 	@touch $@
 
 # Once, an editable install tells torch the backend's name; afterwards only the extension is built anew. It is built

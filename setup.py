@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import setuptools
 from setuptools import Command, Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.sdist import sdist
 
@@ -433,6 +434,16 @@ class Sources(sdist):
         (Path(base_dir) / COMMIT).write_text(commit() + "\n", encoding="utf-8")
 
 
+class Wheel(bdist_wheel):
+    """The wheel, with the list of the crates in it where PEP 770 wants that."""
+
+    def write_wheelfile(self, wheelfile_base: str, **named: Any) -> None:
+        super().write_wheelfile(wheelfile_base, **named)
+        folder = Path(wheelfile_base) / "sboms"
+        folder.mkdir()
+        shutil.copy(ROOT / "licences" / "sbom.cdx.json", folder)
+
+
 def main() -> None:
     if int(setuptools.__version__.split(".")[0]) < MINIMUM_SETUPTOOLS:
         fail(
@@ -445,7 +456,12 @@ def main() -> None:
         install_requires=[requirement(built)],
         # Named also where nothing is compiled: the wheel of a package with extensions is for one kind of machine.
         ext_modules=[extension(torch) for torch in built] or [Extension("torch_sagellm._C", sources=[])],
-        cmdclass={"prebuilt": Prebuilt, "sdist": Sources, **({"build_ext": builder()} if compiling else {})},
+        cmdclass={
+            "prebuilt": Prebuilt,
+            "sdist": Sources,
+            "bdist_wheel": Wheel,
+            **({"build_ext": builder()} if compiling else {}),
+        },
     )
 
 

@@ -60,7 +60,8 @@ def _mend(source: str, is_wheel: bool = False) -> str:
     """The command that rebuilds the package for this torch and this Python."""
     pip = f"{sys.executable} -m pip install --no-build-isolation --force-reinstall --no-deps"
     if is_wheel:
-        return f"{pip} --no-binary {DISTRIBUTION} {DISTRIBUTION}=={version()}"
+        tools = f"{sys.executable} -m pip install 'setuptools>=77' wheel ninja"
+        return f"{tools} && {pip} --no-binary {DISTRIBUTION} {DISTRIBUTION}=={version()}"
     folder = Path(source) if source else _PACKAGE.parent.parent
     editable = "-e " if folder in _PACKAGE.parents else ""
     where = f"cd {folder}" if (folder / "setup.py").is_file() else "cd <the source folder of sagellm>"

@@ -41,7 +41,7 @@ def test_a_wheel_names_what_it_serves_and_the_command_that_builds_from_sources(r
     text = str(error.value)
     assert f"this wheel of sagellm serves torch 2.11, 2.14, 2.15 and this is torch {running}. Build it" in text
     pip = f"{sys.executable} -m pip install --no-build-isolation --force-reinstall --no-deps"
-    assert text.endswith(f"{pip} --no-binary torch-sagellm torch-sagellm=={_load.version()}")
+    assert text.endswith(f"ninja && {pip} --no-binary torch-sagellm torch-sagellm=={_load.version()}")
 
 
 def test_the_mismatch_is_found_before_the_extension_is_loaded() -> None:
