@@ -4,8 +4,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <condition_variable>
 #include <cstdio>
-#include <future>
+#include <mutex>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -104,17 +105,26 @@ void Failure::tell(const std::string& error, const Threads& threads) {
   const auto knows = [events = events_](pid_t thread) { return events->knows(thread); };
   const bool all = std::all_of(threads.begin(), threads.end(), [&](const auto& each) { return knows(each.id); });
   if (all || error.empty()) return;
-  const auto done = std::make_shared<std::promise<void>>();
-  const auto told = done->get_future();
+  // No std::future: waiting for one with a deadline needs a newer libstdc++ than the wheels may ask for.
+  struct Done {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool is = false;
+  };
+  const auto done = std::make_shared<Done>();
   const auto raise = [group = events_->key(), threads, knows, done, text = error.substr(1)] {
     try {
       Alarm::instance().raise(group, threads, text, knows);
     } catch (const std::exception& problem) {
       log_line(1, std::string("the program could not be told of a failed call on a device: ") + problem.what());
     }
-    done->set_value();
+    const std::lock_guard<std::mutex> lock(done->mutex);
+    done->is = true;
+    done->changed.notify_all();
   };
-  if (start("sagellm-raise", raise)) told.wait_for(kPatience);
+  if (!start("sagellm-raise", raise)) return;
+  std::unique_lock<std::mutex> lock(done->mutex);
+  done->changed.wait_for(lock, kPatience, [&done] { return done->is; });
 }
 
 void Failure::exit(const std::string& error) const {
