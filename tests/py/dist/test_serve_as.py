@@ -444,7 +444,8 @@ def looks(group: Any) -> dict[str, Any]:
     """What programs read of a group of gloo."""
     backend = group._get_backend(torch.device("cpu"))
     options = backend.options
-    names = ["_threads", "_timeout", "backend", "enable_reconfigure"]
+    # The last came with torch 2.14; ours has it always.
+    names = ["_threads", "_timeout", "backend", *(["enable_reconfigure"] if torch_at_least(2, 14) else [])]
     return {
         "name": backend.name(),
         "group": group.name(),
