@@ -1,4 +1,4 @@
-"""Finds the CPythons of this machine that the package is for and that can build an extension."""
+"""The CPythons and torches that wheels are for, and which of the former this machine has."""
 
 from __future__ import annotations
 
@@ -8,12 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+MINORS = ("2.11", "2.12", "2.13", "2.14", "2.15")
+#: The last torch that has wheels for a CPython, where it is not the newest.
+LAST = {"3.10": "2.11"}
 #: Prints the version and the path of an interpreter that has its headers.
 SHOW = """
 import os, sys, sysconfig
 if os.path.exists(sysconfig.get_path("include") + "/Python.h"):
     print("%d.%d" % sys.version_info[:2], os.path.realpath(sys.executable))
 """
+
+
+def minors_for(python: str) -> list[str]:
+    """The versions of torch that a CPython's wheel serves."""
+    return list(MINORS[: MINORS.index(LAST.get(python, MINORS[-1])) + 1])
 
 
 def interpreters(asked: Sequence[str] = ()) -> dict[str, str]:
