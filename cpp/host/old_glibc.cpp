@@ -50,6 +50,7 @@ int pthread_cond_clockwait(pthread_cond_t* condition, pthread_mutex_t* mutex, cl
 
 // libstdc++ of GCC 12 has a second version of std::condition_variable::wait, and headers of torch call it; the linker
 // leads them here (--wrap in setup.py).
+// NOLINTNEXTLINE(bugprone-reserved-identifier)
 void __wrap__ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE(std::condition_variable* condition,
                                                                       std::unique_lock<std::mutex>* lock) {
   pthread_cond_wait(condition->native_handle(), lock->mutex()->native_handle());
