@@ -1,5 +1,5 @@
 // What the wheels' extension defines itself, so that it also loads beside a C library and a libstdc++ that are older
-// than those it was compiled with (docs/release.md). Other builds compile nothing here.
+// than those it was compiled with (docs/internals/release.md). Other builds compile nothing here.
 #ifdef SAGELLM_OLD_GLIBC
 
 #include <dlfcn.h>

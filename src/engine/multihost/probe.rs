@@ -7,7 +7,7 @@
 //!
 //! 1. Latency: empty messages with the hosts before and after this one. The slowest link sets the pace of all.
 //! 2. Rate: in pairs of neighbours, so that a host's link carries one exchange at a time. Two sizes; their difference is the
-//!    time of the bytes alone. A first large message widens TCP's window.
+//!    time of the bytes alone. Some large messages before it open TCP's windows.
 //!
 //! All hosts use the worst values that any host measured, because a schedule is as slow as its slowest link; they agree on
 //! them before each decision about further rounds. Takes about 40 latencies on a fast link, 20 on a slow one.
@@ -29,6 +29,11 @@ const LARGE: usize = 320 << 10;
 /// Above these, fewer rounds are enough: what disturbs them is short against a latency, or against a large message.
 const SLOW_LATENCY: u64 = 2_000_000;
 const SLOW_RATE: u64 = 8_000_000;
+/// Large messages after which TCP's windows are so wide that the next one goes out at once: they double with each round trip,
+/// from some 14 KiB.
+const OPENS: u32 = 5;
+/// Nanoseconds of latency that those may take. A link as slow as between continents is not worth a longer start.
+const OPENING: u64 = 10_000_000;
 
 pub struct Opening {
     /// A hash of the options and everything else that all ranks must agree on.
@@ -152,7 +157,8 @@ impl Probe<'_> {
         let [mut alpha_ns, _] = self.rounds(&neighbours, 0, 4).and_then(|own| self.worst([own, 0]))?;
         if alpha_ns < SLOW_LATENCY {
             // A pause of a thread falls into one of the blocks.
-            let blocks: Result<Vec<u64>> = (0..3).map(|_| self.rounds(&neighbours, 0, 8)).collect();
+            let times = if alpha_ns < SLOW_LATENCY / 10 { 8 } else { 4 };
+            let blocks: Result<Vec<u64>> = (0..3).map(|_| self.rounds(&neighbours, 0, times)).collect();
             let own = blocks?.into_iter().min().expect("three blocks");
             [alpha_ns, _] = self.worst([own, 0])?;
         }
@@ -164,9 +170,14 @@ impl Probe<'_> {
             first = self.rounds(partner.as_slice(), LARGE, 1)?.max(first);
         }
         let [_, first] = self.worst([0, first])?;
-        let (blocks, times) = if first < SLOW_RATE { (2, 3) } else { (1, 1) };
+        // What is not explained by latencies, in which the window opens, is the time of the bytes.
+        let slow = first.saturating_sub(2 * u64::from(OPENS) * alpha_ns) > SLOW_RATE;
+        let (opening, blocks, times) = if slow { (0, 1, 1) } else { (u64::from(OPENS).min(OPENING / alpha_ns), 2, 3) };
         let mut slowest = 0;
         for partner in &turns {
+            for _ in 0..opening {
+                self.rounds(partner.as_slice(), LARGE, 1)?;
+            }
             let (mut small, mut large) = (u64::MAX, u64::MAX);
             for _ in 0..blocks {
                 small = self.rounds(partner.as_slice(), SMALL, times)?.min(small);
