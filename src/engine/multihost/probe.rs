@@ -214,12 +214,10 @@ mod tests {
         for count in 2..10 {
             let turns: Vec<Vec<Option<usize>>> = (0..count).map(|host| turns_of(count, host)).collect();
             let mut met = std::collections::BTreeSet::new();
-            for turn in 0..turns[0].len() {
-                for host in 0..count {
-                    if let Some(partner) = turns[host][turn] {
-                        assert_eq!(turns[partner][turn], Some(host), "{count} hosts, turn {turn}");
-                        met.insert((host.min(partner), host.max(partner)));
-                    }
+            for (host, partners) in turns.iter().enumerate() {
+                for (turn, partner) in partners.iter().enumerate().filter_map(|(turn, one)| Some((turn, (*one)?))) {
+                    assert_eq!(turns[partner][turn], Some(host), "{count} hosts, turn {turn}");
+                    met.insert((host.min(partner), host.max(partner)));
                 }
             }
             let all = (0..count).map(|host| (host.min((host + 1) % count), host.max((host + 1) % count)));

@@ -11,7 +11,21 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, Protocol
 
 from torch_sagellm import _load, _nearest
-from torch_sagellm.cli import bench, certify, demo, doctor, explain, health, info, simulate, table, top, trace, tune, version
+from torch_sagellm.cli import (
+    bench,
+    certify,
+    demo,
+    doctor,
+    explain,
+    health,
+    info,
+    simulate,
+    table,
+    top,
+    trace,
+    tune,
+    version,
+)
 
 #: A remark that has fewer columns goes below what it is about.
 MOST_OF_A_REMARK = 34
