@@ -59,7 +59,11 @@ impl Opened {
             .map(|(lane, waiting)| Transport::new(Arc::clone(&link), Arc::clone(&names), lane, Arc::clone(waiting)))
             .collect();
         let chain = policy.hash() ^ (u64::from(settings.fusion) | u64::from(settings.strict) << 1);
-        let opening = Opening { chain, measures: policy.measure_link, timeout };
+        let others = host_map.leaders(0).into_iter().filter(|rank| *rank != host_map.me);
+        let processes: Vec<String> = others.map(|rank| names.processes[rank].clone()).collect();
+        let all_known = processes.iter().all(|process| !process.is_empty());
+        let processes = if all_known { processes } else { Vec::new() };
+        let opening = Opening { chain, measures: policy.measure_link, processes, timeout };
         let facts = probe(&host_map, &mut transports[0], insides[0].as_ref(), opening)?;
         let limits = if settings.fusion { BATCH } else { Limits { operations: 1, ..BATCH } };
         let state = State::new(limits, chain, Messages::new(host_map.ranks(), names));
