@@ -21,6 +21,8 @@ from harness import IS_GLOO, Context, beyond_gloo, expect_raises, launch, monito
 from net import enter
 from reference import fold, make, same_bits
 
+import torch_sagellm
+
 ENV = {"GLOO_SOCKET_IFNAME": net.INTERFACE}
 
 
@@ -429,6 +431,9 @@ def further_groups(ctx: Context, names: list[str]) -> tuple[int, int, int, int]:
     dist.barrier()
     one = sockets()
     groups = [dist.new_group(list(range(n))) for _ in range(8)]
+    # The link was measured for the first group, so all of them predict the same, on every rank.
+    predicted = [torch_sagellm.explain("all_reduce", 1 << 20, group=group).predicted for group in [None, *groups]]
+    assert len(set(predicted)) == 1 and predicted[0], predicted
     for group in groups:
         tensor = torch.full((3,), float(me))
         dist.all_reduce(tensor, group=group)
