@@ -235,6 +235,10 @@ impl Transfer for LocalInto {
         unsafe { Pieces(&self.pieces).write(0, message.as_ptr(), bytes) };
         Ok(Vec::new())
     }
+
+    fn ends_within(&self, timeout: Duration) -> bool {
+        self.received.ends_within(timeout)
+    }
 }
 
 impl Link for LocalLink {
@@ -306,6 +310,20 @@ impl Transfer for LocalTransfer {
             let left = until.map_or(Duration::from_secs(3600), |until| until.saturating_duration_since(Instant::now()));
             if left.is_zero() {
                 return Err("Timed out".to_string());
+            }
+            boxes = post.changed.wait_timeout(boxes, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    fn ends_within(&self, timeout: Duration) -> bool {
+        let LocalTransfer::Awaited { post, address, .. } = self else { return true };
+        let until = Instant::now() + timeout;
+        let mut boxes = post.lock();
+        loop {
+            let is_there = boxes.messages.get(address).is_some_and(|messages| !messages.is_empty());
+            let left = until.saturating_duration_since(Instant::now());
+            if is_there || boxes.are_cut(address.0, address.1) || left.is_zero() {
+                return is_there || boxes.are_cut(address.0, address.1);
             }
             boxes = post.changed.wait_timeout(boxes, left).unwrap_or_else(PoisonError::into_inner).0;
         }

@@ -69,13 +69,16 @@ impl BatchRun<'_> {
         self.share_issued(0)
     }
 
-    /// Memory to work in, for `range` of the vector; 0 bytes where this rank needs none. That of the operation where its
-    /// inputs are its outputs, in one piece, and need no factor: that saves two copies, and after a mismatch the memory is as
-    /// it was, because nothing is combined before the first header was compared. Return it with `keep`.
+    /// Memory to work in, for `range` of the vector; 0 bytes where this rank needs none. Between two hosts of one rank it is
+    /// that of the operation, where its inputs are its outputs, in one piece, and need no factor: that saves two copies. After
+    /// a mismatch such memory is as it was, because nothing is combined before the other rank's header was compared, and
+    /// there is no third rank that could differ later. Return it with `keep`.
     #[allow(unsafe_code)] // memory of an operation
     fn room(&mut self, vector: &Vector, range: &Range<usize>, bytes: usize) -> Room {
         let outputs = cut(&vector.outputs, range);
-        let in_place = !matches!(vector.op, ReduceOp::PremulSum(_)) && cut(&vector.inputs, range) == outputs;
+        let alone = self.inside.is_none() && self.host_map.hosts.len() == 2;
+        let plain = !matches!(vector.op, ReduceOp::PremulSum(_));
+        let in_place = alone && plain && cut(&vector.inputs, range) == outputs;
         // SAFETY: the operations of the batch live longer than its room, and only this thread uses their outputs.
         match unsafe { whole(&outputs) }.filter(|own| in_place && own.len() == bytes) {
             Some(own) => Room::Outputs(own),

@@ -24,8 +24,8 @@ pub trait Link: Mail {
     /// # Safety
     /// The memory is valid, and nobody else uses it, until the transfer was waited for or dropped.
     unsafe fn receive_into(&self, peer: usize, tag: u32, pieces: Vec<Span>) -> Result<Box<dyn Transfer>>;
-    /// As `send`, from the memory of `pieces`, one after the other. It may end no earlier than the peer receives. The buffer
-    /// that `wait` returns is empty.
+    /// As `send`, from the memory of `pieces`, one after the other. It may not end before the peer receives. The buffer that
+    /// `wait` returns is empty.
     ///
     /// # Safety
     /// The memory is valid, and nobody writes it, until the transfer was waited for or dropped.
@@ -47,6 +47,8 @@ pub trait Link: Mail {
 pub trait Transfer: Send {
     /// Waits for its end and returns the buffer. An error is the text of the link.
     fn wait(self: Box<Self>, timeout: Duration) -> std::result::Result<Vec<u8>, String>;
+    /// Waits at most so long, and goes on with the transfer. True where `wait` will return at once.
+    fn ends_within(&self, timeout: Duration) -> bool;
 }
 
 /// Longest mail.

@@ -141,8 +141,8 @@ impl Probe<'_> {
         both
     }
 
-    /// Nanoseconds of a round with these ranks, on average. With none, the rounds are counted, because those of other hosts
-    /// have the same numbers.
+    /// Nanoseconds of a round with these ranks, on average. With none, the rounds are only counted, so that the numbers stay
+    /// those of the other hosts.
     fn rounds(&mut self, with: &[usize], bytes: usize, times: usize) -> Result<u64> {
         let data = vec![1; bytes];
         let begin = Instant::now();

@@ -138,6 +138,19 @@ fn unframe(frame: &[u8]) -> (u64, usize, FrameHeader) {
     (first >> 56, (first & ((1 << 56) - 1)) as usize, header)
 }
 
+/// A frame that has come.
+struct Came(Vec<u8>);
+
+impl Transfer for Came {
+    fn wait(self: Box<Self>, _timeout: Duration) -> std::result::Result<Vec<u8>, String> {
+        Ok(self.0)
+    }
+
+    fn ends_within(&self, _timeout: Duration) -> bool {
+        true
+    }
+}
+
 /// The receives of one peer's data, in the order in which their memory must be given up: transfers first.
 struct Body {
     /// The segments of the message; none where it comes with the frame.
@@ -322,7 +335,7 @@ impl Transport {
     /// memory of the step is not used any more.
     ///
     /// # Safety
-    /// All pieces are valid during the call. Nobody else writes those of `sends` that stay and uses those of `receives`; the
+    /// All pieces are valid during the call. Nobody else writes those of `sends` that stay, or uses those of `receives`; the
     /// two do not overlap.
     pub unsafe fn exchange(
         &mut self,
@@ -355,9 +368,40 @@ impl Transport {
             issued = issued.min(self.take_data(&header, deadline, body, |arrived| take(at, arrived))?);
         }
         for (peer, transfer) in held {
-            self.finish(peer, transfer, deadline).map_err(|error| self.last_word(peer, &header, error))?;
+            self.finish_held(peer, transfer, &header, deadline)?;
         }
         Ok(issued)
+    }
+
+    /// Waits for a send from memory of the operation, which ends when the receiver has taken it. A frame of that rank that has
+    /// come meanwhile belongs to this batch; where it does not, the two ranks disagree, and the receiver may never come.
+    fn finish_held(
+        &mut self,
+        peer: usize,
+        transfer: Box<dyn Transfer>,
+        own: &FrameHeader,
+        deadline: u64,
+    ) -> Result<()> {
+        const LOOK: Duration = Duration::from_millis(20);
+        self.waiting_for.store(peer, Ordering::Relaxed);
+        while clock::now() < deadline && !transfer.ends_within(LOOK) {
+            if let Some(error) = self.early_word(peer, own) {
+                return Err(error);
+            }
+        }
+        self.finish(peer, transfer, deadline).map(drop).map_err(|error| self.last_word(peer, own, error))
+    }
+
+    /// What the next frame of `peer` says against this batch, where it is there. It stays the next one.
+    fn early_word(&mut self, peer: usize, own: &FrameHeader) -> Option<Error> {
+        let ahead = &mut self.wires.get_mut(&peer)?.ahead;
+        if !ahead.front()?.ends_within(Duration::ZERO) {
+            return None;
+        }
+        let frame = ahead.pop_front()?.wait(Duration::ZERO).ok()?; // else the send fails, too
+        let said = self.refusal(peer, own, &frame).or_else(|| self.disagreement(peer, own, &unframe(&frame).2));
+        self.wires.get_mut(&peer)?.ahead.push_front(Box::new(Came(frame)));
+        said
     }
 
     /// Posts the receives of one peer's data.
@@ -437,7 +481,8 @@ impl Transport {
         body: Body,
         mut take: impl FnMut(Arrived) -> Result<()>,
     ) -> Result<u64> {
-        let Body { parts, peer, bytes, into, buffer } = body;
+        // In this order, because the last one is dropped first: the transfers before their memory.
+        let Body { buffer, into, bytes, peer, parts } = body;
         let (header, frame) = self.next_frame(peer, own, bytes, deadline)?;
         let inline = parts.is_empty();
         for (range, transfer) in parts {
@@ -475,17 +520,22 @@ impl Transport {
             return Err(error);
         }
         let (_, length, theirs) = unframe(&frame);
+        let came = || format!("{bytes} bytes were expected, {length} came");
+        let other_size = || (length != bytes).then(|| own.differs_in_part(self.names.me, peer, came()));
+        match self.disagreement(peer, own, &theirs).or_else(other_size) {
+            Some(error) => Err(error),
+            None => Ok((theirs, frame)),
+        }
+    }
+
+    /// The error of two ranks that do not run the same batch.
+    fn disagreement(&self, peer: usize, own: &FrameHeader, theirs: &FrameHeader) -> Option<Error> {
+        let me = self.names.me;
         if theirs.signature != own.signature || theirs.number != own.number {
-            return Err(different(own.called_by(self.names.me), theirs.called_by(peer), MOVED));
+            return Some(different(own.called_by(me), theirs.called_by(peer), MOVED));
         }
-        if let Some(error) = own.other_list(self.names.me, peer, theirs.lists) {
-            return Err(error);
-        }
-        if theirs.chain != own.chain || length != bytes {
-            let came = format!("{bytes} bytes were expected, {length} came");
-            return Err(own.differs_in_part(self.names.me, peer, came));
-        }
-        Ok((theirs, frame))
+        let in_part = || own.differs_in_part(me, peer, "what was agreed before it differs".to_string());
+        own.other_list(me, peer, theirs.lists).or_else(|| (theirs.chain != own.chain).then(in_part))
     }
 
     /// The error that a frame without data means.

@@ -72,7 +72,8 @@ impl Vector {
         run.map_or(at, |run| at - (at - run.bytes.start) % run.dtype.size())
     }
 
-    /// Bytes after which a message of these numbers may be cut between elements: those of any message begin between two.
+    /// Bytes after which a message of these numbers may be cut, which is between two elements: its parts are whole elements of
+    /// one type.
     pub fn segment(&self) -> usize {
         /// A segment and what it is combined with stay in a core's cache.
         const SEGMENT: usize = 256 << 10;

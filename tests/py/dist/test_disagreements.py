@@ -151,11 +151,11 @@ def test_rule_05_what_differs_on_one_rank_is_an_error_on_all(size: int, world_si
 
 
 @beyond_gloo("it compares nothing")
-@pytest.mark.parametrize(("world_size", "size"), [(2, 20_000), (4, 6)])
+@pytest.mark.parametrize(("world_size", "size"), [(2, 20_000), (2, 100_000), (4, 6), (4, 100_000)])
 def test_rule_05_what_differs_on_one_rank_is_an_error_on_all_hosts(
     hosts: list[str], world_size: int, size: int
 ) -> None:
-    """The same over two hosts; 6 elements go in a frame, 20,000 in a message."""
+    """The same over two hosts; 6 elements go in a frame, 20,000 in a message, 100,000 without a copy."""
     check(run_fresh(one_rank_differs, world_size, hosts, size, env=ENV, timeout=180.0), over_hosts=True)
 
 

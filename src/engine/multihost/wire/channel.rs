@@ -419,6 +419,10 @@ impl Transfer for Lane {
         }
         Err(format!("Timed out after {} ms", timeout.as_millis()))
     }
+
+    fn ends_within(&self, timeout: Duration) -> bool {
+        self.slot.has_ended() || self.channel.wire.wait(|| self.slot.has_ended(), timeout)
+    }
 }
 
 impl Drop for Lane {
@@ -436,6 +440,10 @@ impl Transfer for Ended {
     fn wait(self: Box<Self>, _timeout: Duration) -> std::result::Result<Vec<u8>, String> {
         Ok(self.0)
     }
+
+    fn ends_within(&self, _timeout: Duration) -> bool {
+        true
+    }
 }
 
 /// A short message that is copied to its memory at its end.
@@ -449,6 +457,10 @@ impl Transfer for ShortInto {
         let ShortInto { received, pieces } = *self;
         Memory::Borrowed(pieces).write(0, &received.wait(timeout)?);
         Ok(Vec::new())
+    }
+
+    fn ends_within(&self, timeout: Duration) -> bool {
+        self.received.ends_within(timeout)
     }
 }
 
@@ -556,7 +568,7 @@ impl Link for WireLink {
         let bytes = pieces.iter().map(|piece| piece.bytes).sum();
         let mut memory = Memory::Borrowed(pieces);
         if bytes <= SHORT {
-            memory.own();
+            memory.own(0);
             let Memory::Owned(buffer) = memory else { unreachable!("just copied") };
             return self.send(peer, tag, buffer, bytes);
         }

@@ -24,7 +24,7 @@ use crate::types::Span;
 const BUFFER: usize = 64 << 10;
 /// Longer data is received without that buffer.
 const SHORT: usize = 16 << 10;
-/// Most bytes, but for a piece, that one connection receives before others get their turn, and before a thread that waits for
+/// About the most bytes that one connection receives before others get their turn, and before a thread that waits for
 /// a segment looks whether it is there: it combines the segment while that is in the cache.
 const TURN: usize = 256 << 10;
 
@@ -349,7 +349,7 @@ impl Connection {
             .partition(|one| one.frame.channel != channel || one.sent > 0 || matches!(one.end, End::Nobody));
         out.queue = kept;
         for one in out.queue.iter_mut().filter(|one| one.frame.channel == channel) {
-            one.data.own();
+            one.data.own(one.sent.saturating_sub(HEAD));
             std::mem::replace(&mut one.end, End::Nobody).tell(Err(why.to_string()), Memory::Owned(Vec::new()), events);
         }
         drop(out);
@@ -370,7 +370,7 @@ impl Connection {
         let mut out = self.out();
         out.queue.retain(|one| !is_it(&one.end) || one.sent > 0);
         for one in out.queue.iter_mut().filter(|one| is_it(&one.end)) {
-            one.data.own();
+            one.data.own(one.sent.saturating_sub(HEAD));
             one.end = End::Nobody;
         }
     }

@@ -7,7 +7,8 @@ use crate::types::Span;
 /// The first `bytes` of a buffer, or memory of a tensor in pieces.
 pub enum Memory {
     Owned(Vec<u8>),
-    /// Its maker vouches that it is valid until the transfer has ended (`Mail::send_body`, `Mail::receive_body`).
+    /// Its maker vouches that it is valid until the transfer has ended or was given up (`Mail::send_body`,
+    /// `Mail::receive_body`, `Link::send_from`, `Link::receive_into`).
     Borrowed(Vec<Span>),
 }
 
@@ -61,13 +62,18 @@ impl Memory {
         }
     }
 
-    /// Takes a copy in place of borrowed memory, which is then no longer used.
-    pub fn own(&mut self) {
+    /// Takes a copy in place of borrowed memory, which is then no longer used. What lies before `from` is not needed.
+    pub fn own(&mut self, from: usize) {
         if let Memory::Borrowed(spans) = self {
-            let mut copy = Vec::with_capacity(spans.iter().map(|span| span.bytes).sum());
+            let mut copy = vec![0; spans.iter().map(|span| span.bytes).sum()]; // pages that are not written cost nothing
+            let mut start = 0;
             for span in spans.iter() {
+                let skipped = from.saturating_sub(start).min(span.bytes);
+                let piece = (span.addr + skipped) as *const u8;
                 // SAFETY: the pieces are valid until the transfer has ended, and it has not.
-                copy.extend_from_slice(unsafe { std::slice::from_raw_parts(span.addr as *const u8, span.bytes) });
+                let left = unsafe { std::slice::from_raw_parts(piece, span.bytes - skipped) };
+                copy[start + skipped..start + span.bytes].copy_from_slice(left);
+                start += span.bytes;
             }
             *self = Memory::Owned(copy);
         }
@@ -125,9 +131,9 @@ mod tests {
         memory.pieces(4, 3, &mut pieces);
         let found: Vec<usize> = pieces.as_slice().iter().map(|piece| piece.bytes).collect();
         assert_eq!((found, pieces.as_slice()[0].addr), (vec![1, 2], one.as_ptr() as usize + 4));
-        memory.own();
+        memory.own(4);
         one[4] = 77;
         let Memory::Owned(copy) = memory else { panic!("it is owned now") };
-        assert_eq!(copy, [0, 0, 0, 1, 2, 3, 4, 0, 0, 0, 9, 9]);
+        assert_eq!(copy, [0, 0, 0, 0, 2, 3, 4, 0, 0, 0, 9, 9]);
     }
 }
