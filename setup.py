@@ -375,6 +375,8 @@ def builder() -> type[Any]:
             flags += [f"-I{folder}" for folder in given["include_dirs"] if folder not in system]
             for folder in dict.fromkeys(system):
                 flags += ["-isystem", folder]
+            # torch's headers name themselves in errors: by their place in torch, not on the machine that built this.
+            flags += [f"-fmacro-prefix-map={folder}/=" for folder in sorted([str(ROOT), self._includes[0]], key=len)]
             cache = shutil.which("ccache")
             compiler = [cache, command[0]] if cache else command[:1]
             return compile_all(compiler, [*flags, *given["extra_postargs"]], sources, Path(self.build_temp))

@@ -213,7 +213,7 @@ def report(stages: list[Stage], facts: dict[str, str], job: tuple[str, str, int]
             "",
         ]
     lines += [f"{count} ranks on one host, {date.today()}, {seconds:.0f} s, `torch-sagellm certify`.", ""]
-    lines += ['Rows for docs/status.md, "What is proven, and where":', "", "| what | state | where it is proven |"]
+    lines += ['Rows for docs/status.md, "Proven":', "", "| what | state |"]
     state = "; ".join(f"{stage.name} {stage.outcome}" for stage in stages)
     proven = (
         "**simulator**"
@@ -221,8 +221,8 @@ def report(stages: list[Stage], facts: dict[str, str], job: tuple[str, str, int]
         else f"{where}, torch {facts['torch']}, {date.today()}"
         + (", beside other work" if "other work" in facts else "")
     )
-    lines += ["| --- | --- | --- |", f"| {device} tensors, {count} ranks of one host | {state} | {proven} |", ""]
-    lines += ["and of its measurements:", "", "| target | measured | machine |", "| --- | --- | --- |"]
+    lines += ["| --- | --- |", f"| {device} tensors, {count} ranks of one host | {state}; {proven} |", ""]
+    lines += ["and for docs/internals/goals.md:", "", "| target | measured | machine |", "| --- | --- | --- |"]
     lines += [f"| {target} | {measured} | {proven} |" for target, measured in _measured(stages, rival)]
     for stage in stages:
         lines += ["", f"## {stage.name}: {STAGES[stage.name]}", "", stage.outcome, *_details(stage, rival)]
