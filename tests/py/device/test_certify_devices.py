@@ -18,7 +18,11 @@ simdevice.install({name!r}).use_library(os.environ["SAGELLM_TEST_RUNTIME"], {fla
 """
 
 
-@pytest.mark.parametrize("vendor", VENDORS)
+#: Each takes a minute, and the command does not know the vendors apart: one is run every time.
+EACH = [pytest.param(vendor, marks=[] if vendor == "nccl" else pytest.mark.long) for vendor in VENDORS]
+
+
+@pytest.mark.parametrize("vendor", EACH)
 def test_all_stages_pass_on_a_simulator_and_the_report_says_what_it_was(
     vendor: str, libraries: dict[str, Path], tmp_path: Path
 ) -> None:
