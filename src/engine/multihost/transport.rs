@@ -329,9 +329,9 @@ impl Transport {
         }
     }
 
-    /// One step: sends to each peer in `sends`, then receives from each peer in `receives`, in that order. Data that does not
-    /// go to memory of its own goes to `take`, by the index in the list, as messages of at most about `segment` bytes, a
-    /// number that both sides have. Returns the smallest `issued` of all. When it has returned, also with an error, the
+    /// One step: sends to each peer in `sends`, then receives from each peer in `receives`, in that order. Data of a receive
+    /// without `into` is passed to `take`, with the receive's index, in pieces of about `segment` bytes, a number that is the
+    /// same on both sides. Returns the smallest `issued` of all. When it has returned, also with an error, the
     /// memory of the step is not used any more.
     ///
     /// # Safety

@@ -1,6 +1,6 @@
 """``torch-sagellm certify``: whether this machine's processors or cards work with the package, and how well: a report.
 
-Five stages, each with ranks of its own (`certified` has what these do): values, a late rank, a killed rank, bandwidth,
+Five stages, each in new ranks (`certified` has what these do): values, a late rank, a killed rank, bandwidth,
 and communication behind computation; all but the two of failures beside torch's own backend for the tensors. The report
 begins with rows for docs/status.md.
 """
@@ -142,7 +142,7 @@ def _rival(device: str) -> str:
 
 
 def _run_stage(name: str, device: str, rival: str, count: int, seconds: float, quick: bool) -> Stage:
-    """Runs a stage in ranks of its own, which leave what they found in the store."""
+    """Starts ranks for a stage; they leave what they found in the store."""
     if seconds < 1:
         return Stage(name, "not run: the time of --limit was over")
     sizes = QUICK if quick else SIZES
