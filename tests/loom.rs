@@ -1,8 +1,7 @@
 //! Every interleaving of the shared-memory protocol, on loom's atomics: the code of `protocol.rs` and `event_count.rs` itself.
 //!
-//! Run with `RUSTFLAGS="--cfg loom" cargo test --release --test loom`. Payloads are loom cells, so a slot or a buffer
+//! Run with `cargo test --test loom`. Payloads are loom cells, so a slot or a buffer
 //! that is overwritten while a rank may still read it is reported as a data race.
-#![cfg(loom)]
 
 use loom::cell::UnsafeCell;
 use loom::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
