@@ -37,6 +37,15 @@ from torch_sagellm.collective_ops import BroadcastOperator as BroadcastOperator
 from torch_sagellm.collective_ops import DistributedCommunicator as DistributedCommunicator
 from torch_sagellm.collective_ops import ReduceScatterOperator as ReduceScatterOperator
 from torch_sagellm.collective_ops import create_ring_topology as create_ring_topology
+from torch_sagellm.functional import all_gather as all_gather
+from torch_sagellm.functional import all_reduce as all_reduce
+from torch_sagellm.functional import all_to_all as all_to_all
+from torch_sagellm.functional import broadcast as broadcast
+from torch_sagellm.functional import irecv as irecv
+from torch_sagellm.functional import isend as isend
+from torch_sagellm.functional import recv as recv
+from torch_sagellm.functional import reduce_scatter as reduce_scatter
+from torch_sagellm.functional import send as send
 from torch_sagellm.observe.explain import Alternative as Alternative
 from torch_sagellm.observe.explain import Batch as Batch
 from torch_sagellm.observe.explain import Explanation as Explanation

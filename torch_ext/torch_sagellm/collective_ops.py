@@ -18,7 +18,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ from torch_sagellm.api.arguments import Op, checked_number
 from torch_sagellm.api.backends import create_comm_backend
 from torch_sagellm.api.calls import unset
 from torch_sagellm.api.comm_backend import CommBackend
+from torch_sagellm.api.futures import CommFuture
+from torch_sagellm.api.gradients import crossed, crosses
 from torch_sagellm.api.in_process import Member, Topology
 from torch_sagellm.observe.stats import BUS_FACTORS
 
@@ -143,6 +145,16 @@ class DistributedCommunicator:
         self._member.recv(tensor, src_rank, tag)
         return tensor
 
+    def isend(self, data: torch.Tensor, dst_rank: int, tag: int = 0) -> CommFuture:
+        """``send`` as a future. In a real group ``data`` must not change before it has ended."""
+        return self._member.isend(data, dst_rank, tag)
+
+    def irecv(
+        self, src_rank: int, shape: Shape, dtype: torch.dtype, tag: int = 0, device: torch.device | str = "cpu"
+    ) -> CommFuture:
+        """``recv`` as a future, whose ``wait()`` returns the new tensor."""
+        return self._member.irecv(unset(_tuple(shape), dtype, device), src_rank, tag)
+
     def barrier(self) -> None:
         """Returns when all ranks have called it; at once on the thread that made the ranks of one process."""
         self._member.barrier()
@@ -161,6 +173,11 @@ def create_ring_topology(world_size: int, timeout: Seconds = 60.0) -> list[Distr
     result is there.
 
     On any other thread a call returns when it has ended, as between processes.
+
+    Gradients pass through the operators but broadcast, where the tensor requires them on every rank; all ranks' losses
+    count as one sum. Each rank calls ``backward``, on the thread of its forward pass. On the thread that made the ranks
+    gradients are complete when the last rank has called it; there a tensor that goes into an operator and elsewhere too
+    needs ``retain_graph=True``. Asynchronous forms take no part in autograd.
 
     Where a call fails, all calls that have not ended fail, tensors in place hold again what they held before, and the
     ranks take no more calls. Ranks whose communicators are dropped end with their memory, also in the middle of calls.
@@ -314,13 +331,51 @@ class AllReduceOperator(_Operator):
 
     kind = "all_reduce"
 
-    def all_reduce(self, tensor: torch.Tensor, op: Op = "sum") -> torch.Tensor:
+    @overload
+    def all_reduce(
+        self, tensor: torch.Tensor, op: Op = "sum", async_op: Literal[False] = False, timeout: Seconds | None = None
+    ) -> torch.Tensor: ...
+    @overload
+    def all_reduce(
+        self, tensor: torch.Tensor, op: Op = "sum", *, async_op: Literal[True], timeout: Seconds | None = None
+    ) -> CommFuture: ...
+    @overload
+    def all_reduce(
+        self, tensor: torch.Tensor, op: Op = "sum", async_op: bool = False, timeout: Seconds | None = None
+    ) -> torch.Tensor | CommFuture: ...
+    def all_reduce(
+        self, tensor: torch.Tensor, op: Op = "sum", async_op: bool = False, timeout: Seconds | None = None
+    ) -> torch.Tensor | CommFuture:
         """Combines ``tensor`` element by element over all ranks, in place, and returns it.
 
-        ``op`` is "sum", "avg" ("mean"), "max", "min", "prod", or torch's ReduceOp.
+        ``op`` is "sum", "avg" ("mean"), "max", "min", "prod", or torch's ReduceOp. ``timeout`` is that of this call
+        alone, in seconds or as timedelta.
+
+        Gradients pass through "sum" and "avg" of a tensor that is the result of other operations; on the thread that
+        made the ranks of one process what is returned is then a tensor of its own, over the same memory. A leaf that
+        requires gradients (a parameter) is reduced as it is, and autograd sees nothing of it.
         """
-        result: torch.Tensor = self.comm._member.all_reduce(tensor, op)
-        return result
+        if not async_op and crosses(tensor) and not tensor.is_leaf:
+            if timeout is not None:
+                raise ValueError(
+                    "sagellm all_reduce: timeout does not go with a tensor that autograd follows; detach() it"
+                )
+            return crossed(self.comm._member, "all_reduce", tensor, op)
+        return self.comm._member.all_reduce(tensor, op, async_op=async_op, timeout=timeout)
+
+    def _batch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What ``batch_all_reduce`` does with an operator."""
+        member = self.comm._member
+        if isinstance(member, CommBackend):
+            return member.fused_all_reduce(tensors)
+        for tensor in tensors:
+            member.all_reduce(tensor)
+        return list(tensors)
+
+    def _safe(self, tensor: torch.Tensor, timeout: Seconds) -> torch.Tensor:
+        """What ``safe_all_reduce`` does with an operator."""
+        self.comm._member.all_reduce(tensor, timeout=timeout)
+        return tensor
 
 
 class BroadcastOperator(_Operator):
@@ -334,10 +389,20 @@ class BroadcastOperator(_Operator):
 
     kind = "broadcast"
 
-    def broadcast(self, tensor: torch.Tensor, root_rank: int = 0) -> torch.Tensor:
-        """Writes the tensor of ``root_rank`` into those of the other ranks, in place; returns it."""
-        result: torch.Tensor = self.comm._member.broadcast(tensor, root_rank)
-        return result
+    @overload
+    def broadcast(self, tensor: torch.Tensor, root_rank: int = 0, async_op: Literal[False] = False) -> torch.Tensor: ...
+    @overload
+    def broadcast(self, tensor: torch.Tensor, root_rank: int = 0, *, async_op: Literal[True]) -> CommFuture: ...
+    @overload
+    def broadcast(
+        self, tensor: torch.Tensor, root_rank: int = 0, async_op: bool = False
+    ) -> torch.Tensor | CommFuture: ...
+    def broadcast(self, tensor: torch.Tensor, root_rank: int = 0, async_op: bool = False) -> torch.Tensor | CommFuture:
+        """Writes the tensor of ``root_rank`` into those of the other ranks, in place; returns it.
+
+        Gradients do not pass through it.
+        """
+        return self.comm._member.broadcast(tensor, root_rank, async_op=async_op)
 
 
 class AllGatherOperator(_Operator):
@@ -352,13 +417,20 @@ class AllGatherOperator(_Operator):
 
     kind = "all_gather"
 
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+    @overload
+    def all_gather(self, tensor: torch.Tensor, *, async_op: Literal[False] = False) -> torch.Tensor: ...
+    @overload
+    def all_gather(self, tensor: torch.Tensor, *, async_op: Literal[True]) -> CommFuture: ...
+    @overload
+    def all_gather(self, tensor: torch.Tensor, *, async_op: bool = False) -> torch.Tensor | CommFuture: ...
+    def all_gather(self, tensor: torch.Tensor, *, async_op: bool = False) -> torch.Tensor | CommFuture:
         """A new tensor: those of all ranks, in the order of the ranks, concatenated along dimension 0.
 
-        A scalar counts as one row.
+        A scalar counts as one row. Gradients pass through it; see ``create_ring_topology``.
         """
-        result: torch.Tensor = self.comm._member.all_gather(tensor)
-        return result
+        if not async_op and crosses(tensor):
+            return crossed(self.comm._member, "all_gather", tensor)
+        return self.comm._member.all_gather(tensor, async_op=async_op)
 
 
 class ReduceScatterOperator(_Operator):
@@ -373,13 +445,25 @@ class ReduceScatterOperator(_Operator):
 
     kind = "reduce_scatter"
 
-    def reduce_scatter(self, tensor: torch.Tensor, op: Op = "sum") -> torch.Tensor:
+    @overload
+    def reduce_scatter(
+        self, tensor: torch.Tensor, op: Op = "sum", async_op: Literal[False] = False
+    ) -> torch.Tensor: ...
+    @overload
+    def reduce_scatter(self, tensor: torch.Tensor, op: Op = "sum", *, async_op: Literal[True]) -> CommFuture: ...
+    @overload
+    def reduce_scatter(
+        self, tensor: torch.Tensor, op: Op = "sum", async_op: bool = False
+    ) -> torch.Tensor | CommFuture: ...
+    def reduce_scatter(self, tensor: torch.Tensor, op: Op = "sum", async_op: bool = False) -> torch.Tensor | CommFuture:
         """A new tensor: this rank's slice, along dimension 0, of the sum (or other ``op``) over all ranks.
 
-        Dimension 0 must be a multiple of the number of ranks (ValueError).
+        Dimension 0 must be a multiple of the number of ranks (ValueError). Gradients pass through "sum" and "avg"; see
+        ``create_ring_topology``.
         """
-        result: torch.Tensor = self.comm._member.reduce_scatter(tensor, op)
-        return result
+        if not async_op and crosses(tensor):
+            return crossed(self.comm._member, "reduce_scatter", tensor, op)
+        return self.comm._member.reduce_scatter(tensor, op, async_op=async_op)
 
 
 def _tuple(shape: Shape) -> tuple[int, ...]:

@@ -457,17 +457,20 @@ def buffers(ctx: Context) -> None:
     import torch_sagellm
 
     comm = torch_sagellm.create_comm_backend()
-    buffer = torch_sagellm.CommFusionBuffer(max_size_mb=0.001)
+    buffer = torch_sagellm.CommFusionBuffer(max_size_mb=1000 / 2**20)
     first, second = torch.ones(100), torch.full((50,), 2, dtype=torch.int64)
     assert buffer.add_tensor(first) and buffer.add_tensor(second)
     assert not buffer.add_tensor(torch.ones(100)), "400 + 400 + 400 bytes are more than 1000"
-    assert len(buffer) == 2
+    assert len(buffer) == 2 and buffer.offset == 800 and buffer.buffer.shape == (1000,)
+    same(buffer.buffer[:400].view(torch.float32), first)
+    same(buffer.buffer[400:800].view(torch.int64), second)
     returned = buffer.flush_and_all_reduce(comm)
     assert returned[0] is first and len(buffer) == 0 and buffer.nbytes == 0
     same(first, torch.full((100,), float(ctx.world_size)))
     same(second, torch.full((50,), 2 * ctx.world_size, dtype=torch.int64))
     assert buffer.flush_and_all_reduce(comm) == []
-    assert buffer.add_tensor(torch.ones(1000)), "a large one travels alone"
+    assert not buffer.add_tensor(torch.ones(1000)), "one that is larger than the buffer never fits"
+    assert buffer.add_tensor(torch.ones(250)), "all of it"
     buffer.reset()
     assert len(buffer) == 0
     shared = torch.ones(4)
@@ -523,7 +526,7 @@ def test_lists_are_collected_and_what_was_sent_is_counted() -> None:
 
 
 @pytest.mark.quick
-def test_memory_is_lent_to_one_user_at_a_time() -> None:
+def test_memory_is_used_again() -> None:
     import torch_sagellm
 
     buffer = torch_sagellm.CommunicationBuffer(1024)
@@ -531,13 +534,13 @@ def test_memory_is_lent_to_one_user_at_a_time() -> None:
     with buffer:
         part = buffer.get_buffer(512)
         assert part.shape == (512,) and buffer.in_use
-        with pytest.raises(RuntimeError, match="in use"):
-            buffer.get_buffer(1)
+        assert buffer.get_buffer(2).data_ptr() == part.data_ptr() == buffer.buffer.data_ptr() and buffer.in_use
         with pytest.raises(ValueError, match="size is -1, expected a whole number from 0 on"):
             buffer.get_buffer(-1)
         with pytest.raises(ValueError, match="Buffer too small"):
             buffer.get_buffer(2048)
     assert not buffer.in_use and buffer.get_buffer(0).numel() == 0
+    assert torch_sagellm.CommFusionBuffer(100).max_bytes == 100 * 1024 * 1024
     assert torch_sagellm.CommFusionBuffer(np.int64(2)).max_bytes == 2 * torch_sagellm.CommFusionBuffer(1).max_bytes
     for wrong in (lambda: torch_sagellm.CommunicationBuffer(0), lambda: torch_sagellm.CommFusionBuffer(0)):
         with pytest.raises(ValueError):

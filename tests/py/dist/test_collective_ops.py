@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -115,3 +118,50 @@ def test_a_rank_that_does_not_come_is_named_over_processes_too() -> None:
         assert job.wait_rank(0).value == [1]
         job.say(1, "go on")
         job.wait_rank(1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(2, 40))
+def test_random_calls_of_ranks_of_one_process(seed: int) -> None:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from test_distributed import TestRandomCalls
+
+    TestRandomCalls().test_on_threads(seed)
+    TestRandomCalls().test_in_a_loop(seed)
+
+
+def gradients(ctx: Context) -> None:
+    """all_gather, a layer and reduce_scatter between processes, against the same without any."""
+    import torch_sagellm
+
+    comm, ranks = torch_sagellm.DistributedCommunicator(), ctx.world_size
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(3, 4, dtype=torch.float64) for _ in range(ranks)]
+    plain = [torch.randn(2, 3, dtype=torch.float64, requires_grad=True) for _ in range(ranks)]
+    sum(layer(torch.cat(plain)).tanh() for layer in layers).square().sum().backward()
+    expected = [plain[ctx.rank].grad, *(each.grad for each in layers[ctx.rank].parameters())]
+    layers[ctx.rank].zero_grad()
+
+    rows = plain[ctx.rank].detach().requires_grad_()
+    hidden = layers[ctx.rank](torch_sagellm.AllGatherOperator(comm).all_gather(rows)).tanh()
+    part = torch_sagellm.ReduceScatterOperator(comm).reduce_scatter(hidden)
+    doubled = part * 2
+    assert torch_sagellm.AllReduceOperator(comm).all_reduce(doubled, "avg") is doubled, "in place"
+    assert doubled.requires_grad
+    part.square().sum().backward()
+    found = [rows.grad, *(each.grad for each in layers[ctx.rank].parameters())]
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one, other, rtol=1e-12, atol=1e-12)
+    came = comm.irecv(comm.prev_rank, (1,), torch.int64)
+    comm.isend(torch.tensor([ctx.rank]), comm.next_rank).wait()
+    assert came.wait().item() == comm.prev_rank
+    later = torch_sagellm.AllGatherOperator(comm).all_gather(torch.tensor([ctx.rank]), async_op=True)
+    assert later.wait().tolist() == list(range(ranks))
+    mine = torch.ones(2)
+    assert torch_sagellm.safe_all_reduce(mine, torch_sagellm.AllReduceOperator(comm), timeout=30) is mine
+    assert torch_sagellm.batch_all_reduce([mine], torch_sagellm.AllReduceOperator(comm))[0].tolist() == [ranks**2] * 2
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_gradients_and_asynchronous_forms_over_processes(world_size: int) -> None:
+    run_ranks(gradients, world_size)

@@ -22,6 +22,7 @@ NAMES = {
     "torch": torch,
     "dist": torch.distributed,
     "Seconds": Seconds,
+    "AllReduceOperator": torch_sagellm.AllReduceOperator,
     "CommBackend": torch_sagellm.CommBackend,
     "CommBackendProtocol": torch_sagellm.CommBackendProtocol,
     "DeviceMesh": torch.distributed.device_mesh.DeviceMesh,

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
 from numbers import Integral, Real
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch_sagellm.collective_ops import AllReduceOperator
 
 #: The reduce ops by name.
 OPS = {"sum": "SUM", "avg": "AVG", "mean": "AVG", "max": "MAX", "min": "MIN", "prod": "PRODUCT", "product": "PRODUCT"}
 #: A reduce op as callers name it: "sum", or ``torch.distributed.ReduceOp.SUM``.
 Op: TypeAlias = "str | dist.ReduceOp | dist.ReduceOp.RedOpType"
+#: The same, or an operator that is asked to reduce.
+OpOrOperator: TypeAlias = "str | dist.ReduceOp | dist.ReduceOp.RedOpType | AllReduceOperator"
 Seconds = float | timedelta
 
 
@@ -126,3 +132,16 @@ def checked_op(what: str, op: Op) -> str:
     elif found := next((name for name in OPS.values() if op == getattr(dist.ReduceOp, name)), None):
         return found
     raise ValueError(f"sagellm {what}: op={op!r}, expected one of {', '.join(OPS)}, or that ReduceOp of torch")
+
+
+def operator_or_op(what: str, given: Any, backend: Any) -> tuple[AllReduceOperator | None, Op]:
+    """An argument that is an ``AllReduceOperator`` or a reduce op, as the operator or None, and the op.
+
+    An operator has a communicator, so it goes with no backend (ValueError).
+    """
+    known = sys.modules.get("torch_sagellm.collective_ops")  # without that module there is no operator
+    if known is None or not isinstance(given, known.AllReduceOperator):
+        return None, given
+    if backend is not None:
+        raise ValueError(f"sagellm {what}: got an operator and a backend, expected one of them")
+    return given, "sum"

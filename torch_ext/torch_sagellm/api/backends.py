@@ -12,7 +12,14 @@ import torch
 import torch.distributed as dist
 
 from torch_sagellm import _nearest
-from torch_sagellm.api.arguments import Op, Seconds, as_timedelta, checked_number, soft_seconds
+from torch_sagellm.api.arguments import (
+    OpOrOperator,
+    Seconds,
+    as_timedelta,
+    checked_number,
+    operator_or_op,
+    soft_seconds,
+)
 from torch_sagellm.api.comm_backend import CommBackend, named_vendor
 from torch_sagellm.api.group_choice import is_alive
 from torch_sagellm.observe import log
@@ -174,7 +181,10 @@ def create_comm_backend(
 
 
 def safe_all_reduce(
-    tensor: torch.Tensor, op: Op = "sum", timeout: Seconds = 30.0, backend: CommBackend | None = None
+    tensor: torch.Tensor,
+    op: OpOrOperator = "sum",
+    timeout: Seconds = 30.0,
+    backend: CommBackend | None = None,
 ) -> torch.Tensor:
     """Combines ``tensor`` over all ranks, in place, and returns it; never waits longer than ``timeout``.
 
@@ -183,7 +193,8 @@ def safe_all_reduce(
 
     Args:
         tensor: of the same shape and dtype on every rank.
-        op: "sum", "avg" ("mean"), "max", "min", "prod", or torch's ReduceOp.
+        op: "sum", "avg" ("mean"), "max", "min", "prod", or torch's ReduceOp; or an ``AllReduceOperator``, which
+            means "sum" over the ranks of its communicator.
         timeout: in seconds, or as timedelta.
         backend: the one of ``create_comm_backend()`` if None.
 
@@ -195,7 +206,10 @@ def safe_all_reduce(
 
         torch_sagellm.safe_all_reduce(torch.ones(4), timeout=5)  # four times the number of ranks
     """
-    return (create_comm_backend() if backend is None else backend).safe_all_reduce(tensor, op, timeout)
+    operator, named = operator_or_op("safe_all_reduce", op, backend)
+    if operator is not None:
+        return operator._safe(tensor, timeout)
+    return (create_comm_backend() if backend is None else backend).safe_all_reduce(tensor, named, timeout)
 
 
 def _auto() -> tuple[str, str]:

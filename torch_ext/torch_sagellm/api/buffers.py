@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
-from torch_sagellm.api.arguments import Op, checked_number, checked_result, is_real
+from torch_sagellm.api.arguments import Op, OpOrOperator, checked_number, checked_result, is_real, operator_or_op
 from torch_sagellm.observe import log, stats
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-MB = 1_000_000
+MIB = 1 << 20
 
 
 class CommFusionBuffer:
@@ -30,7 +31,7 @@ class CommFusionBuffer:
     are added as numbers of their dtype. All ranks add the same tensors in the same order.
 
     Args:
-        max_size_mb: how much it takes, in millions of bytes.
+        max_size_mb: how much it takes, in MiB (2^20 bytes).
 
     Raises:
         ValueError: ``max_size_mb`` is not more than 0.
@@ -50,22 +51,40 @@ class CommFusionBuffer:
     def __init__(self, max_size_mb: float = 100) -> None:
         if not is_real(max_size_mb) or not max_size_mb > 0:
             raise ValueError(f"sagellm CommFusionBuffer: max_size_mb is {max_size_mb!r}, expected more than 0")
-        self.max_bytes = int(max_size_mb * MB)
+        self.max_bytes = int(max_size_mb * MIB)
         self.tensors: list[torch.Tensor] = []
         self.nbytes = 0
 
     def __len__(self) -> int:
         return len(self.tensors)
 
+    @property
+    def offset(self) -> int:
+        """Bytes that are taken, as ``nbytes``: where the next tensor would begin in ``buffer``."""
+        return self.nbytes
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """The tensors so far as one flat tensor of ``max_bytes`` bytes (uint8), each behind the one before.
+
+        It is a copy for those who look, made when it is read: the tensors themselves travel, not this one. Bytes from
+        ``offset`` on are not set to anything.
+        """
+        flat, at = torch.empty(self.max_bytes, dtype=torch.uint8), 0
+        for tensor in self.tensors:
+            plain = tensor.detach().cpu().contiguous().reshape(-1)
+            flat[at : at + tensor.nbytes] = plain.view(torch.uint8)
+            at += tensor.nbytes
+        return flat
+
     def add_tensor(self, tensor: torch.Tensor) -> bool:
         """Takes a tensor, or returns False where it does not fit any more.
 
-        A tensor that is larger than the whole buffer is taken where the buffer is empty: it then travels alone. A
-        TypeError where it is no tensor, and a ValueError where it is not dense, has no data, or is a lazily conjugated
-        or negated view.
+        One that is larger than the whole buffer never fits: reduce it by itself. A TypeError where it is no tensor, and
+        a ValueError where it is not dense, has no data, or is a lazily conjugated or negated view.
         """
         checked_result("CommFusionBuffer", tensor)
-        if self.tensors and self.nbytes + tensor.nbytes > self.max_bytes:
+        if self.nbytes + tensor.nbytes > self.max_bytes:
             return False
         self.tensors.append(tensor)
         self.nbytes += tensor.nbytes
@@ -87,7 +106,10 @@ class CommFusionBuffer:
 
 
 class CommunicationBuffer:
-    """Memory for messages that is allocated once and lent to one user at a time.
+    """Memory for messages that is allocated once and used again.
+
+    It has one user at a time: ``get_buffer`` gives the same memory each time, also before ``release``, which ends the
+    use and changes nothing but ``in_use``.
 
     Args:
         max_size: how many elements it holds.
@@ -106,7 +128,8 @@ class CommunicationBuffer:
     def __init__(self, max_size: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> None:
         checked_number("CommunicationBuffer", "max_size", max_size)
         self.max_size = max_size
-        self._memory = torch.empty(max_size, dtype=dtype, device=device)
+        #: The whole memory, of ``max_size`` elements.
+        self.buffer = torch.empty(max_size, dtype=dtype, device=device)
         self._in_use = False
 
     @property
@@ -119,15 +142,12 @@ class CommunicationBuffer:
 
         Raises:
             ValueError: "Buffer too small", where ``size`` is more than ``max_size``; or it is less than 0.
-            RuntimeError: another user has it, until ``release``.
         """
         checked_number("CommunicationBuffer", "size", size, least=0)
         if size > self.max_size:
             raise ValueError(f"Buffer too small: {size} elements are asked for, and it holds {self.max_size}")
-        if self._in_use:
-            raise RuntimeError("sagellm CommunicationBuffer: it is in use; call release() first")
         self._in_use = True
-        return self._memory[:size]
+        return self.buffer[:size]
 
     def release(self) -> None:
         """Ends the use of the tensor that ``get_buffer`` returned."""
@@ -143,21 +163,28 @@ class CommunicationBuffer:
 
 
 def batch_all_reduce(
-    tensors: Sequence[torch.Tensor], op: Op = "sum", backend: CommBackendProtocol | None = None
+    tensors: Sequence[torch.Tensor],
+    op: OpOrOperator = "sum",
+    backend: CommBackendProtocol | None = None,
 ) -> list[torch.Tensor]:
     """Reduces every tensor of a list over all ranks, in place, in one go; returns the tensors.
 
-    ``backend`` is the one of ``create_comm_backend()`` if None.
+    ``backend`` is the one of ``create_comm_backend()`` if None. In place of an op it takes an ``AllReduceOperator``:
+    then the ranks are those of its communicator, and the op is "sum". Ranks of one process reduce the tensors one after
+    the other.
 
     Example::
 
         torch_sagellm.batch_all_reduce([torch.ones(3), torch.ones(2, 2, dtype=torch.int64)], op="max")
     """
+    operator, named = operator_or_op("batch_all_reduce", op, backend)
+    if operator is not None:
+        return operator._batch(tensors)
     if backend is None:
         from torch_sagellm.api.backends import create_comm_backend
 
         backend = create_comm_backend()
-    return backend.fused_all_reduce(tensors, op)
+    return backend.fused_all_reduce(tensors, named)
 
 
 @dataclass
@@ -188,17 +215,23 @@ class CommReport:
 
 
 class monitor_communication:  # in the spelling of a function, because it is used as one
-    """Counts the communication of this process's groups while a block or a function runs; logs it at level "info".
+    """Counts the communication of this process while a block or a function runs, and prints it as one line.
 
-    As a context it gives a ``CommReport``, which is filled at the end of the block; as a decorator, of functions and
-    methods, it keeps the report of the call that ended last in the function's attribute ``report``.
+    Counted are all groups of ours: process groups, and ranks of one process, of which each counts its own calls. As a
+    context it gives a ``CommReport``, which is filled at the end of the block; as a decorator, of functions and
+    methods, also asynchronous ones, it keeps the report of the call that ended last in the function's attribute
+    ``report``.
+
+    Args:
+        what: the function, or a name for the report.
+        printed: False for a line in the log at level "info" in place of the one on standard error.
 
     Example::
 
         with torch_sagellm.monitor_communication("two calls") as report:
             dist.all_reduce(torch.ones(4))
             dist.barrier()
-        print(report)
+        assert report.operations == {"all_reduce": 1, "barrier": 1}
 
         @torch_sagellm.monitor_communication
         def step():
@@ -208,24 +241,38 @@ class monitor_communication:  # in the spelling of a function, because it is use
         print(step.report)
     """
 
-    def __init__(self, what: str | Callable[..., Any] = "communication") -> None:
+    def __init__(self, what: str | Callable[..., Any] = "communication", *, printed: bool = True) -> None:
         self._function = what if callable(what) else None
+        self._printed = printed
         name = getattr(what, "__qualname__", "communication") if callable(what) else what
         self.report = CommReport(name)
         if self._function is not None:
             functools.update_wrapper(self, self._function)
+            if inspect.iscoroutinefunction(self._function):
+                _mark_coroutine(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._function is None:
             (function,) = args  # @monitor_communication("name")
-            named = monitor_communication(function)
+            named = monitor_communication(function, printed=self._printed)
             named.report.name = self.report.name
             return named
+        if inspect.iscoroutinefunction(self._function):
+            return self._awaited(self._function, args, kwargs)
         # A context for each call: calls may run within one another, and on several threads.
-        call = monitor_communication(self.report.name)
+        call = monitor_communication(self.report.name, printed=self._printed)
         try:
             with call:
                 return self._function(*args, **kwargs)
+        finally:
+            self.report = call.report
+
+    async def _awaited(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Counts from the first step of the coroutine to its end, also what other tasks do in between."""
+        call = monitor_communication(self.report.name, printed=self._printed)
+        try:
+            with call:
+                return await function(*args, **kwargs)
         finally:
             self.report = call.report
 
@@ -247,26 +294,40 @@ class monitor_communication:  # in the spelling of a function, because it is use
     ) -> None:
         report = self.report
         report.seconds = perf_counter() - self._began
-        for op, after in _totals().items():
+        for (group, op), after in _totals().items():
+            before = self._before.get((group, op), (0, 0, 0))
+            # Less than before: the counts were set to 0 meanwhile, or another group has the name now.
             count, nbytes, waiting = (
-                new - old for new, old in zip(after, self._before.get(op, (0, 0, 0)), strict=True)
+                new - old if after[0] >= before[0] else new for new, old in zip(after, before, strict=True)
             )
             if count:
-                report.operations[op] = int(count)
+                report.operations[op] = report.operations.get(op, 0) + int(count)
             report.nbytes += int(nbytes)
             report.waiting += waiting / stats.MS / 1e3
-        log.logger.info("%s", report)
+        if self._printed:
+            print(report, file=sys.stderr)
+        else:
+            log.logger.info("%s", report)
 
 
-def _totals() -> dict[str, tuple[float, float, float]]:
-    """Operations, bytes and nanoseconds of waiting by kind, over all groups of ours."""
+def _mark_coroutine(function: Any) -> None:
+    """Lets frameworks see that a call gives a coroutine; `inspect` cannot be told so before Python 3.12."""
+    mark = getattr(inspect, "markcoroutinefunction", None)
+    if mark is not None:
+        mark(function)
+
+
+def _totals() -> dict[tuple[str, str], tuple[float, float, float]]:
+    """Operations, bytes and nanoseconds of waiting by group and kind, over all groups of ours."""
     import torch.distributed as dist
 
-    totals: dict[str, tuple[float, float, float]] = {}
-    if not dist.is_initialized():
-        return totals
-    for member in stats.members("all"):
+    totals: dict[tuple[str, str], tuple[float, float, float]] = {}
+    for member in stats.members("all") if dist.is_initialized() else []:
         for cell in member.backend._stats()["cells"]:
-            count, nbytes, waiting = totals.get(cell["kind"], (0, 0, 0))
-            totals[cell["kind"]] = (count + cell["count"], nbytes + cell["bytes"], waiting + cell["waiting"])
+            count, nbytes, waiting = totals.get((member.name, cell["kind"]), (0, 0, 0))
+            sums = (count + cell["count"], nbytes + cell["bytes"], waiting + cell["waiting"])
+            totals[member.name, cell["kind"]] = sums
+    in_process = sys.modules.get("torch_sagellm.api.in_process")  # without that module there are no such ranks
+    if in_process is not None:
+        totals |= {("ranks of this process", kind): tally for kind, tally in in_process.totals().items()}
     return totals

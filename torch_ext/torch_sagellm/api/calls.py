@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,6 +37,8 @@ class Call:
     #: The caller's tensors: the one that is read, and the one that receives the result.
     source: torch.Tensor | None = None
     result: torch.Tensor | None = None
+    #: How long it waits for the other ranks; None: as long as its topology says.
+    timeout: timedelta | None = None
     #: Copies: of the input, for the core, and of the values that ``result`` held before.
     given: torch.Tensor | None = None
     before: torch.Tensor | None = None
@@ -51,6 +55,24 @@ class Call:
     def released(self) -> bool:
         """Whether the caller may go on: when the call has ended, or, for a send, when the tensor was copied."""
         return self.done or (self.kind == "send" and self.taken)
+
+    @cached_property
+    def reads(self) -> range:
+        """The addresses from the first byte to behind the last one that it reads; and those that it writes."""
+        return _addresses(self.source)
+
+    @cached_property
+    def writes(self) -> range:
+        return _addresses(self.result)
+
+    def will_write_for(self, other: Call) -> bool:
+        """Whether its result has a byte of what the other call reads or writes."""
+        ours = self.writes
+        if not ours:
+            return False
+        # A topology asks this for every pair of pending calls; addresses that lie apart are the answer nearly always.
+        apart = all(each.stop <= ours.start or ours.stop <= each.start for each in (other.reads, other.writes))
+        return not apart and (share_memory(self.result, other.source) or share_memory(self.result, other.result))
 
     def take(self) -> None:
         """Copies the input, and the memory that will be overwritten, which holds NaN from now on."""
@@ -154,6 +176,10 @@ def share_memory(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     marks = torch.zeros(max(one_bytes.stop, other_bytes.stop), dtype=torch.bool)
     _at(marks, one, one_bytes.start).fill_(True)
     return bool(_at(marks, other, other_bytes.start).any())
+
+
+def _addresses(tensor: torch.Tensor | None) -> range:
+    return range(0) if tensor is None or not tensor.numel() else _bytes_of(tensor, 0)
 
 
 def _bytes_of(tensor: torch.Tensor, start: int) -> range:

@@ -12,7 +12,9 @@ import os
 import resource
 import threading
 import time
+import weakref
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -30,12 +32,51 @@ from torch_sagellm.api.arguments import (
     checked_written,
     rows_of_slice,
 )
-from torch_sagellm.api.calls import ISSUE, Call, Operation, agree, reduction, share_memory, unset
+from torch_sagellm.api.calls import ISSUE, Call, Operation, agree, reduction, unset
 from torch_sagellm.api.errors import CommTimeoutError, with_timeouts
+from torch_sagellm.api.futures import CommFuture
 from torch_sagellm.observe import log
 
 #: The most ranks that share memory on one host.
 MOST_RANKS = 256
+#: All topologies of this process, and the counts of those that are gone, for `totals`.
+_alive: weakref.WeakSet[Topology] = weakref.WeakSet()
+_gone: deque[Totals] = deque()
+#: Operations, bytes and nanoseconds of waiting, by kind.
+Totals = dict[str, tuple[int, int, int]]
+
+
+def totals() -> Totals:
+    """What all ranks of this process have done since it began, also ranks that are gone; the sum never falls."""
+    found: Totals = {}
+    # Copies: a topology may end on another thread, which moves its counts from the one to the other.
+    for each in [*_gone, *(counted(topology._groups) for topology in list(_alive))]:
+        for kind, tally in each.items():
+            one = found.get(kind, (0, 0, 0))
+            found[kind] = (one[0] + tally[0], one[1] + tally[1], one[2] + tally[2])
+    return found
+
+
+def counted(groups: list[Any]) -> Totals:
+    """The counts of groups, all together."""
+    found: Totals = {}
+    for group in list(groups):
+        for cell in group._stats()["cells"]:
+            one = found.get(cell["kind"], (0, 0, 0))
+            found[cell["kind"]] = (one[0] + cell["count"], one[1] + cell["bytes"], one[2] + cell["waiting"])
+    return found
+
+
+def _end(groups: list[Any]) -> None:
+    """Keeps the counts of groups, and drops them. Parts of a failed operation that the core still has end with them."""
+    if groups:
+        last = counted(groups)
+        while len(_gone) > 100:  # few are kept apart: all but the newest are added up
+            for kind, tally in _gone.popleft().items():
+                one = last.get(kind, (0, 0, 0))
+                last[kind] = (one[0] + tally[0], one[1] + tally[1], one[2] + tally[2])
+        _gone.append(last)
+        groups.clear()
 
 
 class Topology:
@@ -56,6 +97,8 @@ class Topology:
         self._maker = threading.current_thread()
         _require_descriptors(world_size)
         self._groups = _meet(world_size, self._timeout)
+        weakref.finalize(self, _end, self._groups).atexit = False
+        _alive.add(self)
         #: A group of one rank, where operations change nothing: the core checks each call there when it is made.
         self.alone = _meet(1, self._timeout)[0]
         #: Guards the tensors of all calls, also while an operation runs, and all below. Notified when calls end.
@@ -71,6 +114,8 @@ class Topology:
         self._pending: list[Call] = []
         #: Why no further call is accepted, as class and text: the error itself would keep its stack alive.
         self._failure: tuple[type[dist.DistBackendError], str] | None = None
+        #: What follows calls of a backward pass (`gradients`): run by the thread that finds the call ended.
+        self._following: list[tuple[Call, Callable[[], None]]] = []
 
     @property
     def made_here(self) -> bool:
@@ -89,8 +134,8 @@ class Topology:
 
     # ------------------------------------------------------------------------------------------- calls come in
 
-    def collective(self, call: Call) -> None:
-        """Takes a call as the next collective of its rank."""
+    def collective(self, call: Call, waits: bool = True) -> Operation:
+        """Takes a call as the next collective of its rank, and waits for its end (`_go_on`) unless told not to."""
         with torch.inference_mode(), self.changed:  # in which every tensor may be written
             self._refuse_if_unusable(call)
             number = self._counts[call.rank] + 1
@@ -101,9 +146,10 @@ class Topology:
             self._collectives[number] = operation
             if not operation.missing():
                 del self._collectives[number]
-            self._go_on(call, operation)
+            self._go_on(call, operation, waits)
+            return operation
 
-    def message(self, call: Call, source: int, destination: int, tag: int) -> None:
+    def message(self, call: Call, source: int, destination: int, tag: int, waits: bool = True) -> Operation:
         """Takes a send or a receive; those of two ranks and one tag match in the order in which they are called."""
         with torch.inference_mode(), self.changed:  # in which every tensor may be written
             self._refuse_if_unusable(call)
@@ -118,14 +164,39 @@ class Topology:
             self._messages[source, destination, tag] = waiting
             if not waiting:
                 del self._messages[source, destination, tag]
-            self._go_on(call, operation)
+            self._go_on(call, operation, waits)
+            return operation
+
+    def wait(self, call: Call, operation: Operation) -> None:
+        """Waits for a call that was made without waiting; on the thread that made the topology only for its error."""
+        with torch.inference_mode(), self.changed:
+            if not (self.made_here and self._failure is None):
+                self._wait(call, operation)
+
+    def ended(self, call: Call) -> bool:
+        """Whether a call has ended, also with an error."""
+        with self.changed:
+            return call.released or self._failure is not None
+
+    def follow(self, call: Call, then: Callable[[], None]) -> None:
+        """Keeps what shall follow a call of a backward pass, and runs what can follow now, in the order of the calls.
+
+        One thread at a time runs it, because the collectives in it have the order of its calls.
+        """
+        with self.changed:
+            self._following.append((call, then))
+            if not call.done:
+                return
+            ready = [each for each in self._following if each[0].done]
+            self._following = [each for each in self._following if not each[0].done]
+        for _, run in ready:
+            run()
 
     def _refuse_if_unusable(self, call: Call) -> None:
         if self._failure is not None:
             raise self._told(call)
         for other in self._pending:
-            theirs = other.result if other.rank != call.rank else None
-            if theirs is not None and (share_memory(theirs, call.source) or share_memory(theirs, call.result)):
+            if other.rank != call.rank and other.will_write_for(call):
                 raise ValueError(
                     f"sagellm {call}: the tensor of rank {call.rank} shares memory with the one into which {other} of "
                     f"rank {other.rank} will write, expected memory of its own for each rank: pass a clone"
@@ -144,12 +215,7 @@ class Topology:
             )
             self._fail(error)
             raise error
-        call.after = [
-            earlier
-            for earlier in self._pending
-            if earlier.result is not None
-            and (share_memory(earlier.result, call.source) or share_memory(earlier.result, call.result))
-        ]
+        call.after = [earlier for earlier in self._pending if earlier.will_write_for(call)]
         if not call.after:
             call.take()
         operation.calls[call.rank] = call
@@ -157,14 +223,16 @@ class Topology:
         if not operation.missing():
             self._complete.append(operation)
 
-    def _go_on(self, call: Call, operation: Operation) -> None:
+    def _go_on(self, call: Call, operation: Operation, waits: bool) -> None:
         """Runs what can run, and waits for the call to end, except on the thread that made the topology."""
         while (ready := next((each for each in self._complete if not each.unfinished()), None)) is not None:
             self._complete.remove(ready)
             self._run(ready)
-        if self.made_here:
-            return
-        until = time.monotonic() + self._timeout.total_seconds()
+        if waits and not self.made_here:
+            self._wait(call, operation)
+
+    def _wait(self, call: Call, operation: Operation) -> None:
+        until = time.monotonic() + (call.timeout or self._timeout).total_seconds()
         while not call.released and self._failure is None:
             if (left := until - time.monotonic()) <= 0:
                 error = CommTimeoutError(self._overdue(call, operation))
@@ -176,7 +244,9 @@ class Topology:
 
     def _overdue(self, call: Call, operation: Operation) -> str:
         """The error at the deadline: names the ranks that have not made the call that this one waits for."""
-        head = f"sagellm: rank {call.rank} Timed out after {self._timeout.total_seconds():g} s in {call}"
+        head = (
+            f"sagellm: rank {call.rank} Timed out after {(call.timeout or self._timeout).total_seconds():g} s in {call}"
+        )
         seen = [operation]
         while not (missing := operation.missing()):
             # All its calls are there, so one of them waits for an earlier call.
@@ -231,8 +301,8 @@ class Topology:
             if call.result is not None and call.before is not None:
                 call.result.copy_(call.before)
         self._pending, self._complete, self._collectives, self._messages = [], [], {}, {}
-        # Parts of a failed operation that the core still has end with its group.
-        self._groups = []
+        self._following = []
+        _end(self._groups)
         self.changed.notify_all()
 
     def _told(self, call: Call) -> Exception:
@@ -246,6 +316,32 @@ class Topology:
         return error
 
 
+class _Made:
+    """A call that was made without waiting, with the methods of a Work that ``CommFuture`` asks for."""
+
+    def __init__(self, topology: Topology, call: Call, operation: Operation) -> None:
+        self.topology, self.call, self.operation = topology, call, operation
+
+    def get_future(self) -> Any:
+        raise RuntimeError("a call in this process has no future of torch: it ends in wait()")
+
+    def is_completed(self) -> bool:
+        return self.topology.ended(self.call)
+
+    def wait(self) -> None:
+        self.topology.wait(self.call, self.operation)
+
+
+class _Future(CommFuture):
+    """The future of a call in this process: functions that ``then`` chains to it run when ``wait()`` returns."""
+
+    def wait(self) -> torch.Tensor:
+        """The tensor when the call has ended; on the thread that made the ranks at once, as every call there."""
+        if self._work.topology.made_here and not self._work.is_completed():
+            return self._result
+        return super().wait()
+
+
 class Member:
     """One rank of a topology, with the methods of a ``CommBackend`` for CPU tensors."""
 
@@ -254,29 +350,31 @@ class Member:
         self.rank = rank
         self.world_size = topology.world_size
 
-    def all_reduce(self, tensor: torch.Tensor, op: Op = "sum") -> torch.Tensor:
+    def all_reduce(
+        self, tensor: torch.Tensor, op: Op = "sum", async_op: bool = False, timeout: Seconds | None = None
+    ) -> torch.Tensor | CommFuture:
         name = checked_op("all_reduce", op)
         _require_dense("all_reduce", tensor)
         with self.topology.changed:
             self.topology.alone.allreduce([tensor], reduction(dist.AllreduceOptions(), name))
-        self._collective("all_reduce", tensor, f"op {name}", name, source=tensor, result=tensor)
-        return tensor
+        call = self._call("all_reduce", tensor, f"op {name}", name, source=tensor, result=tensor)
+        call.timeout = None if timeout is None else as_timedelta(timeout)
+        return self._collective(call, tensor, async_op)
 
-    def broadcast(self, tensor: torch.Tensor, root_rank: int = 0) -> torch.Tensor:
+    def broadcast(self, tensor: torch.Tensor, root_rank: int = 0, async_op: bool = False) -> torch.Tensor | CommFuture:
         self._require_rank("broadcast", "root_rank", root_rank)
         self._require_movable("broadcast", tensor, written=True)
         ours = {"source" if self.rank == root_rank else "result": tensor}
-        self._collective("broadcast", tensor, f"root_rank {root_rank}", root_rank, **ours)
-        return tensor
+        call = self._call("broadcast", tensor, f"root_rank {root_rank}", root_rank, **ours)
+        return self._collective(call, tensor, async_op)
 
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, tensor: torch.Tensor, *, async_op: bool = False) -> torch.Tensor | CommFuture:
         self._require_movable("all_gather", tensor, written=False)
         rows, rest = (tensor.shape[0], tensor.shape[1:]) if tensor.dim() else (1, tensor.shape)
         result = unset((rows * self.world_size, *rest), tensor.dtype)
-        self._collective("all_gather", tensor, "", source=tensor, result=result)
-        return result
+        return self._collective(self._call("all_gather", tensor, "", source=tensor, result=result), result, async_op)
 
-    def reduce_scatter(self, tensor: torch.Tensor, op: Op = "sum") -> torch.Tensor:
+    def reduce_scatter(self, tensor: torch.Tensor, op: Op = "sum", async_op: bool = False) -> torch.Tensor | CommFuture:
         name = checked_op("reduce_scatter", op)
         _require_dense("reduce_scatter", tensor)
         rows = rows_of_slice("reduce_scatter", tensor, self.world_size)
@@ -284,29 +382,41 @@ class Member:
         with self.topology.changed:
             self.topology.alone.reduce_scatter([one.clone()], [[one]], reduction(dist.ReduceScatterOptions(), name))
         result = unset((rows, *tensor.shape[1:]), tensor.dtype)
-        self._collective("reduce_scatter", tensor, f"op {name}", name, source=tensor, result=result)
-        return result
+        call = self._call("reduce_scatter", tensor, f"op {name}", name, source=tensor, result=result)
+        return self._collective(call, result, async_op)
 
     def barrier(self) -> None:
         self.topology.collective(Call(self.rank, "barrier"))
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> None:
-        self._message("send", "dst_rank", dst, tag, tensor)
-        call = Call(
-            self.rank, "send", tuple(tensor.shape), tensor.dtype, f"to rank {dst}, tag {tag}", (dst, tag), tensor
-        )
-        self.topology.message(call, self.rank, dst, tag)
+        self._send(tensor, dst, tag, waits=True)
 
     def recv(self, tensor: torch.Tensor, src: int, tag: int = 0) -> torch.Tensor:
-        self._message("recv", "src_rank", src, tag, tensor)
-        text = f"from rank {src}, tag {tag}"
-        call = Call(self.rank, "recv", tuple(tensor.shape), tensor.dtype, text, (src, tag), result=tensor)
-        self.topology.message(call, src, self.rank, tag)
+        self._recv(tensor, src, tag, waits=True)
         return tensor
 
-    def _collective(self, kind: str, tensor: torch.Tensor, arguments: str, option: Any = None, **tensors: Any) -> None:
-        call = Call(self.rank, kind, tuple(tensor.shape), tensor.dtype, arguments, option, **tensors)
-        self.topology.collective(call)
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> CommFuture:
+        return self._send(tensor, dst, tag, waits=False)
+
+    def irecv(self, tensor: torch.Tensor, src: int, tag: int = 0) -> CommFuture:
+        return self._recv(tensor, src, tag, waits=False)
+
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int, waits: bool) -> CommFuture:
+        self._message("send", "dst_rank", dst, tag, tensor)
+        call = self._call("send", tensor, f"to rank {dst}, tag {tag}", (dst, tag), source=tensor)
+        return _Future(_Made(self.topology, call, self.topology.message(call, self.rank, dst, tag, waits)), tensor)
+
+    def _recv(self, tensor: torch.Tensor, src: int, tag: int, waits: bool) -> CommFuture:
+        self._message("recv", "src_rank", src, tag, tensor)
+        call = self._call("recv", tensor, f"from rank {src}, tag {tag}", (src, tag), result=tensor)
+        return _Future(_Made(self.topology, call, self.topology.message(call, src, self.rank, tag, waits)), tensor)
+
+    def _call(self, kind: str, tensor: torch.Tensor, arguments: str, option: Any = None, **tensors: Any) -> Call:
+        return Call(self.rank, kind, tuple(tensor.shape), tensor.dtype, arguments, option, **tensors)
+
+    def _collective(self, call: Call, result: torch.Tensor, async_op: bool) -> torch.Tensor | CommFuture:
+        operation = self.topology.collective(call, waits=not async_op)
+        return _Future(_Made(self.topology, call, operation), result) if async_op else result
 
     def _message(self, kind: str, what: str, peer: int, tag: int, tensor: torch.Tensor) -> None:
         self._require_rank(kind, what, peer)

@@ -207,6 +207,43 @@ class ProcessGroupManager:
         """The rank that this one receives from in the ring of its cp group."""
         return self.ranks("cp")[(self.cp_rank - 1) % self.cp_size]
 
+    # Names of another framework's manager.
+
+    @property
+    def tp_world_size(self) -> int:
+        """As ``tp_size``."""
+        return self.tp_size
+
+    @property
+    def cp_world_size(self) -> int:
+        """As ``cp_size``."""
+        return self.cp_size
+
+    @property
+    def pp_world_size(self) -> int:
+        """As ``pp_size``."""
+        return self.pp_size
+
+    @property
+    def dp_world_size(self) -> int:
+        """As ``dp_size``."""
+        return self.dp_size
+
+    @property
+    def cp_dp_world_size(self) -> int:
+        """As ``cp_dp_size``."""
+        return self.cp_dp_size
+
+    @property
+    def cp_send_rank(self) -> int:
+        """As ``cp_next_rank``."""
+        return self.cp_next_rank
+
+    @property
+    def cp_recv_rank(self) -> int:
+        """As ``cp_prev_rank``."""
+        return self.cp_prev_rank
+
     @cached_property
     def mesh(self) -> DeviceMesh:
         """The same groups as a ``torch.distributed.device_mesh.DeviceMesh`` with the dimensions dp, pp, cp and tp.

@@ -1,0 +1,102 @@
+"""Gradients through the collectives of operators: the backward pass of each is the collective that belongs to it.
+
+In a group of processes, and where the ranks of one process have a thread each, a backward pass waits for the other
+ranks, as its forward pass does. On the thread that made such ranks nothing may wait, because the other ranks have
+their turn later: there the gradient of a rank stops at the operator, and goes on, for all ranks together, when the last
+rank has come as far.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from torch_sagellm.api.arguments import Op, checked_op
+from torch_sagellm.api.in_process import Member
+
+
+def crosses(tensor: Any) -> bool:
+    """Whether autograd records a call with this tensor."""
+    return isinstance(tensor, torch.Tensor) and tensor.requires_grad and torch.is_grad_enabled()
+
+
+def crossed(member: Any, kind: str, tensor: torch.Tensor, op: Op = "sum") -> torch.Tensor:
+    """The collective ``kind`` ("all_reduce", "all_gather" or "reduce_scatter") of a tensor that autograd follows."""
+    name = checked_op(kind, op)
+    if isinstance(member, Member) and member.topology.made_here:
+        # An edge of the graph would carry the gradient on at once, so there is none: a token stands for the tensor.
+        token = torch.empty(0, dtype=tensor.dtype, requires_grad=True)
+        result: torch.Tensor = _Later.apply(token, tensor.detach(), _Upstream(tensor), member, kind, name)
+    else:
+        result = _Waiting.apply(tensor, member, kind, name)
+    return result
+
+
+class _Upstream:
+    """Holds a tensor for a function of autograd without an edge to it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class _Waiting(torch.autograd.Function):  # type: ignore[misc]  # torch has no annotations for mypy
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, member: Any, kind: str, name: str) -> torch.Tensor:
+        ctx.given = member, kind, name, tensor.shape
+        if kind == "all_reduce":
+            ctx.mark_dirty(tensor)
+        return _call(member, kind, tensor, name)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        member, kind, name, shape = ctx.given
+        back, gradient = _dual(member, kind, grad, name)
+        return _finished(member, kind, name, back(gradient), shape), None, None, None
+
+
+class _Later(torch.autograd.Function):  # type: ignore[misc]  # torch has no annotations for mypy
+    @staticmethod
+    def forward(
+        ctx: Any, token: torch.Tensor, tensor: torch.Tensor, upstream: _Upstream, member: Any, kind: str, name: str
+    ) -> torch.Tensor:
+        ctx.given = upstream, member, kind, name
+        return _call(member, kind, tensor, name).detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:
+        upstream, member, kind, name = ctx.given
+        back, given = _dual(member, kind, grad, name)
+        future = back(given, async_op=True)  # never waits, also where torch runs a deep graph on a thread of its own
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        then = partial(_go_on, upstream.tensor, member, kind, name, future._result, keep)
+        member.topology.follow(future._work.call, then)
+        return (None,) * 6
+
+
+def _go_on(tensor: torch.Tensor, member: Any, kind: str, name: str, came: torch.Tensor, keep: bool) -> None:
+    """The rest of a rank's backward pass, from the tensor that went into an operator on."""
+    gradient = _finished(member, kind, name, came, tensor.shape)
+    torch.autograd.backward([tensor], [gradient], retain_graph=keep)
+
+
+def _call(member: Any, kind: str, tensor: torch.Tensor, name: str) -> torch.Tensor:
+    arguments = {} if kind == "all_gather" else {"op": name.lower()}
+    result: torch.Tensor = getattr(member, kind)(tensor, **arguments)
+    return result
+
+
+def _dual(member: Any, kind: str, grad: torch.Tensor, name: str) -> tuple[Any, torch.Tensor]:
+    """The method that carries gradients back, and what it is given: all ranks' losses count, as one sum."""
+    if name not in ("SUM", "AVG"):
+        raise RuntimeError(
+            f"sagellm {kind}: there is no gradient of op {name}, only of sum and avg; detach() the tensor"
+        )
+    back = {"all_reduce": "all_reduce", "all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}[kind]
+    return getattr(member, back), grad.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _finished(member: Any, kind: str, name: str, came: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    gradient = came / member.world_size if name == "AVG" else came
+    return gradient.reshape(shape)

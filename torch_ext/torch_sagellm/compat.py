@@ -1,0 +1,94 @@
+"""The module paths of older code, for programs whose imports shall stay as they are.
+
+``import torch_sagellm.compat``, once and before those imports, lets these names lead to modules of this package:
+
+- ``sage.llm.engines.sagellm.comm_backend`` and every module below it, such as ``collective_ops`` or ``topology``: a
+  module of ours with that last name, else one with all public names;
+- ``core.protocols.comm_backend``: ``torch_sagellm.protocols.comm_backend``;
+- ``scaletorch.parallel.pg_manager``: ``ProcessGroupManager``, ``setup_process_group_manager`` and the manager that this
+  made, as ``process_group_manager``.
+
+They are aliases in ``sys.modules``. A module that is installed under such a name is what Python finds first: of it
+nothing is replaced, and only what it lacks below these paths is added.
+
+Example::
+
+    import torch_sagellm.compat
+
+    from sage.llm.engines.sagellm.comm_backend.collective_ops import create_comm_backend
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch_sagellm
+
+__all__ = ["install"]
+
+#: Where all modules below are ours.
+COMM_BACKEND = "sage.llm.engines.sagellm.comm_backend"
+#: The modules that stand for a name; packages above them are empty.
+MODULES = {
+    COMM_BACKEND: "torch_sagellm.compat",
+    f"{COMM_BACKEND}.collective_ops": "torch_sagellm.collective_ops",
+    f"{COMM_BACKEND}.topology": "torch_sagellm.topology",
+    "core.protocols.comm_backend": "torch_sagellm.protocols.comm_backend",
+    "scaletorch.parallel.pg_manager": "torch_sagellm.parallel.pg_manager",
+}
+PACKAGES = {name[:at] for name in MODULES for at, letter in enumerate(name) if letter == "."}
+
+
+class _Aliases(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """The last of the finders: Python asks it for what no other has found."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        below, _, last = fullname.rpartition(".")
+        if fullname in MODULES or fullname in PACKAGES or (below == COMM_BACKEND and last.isidentifier()):
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=fullname in PACKAGES)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return None  # Python makes an empty one
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        name = module.__spec__.name
+        if name in PACKAGES and name != COMM_BACKEND:
+            module.__doc__ = "Made by torch_sagellm.compat."
+            return
+        ours = MODULES.get(name, "torch_sagellm.compat")
+        if ours == "torch_sagellm.compat":  # a package of the alias's own, which serves the public names
+
+            def public(wanted: str) -> Any:
+                return torch_sagellm._public(name, wanted)
+
+            module.__doc__ = "The public names of torch_sagellm, by torch_sagellm.compat."
+            module.__getattr__ = public  # type: ignore[method-assign]
+            return
+        sys.modules[name] = importlib.import_module(ours)
+
+
+_ALIASES = _Aliases()
+
+
+def install() -> None:
+    """Makes the aliases; importing this module has done so. Names that are installed keep their modules."""
+    if _ALIASES not in sys.meta_path:
+        sys.meta_path.append(_ALIASES)
+    for name in MODULES:
+        try:
+            importlib.import_module(name)
+        except ImportError:  # an installed module above it that is no package, or cannot be imported
+            continue
+
+
+install()
