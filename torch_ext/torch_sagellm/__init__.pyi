@@ -70,6 +70,7 @@ from torch_sagellm.parallel.context import exchange_tokens as exchange_tokens
 from torch_sagellm.parallel.context import ring_exchange as ring_exchange
 from torch_sagellm.parallel.groups import ProcessGroupManager as ProcessGroupManager
 from torch_sagellm.parallel.moe import MoEDispatcher as MoEDispatcher
+from torch_sagellm.parallel.moe import PendingDispatch as PendingDispatch
 from torch_sagellm.parallel.moe import Routing as Routing
 from torch_sagellm.parallel.overlap import OverlapHandle as OverlapHandle
 from torch_sagellm.parallel.overlap import OverlapReport as OverlapReport

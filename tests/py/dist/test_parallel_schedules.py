@@ -45,10 +45,10 @@ def by_loop(
     return (torch.stack(rows) if rows else output), dropped
 
 
-def experts(ctx: Context, factor: float | None, pad: bool) -> None:
+def experts(ctx: Context, factor: float | None, pad: bool, hierarchical: bool = False) -> None:
     import torch_sagellm
 
-    moe = torch_sagellm.MoEDispatcher(EXPERTS, capacity_factor=factor, pad=pad)
+    moe = torch_sagellm.MoEDispatcher(EXPERTS, capacity_factor=factor, pad=pad, hierarchical=hierarchical)
     count = 40 if pad else 30 * ctx.rank  # ranks have different numbers of tokens, one of them none
     tokens, chosen, weights = tokens_of(ctx.rank, count)
     capacity = None if factor is None else math.ceil(factor * count * CHOICES / EXPERTS)
@@ -65,7 +65,7 @@ def experts(ctx: Context, factor: float | None, pad: bool) -> None:
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
     assert routing.dropped == dropped and (factor != 0.5 or ctx.rank == 0 or dropped > 0), (routing.dropped, dropped)
     demand = torch.zeros(EXPERTS)
-    for rank in range(ctx.world_size):
+    for rank in [ctx.rank] if pad else range(ctx.world_size):  # padded, a rank knows its own tokens only
         demand += torch.bincount(tokens_of(rank, 40 if pad else 30 * rank)[1].reshape(-1), minlength=EXPERTS)
     assert math.isclose(routing.imbalance, float(demand.max() / demand.mean()), rel_tol=1e-6)
     slope = torch.arange(float(output.numel()), dtype=torch.float64).reshape(output.shape)
@@ -93,7 +93,7 @@ def experts_over_hosts(ctx: Context, names: list[str], place: list[int], two_ste
     enter(names[place[ctx.rank]])
     ctx.init(store=dist.FileStore(f"{ctx.tmp}/store", ctx.world_size))
     for factor, pad in ((None, False), (1.0, True)):
-        experts(ctx, factor, pad)
+        experts(ctx, factor, pad, hierarchical=True)
     found = []
     for hierarchical in (True, False):
         moe = torch_sagellm.MoEDispatcher(EXPERTS, hierarchical=hierarchical)
@@ -115,6 +115,80 @@ def test_rows_go_in_two_steps_where_hosts_have_several_ranks(
 ) -> None:
     env = {"GLOO_SOCKET_IFNAME": "eth0"}
     run_fresh(experts_over_hosts, len(place), hosts, place, two_steps, env=env, timeout=120)
+
+
+def exchanges(ctx: Context) -> None:
+    """One message a pair of ranks each way, counts apart, and none of them where they are known."""
+    import torch_sagellm
+
+    tokens, chosen, weights = tokens_of(ctx.rank, 24)
+    for pad, counts in ((False, 1), (True, 0)):
+        moe = torch_sagellm.MoEDispatcher(EXPERTS, capacity_factor=2.0, pad=pad)
+        torch_sagellm.reset_stats()
+        rows, routing = moe.dispatch(tokens, chosen)
+        moe.combine(rows, routing, weights)
+        found = torch_sagellm.get_stats()
+        assert (found["all_to_all_count"], found["all_gather_count"]) == (2, counts)
+        assert found["total_count"] == 2 + counts
+    rows_of_others = sum(each for rank, each in enumerate(routing.sent) if rank != ctx.rank)
+    assert found["ops"]["all_to_all"]["bytes"] == 2 * rows_of_others * WIDTH * 8, "rows that stay do not travel"
+
+
+def test_rows_travel_in_one_exchange_and_counts_only_where_they_are_not_known() -> None:
+    run_ranks(exchanges, 2)
+
+
+def ahead(ctx: Context) -> None:
+    """Several dispatches under way at once, and combines between them: memory that is used again is nobody's."""
+    import torch_sagellm
+
+    moe = torch_sagellm.MoEDispatcher(EXPERTS)
+    batches = [tokens_of(ctx.rank + 10 * number, 9 + 20 * number * ctx.rank) for number in range(4)]
+    plain = []
+    for tokens, chosen, weights in batches:
+        rows, routing = moe.dispatch(tokens, chosen)
+        plain.append((rows, moe.combine(rows * 3, routing, weights)))
+    given = [tokens.clone().requires_grad_() for tokens, _, _ in batches]
+    coming = []
+    for tokens, (_, chosen, _) in zip(given, batches, strict=True):
+        coming.append(moe.dispatch_async(tokens, chosen))
+        with torch.no_grad():
+            tokens.zero_()  # its memory may be used again at once
+    for number, (pending, (tokens, chosen, weights)) in enumerate(zip(coming, batches, strict=True)):
+        rows, routing = pending.wait()
+        assert pending.wait()[0] is rows and torch.equal(rows, plain[number][0])
+        output = moe.combine(rows * 3, routing, weights)
+        assert torch.equal(output, plain[number][1])
+        output.sum().backward()
+        expected = (3 * weights.sum(1, keepdim=True)).expand_as(tokens)
+        torch.testing.assert_close(given[number].grad, expected, rtol=1e-12, atol=1e-12)
+    with torch.inference_mode():
+        again, _ = moe.dispatch(*batches[1][:2])
+    assert torch.equal(again, plain[1][0]) and torch.equal(moe.dispatch(*batches[1][:2])[0], again)
+
+
+def test_rows_of_several_calls_travel_at_once() -> None:
+    run_ranks(ahead, 3)
+
+
+def kinds_of_rows(ctx: Context) -> None:
+    """Rows of whole numbers and of 16 bits, and results of more dimensions than the tokens."""
+    import torch_sagellm
+
+    moe = torch_sagellm.MoEDispatcher(EXPERTS)
+    _, chosen, weights = tokens_of(ctx.rank, 17)
+    for dtype in (torch.int32, torch.bfloat16, torch.float16):
+        tokens = torch.arange(17 * WIDTH).reshape(17, WIDTH).to(dtype)
+        rows, routing = moe.dispatch(tokens, chosen)
+        assert torch.equal(moe.combine(rows, routing), tokens * CHOICES), dtype
+    rows, routing = moe.dispatch(tokens.double(), chosen)
+    wide = torch.stack([rows, 2 * rows], dim=2)
+    scaled = tokens.double() * weights.sum(1, keepdim=True)
+    torch.testing.assert_close(moe.combine(wide, routing, weights), torch.stack([scaled, 2 * scaled], dim=2))
+
+
+def test_rows_of_any_kind_and_shape_come_back() -> None:
+    run_ranks(kinds_of_rows, 2)
 
 
 def wrong_experts(ctx: Context) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from torch_sagellm.api.arguments import checked_dense
+from torch_sagellm.api.arguments import checked_dense, in_memory
 from torch_sagellm.parallel import hosts
-from torch_sagellm.parallel.autograd import exchange_rows
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,9 @@ class Routing:
         print(routing.dropped, routing.imbalance)
     """
 
-    #: For each row of the tokens that were sent, in the order of the experts, which assignment it is.
-    order: torch.Tensor
+    #: For each row of the tokens that were sent, which assignment it is; -1 for padding. Rows for other ranks stand
+    #: first, in the order of the experts, and those that stay here behind them.
+    order: Tensor
     #: Tokens and experts for each token of the call.
     tokens: int
     choices: int
@@ -37,30 +39,67 @@ class Routing:
     received: list[int]
     #: Rows for each expert of this rank, padding included; the rows that came are sorted by expert.
     rows: list[int]
-    #: For each received row its place among them, sorted by expert.
-    sorting: torch.Tensor
+    #: For each row that ``dispatch`` returned its place among those that came, in the order of ``order``.
+    sorting: Tensor
     #: Assignments of this rank's tokens that found no room.
     dropped: int
     #: Rows that were sent empty, so that all experts get as many.
     padding: int
-    #: The most assignments to one expert divided by the mean over all experts, before any is dropped; 1 is even.
+    #: The most assignments to one expert divided by the mean over all experts, before any is dropped; 1 is even. With
+    #: ``pad`` of this rank's tokens alone, because no counts travel then.
     imbalance: float
+
+
+class PendingDispatch:
+    """Rows that are under way; ``wait()`` returns what ``dispatch`` would. May be called again.
+
+    Example::
+
+        moe = torch_sagellm.MoEDispatcher(num_experts=dist.get_world_size())
+        coming = moe.dispatch_async(torch.ones(4, 8), torch.zeros(4, dtype=torch.int64))
+        rows, routing = coming.wait()
+    """
+
+    def __init__(self, moe: MoEDispatcher, tokens: Tensor, routing: Routing, under_way: _UnderWay) -> None:
+        self._moe, self._tokens, self._routing, self._under_way = moe, tokens, routing, under_way
+        self._rows: Tensor | None = None
+
+    def wait(self) -> tuple[Tensor, Routing]:
+        """The rows for this rank's experts, and the routing, when all rows have come."""
+        if self._rows is None:
+            self._rows = self._moe._sorted(self._tokens, self._routing, self._under_way)
+        return self._rows, self._routing
+
+
+@dataclass
+class _UnderWay:
+    """An exchange that has begun: what is sent must stay until its end."""
+
+    out: Tensor
+    came: Tensor
+    work: Any
 
 
 class MoEDispatcher:
     """Sends tokens to experts that live on several ranks, and brings the results back.
 
-    Experts are numbered over the ranks: with E experts on n ranks, rank r has those from r * E / n on. Tokens travel in
-    one all_to_all each way whose sizes follow the routing; where several hosts have the same number of ranks, more than
-    one, in two: first between hosts, then inside them. Gradients pass both ways.
+    Experts are numbered over the ranks: with E experts on n ranks, rank r has those from r * E / n on. Each way is one
+    all_to_all whose sizes follow the routing; rows for experts of this rank stay here. Before it ``dispatch`` gathers
+    the counts of all ranks, except with ``pad``, where all counts are known. Gradients pass both ways, once
+    (not those of gradients). On CPUs the dispatcher keeps the memory of its exchanges for the next call.
 
     Args:
         num_experts: of all ranks, a multiple of them (ValueError).
         group: the ranks; None the default group.
         capacity_factor: None: no token is dropped. Otherwise an expert takes from each rank at most ``ceil(factor *
-            assignments / num_experts)`` tokens, the first ones; of the others ``combine`` adds nothing.
-        pad: every expert gets as many rows as it may take, so that shapes are known before; needs a capacity factor.
-        hierarchical: False to send rows straight to their rank on other hosts, too.
+            assignments / num_experts)`` tokens, the first ones, and the same factor on all ranks; of the others
+            ``combine`` adds nothing.
+        pad: every expert gets as many rows as it may take, so that shapes are known before and no counts travel; needs
+            a capacity factor, and as many tokens on every rank. It pays for few tokens.
+        hierarchical: where several hosts have the same number of ranks, more than one, rows go in two steps: first
+            between hosts, then inside them. That is fewer messages between hosts, but each row is copied twice more and
+            a second exchange of counts comes before it. It was slower in every case measured (up to 4 ranks a host,
+            1 ms between hosts), so it is off.
 
     Example::
 
@@ -79,7 +118,7 @@ class MoEDispatcher:
         *,
         capacity_factor: float | None = None,
         pad: bool = False,
-        hierarchical: bool = True,
+        hierarchical: bool = False,
     ) -> None:
         self.group = group
         self.ranks: int = dist.get_world_size(group)
@@ -94,65 +133,41 @@ class MoEDispatcher:
         self.num_experts, self.capacity_factor, self.pad = num_experts, capacity_factor, pad
         self.local_experts = num_experts // self.ranks
         self.hierarchical = hierarchical
+        self._rank: int = dist.get_rank(group)
         #: The hosts of the ranks, which the first dispatch finds out.
         self._among: hosts.Hosts | None = None
         self._looked = not hierarchical
+        #: Memory of earlier exchanges. Backward passes run on another thread: only whole pops and appends.
+        self._spare: list[Tensor] = []
 
-    def dispatch(self, tokens: torch.Tensor, experts: torch.Tensor) -> tuple[torch.Tensor, Routing]:
+    def dispatch(self, tokens: Tensor, experts: Tensor) -> tuple[Tensor, Routing]:
         """Sends each token to its experts; returns the rows for this rank's experts, sorted by expert, and the routing.
 
         Args:
             tokens: (T, D), as many as this rank has; other ranks may have more or fewer (with ``pad`` as many).
             experts: (T,) or (T, k), whole numbers from 0 to ``num_experts`` - 1: the experts of each token.
         """
-        chosen = self._checked(tokens, experts)
-        flat = chosen.reshape(-1)
-        wanted = torch.bincount(flat, minlength=self.num_experts)
-        order = torch.argsort(flat, stable=True)
-        capacity = self._capacity(flat.numel())
-        taken = wanted if capacity is None else wanted.clamp(max=capacity)
-        kept = self._first_of_each(flat[order], wanted, capacity)
-        order = order[kept]
-        rows = tokens[order // chosen.shape[1]]
-        counts = taken
-        padding = 0
-        if self.pad:
-            assert capacity is not None
-            rows, order = self._padded(rows, order, flat, capacity)
-            counts = torch.full_like(taken, capacity)
-            padding = int(capacity * self.num_experts - int(taken.sum()))
-        theirs, demand = self._tell(counts, wanted)
-        sent = counts.view(self.ranks, self.local_experts).sum(1).tolist()
-        received = theirs.sum(1).tolist()
-        if not self._looked:
-            self._among, self._looked = hosts.find(self.group), True
-        came = exchange_rows(rows, sent, received, self.group, self._among)
-        # The received rows are sorted by rank and then by expert; each expert needs its rows together.
-        labels = torch.arange(self.local_experts, device=theirs.device).repeat(self.ranks)
-        sorting = torch.argsort(labels.repeat_interleave(theirs.reshape(-1)), stable=True)
-        mean = demand.float().mean().item()
-        routing = Routing(
-            order=order,
-            tokens=tokens.shape[0],
-            choices=chosen.shape[1],
-            sent=sent,
-            received=received,
-            rows=theirs.sum(0).tolist(),
-            sorting=sorting,
-            dropped=int(wanted.sum() - taken.sum()),
-            padding=padding,
-            imbalance=demand.max().item() / mean if mean else 1.0,
-        )
-        return came[sorting], routing
+        routing = self._route(tokens, experts)
+        return self._sorted(tokens, routing, None), routing
 
-    def combine(self, results: torch.Tensor, routing: Routing, weights: torch.Tensor | None = None) -> torch.Tensor:
+    def dispatch_async(self, tokens: Tensor, experts: Tensor) -> PendingDispatch:
+        """The same without waiting for the rows, so that they travel while the experts of an earlier call compute.
+
+        The counts have been exchanged when it returns. ``tokens`` may be changed at once.
+        """
+        routing = self._route(tokens, experts)
+        with torch.no_grad():
+            under_way = self._begin_spread(tokens, routing, None, wait=False)
+        return PendingDispatch(self, tokens, routing, under_way)
+
+    def combine(self, results: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
         """Brings the experts' results back to their tokens: (T, D), each the weighted sum over the token's experts.
 
         ``results`` has a row for each row of ``dispatch``, in its order. ``weights`` is (T, k), or (T,) where k is 1
         (ValueError for another shape); with None every weight is 1.
         """
         checked_dense("MoEDispatcher", results)
-        if results.shape[0] != sum(routing.rows):
+        if results.shape[0] != len(routing.sorting):
             raise ValueError(
                 f"sagellm MoEDispatcher: {results.shape[0]} results, expected {sum(routing.rows)}, a row for each that "
                 "dispatch gave"
@@ -164,19 +179,17 @@ class MoEDispatcher:
                 f"sagellm MoEDispatcher: weights of shape {tuple(weights.shape)}, expected {shape}, one for each token "
                 "and its experts"
             )
-        unsorted = torch.empty_like(routing.sorting)
-        unsorted[routing.sorting] = torch.arange(len(unsorted), device=unsorted.device)
-        back = exchange_rows(results[unsorted], routing.received, routing.sent, self.group, self._among)
-        order = routing.order
-        if routing.padding:
-            real = order >= 0
-            back, order = back[real], order[real]
+        flat = results if results.dim() == 2 else results.flatten(1)
         if weights is not None:
-            back = back * weights.reshape(-1)[order].unsqueeze(1).to(back.dtype)
-        output = back.new_zeros((routing.tokens, *back.shape[1:]))
-        return output.index_add(0, order // routing.choices, back)
+            weights = weights.reshape(-1).to(flat.dtype)
+        output: Tensor
+        if torch.is_grad_enabled() and (flat.requires_grad or (weights is not None and weights.requires_grad)):
+            output = _Combine.apply(flat, weights, self, routing)
+        else:
+            output = self._combined(flat, routing, weights)[0]
+        return output if results.dim() == 2 else output.unflatten(1, results.shape[1:])
 
-    def _checked(self, tokens: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    def _checked(self, tokens: Tensor, experts: Tensor) -> Tensor:
         for tensor in (tokens, experts):
             checked_dense("MoEDispatcher", tensor)
         if tokens.dim() != 2 or experts.dim() not in (1, 2) or experts.shape[0] != tokens.shape[0]:
@@ -193,39 +206,253 @@ class MoEDispatcher:
             )
         return experts.long() if experts.dim() == 2 else experts.long().unsqueeze(1)
 
-    def _capacity(self, assignments: int) -> int | None:
-        """The most rows that an expert takes from this rank."""
-        if self.capacity_factor is None:
-            return None
+    def _capacity(self, assignments: int) -> int:
+        """The most rows that an expert takes from a rank with so many assignments."""
+        assert self.capacity_factor is not None
         return math.ceil(self.capacity_factor * assignments / self.num_experts)
 
+    def _route(self, tokens: Tensor, experts: Tensor) -> Routing:
+        """Which row goes where; all ranks have told each other their counts where these are not known."""
+        chosen = self._checked(tokens, experts)
+        if not self._looked:
+            self._among, self._looked = hosts.find(self.group), True
+        flat = chosen.reshape(-1)
+        wanted = torch.bincount(flat, minlength=self.num_experts)
+        order = torch.argsort(flat, stable=True)
+        assignments = len(flat)
+        if self.pad:
+            capacity = self._capacity(assignments)
+            order = self._padded(order, flat, wanted, capacity)
+            sent = received = [capacity * self.local_experts] * self.ranks
+            theirs = wanted.new_full((self.ranks, self.local_experts), capacity)
+            padding = int((order < 0).sum())
+            dropped = assignments - (len(order) - padding)
+            most, total = int(wanted.max()), assignments
+        else:
+            table = wanted if self.ranks == 1 else wanted.new_empty(self.ranks * self.num_experts)
+            if self.ranks > 1:
+                dist.all_gather_into_tensor(table, wanted, group=self.group)
+            table = table.view(self.ranks, self.num_experts)
+            taken = table
+            demand = table.sum(0)
+            most, total = int(demand.max()), int(demand.sum())
+            if self.capacity_factor is not None:
+                limits = [self._capacity(each) for each in table.sum(1).tolist()]
+                taken = torch.minimum(table, torch.tensor(limits, device=table.device).unsqueeze(1))
+                order = order[self._first_of_each(flat[order], wanted, limits[self._rank])]
+            pairs = taken.view(self.ranks, self.ranks, self.local_experts).sum(2).tolist()
+            sent, received = pairs[self._rank], [line[self._rank] for line in pairs]
+            first = self._rank * self.local_experts
+            theirs = taken[:, first : first + self.local_experts]
+            padding, dropped = 0, assignments - sum(sent)
+        return Routing(
+            order=self._own_last(order, sent),
+            tokens=tokens.shape[0],
+            choices=chosen.shape[1],
+            sent=sent,
+            received=received,
+            rows=theirs.sum(0).tolist(),
+            sorting=self._sorting(theirs),
+            dropped=dropped,
+            padding=padding,
+            imbalance=most * self.num_experts / total if total else 1.0,
+        )
+
     @staticmethod
-    def _first_of_each(sorted_experts: torch.Tensor, wanted: torch.Tensor, capacity: int | None) -> torch.Tensor:
+    def _first_of_each(sorted_experts: Tensor, wanted: Tensor, capacity: int) -> Tensor:
         """Of assignments sorted by expert, whether each is among the first ``capacity`` of its expert."""
-        if capacity is None:
-            return torch.ones_like(sorted_experts, dtype=torch.bool)
         begins = wanted.cumsum(0) - wanted
         place = torch.arange(len(sorted_experts), device=sorted_experts.device) - begins[sorted_experts]
         return place < capacity
 
-    def _padded(
-        self, rows: torch.Tensor, order: torch.Tensor, flat: torch.Tensor, capacity: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows and their assignments with empty rows (assignment -1) behind those of each expert."""
+    def _padded(self, order: Tensor, flat: Tensor, wanted: Tensor, capacity: int) -> Tensor:
+        """The first ``capacity`` assignments of each expert, with -1 behind those of an expert that has fewer."""
         experts = flat[order]
-        counts = torch.bincount(experts, minlength=self.num_experts)
-        begins = counts.cumsum(0) - counts
-        places = experts * capacity + torch.arange(len(experts), device=experts.device) - begins[experts]
-        size = capacity * self.num_experts
-        filled = rows.new_zeros((size, *rows.shape[1:])).index_copy(0, places, rows)
-        assigned = order.new_full((size,), -1).index_copy(0, places, order)
-        return filled, assigned
+        begins = wanted.cumsum(0) - wanted
+        place = torch.arange(len(order), device=order.device) - begins[experts]
+        kept = place < capacity
+        filled = order.new_full((capacity * self.num_experts,), -1)
+        filled[experts[kept] * capacity + place[kept]] = order[kept]
+        return filled
 
-    def _tell(self, counts: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows that come from each rank for each expert here, and the assignments of all ranks to each expert."""
-        theirs = torch.empty_like(counts)
-        exchanged = dist.all_to_all_single(theirs, counts, group=self.group, async_op=True)
-        demand = wanted.clone()
-        dist.all_reduce(demand, group=self.group)
-        exchanged.wait()
-        return theirs.view(self.ranks, self.local_experts), demand
+    def _own_last(self, order: Tensor, sent: list[int]) -> Tensor:
+        """Rows that stay here behind those for other ranks, which then lie together; not where rows go in two steps."""
+        begin = sum(sent[: self._rank])
+        end = begin + sent[self._rank]
+        if self._among is not None or end == len(order):
+            return order
+        return torch.cat([order[:begin], order[end:], order[begin:end]])
+
+    def _sorting(self, theirs: Tensor) -> Tensor:
+        """Where the rows for each expert here, rank by rank, are among those that come: other ranks' first."""
+        counts = theirs
+        ranks = torch.arange(self.ranks, device=theirs.device)
+        if self._among is None and self._rank != self.ranks - 1:
+            ranks = torch.cat([ranks[: self._rank], ranks[self._rank + 1 :], ranks[self._rank : self._rank + 1]])
+            counts = theirs[ranks]
+        keys = torch.arange(self.local_experts, device=theirs.device) * self.ranks + ranks.unsqueeze(1)
+        return torch.argsort(keys.reshape(-1).repeat_interleave(counts.reshape(-1)), stable=True)
+
+    def _sorted(self, tokens: Tensor, routing: Routing, under_way: _UnderWay | None) -> Tensor:
+        """The rows that come, sorted by expert."""
+        if torch.is_grad_enabled() and tokens.requires_grad:
+            rows: Tensor = _Dispatch.apply(tokens, self, routing, under_way)
+            return rows
+        return self._spread(tokens, routing, None, under_way)
+
+    def _spread(
+        self, tokens: Tensor, routing: Routing, weights: Tensor | None, under_way: _UnderWay | None = None
+    ) -> Tensor:
+        """From tokens to rows: each goes to its experts, multiplied by the weights of its assignments if given."""
+        with torch.no_grad():
+            begun = under_way or self._begin_spread(tokens, routing, weights, wait=True)
+            self._end(begun)
+            rows = begun.came.index_select(0, routing.sorting)
+            self._keep(begun.came)
+        return rows
+
+    def _begin_spread(self, tokens: Tensor, routing: Routing, weights: Tensor | None, wait: bool) -> _UnderWay:
+        order = routing.order
+        sources = order.div(routing.choices, rounding_mode="floor") if routing.choices > 1 else order
+        if routing.padding:
+            sources = sources.clamp(min=0)
+        empty = order < 0 if routing.padding else None
+
+        def fill(begin: int, end: int, into: Tensor) -> None:
+            torch.index_select(tokens, 0, sources[begin:end], out=into)
+            if weights is not None:
+                into *= weights[order[begin:end]].unsqueeze(1)
+            if empty is not None:
+                into[empty[begin:end]] = 0
+
+        return self._begin(fill, routing.sent, routing.received, tokens, wait)
+
+    def _collect(self, results: Tensor, routing: Routing) -> Tensor:
+        """From results sorted by expert to rows in the order of ``routing.order``; give them to ``_keep`` afterwards."""
+        unsorted = torch.argsort(routing.sorting)
+
+        def fill(begin: int, end: int, into: Tensor) -> None:
+            torch.index_select(results, 0, unsorted[begin:end], out=into)
+
+        begun = self._begin(fill, routing.received, routing.sent, results, wait=True)
+        self._end(begun)
+        return begun.came
+
+    def _begin(self, fill: Any, sent: list[int], received: list[int], like: Tensor, wait: bool) -> _UnderWay:
+        """Begins the exchange of rows that ``fill`` writes; ``wait`` says that the caller waits at once."""
+        leaving, coming = sum(sent), sum(received)
+        if self._among is not None:
+            out = self._memory(leaving, like)
+            fill(0, leaving, out)
+            return _UnderWay(out, hosts.exchange(out, sent, received, self._among), None)
+        own = sent[self._rank]
+        out, came = self._memory(leaving - own, like), self._memory(coming, like)
+        fill(0, leaving - own, out)
+        fill(leaving - own, leaving, came[coming - own :])
+        if self.ranks == 1:
+            return _UnderWay(out, came, None)
+        sizes = [[0 if rank == self._rank else each for rank, each in enumerate(of)] for of in (received, sent)]
+        work = dist.all_to_all_single(came[: coming - own], out, *sizes, group=self.group, async_op=not wait)
+        return _UnderWay(out, came, work)
+
+    def _end(self, begun: _UnderWay) -> None:
+        if begun.work is not None:
+            begun.work.wait()
+        self._keep(begun.out)
+
+    def _memory(self, rows: int, like: Tensor) -> Tensor:
+        """Rows of any contents, like those of ``like``; on the CPU of an earlier call, whose pages are there already."""
+        width = like.shape[1]
+        if like.is_cpu:
+            try:
+                spare = self._spare.pop()
+            except IndexError:
+                pass
+            else:
+                if spare.dtype == like.dtype and spare.numel() >= rows * width:
+                    return spare[: rows * width].view(rows, width)
+        return like.new_empty((rows, width))
+
+    def _keep(self, rows: Tensor) -> None:
+        """Rows that nobody reads any more."""
+        # Memory of inference mode may be written in that mode only.
+        if rows.is_cpu and rows.numel() and not rows.is_inference() and len(self._spare) < 4:
+            whole = rows if rows._base is None else rows._base
+            self._spare.append(whole.view(-1))
+
+    def _combined(self, results: Tensor, routing: Routing, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The sum of each token's rows, and the rows themselves, which go to ``_keep`` unless they are kept."""
+        with torch.no_grad():
+            back = self._collect(results, routing)
+            output = _summed(back, routing, weights)
+            self._keep(back)
+        return output, back
+
+
+def _places(routing: Routing) -> tuple[Tensor, Tensor]:
+    """The assignments that were sent, ascending, and for each its row."""
+    if not routing.padding:
+        assignments, places = routing.order.sort()
+        return assignments, places
+    real = (routing.order >= 0).nonzero().squeeze(1)
+    assignments, places = routing.order[real].sort()
+    return assignments, real[places]
+
+
+def _summed(back: Tensor, routing: Routing, weights: Tensor | None) -> Tensor:
+    """For each token the sum of its rows, each multiplied by its weight: in the order of the token's experts."""
+    assignments, places = _places(routing)
+    if not len(places):
+        return back.new_zeros((routing.tokens, back.shape[1]))
+    if not back.is_floating_point():
+        part = back[places] if weights is None else back[places] * weights[assignments].unsqueeze(1)
+        output = back.new_zeros((routing.tokens, back.shape[1]))
+        return output.index_add(0, assignments.div(routing.choices, rounding_mode="floor"), part)
+    bag: Any = torch.nn.functional.embedding_bag
+    if not routing.dropped:
+        shaped = None if weights is None else weights.view(-1, routing.choices)
+        summed: Tensor = bag(places.view(-1, routing.choices), back, mode="sum", per_sample_weights=shaped)
+        return summed
+    begins = torch.arange(0, routing.tokens * routing.choices, routing.choices, device=back.device)
+    each = None if weights is None else weights[assignments]
+    summed = bag(places, back, torch.searchsorted(assignments, begins), mode="sum", per_sample_weights=each)
+    return summed
+
+
+# torch calls forward and backward by these names, with a context of its own; it has no annotations for mypy.
+class _Dispatch(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, moe: MoEDispatcher, routing: Routing, under_way: _UnderWay | None) -> Tensor:
+        ctx.of = (moe, routing)
+        return moe._spread(tokens, routing, None, under_way)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        moe, routing = ctx.of
+        return moe._combined(in_memory(grad), routing, None)[0], None, None, None
+
+
+class _Combine(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, results: Tensor, weights: Tensor | None, moe: MoEDispatcher, routing: Routing) -> Tensor:
+        ctx.of = (moe, routing, weights)
+        back = moe._collect(results, routing)
+        # The weights' gradient needs the rows; else their memory serves the next exchange.
+        ctx.back = back if weights is not None and ctx.needs_input_grad[1] else None
+        output = _summed(back, routing, weights)
+        if ctx.back is None:
+            moe._keep(back)
+        return output
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        moe, routing, weights = ctx.of
+        slope = None
+        if ctx.back is not None:
+            assignments, places = _places(routing)
+            tokens = assignments.div(routing.choices, rounding_mode="floor")
+            slope = torch.zeros_like(weights)
+            slope[assignments] = (ctx.back[places] * grad[tokens]).sum(1)
+        return moe._spread(in_memory(grad), routing, weights), slope, None, None

@@ -1,0 +1,21 @@
+"""The rows of ``benchmarks/features.py``: a module for each feature."""
+
+from __future__ import annotations
+
+from feature_rows import moe
+from feature_rows.row import Place, Row
+
+ROWS: list[Row] = [*moe.ROWS]
+
+
+def by_name(names: str) -> list[Row]:
+    """The rows of the features in a list with commas; all of them where it is empty. ValueError for an unknown one."""
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    known = {row.name for row in ROWS}
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise ValueError(f"--only {unknown[0]}: no such feature, expected one of {', '.join(sorted(known))}")
+    return [row for row in ROWS if not wanted or row.name in wanted]
+
+
+__all__ = ["ROWS", "Place", "Row", "by_name"]

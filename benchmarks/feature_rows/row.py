@@ -1,0 +1,50 @@
+"""What a row of the table is, and where it is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+#: A feature's call, the other's, and what ends both; made in every rank, where both have been compared once.
+Made = tuple[Callable[[], object], Callable[[], object], Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Ranks on one host, or on hosts that are network namespaces with a delay or a rate between them."""
+
+    ranks: int
+    hosts: int = 1
+    delay_ms: float = 0
+    rate: str = ""
+
+    @property
+    def words(self) -> str:
+        if self.hosts == 1:
+            return f"{self.ranks} ranks, 1 host"
+        link = f"{self.delay_ms:g} ms" if self.delay_ms else self.rate
+        return f"{self.hosts} hosts x {self.ranks // self.hosts}, {link}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case of a feature."""
+
+    name: str
+    case: str
+    against: str
+    place: Place
+    #: The largest time of the feature over the other's that is good enough.
+    goal: float
+    make: Callable[[], Made]
+    #: Samples at least.
+    least: int = 5
+
+
+def nothing() -> None:
+    """The end of a row that leaves nothing behind."""
+
+
+HERE = Place(2)
+HERE_4 = Place(4)
+FAR = Place(4, 2, delay_ms=1)

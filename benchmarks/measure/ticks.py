@@ -1,0 +1,37 @@
+"""Times calls that take turns in the ranks of the default group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+
+
+def in_turns(calls: Mapping[str, Callable[[], object]], least: int, seconds: float) -> dict[str, list[float]]:
+    """Microseconds of each call on this rank, as many samples on every rank: ``least`` or more, about ``seconds`` long.
+
+    Every second turn goes in reverse order; a barrier before each call has the ranks begin together.
+    """
+    times: dict[str, list[float]] = {name: [] for name in calls}
+
+    def turn(order: list[str], keep: bool) -> None:
+        for name in order:
+            dist.barrier()
+            began = time.perf_counter()
+            calls[name]()
+            took = (time.perf_counter() - began) * 1e6
+            if keep:
+                times[name].append(took)
+
+    order = list(calls)
+    turn(order, False)
+    began = time.perf_counter()
+    turn(order, False)
+    # Every rank takes the slowest one's, so that all make as many turns.
+    one = torch.tensor([time.perf_counter() - began])
+    dist.all_reduce(one, op=dist.ReduceOp.MAX)
+    for number in range(min(max(least, int(seconds / max(one.item(), 1e-5))), 2000)):
+        turn(order if number % 2 else order[::-1], True)
+    return times
