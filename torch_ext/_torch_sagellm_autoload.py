@@ -114,6 +114,8 @@ def main() -> int:
         print(error, file=sys.stderr)
         print(f"python {sys.version.split()[0]} ({sys.executable}), torch {_version('torch')}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # while Python reads the program
+        return 130
     code: int = run()
     return code
 

@@ -2,7 +2,11 @@
 
 import sys
 
-from torch_sagellm.cli.main import main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        from torch_sagellm.cli.main import main
+
+        code = main()
+    except KeyboardInterrupt:  # while Python reads this program
+        code = 130
+    sys.exit(code)

@@ -6,10 +6,13 @@ A name of an operation is taken however people write it: ``all_reduce``, ``allre
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 from torch_sagellm import _nearest, _units
 from torch_sagellm.observe.explain import operation_name
@@ -18,6 +21,8 @@ from torch_sagellm.observe.explain import operation_name
 MOST_RANKS = 256
 #: Sizes are below, as the core counts them.
 MOST_BYTES = 1 << 62
+#: A file that is stdout.
+HERE = Path("-")
 #: From this many ranks for each core on, a command asks before it starts them.
 RANKS_A_CORE = 4
 
@@ -79,6 +84,55 @@ def one_of(known: Iterable[str]) -> Callable[[str], str]:
         return found
 
     return read
+
+
+def path(text: str) -> Path:
+    """The name of a file or folder. An empty one is a variable that is not set, and would be this folder."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the name is empty; expected that of a file or folder")
+    return Path(text)
+
+
+def check_output(option: str, target: Path) -> None:
+    """Before anything is measured: ValueError where the file that ``option`` names cannot be written."""
+    if target.is_dir():
+        raise ValueError(f"{option} {target}: this is a folder; expected the name of a file")
+    if not target.parent.is_dir():
+        raise ValueError(f"{option} {target}: there is no folder {target.parent}")
+    there = target.exists()
+    if there and not target.is_file():
+        return  # opening a pipe would wait for its reader
+    try:
+        target.open("ab").close()
+        if not there:
+            target.unlink()
+    except OSError as error:
+        raise ValueError(f"{option} {target}: it cannot be written: {error.strerror}") from None
+
+
+def add_json(parser: argparse.ArgumentParser, what: str) -> None:
+    """``--json``: one document on stdout, and what people read on stderr."""
+    parser.add_argument("--json", action="store_true", help=f"print {what} as JSON")
+
+
+def add_json_file(parser: argparse.ArgumentParser) -> None:
+    """``--json [FILE]``, of commands whose figures are worth a file."""
+    parser.add_argument(
+        "--json",
+        type=path,
+        nargs="?",
+        const=HERE,
+        metavar="FILE",
+        help="write all figures as JSON; without FILE here, and the text to stderr",
+    )
+
+
+@contextlib.contextmanager
+def text_beside(is_json: bool, dropped: bool = False) -> Iterator[None]:
+    """Where a JSON document goes to stdout: what is printed for people goes to stderr, or nowhere."""
+    beside = io.StringIO() if dropped else sys.stderr
+    with contextlib.redirect_stdout(beside) if is_json else contextlib.nullcontext():
+        yield
 
 
 def agree(count: int, yes: bool) -> None:

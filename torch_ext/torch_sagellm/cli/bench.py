@@ -13,7 +13,6 @@ import os
 import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch_sagellm._units import show_size
@@ -132,7 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="draw the bandwidths here, or into a picture (.png, .svg)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures as JSON")
+    arguments.add_json_file(parser)
     arguments.add_yes(parser)
 
 
@@ -154,8 +153,19 @@ def job_of(parsed: argparse.Namespace) -> Job:
 def run(parsed: argparse.Namespace) -> int:
     if parsed.plot:
         chart.check(parsed.plot)
-    if parsed.json and not parsed.json.parent.is_dir():
-        raise ValueError(f"--json {parsed.json}: there is no folder {parsed.json.parent}")
+    if parsed.json and parsed.json != arguments.HERE:
+        arguments.check_output("--json", parsed.json)
+    with arguments.text_beside(parsed.json == arguments.HERE):
+        rows = _run(parsed)
+    if rows is None:
+        return 1
+    if int(os.environ.get("RANK", 0)) == 0 and parsed.json:
+        text = json.dumps([asdict(row) for row in rows], indent=1)
+        print(text) if parsed.json == arguments.HERE else parsed.json.write_text(text)
+    return 1 if any(row.wrong for row in rows) else 0
+
+
+def _run(parsed: argparse.Namespace) -> list[Row] | None:
     job = job_of(parsed)
     if parsed.redop and not any(op in collectives.REDUCING for op in job.ops):
         raise ValueError(f"--redop {parsed.redop}: {parsed.op} combines no numbers")
@@ -173,17 +183,13 @@ def run(parsed: argparse.Namespace) -> int:
         _check_memory(job, count)
         arguments.agree(count, parsed.yes)
         rows = _with_own_ranks(job, count)
-    if rows is None:
-        return 1
-    wrong = sum(row.wrong for row in rows)
-    if int(os.environ.get("RANK", 0)) == 0:
+    wrong = sum(row.wrong for row in rows or ())
+    if rows and int(os.environ.get("RANK", 0)) == 0:
         if wrong:
             print(paint(f"# {wrong} wrong values", "red"))
-        if parsed.json:
-            parsed.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
         if parsed.plot:
             chart.plot(parsed.plot, _series(rows))
-    return 1 if wrong else 0
+    return rows
 
 
 def _check_device(job: Job) -> None:
@@ -261,7 +267,7 @@ def _under_a_launcher(job: Job) -> list[Row] | None:
 def _with_own_ranks(job: Job, count: int) -> list[Row] | None:
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     words = json.dumps(asdict(job))
-    ended, store = processes.run("bench", count, words, seconds=LIMIT, environment=environment, shown=True)
+    ended, store = processes.run("bench", count, words, seconds=LIMIT, environment=environment, shown=sys.stdout)
     failed = [f"rank {rank} {one.failure}" for rank, one in enumerate(ended) if one.failure]
     if failed:
         print(f"torch-sagellm bench: {', '.join(failed)}", file=sys.stderr)

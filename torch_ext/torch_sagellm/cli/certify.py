@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="small sizes only")
     parser.add_argument("--limit", type=arguments.seconds, default=LIMIT, help="seconds for all of it (900)")
     parser.add_argument("--report", metavar="FILE", help="where it goes, - for here (certify-DEVICE-DATE.md)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures as JSON")
+    arguments.add_json_file(parser)
     arguments.add_yes(parser)
 
 
@@ -81,9 +81,19 @@ def run(parsed: argparse.Namespace) -> int:
     _check_device(device)
     count = parsed.ranks or _usual_ranks(device)
     target = parsed.report or f"certify-{device}-{date.today()}.md"
-    for path in [Path(target)] * (target != "-") + [parsed.json] * bool(parsed.json):
-        if not path.parent.is_dir():
-            raise ValueError(f"{path}: there is no folder {path.parent}")
+    for option, path in (("--report", Path(target)), ("--json", parsed.json)):
+        if path and path != arguments.HERE:
+            arguments.check_output(option, path)
+    with arguments.text_beside(parsed.json == arguments.HERE):
+        found, failed = _run(parsed, device, count, target)
+    if parsed.json:
+        text = json.dumps(found, indent=1)
+        print(text) if parsed.json == arguments.HERE else parsed.json.write_text(text)
+    return 1 if failed else 0
+
+
+def _run(parsed: argparse.Namespace, device: str, count: int, target: str) -> tuple[dict[str, Any], bool]:
+    """The figures, and whether a stage failed. Writes the report."""
     arguments.agree(count, parsed.yes)
     rival, facts = _rival(device), machine(device)
     began = time.monotonic()
@@ -103,10 +113,8 @@ def run(parsed: argparse.Namespace) -> int:
     else:
         Path(target).write_text(text)
         fact("report", f'{target}; please send it with the issue form "It ran on a real card or a real network"')
-    if parsed.json:
-        found = {stage.name: {"failure": stage.failure, **stage.found} for stage in stages}
-        parsed.json.write_text(json.dumps({"machine": facts, "ranks": count, "stages": found}, indent=1))
-    return 1 if any(stage.failure for stage in stages) else 0
+    found = {stage.name: {"failure": stage.failure, **stage.found} for stage in stages}
+    return {"machine": facts, "ranks": count, "stages": found}, any(stage.failure for stage in stages)
 
 
 def _accelerator() -> str | None:

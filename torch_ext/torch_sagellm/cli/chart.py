@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch_sagellm._units import show_size
+from torch_sagellm.cli import arguments
 
 HERE = "-"
 #: By name of a line: size in bytes, and GB/s.
@@ -17,16 +18,24 @@ def check(target: str) -> None:
     """ValueError, before anything is measured, where the chart could not be drawn."""
     if target == HERE:
         return
-    path = Path(target)
+    check_picture(Path(target))
+
+
+def check_picture(path: Path) -> None:
+    """The same for a file."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         raise ValueError(
-            f"--plot {target} needs matplotlib, which is not installed (pip install matplotlib); "
+            f"--plot {path} needs matplotlib, which is not installed (pip install matplotlib); "
             "--plot alone draws in the terminal without it"
         ) from None
-    if not path.parent.is_dir():
-        raise ValueError(f"--plot {target}: there is no folder {path.parent}")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in known:
+        raise ValueError(f"--plot {path}: expected a name that ends with .png, .svg or .pdf")
+    arguments.check_output("--plot", path)
 
 
 def plot(target: str, series: Series) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 
-from torch_sagellm.cli import arguments
+from torch_sagellm.cli import arguments, ranks
 
 HELP = "shows a training beside gloo, or a hang and what is said about it"
 DESCRIPTION = """`demo train` trains a small GPT on the source code of Python's library with DistributedDataParallel,
@@ -22,6 +21,8 @@ EXAMPLES = """examples:
   torch-sagellm demo hang --kind stop      its process is stopped; skip: it leaves a call out
 """
 TRAIN, HANG = "train", "hang"
+#: Seconds after which ranks are ended, so that a hanging training ends.
+LIMIT = 6 * 3600.0
 RANKS = {TRAIN: 2, HANG: 3}
 MODULES = {TRAIN: "torch_sagellm.demos.train_gpt", HANG: "torch_sagellm.demos.hang"}
 
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=arguments.ranks(least=2), help="processes on this host (train: 2, hang: 3)")
     train = parser.add_argument_group("demo train")
     train.add_argument("--steps", type=arguments.whole(1, 1_000_000), help="optimiser steps of each backend (300)")
-    train.add_argument("--save", metavar="FILE", help="where the weights go (nowhere)")
+    train.add_argument("--save", type=arguments.path, metavar="FILE", help="where the weights go (nowhere)")
     hang = parser.add_argument_group("demo hang")
     hang.add_argument("--kind", choices=("python", "stop", "skip"), help="why the last rank does not come (python)")
     hang.add_argument("--timeout", type=arguments.seconds, help="seconds that the others wait (5)")
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(parsed: argparse.Namespace) -> list[str]:
-    """The words of the program that is started."""
+    """The words of the program that every rank is."""
     own, other = (
         (("steps", "save"), ("kind", "timeout")) if parsed.what == TRAIN else (("kind", "timeout"), ("steps", "save"))
     )
@@ -55,13 +56,18 @@ def command(parsed: argparse.Namespace) -> list[str]:
             words += ["--rounds", "1", "--profile-steps", "1"]
     for name, value in given.items():
         words += [] if value is None else [f"--{name}", f"{value:g}" if isinstance(value, float) else str(value)]
-    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={parsed.ranks or RANKS[parsed.what]}"]
-    return [sys.executable, *start, "-m", MODULES[parsed.what], *words]
+    return [MODULES[parsed.what], *words]
 
 
 def run(parsed: argparse.Namespace) -> int:
-    words = command(parsed)
-    arguments.agree(parsed.ranks or RANKS[parsed.what], parsed.yes)
+    module, *words = command(parsed)
+    if parsed.save and parsed.save.is_dir():
+        raise ValueError(f"--save {parsed.save}: this is a folder; expected the name of a file")
+    count = parsed.ranks or RANKS[parsed.what]
+    arguments.agree(count, parsed.yes)
     sys.stdout.flush()
-    # torchrun takes this process's place, so that a signal reaches it.
-    os.execve(words[0], words, {"OMP_NUM_THREADS": "1", **os.environ})
+    ended = ranks.run_program(module, words, count, LIMIT)
+    failed = [f"rank {rank} {one.failure}" for rank, one in enumerate(ended) if one.failure]
+    if failed:
+        print(f"torch-sagellm demo: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import sys
@@ -37,6 +38,7 @@ SMALL, LARGE = 2, 1 << 20  # elements of four bytes: 8 B and 4 MiB
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-self-test", action="store_true", help="print the facts and findings, and end")
+    arguments.add_json(parser, "facts, findings and the outcome")
     hosts = parser.add_argument_group(
         "between two hosts, instead of all that",
         "run `torch-sagellm doctor --listen` on one host and `torch-sagellm doctor --peer THAT_HOST` on the other, in "
@@ -80,21 +82,38 @@ def _rendezvous(text: str) -> dict[str, float]:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    with arguments.text_beside(parsed.json):
+        code, found = _examine(parsed)
+    if parsed.json:
+        print(json.dumps(found, indent=2))
+    return code
+
+
+def _examine(parsed: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    """The exit code, and what the JSON document says."""
     if parsed.peer or parsed.listen is not None:
         found = peer.connect(*parsed.peer) if parsed.peer else peer.listen(parsed.listen)
         _show(found)
-        return 1 if any(each.level == checks.ERROR for each in found) else 0
+        failed = any(each.level == checks.ERROR for each in found)
+        return int(failed), {"passed": not failed, "findings": [vars(each) for each in found]}
     extension, unusable = _extension()
-    _facts(extension)
+    named = _facts(extension)
+    for name, value in named.items():
+        fact(name, value)
     times = checks.Timeouts(parsed.group_timeout, parsed.rdzv_conf, parsed.stall)
     facts = checks.gather({} if extension is None else extension.doctor(), times)
-    fact("address for other hosts", facts.addresses.problem or " or ".join(facts.addresses.chosen("")) or "none")
+    named["address for other hosts"] = facts.addresses.problem or " or ".join(facts.addresses.chosen("")) or "none"
+    fact("address for other hosts", named["address for other hosts"])
     found = unusable + checks.findings(facts)
     _show(found)
     if unusable and not parsed.no_self_test:
         fact("self-test", "not run: no group can be made")
-    tested = 0 if parsed.no_self_test or unusable else self_test()
-    return 1 if tested or any(each.level == checks.ERROR for each in found) else 0
+    runs = not parsed.no_self_test and not unusable
+    tested = self_test() if runs else 0
+    failed = bool(tested) or any(each.level == checks.ERROR for each in found)
+    test = ("failed" if tested else "passed") if runs else "not run"
+    document = {"passed": not failed, "facts": named, "findings": [vars(each) for each in found], "self_test": test}
+    return int(failed), document
 
 
 def _extension() -> tuple[ModuleType | None, list[checks.Finding]]:
@@ -121,21 +140,22 @@ def _show(found: list[checks.Finding]) -> None:
         fact("findings", paint("none", "green"))
 
 
-def _facts(extension: Any) -> None:
+def _facts(extension: Any) -> dict[str, str]:
     """Versions, then the core's facts about this machine."""
     import torch
 
     from torch_sagellm import _load, _serve_as
 
-    fact("sagellm", f"{_load.version()} ({getattr(extension, '__file__', None) or Path(_load.__file__).parent})")
-    fact("torch", torch.__version__ + (f", built for {extension.torch_version_built}" if extension else ""))
-    fact("python", f"{platform.python_version()} ({sys.executable})")
-    for name, value in extension.doctor().items() if extension else ():
-        fact(name, value)
+    place = getattr(extension, "__file__", None) or Path(_load.__file__).parent
+    found = {
+        "sagellm": f"{_load.version()} ({place})",
+        "torch": torch.__version__ + (f", built for {extension.torch_version_built}" if extension else ""),
+        "python": f"{platform.python_version()} ({sys.executable})",
+        **({name: str(value) for name, value in extension.doctor().items()} if extension else {}),
+    }
     if _serve_as.serves():
-        fact("groups called gloo", f"are served by sagellm ({_serve_as.VARIABLE})")
-    for name in sorted(name for name in os.environ if name.startswith("SAGELLM_")):
-        fact(name, os.environ[name])
+        found["groups called gloo"] = f"are served by sagellm ({_serve_as.VARIABLE})"
+    return found | {name: os.environ[name] for name in sorted(os.environ) if name.startswith("SAGELLM_")}
 
 
 def self_test() -> int:

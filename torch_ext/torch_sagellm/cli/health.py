@@ -34,7 +34,7 @@ COLOURS = {watch.READY: "green", watch.NOT_READY: "yellow", watch.FAULT: "red", 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dir", type=Path, help="the folder of the status files (SAGELLM_STATUS_DIR)")
+    parser.add_argument("--dir", type=arguments.path, help="the folder of the status files (SAGELLM_STATUS_DIR)")
     parser.add_argument("--live", action="store_true", help="answer only whether the processes live")
     parser.add_argument(
         "--expect", type=arguments.whole(1, 10**6), metavar="N", help="at least so many processes must be there"
@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     folder = watch.folder_of(parsed.dir)
+    watch.check_folder(folder)
     missing = f"there is no folder {folder}: the first group that is made with SAGELLM_STATUS_DIR makes it"
     # Before the first group a job is not ready. But no process was seen to live there, and a typo must not look alive.
     if parsed.live and not folder.is_dir():

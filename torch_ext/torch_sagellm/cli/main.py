@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import sys
@@ -19,6 +20,7 @@ from torch_sagellm.cli import (
     explain,
     health,
     info,
+    ranks,
     simulate,
     table,
     top,
@@ -187,11 +189,18 @@ def _run_rank(command: str, rank: str, count: str, port: str, *words: str) -> in
 
 def _rank(words: Sequence[str]) -> int:
     """One rank; what ends it as its user or the machine wants ends it without a traceback from each rank."""
+    ranks.end_with_parent()
     try:
+        if words[0] == ranks.PROGRAM:
+            return ranks.run_module(words[1], words[2:])
         _prepare("_rank")
-        return _run_rank(*words)
+        code = _run_rank(*words)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         os._exit(INTERRUPTED)  # its peers are gone as well: leaving the group would wait for them
+    except BrokenPipeError:
+        ranks.nobody_reads()
     except (MemoryError, RuntimeError) as error:
         if "allocate memory" not in str(error) and not isinstance(error, MemoryError):
             raise
@@ -222,36 +231,60 @@ def main(arguments: list[str] | None = None) -> int:
     # The command that `ranks.run` starts; no help lists it, because it is not for users.
     if given[:1] == ["_rank"]:
         return _rank(given[1:])
-    parsed = _parse(given)
-    if parsed.version:
-        return version.show(parsed.version_json)
+    _open_streams()
+    command = " ".join(["torch-sagellm", *(word for word in given[:1] if word in COMMANDS)])
     try:
-        _prepare(parsed.command)
-        code: int = COMMANDS[parsed.command].run(parsed)
-        sys.stdout.flush()
-        return code
+        return _run(given)
     except ImportError as error:
-        print(_said(parsed.command, str(error)), file=sys.stderr)
+        print(_said(command, str(error)), file=sys.stderr)
         return 1
     except ValueError as error:
-        print(_said(parsed.command, str(error)), file=sys.stderr)
+        print(_said(command, str(error)), file=sys.stderr)
         return 2
     except argparse.ArgumentTypeError as error:
-        print(_said(parsed.command, str(error)), file=sys.stderr)
+        print(_said(command, str(error)), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"torch-sagellm {parsed.command}: interrupted", file=sys.stderr)
+        print(f"{command}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of a pipe, `head` for instance, has enough; Python would complain when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader of a pipe, `head` for instance, has enough.
+        _close_stdout()
         return 0
     except OSError as error:
-        # A full disk, a folder that cannot be written; Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(_said(parsed.command, str(error)), file=sys.stderr)
+        # A full disk, a folder that cannot be written.
+        _close_stdout()
+        print(_said(command, str(error)), file=sys.stderr)
         return 1
+
+
+def _run(given: Sequence[str]) -> int:
+    try:
+        parsed = _parse(given)
+    except SystemExit:
+        sys.stdout.flush()  # of a help; what its reader does is told from here
+        raise
+    if parsed.version:
+        code = version.show(parsed.version_json)
+    else:
+        _prepare(parsed.command)
+        code = COMMANDS[parsed.command].run(parsed)
+    sys.stdout.flush()
+    return code
+
+
+def _open_streams() -> None:
+    """Where the caller has closed stdout or stderr, Python has none: what is printed goes nowhere."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (as long as the process)
+
+
+def _close_stdout() -> None:
+    """Nothing more is printed: Python would complain when it flushes at exit."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _said(command: str, text: str) -> str:
-    return text if text.startswith("sagellm") else f"torch-sagellm {command}: {text}"
+    return text if text.startswith("sagellm") else f"{command}: {text}"

@@ -254,29 +254,36 @@ def _ranks_at_work(ranks: int, cases: int, job: str) -> dict[str, Any]:
     return found
 
 
-def check(op: str, names: Sequence[str], rank_counts: Sequence[int], sizes: Sequence[int]) -> int:
-    """Runs schedules on this machine, prints predicted and measured times and the error; 1 if a rank fails."""
+def check(op: str, names: Sequence[str], asked: Sequence[int] | None, sizes: Sequence[int]) -> dict[str, Any] | None:
+    """Runs schedules on this machine, prints predicted and measured times and the error; None if a rank fails."""
     names = [name for name in names if name != TWO_LEVELS]
-    counts = [ranks for ranks in rank_counts if 2 <= ranks <= MOST_RANKS] or [2, 4]
+    counts = list(asked or (2, 4))
+    if wrong := [ranks for ranks in counts if not 2 <= ranks <= MOST_RANKS]:
+        raise ValueError(f"--ranks {wrong[0]}: --check starts from 2 to {MOST_RANKS} ranks on this machine")
     fitting = [size for size in sizes if BYTES_OF_A_NUMBER <= size <= MOST_BYTES] or [8, 64 << 10, 1 << 20]
     cores = len(os.sched_getaffinity(0))
-    print(f"{op} by gloo messages over loopback, {cores} usable cores; ranks {counts}, {len(fitting)} sizes")
+    many = ", ".join(map(str, counts))
+    print(f"{op} by gloo messages over loopback, {cores} usable cores; {many} ranks, {len(fitting)} sizes")
+    groups = []
     for ranks in counts:
         job = json.dumps({"op": op, "algorithms": list(names), "sizes": fitting})
         try:
             found = _ranks_at_work(ranks, len(names) * len(fitting), job)
         except RuntimeError as error:
             print(f"torch-sagellm simulate: {error}", file=sys.stderr)
-            return 1
+            return None
         alpha, overhead, beta, gamma = found["machine"]
         print(f"\n{ranks} ranks; measured links: {Link(alpha, overhead, beta)}; combining {1e-9 / gamma:.3g} GB/s")
         print(f"{'bytes':>10}  {'algorithm':<20} {'predicted':>10} {'measured':>10} {'error':>7}")
-        errors = []
+        errors, runs = [], []
         for name, size, segments, predicted, measured in found["lines"]:
             errors.append(predicted / measured - 1)
+            run = {"algorithm": name, "size": size, "segments": segments}
+            runs.append({**run, "predicted": predicted, "measured": measured})
             shown = f"{name} ({segments})" if segments > 1 else name
             times = f"{show_time(predicted):>10} {show_time(measured):>10}"
             print(f"{show_size(size):>10}  {shown:<20} {times} {errors[-1]:>+7.0%}")
+        groups.append({"ranks": ranks, "measured_links": vars(Link(alpha, overhead, beta)), "runs": runs})
         worst = max(errors, key=abs)
         print(
             f"error of the model, {ranks} ranks: median {statistics.median(map(abs, errors)):.0%}, worst {worst:+.0%}"
@@ -285,4 +292,4 @@ def check(op: str, names: Sequence[str], rank_counts: Sequence[int], sizes: Sequ
             print(
                 f"{ranks} ranks share {cores} cores here; the model accounts for that only through the measured links."
             )
-    return 0
+    return {"op": op, "groups": groups}

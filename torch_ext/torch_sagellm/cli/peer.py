@@ -51,6 +51,8 @@ def split(text: str) -> tuple[str, int]:
         bracket = "]"
     if not host or not bracket or (port and not port.isdecimal()):
         raise ValueError(f"{text!r} is no HOST or HOST:PORT")
+    if port and not 1 <= int(port) <= 65535:
+        raise ValueError(f"{port!r} is no port from 1 to 65535")
     return host, int(port) if port else PORT
 
 

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+import runpy
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import IO, Any, NoReturn
 
 LOOPBACK = "127.0.0.1"
+PR_SET_PDEATHSIG = 1
+#: What every rank begins with.
+MODULE = ["-m", "torch_sagellm"]
+#: In place of a command: `run_module`.
+PROGRAM = "program"
+#: Seconds until a rank ends that its parent should have ended.
+PATIENCE = 10.0
 
 
 @dataclass
@@ -28,47 +40,120 @@ def run(
     *words: object,
     seconds: float,
     environment: Mapping[str, str] | None = None,
-    shown: bool = False,
+    shown: IO[str] | None = None,
 ) -> tuple[list[Ended], Any]:
     """Runs `run_rank(rank, count, port, *words)` of a command on every rank, and ends ranks that take too long.
 
-    Returns how they ended, and the store in which they met. `shown` lets them print where this process does.
+    Returns how they ended, and the store in which they met. `shown` is where they print, in place of what is returned:
+    the stdout of this process, or its stderr.
     """
     from torch.distributed import TCPStore
 
     # On a port that the system chooses: a port that is free now may be taken when the ranks look for it.
     store = TCPStore(LOOPBACK, 0, None, True, timedelta(seconds=seconds), wait_for_workers=False)
+    calls = [["_rank", command, *map(str, (rank, count, store.port, *words))] for rank in range(count)]
+    common = dict(os.environ if environment is None else environment)
+    return start(calls, [common] * count, seconds, shown), store
+
+
+def run_program(module: str, words: Sequence[str], count: int, seconds: float) -> list[Ended]:
+    """Runs `python -m module` on every rank, with the variables that torchrun sets; they print where this one does.
+
+    torchrun itself would leave a traceback of its own, and with a second Ctrl-C its ranks.
+    """
+    from torch.distributed import TCPStore
+
+    store = TCPStore(LOOPBACK, 0, None, True, timedelta(seconds=seconds), wait_for_workers=False)
+    common = {"OMP_NUM_THREADS": "1", **os.environ, "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    common |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    common["TORCHELASTIC_RESTART_COUNT"] = "0"
+    each = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+    return start([["_rank", PROGRAM, module, *words]] * count, each, seconds, sys.stdout)
+
+
+def start(
+    calls: Sequence[Sequence[str]],
+    environments: Sequence[Mapping[str, str]],
+    seconds: float,
+    shown: IO[str] | None,
+) -> list[Ended]:
+    """Starts a process of this command line for each of the calls, and waits; none is left, however this ends.
+
+    Each has a session of its own: Ctrl-C reaches this process alone, which ends them, and none prints a traceback.
+    """
     deadline = time.monotonic() + seconds
+    output = subprocess.PIPE if shown is None else _descriptor(shown)
     children: list[subprocess.Popen[str]] = []
-    ended = []
-    try:
-        for rank in range(count):
-            called = [
-                sys.executable,
-                "-m",
-                "torch_sagellm",
-                "_rank",
-                command,
-                *map(str, (rank, count, store.port, *words)),
-            ]
-            children.append(
-                subprocess.Popen(
-                    called,
-                    stdin=subprocess.DEVNULL,
-                    stdout=None if shown else subprocess.PIPE,
-                    stderr=None if shown else subprocess.STDOUT,
-                    text=True,
-                    env=os.environ if environment is None else environment,
+    with _signals_end_it():
+        try:
+            for call, environment in zip(calls, environments, strict=True):
+                children.append(
+                    subprocess.Popen(
+                        [sys.executable, *MODULE, *call],
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=subprocess.STDOUT if shown is None else None,
+                        text=True,
+                        env=environment,
+                        start_new_session=True,
+                    )
                 )
-            )
-        for child in children:
-            ended.append(_wait(child, deadline, seconds))
+            return [_wait(child, deadline, seconds) for child in children]
+        finally:
+            for child in children:
+                if child.poll() is None:
+                    child.kill()
+                    child.wait()
+
+
+def _descriptor(stream: IO[str]) -> int | None:
+    """Where the ranks print; what this process has where the stream is one of Python's alone."""
+    try:
+        return stream.fileno()
+    except OSError:
+        return None
+
+
+@contextlib.contextmanager
+def _signals_end_it() -> Iterator[None]:
+    """Meanwhile a signal that would end this process leaves by an exception, so that the ranks are ended first."""
+
+    def leave(number: int, _: object) -> NoReturn:
+        if number == signal.SIGPIPE:
+            raise BrokenPipeError
+        raise SystemExit(128 + number)
+
+    usual = {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL, signal.SIGPIPE: signal.SIG_IGN}
+    ends = usual if threading.current_thread() is threading.main_thread() else {}
+    before = [(each, signal.signal(each, leave)) for each, now in ends.items() if signal.getsignal(each) is now]
+    try:
+        yield
     finally:
-        for child in children:
-            if child.poll() is None:
-                child.kill()
-                child.wait()
-    return ended, store
+        for each, handler in before:
+            signal.signal(each, handler)
+
+
+def nobody_reads() -> NoReturn:
+    """In a rank whose output is read no more: lets its parent end all ranks, before one tells that another is gone."""
+    os.kill(os.getppid(), signal.SIGPIPE)
+    time.sleep(PATIENCE)
+    os._exit(1)
+
+
+def run_module(module: str, words: Sequence[str]) -> int:
+    """In a rank: runs a program of the package as `python -m` does."""
+    sys.argv = [module, *words]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    return 0
+
+
+def end_with_parent() -> None:
+    """In a rank: the system ends it when the process that started it is killed and cannot end it."""
+    parent = os.getppid()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _wait(child: subprocess.Popen[str], deadline: float, seconds: float) -> Ended:

@@ -7,6 +7,7 @@ arguments, prints the table and the sizes at which one algorithm overtakes anoth
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from typing import Any
 from torch_sagellm import _nearest
 from torch_sagellm._units import BINARY, DECIMAL, show_size, show_time
 from torch_sagellm.cli import arguments as checked
+from torch_sagellm.cli import chart
 from torch_sagellm.cli.show import Bar
 
 HELP = "predicted times of collectives, by algorithm, size and number of ranks"
@@ -260,7 +262,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--algorithms", metavar="NAMES", help="only these, with commas (default: all that serve the op)"
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the times over the sizes")
+    parser.add_argument("--plot", type=checked.path, metavar="FILE.png", help="draw the times over the sizes")
     parser.add_argument(
         "--check",
         action="store_true",
@@ -269,6 +271,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     from torch_sagellm.cli import strategies
 
+    checked.add_json(parser, "the times in seconds")
     strategies.add_arguments(parser)
 
 
@@ -295,26 +298,38 @@ def run(arguments: argparse.Namespace) -> int:
         "all_reduce" if arguments.op is None else arguments.op
     )
     machine = Machine(arguments.host, arguments.link, arguments.reduce, arguments.ranks_per_host)
+    with checked.text_beside(arguments.json, dropped=not arguments.check):
+        found = _find(core, arguments, machine)
+    if arguments.json and found is not None:
+        print(
+            json.dumps(
+                {"predicted": not arguments.check, **({} if arguments.check else _about(machine)), **found}, indent=1
+            )
+        )
+    return 1 if found is None else 0
+
+
+def _find(core: Any, arguments: argparse.Namespace, machine: Machine) -> dict[str, Any] | None:
+    """What was predicted or measured, which is printed as well; None where a rank failed."""
     if arguments.strategy:
         from torch_sagellm.cli import strategies
 
         return strategies.run(core, arguments, arguments.ranks or [8], machine)
     names = _chosen(core, arguments.op, arguments.algorithms)
     if arguments.plot is not None:
-        _can_plot(arguments.plot)
+        chart.check_picture(arguments.plot)
     ranks = arguments.ranks or [8, 64, 1024]
     if arguments.check:
         if names == [TWO_LEVELS]:
             raise ValueError(f"--check runs single schedules, and {TWO_LEVELS} is several")
         from torch_sagellm.cli import measure
 
-        return measure.check(arguments.op, names, ranks, arguments.sizes)
+        return measure.check(arguments.op, names, arguments.ranks, arguments.sizes)
     _show_machine(machine)
     print(
         "* fastest; (n) segments of a pipeline. Predicted, not measured:\n--check tells how far off the model is here."
     )
-    _show_times(core, arguments, names, ranks, machine)
-    return 0
+    return _show_times(core, arguments, names, ranks, machine)
 
 
 def _check_mode(arguments: argparse.Namespace) -> None:
@@ -331,6 +346,13 @@ def _check_mode(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--{unused[0].replace('_', '-')} has an effect with --strategy alone")
 
 
+def _about(machine: Machine) -> dict[str, Any]:
+    """The machine of the prediction: seconds of a message, of a further one, and by byte."""
+    links = {"host": machine.host, "network": machine.network}
+    found: dict[str, Any] = {name: dict(vars(link)) for name, link in links.items()}
+    return {"machine": found | {"combining": machine.gamma, "ranks_per_host": machine.ranks_per_host}}
+
+
 def _show_machine(machine: Machine) -> None:
     print(f"inside a host    {machine.host}")
     print(f"between hosts    {machine.network}")
@@ -339,8 +361,9 @@ def _show_machine(machine: Machine) -> None:
 
 def _show_times(
     core: Any, arguments: argparse.Namespace, names: Sequence[str], rank_counts: Sequence[int], machine: Machine
-) -> None:
+) -> dict[str, Any]:
     """A table and the crossovers for each number of ranks, and the picture."""
+    groups = []
     fine = fine_sizes(arguments.sizes)
     drawn: dict[int, dict[str, list[Prediction]]] = {}
     bar = Bar(len(rank_counts), visible=True)
@@ -355,17 +378,18 @@ def _show_times(
         many = "1 rank" if ranks == 1 else f"{ranks} ranks"
         print(f"\n{arguments.op}, {many} on {hosts} host{'s' if hosts > 1 else ''}")
         print("\n".join(table(exact, arguments.sizes)), flush=True)
-        for size, name in crossovers(drawn[ranks], fine) if ranks > 1 else ():
+        fastest = crossovers(drawn[ranks], fine) if ranks > 1 else []
+        groups.append(
+            {
+                "ranks": ranks,
+                "hosts": hosts,
+                "times": {name: [vars(one) for one in each] for name, each in exact.items()},
+                "fastest": [{"from": round(size), "algorithm": name} for size, name in fastest],
+            }
+        )
+        for size, name in fastest:
             print(f"  fastest from {show_size(size)} on: {name}", flush=True)
     if arguments.plot is not None:
         plot(arguments.plot, arguments.op, fine, drawn)
         print(f"\nplot in {arguments.plot}")
-
-
-def _can_plot(path: Path) -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ValueError("--plot needs matplotlib, which is not installed: pip install matplotlib") from None
-    if not path.parent.is_dir():
-        raise ValueError(f"--plot {path}: there is no folder {path.parent}")
+    return {"op": arguments.op, "sizes": arguments.sizes, "groups": groups}

@@ -236,8 +236,9 @@ def seconds(core: Any, traffic: Traffic, ranks: int, machine: Machine) -> float:
     return traffic.calls * min(found[0].seconds for found in times.values())
 
 
-def run(core: Any, parsed: argparse.Namespace, ranks: list[int], machine: Machine) -> int:
+def run(core: Any, parsed: argparse.Namespace, ranks: list[int], machine: Machine) -> dict[str, Any]:
     """Prints a table for each number of ranks."""
+    groups = []
     model = model_of(parsed)
     plans = {count: [each for each in STRATEGIES[parsed.strategy](model, count) if each.calls] for count in ranks}
     _show_machine(machine)
@@ -245,7 +246,11 @@ def run(core: Any, parsed: argparse.Namespace, ranks: list[int], machine: Machin
         hosts = -(-count // machine.ranks_per_host)
         print(f"\n{WHAT[parsed.strategy]}: {count} ranks on {hosts} host{'s' if hosts > 1 else ''}, each in one step")
         print("\n".join(lines(core, plan, count, machine)), flush=True)
-    return 0
+        calls = [
+            {**vars(each), "sent": each.sent(count), "seconds": seconds(core, each, count, machine)} for each in plan
+        ]
+        groups.append({"ranks": count, "hosts": hosts, "calls": calls})
+    return {"strategy": parsed.strategy, "groups": groups}
 
 
 def lines(core: Any, plan: list[Traffic], ranks: int, machine: Machine) -> list[str]:

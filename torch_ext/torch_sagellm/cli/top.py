@@ -43,7 +43,7 @@ def _interval(text: str) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dir", type=Path, help="the folder of the status files (SAGELLM_STATUS_DIR)")
+    parser.add_argument("--dir", type=arguments.path, help="the folder of the status files (SAGELLM_STATUS_DIR)")
     parser.add_argument("--once", action="store_true", help="print one table and end")
     parser.add_argument("--every", type=_interval, default=1.0, metavar="SECONDS", help="time between two tables (1)")
     parser.add_argument(
@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     folder = watch.folder_of(parsed.dir)
+    watch.check_folder(folder)
     if parsed.json:
         began = time.monotonic()
         found = _read(folder, parsed.rank)
@@ -62,20 +63,19 @@ def run(parsed: argparse.Namespace) -> int:
     redraw = not parsed.once and is_terminal(sys.stdout)
     if redraw:
         print("\x1b[2J", end="")
-    try:
-        while True:
-            found = _read(folder, parsed.rank)
-            lines = view(folder, found, time.time())
-            if redraw:
-                width = shutil.get_terminal_size((200, 50)).columns
-                print(HOME + "\n".join(f"{clip(line, width)}\x1b[K" for line in lines), CLEAR_BELOW, flush=True)
-            else:
-                print("\n".join(lines), flush=True)
-            if parsed.once:
-                return 0 if found else 1
-            time.sleep(parsed.every)
-    except KeyboardInterrupt:
-        return 0
+    while True:
+        found = _read(folder, parsed.rank)
+        lines = view(folder, found, time.time())
+        if redraw:
+            width = shutil.get_terminal_size((200, 50)).columns
+            print(HOME + "\n".join(f"{clip(line, width)}\x1b[K" for line in lines), CLEAR_BELOW, flush=True)
+        else:
+            print("\n".join(lines), flush=True)
+        if parsed.once:
+            if not found and not folder.is_dir():
+                print(f"torch-sagellm top: there is no folder {folder}", file=sys.stderr)
+            return 0 if found else 1
+        time.sleep(parsed.every)
 
 
 def _read(folder: Path, ranks: Sequence[int] | None) -> list[watch.Process]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
 from torch_sagellm._units import show_time
+from torch_sagellm.cli import arguments
 from torch_sagellm.observe import timeline
 
 HELP = "merge the dumps of all ranks into one trace for Perfetto"
@@ -22,15 +24,21 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("paths", nargs="+", type=Path, metavar="FILE_OR_FOLDER", help="what the ranks wrote")
-    parser.add_argument("-o", "--output", type=Path, default=Path("trace.json"), help="the trace (trace.json)")
+    parser.add_argument("paths", nargs="+", type=arguments.path, metavar="FILE_OR_FOLDER", help="what the ranks wrote")
+    parser.add_argument(
+        "-o", "--output", type=arguments.path, default=Path("trace.json"), help="the trace (trace.json)"
+    )
     parser.add_argument("--align", action="store_true", help="shift each rank's clock so that collectives end together")
+    arguments.add_json(parser, "what was merged")
 
 
 def run(parsed: argparse.Namespace) -> int:
-    if not parsed.output.parent.is_dir():
-        raise ValueError(f"--output {parsed.output}: there is no folder {parsed.output.parent}")
+    arguments.check_output("--output", parsed.output)
     merged = timeline.merge_traces(parsed.paths, parsed.output, align=parsed.align)
+    if parsed.json:
+        output = str(parsed.output) if merged.operations else None
+        print(json.dumps({**merged._asdict(), "output": output}))
+        return 0 if merged.operations else 1
     for rank, shift in merged.shifts.items():
         if shift:
             print(f"rank {rank} was shifted by {'-' if shift < 0 else ''}{show_time(abs(shift) / 1e9)}")

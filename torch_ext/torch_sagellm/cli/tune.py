@@ -22,7 +22,7 @@ from typing import Any
 from torch_sagellm._units import parse_size, show_time, size_text
 from torch_sagellm.cli import arguments
 from torch_sagellm.cli import ranks as processes
-from torch_sagellm.cli.show import Bar
+from torch_sagellm.cli.show import Bar, fit
 from torch_sagellm.observe import explain
 
 HELP = "measure the fastest algorithm of each operation and save the table"
@@ -110,14 +110,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks", type=arguments.ranks(2), default=2, help="ranks of the group, all on this host (default: 2)"
     )
     parser.add_argument("--force", action="store_true", help="write the table even where the machine was busy")
+    arguments.add_json(parser, "what was measured, times in seconds,")
     arguments.add_yes(parser)
+
+
+#: The exit code, and what ``--json`` prints.
+Result = tuple[int, dict[str, Any]]
 
 
 def run(parsed: argparse.Namespace) -> int:
     if not parsed.dry_run:
         _check_cache()
         arguments.agree(parsed.ranks, parsed.yes)
-    return tune(parsed.budget, parsed.ranks, parsed.dry_run, parsed.max_size, parsed.force)
+    with arguments.text_beside(parsed.json):
+        code, found = tune(parsed.budget, parsed.ranks, parsed.dry_run, parsed.max_size, parsed.force)
+    if parsed.json and found:
+        print(json.dumps(found, indent=1))
+    return code
 
 
 def _check_cache() -> None:
@@ -138,30 +147,33 @@ def cache_folder() -> str:
     return os.environ.get("SAGELLM_CACHE_DIR") or os.path.join(home, "sagellm")
 
 
-def tune(budget: float, ranks: int, dry_run: bool, largest: int = SIZES[-1], force: bool = False) -> int:
+def tune(budget: float, ranks: int, dry_run: bool, largest: int = SIZES[-1], force: bool = False) -> Result:
     """Measures for about ``budget`` seconds with ``ranks`` ranks, prints the results and writes the table."""
     cells = plan(ranks, largest)
     if dry_run:
         for op, nbytes, start, rivals in cells:
             others = ", ".join(rivals) or "nothing"
-            print(f"{op:<15} {size_text(nbytes):>8}  {start} against {others}")
+            print(fit(f"{op:<15} {size_text(nbytes):>8}  {start} against {others}", 26))
         print(f"{len(cells)} operations and sizes in about {budget:.0f} s; nothing was measured, nothing was written")
-        return 0
+        names = ("op", "size", "default", "rivals")
+        return 0, {"ranks": ranks, "planned": [dict(zip(names, cell, strict=True)) for cell in cells]}
     found = _run_ranks(budget, ranks, largest)
     if found is None:
-        return 1
+        return 1, {}
     spread = overall_spread(found)
     text = "\n".join(lines(found, spread, slot_bytes(ranks)))
     _show(found, spread)
+    document = {"ranks": ranks, "spread": spread, "measured": [asdict(cell) for cell in found], "table": None}
     if spread > USELESS and not force:
         what = f"two equal groups differed by {spread * 100:.0f} %, so these times say nothing; no table was written"
         print(f"torch-sagellm tune: {what}. Measure when nothing else runs, or pass --force", file=sys.stderr)
-        return 1
+        return 1, document
     from torch_sagellm import _load
 
     made = f"{time.strftime('%Y-%m-%d')}, {len(found)} sizes in {budget:.0f} s, A/A spread {spread * 100:.1f} %"
-    print(f"written to {_load.extension().save_table(ranks, made, text)}; groups of {ranks} ranks use it from now on")
-    return 0
+    document["table"] = _load.extension().save_table(ranks, made, text)
+    print(f"written to {document['table']}; groups of {ranks} ranks use it from now on")
+    return 0, document
 
 
 def slot_bytes(ranks: int) -> int:
@@ -248,10 +260,12 @@ def _run_ranks(budget: float, ranks: int, largest: int) -> list[Cell] | None:
     environment.pop("SAGELLM_ALGORITHM", None)
     limit = SET_UP_SECONDS + 3 * budget
     try:
-        ended, store = processes.run("tune", ranks, budget, largest, seconds=limit, environment=environment, shown=True)
+        ended, store = processes.run(
+            "tune", ranks, budget, largest, seconds=limit, environment=environment, shown=sys.stdout
+        )
     except KeyboardInterrupt:
-        print("torch-sagellm tune: interrupted; no table was written", file=sys.stderr)
-        return None
+        print("torch-sagellm tune: no table was written", file=sys.stderr)
+        raise
     failed = [f"rank {rank} {one.failure}" for rank, one in enumerate(ended) if one.failure]
     if failed:
         print(f"torch-sagellm tune: {', '.join(failed)}; no table was written", file=sys.stderr)

@@ -187,18 +187,33 @@ def read_file(path: str | os.PathLike[str]) -> list[Slice]:
     ValueError where it is none of them.
     """
     data = Path(path).read_bytes()
+    first = data.lstrip()[:1]
     try:
-        found = json.loads(data) if data.lstrip()[:1] == b"{" else _Plain(io.BytesIO(data)).load()
+        if first in (b"", b"["):
+            raise ValueError("it is empty" if not first else "it holds a list")
+        found = json.loads(data) if first == b"{" else _load(data)
         if "traceEvents" in found:
             return _of_trace(found["traceEvents"])
         if "records" in found:
             rank = found["members"][found["rank"]]
             return from_records(rank, found["group"], found["records"], found["now"], found["wall"])
+        if "entries" not in found:
+            raise ValueError("it holds no operations")
         return _of_flight_record(_last_number(Path(path)), found["entries"])
-    except (ValueError, KeyError, TypeError, IndexError, EOFError, pickle.UnpicklingError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
         raise ValueError(
             f"sagellm: {path} is no trace of write_trace, no file of SAGELLM_DUMP_DIR and no flight record: {error}"
         ) from None
+
+
+def _load(data: bytes) -> Any:
+    """What a pickle holds; of a file that is none, Python says so in words of its own, by one of many exceptions."""
+    try:
+        return _Plain(io.BytesIO(data)).load()
+    except pickle.UnpicklingError as error:
+        raise ValueError(str(error) if "it holds" in str(error) else "it is neither JSON nor a pickle") from None
+    except Exception:
+        raise ValueError("it is neither JSON nor a pickle") from None
 
 
 def _last_number(path: Path) -> int:

@@ -108,12 +108,34 @@ def read(folder: str | os.PathLike[str]) -> list[Process]:
             continue  # it has just ended in order
         except (OSError, ValueError):
             continue  # a file of another program, or one that this user may not read
-        if isinstance(raw, dict) and raw.get("format") == FORMAT:
+        if isinstance(raw, dict) and raw.get("format") == FORMAT and _is_whole(raw):
             age = max(0.0, now - raw["written"])
             found.append(Process(path, raw, _condition(raw, age, own), age))
     latest = {each.rank: each.raw["written"] for each in sorted(found, key=lambda each: each.raw["written"])}
     kept = [each for each in found if each.condition != ENDED or latest[each.rank] == each.raw["written"]]
     return sorted(kept, key=lambda each: (each.rank, str(each.path)))
+
+
+def _is_whole(raw: dict[str, Any]) -> bool:
+    """Whether the file is one of ours: somebody else's must not end a probe by an exception."""
+    about = raw.get("process")
+    numbers = [raw.get("written"), raw.get("every")]
+    if isinstance(about, dict):
+        numbers += [about.get(name) for name in ("rank", "pid", "began")]
+    return (
+        isinstance(about, dict)
+        and {"host", "boot_id", "pid_namespace"} <= about.keys()
+        and all(isinstance(each, int | float) for each in numbers)
+        and isinstance(raw.get("groups"), list)
+    )
+
+
+def check_folder(folder: Path) -> None:
+    """ValueError for what is no folder, or cannot be read. One that is not there yet is made by the first group."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is no folder; expected the one of SAGELLM_STATUS_DIR")
+    if folder.is_dir() and not os.access(folder, os.R_OK | os.X_OK):
+        raise ValueError(f"the folder {folder} cannot be read by this user")
 
 
 def ended_in_order(folder: str | os.PathLike[str]) -> int:

@@ -1,0 +1,396 @@
+"""Every command with normal, odd and wrong input; one that is not in ``TABLE`` fails here.
+
+In this process, because Python and torch take seconds to start; what belongs to a process (a pipe that nobody reads, a
+closed stdout, Ctrl-C, a kill) has few processes of its own below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import IS_GLOO
+
+from torch_sagellm.cli import arguments, bench, certify, demo, doctor, measure, show, tune
+from torch_sagellm.cli import ranks as processes
+from torch_sagellm.cli.main import COMMANDS, main
+from torch_sagellm.observe import timeline, watch
+
+pytestmark = [
+    pytest.mark.quick,
+    pytest.mark.skipif(IS_GLOO, reason="gloo: this is about the package's own commands"),
+    pytest.mark.usefixtures("cache"),
+]
+
+
+@dataclass
+class Row:
+    """What is tried of a command. Words in braces are files and folders of ``files``."""
+
+    #: Succeeds, without starting ranks.
+    normal: str
+    #: Words, the exit code, and what stderr (or for a probe's answer, stdout) says.
+    wrong: list[tuple[str, int, str]]
+    #: Prints one JSON document; empty where no script wants one.
+    as_json: str = ""
+    #: Whether people read the answer at 80 columns.
+    fits: bool = True
+
+
+TABLE: dict[str, Row] = {
+    "info": Row("", [("extra", 2, "no argument 'extra'"), ("--jsn", 2, "did you mean '--json'?")], "--json"),
+    "doctor": Row(
+        "--no-self-test",
+        [
+            ("--peer ''", 2, "is no HOST"),
+            ("--peer host:99999", 2, "'99999' is no port"),
+            ("--peer 127.0.0.1:1", 1, "nobody listens at port 1"),
+            ("--listen 0", 2, "is no port"),
+            ("--listen 70000", 2, "is no port"),
+            ("--peer a --listen", 2, "not allowed with"),
+            ("--rdzv-conf x", 2, "--rdzv-conf"),
+            ("--stall -1", 2, "no number of seconds"),
+        ],
+        "--no-self-test --json",
+    ),
+    "demo": Row(
+        "",
+        [
+            ("trai", 2, "did you mean 'train'?"),
+            ("hang --steps 3", 2, "belongs to"),
+            ("hang --kind stp", 2, "did you mean 'stop'?"),
+            ("--save ''", 2, "the name is empty"),
+            ("--save {folder}", 2, "this is a folder"),
+            ("--ranks 1", 2, "number of ranks from 2"),
+            ("--ranks 256", 2, "--yes starts them"),
+        ],
+    ),
+    "bench": Row(
+        "--sizes 8",
+        [
+            ("--op bcast", 2, "did you mean 'broadcast'?"),
+            ("--sizes ''", 2, "is no size"),
+            ("--device cuda:7", 2, "expected cpu"),
+            ("--json {folder}", 2, "this is a folder"),
+            ("--json {folder}/none/x.json", 2, "there is no folder"),
+            ("--json /proc/x.json", 2, "cannot be written"),
+            ("--json ''", 2, "the name is empty"),
+            ("--plot {folder}", 2, "ends with .png"),
+            ("--plot {folder}/x.foo", 2, "ends with .png"),
+            ("--plot {folder}/none/x.png", 2, "there is no folder"),
+        ],
+        "--sizes 8 --json",
+    ),
+    "certify": Row(
+        "--report {folder}/new.md --device cpu",
+        [
+            ("--device cuda:7", 2, "expected cpu"),
+            ("--device cpu --report {folder}", 2, "this is a folder"),
+            ("--device cpu --report {folder}/none/x.md", 2, "there is no folder"),
+            ("--device cpu --json {folder}", 2, "this is a folder"),
+            ("--device cpu --json /proc/x.json", 2, "cannot be written"),
+        ],
+        "--json --report {folder}/new.md --device cpu",
+    ),
+    "health": Row(
+        "--dir {status}",
+        [
+            ("--dir ''", 2, "the name is empty"),
+            ("--dir {empty}", 2, "is no folder"),
+            ("--dir {folder}/none --live", 2, "there is no folder"),
+            ("--dir {folder}/none", 1, "there is no folder"),
+            ("--dir {folder}", 1, "no process has written its status"),
+            ("--dir {closed}", 2, "cannot be read"),
+            ("--dir {status} --expect -1", 2, "is no number"),
+        ],
+        "--dir {status} --json",
+        fits=False,  # it ends with the path
+    ),
+    "top": Row(
+        "--dir {status} --once",
+        [
+            ("--dir ''", 2, "the name is empty"),
+            ("--dir {empty} --once", 2, "is no folder"),
+            ("--dir {folder}/none --once", 1, "there is no folder"),
+            ("--dir {closed} --once", 2, "cannot be read"),
+            ("--dir {status} --every 0", 2, "is no interval"),
+            ("--dir {status} --once --rank 77", 1, ""),
+        ],
+        "--dir {status} --json",
+        fits=False,  # a row for each group, clipped on a terminal
+    ),
+    "trace": Row(
+        "{trace} -o {folder}/merged.json",
+        [
+            ("''", 2, "the name is empty"),
+            ("", 2, "arguments are required"),
+            ("{folder}/none", 2, "there is no file or folder"),
+            ("{empty} -o {folder}/o.json", 2, "it is empty"),
+            ("{binary} -o {folder}/o.json", 2, "neither JSON nor a pickle"),
+            ("{half} -o {folder}/o.json", 2, "is no trace of write_trace"),
+            ("{list} -o {folder}/o.json", 2, "it holds a list"),
+            ("{short} -o {folder}/o.json", 2, "it holds no operations"),
+            ("/dev/null -o {folder}/o.json", 2, "there is no file or folder"),
+            ("{trace} -o {folder}", 2, "this is a folder"),
+            ("{trace} -o /proc/x.json", 2, "cannot be written"),
+            ("{nothing} -o {folder}/o.json", 1, "hold no operations"),
+        ],
+        "{trace} -o {folder}/merged.json --json",
+        fits=False,  # it ends with the path
+    ),
+    "simulate": Row(
+        "--ranks 2,16 --sizes 8,1MiB --op allreduce",
+        [
+            ("--op all_redcue", 2, "did you mean 'all_reduce'?"),
+            ("--algorithms ''", 2, "is no algorithm"),
+            ("--link x", 2, "is no link"),
+            ("--link 1ms,0GB", 2, "must be over 0"),
+            ("--ranks ,", 2, "is no number of ranks"),
+            ("--plot {folder}", 2, "ends with .png"),
+            ("--plot {folder}/none/x.png", 2, "there is no folder"),
+            ("--strategy ddp", 2, "did you mean 'dp'?"),
+            ("--strategy tp --ranks 3", 2, "no multiple of the 3 ranks"),
+            ("--strategy dp --plot x.png", 2, "no effect with --strategy"),
+            ("--check --ranks 300", 2, "--check starts from 2 to 8 ranks"),
+        ],
+        "--ranks 2 --sizes 8 --json",
+    ),
+    "tune": Row(
+        "--dry-run --max-size 4KiB",
+        [("--max-size 3", 2, "below 1KiB"), ("--budget nan", 2, "number of seconds"), ("--ranks 1", 2, "from 2 to")],
+        "--dry-run --max-size 4KiB --json",
+    ),
+    "table": Row("--ranks 3", [("extra", 2, "no argument 'extra'"), ("--ranks 0", 2, "from 1 to 256")], "--json"),
+    "explain": Row(
+        "AllReduce 1MiB",
+        [
+            ("'' 8", 2, "no operation"),
+            ("all_redcue 8", 2, "did you mean 'all_reduce'?"),
+            ("all_reduce ''", 2, "is no size"),
+            ("all_reduce -1", 2, "'-1' is no size"),
+            ("all_reduce 8 --dtype ''", 2, "no type of elements"),
+            ("all_reduce", 2, "arguments are required: bytes"),
+        ],
+        "all_reduce 8 --json",
+    ),
+}
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """Files and folders of every odd kind, by name."""
+    found = {"folder": tmp_path}
+    contents: dict[str, bytes] = {
+        "empty": b"",
+        "binary": bytes(range(256)) * 8,
+        "half": b'{"traceEvents": [',
+        "list": b"[]",
+        "short": b'{"format": 1}',
+        "nothing": b'{"traceEvents": []}',
+    }
+    for name, content in contents.items():
+        found[name] = tmp_path / f"{name}.json"
+        found[name].write_bytes(content)
+    found["trace"] = tmp_path / "trace.json"
+    call = timeline.Slice(0, "0", "all_reduce", 1000, 2000, 2000, {"number": 1, "state": "done"})
+    found["trace"].write_text(json.dumps({"traceEvents": timeline.events([call])}))
+    found["status"] = tmp_path / "status"
+    found["status"].mkdir()
+    for at, text in enumerate(("", "{", "[]", '{"format": 1}', '{"format": 1, "process": 3}')):
+        (found["status"] / f"{watch.PREFIX}odd-{at}.json").write_text(text)
+    own = watch.here()
+    about = {"rank": 0, "pid": os.getpid(), "host": os.uname().nodename, "boot_id": own.boot_id}
+    about |= {"pid_namespace": own.pid_namespace, "began": int((watch._stat(os.getpid()) or ["0"] * 20)[19])}
+    pending = {
+        "kind": "all_reduce",
+        "number": 1,
+        "bytes": 8,
+        "state": "pending",
+        "since": time.time(),
+        "site": "a.py:1",
+    }
+    group = {
+        "name": "0",
+        "ranks": [0],
+        "rank": 0,
+        "kinds": {"all_reduce": 1},
+        "pending": pending,
+        "last": None,
+        "fault": None,
+        "waited_for": [],
+    }
+    group["per_second"] = {"count": 1.0, "bytes": 8.0, "waiting": 0.0}
+    status = {"format": 1, "written": time.time(), "every": 1.0, "process": about, "groups": [group]}
+    (found["status"] / f"{watch.PREFIX}own.json").write_text(json.dumps(status))
+    # root may read every folder, so the system's answer is given by hand.
+    found["closed"] = tmp_path / "closed"
+    found["closed"].mkdir()
+    allowed = os.access
+    monkeypatch.setattr(watch.os, "access", lambda path, mode: path != found["closed"] and allowed(path, mode))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing starts a process: commands that measure get an answer here."""
+
+    def started(command: str, count: int, *_: object, **__: object) -> tuple[list[processes.Ended], Any]:
+        row = bench.Row("all_reduce", "sagellm", 8, 2, "float32", "sum", 1e-6, 1.0, 1.0, 0)
+        answers = {"rows": json.dumps([vars(row)]), "found": json.dumps({"calls": 1, "wrong": 0, "refused": []})}
+        print(f"{command}: {count} ranks", file=sys.stdout)
+        return [processes.Ended("", "")] * count, argparse.Namespace(get=answers.__getitem__)
+
+    for module in (bench, certify, tune, measure):
+        monkeypatch.setattr(module.processes, "run", started)
+    monkeypatch.setattr(doctor.ranks, "run", started)
+    monkeypatch.setattr(demo.ranks, "run_program", lambda *_: [processes.Ended("", "")])
+    monkeypatch.delenv("SAGELLM_STATUS_DIR", raising=False)
+    monkeypatch.setattr(certify, "report", lambda *_: "# report")
+
+
+def run(command: str, words: str, files: dict[str, Path]) -> int:
+    """The exit code of a command; anything but an exit in order is a failure of the test."""
+    try:
+        return main([command, *shlex.split(words.format(**files))])
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def test_the_table_has_every_command_and_every_json() -> None:
+    assert set(TABLE) == set(COMMANDS), "a new command stands in TABLE, with what is typed wrongly"
+    for name, row in TABLE.items():
+        parser = argparse.ArgumentParser()
+        COMMANDS[name].add_arguments(parser)
+        has = any("--json" in action.option_strings for action in parser._actions)
+        assert has == bool(row.as_json), f"{name}: --json and as_json go together"
+        assert has or name == "demo", f"{name} has no --json"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_normal_input_at_80_columns_and_in_every_terminal(
+    command: str, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for terminal, variables in ((False, {}), (True, {"NO_COLOR": "1"}), (True, {"TERM": "dumb"})):
+        for name in ("NO_COLOR", "TERM"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(type(sys.stdout), "isatty", lambda _, answer=terminal: answer, raising=False)
+        assert run(command, TABLE[command].normal, files) == 0
+        said = capsys.readouterr()
+        assert "\x1b" not in said.out + said.err, said
+        if TABLE[command].fits and show.is_terminal(sys.stdout):
+            assert not [line for line in said.out.splitlines() if len(line) > 80 and " " in line.strip()], said.out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_wrong_input_is_refused_in_one_line(
+    command: str, files: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, code, expected in TABLE[command].wrong:
+        got = run(command, words, files)
+        said = capsys.readouterr()
+        assert got == code, (words, got, said)
+        assert expected in said.err + (said.out if code == 1 else ""), (words, said)
+        assert code == 1 or (len(said.err.splitlines()) == 1 and not said.out), (words, said)
+        assert not (files["folder"] / "o.json").exists(), "nothing is written where nothing was merged"
+
+
+@pytest.mark.parametrize("command", [name for name, row in TABLE.items() if row.as_json])
+def test_json_is_one_document_and_nothing_else(
+    command: str, files: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(command, TABLE[command].as_json, files) == 0
+    assert json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [(KeyboardInterrupt, 130, "interrupted"), (BrokenPipeError, 0, ""), (OSError(28, "No space left"), 1, "No space")],
+)
+def test_what_ends_a_command_ends_it_in_order(
+    command: str,
+    error: Any,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def ended(_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(COMMANDS[command], "run", ended)
+    words = {"trace": ["x"], "explain": ["all_reduce", "8"]}.get(command, [])
+    assert main([command, *words]) == code
+    found = capsys.readouterr().err
+    assert said in found and len(found.splitlines()) == bool(said), found
+
+
+def test_an_output_is_tried_before_anything_is_measured(tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.write_text("kept")
+    arguments.check_output("--json", there)
+    arguments.check_output("--json", tmp_path / "new")
+    assert there.read_text() == "kept" and not (tmp_path / "new").exists()
+    os.mkfifo(tmp_path / "pipe")
+    arguments.check_output("--json", tmp_path / "pipe")  # opened, it would wait for a reader
+
+
+# ------------------------------------------------------------------------------------------------ whole processes
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "torch_sagellm", *words]
+
+
+def test_a_closed_or_unread_stdout_ends_quietly(files: dict[str, Path]) -> None:
+    line = shlex.join(command("health", "--dir", str(files["status"])))
+    for tail in ("| true; exit ${PIPESTATUS[0]}", ">&-", ">&- 2>&-"):
+        done = subprocess.run(["bash", "-c", f"{line} {tail}"], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0 and not done.stderr, (tail, done)
+
+
+#: Ends after a minute by itself, if nothing else ends it.
+RANK = "import os, sys, time\nopen(sys.argv[1] + '/' + str(os.getpid()), 'w')\ntime.sleep(60)"
+#: As a command does: two ranks, of which a test sees the process ids.
+PARENT = """
+import sys
+from torch_sagellm.cli import main, ranks
+def run(_):
+    calls = [["-c", {rank!r}, sys.argv[1]]] * 2
+    ranks.MODULE = []
+    ranks.start(calls, [dict(__import__("os").environ)] * 2, 60.0, None)
+    return 0
+main.COMMANDS["info"].run = run
+main._prepare = lambda _: None
+sys.exit(main.main(["info"]))
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_ends_the_ranks_as_well(tmp_path: Path, number: int, code: int) -> None:
+    words = [sys.executable, "-c", PARENT.format(rank=RANK), str(tmp_path)]
+    parent = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline and parent.poll() is None:
+            time.sleep(0.02)
+        parent.send_signal(number)
+        _, said = parent.communicate(timeout=60)
+    finally:
+        parent.kill()
+    pids = [int(path.name) for path in tmp_path.iterdir()]
+    assert parent.returncode == code and "Traceback" not in said and len(pids) == 2, said
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
