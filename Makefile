@@ -143,7 +143,6 @@ $(installed_wheels): requirements-wheels.txt
 # first, because pip would hide what cargo and the compiler say until it ends.
 $(built): $(sources) pyproject.toml $(installed)
 	@.ci/prerequisites
-	@.ci/old-name
 	@touch $@.begun # the stamp's time: what is edited during the build is newer
 	$(python) setup.py --quiet build_ext --inplace
 	@if [[ ! -e $(registered) || -n "$$(find $(torch) pyproject.toml -newer $(registered))" ]]; then \

@@ -48,6 +48,11 @@ impl Config {
     /// The delegate that can also be a link for our own schedules between hosts. Other backends do not offer what a
     /// link needs: receives posted ahead, and aborting a wait. They serve such groups as a whole.
     pub const LINK: &'static str = "gloo";
+
+    /// What serves this group where the engine does not, as texts name it.
+    pub fn served_by(&self) -> &str {
+        if self.delegate.is_empty() { Config::LINK } else { &self.delegate }
+    }
 }
 
 impl Default for Settings {

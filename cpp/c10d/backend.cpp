@@ -100,7 +100,7 @@ c10::intrusive_ptr<SageBackend> Rendezvous::build(BackendPtr delegate) {
   const bool delegated = !decided_.delegate_reason.empty();
   if (built_) value_error("build", "this group was built already");
   if (delegated != static_cast<bool>(delegate)) {
-    value_error("build", c10::str("the group ", delegated ? "needs a delegate" : "takes no delegate"));
+    value_error("build", c10::str("the group ", delegated ? "needs a backend that serves it" : "takes no other backend"));
   }
   built_ = true;
   try {
@@ -154,7 +154,7 @@ c10::intrusive_ptr<c10d::Backend> SageBackend::delegate() const {
   refuse_forked();
   std::lock_guard<std::mutex> lock(delegate_mutex_);
   if (!delegate_) {
-    raise(ErrorKind::kAborted, c10::str("sagellm: the group needs a delegate (", delegate_reason_,
+    raise(ErrorKind::kAborted, c10::str("sagellm: the group is served by ", delegate_name(), " (", delegate_reason_,
                                         "), which it released when it was shut down"));
   }
   return delegate_;
@@ -367,7 +367,7 @@ void SageBackend::unregisterAbortHook(int64_t id) {
 
 #ifdef SAGELLM_HAS_COMPLETION_HOOKS
 void SageBackend::registerCompletionHook(int64_t id, CompletionHook hook) {
-  if (delegated()) value_error("register_completion_hook", "a delegated group does not report when its works complete");
+  if (delegated()) value_error("register_completion_hook", c10::str("the group is served by ", delegate_name(), ", which does not report when its works complete"));
   events_->completion_hooks.add(id, std::move(hook));
 }
 

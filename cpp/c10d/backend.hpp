@@ -301,6 +301,8 @@ class SageBackend final : public c10d::Backend {
   // A hook wants to see the end of works: then synchronous calls have a Work, too.
   bool has_listeners() const { return events_->has_work_hook() || events_->has_completion_hooks(); }
 
+  // The backend that serves the group where the engine does not, as texts name it.
+  std::string delegate_name() const { return options_->delegate.empty() ? "gloo" : options_->delegate; }
   // Whether a delegate carries tensors in the CPU's memory.
   bool delegated() const { return C10_UNLIKELY(!delegate_reason_.empty()); }
   bool is_root(const CallDesc& call) const { return call.root == getRank(); }

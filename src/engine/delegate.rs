@@ -10,15 +10,16 @@ use crate::select::explain::Explanation;
 use crate::select::{GroupShape, OpDesc, Policy, explain};
 
 pub struct Delegate {
+    name: String,
     reason: String,
     ranks: usize,
     policy: Arc<Policy>,
 }
 
 impl Delegate {
-    /// `reason`: why none of our engines serves the group.
-    pub fn new(reason: String, ranks: usize, policy: Arc<Policy>) -> Delegate {
-        Delegate { reason, ranks, policy }
+    /// `name`: the backend that serves the group; `reason`: why none of our engines does.
+    pub fn new(name: String, reason: String, ranks: usize, policy: Arc<Policy>) -> Delegate {
+        Delegate { name, reason, ranks, policy }
     }
 }
 
@@ -33,7 +34,7 @@ impl Engine for Delegate {
     }
 
     fn describe(&self) -> String {
-        format!("served by a delegate: {}", self.reason)
+        format!("served by {}: {}", self.name, self.reason)
     }
 
     fn delegate_reason(&self) -> Option<&str> {
@@ -41,10 +42,10 @@ impl Engine for Delegate {
     }
 
     fn submit(&mut self, _: Arc<Op>, _: Option<Kernel>, _: &mut Ended) -> Result<()> {
-        Err(Error::Bug("sagellm: an operation reached a delegated group".to_string()))
+        Err(Error::Bug("sagellm: an operation reached the engine of a group that another backend serves".to_string()))
     }
 
     fn explain(&self, desc: OpDesc, _batched: bool) -> Explanation {
-        explain::delegated(desc, &GroupShape::without_memory(self.ranks), &self.policy, &self.reason)
+        explain::delegated(desc, &GroupShape::without_memory(self.ranks), &self.policy, (&self.name, &self.reason))
     }
 }

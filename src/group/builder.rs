@@ -65,7 +65,10 @@ impl Group {
         let parts = Parts { config, id, policy, domain: 0, spin_policy, peers, mates, host };
         match (decision, link) {
             (Decision::Alone, None) => Ok(parts.group(|_| Box::new(Solo::new(theirs)))),
-            (Decision::Delegate(reason), None) => Ok(parts.group(|_| Box::new(Delegate::new(reason, ranks, theirs)))),
+            (Decision::Delegate(reason), None) => {
+                let name = parts.config.served_by().to_string();
+                Ok(parts.group(|_| Box::new(Delegate::new(name, reason, ranks, theirs))))
+            }
             (Decision::SharedMemory(shared), None) => {
                 let cores = shared.cores;
                 let (area, group_peers) = shared.into_parts();

@@ -84,8 +84,12 @@ impl Rendezvous {
             && config.delegate_reason.is_none()
             && let Some(reason) = made.delegate_reason()
         {
-            let delegate = if config.delegate.is_empty() { Config::LINK } else { &config.delegate };
-            log::warn!("group '{}' of {} ranks is served by {delegate}: {reason}", config.name, config.size);
+            log::warn!(
+                "group '{}' of {} ranks is served by {}: {reason}",
+                config.name,
+                config.size,
+                config.served_by()
+            );
         }
         Ok(made)
     }
@@ -318,10 +322,11 @@ fn sharing_hosts(
 fn not_exchanged(config: &Config, own: Policy) -> Policy {
     if own.topology.is_some() && first_time("a topology that is not used") {
         log::warn!(
-            "rank {} of group '{}': the option topology is not used, because a delegate serves the group and its ranks do \
+            "rank {} of group '{}': the option topology is not used, because {} serves the group and its ranks do \
              not exchange their options; name algorithms by the option algorithm, the same on all ranks",
             config.rank,
-            config.name
+            config.name,
+            config.served_by()
         );
     }
     Policy { topology: None, ..own }

@@ -168,7 +168,9 @@ pub fn meet_as(
             },
             session.backoff.start.elapsed()
         ),
-        Outcome::Delegate { reason, .. } => log::debug!("group '{}' delegates: {reason}", config.name),
+        Outcome::Delegate { reason, .. } => {
+            log::debug!("group '{}' is served by {}: {reason}", config.name, config.served_by())
+        }
         Outcome::Hosts { reason, .. } => log::debug!("group '{}' spans hosts: {reason}", config.name),
     }
     Ok(outcome)

@@ -165,8 +165,8 @@ pub fn by_start_rule(start: Start, policy: &Policy) -> String {
     format!("{} {start}: {first}{}; {because}", start.reason.basis(), start.reason.text())
 }
 
-/// An operation that a delegate serves, for the reason `why`.
-pub fn delegated(desc: OpDesc, shape: &GroupShape, policy: &Policy, why: &str) -> Explanation {
+/// An operation that the backend `by` serves, for the reason `why`.
+pub fn delegated(desc: OpDesc, shape: &GroupShape, policy: &Policy, (by, why): (&str, &str)) -> Explanation {
     let refused =
         |way: AlgorithmChoice| Alternative { way: way.to_string(), predicted_ns: None, why_not: why.to_string() };
     Explanation {
@@ -176,7 +176,7 @@ pub fn delegated(desc: OpDesc, shape: &GroupShape, policy: &Policy, why: &str) -
         past: None,
         predicted_ns: 0,
         measured_ns: None,
-        decided: format!("the group is served by a delegate: {why}"),
+        decided: format!("{} serves the group: {why}", by),
         overruled: Vec::new(),
         rejected: vec![refused(AlgorithmChoice::Slots), refused(AlgorithmChoice::Rounds { chunk: shape.stage_bytes })],
         table: policy.note.clone(),

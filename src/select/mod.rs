@@ -413,7 +413,7 @@ impl Reason {
             Reason::Unknown => "nothing was recorded for it",
             Reason::Alone => "a group of one rank copies locally",
             Reason::Message => "messages have one algorithm: small ones travel in their envelope, large ones in pieces",
-            Reason::Delegated => "the whole group is served by a delegate",
+            Reason::Delegated => "another backend of torch serves the whole group",
             Reason::Override => "a rule that the user gave",
             Reason::Measured => "the decision table: measured on this machine by `torch-sagellm tune`",
             Reason::FitsSlot => "it fits into a slot, and one exchange is the minimum",

@@ -97,7 +97,7 @@ def _refuse_mpi(group: str, reason: str) -> NoReturn:
     import torch.distributed as dist
 
     raise dist.DistBackendError(
-        f"sagellm: group '{group}' needs a delegate ({reason}), and all ranks of the job have to make one of MPI; use "
+        f"sagellm: MPI would have to serve group '{group}' ({reason}), and all ranks of the job have to make one of MPI; use "
         "torch.distributed.new_group"
     )
 

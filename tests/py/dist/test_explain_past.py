@@ -171,7 +171,7 @@ def delegated(context: Context) -> None:
     for _ in range(3):
         dist.all_reduce(torch.ones(5))
     found = torch_sagellm.explain(sequence=2)
-    assert (found.choice, found.op, found.nbytes, found.sequence) == ("gloo (delegate)", "all_reduce", 20, 2)
+    assert (found.choice, found.op, found.nbytes, found.sequence) == ("gloo", "all_reduce", 20, 2)
     assert found.recorded == found.code and found.reason == "delegated"
     assert "none has number 4" in expect_raises(ValueError, lambda: torch_sagellm.explain(sequence=4))
     dist.destroy_process_group()

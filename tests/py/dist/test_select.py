@@ -350,7 +350,7 @@ def explain_a_delegated_group(context: Context) -> tuple[str, str, str]:
 
 def test_a_delegated_group_is_explained() -> None:
     for choice, why, text in run_fresh(explain_a_delegated_group, 2):
-        assert choice == "gloo (delegate)" and "engine" in why
+        assert choice == "gloo" and "engine" in why
         assert "a delegate's operation" in text
 
 

@@ -323,7 +323,7 @@ def _explain_work(work: Any) -> Explanation:
     parts = [read(found) for found in _load.extension().explain_work(work)]
     if not parts:
         raise ValueError(
-            f"sagellm explain: {type(work).__name__} is no operation of the engine: a delegate's operation, or one "
+            f"sagellm explain: {type(work).__name__} is no operation of the engine: gloo serves it, or it is one "
             "that is made of others; explain(op, nbytes, group=...) says how the group is served"
         )
     fields = {**parts[0].__dict__, "parts": parts[1:]}
@@ -331,10 +331,10 @@ def _explain_work(work: Any) -> Explanation:
 
 
 def _delegate_of(backend: Any) -> str:
-    return f"{backend.options.delegate or 'gloo'} (delegate)"
+    return str(backend.options.delegate or "gloo")
 
 
-def read(found: _C.Explanation, delegate: str = "delegate") -> Explanation:
+def read(found: _C.Explanation, delegate: str = "gloo") -> Explanation:
     """The core's answer, in the units and words of this module. ``delegate`` is the name of a delegate."""
     past = found["past"]
     sequence = past["number"] if past else None
