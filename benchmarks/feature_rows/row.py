@@ -48,3 +48,5 @@ def nothing() -> None:
 HERE = Place(2)
 HERE_4 = Place(4)
 FAR = Place(4, 2, delay_ms=1)
+SLOW = Place(2, 2, rate="1gbit")
+SLOW_4 = Place(4, 2, rate="100mbit")

@@ -76,6 +76,9 @@ from torch_sagellm.parallel.overlap import OverlapHandle as OverlapHandle
 from torch_sagellm.parallel.overlap import OverlapReport as OverlapReport
 from torch_sagellm.parallel.overlap import OverlapScheduler as OverlapScheduler
 from torch_sagellm.parallel.tensor import TensorParallelLinear as TensorParallelLinear
+from torch_sagellm.parallel.transfer import PendingTransfer as PendingTransfer
+from torch_sagellm.parallel.transfer import irecv_tensors as irecv_tensors
+from torch_sagellm.parallel.transfer import isend_tensors as isend_tensors
 from torch_sagellm.parallel.transfer import recv_tensors as recv_tensors
 from torch_sagellm.parallel.transfer import send_tensors as send_tensors
 from torch_sagellm.protocols.comm_backend import CommBackendProtocol as CommBackendProtocol

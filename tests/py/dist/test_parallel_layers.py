@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -182,6 +183,89 @@ def transfer(ctx: Context) -> None:
 
 def test_lists_of_tensors_arrive_whatever_their_sizes_and_the_window() -> None:
     run_ranks(transfer, 2)
+
+
+def packed(ctx: Context) -> None:
+    """Many small tensors are few messages; lists of several calls under way at once arrive in their order."""
+    import torch_sagellm
+
+    kinds = (torch.float32, torch.int64, torch.bool, torch.bfloat16)
+    small = [torch.arange(number % 7 * 3).reshape(-1, 3).to(kinds[number // 200]) for number in range(800)]
+    mixed = [torch.full((size,), float(number)) for number, size in enumerate([3, 20_000, 5, 0, 7, 8192, 8191, 2])]
+    turned = torch.arange(6.0).reshape(2, 3).t()
+    equal = [torch.full((16,), float(number)) for number in range(2000)]
+    lists = [small, [*mixed, turned], equal]
+    torch_sagellm.reset_stats()
+    if ctx.rank == 0:
+        for each in lists:
+            torch_sagellm.send_tensors(each, 1)
+        sent = torch_sagellm.get_stats()["send_count"]
+        assert sent < 30, sent
+        pending = [torch_sagellm.isend_tensors(each, 1, tag=3, window=4096) for each in lists]
+        torch_sagellm.send_tensors(equal[:5], 1, tag=3)
+        assert [each.wait() for each in pending] == [[]] * 3 and all(each.done() for each in pending)
+        quantised = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+        for begin in (torch_sagellm.send_tensors, torch_sagellm.isend_tensors):
+            assert "element 0" in expect_raises(ValueError, lambda begin=begin: begin([quantised], 1))
+        assert "window is 0" in expect_raises(ValueError, lambda: torch_sagellm.isend_tensors(equal, 1, window=0))
+        return
+    found = [torch_sagellm.recv_tensors(0) for _ in lists]
+    places = [torch.empty_like(each) for each in equal[:-1]] + [torch.empty(16, 2)[:, 0]]
+    pending = [
+        torch_sagellm.irecv_tensors(0, tag=3),
+        torch_sagellm.irecv_tensors(0, tag=3, window=1),
+        torch_sagellm.irecv_tensors(0, tag=3, out=places),
+    ]
+    after = torch_sagellm.recv_tensors(0, tag=3)
+    assert all(each.done() for each in pending), "a list waits for those before it"
+    for came in (found, [each.wait() for each in pending]):
+        for one, other in zip(came, lists, strict=True):
+            assert len(one) == len(other)
+            for a, b in zip(one, other, strict=True):
+                assert a.dtype == b.dtype and torch.equal(a, b)
+    assert all(torch.equal(a, b) for a, b in zip(after, equal[:5], strict=True)) and pending[2].wait()[0] is places[0]
+    grown = found[2][3].requires_grad_()
+    (grown * 2).sum().backward()  # parts of one buffer are tensors of their own
+    assert grown.grad is not None
+    with torch.no_grad():
+        grown.fill_(9)
+    assert found[2][2][-1] == 2 and found[2][4][0] == 4
+
+
+def test_small_tensors_travel_together_and_lists_follow_each_other() -> None:
+    run_ranks(packed, 2)
+
+
+def damaged(ctx: Context) -> None:
+    """What a header claims is checked before memory is made for it."""
+    import torch_sagellm
+    from torch_sagellm.parallel import transfer
+
+    whole = 1 << 20
+    claims = [
+        [whole, [["float32", [1 << 45], 1]]],
+        [whole, [["float32", [2], 1 << 40]]],
+        [whole, [["float32", [-1], 1]]],
+        [whole, [["nonsense", [1], 1]]],
+        [0, [["float32", [1], 1]]],
+        ["x", 3],
+    ]
+    for claim in claims:
+        if ctx.rank == 0:
+            text = json.dumps(claim).encode()
+            head = transfer.MAGIC + len(text).to_bytes(transfer.LENGTH_BYTES, "little") + text
+            transfer._send_bytes(head.ljust(transfer.HEADER_BYTES, b"\0"), torch.device("cpu"), 1, None, 0)
+        else:
+            assert "describes no tensors" in expect_raises(RuntimeError, lambda: torch_sagellm.recv_tensors(0)), claim
+    if ctx.rank == 0:
+        head = transfer.MAGIC + (transfer.MOST_BYTES + 1).to_bytes(transfer.LENGTH_BYTES, "little")
+        transfer._send_bytes(head.ljust(transfer.HEADER_BYTES, b"\0"), torch.device("cpu"), 1, None, 0)
+    else:
+        assert "did not call send_tensors" in expect_raises(RuntimeError, lambda: torch_sagellm.irecv_tensors(0).wait())
+
+
+def test_lengths_in_a_header_are_bounded() -> None:
+    run_ranks(damaged, 2)
 
 
 def refused(ctx: Context) -> None:

@@ -216,6 +216,47 @@ def test_wrong_experts_are_refused() -> None:
     run_ranks(wrong_experts, 2)
 
 
+def steps(ctx: Context, slower: bool) -> None:
+    """The report is what the steps' clock says, and the slower way is left; the clock is the test's."""
+    import torch_sagellm
+    from torch_sagellm.parallel import overlap as module
+
+    now = [0.0]
+    usual, module.perf_counter = module.perf_counter, lambda: now[0]
+    try:
+        scheduler = torch_sagellm.OverlapScheduler(calibrate=2)
+        took = []
+        for number in range(9):
+            before = now[0]
+            with scheduler.step():
+                serial = scheduler._serially
+                bucket = torch.full((4,), float(number))
+                handle = scheduler.schedule(bucket)
+                assert handle.done() or not serial
+                # A step takes 10 s; communication 4 s by itself, of which overlapping hides 3 or costs 1 more.
+                now[0] += 10 + (4 if serial else 5 if slower else 1) + ctx.rank
+            assert bucket.tolist() == [number * ctx.world_size] * 4, "whoever waits, a step has ended at its end"
+            took.append((serial, now[0] - before))
+        assert [serial for serial, _ in took] == [False, True, False, False, True] + [slower] * 4
+        report = scheduler.report()
+        last = ctx.world_size - 1
+        assert (report.serial, report.overlapping) == (14 + last, (15 if slower else 11) + last), "of the slowest rank"
+        assert report.overlapped == (-1 if slower else 3) and report.pays is not slower
+        assert ("does not pay here and is off" if slower else "hidden") in str(report)
+        assert torch_sagellm.OverlapReport(3, 9.0, 2.0, 14.0, 11.0, 4.0).share == 0.75
+        assert torch_sagellm.OverlapReport(3, 9.0, 0.0, 14.0, 15.0, 4.0).share == -0.25, "slower is negative"
+        scheduler.reset()
+        assert scheduler.report().pays is None
+    finally:
+        module.perf_counter = usual
+    assert "calibrate is 0" in expect_raises(ValueError, lambda: torch_sagellm.OverlapScheduler(calibrate=0))
+
+
+@pytest.mark.parametrize("slower", [False, True])
+def test_hidden_time_is_what_a_step_gains_and_the_slower_way_is_left(slower: bool) -> None:
+    run_ranks(steps, 2, slower)
+
+
 def overlap(ctx: Context) -> None:
     import torch_sagellm
 
@@ -237,8 +278,9 @@ def overlap(ctx: Context) -> None:
         torch.testing.assert_close(handle.wait(), total.detach())
         assert handle.wait() is not output and handle.done()
     report = scheduler.report()
-    assert report.operations == 6 and 0 <= report.waiting <= report.communication
-    assert 0 <= report.share <= 1 and "6 operations" in str(report)
+    assert report.operations == 6 and 0 <= report.waiting <= report.under_way
+    assert (report.share, report.communication, report.pays) == (0, 0, None), "hidden time is not known without steps"
+    assert "6 operations" in str(report) and "hidden time not measured" in str(report)
     scheduler.reset()
     assert scheduler.report().operations == 0 and scheduler.report().share == 0
     bucket = torch.ones(4)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -13,40 +16,66 @@ if TYPE_CHECKING:
     from torch_sagellm.api.arguments import Op
 from torch_sagellm.api.comm_backend import CommBackend
 
+logger = logging.getLogger("sagellm")
+
 
 @dataclass(frozen=True)
 class OverlapReport:
     """How much of the communication was hidden behind computation; seconds.
 
+    Hidden time is what a step gains: the time of a step whose operations are waited for at once, less that of a step
+    that overlaps them. It needs steps of both kinds, which ``OverlapScheduler.step`` measures; without them it is
+    unknown. That the caller did not wait says nothing: where all cores compute, operations slow the computation down.
+
     Example::
 
         scheduler = torch_sagellm.OverlapScheduler()
-        scheduler.schedule(torch.ones(1 << 20)).wait()
+        for _ in range(8):
+            with scheduler.step():
+                scheduler.schedule(torch.ones(1 << 20))
         print(scheduler.report().share)
     """
 
     #: Operations that have ended.
     operations: int
     #: From the issue of each operation to its end, all of them together.
-    communication: float
+    under_way: float
     #: How long the caller waited for them.
     waiting: float
+    #: A step without overlap, one with it, and the waits of the first: medians of the slowest rank; None before all of
+    #: them are measured.
+    serial: float | None = None
+    overlapping: float | None = None
+    alone: float | None = None
+
+    @property
+    def communication(self) -> float:
+        """The communication of a step by itself, as a step without overlap waits for it; 0 before it is measured."""
+        return self.alone or 0.0
 
     @property
     def overlapped(self) -> float:
-        """The part of the communication during which the caller did not wait."""
-        return max(self.communication - self.waiting, 0.0)
+        """The hidden time of a step; negative where overlapping made it slower, 0 before it is measured."""
+        return 0.0 if self.serial is None or self.overlapping is None else self.serial - self.overlapping
 
     @property
     def share(self) -> float:
-        """``overlapped`` / ``communication``; 0 where there was none."""
-        return self.overlapped / self.communication if self.communication else 0.0
+        """``overlapped`` / ``communication``, at most 1; 0 where there was none, or before it is measured."""
+        return min(self.overlapped / self.alone, 1.0) if self.alone else 0.0
+
+    @property
+    def pays(self) -> bool | None:
+        """Whether a step is faster with overlap; None before it is measured."""
+        return None if self.serial is None else self.overlapped > 0
 
     def __str__(self) -> str:
-        return (
-            f"{self.operations} operations, {self.communication * 1e3:.2f} ms of communication, "
-            f"{self.waiting * 1e3:.2f} ms of it waited for, {self.share:.0%} overlapped"
-        )
+        text = f"{self.operations} operations, {self.waiting * 1e3:.2f} ms waited for, "
+        if self.serial is None or self.overlapping is None:
+            return text + "hidden time not measured: run each step in `with scheduler.step():`"
+        text += f"a step takes {self.serial * 1e3:.2f} ms without overlap and {self.overlapping * 1e3:.2f} ms with it, "
+        if not self.pays:
+            return text + "so overlapping does not pay here and is off"
+        return text + f"{self.share:.0%} of {self.communication * 1e3:.2f} ms of communication hidden"
 
 
 class OverlapHandle:
@@ -87,38 +116,45 @@ class OverlapHandle:
 class OverlapScheduler:
     """Runs layers, and combines their outputs over the ranks while the caller goes on computing.
 
+    That pays where a core is free for the communication, or the link is slow. Where every core computes it can make a
+    step slower. With each training step in ``step()`` the scheduler measures both ways and keeps the faster one.
+
     Args:
         backend: a backend of ``create_comm_backend``; None: the one that it returns without arguments.
         op: how the results are combined: "sum", "avg", ...
         depth: operations that are under way at most, 1 or more; where there are as many, the oldest is waited for
             first.
+        calibrate: steps of each kind that ``step()`` measures, 1 or more; 3 of each are enough on a quiet machine.
 
     Raises:
-        ValueError: ``depth`` is less than 1. From ``schedule_layer`` and ``schedule``: the op is unknown.
+        ValueError: ``depth`` or ``calibrate`` is less than 1. From ``schedule_layer`` and ``schedule``: the op is
+            unknown.
 
     Example::
 
         layers, buckets = [torch.nn.Linear(8, 8) for _ in range(3)], [torch.ones(2, 8)] * 3
         scheduler = torch_sagellm.OverlapScheduler()
-        handles = []
-        for layer, bucket in zip(layers, buckets):
-            output, handle = scheduler.schedule_layer(layer, bucket)
-            handles.append(handle)  # the next layer computes meanwhile
-        results = [handle.wait() for handle in handles]
+        for _ in range(10):
+            with scheduler.step():
+                handles = []
+                for layer, bucket in zip(layers, buckets):
+                    output, handle = scheduler.schedule_layer(layer, bucket)
+                    handles.append(handle)  # the next layer computes meanwhile
+                results = [handle.wait() for handle in handles]
         print(scheduler.report())
     """
 
-    def __init__(self, backend: CommBackend | None = None, op: Op = "sum", depth: int = 8) -> None:
-        if depth < 1:
-            raise ValueError(f"sagellm OverlapScheduler: depth is {depth}, expected 1 or more")
+    def __init__(self, backend: CommBackend | None = None, op: Op = "sum", depth: int = 8, calibrate: int = 3) -> None:
+        for name, number in (("depth", depth), ("calibrate", calibrate)):
+            if number < 1:
+                raise ValueError(f"sagellm OverlapScheduler: {name} is {number}, expected 1 or more")
         if backend is None:
             from torch_sagellm.api.backends import create_comm_backend
 
             backend = create_comm_backend()
-        self.backend, self.op, self.depth = backend, op, depth
+        self.backend, self.op, self.depth, self.calibrate = backend, op, depth, calibrate
         self._under_way: list[OverlapHandle] = []
-        self._operations = 0
-        self._communication = self._waiting = 0.0
+        self.reset()
 
     def schedule_layer(
         self, layer: Callable[[torch.Tensor], torch.Tensor], input: torch.Tensor
@@ -132,21 +168,72 @@ class OverlapScheduler:
         return output, self.schedule(output.detach().clone(memory_format=torch.contiguous_format))
 
     def schedule(self, tensor: torch.Tensor) -> OverlapHandle:
-        """Begins to combine ``tensor``, a bucket of gradients say, in place; it must not change until the end."""
+        """Begins to combine ``tensor``, a bucket of gradients say, in place; it must not change until the end.
+
+        In a step of ``step()`` that does not overlap, it has ended when this returns.
+        """
         self._under_way = [handle for handle in self._under_way if not handle.done()]
         while len(self._under_way) >= self.depth:
             self._under_way.pop(0).wait()
         handle = OverlapHandle(self, self.backend.all_reduce(tensor, self.op, async_op=True))
-        self._under_way.append(handle)
+        if self._serially:
+            handle.wait()
+        else:
+            self._under_way.append(handle)
         return handle
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """One step of a training loop: its operations have ended at its end, whoever waits for their handles.
+
+        After a step to warm up, steps without and with overlap take turns (``calibrate`` of each). Then the ranks agree
+        by one all_reduce on the faster way, which the slowest rank's medians say, and all later steps go that way. Every
+        rank calls it for the same steps; ``reset`` measures anew, where the model or the batch has changed.
+        """
+        number = self._steps
+        measured = 0 < number <= 2 * self.calibrate
+        # Serial, overlapped, overlapped, serial: a machine that slows down meanwhile favours neither.
+        self._serially = number % 4 in (1, 0) if measured else number > 0 and self._pays is False
+        waited, began = self._waiting, perf_counter()
+        try:
+            yield
+            while self._under_way:
+                self._under_way.pop(0).wait()
+            if measured:
+                took = (perf_counter() - began, self._waiting - waited)
+                (self._serial if self._serially else self._overlapping).append(took)
+        finally:
+            self._serially = False
+        self._steps += 1
+        if number == 2 * self.calibrate:
+            self._decide()
+
+    def _decide(self) -> None:
+        figures = [
+            median(took for took, _ in self._serial),
+            median(took for took, _ in self._overlapping),
+            median(waited for _, waited in self._serial),
+        ]
+        slowest = torch.tensor(figures, dtype=torch.float64)
+        self.backend.all_reduce(slowest, "max")
+        self._measured = tuple(slowest.tolist())
+        self._pays = self._measured[1] < self._measured[0]
+        if not self._pays:
+            logger.info("OverlapScheduler: %s", self.report())
 
     def report(self) -> OverlapReport:
         """The report of all operations that the caller has waited for, since the beginning or ``reset``."""
-        return OverlapReport(self._operations, self._communication, self._waiting)
+        return OverlapReport(self._operations, self._communication, self._waiting, *self._measured)
 
     def reset(self) -> None:
-        """Resets the report."""
+        """Resets the report, and has ``step`` measure again."""
         self._operations, self._communication, self._waiting = 0, 0.0, 0.0
+        self._steps, self._serially = 0, False
+        self._pays: bool | None = None
+        #: Seconds of each measured step, and of the waits in it.
+        self._serial: list[tuple[float, float]] = []
+        self._overlapping: list[tuple[float, float]] = []
+        self._measured: tuple[float, ...] = ()
 
     def _add(self, communication: float, waiting: float) -> None:
         self._operations += 1

@@ -1,0 +1,48 @@
+"""Lists of tensors from rank to rank against one message with as many bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from feature_rows.row import HERE, Made, Row, nothing
+
+import torch_sagellm
+
+
+def lists(count: int, shape: tuple[int, ...], asynchronous: bool = False) -> Callable[[], Made]:
+    def make() -> Made:
+        rank = dist.get_rank()
+        given = [torch.full(shape, float(number)) for number in range(count)]
+        place = [torch.empty(shape) for _ in given]
+        whole = torch.cat([each.flatten() for each in given])
+
+        def ours() -> None:
+            if asynchronous:
+                begin = torch_sagellm.isend_tensors if rank == 0 else torch_sagellm.irecv_tensors
+                (begin(given, 1) if rank == 0 else begin(0, out=place)).wait()
+            elif rank == 0:
+                torch_sagellm.send_tensors(given, 1)
+            else:
+                torch_sagellm.recv_tensors(0, out=place)
+            dist.barrier()
+
+        def one() -> None:
+            dist.send(whole, 1) if rank == 0 else dist.recv(whole, 0)
+            dist.barrier()
+
+        ours()
+        assert rank == 0 or all(torch.equal(a, b) for a, b in zip(given, place, strict=True))
+        return ours, one, nothing
+
+    return make
+
+
+ONE = "one dist.send of as many bytes"
+ROWS = [
+    Row("transfer", "2,000 tensors of 64 B", ONE, HERE, 2.0, lists(2000, (16,))),
+    Row("transfer", "2,000 tensors of 4 KiB", ONE, HERE, 2.0, lists(2000, (1024,))),
+    Row("transfer", "32 tensors of 512 KiB", ONE, HERE, 1.5, lists(32, (2, 16, 64, 64))),
+    Row("transfer", "isend_tensors, 32 tensors of 512 KiB", ONE, HERE, 1.5, lists(32, (2, 16, 64, 64), True)),
+]
