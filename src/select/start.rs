@@ -2,7 +2,8 @@
 //! more. They are the usual rules of libraries for collectives:
 //!
 //! - below [`LARGE`] bytes the time is that of the steps: recursive doubling, or a tree where NVLink joins all devices;
-//! - from there on the time is that of the bytes: a ring;
+//! - from there on the time is that of the bytes: a ring; from [`MIDDLE`] on already where the number of ranks is no power
+//!   of two, because then the ranks beyond one send and receive everything once more;
 //! - where hosts have several ranks each, `hierarchical`: the ranks of each host first, then the hosts among each other by
 //!   the two rules above.
 //!
@@ -17,6 +18,9 @@ use crate::types::Kind;
 
 /// From this size in bytes on the bytes count most, below it the steps.
 pub const LARGE: u64 = 1_000_000;
+/// From this size on recursive doubling of other numbers of ranks than powers of two loses more by bytes than it gains by
+/// steps: it is where sums of floats end that have one order (`inter`).
+pub const MIDDLE: u64 = 64 << 10;
 /// The name of two-level algorithms in rules and answers.
 pub const HIERARCHICAL: &str = "hierarchical";
 /// The name of trees in rules and answers.
@@ -74,8 +78,9 @@ pub struct Start {
 impl Start {
     /// For an all_reduce of `bytes` over `ranks` ranks on `hosts` hosts.
     pub fn of(bytes: u64, ranks: usize, hosts: usize, full_nvlink: bool) -> Start {
-        let (algorithm, reason) = by_size(bytes, full_nvlink);
-        Start { hierarchical: hosts > 1 && ranks > hosts, algorithm, reason }
+        let hierarchical = hosts > 1 && ranks > hosts;
+        let (algorithm, reason) = by_size(bytes, if hierarchical { hosts } else { ranks }, full_nvlink);
+        Start { hierarchical, algorithm, reason }
     }
 
     /// "ring", "tree", "recursive_doubling" or "hierarchical".
@@ -98,26 +103,30 @@ fn public_name(algorithm: Algorithm) -> &'static str {
     if algorithm == Algorithm::Binomial { TREE } else { algorithm.name() }
 }
 
-/// The first two rules, for ranks that all reach each other in the same way.
-fn by_size(bytes: u64, full_nvlink: bool) -> (Algorithm, Reason) {
-    match bytes < LARGE {
+/// The first two rules, for `ranks` ranks that all reach each other in the same way.
+fn by_size(bytes: u64, ranks: usize, full_nvlink: bool) -> (Algorithm, Reason) {
+    let few = if ranks.is_power_of_two() || ranks == 0 { LARGE } else { MIDDLE };
+    match bytes < few {
         true if full_nvlink => (Algorithm::Binomial, Reason::FullNvlink),
         true => (Algorithm::Doubling, Reason::FewSteps),
         false => (Algorithm::Ring, Reason::FewBytes),
     }
 }
 
-/// The schedule between hosts by the start rules, for every kind. `bytes` is the size that decides; for small sums of
-/// floats this is not the size of their batch (`inter`). A kind that the rule's algorithm does not serve, or may not
+/// The schedule between `hosts` hosts by the start rules, for every kind. `bytes` is the size that decides; for small sums
+/// of floats this is not the size of their batch (`inter`). A kind that the rule's algorithm does not serve, or may not
 /// use, takes the one with the fewest steps; a direct exchange serves all.
 pub fn schedule(
     desc: OpDesc,
     bytes: u64,
+    hosts: usize,
     full_nvlink: bool,
     allowed: &dyn Fn(Algorithm) -> bool,
 ) -> (Algorithm, Reason) {
     use Algorithm::*;
-    let (algorithm, reason) = by_size(bytes, full_nvlink);
+    // Doubling of an all_reduce alone sends everything once more; other kinds keep to their sizes.
+    let doubled = if desc.kind == Kind::AllReduce { hosts } else { 1 };
+    let (algorithm, reason) = by_size(bytes, doubled, full_nvlink);
     // A chain from one root moves no byte less than a tree and needs more steps; a barrier has no bytes.
     let wish = match (algorithm, desc.kind) {
         (Ring, Kind::Broadcast | Kind::Reduce) => DoubleTree,
@@ -140,8 +149,11 @@ mod tests {
     fn the_rules_that_users_know() {
         let name = |bytes, ranks, hosts, full| Start::of(bytes, ranks, hosts, full).name();
         for ranks in [1, 2, 6, 8] {
-            assert_eq!(name(LARGE - 1, ranks, 1, false), "recursive_doubling");
-            assert_eq!(name(LARGE - 1, ranks, 1, true), "tree");
+            let few = if ranks == 6 { MIDDLE } else { LARGE };
+            assert_eq!(name(few - 1, ranks, 1, false), "recursive_doubling");
+            assert_eq!(name(few - 1, ranks, 1, true), "tree");
+            assert_eq!(name(few, ranks, 1, false), "ring");
+            assert_eq!(name(few, ranks, 1, true), "ring");
             assert_eq!(name(LARGE, ranks, 1, false), "ring");
             assert_eq!(name(LARGE, ranks, 1, true), "ring");
         }
@@ -162,14 +174,30 @@ mod tests {
         }
     }
 
+    /// Where the rule of users' older tables (a tree over PCIe) loses by proof: no algorithm moves fewer bytes than a ring.
+    #[test]
+    fn from_the_large_size_on_a_ring_moves_the_fewest_bytes() {
+        let bytes = |algorithm, ranks| {
+            let schedule = crate::algorithms::Schedule::new(algorithm, Kind::AllReduce, ranks, 0, 1).unwrap();
+            let moved = schedule.volume();
+            moved.sent.max(moved.received) as f64 / schedule.parts() as f64
+        };
+        for ranks in 2..40 {
+            let ring = bytes(Algorithm::Ring, ranks);
+            for other in [Algorithm::Binomial, Algorithm::DoubleTree, Algorithm::Doubling] {
+                assert!(ring <= bytes(other, ranks), "{ranks} ranks: {other:?}");
+            }
+        }
+    }
+
     #[test]
     fn every_kind_has_a_schedule_that_serves_it() {
         for kind in Kind::COLLECTIVES {
             for (bytes, full_nvlink) in [(0, false), (0, true), (LARGE, false), (u64::MAX, true)] {
                 let desc = OpDesc { kind, bytes, class: Class::Moved };
-                let (algorithm, _) = schedule(desc, bytes, full_nvlink, &|algorithm| algorithm.serves(kind));
+                let (algorithm, _) = schedule(desc, bytes, 3, full_nvlink, &|algorithm| algorithm.serves(kind));
                 assert!(algorithm.serves(kind), "{kind} of {bytes}: {algorithm:?}");
-                assert_eq!(schedule(desc, bytes, full_nvlink, &|_| false).0, Algorithm::Direct);
+                assert_eq!(schedule(desc, bytes, 3, full_nvlink, &|_| false).0, Algorithm::Direct);
             }
         }
     }

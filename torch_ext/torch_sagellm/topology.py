@@ -174,7 +174,8 @@ def select_all_reduce_algorithm(
     """The start rules' algorithm for an all_reduce of ``data_size`` bytes over ``num_devices`` devices.
 
     "hierarchical" where there are several hosts with several devices. Else below 1,000,000 bytes "recursive_doubling",
-    or "tree" where NVLink connects all devices, and from there on "ring". Without a topology: one host, no full NVLink.
+    or "tree" where NVLink connects all devices, and from there on "ring"; "ring" already from 65,536 bytes on where the
+    number of devices is no power of two. Without a topology: one host, no full NVLink.
     In a group, the user's rules, a measured table and a measured link have priority over the start rules; ``explain``
     says which source decided.
 

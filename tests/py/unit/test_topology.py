@@ -27,7 +27,12 @@ own_choice = pytest.mark.skipif(IS_GLOO, reason="gloo: this is about the package
     ("size", "devices", "given", "expected"),
     [
         (999_999, 8, None, "recursive_doubling"),
-        (999_999, 6, None, "recursive_doubling"),
+        (1000, 8, None, "recursive_doubling"),
+        (65_535, 6, None, "recursive_doubling"),
+        (65_536, 6, None, "ring"),
+        (999_999, 6, None, "ring"),
+        (999_999, 6, TopologyInfo(full_nvlink=True), "ring"),
+        (1000, 6, TopologyInfo(full_nvlink=True), "tree"),
         (999_999, 8, TopologyInfo(full_nvlink=True), "tree"),
         (1_000_000, 8, None, "ring"),
         (1_000_000, 8, TopologyInfo(full_nvlink=True), "ring"),
