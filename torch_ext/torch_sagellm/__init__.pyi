@@ -30,6 +30,7 @@ from torch_sagellm.api.compression import compressed_all_reduce as compressed_al
 from torch_sagellm.api.errors import CommTimeoutError as CommTimeoutError
 from torch_sagellm.api.futures import CommFuture as CommFuture
 from torch_sagellm.api.recovery import recover as recover
+from torch_sagellm.api.sameness import assert_same as assert_same
 from torch_sagellm.collective_ops import AllGatherOperator as AllGatherOperator
 from torch_sagellm.collective_ops import AllReduceOperator as AllReduceOperator
 from torch_sagellm.collective_ops import BenchmarkResult as BenchmarkResult

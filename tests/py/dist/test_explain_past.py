@@ -179,3 +179,31 @@ def delegated(context: Context) -> None:
 
 def test_a_delegates_operations_have_numbers_too() -> None:
     run_fresh(delegated, 2)
+
+
+def lived(ctx: Context) -> None:
+    """What a group's own operations took stands beside the prediction."""
+    import torch_sagellm
+
+    group = dist.new_group()
+    for kind, nbytes in (("all_reduce", 1 << 16), ("barrier", 0), ("all_gather", 1000), ("all_reduce", 1)):
+        assert torch_sagellm.explain(kind, nbytes, group=group).seen is None, "nothing has run"
+    for _ in range(9):
+        dist.all_reduce(torch.ones(1 << 14), group=group)
+        dist.all_gather([torch.empty(250) for _ in range(ctx.world_size)], torch.ones(250), group=group)
+    dist.barrier(group=group)
+    found = torch_sagellm.explain("all_reduce", "64KiB", group=group)
+    own = torch_sagellm.get_stats(group)["ops"]["all_reduce"]["latency"]
+    assert found.seen is not None and found.seen[0] == 9 and found.seen[1] == own["p50_ms"] / 1e3
+    text = str(found)
+    assert "median of 9 calls of this size" in text and "predicted   about " in text
+    assert torch_sagellm.explain("all_reduce", (1 << 16) + 4, group=group).seen is None, "another size class"
+    assert torch_sagellm.explain("all_gather", 1000, group=group).seen[0] == 9  # type: ignore[index]
+    assert torch_sagellm.explain("barrier", group=group).seen[0] >= 1  # type: ignore[index]
+    assert torch_sagellm.explain("all_reduce", 1 << 16, ranks=2).seen is None
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_live_group_shows_what_it_measured_beside_what_was_predicted(world_size: int) -> None:
+    run_ranks(lived, world_size)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_sagellm import _nearest
 from torch_sagellm._units import parse_size, show_time, size_text
+from torch_sagellm.observe import stats as statistics
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +27,9 @@ ALIASES = {
     "isend": "send",
     "irecv": "recv",
 }
-#: What a prediction is, where it is shown.
+#: What a prediction is, where it is shown: of several hosts; and of one, whose constants were measured elsewhere.
 MODEL = "by a model with fixed constants, not measured here"
+ELSEWHERE = "by constants of another machine"
 #: Prefix of the path of tensors on a device.
 STAGED = "staged: from the device to host memory and back"
 
@@ -130,6 +132,9 @@ class Explanation:
     staged: bool = False
     #: For a coalesced call of several types: the other operations it consists of.
     parts: list[Explanation] = field(default_factory=list)
+    #: What operations of this kind and size class took in the group so far: how many there were, and the median in
+    #: seconds from issue to end, waits for other ranks included; None where there was none, or no group was asked.
+    seen: tuple[int, float] | None = None
 
     def __str__(self) -> str:
         where = "one rank" if self.ranks == 1 else f"{self.ranks} ranks"
@@ -142,7 +147,12 @@ class Explanation:
             lines.append(f"  together    {'with ' if self.batch.operations > 1 else ''}{self.batch}")
         if self.measured is not None:
             lines.append(f"  measured    {show_time(self.measured)}")
-        if self.predicted is not None:
+        if self.seen is not None:
+            count, median = self.seen
+            lines.append(f"  in group    {show_time(median, 2)}, median of {count} calls of this size")
+        if self.predicted is not None and self.hosts == 1:
+            lines.append(f"  predicted   about {show_time(self.predicted, 1)}, {ELSEWHERE}")
+        elif self.predicted is not None:
             lines.append(f"  predicted   {show_time(self.predicted, 2)}, {MODEL}")
         lines += [f"  overruled   {what}" for what in self.overruled]
         lines += [f"  not taken   {other.way}: {other.why_not}" for other in self.rejected]
@@ -254,6 +264,7 @@ def explain(
             return read(_load.extension().explain_without_group(kind, size, name, ranks))
         backend = backend_of(group)
         found = read(backend._explain(kind, size, name), delegate=_delegate_of(backend))
+        found = replace(found, seen=_seen(backend, kind, size, found.ranks))
         where = str(device).partition(":")[0]
         if where == "cpu":
             return found
@@ -278,6 +289,20 @@ def _bytes_of(given: int | str | torch.Tensor | None) -> int:
     if not 0 <= found < 1 << 63:
         raise ValueError(f"sagellm explain: nbytes is {found}, expected 0 to {(1 << 63) - 1}")
     return found
+
+
+def _seen(backend: Any, kind: str, nbytes: int, ranks: int) -> tuple[int, float] | None:
+    """The number and the median time of a group's operations of one kind, in the size class of so many bytes."""
+    if kind not in ("all_reduce", "broadcast", "reduce", "reduce_scatter", "all_gather", "barrier"):
+        return None  # the size that is counted depends on the rank
+    payload = nbytes * ranks if kind == "all_gather" else nbytes
+    size_class = (payload - 1).bit_length() + 1 if payload else 0
+    cells = [cell for cell in backend._stats()["cells"] if (cell["kind"], cell["size_class"]) == (kind, size_class)]
+    times = statistics.merged_times(cells)
+    count = sum(number for _, number in times)
+    if not count:
+        return None
+    return count, statistics.quantile(times, 0.5, max(cell["longest"] for cell in cells)) / 1e9
 
 
 def carrier(backend: Any, device: str) -> str:

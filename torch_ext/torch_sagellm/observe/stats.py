@@ -146,7 +146,7 @@ def members(group: Any = None) -> list[Member]:
     return [Member(c10d._world.pg_names.get(group, getattr(group, "group_name", "")), group, backend)]
 
 
-def _quantile(times: Sequence[tuple[int, int]], share: float, longest: int) -> int:
+def quantile(times: Sequence[tuple[int, int]], share: float, longest: int) -> int:
     """The end of the bucket in which ``share`` of the values is reached, but no more than the longest."""
     wanted, seen = share * sum(count for _, count in times), 0
     for bound, count in times:
@@ -187,9 +187,9 @@ def _sum(cells: Sequence[_C.Cell], ranks: int) -> OpStats:
         "bytes": total("bytes"),
         "latency": {
             "avg_ms": took / ended / MS if ended else 0.0,
-            "p50_ms": _quantile(times, 0.50, longest) / MS,
-            "p90_ms": _quantile(times, 0.90, longest) / MS,
-            "p99_ms": _quantile(times, 0.99, longest) / MS,
+            "p50_ms": quantile(times, 0.50, longest) / MS,
+            "p90_ms": quantile(times, 0.90, longest) / MS,
+            "p99_ms": quantile(times, 0.99, longest) / MS,
             "max_ms": longest / MS,
         },
         "waiting_ms": total("waiting") / MS,
