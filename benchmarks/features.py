@@ -3,14 +3,15 @@
 
 Feature and comparison take turns in the same ranks (A B, then B A), behind a barrier each time; a sample is the time of
 the slowest rank, and each row checks once that both give the same numbers. The ratio is the feature's time over the
-other's: below 1 the feature is faster. It is taken from the 10th percentiles, because other work on the machine hits the
-medians first; beside it stands that of the least times, which says more on a busy machine. A row has a goal, the largest ratio that is good enough; the verdict compares with it.
+other's: below 1 the feature is faster. It is taken from the 10th percentiles, because other work on the machine hits
+the medians first; beside it stands that of the least times, which says more on a busy machine. A row has a goal, the
+largest ratio that is good enough; the verdict compares with it.
 
     python benchmarks/features.py --only moe,transfer
     python benchmarks/features.py --json features.json
 
-Rows between hosts need root: hosts are network namespaces with a delay or a rate between them; without root these rows say
-why they are missing. The exit code is 1 where a result was wrong, never because a row was lost.
+Rows between hosts need root: hosts are network namespaces with a delay or a rate between them; without root these rows
+say why they are missing. The exit code is 1 where a result was wrong, never because a row was lost.
 """
 
 from __future__ import annotations
@@ -73,7 +74,19 @@ def result(row: Row, times: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def head() -> str:
-    titles = ["feature", "case", "where", "against", "p10", "median", "its p10", "its median", "ratio", "of least", "goal"]
+    titles = [
+        "feature",
+        "case",
+        "where",
+        "against",
+        "p10",
+        "median",
+        "its p10",
+        "its median",
+        "ratio",
+        "of least",
+        "goal",
+    ]
     titles += ["verdict"]
     return "\n".join(("| " + " | ".join(titles) + " |", "|" + " --- |" * len(titles)))
 
@@ -117,7 +130,9 @@ def run_place(place: Place, into: Path) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="NAME,...", help=f"of {', '.join(sorted({r.name for r in ROWS}))}")
+    parser.add_argument(
+        "--only", default="", metavar="NAME,...", help=f"of {', '.join(sorted({r.name for r in ROWS}))}"
+    )
     parser.add_argument("--where", default="", metavar="WORDS", help='only places with these words, such as "1 host"')
     parser.add_argument("--seconds", type=float, default=3.0, help="for each row, about (default: 3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there, too")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from feature_rows import moe, overlap, transfer
+from feature_rows import compress, moe, overlap, transfer
 from feature_rows.row import Place, Row
 
-ROWS: list[Row] = [*moe.ROWS, *overlap.ROWS, *transfer.ROWS]
+ROWS: list[Row] = [*moe.ROWS, *overlap.ROWS, *transfer.ROWS, *compress.ROWS]
 
 
 def by_name(names: str) -> list[Row]:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from feature_rows.row import FAR, HERE, Made, Row, nothing
 
 import torch_sagellm
+from feature_rows.row import FAR, HERE, Made, Row, nothing
 
 WIDTH, CHOICES, EACH = 512, 2, 8
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from feature_rows.row import HERE, SLOW, Made, Row, nothing
 
 import torch_sagellm
+from feature_rows.row import HERE, SLOW, Made, Row, nothing
 
 LAYERS = 4
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from feature_rows.row import HERE, Made, Row, nothing
 
 import torch_sagellm
+from feature_rows.row import HERE, Made, Row, nothing
 
 
 def lists(count: int, shape: tuple[int, ...], asynchronous: bool = False) -> Callable[[], Made]:

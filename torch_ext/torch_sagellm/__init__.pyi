@@ -19,6 +19,7 @@ from torch_sagellm.api.buffers import CommunicationBuffer as CommunicationBuffer
 from torch_sagellm.api.buffers import batch_all_reduce as batch_all_reduce
 from torch_sagellm.api.buffers import monitor_communication as monitor_communication
 from torch_sagellm.api.comm_backend import CommBackend as CommBackend
+from torch_sagellm.api.compression import Auto as Auto
 from torch_sagellm.api.compression import Compression as Compression
 from torch_sagellm.api.compression import CompressionHook as CompressionHook
 from torch_sagellm.api.compression import CompressionStats as CompressionStats

@@ -79,7 +79,7 @@ def kept(ctx: Context) -> None:
     assert whole.tolist() == (torch.arange(5.0) * ctx.world_size).tolist()
     stats = torch_sagellm.CompressionStats()
     torch_sagellm.compressed_all_reduce(torch.ones(1000), torch_sagellm.TopK(0.01), key="many", stats=stats)
-    assert stats.sent_bytes == 10 * (8 + 4)
+    assert stats.sent_bytes == 10 * (4 + 4) * ctx.world_size // 2
     for text, call in {
         "expected one of fp16": lambda: torch_sagellm.compressed_all_reduce(torch.ones(1), "zip"),
         "op='max'": lambda: torch_sagellm.compressed_all_reduce(torch.ones(1), "fp16", op="max"),
@@ -471,6 +471,77 @@ def test_the_demo_learns_with_every_wire_format_and_several_buckets() -> None:
             )
             # One percent of its elements is what "topk" sends by its name: it is later, not wrong.
             assert end < ends[""] + (0.9 if how == "call topk" else 0.15), ends
+
+
+def crossing(ctx: Context, names: list[str]) -> dict[str, tuple[float, float]]:
+    """For each format the bytes that left this host, as a share of the tensor, and what the statistics say."""
+    from net import INTERFACE, enter
+
+    import torch_sagellm
+
+    enter(names[ctx.rank // 3])
+    ctx.init(store=dist.FileStore(f"{ctx.tmp}/store", ctx.world_size))
+    size = 1 << 19
+    tensors = [torch.randn(size, generator=torch.Generator().manual_seed(rank)) for rank in range(ctx.world_size)]
+    exact = torch.stack(tensors).sum(0)
+    host_sums = [torch.stack(tensors[:3]).sum(0), torch.stack(tensors[3:]).sum(0)]
+
+    def left_host() -> int:
+        with open("/proc/net/dev") as lines:
+            (line,) = (line for line in lines if line.strip().startswith(f"{INTERFACE}:"))
+        return int(line.split(":")[1].split()[8])
+
+    found = {}
+    for name, how in {"int8": "int8", "topk": torch_sagellm.TopK(0.01), "auto": "auto"}.items():
+        for _ in range(2):  # the first call makes groups
+            stats = torch_sagellm.CompressionStats()
+            mine = tensors[ctx.rank].clone()
+            dist.barrier()
+            before = left_host()
+            torch_sagellm.compressed_all_reduce(mine, how, key=name if name == "topk" else None, stats=stats)
+            dist.barrier()
+            found[name] = ((left_host() - before) / mine.nbytes, stats.sent_bytes / stats.plain_bytes)
+        every = [torch.empty_like(mine) for _ in range(ctx.world_size)]
+        dist.all_gather(every, mine)
+        assert all(torch.equal(each, mine) for each in every), "equal on all ranks"
+        if name != "topk":  # an addend is a host's sum
+            m = max(float(each.abs().max()) for each in (*host_sums, exact))
+            assert float((mine - exact).abs().max()) <= 3 * m / 254 * 1.02
+        else:
+            # What came, and what all ranks keep, is the sum of both calls.
+            left = how.residual("topk").clone()
+            dist.all_reduce(left)
+            first = torch.zeros_like(mine)
+            again = torch_sagellm.TopK(0.01)
+            torch_sagellm.compressed_all_reduce(first.copy_(tensors[ctx.rank]), again, key=0)
+            torch.testing.assert_close(first + mine + left, 2 * exact, rtol=1e-4, atol=1e-3)
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def test_a_host_sends_as_few_bytes_however_many_ranks_it_has(hosts: list[str]) -> None:
+    """Against the counters of the link: TCP and barriers add some per cent of their own."""
+    for found in run_fresh(crossing, 6, hosts, env={"GLOO_SOCKET_IFNAME": "eth0"}, timeout=120):
+        for name, most in (("int8", 0.26), ("topk", 0.0205), ("auto", 0.26)):
+            wire, told = found[name]
+            assert told <= most and told * 0.99 <= wire <= told * 1.06 + 0.006, (name, wire, told)
+
+
+def alone(ctx: Context) -> None:
+    import torch_sagellm
+
+    stats = torch_sagellm.CompressionStats()
+    exact = torch.full((1000,), 0.1) * (ctx.rank + 1)
+    total = sum(0.1 * (rank + 1) for rank in range(ctx.world_size))
+    found = torch_sagellm.compressed_all_reduce(exact, "auto", stats=stats)
+    torch.testing.assert_close(found, torch.full((1000,), total))
+    average = torch_sagellm.compressed_all_reduce(torch.full((8,), 3.0), "auto", op="avg")
+    assert average.tolist() == [3.0] * 8 and stats.saved_bytes == 0
+
+
+def test_auto_does_not_compress_on_one_host() -> None:
+    run_ranks(alone, 2)
 
 
 def as_option(ctx: Context) -> None:

@@ -154,7 +154,7 @@ def ahead(ctx: Context) -> None:
         coming.append(moe.dispatch_async(tokens, chosen))
         with torch.no_grad():
             tokens.zero_()  # its memory may be used again at once
-    for number, (pending, (tokens, chosen, weights)) in enumerate(zip(coming, batches, strict=True)):
+    for number, (pending, (tokens, _, weights)) in enumerate(zip(coming, batches, strict=True)):
         rows, routing = pending.wait()
         assert pending.wait()[0] is rows and torch.equal(rows, plain[number][0])
         output = moe.combine(rows * 3, routing, weights)

@@ -32,11 +32,21 @@ class Hosts:
     inside: Any
 
 
-def find(group: Any) -> Hosts | None:
-    """The hosts of a group; None on one host, and where hosts have one rank or different numbers. Collective."""
+def names(group: Any) -> list[Any]:
+    """The host of each rank of a group. Collective."""
     here = (Path("/proc/sys/kernel/random/boot_id").read_text().strip(), Path("/proc/self/ns/net").readlink().name)
     where: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(where, here, group=group)
+    return where
+
+
+def find(group: Any, where: list[Any] | None = None) -> Hosts | None:
+    """The hosts of a group; None on one host, and where hosts have one rank or different numbers. Collective.
+
+    ``where``: what ``names`` has found.
+    """
+    where = names(group) if where is None else where
+    here = where[dist.get_rank(group)]
     members = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
     # torch sorts the ranks of a new group.
     order = sorted(range(len(members)), key=lambda rank: members[rank])

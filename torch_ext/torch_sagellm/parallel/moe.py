@@ -328,7 +328,7 @@ class MoEDispatcher:
         return self._begin(fill, routing.sent, routing.received, tokens, wait)
 
     def _collect(self, results: Tensor, routing: Routing) -> Tensor:
-        """From results sorted by expert to rows in the order of ``routing.order``; give them to ``_keep`` afterwards."""
+        """From results sorted by expert to rows in the order of ``routing.order``, for ``_keep`` afterwards."""
         unsorted = torch.argsort(routing.sorting)
 
         def fill(begin: int, end: int, into: Tensor) -> None:
@@ -361,7 +361,7 @@ class MoEDispatcher:
         self._keep(begun.out)
 
     def _memory(self, rows: int, like: Tensor) -> Tensor:
-        """Rows of any contents, like those of ``like``; on the CPU of an earlier call, whose pages are there already."""
+        """Rows of any contents, like those of ``like``; on the CPU of an earlier call, whose pages exist."""
         width = like.shape[1]
         if like.is_cpu:
             try:
@@ -415,8 +415,8 @@ def _summed(back: Tensor, routing: Routing, weights: Tensor | None) -> Tensor:
         return summed
     begins = torch.arange(0, routing.tokens * routing.choices, routing.choices, device=back.device)
     each = None if weights is None else weights[assignments]
-    summed = bag(places, back, torch.searchsorted(assignments, begins), mode="sum", per_sample_weights=each)
-    return summed
+    by_token: Tensor = bag(places, back, torch.searchsorted(assignments, begins), mode="sum", per_sample_weights=each)
+    return by_token  # noqa: RET504 - the type is torch's to say
 
 
 # torch calls forward and backward by these names, with a context of its own; it has no annotations for mypy.

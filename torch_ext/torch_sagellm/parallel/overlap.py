@@ -154,6 +154,8 @@ class OverlapScheduler:
             backend = create_comm_backend()
         self.backend, self.op, self.depth, self.calibrate = backend, op, depth, calibrate
         self._under_way: list[OverlapHandle] = []
+        self._pays: bool | None = None
+        self._measured: tuple[float, ...] = ()
         self.reset()
 
     def schedule_layer(
@@ -187,8 +189,8 @@ class OverlapScheduler:
         """One step of a training loop: its operations have ended at its end, whoever waits for their handles.
 
         After a step to warm up, steps without and with overlap take turns (``calibrate`` of each). Then the ranks agree
-        by one all_reduce on the faster way, which the slowest rank's medians say, and all later steps go that way. Every
-        rank calls it for the same steps; ``reset`` measures anew, where the model or the batch has changed.
+        by one all_reduce on the faster way, which the slowest rank's medians say, and all later steps go that way.
+        Every rank calls it for the same steps; ``reset`` measures anew, where the model or the batch has changed.
         """
         number = self._steps
         measured = 0 < number <= 2 * self.calibrate
@@ -229,11 +231,10 @@ class OverlapScheduler:
         """Resets the report, and has ``step`` measure again."""
         self._operations, self._communication, self._waiting = 0, 0.0, 0.0
         self._steps, self._serially = 0, False
-        self._pays: bool | None = None
+        self._pays, self._measured = None, ()
         #: Seconds of each measured step, and of the waits in it.
         self._serial: list[tuple[float, float]] = []
         self._overlapping: list[tuple[float, float]] = []
-        self._measured: tuple[float, ...] = ()
 
     def _add(self, communication: float, waiting: float) -> None:
         self._operations += 1

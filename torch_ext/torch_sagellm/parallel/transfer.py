@@ -38,10 +38,10 @@ def send_tensors(
     """Sends a list of tensors of any shapes and dtypes to rank ``dst`` of the group, which calls ``recv_tensors``.
 
     One header describes all of them; then they follow in batches, at most ``window`` bytes at a time: a receiver that
-    is slow holds the sender back instead of filling memory. Small tensors of one dtype that follow each other are packed
-    into one message; on a device all tensors of a batch are, and only the two ranks take part. Returns when their memory
-    may be used again. All tensors are dense, have data, a dtype with whole bytes, and are on one device (ValueError,
-    before anything is sent).
+    is slow holds the sender back instead of filling memory. Small tensors of one dtype that follow each other are
+    packed into one message; on a device all tensors of a batch are, and only the two ranks take part. Returns when
+    their memory may be used again. All tensors are dense, have data, a dtype with whole bytes, and are on one device
+    (ValueError, before anything is sent).
 
     Example::
 
@@ -101,8 +101,8 @@ def recv_tensors(
     element in memory of its own (ValueError, before anything is received). It must have the shapes and dtypes that
     come, else a ValueError says which differs; the tensors are then received and dropped, so that later messages
     arrive. On a device the sender's ``window`` applies: the sender has packed the messages by it. New tensors that came
-    in one message lie in one piece of memory, of at most 1 MiB on the CPU. Where the first message that comes is not one
-    of ``send_tensors``, a RuntimeError says so.
+    in one message lie in one piece of memory, of at most 1 MiB on the CPU. Where the first message that comes is not
+    one of ``send_tensors``, a RuntimeError says so.
 
     Example::
 
@@ -128,10 +128,7 @@ def _recv(
     where = given[0].device if given else device
     packed_by, described = _described(src, where, group, tag)
     wrong = _differs(described, given) if given is not None else ""
-    if given is None or wrong:
-        made = _made(described, where, packed_by)
-    else:
-        made = given
+    made = _made(described, where, packed_by) if given is None or wrong else given
     _in_batches(dist.irecv, made, src, group, tag, window if where.type == "cpu" else packed_by, packed_by)
     if wrong:
         raise ValueError(f"sagellm recv_tensors: {wrong}")
@@ -139,7 +136,7 @@ def _recv(
 
 
 def _described(src: int, where: torch.device, group: Any, tag: int) -> tuple[int, list[Any]]:
-    """The sender's window, and dtype, shape and number of the tensors that follow; every length that came is checked."""
+    """The sender's window, and dtype, shape and number of the tensors that follow; all lengths are checked."""
     first = _recv_bytes(HEADER_BYTES, where, src, group, tag)
     length = int.from_bytes(first[len(MAGIC) : PREFIX_BYTES], "little")
     if not first.startswith(MAGIC) or length > MOST_BYTES:
@@ -332,18 +329,31 @@ def _travels(dtype: torch.dtype) -> bool:
     """Whether numbers of this dtype are whole bytes without further data, unlike those of quantised tensors."""
     if _name(dtype).startswith(("q", "float4", "bits")):
         return False
+    if dtype.is_complex:  # torch warns of some that are made
+        return True
     try:
-        return torch.empty(2, dtype=dtype).view(torch.uint8).numel() == 2 * dtype.itemsize
+        return bool(torch.empty(2, dtype=dtype).view(torch.uint8).numel() == 2 * dtype.itemsize)
     except (RuntimeError, TypeError):
         return False
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether nothing can be wrong with it, as with nearly all: quick, because there may be thousands."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg())
+        and _travels(tensor.dtype)
+    )
 
 
 def _checked(tensor: torch.Tensor, number: int) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"sagellm send_tensors: element {number} is a {type(tensor).__name__}, expected a tensor")
-    if type(tensor) is torch.Tensor and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        if tensor.layout is torch.strided and tensor.device.type == "cpu" and _travels(tensor.dtype):
-            return tensor.detach()  # what nearly every tensor is
+    if _is_plain(tensor):
+        return tensor.detach()
     checked_dense(f"send_tensors: element {number}", tensor)
     if not _travels(tensor.dtype):
         raise ValueError(
@@ -357,9 +367,8 @@ def _checked_out(out: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     if isinstance(out, torch.Tensor):
         raise TypeError("sagellm recv_tensors: out is a tensor, expected a list of tensors")
     for number, tensor in enumerate(out):
-        if type(tensor) is torch.Tensor and tensor.is_cpu and not tensor.requires_grad and tensor.is_contiguous():
-            if tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg()) and _travels(tensor.dtype):
-                continue  # what nearly every tensor is
+        if _is_plain(tensor) and not tensor.requires_grad:
+            continue
         what = f"recv_tensors: element {number} of out"
         checked_result(what, tensor)
         checked_written(what, tensor)
