@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT / "benchmarks")]
 
 import collectives  # noqa: E402
+import features  # noqa: E402
 import gpu  # noqa: E402
 import overlap  # noqa: E402
 import update_docs  # noqa: E402
@@ -374,3 +375,20 @@ def test_the_picture_of_overlap_is_to_scale_and_operations_at_once_have_lanes_of
     assert heights == ["30.0", "30.0", "30.0", "15.0", "15.0", "15.0"]
     texts = [each.text for each in picture.iter() if each.tag.endswith("text")]
     assert "one after the other: 20.0 ms" in texts and "OverlapScheduler: 10.0 ms" in texts and "a machine" in texts
+
+
+# ------------------------------------------------------------------------------------------------ features
+
+
+def test_a_row_of_the_features_is_never_hidden() -> None:
+    names = {row.name for row in features.ROWS}
+    assert {row.name for row in features.by_name("moe, transfer")} == {"moe", "transfer"} <= names
+    assert features.by_name("") == features.ROWS
+    with pytest.raises(ValueError, match=r"no such feature, expected one of .*moe"):
+        features.by_name("mo")
+    row = next(row for row in features.ROWS if row.goal == 2.0)
+    for ours, verdict in ((15.0, "met"), (25.0, "lost")):
+        found = features.result(row, {"ours": [ours] * 9, "theirs": [10.0] * 9})
+        assert (found["ratio"], found["verdict"]) == (ours / 10, verdict)
+        assert f"| {ours:.1f} us |" in features.line(found) and features.line(found).endswith(f"| {verdict} |")
+        assert features.line(found).count("|") == features.head().splitlines()[0].count("|")

@@ -130,13 +130,13 @@ def expert_parallel(model: Model, ranks: int) -> list[Traffic]:
     """Tokens go to the ranks of their experts and back, each way in both directions, where the routing is even."""
     if model.experts % ranks:
         raise ValueError(f"--experts {model.experts} is no multiple of the {ranks} ranks")
-    rows = model.tokens * model.experts_per_token * model.hidden * model.item
-    counts = model.experts * COUNT_BYTES
+    # Rows for a rank's own experts stay where they are.
+    rows = model.tokens * model.experts_per_token * model.hidden * model.item * (ranks - 1) // ranks
+    counts = model.experts * COUNT_BYTES * ranks
     return [
         Traffic("all_to_all", "forward: tokens to experts and back", 2 * model.layers, rows),
         Traffic("all_to_all", "backward: their gradients", 2 * model.layers, rows),
-        Traffic("all_to_all", "forward: numbers of rows", model.layers, counts),
-        Traffic("all_reduce", "forward: demand for each expert", model.layers, counts),
+        Traffic("all_gather", "forward: numbers of rows", model.layers, counts),
     ]
 
 

@@ -416,7 +416,7 @@ def _summed(back: Tensor, routing: Routing, weights: Tensor | None) -> Tensor:
     begins = torch.arange(0, routing.tokens * routing.choices, routing.choices, device=back.device)
     each = None if weights is None else weights[assignments]
     by_token: Tensor = bag(places, back, torch.searchsorted(assignments, begins), mode="sum", per_sample_weights=each)
-    return by_token  # noqa: RET504 - the type is torch's to say
+    return by_token
 
 
 # torch calls forward and backward by these names, with a context of its own; it has no annotations for mypy.
