@@ -137,7 +137,7 @@ def test_the_bytes_are_those_that_the_layers_count(layers: Any) -> None:
         ("fsdp", 6, 3 * 2048, 3 * 2048 * 3 / 4),
         ("tp", 8, 8 * 512, 8 * 512 * 2 * 3 / 4),
         ("cp", 4 * 3 * 2 + 2 * 4 * 2, 40 * 2 * 1 * 8 * 4, 40 * 2 * 1 * 8 * 4),
-        ("ep", 12, 8 * 1024 + 4 * 32, 8 * 1024 * 3 / 4 + 2 * 32 * 3 / 4 + 2 * 32 * 2 * 3 / 4),
+        ("ep", 10, 8 * 768 + 2 * 128, 8 * 768 + 2 * 128 * 3 / 4),
     ],
 )
 def test_the_formulas_for_four_ranks(strategy: str, calls: int, step: int, sent: float) -> None:

@@ -61,6 +61,8 @@ class Traffic:
     calls: int
     #: The payload of one call as get_stats counts it: the larger of what is read and what is written.
     nbytes: int
+    #: Whether all of them leave the rank: its own part is no part of them.
+    all_leaves: bool = False
 
     @property
     def step_bytes(self) -> int:
@@ -68,6 +70,8 @@ class Traffic:
 
     def sent(self, ranks: int) -> float:
         """Bytes that leave this rank in a step, by the algorithms that move the fewest."""
+        if self.all_leaves:
+            return float(self.step_bytes)
         factor = BUS_FACTORS.get(self.primitive)
         return self.step_bytes * (factor(ranks) if factor else 1.0)
 
@@ -134,8 +138,8 @@ def expert_parallel(model: Model, ranks: int) -> list[Traffic]:
     rows = model.tokens * model.experts_per_token * model.hidden * model.item * (ranks - 1) // ranks
     counts = model.experts * COUNT_BYTES * ranks
     return [
-        Traffic("all_to_all", "forward: tokens to experts and back", 2 * model.layers, rows),
-        Traffic("all_to_all", "backward: their gradients", 2 * model.layers, rows),
+        Traffic("all_to_all", "forward: tokens to experts and back", 2 * model.layers, rows, all_leaves=True),
+        Traffic("all_to_all", "backward: their gradients", 2 * model.layers, rows, all_leaves=True),
         Traffic("all_gather", "forward: numbers of rows", model.layers, counts),
     ]
 
