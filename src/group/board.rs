@@ -89,7 +89,12 @@ impl Found {
         Found {
             behind: late.map(|(rank, account)| (*rank, counts(account))).collect(),
             silent: (0..ranks).filter(|rank| !answers.contains_key(rank)).collect(),
-            stopped: answers.values().flat_map(|account| account.stopped.iter().copied()).collect(),
+            stopped: answers
+                .values()
+                .flat_map(|account| &account.stopped)
+                .copied()
+                .filter(|rank| *rank < ranks)
+                .collect(),
             difference: Difference::among(answers.iter().map(|(rank, account)| (*rank, &account.signed[..]))),
         }
     }
@@ -106,7 +111,9 @@ impl Found {
         behind.chain(silent).chain(stopped).chain(difference).collect()
     }
 
-    fn decode(text: &str) -> Found {
+    /// What names a rank that a group of `ranks` ranks does not have is passed over: whoever reaches the store can write it.
+    fn decode(text: &str, ranks: usize) -> Found {
+        let in_group = |rank: u64| usize::try_from(rank).ok().filter(|rank| *rank < ranks);
         let mut found = Found::default();
         for line in text.lines() {
             let mut fields = line.split('\t');
@@ -114,18 +121,16 @@ impl Found {
             let numbers: Option<Vec<u64>> = fields.map(|field| field.parse().ok()).collect();
             match (kind, numbers.as_deref()) {
                 (Some("behind"), Some([rank, issued, launched])) => {
-                    found.behind.insert(*rank as usize, (*issued, *launched));
+                    found.behind.extend(in_group(*rank).map(|rank| (rank, (*issued, *launched))));
                 }
-                (Some("silent"), Some([rank])) => drop(found.silent.insert(*rank as usize)),
+                (Some("silent"), Some([rank])) => found.silent.extend(in_group(*rank)),
                 (Some("differs"), Some([number, a, one, one_lists, b, other, other_lists])) => {
                     let signed = |signature: u64, lists: u64| Signed { signature, lists: lists as u32 };
-                    found.difference = Some(Difference {
-                        number: *number,
-                        ranks: [*a as usize, *b as usize],
-                        signed: [signed(*one, *one_lists), signed(*other, *other_lists)],
-                    });
+                    let signed = [signed(*one, *one_lists), signed(*other, *other_lists)];
+                    let both = in_group(*a).zip(in_group(*b));
+                    found.difference = both.map(|(a, b)| Difference { number: *number, ranks: [a, b], signed });
                 }
-                (Some("stopped"), Some([rank])) => drop(found.stopped.insert(*rank as usize)),
+                (Some("stopped"), Some([rank])) => found.stopped.extend(in_group(*rank)),
                 _ => (),
             }
         }
@@ -213,8 +218,8 @@ impl Board {
         self.put(&format!("found/{question}"), &found.encode())
     }
 
-    pub fn told(&self, question: u32) -> Result<Option<Found>> {
-        Ok(self.text(&format!("found/{question}"))?.map(|text| Found::decode(&text)))
+    pub fn told(&self, question: u32, ranks: usize) -> Result<Option<Found>> {
+        Ok(self.text(&format!("found/{question}"))?.map(|text| Found::decode(&text, ranks)))
     }
 
     /// Publishes why the group of this rank failed, unless another rank has done so, and asks a question, by which the others
@@ -260,7 +265,7 @@ mod tests {
             store.set("hang/x/key", &[kinds[kind].as_bytes(), &bytes].concat()).unwrap();
             let text = board.text("key").unwrap().unwrap();
             let plain = |text: &str| !text.contains(char::is_control);
-            let _ = Found::decode(&text);
+            let _ = Found::decode(&text, 4);
             let process = Process::decode(&text).map(|process| format!("{}{}", process.place, process.who));
             proptest::prop_assert!(plain(&process.unwrap_or_default()));
             if let Some(account) = Account::decode(&text) {
@@ -293,15 +298,31 @@ mod tests {
         let found = Found { behind, silent: BTreeSet::from([2]), ..Found::default() };
         assert_eq!(Found::of(4, &answers), found);
         let mut all = answers.clone();
-        all.insert(4, Account { stopped: vec![5, 2], ..account(3, 1) });
+        all.insert(4, Account { stopped: vec![4, 2], ..account(3, 1) });
         let all = Found::of(5, &all);
-        assert_eq!(all, Found { stopped: BTreeSet::from([2, 5]), ..found });
-        assert_eq!(Found::decode(&all.encode()), all);
+        assert_eq!(all, Found { stopped: BTreeSet::from([2, 4]), ..found });
+        assert_eq!(Found::decode(&all.encode(), 5), all);
         let signed = |signature| Account { signed: vec![(5, Signed { signature, lists: 1 })], ..account(3, 1) };
         let differ = Found::of(2, &BTreeMap::from([(0, signed(u64::MAX)), (1, signed(8))]));
         assert!(differ.difference.is_some_and(|difference| (difference.number, difference.ranks) == (5, [0, 1])));
-        assert_eq!(Found::decode(&differ.encode()), differ);
+        assert_eq!(Found::decode(&differ.encode(), 2), differ);
         assert_eq!(Found::of(2, &BTreeMap::new()).silent, BTreeSet::from([0, 1]), "nobody has answered");
-        assert_eq!(Found::decode("behind\t1\nsilent\tx\nnonsense\n\n"), Found::default());
+        assert_eq!(Found::decode("behind\t1\nsilent\tx\nnonsense\n\n", 2), Found::default());
+    }
+
+    #[test]
+    fn ranks_that_the_group_does_not_have_are_passed_over() {
+        for rank in [2, 1 << 32, u64::MAX] {
+            let text = format!(
+                "behind\t{rank}\t1\t1\nsilent\t{rank}\nstopped\t{rank}\n\
+                 differs\t5\t{rank}\t1\t0\t1\t2\t0\ndiffers\t5\t0\t1\t0\t{rank}\t2\t0\n"
+            );
+            assert_eq!(Found::decode(&text, 2), Found::default(), "{rank}");
+            let said = Account { stopped: vec![rank as usize, 1], ..Account::default() };
+            let found = Found::of(2, &BTreeMap::from([(0, said.clone()), (1, said)]));
+            assert_eq!(found.stopped, BTreeSet::from([1]), "{rank}");
+        }
+        let found = Found::decode("behind\t1\t3\t1\nsilent\t0\nstopped\t1\n", 2);
+        assert_eq!((found.behind.len(), found.silent.len(), found.stopped.len()), (1, 1, 1));
     }
 }

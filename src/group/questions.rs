@@ -195,7 +195,7 @@ impl Round {
         let waited = now.saturating_sub(self.begun);
         let found = if self.collects {
             self.collect(board, me.ranks(), waited >= limit)?
-        } else if let Some(found) = board.told(self.question)? {
+        } else if let Some(found) = board.told(self.question, me.ranks())? {
             let read = me.concerned(&found).into_iter().chain([me.rank()]);
             self.answers = board.answers(self.question, read)?;
             Some(found)
