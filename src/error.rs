@@ -2,6 +2,7 @@
 //! texts are golden files (`tests/golden`): who, what was expected, what came, what to do. [`laid_out`] gives those about a
 //! group their lines; whatever reads or changes such a text stands here, too.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -125,6 +126,26 @@ pub fn relaid(text: &str) -> String {
     cleaned(text, &['\n']).lines().map(str::trim).collect::<Vec<_>>().join("\n  ")
 }
 
+/// Such a text where no more than `room` bytes fit: facts are left out, the last ones first, and neither what happened nor
+/// what to do, as far as these fit.
+pub fn shortened(text: &str, room: usize) -> Cow<'_, str> {
+    const LEFT_OUT: &str = "\n  (more was left out here)";
+    if text.len() <= room {
+        return Cow::Borrowed(text);
+    }
+    let advice = text.rfind('\n').map_or("", |at| &text[at..]);
+    let before = &text[..text.len() - advice.len()];
+    let end = |within: &str, room: usize| (0..=room.min(within.len())).rev().find(|at| within.is_char_boundary(*at));
+    let Some(left) = room.checked_sub(advice.len() + LEFT_OUT.len()).filter(|_| !advice.is_empty()) else {
+        return Cow::Borrowed(&text[..end(text, room).unwrap_or(0)]);
+    };
+    // A first line that alone is too long is cut in itself.
+    let whole = end(before, left).unwrap_or(0);
+    let ends_a_line = before[whole..].starts_with('\n');
+    let kept = if ends_a_line { whole } else { before[..whole].rfind('\n').unwrap_or(whole) };
+    Cow::Owned([&before[..kept], LEFT_OUT, advice].concat())
+}
+
 const REPORTED: &str = " (reported by rank ";
 
 /// A text that the rank `by` told, which its first line says then. One that it has from another rank says so already.
@@ -186,6 +207,30 @@ mod tests {
         assert!(renumbered(&told, |rank| Some(rank + 4)).starts_with("sagellm: rank 2 is late (reported by rank 6)\n"));
         assert_eq!(renumbered(&told, |_| None), told);
         assert_eq!(renumbered(&text, |rank| Some(rank + 4)), text);
+    }
+
+    #[test]
+    fn a_text_that_does_not_fit_loses_facts_and_neither_its_head_nor_what_to_do() {
+        let lines: Vec<String> = (0..40).map(|rank| format!("rank {rank} has not entered it, größer")).collect();
+        let text = laid_out("rank 0 is late", &lines, "Wait");
+        assert_eq!(shortened(&text, text.len()), text);
+        for room in 0..text.len() {
+            let short = shortened(&text, room);
+            assert!(short.len() <= room, "{room}");
+            if room < 80 {
+                continue;
+            }
+            let kept = short.lines().count() - 3;
+            let expected: Vec<String> =
+                lines[..kept].iter().cloned().chain(["(more was left out here)".into()]).collect();
+            assert_eq!(short, laid_out("rank 0 is late", &expected, "Wait"), "{room}");
+            let next = lines[kept].len() + "\n  ".len();
+            assert!(room - short.len() < next, "another line would have fitted into {room}");
+        }
+        let long = format!("sagellm: {}", "ü".repeat(100));
+        assert_eq!(shortened(&long, 20), "sagellm: üüüüü");
+        let short = shortened(&format!("{long}\n  Wait"), 60).into_owned();
+        assert!(short.starts_with("sagellm: ü") && short.ends_with("ü\n  (more was left out here)\n  Wait"), "{short}");
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! What one rank writes to another by mail: a first byte that says what it is, then its fields, little-endian.
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, shortened};
 
 /// Most bytes of a message that travels in its letter.
 pub const EAGER: usize = 16 << 10;
@@ -55,11 +55,7 @@ impl<'a> Letter<'a> {
             Letter::Bye => put(BYE, &[]),
             Letter::Heard => put(HEARD, &[]),
             Letter::Fault { code, text } => {
-                let mut end = text.len().min(EAGER);
-                while !text.is_char_boundary(end) {
-                    end -= 1;
-                }
-                put(FAULT, &[&u32::from(*code).to_le_bytes(), &text.as_bytes()[..end]])
+                put(FAULT, &[&u32::from(*code).to_le_bytes(), shortened(text, EAGER).as_bytes()])
             }
             Letter::Come { turn } => put(COME, &[&turn.to_le_bytes()]),
             Letter::Decided { turn, failed } => put(DECIDED, &[&turn.to_le_bytes(), &[u8::from(*failed)]]),

@@ -12,7 +12,7 @@ use super::presence::Presence;
 use super::segment::Segment;
 use crate::engine::shm::protocol::{Mail, Region, Word, Words};
 use crate::engine::{LAUNCHES_KEPT, Signed};
-use crate::error::Result;
+use crate::error::{Result, shortened};
 use crate::op::Op;
 use crate::os::event_count::WakeWords;
 use crate::os::topology;
@@ -301,16 +301,13 @@ impl Area {
     /// Poisons the group for all ranks: the first fault wins. `code` is `Error::code`.
     pub fn poison(&self, code: char, text: &str) {
         const ROOM: usize = super::layout::FAULT_BYTES - 8;
-        let mut end = text.len().min(ROOM);
-        while !text.is_char_boundary(end) {
-            end -= 1;
-        }
+        let text = shortened(text, ROOM);
         let at = self.layout.fault_text(self.me);
-        for (i, byte) in text.as_bytes()[..end].iter().enumerate() {
+        for (i, byte) in text.bytes().enumerate() {
             // SAFETY: within the bounds that `ptr` checks; volatile because peers may read while we write a second time.
-            unsafe { self.segment.ptr(at + 8 + i, 1).write_volatile(*byte) };
+            unsafe { self.segment.ptr(at + 8 + i, 1).write_volatile(byte) };
         }
-        self.word64(at).store(end as u64, Ordering::Relaxed);
+        self.word64(at).store(text.len() as u64, Ordering::Relaxed);
         let word = (self.me as u64 + 1) | (code as u64) << 32;
         // Release: the text is written before the word that refers to it. Only the first of several ranks wins.
         let _ =
