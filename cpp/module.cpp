@@ -263,13 +263,14 @@ class Manager {
 };
 
 // True for a tensor whose memory receives what a call writes: torch brings no result to one that it conjugates or
-// negates when it is read, nor to one without data. A plain function of Python's, because a small operation takes no
-// longer than a few conversions of pybind11.
+// negates when it is read, nor to one without data, and a sparse one has no memory of its own. A plain function of
+// Python's, because a small operation takes no longer than a few conversions of pybind11.
 PyObject* receives(PyObject* /*module*/, PyObject* argument) {
   if (!THPVariable_Check(argument)) Py_RETURN_FALSE;
   const at::Tensor& tensor = THPVariable_Unpack(argument);
   constexpr c10::DispatchKeySet lazy({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
-  return PyBool_FromLong(tensor.defined() && !tensor.key_set().has_any(lazy) && !tensor.is_meta() ? 1 : 0);
+  const bool plain = tensor.defined() && !tensor.key_set().has_any(lazy) && !tensor.is_meta();
+  return PyBool_FromLong(plain && tensor.layout() == at::kStrided ? 1 : 0);
 }
 
 PyMethodDef receives_method = {"_receives", receives, METH_O, nullptr};

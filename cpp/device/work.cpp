@@ -232,8 +232,11 @@ void DeviceWatch::end(const std::shared_ptr<DeviceCall>& call) {
 bool DeviceWatch::ends(const Launch& launch) {
   const std::string error = launch.call->look_at_launch();
   if (error.empty()) return false;
-  // The launch raises it when it returns.
-  launch.failure->follow(error, launch.failure->threads(), [call = launch.call] { call->abort(); }, true);
+  // The launch raises it when it returns, and then takes back what is raised here; or it returns well, because it did
+  // so just now, and the thread has no other way to learn of it.
+  Failure::Threads threads = launch.failure->threads();
+  threads.push_back(launch.thread);
+  launch.failure->follow(error, std::move(threads), [call = launch.call] { call->abort(); }, true);
   return true;
 }
 

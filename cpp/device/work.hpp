@@ -189,6 +189,7 @@ class DeviceWatch {
     std::shared_ptr<DeviceCall> call;
     // What follows where it shall not go on.
     std::shared_ptr<Failure> failure;
+    Alarm::Thread thread{Alarm::this_thread(), Alarm::Clock::now()};
   };
   // A launch that is known to the watch while this lives: one that does not return has a deadline as well. It costs two
   // short holds of the lock; the thread wakes for the launch instead of for the call that follows.

@@ -21,6 +21,14 @@ using Target = std::tuple<pid_t, pid_t, unsigned long>;
 
 }  // namespace
 
+Alarm::Error Alarm::keep(PyObject* error) {
+  Py_INCREF(error);
+  // The last one may go without the GIL, or after the interpreter's end: then the class stays.
+  return {error, [](PyObject* kept) {
+            if (python_alive() && PyGILState_Check() != 0) Py_DECREF(kept);
+          }};
+}
+
 pid_t Alarm::this_thread() {
   return static_cast<pid_t>(::syscall(SYS_gettid));
 }
@@ -41,23 +49,29 @@ void Alarm::raise(uint64_t group, const std::vector<Thread>& threads, const std:
     Slot& slot = slots_[told];
     if (threads[i].issued <= slot.raised && Clock::now() - slot.raised < kSameCause) continue;
     slot.number = number;
-    if (PyThreadState_SetAsyncExc(number, error.ptr()) > 0) slot.groups.insert(group);
+    if (PyThreadState_SetAsyncExc(number, error.ptr()) > 0) slot.groups[group] = keep(error.ptr());
   }
 }
 
 void Alarm::take_back(uint64_t group) {
   const pid_t me = this_thread();
-  const auto is_last = [&] {
+  const auto is_raised = [&] {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto slot = slots_.find(me);
-    return slot != slots_.end() && slot->second.groups.erase(group) > 0 && slot->second.groups.empty();
+    return slot != slots_.end() && slot->second.groups.count(group) > 0;
   };
-  if (!is_last() || !python_alive()) return;
+  if (!is_raised() || !python_alive()) return;
   // With the GIL no other thread raises anything here, and this one runs no bytecode before it returns.
   const py::gil_scoped_acquire gil;
   const std::lock_guard<std::mutex> lock(mutex_);
-  const Slot& slot = slots_[me];
-  if (slot.groups.empty()) PyThreadState_SetAsyncExc(slot.number, nullptr);
+  Slot& slot = slots_[me];
+  const auto own = slot.groups.find(group);
+  if (own == slot.groups.end()) return;
+  const Error error = std::move(own->second);
+  slot.groups.erase(own);
+  // What waits may be another's: the failure of another group, or what the program itself raises here.
+  if (PyThreadState_Get()->async_exc != error.get()) return;
+  PyThreadState_SetAsyncExc(slot.number, slot.groups.empty() ? nullptr : slot.groups.begin()->second.get());
 }
 
 void Alarm::raised() {
@@ -73,6 +87,7 @@ void Alarm::raise_again(PyObject* error) {
   const auto slot = slots_.find(this_thread());
   if (slot == slots_.end() || stopped_) return;
   slot->second.groups.insert(slot->second.before.begin(), slot->second.before.end());
+  slot->second.before.clear();
   slot->second.raised = {};
   PyThreadState_SetAsyncExc(slot->second.number, error);
 }

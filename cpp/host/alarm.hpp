@@ -9,8 +9,8 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -38,7 +38,8 @@ class Alarm {
   // failure of another group, which had the same cause in all likelihood. Waits for the GIL.
   void raise(uint64_t group, const std::vector<Thread>& threads, const std::string& text,
              const std::function<bool(pid_t)>& knows);
-  // This thread gets the failure of the group in another way: it is not raised, if it was not yet.
+  // This thread gets the failure of the group in another way: it is not raised, if it was not yet. What else waits
+  // there stays: the failure of another group, or what the program raises.
   void take_back(uint64_t group);
   // A thread has got its exception. Called by the exception's class.
   void raised();
@@ -48,13 +49,18 @@ class Alarm {
   void stop();
 
  private:
+  // An exception's class. Copied and dropped with the GIL.
+  using Error = std::shared_ptr<PyObject>;
+  static Error keep(PyObject* error);
+
   struct Slot {
     // Python's number of the thread.
     unsigned long number = 0;
-    // Groups whose failure has been raised there and not been seen. Python keeps one exception for all of them.
-    std::set<uint64_t> groups;
+    // Groups whose failure has been raised there and not been seen, with the classes raised. Python keeps the last one
+    // only; the thread gets it for all.
+    std::map<uint64_t, Error> groups;
     // Those whose failure was seen last, and when.
-    std::set<uint64_t> before;
+    std::map<uint64_t, Error> before;
     Clock::time_point raised{};
   };
 

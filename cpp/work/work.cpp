@@ -115,15 +115,22 @@ void SageWork::release_resources() {
 
 // ------------------------------------------------------------------------------------------------ who waits
 
-bool SageWork::wait(std::chrono::milliseconds timeout) {
+template <class Body>
+void SageWork::telling(const Body& body) const {
   try {
-    wait_for_end(WaitLimit(timeout));
-    if (failed_) std::rethrow_exception(exception());
+    body();
   } catch (const c10::DistBackendError&) {
     // Not where only this caller's time has passed.
     if (has_ended()) events_->told();
     throw;
   }
+}
+
+bool SageWork::wait(std::chrono::milliseconds timeout) {
+  telling([&] {
+    wait_for_end(WaitLimit(timeout));
+    if (failed_) std::rethrow_exception(exception());
+  });
   order();
   DeferredRelease::instance().release();
   return true;
@@ -263,6 +270,8 @@ SageWork::FuturePtr SageWork::future_in(FuturePtr& slot, const c10::TypePtr& typ
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> SageWork::getFuture() {
+  // Raised here and not by the future, of whose waits nobody tells us: this thread would get the error once more.
+  if (value_at_issue_ && failed_ && !events_->inherited()) telling([&] { std::rethrow_exception(exception()); });
   return future_in(future_, c10::ListType::ofTensors(), false);
 }
 

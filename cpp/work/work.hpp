@@ -123,6 +123,9 @@ class SageWork : public c10d::Work {
   // Waits until the Work has ended, or until streams will wait in place of this thread. Raises errors of this caller
   // alone: its time has passed, or a signal handler raised.
   virtual void wait_for_end(const WaitLimit& limit);
+  // What `body` throws reaches the program on this thread.
+  template <class Body>
+  void telling(const Body& body) const;
   // Makes the current stream wait for the results.
   virtual void order() const {}
   // Calls `body`, which completes a future; where the results are on a device, with the stream that made them as the

@@ -45,8 +45,8 @@ def fused_all_reduce(
 
     Raises:
         TypeError: something in the list is no tensor.
-        ValueError: ``op`` is unknown, two tensors share memory, one has no data or is a lazily conjugated or negated
-            view, or the backend refuses the call; nothing was sent.
+        ValueError: ``op`` is unknown, two tensors share memory, one has no data, is sparse or a lazily conjugated or
+            negated view, or the backend refuses the call; nothing was sent.
         RuntimeError: as for every collective: a mismatch between ranks, a rank that died, a deadline.
 
     On one host, and in strict mode on several, the bits are those of one ``all_reduce`` per tensor; docs/determinism.md
@@ -86,6 +86,12 @@ def _refuse(number: int, tensor: Any) -> None:
         raise TypeError(f"sagellm fused_all_reduce: element {number} is a {type(tensor).__name__}, expected a tensor")
     if tensor.is_meta:
         raise ValueError(f"sagellm fused_all_reduce: tensor {number} is on meta, expected one that has data")
+    if tensor.layout != torch.strided:
+        layout = str(tensor.layout).removeprefix("torch.")
+        raise ValueError(
+            f"sagellm fused_all_reduce: tensor {number} has the layout {layout}, expected a dense one; reduce it by "
+            "torch.distributed.all_reduce, which takes sparse_coo, or pass to_dense() of it"
+        )
     how = "conj" if tensor.is_conj() else "neg"
     raise ValueError(
         f"sagellm fused_all_reduce: torch.is_{how} of tensor {number} is true (x.conj(), x.conj().imag), and torch "

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +201,99 @@ def waits_itself(ctx: Context) -> None:
 def test_an_error_that_a_call_raises_is_raised_once(libraries: dict[str, Path]) -> None:
     with launch(waits_itself, 2, env=environment("nccl", libraries, SAGELLM_SIM_TIMEOUT_MS="300000")) as job:
         assert job.hear(0) == "fine"
+        for rank in range(2):
+            job.say(rank, "go")
+
+
+def in_one_go(seconds: float, call: Callable[[], Any]) -> Any:
+    """Sleeps, then calls. Between the two the interpreter runs no bytecode, at which it would raise what waits."""
+    steps = [partial(time.sleep, seconds), partial(call)]
+    return list(map(partial.__call__, steps))[1]
+
+
+def beside_the_watch(ctx: Context) -> None:
+    """Calls that fail beside the thread that tells the program, held while it looks whom to tell."""
+    import torch_sagellm
+    from torch_sagellm import _failure
+
+    _, name = start(ctx, "nccl", timeout=timedelta(seconds=60))
+    # No line is logged meanwhile: writing one runs Python in this thread.
+    options = torch_sagellm.Options(vendor="nccl", soft_timeout=0)
+    groups = [dist.new_group(pg_options=options.__copy__()) for _ in range(6)]
+    value = torch.ones(4, device=name)
+    for group in groups:
+        dist.all_reduce(value, group=group)
+    torch.accelerator.synchronize()
+    dist.barrier()
+    if ctx.rank == 0:
+        real, named, go = _failure.prepare, threading.Semaphore(0), threading.Event()
+        go.set()
+
+        def prepare(threads: list[int], text: str) -> Any:
+            named.release()
+            go.wait(30)
+            return real(threads, text)
+
+        def late(group: Any, seconds: float) -> Any:
+            group._get_backend(torch.device(name))._set_default_timeout(timedelta(seconds=seconds))
+            return dist.all_reduce(value, group=group, async_op=True)
+
+        def fails(group: Any, call: Callable[[], Any]) -> None:
+            text = expect_raises(dist.DistBackendError, call)
+            assert f"of group '{group.group_name}'" in text, text
+
+        def behind(kind: type[BaseException], group: Any, work: Any) -> BaseException:
+            """What is raised while the program handles the error of a call, at whatever bytecode."""
+            with pytest.raises(kind) as raised:
+                try:
+                    in_one_go(4, work.wait)
+                except dist.DistBackendError:
+                    nobody_calls_again(0.5)
+            assert f"of group '{group.group_name}'" in str(raised.value.__context__), raised.value.__context__
+            return raised.value
+
+        _failure.prepare = prepare
+        # The call is told first: the watch has found the failure, and raises nothing.
+        go.clear()
+        late(groups[0], 1)
+        assert named.acquire(timeout=30)
+        fails(groups[0], lambda: dist.all_reduce(torch.ones(1), group=groups[0]))
+        go.set()
+        nobody_calls_again(0.5)
+        # A Future is waited for by itself, so the call that makes it raises.
+        go.clear()
+        work = late(groups[5], 1)
+        assert named.acquire(timeout=30)
+        fails(groups[5], work.get_future)
+        go.set()
+        nobody_calls_again(0.5)
+        # The watch has raised it when the call gets it.
+        work = late(groups[1], 1)
+        fails(groups[1], lambda: in_one_go(3, work.wait))
+        assert named.acquire(timeout=0)
+        nobody_calls_again(0.5)
+        # So it has for two groups, and the call gets one of them: the other's is still to come, and comes once.
+        works = [late(groups[2], 1), late(groups[3], 1.5)]
+        other = behind(dist.DistBackendError, groups[3], works[1])
+        assert named.acquire(timeout=0) and named.acquire(timeout=0)
+        assert f"of group '{groups[2].group_name}'" in str(other), other
+        nobody_calls_again(0.5)
+        # What the program itself raises meanwhile stays.
+        work, me = late(groups[4], 1), ctypes.c_ulong(threading.get_ident())
+        raises = partial(ctypes.pythonapi.PyThreadState_SetAsyncExc, me, ctypes.py_object(KeyboardInterrupt))
+        threading.Timer(2.5, raises).start()
+        behind(KeyboardInterrupt, groups[4], work)
+        assert named.acquire(timeout=0)
+        nobody_calls_again(0.5)
+    ctx.tell("fine")
+    ctx.listen()
+    os._exit(0)
+
+
+def test_rule_34_a_call_that_fails_beside_the_watch_is_told_once(libraries: dict[str, Path]) -> None:
+    """Whichever is first, and nothing that waits for another reason is lost."""
+    with launch(beside_the_watch, 2, env=environment("nccl", libraries, SAGELLM_SIM_TIMEOUT_MS="300000")) as job:
+        assert job.hear(0, 120) == "fine"
         for rank in range(2):
             job.say(rank, "go")
 

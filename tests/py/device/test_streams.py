@@ -193,6 +193,32 @@ def test_raw_events_are_used_again_only_when_no_stream_waits_for_them(
     run(many, native, queue)
 
 
+def many_streams(ctx: Context) -> None:
+    """A call on each of many streams of the program, then barriers, as long as they wait for ends that have passed."""
+    start(ctx, True, None)
+    trace = Path(f"{os.environ['SAGELLM_SIM_TRACE']}.{os.getpid()}")
+    count = 20
+    # Kept: a stream that is gone may be given out again.
+    streams = [torch.npu.Stream() for _ in range(count)]
+    for stream in streams:
+        with stream:
+            copy(full(1), full(0), async_op=False)
+    torch.npu.synchronize()
+    waits, end = count, time.monotonic() + 20
+    while waits > 1 and time.monotonic() < end:
+        time.sleep(0.05)
+        before = trace.read_text().count("aclrtStreamWaitEvent ")
+        dist.barrier(device_ids=[0])
+        waits = trace.read_text().count("aclrtStreamWaitEvent ") - before
+    assert waits <= 1, f"a barrier waits for {waits} streams of {count}, and all have ended"
+    assert trace.read_text().count("aclrtStreamWaitEvent ") > 0, "the trace names such a wait in another way"
+
+
+def test_rule_33_a_barrier_waits_for_no_stream_whose_calls_have_ended(run: Run) -> None:
+    """The ends of calls are forgotten when they have passed, on however many streams a program calls."""
+    run(many_streams, slow=0.0)
+
+
 def second_device(ctx: Context, native: bool) -> None:
     start(ctx, native, None)
     assert torch.npu.current_device() == 0

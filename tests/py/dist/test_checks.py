@@ -10,6 +10,8 @@ import torch.distributed as dist
 from harness import Context, beyond_gloo, expect_raises, run_ranks
 from reference import same_bits
 
+import torch_sagellm
+
 T = torch.Tensor
 
 
@@ -97,6 +99,14 @@ def table(n: int) -> dict[str, tuple[Callable[[], object], tuple[str, ...]]]:
             (),
         ),
         "all_reduce_coalesced, mixed dtypes": (lambda: dist.all_reduce_coalesced([half, _ones(2)]), ()),
+        "fused_all_reduce, sparse": (
+            lambda: torch_sagellm.fused_all_reduce([_ones(3), _ones(3).to_sparse()]),
+            ("fused_all_reduce: tensor 1 has the layout sparse_coo", "to_dense()"),
+        ),
+        "fused_all_reduce, sparse rows": (
+            lambda: torch_sagellm.fused_all_reduce([_ones(3, 3).to_sparse_csr()]),
+            ("tensor 0 has the layout sparse_csr",),
+        ),
         "send to oneself": (lambda: dist.send(_ones(3), dist.get_rank()), ()),
         "send to a rank out of range": (lambda: group.send([_ones(3)], n + 2, 0), (str(n + 2),)),
         "recv from a rank out of range": (lambda: group.recv([_ones(3)], n + 2, 0), (str(n + 2),)),
@@ -133,7 +143,8 @@ NAMES = [
     "reduce, root out of range", "gather, list missing at the root", "gather, list too short",
     "gather, block of another size", "scatter, list too long", "scatter, block of another size",
     "all_reduce, BAND of floats", "all_reduce, SUM of float8", "all_reduce, MAX of complex",
-    "all_reduce_coalesced, mixed dtypes", "send to oneself", "send to a rank out of range",
+    "all_reduce_coalesced, mixed dtypes", "fused_all_reduce, sparse", "fused_all_reduce, sparse rows",
+    "send to oneself", "send to a rank out of range",
     "recv from a rank out of range", "send of a negative tag", "expanded output", "two tensors in one all_reduce",
 ]  # fmt: skip
 
