@@ -396,7 +396,7 @@ def builder() -> type[Any]:
                 self._write_record(ROOT / SOURCE / "torch_sagellm")
 
         def _write_record(self, folder: Path) -> None:
-            """`_load.extension` reads it before it loads the extension, whose symbols alone would give no clear no."""
+            """`load.extension` reads it before it loads the extension, whose symbols alone would give no clear no."""
             folder.mkdir(parents=True, exist_ok=True)
             # A wheel is for other machines, which lack the folder of its sources.
             source = "" if TORCHES in os.environ else str(ROOT)

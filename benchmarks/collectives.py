@@ -30,7 +30,7 @@ from measure import report
 from measure.cases import DTYPES, FIXED_SIZE, OPS, Case
 from measure.stats import format_time, percentile, slowest_rank, summarize
 
-from torch_sagellm._units import parse_size, show_size
+from torch_sagellm._private.units import parse_size, show_size
 
 EXAMPLES = """examples:
   python benchmarks/collectives.py --ranks 2 --quick
@@ -175,9 +175,9 @@ def variant_options(backend: str, variant: str) -> dict[str, Any]:
             f"unknown backend {backend}:{variant}; the variants are sagellm:unfused, sagellm:strict and sagellm:RULE, "
             "such as sagellm:all_gather:0-=ring(leaders=1)"
         )
-    from torch_sagellm import _load
+    from torch_sagellm._private import load
 
-    return {"pg_options": _load.extension().Options(**known[variant])}
+    return {"pg_options": load.extension().Options(**known[variant])}
 
 
 def reference_of(args: argparse.Namespace) -> str:

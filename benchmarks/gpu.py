@@ -23,7 +23,7 @@ from measure import machine as machines
 from measure import report
 from measure.cases import DTYPES, FIXED_SIZE, MANY, OPS, Case
 
-from torch_sagellm._units import parse_size, show_size
+from torch_sagellm._private.units import parse_size, show_size
 
 EXAMPLES = """examples:
   python benchmarks/gpu.py                                 everything, about six minutes

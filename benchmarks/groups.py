@@ -94,9 +94,9 @@ def first(backend: str) -> None:
         return value
 
     if backend == "sagellm":
-        from torch_sagellm import _load
+        from torch_sagellm._private import load
 
-        part("load the extension", _load.extension)
+        part("load the extension", load.extension)
     client = part(
         "connect to the store",
         lambda: dist.TCPStore(*place, is_master=False, timeout=timedelta(seconds=60)),

@@ -84,7 +84,7 @@ def count() -> dict[str, dict[str, float]]:
         torch.accelerator.synchronize("simcuda")
         result[name] = {"allocations": found[0] / CALLS, "texts": found[1] / CALLS}
     assert torch_sagellm.get_stats()["host_staged_count"] == 0, "the calls went through host memory"
-    print(torch_sagellm._load.extension().__file__, file=sys.stderr)
+    print(torch_sagellm._private.load.extension().__file__, file=sys.stderr)
     dist.destroy_process_group()
     return result
 

@@ -20,7 +20,7 @@ import latency
 from measure import report
 from measure.stats import format_ratio, format_time
 
-from torch_sagellm._units import show_size
+from torch_sagellm._private.units import show_size
 
 RUNS = Path(__file__).resolve().parent / "runs"
 PAGE = RUNS.parent.parent / "docs/internals/benchmarks.md"

@@ -36,7 +36,7 @@ std::chrono::milliseconds milliseconds(Seconds seconds) {
 c10::intrusive_ptr<Options> make_options(const py::args& positional, const py::kwargs& given) {
   auto options = c10::make_intrusive<Options>();
   if (!positional.empty() || !given.empty()) {
-    py::module_::import("torch_sagellm._options").attr("apply")(options, positional, given);
+    py::module_::import("torch_sagellm._private.options").attr("apply")(options, positional, given);
   }
   return options;
 }
@@ -169,7 +169,7 @@ void bind_options(py::module_& module) {
       .def_readwrite("_attempt", &Options::attempt)
       .def_readwrite("_addresses", &Options::addresses)
       .def("__repr__",
-           [](const py::object& self) { return py::module_::import("torch_sagellm._options").attr("shown")(self); })
+           [](const py::object& self) { return py::module_::import("torch_sagellm._private.options").attr("shown")(self); })
       .def("__copy__", [](const Options& self) { return self.copy(); })
       .def("__deepcopy__", [](const Options& self, const py::dict&) { return self.copy(); }, py::arg("memo"));
 }

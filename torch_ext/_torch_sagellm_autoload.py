@@ -75,11 +75,11 @@ def register() -> None:
 
 
 def create(options: Any, pg_options: Any = None) -> Any:
-    """Makes the backend of one group. torch calls it; the package does the work, see ``_register.create`` there."""
+    """Makes the backend of one group. torch calls it; the package does the work, see ``create`` of its `register`."""
     if _problem is not None:
         raise _problem.with_traceback(None)
     try:
-        return package("_register").create(options, pg_options)
+        return package("_private.register").create(options, pg_options)
     except (ImportError, SyntaxError) as error:
         raise _explained(error) from error
 
@@ -100,7 +100,7 @@ def look() -> None:
     """Raises what is wrong, as far as it can be known before a group is made: for ``info`` and ``doctor``."""
     if _problem is not None:
         raise _problem.with_traceback(None)
-    package("_register")
+    package("_private.register")
     missing = _missing()
     if missing:
         raise Unusable(f"sagellm: the package {PACKAGE} is not whole{missing}", _remedy())
@@ -141,7 +141,7 @@ def _register() -> None:
     if asked not in SERVED:
         raise ValueError(f"sagellm: {AS}={asked!r}, expected one of {', '.join(SERVED)}, or unset")
     try:
-        package("_serve_as").serve_as(asked)
+        package("api.serve_as").serve_as(asked)
     except Exception:
         _refuse(backend, asked)
         raise
@@ -158,7 +158,7 @@ def _refuse(backend: Any, name: str) -> None:
 
 
 def _replace_manager() -> None:
-    """Replaces torch's coalescing manager by one whose region an exception ends, see ``_regions`` in the package."""
+    """Replaces torch's coalescing manager by one whose region an exception ends, see ``_private.regions``."""
     from functools import wraps
 
     from torch import distributed

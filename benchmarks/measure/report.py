@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from torch_sagellm._units import show_size
+from torch_sagellm._private.units import show_size
 
 from .stats import busbw, format_bandwidth, format_ratio, format_time
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from torch_sagellm._units import show_time
+from torch_sagellm._private.units import show_time
 from torch_sagellm.observe.stats import BUS_FACTORS as KINDS
 
 # Share of the payload that crosses the slowest link, as a function of the number of ranks, by the names of the cases:

@@ -93,7 +93,7 @@ c10::intrusive_ptr<SageBackend> SageBackend::part(const std::string& prefix, con
   const auto mine = std::find(ranks.begin(), ranks.end(), getRank());
   // Made in Python, as every group: it may need groups of torch's backends, whose classes have no headers.
   const py::gil_scoped_acquire gil;
-  const py::object make = py::module_::import("torch_sagellm._register").attr("part");
+  const py::object make = py::module_::import("torch_sagellm._private.register").attr("part");
   const py::object made =
       make(options, c10::make_intrusive<c10d::PrefixStore>(prefix, store_), mine - ranks.begin(), ranks.size());
   auto child = made.cast<c10::intrusive_ptr<SageBackend>>();

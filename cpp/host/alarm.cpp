@@ -40,7 +40,7 @@ void Alarm::raise(uint64_t group, const std::vector<Thread>& threads, const std:
   std::vector<pid_t> asked;
   asked.reserve(threads.size());
   for (const Thread& thread : threads) asked.push_back(thread.id);
-  const py::object prepare = py::module_::import("torch_sagellm._failure").attr("prepare");
+  const py::object prepare = py::module_::import("torch_sagellm._private.failure").attr("prepare");
   const auto [targets, error] = py::cast<std::pair<std::vector<Target>, py::object>>(prepare(asked, text));
   const std::lock_guard<std::mutex> lock(mutex_);
   for (size_t i = 0; i < threads.size() && !stopped_; ++i) {

@@ -291,13 +291,13 @@ const NAMED: [(&str, &str); 24] = [
     ("torch_ext/torch_sagellm/cli/libraries.py", "the names of variables, and which library each is for"),
     ("src/config.rs", "what a variable switches on"),
     ("src/os/topology.rs", "where a driver lists its cards, for the name of a machine"),
-    ("torch_ext/torch_sagellm/_register.py", "the values of the option, and a variable of torch"),
-    ("torch_ext/torch_sagellm/_variables.py", "the values of a variable"),
+    ("torch_ext/torch_sagellm/_private/register.py", "the values of the option, and a variable of torch"),
+    ("torch_ext/torch_sagellm/_private/variables.py", "the values of a variable"),
     ("torch_ext/torch_sagellm/_C.pyi", "the values of the option"),
     ("torch_ext/torch_sagellm/api/backends.py", "the names of backends that users ask for"),
     ("torch_ext/torch_sagellm/__init__.pyi", "the names of backends that users ask for"),
     ("torch_ext/torch_sagellm/__init__.py", "what the project is"),
-    ("torch_ext/torch_sagellm/_serve_as.py", "an example of a group's names"),
+    ("torch_ext/torch_sagellm/api/serve_as.py", "an example of a group's names"),
 ];
 
 fn names_a_vendor(text: &str) -> Option<&str> {
@@ -394,11 +394,16 @@ fn the_folders_of_the_cpp_half_include_only_those_below_them() {
 }
 
 /// Parts of the Python package, from top to bottom: the command line, what observes, and what everything needs.
-const PYTHON_LAYERS: [&str; 6] = ["cli", "parallel", "api", "observe", "protocols", ""];
+const PYTHON_LAYERS: [&str; 7] = ["cli", "parallel", "api", "observe", "protocols", "", "_private"];
 
-/// `_register` sets up the log when the first group is made; the others write to it.
-const PYTHON_UPWARD: [(&str, &str); 4] =
-    [("_register.py", "observe"), ("_serve_as.py", "observe"), ("_alive.py", "observe"), ("_variables.py", "observe")];
+/// `register` sets up the log when the first group is made, others write to it; `serve_as` keeps torch's own gloo.
+const PYTHON_UPWARD: [(&str, &str); 5] = [
+    ("register.py", "observe"),
+    ("alive.py", "observe"),
+    ("variables.py", "observe"),
+    ("delegate.py", "api"),
+    ("address.py", "api"),
+];
 
 #[test]
 fn the_parts_of_the_python_package_import_only_those_below_them() {

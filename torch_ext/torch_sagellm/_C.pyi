@@ -188,7 +188,7 @@ class Options:
     _as_gloo: bool
     #: Ranks of a shrink meet only those of the same attempt: ``recover``.
     _attempt: str
-    #: Where other ranks reach this process: ``_address``.
+    #: Where other ranks reach this process: ``_private.address``.
     _addresses: str
     #: From torch's base class.
     _timeout: timedelta
@@ -246,7 +246,7 @@ class Rendezvous:
     #: Equal on all ranks, and of no other attempt to make a group.
     @property
     def id(self) -> str: ...
-    #: How the ranks reach each other, as ``_address`` reads it; "" where they have not agreed on it.
+    #: How the ranks reach each other, as ``_private.address`` reads it; "" where they have not agreed on it.
     @property
     def network(self) -> str: ...
     #: Tells the others that this rank could not connect or make its delegate; the text that the first to fail has told.

@@ -29,13 +29,13 @@ __all__ = ["__version__", *_HOMES]
 def __getattr__(name: str) -> Any:
     """Loads the module of a name when it is first used."""
     if name == "__version__":
-        from torch_sagellm import _load
+        from torch_sagellm._private import load
 
-        return _load.version()
+        return load.version()
     if name == "Options":  # of the extension, which is looked at before it is loaded
-        from torch_sagellm import _load
+        from torch_sagellm._private import load
 
-        return _load.extension().Options
+        return load.extension().Options
     if name in _HOMES:
         return getattr(importlib.import_module(f"torch_sagellm.{_HOMES[name]}"), name)
     raise _unknown("torch_sagellm", name)
@@ -45,7 +45,7 @@ def _unknown(module: str, name: str) -> AttributeError:
     """Python asks for a private module as an attribute, too, before it imports it: no name is meant then."""
     text = f"module {module!r} has no attribute {name!r}"
     if not name.startswith("_"):
-        text += importlib.import_module("torch_sagellm._nearest").meant(name, __all__)
+        text += importlib.import_module("torch_sagellm._private.nearest").meant(name, __all__)
     return AttributeError(text)
 
 

@@ -4,8 +4,6 @@ Each name once, in one line, with the module where it lives; that module is load
 """
 
 from torch_sagellm._C import Options as Options
-from torch_sagellm._fused import fused_all_reduce as fused_all_reduce
-from torch_sagellm._serve_as import serve_as as serve_as
 from torch_sagellm.api.backends import CNCLBackend as CNCLBackend
 from torch_sagellm.api.backends import CPUBackend as CPUBackend
 from torch_sagellm.api.backends import GlooBackend as GlooBackend
@@ -38,9 +36,11 @@ from torch_sagellm.api.functional import isend as isend
 from torch_sagellm.api.functional import recv as recv
 from torch_sagellm.api.functional import reduce_scatter as reduce_scatter
 from torch_sagellm.api.functional import send as send
+from torch_sagellm.api.fused import fused_all_reduce as fused_all_reduce
 from torch_sagellm.api.futures import CommFuture as CommFuture
 from torch_sagellm.api.recovery import recover as recover
 from torch_sagellm.api.sameness import assert_same as assert_same
+from torch_sagellm.api.serve_as import serve_as as serve_as
 from torch_sagellm.collective_ops import AllGatherOperator as AllGatherOperator
 from torch_sagellm.collective_ops import AllReduceOperator as AllReduceOperator
 from torch_sagellm.collective_ops import BenchmarkResult as BenchmarkResult

@@ -86,10 +86,10 @@ class TopologyInfo:
         ``hosts``: those of the job; None takes them from torchrun's environment, and 1 without it. On several hosts
         NVLink counts as not full, because NVML sees one host alone. Without NVML or a driver there is no NVLink.
         """
-        from torch_sagellm import _load
+        from torch_sagellm._private import load
 
         hosts = _hosts_of_the_job() if hosts is None else hosts
-        facts = _load.extension().doctor()
+        facts = load.extension().doctor()
         devices, full = nvlink()
         if not devices and facts["accelerators"] != "none":
             devices = facts["accelerators"].split(", ")
@@ -187,7 +187,7 @@ def select_all_reduce_algorithm(
         assert torch_sagellm.select_all_reduce_algorithm(64 * 1024, 8) == "recursive_doubling"
         assert torch_sagellm.select_all_reduce_algorithm(64 << 20, 8, torch_sagellm.TopologyInfo()) == "ring"
     """
-    from torch_sagellm import _load
+    from torch_sagellm._private import load
 
     for name, value, least in (("data_size", data_size, 0), ("num_devices", num_devices, 1)):
         if not isinstance(value, Integral) or value < least:
@@ -195,7 +195,7 @@ def select_all_reduce_algorithm(
                 f"sagellm select_all_reduce_algorithm: {name} is {value!r}, expected a whole number from {least} on"
             )
     given = TopologyInfo() if topology is None else topology
-    found = _load.extension().explain_without_group(
+    found = load.extension().explain_without_group(
         "all_reduce", data_size, "float32", num_devices, topology=option_of(given, "topology")
     )
     choice: str = found["choice"]

@@ -214,7 +214,7 @@ def in_one_go(seconds: float, call: Callable[[], Any]) -> Any:
 def beside_the_watch(ctx: Context) -> None:
     """Calls that fail beside the thread that tells the program, held while it looks whom to tell."""
     import torch_sagellm
-    from torch_sagellm import _failure
+    from torch_sagellm._private import failure
 
     _, name = start(ctx, "nccl", timeout=timedelta(seconds=60))
     # No line is logged meanwhile: writing one runs Python in this thread.
@@ -226,7 +226,7 @@ def beside_the_watch(ctx: Context) -> None:
     torch.accelerator.synchronize()
     dist.barrier()
     if ctx.rank == 0:
-        real, named, go = _failure.prepare, threading.Semaphore(0), threading.Event()
+        real, named, go = failure.prepare, threading.Semaphore(0), threading.Event()
         go.set()
 
         def prepare(threads: list[int], text: str) -> Any:
@@ -252,7 +252,7 @@ def beside_the_watch(ctx: Context) -> None:
             assert f"of group '{group.group_name}'" in str(raised.value.__context__), raised.value.__context__
             return raised.value
 
-        _failure.prepare = prepare
+        failure.prepare = prepare
         # The call is told first: the watch has found the failure, and raises nothing.
         go.clear()
         late(groups[0], 1)

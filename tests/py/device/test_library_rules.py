@@ -18,7 +18,7 @@ from on_device import holds, total
 from simulated import environment, start
 
 import torch_sagellm
-from torch_sagellm import _load
+from torch_sagellm._private import load
 
 #: The first test builds the simulators, which takes minutes on a busy machine; every job has its own deadline.
 pytestmark = pytest.mark.timeout(900)
@@ -86,7 +86,7 @@ def steered(ctx: Context, rules: str, expected: dict[int, str]) -> None:
         assert f": {ran}, " in choice, (ran, choice)
     assert len(numbers) == 1, numbers
     # Both variables name this very extension, whose plug-ins were found.
-    own = _load.extension().__file__
+    own = load.extension().__file__
     for variable, symbol in PLUGINS.items():
         path = told(variable)
         assert path is not None and Path(path).samefile(own), (variable, path)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_sagellm
-from torch_sagellm import _load
+from torch_sagellm._private import load
 
 pytestmark = beyond_gloo("this is about a group with two backends")
 BACKEND = "cpu:sagellm,cuda:gloo"
@@ -23,7 +23,7 @@ BACKEND = "cpu:sagellm,cuda:gloo"
 def ours(group: dist.ProcessGroup | None = None) -> bool:
     """Whether this package serves the CPU tensors of a group."""
     found = (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
-    return isinstance(found, _load.extension().SageBackend)
+    return isinstance(found, load.extension().SageBackend)
 
 
 def everything(context: Context) -> int:

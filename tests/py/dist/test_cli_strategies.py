@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from harness import Context, beyond_gloo, run_ranks
 
-from torch_sagellm import _load
+from torch_sagellm._private import load
 from torch_sagellm.cli import strategies
 from torch_sagellm.cli.main import main
 from torch_sagellm.cli.simulate import Link, Machine
@@ -161,7 +161,7 @@ def test_buckets_are_whole_ones_and_a_rest() -> None:
 
 @pytest.mark.quick
 def test_times_are_those_of_the_cost_model() -> None:
-    core = _load.extension()
+    core = load.extension()
     machine = Machine(Link(1e-6, 0.0, 1e-9), Link(1e-3, 0.0, 1e-8), 1e-10, ranks_per_host=4)
     message = Traffic("send", "", 3, 1000)
     assert strategies.seconds(core, message, 4, machine) == pytest.approx(3 * 2e-6)

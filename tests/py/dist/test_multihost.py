@@ -72,9 +72,9 @@ def on_place(ctx: Context, names: list[str], place: list[int], options: dict[str
     enter(names[place[ctx.rank]])
     n, me = ctx.world_size, ctx.rank
     if options and not IS_GLOO:
-        from torch_sagellm import _load
+        from torch_sagellm._private import load
 
-        options = {"pg_options": _load.extension().Options(**options)}
+        options = {"pg_options": load.extension().Options(**options)}
     else:
         options = {}
     ctx.init(store=dist.FileStore(f"{ctx.tmp}/store", n), timeout=timedelta(seconds=60), **options)

@@ -108,14 +108,14 @@ def test_a_further_group_opens_no_connection_to_the_store() -> None:
 
 def beside_a_blocked_client(ctx: Context) -> None:
     """A group is made while another thread waits in the user's client of the store."""
-    from torch_sagellm import _register
+    from torch_sagellm._private import register
 
     client = dist.TCPStore("127.0.0.1", ctx.store_port, is_master=False, timeout=timedelta(seconds=30))
     end = f"{ctx.key}/end/{ctx.rank}"
     waiter = threading.Thread(target=client.wait, args=([end], timedelta(seconds=50)))
     waiter.start()
     time.sleep(0.3)  # until it waits
-    backend = _register.create(
+    backend = register.create(
         SimpleNamespace(
             store=dist.PrefixStore("inner", dist.PrefixStore(ctx.key, client)),
             group_rank=ctx.rank,
@@ -244,14 +244,14 @@ def test_a_rank_without_descriptors_has_the_group_refused_on_all(left: int) -> N
 
 def test_a_gloo_group_is_refused_where_too_few_descriptors_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """It opens one for each other rank, and its thread ends the process when it gets none."""
-    from torch_sagellm import _delegate
+    from torch_sagellm._private import delegate
 
-    facts = _delegate.Facts(None, 0, 64, timedelta(seconds=1), "7", list(range(64)))
+    facts = delegate.Facts(None, 0, 64, timedelta(seconds=1), "7", list(range(64)))
     used = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (used + 80, used + 80))
-    _delegate._require_descriptors(facts)
+    delegate._require_descriptors(facts)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (used + 50, used + 50))
-    text = expect_raises(dist.DistBackendError, lambda: _delegate._require_descriptors(facts))
+    text = expect_raises(dist.DistBackendError, lambda: delegate._require_descriptors(facts))
     assert "opens about 72 files" in text and f"of the {used + 50} that" in text and "ulimit -n" in text, text
 
 

@@ -62,12 +62,12 @@ def test_what_is_worked_out_again_is_what_was_recorded(ranks: int) -> None:
 def with_table(context: Context, rules: list[str], option: str = "") -> dict[str, Any]:
     """A group under a table that only rank 0 can see, and rules that may differ by rank."""
     import torch_sagellm
-    from torch_sagellm import _load
+    from torch_sagellm._private import load
 
     os.environ["SAGELLM_CACHE_DIR"] = f"{context.tmp}/cache{context.rank}"
     os.environ["SAGELLM_ALGORITHM"] = rules[context.rank]
     if context.rank == 0:
-        _load.extension().save_table(context.world_size, "2026-11-21", LINES)
+        load.extension().save_table(context.world_size, "2026-11-21", LINES)
     context.init(pg_options=torch_sagellm.Options(algorithm=option))
     tensor = torch.ones(20_000)
     work = dist.all_reduce(tensor, async_op=True)

@@ -21,11 +21,11 @@ pytestmark = beyond_gloo("is about the name of gloo")
 
 
 def ours(group: Any = None) -> bool:
-    from torch_sagellm import _load
+    from torch_sagellm._private import load
 
     group = dist.group.WORLD if group is None else group
     backend = group._get_backend(torch.device("cpu"))
-    return isinstance(backend, _load.extension().SageBackend)
+    return isinstance(backend, load.extension().SageBackend)
 
 
 def every_way(ctx: Context) -> None:
@@ -61,13 +61,13 @@ def every_way(ctx: Context) -> None:
     stats = torch_sagellm.get_stats()
     assert stats["ops"]["all_reduce"]["count"] >= 1, "it is counted"
     assert "shared memory" in dist.group.WORLD._get_backend(torch.device("cpu")).describe()
-    from torch_sagellm import _delegate
+    from torch_sagellm._private import delegate
 
     class Options:
         store, group_rank, group_size = ctx.store(ctx.key + "real"), ctx.rank, ctx.world_size
         timeout, group_id, global_ranks_in_group = dist.default_pg_timeout, "real", list(range(ctx.world_size))
 
-    real = _delegate.build("gloo", Options, _delegate.PREFIX, ["127.0.0.1"])
+    real = delegate.build("gloo", Options, delegate.PREFIX, ["127.0.0.1"])
     assert type(real) is torch._C._distributed_c10d.ProcessGroupGloo, "links and delegates are torch's own"
     assert isinstance(real, torch._C._distributed_c10d.ProcessGroupGloo)
     real.barrier().wait()  # gloo: a rank that leaves at once makes the other's connecting fail
@@ -81,11 +81,11 @@ def test_every_way_to_ask_for_gloo_is_served(world_size: int) -> None:
 def both(ctx: Context, call: Callable[[Any, int], Any]) -> None:
     """The same call in a group of torch's own and in one of ours must have the same results, or both must refuse."""
     import torch_sagellm
-    from torch_sagellm import _serve_as
+    from torch_sagellm.api import serve_as
 
     torch_sagellm.serve_as("gloo")
     found = []
-    for name, make in (("real", _serve_as.real()), ("served", dist.ProcessGroupGloo)):
+    for name, make in (("real", serve_as.real()), ("served", dist.ProcessGroupGloo)):
         group = make(ctx.store(f"{ctx.key}/{name}"), ctx.rank, ctx.world_size, timeout=dist.default_pg_timeout)
         found.append(call(group, ctx.rank))
         group.barrier().wait()
@@ -311,7 +311,7 @@ def test_what_names_no_backend_is_served_too() -> None:
 
 
 def test_what_is_patched_is_where_this_torch_looks() -> None:
-    """Fails where a new torch makes its groups in another way: then `_serve_as` has to be looked at again."""
+    """Fails where a new torch makes its groups in another way: then `serve_as` has to be looked at again."""
     from torch.distributed import distributed_c10d as c10d
 
     source = inspect.getsource(c10d._new_process_group_helper)
@@ -329,34 +329,35 @@ def test_what_is_patched_is_where_this_torch_looks() -> None:
 def test_what_a_group_of_gloo_offers_is_offered() -> None:
     """But for what its class makes: devices and options, which are torch's own."""
     import torch_sagellm
-    from torch_sagellm import _load, _serve_as
+    from torch_sagellm._private import load
+    from torch_sagellm.api import serve_as
 
-    theirs, our = (set(dir(each)) for each in (_serve_as.real(), _load.extension().SageBackend))
+    theirs, our = (set(dir(each)) for each in (serve_as.real(), load.extension().SageBackend))
     assert theirs - our <= {"Device", "Options", "_Options", "create_default_device", "create_device"}
-    with _serve_as.serving():
+    with serve_as.serving():
         assert theirs <= set(dir(dist.ProcessGroupGloo))
-    assert torch_sagellm.serve_as is _serve_as.serve_as
+    assert torch_sagellm.serve_as is serve_as.serve_as
 
 
 def test_a_torch_that_makes_groups_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed import distributed_c10d as c10d
 
     import torch_sagellm
-    from torch_sagellm import _serve_as
+    from torch_sagellm.api import serve_as
 
     monkeypatch.delattr(c10d, "ProcessGroupGloo")
     assert "which would be replaced" in expect_raises(RuntimeError, torch_sagellm.serve_as)
-    assert not _serve_as.serves()
+    assert not serve_as.serves()
 
 
 def and_back(ctx: Context) -> None:
-    from torch_sagellm import _serve_as
+    from torch_sagellm.api import serve_as
 
-    with _serve_as.serving():
+    with serve_as.serving():
         ctx.init(backend="gloo")
         assert ours()
         dist.destroy_process_group()
-    assert not _serve_as.serves()
+    assert not serve_as.serves()
     ctx.init(backend="gloo", key=ctx.key + "again")
     assert not ours(), "torch's own again"
     assert type(dist.group.WORLD._get_backend(torch.device("cpu"))).__name__ == "ProcessGroupGloo"
@@ -368,9 +369,9 @@ def test_the_name_goes_back_to_torch() -> None:
 
 
 def checked_and_changing(ctx: Context) -> None:
-    from torch_sagellm import _serve_as
+    from torch_sagellm.api import serve_as
 
-    with _serve_as.serving():
+    with serve_as.serving():
         ctx.init(backend="gloo", enable_reconfigure=True)
         backend = dist.group.WORLD._get_backend(torch.device("cpu"))
         assert type(backend) is torch._C._distributed_c10d.ProcessGroupGloo, "what we do not offer, torch's own does"

@@ -70,9 +70,9 @@ def issued(n: int, rank: int) -> tuple[dict[str, int], int]:
 
 def counts_what_was_issued(ctx: Context) -> None:
     import torch_sagellm
-    from torch_sagellm import _load
+    from torch_sagellm._private import load
 
-    kinds = _load.extension().KINDS
+    kinds = load.extension().KINDS
     counts, total = issued(ctx.world_size, ctx.rank)
     stats = torch_sagellm.get_stats()
     assert {kind: stats[f"{kind}_count"] for kind in kinds} == {kind: counts.get(kind, 0) for kind in kinds}

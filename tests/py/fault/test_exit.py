@@ -293,14 +293,14 @@ WAITS_AT_THE_END = """
 import threading, time
 from datetime import timedelta
 import torch.distributed as dist
-from torch_sagellm import _load
+from torch_sagellm._private import load
 
 class Slow:
     def __del__(self):  # while the interpreter ends
         time.sleep(2)
 
 def waits():
-    _load.extension()._outlive_python()
+    load.extension()._outlive_python()
     store.wait(["missing"], timedelta(seconds=1))
 
 store, slow = dist.HashStore(), Slow()

@@ -48,12 +48,12 @@ def store_of_its_own(ctx: Context, host: str) -> tuple[dist.Store, subprocess.Po
 def second_group(ctx: Context, size: int, engine: str) -> Any:
     """A group of the first ranks that has a store of its own."""
     import torch_sagellm
-    from torch_sagellm import _delegate, _register
+    from torch_sagellm._private import delegate, register
 
     store = dist.FileStore(f"{ctx.tmp}/second", size)
     timeout = timedelta(seconds=patience(10))
-    facts = _delegate.Facts(store, ctx.rank, size, timeout, "second", list(range(size)))
-    made = _register.create(facts, torch_sagellm.Options(engine=engine))
+    facts = delegate.Facts(store, ctx.rank, size, timeout, "second", list(range(size)))
+    made = register.create(facts, torch_sagellm.Options(engine=engine))
     made._set_default_timeout(timedelta(seconds=TIMEOUT))
     return made
 

@@ -83,11 +83,11 @@ def test_ctrl_c_ends_the_wait_for_the_ranks_of_a_further_group(late: int) -> Non
 
 def built_elsewhere(ctx: Context) -> float:
     """A group of torch's takes for ever."""
-    from torch_sagellm import _delegate
+    from torch_sagellm._private import delegate
 
     held = threading.Event()
-    facts = _delegate.Facts(None, 0, 1, TIMEOUT, "test", [0])
-    making = _delegate.Making(facts, SimpleNamespace(id="0"), [])
+    facts = delegate.Facts(None, 0, 1, TIMEOUT, "test", [0])
+    making = delegate.Making(facts, SimpleNamespace(id="0"), [])
     return interrupted(ctx, lambda: making.result(lambda: held.wait(80)))
 
 
@@ -105,16 +105,16 @@ def on_two_hosts(ctx: Context, names: list[str]) -> None:
 
 def opens_a_link(ctx: Context, names: list[str], late: int) -> float | None:
     """One rank has everything that a group over two hosts needs, and does not open the link."""
-    from torch_sagellm import _delegate
+    from torch_sagellm._private import delegate
 
-    make = _delegate.make
+    make = delegate.make
 
     def make_late(name: str, options: Any, decided: Any, addresses: list[str]) -> Any:
         ctx.listen(80)
         return make(name, options, decided, addresses)
 
     if ctx.rank == late:
-        _delegate.make = make_late
+        delegate.make = make_late
         on_two_hosts(ctx, names)
         return None
     return interrupted(ctx, lambda: on_two_hosts(ctx, names))

@@ -106,9 +106,9 @@ def test_where_a_delegate_serves_the_group_the_dead_are_found_by_their_ports() -
 def without_evidence(ctx: Context) -> None:
     """No rank could open a port; rank 1 dies."""
     import torch_sagellm
-    from torch_sagellm import _alive
+    from torch_sagellm._private import alive
 
-    _alive._listen = no_port
+    alive._listen = no_port
     ctx.init(timeout=FAR, pg_options=torch_sagellm.Options(engine="delegate"))
     ctx.tell("ready")
     until_it_fails()
@@ -286,9 +286,9 @@ def test_a_stopped_rank_is_named_and_never_left_out() -> None:
 def left_out(ctx: Context) -> str:
     """By a delegate's group whose ranks have no ports, and whose survivors say that a silent rank may be left out."""
     import torch_sagellm
-    from torch_sagellm import _alive
+    from torch_sagellm._private import alive
 
-    _alive._listen = no_port
+    alive._listen = no_port
     ctx.init(timeout=FAR, pg_options=torch_sagellm.Options(engine="delegate"))
     if ctx.rank == 1:
         ctx.listen()
@@ -616,7 +616,7 @@ def test_torchs_part_of_a_shrink_is_what_recover_uses() -> None:
 def strangers(ctx: Context) -> str:
     """Somebody has written bytes under every key of a recovery, and under those of its ports."""
     import torch_sagellm
-    from torch_sagellm import _alive
+    from torch_sagellm._private import alive
     from torch_sagellm.api import recovery
 
     ctx.init(timeout=FAR, pg_options=torch_sagellm.Options(engine="delegate"))
@@ -625,7 +625,7 @@ def strangers(ctx: Context) -> str:
     bytes_ = "\x1b[2J\x07\x00\x9b".encode("latin1")
     if ctx.rank == 0:
         for rank in range(2):
-            store.set(f"{_alive.PREFIX}/{rank}", bytes_)
+            store.set(f"{alive.PREFIX}/{rank}", bytes_)
         store.add(f"{recovery.PREFIX}/0/news", 3)
         news = (bytes_, b"[]", b'{"rank": 0, "gone": ["x"], "sees": 1}')
         for place, said in enumerate(news, start=1):

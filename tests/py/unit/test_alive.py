@@ -1,4 +1,4 @@
-"""`torch_sagellm._alive`: what a connection says about the process at the other end."""
+"""`torch_sagellm._private.alive`: what a connection says about the process at the other end."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import pytest
 import torch.distributed as dist
 from limits import patience
 
-from torch_sagellm import _address, _alive
+from torch_sagellm._private import address, alive
 
 pytestmark = pytest.mark.quick
 
 
-def until(watch: _alive.Watch, seen: Callable[[], bool]) -> None:
+def until(watch: alive.Watch, seen: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 20
     while not seen():
         watch.look()
@@ -39,19 +39,19 @@ def test_a_process_that_runs_or_is_stopped_is_alive_until_it_ends() -> None:
         os._exit(0)
     place = f"127.0.0.1 {os.read(read, 100).decode()}"
     try:
-        with _alive.Watch() as watch:
+        with alive.Watch() as watch:
             assert watch.asks(7)
             watch.follow(7, place)
             until(watch, lambda: watch.alive == {7})
             assert not watch.asks(7) and not watch.gone
             os.kill(child, signal.SIGSTOP)
-            with _alive.Watch() as later:
+            with alive.Watch() as later:
                 later.follow(7, place)
                 until(later, lambda: later.alive == {7})
             os.kill(child, signal.SIGKILL)
             until(watch, lambda: watch.gone == {7})
             assert not watch.alive and not watch.asks(7)
-            with _alive.Watch() as later:
+            with alive.Watch() as later:
                 later.follow(7, place)
                 until(later, lambda: later.gone == {7})
     finally:
@@ -61,10 +61,10 @@ def test_a_process_that_runs_or_is_stopped_is_alive_until_it_ends() -> None:
         os.close(write)
 
 
-@pytest.mark.parametrize("place", ["", _alive.UNKNOWN, "127.0.0.1", "127.0.0.1 x", "host 1", "\x1b[2J\0 99999999999"])
+@pytest.mark.parametrize("place", ["", alive.UNKNOWN, "127.0.0.1", "127.0.0.1 x", "host 1", "\x1b[2J\0 99999999999"])
 def test_a_rank_that_announced_no_place_is_not_known(place: str) -> None:
     """And asked again, but not at once."""
-    with _alive.Watch() as watch:
+    with alive.Watch() as watch:
         watch.follow(1, place)
         watch.look()
         assert not watch.asks(1) and not watch.alive and not watch.gone
@@ -73,17 +73,17 @@ def test_a_rank_that_announced_no_place_is_not_known(place: str) -> None:
 @pytest.fixture
 def no_ports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The module as it is when it is imported."""
-    monkeypatch.setattr(_alive, "_ports", {})
-    monkeypatch.setattr(_alive, "_told", False)
+    monkeypatch.setattr(alive, "_ports", {})
+    monkeypatch.setattr(alive, "_told", False)
     yield
-    for port in _alive._ports.values():
+    for port in alive._ports.values():
         port.close()
 
 
 def announced(addresses: list[str], agreed: bool) -> str:
     store = dist.HashStore()
-    _alive.announce(store, 0, addresses, agreed)
-    return str(store.get(f"{_alive.PREFIX}/0").decode())
+    alive.announce(store, 0, addresses, agreed)
+    return str(store.get(f"{alive.PREFIX}/0").decode())
 
 
 def test_a_process_opens_one_port_which_its_children_do_not_keep(no_ports: None) -> None:
@@ -91,13 +91,13 @@ def test_a_process_opens_one_port_which_its_children_do_not_keep(no_ports: None)
     place = announced(["127.0.0.1"], True)
     assert place == announced(["127.0.0.1"], True)
     assert place != announced(["::1"], True)
-    port = _alive._ports["127.0.0.1"]
+    port = alive._ports["127.0.0.1"]
     assert place == f"127.0.0.1 {port.getsockname()[1]}"
     child = os.fork()
     if child == 0:
         try:
-            assert not _alive._ports and port.fileno() < 0
-            assert announced(["127.0.0.1"], True) not in (place, _alive.UNKNOWN)
+            assert not alive._ports and port.fileno() < 0
+            assert announced(["127.0.0.1"], True) not in (place, alive.UNKNOWN)
         except BaseException:
             os._exit(1)
         os._exit(0)
@@ -108,9 +108,9 @@ def test_a_process_opens_one_port_which_its_children_do_not_keep(no_ports: None)
 def test_a_process_without_a_port_says_so_and_warns_once(no_ports: None, caplog: pytest.LogCaptureFixture) -> None:
     """The loopback means another host to each, unless the ranks have agreed on it."""
     with caplog.at_level("WARNING", "sagellm"):
-        assert announced(["127.0.0.1"], False) == _alive.UNKNOWN
-        assert announced([], True) == _alive.UNKNOWN
-        assert announced(["192.0.2.1"], True) == _alive.UNKNOWN
+        assert announced(["127.0.0.1"], False) == alive.UNKNOWN
+        assert announced([], True) == alive.UNKNOWN
+        assert announced(["192.0.2.1"], True) == alive.UNKNOWN
     assert len(caplog.records) == 1 and "cannot tell whether this process runs" in caplog.text
 
 
@@ -121,11 +121,11 @@ def test_without_a_free_descriptor_nothing_is_announced_until_there_is_one(no_po
     store = dist.HashStore()
     resource.setrlimit(resource.RLIMIT_NOFILE, (used, hard))
     try:
-        _alive.announce(store, 0, ["127.0.0.1"], True)
+        alive.announce(store, 0, ["127.0.0.1"], True)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert store.get(f"{_alive.PREFIX}/0").decode() == _alive.UNKNOWN
-    assert announced(["127.0.0.1"], True) != _alive.UNKNOWN
+    assert store.get(f"{alive.PREFIX}/0").decode() == alive.UNKNOWN
+    assert announced(["127.0.0.1"], True) != alive.UNKNOWN
 
 
 # ---------------------------------------------------------------------------------------------- over kinds of networks
@@ -135,9 +135,9 @@ def listens(name: str, variable: str, backlog: int, write: int) -> None:
     """The life of a process on another host: it announces, and is busy from then on."""
     try:
         net.enter(name)
-        os.environ[_address.VARIABLE] = variable
-        _alive.WAITING = backlog
-        found = _address.find(None)
+        os.environ[address.VARIABLE] = variable
+        alive.WAITING = backlog
+        found = address.find(None)
         place = announced(found.chosen(""), True)
         os.write(write, f"{place}\n".encode())
         while True:  # no thread of it takes anything from the port
@@ -173,7 +173,7 @@ def test_killed_is_found_and_busy_and_stopped_are_never_gone(family: str, looks:
 def wait_for_link_local(names: list[str]) -> None:
     """The kernel asks the network for a second whether an address is taken."""
     deadline = time.monotonic() + patience(20)
-    while not all(net.inside(name, lambda: _address.of_interface(net.INTERFACE)) for name in names):
+    while not all(net.inside(name, lambda: address.of_interface(net.INTERFACE)) for name in names):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -186,11 +186,11 @@ def looks_on(host: str, variable: str, looks: int) -> None:
     try:
         with os.fdopen(read) as words:
             place = words.readline().strip()
-        assert place != _alive.UNKNOWN
+        assert place != alive.UNKNOWN
         if "%" in place:
-            announced(_address.of_interface(net.INTERFACE), True)  # whose own port says by which interface
+            announced(address.of_interface(net.INTERFACE), True)  # whose own port says by which interface
         for number in range(looks):
-            with _alive.Watch() as watch:
+            with alive.Watch() as watch:
                 watch.follow(1, place)
                 if number < 8:
                     until(watch, lambda: watch.alive == {1})
@@ -198,7 +198,7 @@ def looks_on(host: str, variable: str, looks: int) -> None:
                     time.sleep(0.01)
                     watch.look()
                 assert not watch.gone
-        with _alive.Watch() as watch:
+        with alive.Watch() as watch:
             os.kill(child, signal.SIGSTOP)
             watch.follow(1, place)
             for _ in range(10):
@@ -218,21 +218,21 @@ def looks_on(host: str, variable: str, looks: int) -> None:
             os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         os.close(write)
-        for port in _alive._ports.values():
+        for port in alive._ports.values():
             port.close()
-        _alive._ports.clear()
+        alive._ports.clear()
 
 
 def test_what_waits_at_a_port_is_closed_and_those_who_look_connect_again(no_ports: None) -> None:
     place = announced(["127.0.0.1"], True)
-    with _alive.Watch() as watch:
+    with alive.Watch() as watch:
         watch.follow(1, place)
         until(watch, lambda: watch.alive == {1})
         for _ in range(5):
-            _alive.empty()
+            alive.empty()
             time.sleep(0.01)
             watch.look()
             assert not watch.gone
         until(watch, lambda: watch.alive == {1})
-        _alive._ports.pop("127.0.0.1").close()
+        alive._ports.pop("127.0.0.1").close()
         until(watch, lambda: watch.gone == {1})

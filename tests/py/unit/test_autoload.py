@@ -21,7 +21,7 @@ import torch
 from harness import IS_GLOO, run_script
 
 import torch_sagellm
-from torch_sagellm import _load
+from torch_sagellm._private import load
 from torch_sagellm.cli import checks
 
 pytestmark = pytest.mark.skipif(IS_GLOO, reason="gloo: these are tests of the installed package")
@@ -72,8 +72,8 @@ def installed(folder: Path) -> Path:
     for extension in PACKAGE.glob("*.so"):
         (folder / "torch_sagellm" / extension.name).symlink_to(extension)
     shutil.copy(AUTOLOAD, folder)
-    record(folder, "torch-sagellm", _load.version())
-    (folder / f"torch_sagellm-{_load.version()}.dist-info" / "entry_points.txt").write_text(ENTRY_POINTS)
+    record(folder, "torch-sagellm", load.version())
+    (folder / f"torch_sagellm-{load.version()}.dist-info" / "entry_points.txt").write_text(ENTRY_POINTS)
     return folder
 
 
@@ -122,12 +122,12 @@ def without_package(folder: Path) -> None:
 
 
 def half_deleted(folder: Path) -> None:
-    for name in ("_register.py", "_delegate.py"):
+    for name in ("_private/register.py", "_private/delegate.py"):
         (folder / "torch_sagellm" / name).unlink()
 
 
 def half_written(folder: Path) -> None:
-    path = folder / "torch_sagellm" / "_register.py"
+    path = folder / "torch_sagellm" / "_private" / "register.py"
     path.write_text(path.read_text()[:300] + "\n    (")
 
 
@@ -197,8 +197,8 @@ STATES: list[tuple[Callable[[Path], None], tuple[str, ...], bool]] = [
     (overlaid, ("belongs to something else, which other-package 1.2 has installed", "pip uninstall"), False),
     (without_front, ("has lost its __init__.py", "such as torch_sagellm/__init__.py"), False),
     (without_package, ("the package torch_sagellm is gone", "--force-reinstall"), False),
-    (half_deleted, ("of its", "2 are missing, such as torch_sagellm/_delegate.py"), True),
-    (half_written, ("(_register.py, line", "--force-reinstall"), True),
+    (half_deleted, ("of its", "2 are missing, such as torch_sagellm/_private/delegate.py"), True),
+    (half_written, ("(register.py, line", "--force-reinstall"), True),
     (without_extension, ("does not load", "uild it anew"), True),
     (cut_off_extension, ("was cut off", "uild it anew"), True),
     (no_library, ("does not load", "uild it anew"), True),
@@ -241,12 +241,12 @@ def test_a_wheel_loads_the_extension_for_this_torch_under_the_one_name(tmp_path:
     assert run(place)["ours"] == "works"
     look = """
 import json, pickle, torch, torch_sagellm
-from torch_sagellm import _load
-extension = _load.extension()
+from torch_sagellm._private import load
+extension = load.extension()
 from torch_sagellm import _C
 import torch_sagellm._C as again
-assert extension is _C is again is _load.extension() and torch_sagellm.Options.__module__ == "torch_sagellm._C"
-print(json.dumps({"name": extension.__name__, "file": extension.__file__, "minors": _load.minors()}))
+assert extension is _C is again is load.extension() and torch_sagellm.Options.__module__ == "torch_sagellm._C"
+print(json.dumps({"name": extension.__name__, "file": extension.__file__, "minors": load.minors()}))
 """
     found = run(place, look)
     assert found["name"] == "torch_sagellm._C" and found["minors"] == ["2.3", ".".join(version.split(".")[:2]), "2.99"]
@@ -333,7 +333,7 @@ def test_the_name_gloo_is_refused_where_ours_was_asked_for_and_is_broken(tmp_pat
     """Other ranks may have been given ours: torch's own would wait for them until its timeout."""
     place = installed(tmp_path)
     half_deleted(place)
-    (place / "torch_sagellm" / "_serve_as.py").unlink()
+    (place / "torch_sagellm" / "api" / "serve_as.py").unlink()
     found = run(place, SAGELLM_AS="gloo")
     assert len(found["told"]) == 1 and "3 are missing" in found["told"][0] and "3 are missing" in found["gloo"], found
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from harness import IS_GLOO
 
-from torch_sagellm import _load, _nearest
+from torch_sagellm._private import load, nearest
 from torch_sagellm.cli import show
 from torch_sagellm.cli.main import COMMANDS, WITHOUT_TORCH, _parse, main
 
@@ -76,11 +76,11 @@ def test_without_a_command_all_are_named_and_the_version_is_told(capsys: pytest.
     assert end.value.code == 2 and f"which command? One of {', '.join(COMMANDS)}" in capsys.readouterr().err
     assert main(["--version"]) == 0
     first, *others = capsys.readouterr().out.splitlines()
-    assert first == f"torch-sagellm {_load.version()}"
+    assert first == f"torch-sagellm {load.version()}"
     assert main(["--version", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["version"] == _load.version() and found["torch"] == torch.__version__, found
-    assert found["commit"] == _load.commit() and found["serves"] == _load.minors(), found
+    assert found["version"] == load.version() and found["torch"] == torch.__version__, found
+    assert found["commit"] == load.commit() and found["serves"] == load.minors(), found
     assert found["extension"].startswith("_C.") and found["kernels"] in ("portable", "avx2", "avx512"), found
     assert [line.split()[0] for line in others] == list(found)[1:]
     with pytest.raises(SystemExit) as end:
@@ -131,7 +131,7 @@ def test_a_typo_is_answered_by_the_nearest_word(
 
 
 def test_a_word_that_is_near_nothing_gets_no_guess() -> None:
-    assert _nearest.meant("xyzzy", ["all_reduce", "broadcast"]) == ""
+    assert nearest.meant("xyzzy", ["all_reduce", "broadcast"]) == ""
 
 
 class Screen(io.StringIO):
@@ -178,7 +178,7 @@ def test_a_progress_bar_is_drawn_over_itself_on_a_terminal_only(monkeypatch: pyt
 def test_info_says_what_serves_what(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["torch"] == torch.__version__ and found["sagellm"].startswith(_load.version())
+    assert found["torch"] == torch.__version__ and found["sagellm"].startswith(load.version())
     assert "shared memory" in found["cpu tensors, one host"] and "gloo" in found['groups called "gloo"']
     assert main(["info"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(found) < 40
@@ -201,7 +201,7 @@ def test_a_reader_that_has_enough_ends_a_command_quietly() -> None:
 def test_the_command_line_explains_and_prints_the_table() -> None:
     done = cli("explain", "all_reduce", "1MiB", "--ranks", "2", "--dtype", "bfloat16")
     assert done.returncode == 0 and "all_reduce of 1MiB on 2 ranks: rounds(" in done.stdout
-    _load.extension().save_table(2, "2026-11-21", TABLE)
+    load.extension().save_table(2, "2026-11-21", TABLE)
     done = cli("table")
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from harness import IS_GLOO
 
-from torch_sagellm import _variables
-from torch_sagellm._address import Addresses
+from torch_sagellm._private import variables
+from torch_sagellm._private.address import Addresses
 from torch_sagellm.cli import checks, libraries
 from torch_sagellm.cli.checks import Facts, Timeouts
 from torch_sagellm.cli.main import main
@@ -165,8 +165,8 @@ OTHERWISE = re.compile("SAGELLM_(ALGORITHM|AS|VENDOR_DIR|[A-Z]+_LIBRARY)$")
 
 
 def test_the_value_of_every_variable_is_judged() -> None:
-    """A new variable needs its rule in `_variables.RULES`; of a well set one nothing is said."""
-    assert {name for name in checks.VARIABLES if not OTHERWISE.match(name)} == set(_variables.RULES)
+    """A new variable needs its rule in `variables.RULES`; of a well set one nothing is said."""
+    assert {name for name in checks.VARIABLES if not OTHERWISE.match(name)} == set(variables.RULES)
     well = {"SAGELLM_SOFT_TIMEOUT": "2.5", "SAGELLM_RING": "0", "SAGELLM_CALL_SITES": "1", "SAGELLM_STRICT": "on"}
     well |= {
         "SAGELLM_VENDOR": "nccl:/lib/libnccl.so",
@@ -174,18 +174,18 @@ def test_the_value_of_every_variable_is_judged() -> None:
         "SAGELLM_FUSION": "",
         "SAGELLM_KERNELS": "avx2",
     }
-    assert not list(_variables.wrong(well))
+    assert not list(variables.wrong(well))
 
 
 def test_the_first_group_warns_of_values_and_makes_the_folder_of_dumps(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(_variables, "_told", threading.Lock())
+    monkeypatch.setattr(variables, "_told", threading.Lock())
     monkeypatch.setenv("SAGELLM_RING", "many")
     monkeypatch.setenv("SAGELLM_STRICT", "maybe")  # the group's own refusal says it
     monkeypatch.setenv("SAGELLM_DUMP_DIR", str(tmp_path / "new" / "folder"))
-    _variables.check()
-    _variables.check()
+    variables.check()
+    variables.check()
     assert [record.getMessage() for record in caplog.records] == [
         "SAGELLM_RING=many: expected a whole number from 0 on; a group remembers 1024 operations. correct it, or unset "
         "SAGELLM_RING"

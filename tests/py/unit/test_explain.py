@@ -12,7 +12,7 @@ import torch
 from harness import IS_GLOO
 
 import torch_sagellm
-from torch_sagellm import _load
+from torch_sagellm._private import load
 from torch_sagellm.observe import explain, stats
 
 pytestmark = [
@@ -91,7 +91,7 @@ def test_a_past_operation_says_with_whom_it_went() -> None:
 
 
 def test_the_core_names_the_operations_and_the_types_that_torch_combines() -> None:
-    core = _load.extension()
+    core = load.extension()
     assert core.KINDS[:6] == ("all_reduce", "broadcast", "reduce", "all_gather", "gather", "scatter")
     assert core.KINDS[6:] == ("reduce_scatter", "all_to_all", "barrier", "send", "recv")
     assert set(explain.ALIASES.values()) <= set(core.KINDS) and stats.BUS_FACTORS.keys() <= set(core.KINDS)
@@ -148,7 +148,7 @@ LINES = "all_reduce:0-4KiB=slots 3000 ns; start 3000 ns\nall_reduce:4097-=rounds
 
 
 def test_a_table_on_disk_decides_and_rules_come_before_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = Path(_load.extension().save_table(2, "2026-11-21", LINES))
+    path = Path(load.extension().save_table(2, "2026-11-21", LINES))
     assert path.parent == cache and [*cache.iterdir()] == [path]
     found = torch_sagellm.explain("all_reduce", MIB, ranks=2)
     assert (found.choice, found.reason, found.measured) == ("rounds(64KiB)", "measured", 9e-6)
@@ -170,7 +170,7 @@ def test_a_table_on_disk_decides_and_rules_come_before_it(cache: Path, monkeypat
     ],
 )
 def test_a_bad_table_is_refused_with_the_reason(change: Any, expected: str) -> None:
-    path = Path(_load.extension().save_table(2, "2026-11-21", LINES))
+    path = Path(load.extension().save_table(2, "2026-11-21", LINES))
     path.write_text(change(path.read_text()))
     found = torch_sagellm.explain("all_reduce", MIB, ranks=2)
     assert found.reason != "measured" and expected in found.table and str(path) in found.table
@@ -178,7 +178,7 @@ def test_a_bad_table_is_refused_with_the_reason(change: Any, expected: str) -> N
 
 def test_lines_that_are_no_table_are_not_written(cache: Path) -> None:
     with pytest.raises(ValueError, match="no line of a table"):
-        _load.extension().save_table(2, "now", "all_reduce is fast")
+        load.extension().save_table(2, "now", "all_reduce is fast")
     assert not [*cache.iterdir()]
 
 

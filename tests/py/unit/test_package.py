@@ -10,7 +10,7 @@ import torch
 from harness import in_new_process
 
 import _torch_sagellm_autoload
-from torch_sagellm import _delegate
+from torch_sagellm._private import delegate
 
 pytestmark = pytest.mark.quick
 
@@ -78,9 +78,9 @@ def test_unknown_attributes_are_refused() -> None:
 
 
 def test_the_delegate_is_checked_before_anybody_meets() -> None:
-    assert _delegate.check("") == "gloo" and _delegate.check("GLOO") == "gloo"
+    assert delegate.check("") == "gloo" and delegate.check("GLOO") == "gloo"
     with pytest.raises(ValueError, match=r"delegate='nccl' cannot serve CPU tensors; expected one of gloo, mpi, ucc"):
-        _delegate.check("nccl")
+        delegate.check("nccl")
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,8 @@ def test_a_wrong_option_is_refused_where_it_is_written() -> None:
     import re
     from pathlib import Path
 
-    from torch_sagellm import Options, _options
+    from torch_sagellm import Options
+    from torch_sagellm._private import options
 
     for given, said in (
         ({"fuson": True}, "there is no option 'fuson'; did you mean 'fusion'?"),
@@ -158,10 +159,10 @@ def test_a_wrong_option_is_refused_where_it_is_written() -> None:
         and repr(Options()) == "Options()"
     )
     # The list is that of the stub, with its defaults.
-    stub = Path(inspect.getfile(_options)).with_name("_C.pyi").read_text()
+    stub = Path(inspect.getfile(options)).with_name("_C.pyi").read_text()
     body = stub.partition("class Options:")[2].partition("-> None")[0]
     defaults = dict(re.findall(r"^        (\w+): [\w| ]+ = (.+),$", body, re.M))
-    assert list(defaults) == list(_options.OPTIONS)
+    assert list(defaults) == list(options.OPTIONS)
     assert {name: eval(text) for name, text in defaults.items()} == {
         name: getattr(Options(), name) for name in defaults
     }

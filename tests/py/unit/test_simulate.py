@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from torch_sagellm import _load
+from torch_sagellm._private import load
 from torch_sagellm.cli import measure, simulate
 from torch_sagellm.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[3]
-KINDS = [kind for kind in _load.extension().KINDS if kind not in ("send", "recv")]
+KINDS = [kind for kind in load.extension().KINDS if kind not in ("send", "recv")]
 
 
 @dataclass
@@ -89,7 +89,7 @@ def test_without_matplotlib_the_message_says_what_to_do(monkeypatch: pytest.Monk
 
 @pytest.mark.quick
 def test_every_collective_has_prices_that_grow_with_size_and_ranks() -> None:
-    core = _load.extension()
+    core = load.extension()
     machine = simulate.Machine(simulate.Link(1e-6, 0, 1e-10), simulate.Link(1e-4, 1e-6, 1e-9), 1e-10, 4)
     for kind in KINDS:
         for name in simulate.algorithms(core, kind):
@@ -148,7 +148,7 @@ def test_the_check_runs_the_schedules_and_prints_the_error(kind: str) -> None:
     done = run_simulate("--op", kind, "--ranks", "3", "--sizes", "60", "--check")
     assert done.returncode == 0, done.stderr
     shown = re.findall(r"^ +60 B +(\w+).* [+-]\d+%$", done.stdout, re.M)
-    wanted = set(simulate.algorithms(_load.extension(), kind)) - {simulate.TWO_LEVELS}
+    wanted = set(simulate.algorithms(load.extension(), kind)) - {simulate.TWO_LEVELS}
     assert set(shown) == wanted, done.stdout
     assert re.search(r"error of the model, 3 ranks: median \d+%, worst [+-]\d+%", done.stdout)
 
@@ -156,7 +156,7 @@ def test_the_check_runs_the_schedules_and_prints_the_error(kind: str) -> None:
 @pytest.mark.quick
 def test_the_check_would_see_a_wrong_result() -> None:
     """Its verification is not empty: right values pass, one wrong number does not."""
-    core = _load.extension()
+    core = load.extension()
     for kind in KINDS[:-1]:
         for rank in range(3):
             runner = measure.Runner(kind, core.program(kind, "direct", 3, 1, rank), 3, rank, 60)

@@ -14,7 +14,8 @@ import pytest
 from harness import IS_GLOO
 
 import torch_sagellm
-from torch_sagellm import _load, topology
+from torch_sagellm import topology
+from torch_sagellm._private import load
 from torch_sagellm.topology import TopologyInfo, TopologyManager
 
 pytestmark = pytest.mark.quick
@@ -51,7 +52,7 @@ def test_the_start_rules(size: int, devices: int, given: Any, expected: str) -> 
 
 @own_choice
 def test_the_core_decides_and_says_why() -> None:
-    found = _load.extension().explain_without_group(
+    found = load.extension().explain_without_group(
         "all_reduce", 8, "float32", 4, topology=TopologyInfo(hosts=2, full_nvlink=True).option()
     )
     assert (found["choice"], found["reason"], found["hosts"]) == ("hierarchical", "full_nvlink", 2)
@@ -72,7 +73,7 @@ def test_the_start_rules_refuse_nonsense() -> None:
         torch_sagellm.select_all_reduce_algorithm(8, 2, {"hosts": 2})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="2 devices cannot be on the 3 hosts"):
         torch_sagellm.select_all_reduce_algorithm(8, 2, TopologyInfo(hosts=3))
-    ask = _load.extension().explain_without_group
+    ask = load.extension().explain_without_group
     with pytest.raises(ValueError, match="start rules name algorithms of all_reduce, and were asked about broadcast"):
         ask("broadcast", 8, "float32", 2, topology="hosts=1")
     with pytest.raises(ValueError, match='the field hosts: expected a whole number from 1 on, got "none"'):
@@ -137,7 +138,7 @@ def test_the_machine_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     found = TopologyManager()
-    facts = _load.extension().doctor()
+    facts = load.extension().doctor()
     assert found.source == "read from this machine" and found.topology.hosts == 1
     assert found.topology.cores == int(facts["cores"]) <= len(os.sched_getaffinity(0))
     nodes = Path("/sys/devices/system/node")

@@ -6,7 +6,7 @@ import pytest
 from harness import IS_GLOO
 
 import torch_sagellm
-from torch_sagellm import _load
+from torch_sagellm._private import load
 from torch_sagellm.cli import tune
 from torch_sagellm.observe import explain
 
@@ -48,7 +48,7 @@ def test_tune_writes_lines_that_cover_every_size_up_to_the_largest_once() -> Non
         "all_reduce:32769-65536=rounds(512KiB) 6000 ns; start 6000 ns",
         "all_to_all:0-=rounds(16KiB) 4000 ns; start 6000 ns",
     ]
-    _load.extension().save_table(2, "now", "\n".join(lines))
+    load.extension().save_table(2, "now", "\n".join(lines))
     found = [torch_sagellm.explain("all_reduce", size, ranks=2) for size in (0, 2048, 2049, 4096, 4097, 65536)]
     assert all(one.reason == "measured" for one in found)
     # What was not measured is not called so.
@@ -60,5 +60,5 @@ def test_what_tune_would_try_can_be_tried() -> None:
         assert start not in rivals and len(set(rivals)) == len(rivals)
         for way in rivals:
             rule = f"{op}:0-={way}"
-            answer = _load.extension().explain_without_group(op, nbytes, "float32", 2, rule)
+            answer = load.extension().explain_without_group(op, nbytes, "float32", 2, rule)
             assert explain.read(answer).choice == way

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torch_sagellm._units import parse_size, show_size, show_time, size_text
+from torch_sagellm._private.units import parse_size, show_size, show_time, size_text
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_sagellm import _nearest
+from torch_sagellm._private import nearest
 from torch_sagellm.api.arguments import (
     OpOrOperator,
     Seconds,
@@ -150,7 +150,7 @@ def create_comm_backend(
     asked = str(backend_type).lower()
     chosen, why = _auto() if asked == "auto" else (asked, "")
     if chosen not in BACKENDS:
-        near = _nearest.meant(asked, ["auto", *BACKENDS])
+        near = nearest.meant(asked, ["auto", *BACKENDS])
         raise ValueError(f"sagellm: backend_type={backend_type!r}, expected one of auto, {', '.join(BACKENDS)}{near}")
     checked_number("create_comm_backend", "retry", retry, least=0)
     base = group if group is not None else (dist.group.WORLD if dist.is_initialized() else None)

@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Literal, overload
 import torch
 import torch.distributed as dist
 
-from torch_sagellm import _fused, _load
+from torch_sagellm._private import load
+from torch_sagellm.api import fused
 from torch_sagellm.api.arguments import (
     Op,
     Seconds,
@@ -113,7 +114,7 @@ class CommBackend(CommBackendProtocol):
         self.group: Any = group_for(group, rank, world_size, settings, type(self).__name__)
         self.rank: int = dist.get_rank(self.group)
         self.world_size: int = dist.get_world_size(self.group)
-        self._receives: Callable[[Any], bool] = _load.extension()._receives
+        self._receives: Callable[[Any], bool] = load.extension()._receives
         self._compression = CompressionStats()
         self._methods: dict[str, Compression] = {}
         #: The thread of asynchronous calls with ``compress``; made by the first of them.
@@ -247,7 +248,7 @@ class CommBackend(CommBackendProtocol):
         Any mix of shapes and dtypes; no two tensors may share memory. See ``torch_sagellm.fused_all_reduce``.
         """
         checked_op("fused_all_reduce", op)
-        return with_timeouts(lambda: _fused.fused_all_reduce(tensors, op, group=self.group))
+        return with_timeouts(lambda: fused.fused_all_reduce(tensors, op, group=self.group))
 
     @overload
     def reduce(

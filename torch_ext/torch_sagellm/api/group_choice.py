@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from torch_sagellm import _load
+from torch_sagellm._private import load
 from torch_sagellm.observe import log
 from torch_sagellm.observe import stats as statistics
 
@@ -62,7 +62,7 @@ class GroupSettings:
         return () if self.vendor == "host" else ("auto",)
 
     def options(self) -> Any:
-        return _load.extension().Options(
+        return load.extension().Options(
             fusion=self.fusion,
             algorithm=self.algorithm,
             topology=self.topology,

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_sagellm import _load, _register
+from torch_sagellm._private import load, register
 from torch_sagellm.api.arguments import (
     Op,
     Seconds,
@@ -462,10 +462,10 @@ def _require_descriptors(world_size: int) -> None:
 
 def _meet(world_size: int, timeout: timedelta) -> list[Any]:
     """The groups of ranks that meet over a store in memory, each on its own thread, because it waits for the others."""
-    extension = _load.extension()
+    extension = load.extension()
     log.configure(extension)
-    _register._step_at_exit(extension)
-    options = _register._settings(extension, None)
+    register._step_at_exit(extension)
+    options = register._settings(extension, None)
     options.vendor = "host"  # CPU tensors need no library, and looking for one takes time
     store, ranks = dist.HashStore(), list(range(world_size))
     groups: dict[int, Any] = {}

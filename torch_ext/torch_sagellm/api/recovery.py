@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from torch_sagellm import _alive
+from torch_sagellm._private import alive as _alive
 from torch_sagellm.api.errors import CommTimeoutError
 from torch_sagellm.observe import log
 from torch_sagellm.observe import stats as statistics

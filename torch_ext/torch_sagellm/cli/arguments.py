@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from torch_sagellm import _nearest, _units
+from torch_sagellm._private import nearest, units
 from torch_sagellm.observe.explain import operation_name
 
 #: The engine's groups; larger ones are served by torch's gloo.
@@ -64,7 +64,7 @@ def seconds_from_zero(text: str) -> float:
 def size(text: str) -> int:
     """Bytes of ``4KiB``; the error is the one that argparse expects."""
     try:
-        found = _units.parse_size(text)
+        found = units.parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if found >= MOST_BYTES:
@@ -79,7 +79,7 @@ def one_of(known: Iterable[str]) -> Callable[[str], str]:
     def read(text: str) -> str:
         found = text if text in names else operation_name(text, names)
         if found is None:
-            near = _nearest.meant(text, names)
+            near = nearest.meant(text, names)
             raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}{near}")
         return found
 

@@ -15,7 +15,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from torch_sagellm._units import show_size
+from torch_sagellm._private.units import show_size
 from torch_sagellm.cli import arguments, chart, collectives
 from torch_sagellm.cli import ranks as processes
 from torch_sagellm.cli.show import Bar, paint

@@ -19,7 +19,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from torch_sagellm._units import show_size, show_time
+from torch_sagellm._private.units import show_size, show_time
 from torch_sagellm.cli import arguments, bench, info
 from torch_sagellm.cli import ranks as processes
 from torch_sagellm.cli.show import fact, paint

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from torch_sagellm._units import show_size
+from torch_sagellm._private.units import show_size
 from torch_sagellm.cli import arguments
 
 HERE = "-"

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from _torch_sagellm_autoload import Unusable
-from torch_sagellm import _address, _nearest, _variables
+from torch_sagellm._private import address as _address
+from torch_sagellm._private import nearest
+from torch_sagellm._private import variables as _variables
 from torch_sagellm.cli import libraries
 
 ERROR, WARNING = "error", "warning"
@@ -187,7 +189,7 @@ def interface(facts: Facts) -> Iterator[Finding]:
     named = [name.strip() for name in facts.environment.get(INTERFACE, "").split(",") if name.strip()]
     for name in named:
         if name not in facts.interfaces:
-            near = _nearest.meant(name, facts.interfaces)
+            near = nearest.meant(name, facts.interfaces)
             yield Finding(
                 ERROR, f"{INTERFACE} names {name!r}, which this host does not have{near}", f"name one of {up}"
             )
@@ -321,7 +323,7 @@ def variables(facts: Facts) -> Iterator[Finding]:
         yield Finding(ERROR if found.is_refused else WARNING, found.what, found.fix)
     for name in sorted(facts.environment):
         if name.startswith("SAGELLM_") and name not in VARIABLES and not name.startswith(OTHERS):
-            near = _nearest.meant(name, VARIABLES)
+            near = nearest.meant(name, VARIABLES)
             yield Finding(WARNING, f"{name} is read by nothing{near}", f"unset {name}, or correct its name")
     if facts.environment.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
         what = (
@@ -335,10 +337,10 @@ def rules(facts: Facts) -> Iterator[Finding]:
     text = facts.environment.get("SAGELLM_ALGORITHM", "")
     if not text:
         return
-    from torch_sagellm import _load
+    from torch_sagellm._private import load
 
     try:
-        _load.extension().table_without_group(2, text)
+        load.extension().table_without_group(2, text)
     except Unusable:
         return
     except ValueError as error:

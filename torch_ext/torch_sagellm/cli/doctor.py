@@ -118,16 +118,17 @@ def _examine(parsed: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
 def _extension() -> tuple[ModuleType | None, list[checks.Finding]]:
     """The extension, or None, and what keeps every group from being made."""
-    from torch_sagellm import _load, _serve_as
+    from torch_sagellm._private import load
+    from torch_sagellm.api import serve_as
 
     found = []
     try:
         _torch_sagellm_autoload.look()
     except Exception as error:
-        fix = getattr(error, "fix", f"correct {_serve_as.VARIABLE}, or unset it")
+        fix = getattr(error, "fix", f"correct {serve_as.VARIABLE}, or unset it")
         found.append(checks.Finding(checks.ERROR, getattr(error, "what", str(error)), fix))
     try:
-        return _load.extension(), found
+        return load.extension(), found
     except _torch_sagellm_autoload.Unusable as error:
         return None, [*found, checks.Finding(checks.ERROR, error.what, error.fix)]
 
@@ -144,17 +145,18 @@ def _facts(extension: Any) -> dict[str, str]:
     """Versions, then the core's facts about this machine."""
     import torch
 
-    from torch_sagellm import _load, _serve_as
+    from torch_sagellm._private import load
+    from torch_sagellm.api import serve_as
 
-    place = getattr(extension, "__file__", None) or Path(_load.__file__).parent
+    place = getattr(extension, "__file__", None) or Path(load.__file__).parent
     found = {
-        "sagellm": f"{_load.version()} ({place})",
+        "sagellm": f"{load.version()} ({place})",
         "torch": torch.__version__ + (f", built for {extension.torch_version_built}" if extension else ""),
         "python": f"{platform.python_version()} ({sys.executable})",
         **({name: str(value) for name, value in extension.doctor().items()} if extension else {}),
     }
-    if _serve_as.serves():
-        found["groups called gloo"] = f"are served by sagellm ({_serve_as.VARIABLE})"
+    if serve_as.serves():
+        found["groups called gloo"] = f"are served by sagellm ({serve_as.VARIABLE})"
     return found | {name: os.environ[name] for name in sorted(os.environ) if name.startswith("SAGELLM_")}
 
 

@@ -43,18 +43,19 @@ def facts() -> dict[str, str]:
     """The printed facts, by name."""
     import torch
 
-    from torch_sagellm import _load, _serve_as
+    from torch_sagellm._private import load
+    from torch_sagellm.api import serve_as
 
-    named = _serve_as.serves()
+    named = serve_as.serves()
     return {
-        "sagellm": f"{_load.version()} in {Path(_load.__file__).parent}",
+        "sagellm": f"{load.version()} in {Path(load.__file__).parent}",
         **_problem(),
         **_build(),
         "torch": torch.__version__,
         "python": f"{platform.python_version()} ({sys.executable})",
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         **_served(),
-        'groups called "gloo"': f"by sagellm ({_serve_as.VARIABLE})" if named else "by torch's gloo",
+        'groups called "gloo"': f"by sagellm ({serve_as.VARIABLE})" if named else "by torch's gloo",
         **{name: os.environ[name] for name in sorted(os.environ) if name.startswith("SAGELLM_") or name in ALSO},
     }
 
@@ -69,24 +70,24 @@ def _problem() -> dict[str, str]:
 
 
 def _build() -> dict[str, str]:
-    from torch_sagellm import _load
+    from torch_sagellm._private import load
 
     try:
-        extension = _load.extension()
+        extension = load.extension()
     except _torch_sagellm_autoload.Unusable as error:
         return {"build": f"cannot be used: {error}"}
     from torch_sagellm import _build
 
     kind = Path(str(extension.__file__)).name.split(".")[1]
-    source = _build.SOURCE or f"a wheel for torch {', '.join(_load.minors())}"
+    source = _build.SOURCE or f"a wheel for torch {', '.join(load.minors())}"
     return {"build": f"for torch {extension.torch_version_built} and {kind}, from {source}"}
 
 
 def _served() -> dict[str, str]:
-    from torch_sagellm import _load
+    from torch_sagellm._private import load
 
     try:
-        return served(_load.extension())
+        return served(load.extension())
     except _torch_sagellm_autoload.Unusable:
         return {}
 

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, Protocol
 
-from torch_sagellm import _load, _nearest
+from torch_sagellm._private import load, nearest
 from torch_sagellm.cli import (
     bench,
     certify,
@@ -121,7 +121,7 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             known = [str(each) for each in action.choices]
-            near = _nearest.meant(str(value), known)
+            near = nearest.meant(str(value), known)
             raise argparse.ArgumentError(action, f"{value!r} is none of {', '.join(known)}{near}")
 
     def options(self) -> list[str]:
@@ -164,7 +164,7 @@ def _parse(given: Sequence[str]) -> argparse.Namespace:
         parser.error(f"which command? One of {', '.join(COMMANDS)}")
     if unknown:
         command = commands.get(parsed.command, parser)
-        near = _nearest.meant(unknown[0].partition("=")[0], _long(command.options()))
+        near = nearest.meant(unknown[0].partition("=")[0], _long(command.options()))
         command.error(f"there is no {'option' if unknown[0].startswith('-') else 'argument'} {unknown[0]!r}{near}")
     return parsed
 
@@ -219,7 +219,7 @@ def _prepare(command: str) -> None:
 
     _torch_sagellm_autoload.register()
     try:
-        log.configure(_load.extension())
+        log.configure(load.extension())
     except _torch_sagellm_autoload.Unusable:
         if command not in ALWAYS:
             raise

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from torch_sagellm._units import show_size, show_time
+from torch_sagellm._private.units import show_size, show_time
 from torch_sagellm.cli import ranks as processes
 from torch_sagellm.cli.simulate import TWO_LEVELS, Link, Machine, Prediction, predict
 
@@ -213,9 +213,9 @@ def run_rank(rank: int, ranks: int, port: int, job: str) -> int:
     import torch
     import torch.distributed as dist
 
-    from torch_sagellm import _load
+    from torch_sagellm._private import load
 
-    core = _load.extension()
+    core = load.extension()
     torch.set_num_threads(1)
     processes.join("gloo", rank, ranks, port, START_SECONDS)
     asked = json.loads(job)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, Any
 
-from torch_sagellm import _address
+from torch_sagellm._private import address as _address
 from torch_sagellm.cli import checks
 from torch_sagellm.cli.checks import ERROR, Finding
 from torch_sagellm.cli.show import fact

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_sagellm import _nearest
-from torch_sagellm._units import BINARY, DECIMAL, show_size, show_time
+from torch_sagellm._private import nearest
+from torch_sagellm._private.units import BINARY, DECIMAL, show_size, show_time
 from torch_sagellm.cli import arguments as checked
 from torch_sagellm.cli import chart
 from torch_sagellm.cli.show import Bar
@@ -283,16 +283,16 @@ def _chosen(core: Any, op: str, names: str | None) -> list[str]:
     chosen = [name.strip() for name in names.split(",")]
     for name in chosen:
         if name not in serving:
-            near = _nearest.meant(name, serving)
+            near = nearest.meant(name, serving)
             raise ValueError(f"{name!r} is no algorithm for {op}; there are {', '.join(serving)}{near}")
     return chosen
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; ValueError for arguments that do not fit together."""
-    from torch_sagellm import _load
+    from torch_sagellm._private import load
 
-    core = _load.extension()
+    core = load.extension()
     _check_mode(arguments)
     arguments.op = checked.one_of([kind for kind in core.KINDS if kind not in ("send", "recv")])(
         "all_reduce" if arguments.op is None else arguments.op

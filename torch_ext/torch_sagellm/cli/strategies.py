@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch_sagellm._units import show_size, show_time
+from torch_sagellm._private.units import show_size, show_time
 from torch_sagellm.cli import arguments, show
 from torch_sagellm.cli.simulate import Machine, _show_machine, algorithms, parse_size, predict
 from torch_sagellm.observe.stats import BUS_FACTORS

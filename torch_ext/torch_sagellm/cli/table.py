@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from torch_sagellm._units import parse_size, show_size, show_time
+from torch_sagellm._private.units import parse_size, show_size, show_time
 from torch_sagellm.cli import arguments
 from torch_sagellm.cli.show import fit
 from torch_sagellm.observe import explain
@@ -41,9 +41,9 @@ def sizes_text(text: str) -> str:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    from torch_sagellm import _load
+    from torch_sagellm._private import load
 
-    table: _C.ChoiceTable = _load.extension().table_without_group(parsed.ranks)
+    table: _C.ChoiceTable = load.extension().table_without_group(parsed.ranks)
     if parsed.json:
         print(json.dumps(table, indent=1))
         return 0

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch_sagellm._units import show_size, show_time
+from torch_sagellm._private.units import show_size, show_time
 from torch_sagellm.cli import arguments
 from torch_sagellm.cli.show import CLEAR_BELOW, HOME, clip, is_terminal, paint, table
 from torch_sagellm.observe import ras, watch

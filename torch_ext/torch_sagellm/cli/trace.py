@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from torch_sagellm._units import show_time
+from torch_sagellm._private.units import show_time
 from torch_sagellm.cli import arguments
 from torch_sagellm.observe import timeline
 

@@ -19,7 +19,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch_sagellm._units import parse_size, show_time, size_text
+from torch_sagellm._private.units import parse_size, show_time, size_text
 from torch_sagellm.cli import arguments
 from torch_sagellm.cli import ranks as processes
 from torch_sagellm.cli.show import Bar, fit
@@ -65,10 +65,10 @@ class Cell:
 
 def ways(op: str, nbytes: int, ranks: int) -> tuple[str, list[str]]:
     """The default choice for an operation, and the alternatives to measure."""
-    from torch_sagellm import _load
+    from torch_sagellm._private import load
 
     kind = explain.kind_name(op)
-    answer = _load.extension().explain_without_group(kind, nbytes, explain.dtype_name(None), ranks, "*:0-=start")
+    answer = load.extension().explain_without_group(kind, nbytes, explain.dtype_name(None), ranks, "*:0-=start")
     found = explain.read(answer)
     rounds = [other.way for other in found.rejected if other.predicted is not None and other.way != "slots"]
     if op != "all_to_all":
@@ -168,19 +168,19 @@ def tune(budget: float, ranks: int, dry_run: bool, largest: int = SIZES[-1], for
         what = f"two equal groups differed by {spread * 100:.0f} %, so these times say nothing; no table was written"
         print(f"torch-sagellm tune: {what}. Measure when nothing else runs, or pass --force", file=sys.stderr)
         return 1, document
-    from torch_sagellm import _load
+    from torch_sagellm._private import load
 
     made = f"{time.strftime('%Y-%m-%d')}, {len(found)} sizes in {budget:.0f} s, A/A spread {spread * 100:.1f} %"
-    document["table"] = _load.extension().save_table(ranks, made, text)
+    document["table"] = load.extension().save_table(ranks, made, text)
     print(f"written to {document['table']}; groups of {ranks} ranks use it from now on")
     return 0, document
 
 
 def slot_bytes(ranks: int) -> int:
     """Bytes that fit into a slot."""
-    from torch_sagellm import _load
+    from torch_sagellm._private import load
 
-    found: int = _load.extension().explain_without_group("all_reduce", 0, "float32", ranks)["slot_bytes"]
+    found: int = load.extension().explain_without_group("all_reduce", 0, "float32", ranks)["slot_bytes"]
     return found
 
 
@@ -281,10 +281,10 @@ def run_rank(rank: int, ranks: int, port: int, budget: str, largest: str) -> int
     import torch
     import torch.distributed as dist
 
-    from torch_sagellm import _load
+    from torch_sagellm._private import load
 
     torch.set_num_threads(1)
-    options = _load.extension().Options
+    options = load.extension().Options
     begin = options(algorithm=f"*:0-={START}")
     store = processes.join("sagellm", rank, ranks, port, SET_UP_SECONDS, pg_options=begin)
     groups: dict[str, Any] = {START: dist.group.WORLD}

@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import _torch_sagellm_autoload
-from torch_sagellm import _load
+from torch_sagellm._private import load
 from torch_sagellm.cli.show import fact
 
 
 def facts() -> dict[str, Any]:
     """The facts by name, also where no group can be made: ``extension`` then says why."""
-    found: dict[str, Any] = {"version": _load.version(), "commit": _load.commit(), "serves": _load.minors()}
+    found: dict[str, Any] = {"version": load.version(), "commit": load.commit(), "serves": load.minors()}
     try:
         import torch
     except Exception as error:  # no torch, or a broken one
         return {**found, "torch": None, "extension": f"cannot be used: {error}", "kernels": None}
     found["torch"] = torch.__version__
     try:
-        extension = _load.extension()
+        extension = load.extension()
     except _torch_sagellm_autoload.Unusable as error:
         return {**found, "extension": f"cannot be used: {error}", "kernels": None}
     return {**found, "extension": Path(str(extension.__file__)).name, "kernels": extension.doctor()["kernels"]}

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from torch_sagellm import _nearest
-from torch_sagellm._units import parse_size, show_time, size_text
+from torch_sagellm._private import nearest
+from torch_sagellm._private.units import parse_size, show_time, size_text
 from torch_sagellm.observe import stats as statistics
 
 if TYPE_CHECKING:
@@ -171,23 +171,23 @@ def operation_name(op: str, known: Iterable[str]) -> str | None:
 
 def kind_name(op: str) -> str:
     """The core's name of an operation; a ValueError lists the known ones."""
-    from torch_sagellm import _load
+    from torch_sagellm._private import load
 
-    known = _load.extension().KINDS
+    known = load.extension().KINDS
     name = operation_name(op, known)
     if name is None:
-        near = _nearest.meant(op, known)
+        near = nearest.meant(op, known)
         raise ValueError(f"sagellm explain: {op!r} is no operation; expected one of {', '.join(known)}{near}")
     return name
 
 
 def dtype_name(dtype: torch.dtype | str | None) -> str:
     """The core's name of an element type."""
-    from torch_sagellm import _load
+    from torch_sagellm._private import load
 
-    name, known = "float32" if dtype is None else str(dtype).removeprefix("torch."), _load.extension().DTYPES
+    name, known = "float32" if dtype is None else str(dtype).removeprefix("torch."), load.extension().DTYPES
     if name not in known:
-        near = "" if name.startswith("float8") else _nearest.meant(name, known)
+        near = "" if name.startswith("float8") else nearest.meant(name, known)
         import torch
 
         why = "cannot be combined" if isinstance(getattr(torch, name, None), torch.dtype) else "is no type of elements"
@@ -200,9 +200,9 @@ def backend_of(group: Any = None) -> Any:
     import torch
     import torch.distributed as dist
 
-    from torch_sagellm import _load
+    from torch_sagellm._private import load
 
-    extension = _load.extension()
+    extension = load.extension()
     group = dist.group.WORLD if group is None else group
     if group is None:
         raise ValueError("sagellm: there is no process group; make one first, or say ranks= for one that might be")
@@ -240,7 +240,7 @@ def explain(
         work.wait()
         assert torch_sagellm.explain(work).op == "all_reduce"  # what it did
     """
-    from torch_sagellm import _load
+    from torch_sagellm._private import load
 
     if sequence is not None:
         if not (what is None and nbytes is None and dtype is None and ranks is None):
@@ -261,7 +261,7 @@ def explain(
                 raise ValueError(
                     f"sagellm explain: device is {device}; only a group that exists knows how it serves one"
                 )
-            return read(_load.extension().explain_without_group(kind, size, name, ranks))
+            return read(load.extension().explain_without_group(kind, size, name, ranks))
         backend = backend_of(group)
         found = read(backend._explain(kind, size, name), delegate=_delegate_of(backend))
         found = replace(found, seen=_seen(backend, kind, size, found.ranks))
@@ -343,9 +343,9 @@ def _staged(found: Explanation, device: str, why: str) -> Explanation:
 
 
 def _explain_work(work: Any) -> Explanation:
-    from torch_sagellm import _load
+    from torch_sagellm._private import load
 
-    parts = [read(found) for found in _load.extension().explain_work(work)]
+    parts = [read(found) for found in load.extension().explain_work(work)]
     if not parts:
         raise ValueError(
             f"sagellm explain: {type(work).__name__} is no operation of the engine: gloo serves it, or it is one "

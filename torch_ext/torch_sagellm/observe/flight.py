@@ -47,11 +47,11 @@ def _live(member: stats.Member) -> _Group:
 
 def _sizes(record: _C.Record) -> tuple[list[list[int]], list[list[int]], str]:
     """Inputs and outputs as the analyser compares them between ranks, in elements, and their type."""
-    from torch_sagellm import _load
+    from torch_sagellm._private import load
 
     name, size = "Byte", 1
     if record["element"] != NO_TYPE:
-        name, size = _load.extension()._element(record["element"])
+        name, size = load.extension()._element(record["element"])
     read, written = record["read"] // size, record["written"] // size
     kind = record["kind"]
     if kind == "barrier":

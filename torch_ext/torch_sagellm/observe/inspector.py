@@ -40,11 +40,11 @@ def size_range(nbytes: float) -> str:
 
 def _samples(member: stats.Member) -> Iterator[tuple[str, dict[str, object], float]]:
     """Metric, labels and value, for every kind, range of sizes and path of a group."""
-    from torch_sagellm import _load
+    from torch_sagellm._private import load
 
     raw: _C.Stats = member.backend._stats()
     base: dict[str, object] = {
-        "version": _load.version(),
+        "version": load.version(),
         "slurm_job_id": os.environ.get("SLURM_JOB_ID", "unknown"),
         "node": socket.gethostname(),
         "gpu": f"rank{raw['rank']}",

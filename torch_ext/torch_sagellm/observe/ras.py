@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from torch_sagellm import _load
+from torch_sagellm._private import load
 from torch_sagellm.observe import watch
 
 #: NCCL's names of the operations that it counts.
@@ -42,7 +42,7 @@ def report(processes: Sequence[watch.Process], took: float = 0.0) -> dict[str, A
     silent = sum(process.condition != watch.RUNNING for process in processes)
     return {
         "nccl_version": "",
-        "sagellm_version": _load.version(),
+        "sagellm_version": load.version(),
         "cuda_runtime_version": 0,
         "cuda_driver_version": 0,
         "timestamp": time.strftime("%Y-%m-%d %H:%M:%S"),

@@ -113,11 +113,11 @@ def _backend(group: Any) -> Any:
 
 def _own(backend: Any) -> Any:
     """What torch has as the backend of a group, without what it put around it; None where it is not ours."""
-    from torch_sagellm import _load
+    from torch_sagellm._private import load
 
     # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it in a checking group.
     backend = getattr(backend, "wrapped_pg", backend)
-    return backend if isinstance(backend, _load.extension().SageBackend) else None
+    return backend if isinstance(backend, load.extension().SageBackend) else None
 
 
 def members(group: Any = None) -> list[Member]:
@@ -206,9 +206,9 @@ def up_to(size_class: int) -> int:
 
 
 def _snapshot(member: Member) -> dict[str, Any]:
-    from torch_sagellm import _load
+    from torch_sagellm._private import load
 
-    kinds = _load.extension().KINDS
+    kinds = load.extension().KINDS
     raw: _C.Stats = member.backend._stats()
     cells, ranks = raw["cells"], raw["size"]
     ops = {kind: _sum([cell for cell in cells if cell["kind"] == kind], ranks) for kind in kinds}

@@ -16,7 +16,7 @@ from types import ModuleType
 
 from _torch_sagellm_autoload import DISTRIBUTION, Unusable
 
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parent.parent
 #: Once it has been loaded.
 _loaded: ModuleType | None = None
 
@@ -143,7 +143,7 @@ def _import(stem: str) -> ModuleType:
     if stem != "_C":
         import torch_sagellm
 
-        loader = ExtensionFileLoader(f"{__package__}._C", str(_file(stem)))
+        loader = ExtensionFileLoader(f"{_PACKAGE.name}._C", str(_file(stem)))
         spec = spec_from_file_location(loader.name, loader.path, loader=loader)
         if spec is None:
             raise ImportError(f"Python makes no module of {loader.path}")

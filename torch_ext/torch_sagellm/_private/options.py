@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
-from torch_sagellm import _delegate, _nearest, _variables
+from torch_sagellm._private import delegate, nearest, variables
 
 #: The options of a group, and what each takes. The defaults stand in cpp/c10d/backend.hpp.
 OPTIONS: dict[str, type] = {
@@ -24,9 +24,9 @@ OPTIONS: dict[str, type] = {
 }
 #: What some of them must be; rules of algorithms and topologies are judged by the core, when a group is made.
 _JUDGES: dict[str, Callable[[str], str | None]] = {
-    "engine": _variables.words("auto", "delegate"),
-    "vendor": _variables.RULES["SAGELLM_VENDOR"].judge,
-    "on_device_failure": _variables.RULES["SAGELLM_ON_DEVICE_FAILURE"].judge,
+    "engine": variables.words("auto", "delegate"),
+    "vendor": variables.RULES["SAGELLM_VENDOR"].judge,
+    "on_device_failure": variables.RULES["SAGELLM_ON_DEVICE_FAILURE"].judge,
 }
 _WORDS = {str: "a text", bool: "True or False", Real: "seconds, or None"}
 
@@ -37,7 +37,7 @@ def apply(options: Any, positional: tuple[Any, ...], given: Mapping[str, Any]) -
         raise TypeError(f"sagellm Options: {positional[0]!r} has no name, expected such as Options(fusion=False)")
     for name, value in given.items():
         if name not in OPTIONS:
-            near = _nearest.meant(name, OPTIONS) or f"; the options are {', '.join(OPTIONS)}"
+            near = nearest.meant(name, OPTIONS) or f"; the options are {', '.join(OPTIONS)}"
             raise TypeError(f"sagellm Options: there is no option {name!r}{near}")
         expected = OPTIONS[name]
         if expected is bool and value in (0, 1):
@@ -56,7 +56,7 @@ def _judge(name: str, value: Any) -> None:
     if name == "soft_timeout" and value is not None and not value >= 0:
         raise ValueError(f"sagellm: the option soft_timeout is {value:g} s, expected 0 (none) or more")
     if name == "delegate":
-        _delegate.check(value)
+        delegate.check(value)
 
 
 def shown(options: Any) -> str:

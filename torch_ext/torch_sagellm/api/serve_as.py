@@ -3,7 +3,7 @@
 torch 2.15 keeps the creators of its own backends in ``Backend._plugins``; 2.11 to 2.13 call the class
 ``ProcessGroupGloo`` of ``torch.distributed.distributed_c10d``, and check that what they get is one. Both are replaced
 where they exist, and so is the name in ``torch.distributed``. For ``isinstance`` our groups are of that class, and
-``create_device`` goes on working. The link between hosts and delegates use torch's own gloo (``_delegate``), which is
+``create_device`` goes on working. The link between hosts and delegates use torch's own gloo (``delegate``), which is
 taken from torch's extension module and never patched.
 """
 
@@ -122,14 +122,14 @@ def real() -> Any:
 
 def _create(options: Any, pg_options: Any = None) -> Any:
     """Makes the backend of a group that is asked for as "gloo"; torch calls it."""
-    from torch_sagellm import _load, _register
+    from torch_sagellm._private import load, register
     from torch_sagellm.observe import log
 
     if getattr(options, "enable_reconfigure", False):
         log.logger.info("group %s is torch's gloo, because it is asked for with enable_reconfigure", options.group_id)
         theirs = next(before for holder, _, before in _replaced if isinstance(holder, dict))
         return theirs.creator_fn(options, pg_options)
-    extension = _load.extension()
+    extension = load.extension()
     log.configure(extension)
     if _told.acquire(blocking=False):
         log.logger.info("groups called 'gloo' are served by sagellm in this process")
@@ -141,9 +141,9 @@ def _create(options: Any, pg_options: Any = None) -> Any:
             options.group_id,
         )
         pg_options = None
-    given = _register.inherited(extension, options) if pg_options is None else pg_options.__copy__()
+    given = register.inherited(extension, options) if pg_options is None else pg_options.__copy__()
     given._as_gloo = True
-    return _register.create(options, given)
+    return register.create(options, given)
 
 
 def _class() -> Any:
@@ -153,16 +153,16 @@ def _class() -> Any:
 
     class Meta(type(base)):  # type: ignore[misc]  # torch's class has no annotations
         def __instancecheck__(cls, instance: Any) -> bool:
-            from torch_sagellm import _load
+            from torch_sagellm._private import load
 
-            ours = _load.extension().SageBackend
+            ours = load.extension().SageBackend
             return isinstance(instance, base) or (isinstance(instance, ours) and instance.options._as_gloo)
 
     class OptionsMeta(type(base_options)):  # type: ignore[misc]  # the same
         def __instancecheck__(cls, instance: Any) -> bool:
-            from torch_sagellm import _load
+            from torch_sagellm._private import load
 
-            ours = _load.extension().Options
+            ours = load.extension().Options
             return isinstance(instance, base_options) or (isinstance(instance, ours) and instance._as_gloo)
 
     class Options(base_options, metaclass=OptionsMeta):  # type: ignore[misc, valid-type]  # the same

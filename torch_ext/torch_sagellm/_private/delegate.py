@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch_sagellm import _load
+from torch_sagellm._private import load
 
 #: Keys of the delegate must differ from those of the rendezvous in the same store.
 PREFIX = "delegate"
@@ -29,18 +29,19 @@ LOOK = 0.1
 
 
 def _gloo(c10d: Any, store: Any, options: Any, addresses: list[str]) -> Any:
-    from torch_sagellm import _address, _serve_as
+    from torch_sagellm._private import address
+    from torch_sagellm.api import serve_as
 
     if not addresses:
         raise RuntimeError("it has no address")
     _require_descriptors(options)
-    kind = _serve_as.real()  # torch's own gloo, also where this package serves its name
+    kind = serve_as.real()  # torch's own gloo, also where this package serves its name
     asked = kind._Options()
     asked._timeout = options.timeout
     # torch sets these on its gloo groups; they appear in messages.
     asked.global_ranks_in_group = options.global_ranks_in_group
     asked.group_name = options.group_id
-    asked._devices = _address.devices(addresses)
+    asked._devices = address.devices(addresses)
     asked._threads = 2 * len(addresses)  # as torch does
     return kind(store, options.group_rank, options.group_size, asked)
 
@@ -168,7 +169,7 @@ class Making:
         return made
 
     def _make(self, run: Callable[[], list[Any]]) -> None:
-        _load.extension()._outlive_python()
+        load.extension()._outlive_python()
         try:
             made = run()
         except BaseException as error:  # handed to the caller, and told to the other ranks
@@ -192,7 +193,7 @@ class Making:
         """Asks whether another rank has failed, and tells the others when the time is over, which gloo does not notice
         where nothing answers. All ranks ask one store: with many, each asks less often.
         """
-        _load.extension()._outlive_python()
+        load.extension()._outlive_python()
         pause = LOOK * max(1.0, self.options.group_size / 32)
         end = time.monotonic() + self.seconds
         text = ""

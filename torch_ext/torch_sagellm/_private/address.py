@@ -1,6 +1,6 @@
 """Where the other ranks reach this process, and gloo's devices there.
 
-One rule holds for all that listens to other ranks: the delegate, the link, and the port of ``_alive``. Where
+One rule holds for all that listens to other ranks: the delegate, the link, and the port of ``alive``. Where
 GLOO_SOCKET_IFNAME names interfaces, their addresses are taken, and no others. Elsewhere, best first:
 
 1. the address by which this host reaches the store of the group: the others reach the same store, so they are likely to
@@ -100,14 +100,14 @@ def is_loopback(address: str) -> bool:
 
 def devices(addresses: list[str]) -> list[Any]:
     """gloo's devices at these addresses. A process has one at each address, for all its groups."""
-    from torch_sagellm import _serve_as
+    from torch_sagellm.api import serve_as
 
     made = []
     for address in addresses:
         with _lock:
             device = _devices.get(address)
         if device is None:
-            device = _serve_as.real().create_device(hostname=address)
+            device = serve_as.real().create_device(hostname=address)
             with _lock:
                 device = _devices.setdefault(address, device)
         made.append(device)

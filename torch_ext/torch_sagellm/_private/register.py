@@ -30,8 +30,9 @@ def create(options: Any, pg_options: Any = None) -> Any:
     ``process_group`` and ``split_from`` are not read. ``pg_options`` are the user's, if any: ours, or the
     plain options of torch.
     """
-    # `_regions` is what torch's coalescing manager asks from now on.
-    from torch_sagellm import _delegate, _load, _regions, _variables  # noqa: F401
+    # `regions` is what torch's coalescing manager asks from now on.
+    from torch_sagellm._private import delegate as _delegate
+    from torch_sagellm._private import load, variables
     from torch_sagellm.observe import log
 
     if getattr(options, "enable_reconfigure", False):
@@ -39,9 +40,9 @@ def create(options: Any, pg_options: Any = None) -> Any:
             f"sagellm: group {options.group_id!r} has enable_reconfigure=True, which sagellm does not "
             "offer. Leave it out, and after a failure make a new group of the ranks that are left"
         )
-    extension = _load.extension()
+    extension = load.extension()
     log.configure(extension)
-    _variables.check()
+    variables.check()
     if os.environ.get(log.VARIABLE):
         _log_versions(extension)
     if os.environ.get(STATUS):
@@ -60,18 +61,20 @@ def create(options: Any, pg_options: Any = None) -> Any:
 
 def part(ours: Any, store: Any, rank: int, size: int) -> Any:
     """Makes the backend of a group of some ranks of another one, in a split or a shrink. C++ calls it."""
-    from torch_sagellm import _delegate, _load
+    from torch_sagellm._private import delegate as _delegate
+    from torch_sagellm._private import load
 
     ranks = list(ours.global_ranks_in_group)
     facts = _delegate.Facts(store, rank, size, ours._timeout, ours.group_name, ranks)
-    return _meet(_load.extension(), facts, ours, is_part=True)
+    return _meet(load.extension(), facts, ours, is_part=True)
 
 
 def _meet(extension: ModuleType, options: Any, ours: Any, is_part: bool = False) -> Any:
     """The backend, after the ranks have met: connected, or with a delegate, if the ranks decided that it needs that."""
-    from torch_sagellm import _address, _alive, _delegate
+    from torch_sagellm._private import address, alive
+    from torch_sagellm._private import delegate as _delegate
 
-    addresses = _address.find(options.store)
+    addresses = address.find(options.store)
     ours._addresses = addresses.text()
     decided = extension.rendezvous(
         options.store,
@@ -89,7 +92,7 @@ def _meet(extension: ModuleType, options: Any, ours: Any, is_part: bool = False)
     if decided.delegate_reason:
         _tell_delegate(ours.delegate, decided.delegate_reason, options)
     chosen = addresses.chosen(decided.network)
-    _alive.announce(options.store, options.group_rank, chosen, agreed=bool(decided.network))
+    alive.announce(options.store, options.group_rank, chosen, agreed=bool(decided.network))
     return decided.build(*_delegate.make(ours.delegate, options, decided, chosen))
 
 
@@ -97,8 +100,8 @@ def _refuse_mpi(group: str, reason: str) -> NoReturn:
     import torch.distributed as dist
 
     raise dist.DistBackendError(
-        f"sagellm: MPI would have to serve group '{group}' ({reason}), and all ranks of the job have to make one of MPI; use "
-        "torch.distributed.new_group"
+        f"sagellm: MPI would have to serve group '{group}' ({reason}), and all ranks of the job have to make one of MPI; "
+        "use torch.distributed.new_group"
     )
 
 
@@ -210,8 +213,8 @@ def _tell_delegate(delegate: str, reason: str, options: Any) -> None:
 def _log_versions(extension: ModuleType) -> None:
     import torch
 
-    from torch_sagellm import _load
+    from torch_sagellm._private import load
     from torch_sagellm.observe import log
 
     where = getattr(extension, "__file__", "unknown")
-    log.logger.debug("version %s under torch %s, extension %s", _load.version(), torch.__version__, where)
+    log.logger.debug("version %s under torch %s, extension %s", load.version(), torch.__version__, where)

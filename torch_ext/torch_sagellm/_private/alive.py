@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from torch_sagellm import _address
+from torch_sagellm._private import address as _address
 
 #: Keys in the store of a group, one for each rank.
 PREFIX = "sagellm/alive"

@@ -7,7 +7,7 @@ from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from torch_sagellm import _load
+from torch_sagellm._private import load
 
 if TYPE_CHECKING:
     import torch
@@ -121,7 +121,7 @@ def _options(op: Any) -> Any:
 
 @cache
 def _extension() -> ModuleType:
-    return _load.extension()
+    return load.extension()
 
 
 def _apart(tensors: list[torch.Tensor]) -> None:

@@ -28,7 +28,7 @@ def _error(text: str) -> Any:
     """A class for one text. It looks like its base, is caught as that, and is pickled as that."""
     import torch.distributed as dist
 
-    from torch_sagellm import _load
+    from torch_sagellm._private import load
 
     class DistBackendError(dist.DistBackendError):  # type: ignore[misc]  # torch's class has no annotations
         #: Code of ours that is interrupted by it hands it on.
@@ -36,7 +36,7 @@ def _error(text: str) -> Any:
 
         def __init__(self, *given: Any) -> None:
             super().__init__(*(given or (text,)))
-            _load.extension().told_of_failure()
+            load.extension().told_of_failure()
 
         def __reduce__(self) -> Any:
             return dist.DistBackendError, self.args

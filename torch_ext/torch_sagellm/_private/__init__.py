@@ -1,0 +1,1 @@
+"""What the package itself needs and no program calls: loading, registering, options, variables, addresses."""
