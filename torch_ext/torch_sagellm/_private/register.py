@@ -100,7 +100,7 @@ def _refuse_mpi(group: str, reason: str) -> NoReturn:
     import torch.distributed as dist
 
     raise dist.DistBackendError(
-        f"sagellm: MPI would have to serve group '{group}' ({reason}), and all ranks of the job have to make one of MPI; "
+        f"sagellm: MPI would have to serve group '{group}' ({reason}), and all ranks of the job have to make one; "
         "use torch.distributed.new_group"
     )
 
