@@ -100,7 +100,8 @@ c10::intrusive_ptr<SageBackend> Rendezvous::build(BackendPtr delegate) {
   const bool delegated = !decided_.delegate_reason.empty();
   if (built_) value_error("build", "this group was built already");
   if (delegated != static_cast<bool>(delegate)) {
-    value_error("build", c10::str("the group ", delegated ? "needs a backend that serves it" : "takes no other backend"));
+    value_error("build",
+                c10::str("the group ", delegated ? "needs a backend that serves it" : "takes no other backend"));
   }
   built_ = true;
   try {
@@ -367,7 +368,9 @@ void SageBackend::unregisterAbortHook(int64_t id) {
 
 #ifdef SAGELLM_HAS_COMPLETION_HOOKS
 void SageBackend::registerCompletionHook(int64_t id, CompletionHook hook) {
-  if (delegated()) value_error("register_completion_hook", c10::str("the group is served by ", delegate_name(), ", which does not report when its works complete"));
+  if (delegated())
+    value_error("register_completion_hook", c10::str("the group is served by ", delegate_name(),
+                                                     ", which does not report when its works complete"));
   events_->completion_hooks.add(id, std::move(hook));
 }
 

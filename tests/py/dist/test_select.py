@@ -351,7 +351,7 @@ def explain_a_delegated_group(context: Context) -> tuple[str, str, str]:
 def test_a_delegated_group_is_explained() -> None:
     for choice, why, text in run_fresh(explain_a_delegated_group, 2):
         assert choice == "gloo" and "engine" in why
-        assert "a delegate's operation" in text
+        assert "gloo serves it" in text
 
 
 def test_tune_measures_and_leaves_a_table(tmp_path: Path) -> None:
