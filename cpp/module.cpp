@@ -169,7 +169,9 @@ void bind_options(py::module_& module) {
       .def_readwrite("_attempt", &Options::attempt)
       .def_readwrite("_addresses", &Options::addresses)
       .def("__repr__",
-           [](const py::object& self) { return py::module_::import("torch_sagellm._private.options").attr("shown")(self); })
+           [](const py::object& self) {
+             return py::module_::import("torch_sagellm._private.options").attr("shown")(self);
+           })
       .def("__copy__", [](const Options& self) { return self.copy(); })
       .def("__deepcopy__", [](const Options& self, const py::dict&) { return self.copy(); }, py::arg("memo"));
 }
