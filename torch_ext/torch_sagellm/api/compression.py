@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from torch_sagellm.api import hosts
 from torch_sagellm.api.arguments import Op, checked_dense, checked_op, checked_tensor, checked_written
 from torch_sagellm.api.group_choice import our_backend
-from torch_sagellm.parallel import hosts
 
 logger = logging.getLogger("sagellm")
 

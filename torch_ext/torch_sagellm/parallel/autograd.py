@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torch_sagellm.api import hosts
 from torch_sagellm.api.arguments import in_memory
-from torch_sagellm.parallel import hosts
 
 
 def gather_last(tensor: Tensor, group: Any) -> Tensor:

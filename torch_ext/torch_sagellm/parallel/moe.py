@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torch_sagellm.api import hosts
 from torch_sagellm.api.arguments import checked_dense, in_memory
-from torch_sagellm.parallel import hosts
 
 
 @dataclass(frozen=True)
