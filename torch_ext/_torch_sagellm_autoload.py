@@ -171,7 +171,7 @@ def _replace_manager() -> None:
     @wraps(theirs)
     def manager(*args: Any, **named: Any) -> Any:
         # Without it there is no group of ours.
-        regions: Any = sys.modules.get(f"{PACKAGE}._regions")
+        regions: Any = sys.modules.get(f"{PACKAGE}._private.regions")
         return theirs(*args, **named) if regions is None else regions.manager(theirs, *args, **named)
 
     manager._sagellm = True  # type: ignore[attr-defined]

@@ -281,7 +281,7 @@ def test_top_draws_over_its_last_table_until_ctrl_c(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(top.time, "sleep", pause)
     screen = Screen()
     with contextlib.redirect_stdout(screen):
-        assert main(["top", "--dir", str(tmp_path), "--every", "7"]) == 0
+        assert main(["top", "--dir", str(tmp_path), "--every", "7"]) == 130
     assert pauses == [7, 7]
     cleared, *tables = screen.getvalue().split("\x1b[H")
     assert cleared == "\x1b[2J" and len(tables) == 2

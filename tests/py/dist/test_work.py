@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -465,12 +466,39 @@ def test_rule_29_the_generic_recorder_is_off_unless_asked_for() -> None:
 
 
 @beyond_gloo("not this package")
-def test_rule_30_there_is_no_direct_call() -> None:
-    """Rule 30 is about calls past c10d: the package offers none, so every call takes its number in one place."""
+def raise_its_name(name: str) -> Callable[..., None]:
+    def call(*_: object, **__: object) -> None:
+        raise LookupError(name)
+
+    return call
+
+
+def test_rule_30_there_is_no_direct_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rule 30 is about calls past c10d: the package's own functions are calls of torch.distributed, nothing beside."""
     import torch_sagellm
 
-    collectives = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier", "send", "recv"}
-    assert not collectives & set(torch_sagellm.__all__)
+    calls = {
+        "all_reduce",
+        "all_gather",
+        "reduce_scatter",
+        "broadcast",
+        "all_to_all",
+        "barrier",
+        "send",
+        "recv",
+        "isend",
+    }
+    offered = calls & set(torch_sagellm.__all__)
+    assert offered == calls - {"barrier"}
+    one = torch.ones(2)
+    lists = {"reduce_scatter": [one], "all_to_all": [one]}
+    peers = {"broadcast": [0], "send": [0], "recv": [0], "isend": [0]}
+    for name in sorted(offered):
+        with monkeypatch.context() as patch:
+            patch.setattr(dist, "get_world_size", lambda group=None: 1)
+            patch.setattr(dist, name, raise_its_name(name))
+            with pytest.raises(LookupError, match=f"^{name}$"):
+                getattr(torch_sagellm, name)(lists.get(name, one), *peers.get(name, []))
 
 
 def no_room(ctx: Context) -> str:

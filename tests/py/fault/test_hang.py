@@ -72,7 +72,8 @@ def asleep(ctx: Context) -> None:
 
 def computing(ctx: Context) -> None:
     end = time.monotonic() + patience(30)
-    while time.monotonic() < end:  # a thousandth of the time of the line below, so that it is hardly ever seen here
+    # The interpreter lets another thread look where a loop begins anew, so either line is right.
+    while time.monotonic() < end:  # mark: begins anew
         sum(range(100_000))  # mark: computes here
 
 
@@ -123,9 +124,10 @@ def test_the_line_that_a_late_rank_is_at_is_named(what: str, ranks: int) -> None
     with launch(late, ranks, what) as job:
         start(job)
         texts = survivors(job, [rank for rank in range(ranks) if rank != 1])
-    mark = {"asleep": "asleep here", "computing": "computes here"}[what]
+    marks = {"asleep": ["asleep here"], "computing": ["computes here", "begins anew"]}[what]
+    places = [f"{Path(__file__).name}:{line_of('mark: ' + mark)} in {what}" for mark in marks]
     for text in texts:
-        assert f"{Path(__file__).name}:{line_of('mark: ' + mark)} in {what}" in text, text
+        assert any(place in text for place in places), text
         assert f"{Path(__file__).name}:{line_of('mark: waits here')} in reduce_it" in text, text
     if ranks == 2:
         compare(f"hang_{what}", texts[0])

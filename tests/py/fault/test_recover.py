@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import time
@@ -516,6 +517,19 @@ def over_odd_hosts(ctx: Context, names: list[str], victim: int) -> None:
     dist.destroy_process_group()
 
 
+def is_locked(path: Path) -> bool:
+    """Whether another process holds the lock of this file and goes on holding it."""
+    with path.open("rb+") as file:
+        for _ in range(40):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.005)
+            else:
+                return False
+    return True
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("families", ["6", "46"])
 @pytest.mark.parametrize("interfaces", ["eth0", "eth0,lo", ""])
@@ -532,6 +546,11 @@ def test_the_dead_are_told_from_the_stopped_whatever_the_addresses(
             for rank in range(2):
                 assert job.hear(rank) == "ready"
             job.signal(1, number)
+            # A rank that is stopped in the middle of a request keeps the lock of the file, and nobody else gets it.
+            while number == signal.SIGSTOP and is_locked(job.tmp / "store"):
+                job.signal(1, signal.SIGCONT)
+                time.sleep(0.05)
+                job.signal(1, number)
             job.say(0, "go")
             end_well(job, [0])
     except Unavailable as reason:

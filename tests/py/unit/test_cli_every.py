@@ -230,7 +230,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
         "waited_for": [],
     }
     group["per_second"] = {"count": 1.0, "bytes": 8.0, "waiting": 0.0}
-    status = {"format": 1, "written": time.time(), "every": 1.0, "process": about, "groups": [group]}
+    status = {"format": 1, "written": time.time(), "every": 60.0, "process": about, "groups": [group]}
     (found["status"] / f"{watch.PREFIX}own.json").write_text(json.dumps(status))
     # root may read every folder, so the system's answer is given by hand.
     found["closed"] = tmp_path / "closed"

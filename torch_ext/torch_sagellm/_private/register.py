@@ -32,7 +32,7 @@ def create(options: Any, pg_options: Any = None) -> Any:
     """
     # `regions` is what torch's coalescing manager asks from now on.
     from torch_sagellm._private import delegate as _delegate
-    from torch_sagellm._private import load, variables
+    from torch_sagellm._private import load, regions, variables  # noqa: F401
     from torch_sagellm.observe import log
 
     if getattr(options, "enable_reconfigure", False):
