@@ -1,7 +1,7 @@
 //! The first step of a call on a device: it is checked, lowered, given its communicator and its number.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use super::call::{DeviceCall, Numbers, Stage};
@@ -60,6 +60,7 @@ impl DeviceEngine {
             notes,
             numbers,
             stage: Stage::begun(),
+            connects: AtomicBool::new(false),
         })
     }
 
@@ -84,6 +85,7 @@ impl DeviceEngine {
             parts: Parts::of(Vec::new()),
             notes: Vec::new(),
             stage: Stage::nothing_to_launch(),
+            connects: AtomicBool::new(false),
             numbers: Numbers::default(),
         }
     }

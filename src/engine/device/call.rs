@@ -29,6 +29,9 @@ pub struct DeviceCall {
     pub(super) notes: Vec<Box<dyn Counted>>,
     pub(super) numbers: Numbers,
     pub(super) stage: Stage,
+    /// It connected ranks. Written by the thread that launches it, before it hands the call over to those that look at it;
+    /// relaxed, because nothing is ordered by it.
+    pub(super) connects: AtomicBool,
 }
 
 /// How far a call has come. Written by the thread that begins and launches it, read by the thread that drops it, to
@@ -164,6 +167,7 @@ impl DeviceCall {
 
     /// A launch for which the library connects ranks: on a thread of its own, as long as the call may wait.
     fn first_launch(&self, communicator: &Arc<DeviceComm>, placed: &[Placed], stream: Stream) -> Result<()> {
+        self.connects.store(true, Ordering::Relaxed);
         let (engine, own) = (Arc::clone(&self.engine), Arc::clone(communicator));
         let (parts, placed) = (Arc::clone(&self.parts), placed.to_vec());
         let launched = first_use::watched(
@@ -177,7 +181,16 @@ impl DeviceCall {
             if matches!(error, Error::Interrupted(_)) {
                 self.engine.group.fail(error.clone());
             }
-        })
+        })?;
+        self.met_a_launch_that_was_let_go().map_or(Ok(()), Err)
+    }
+
+    /// The group's fault, where these calls connected ranks. The caller of such a launch is let go where a signal or its
+    /// deadline ends it, and the library goes on until the abort, with memory that this caller may write again: so another
+    /// rank that comes then meets that launch, and gets anything from it. A caller is let go only after its group has
+    /// failed.
+    fn met_a_launch_that_was_let_go(&self) -> Option<Error> {
+        if self.connects.load(Ordering::Relaxed) { self.engine.group.fault() } else { None }
     }
 
     /// An error where a launch shall not wait for other ranks any longer.
@@ -251,6 +264,9 @@ impl DeviceCall {
     /// ends the communicators (`abort`), which unblocks calls that hang, when the program has been told.
     pub fn poll(&self, passed: bool, mode: u32) -> Result<Found> {
         self.engine.runtime.exchange_capture_mode(mode)?;
+        if passed && let Some(error) = self.met_a_launch_that_was_let_go() {
+            return Ok(Found::Failed(error));
+        }
         Ok(self.look(Seen { passed, ..self.seen() }))
     }
 

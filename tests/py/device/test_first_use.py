@@ -84,9 +84,9 @@ def firsts(rank: int, name: str, group: Any) -> dict[str, Callable[[], torch.Ten
 SORTS = list(firsts(0, "cpu", None))
 
 
-def made(rank: int, name: str, vendor: str, sort: str, timeout: float) -> Any:
-    """A group of ranks 0 and 1 whose communicator exists, and its first call of a sort. The timeout is the call's: on a
-    busy machine it takes longer to make a group."""
+def connected(name: str, vendor: str, timeout: float) -> Any:
+    """A group of ranks 0 and 1 whose communicator exists, and its backend. The timeout is the calls': on a busy machine
+    it takes longer to make a group."""
     import torch_sagellm
 
     options = torch_sagellm.Options(vendor=vendor if vendor == "nccl" else "auto")
@@ -94,6 +94,12 @@ def made(rank: int, name: str, vendor: str, sort: str, timeout: float) -> Any:
     backend = group._get_backend(torch.device(name))
     backend.eager_connect_single_device(torch.device(name, 0))
     backend._set_default_timeout(timedelta(seconds=timeout))
+    return group, backend
+
+
+def made(rank: int, name: str, vendor: str, sort: str, timeout: float) -> Any:
+    """The backend of such a group, and its first call of a sort."""
+    group, backend = connected(name, vendor, timeout)
     return backend, firsts(rank, name, group)[sort]
 
 
@@ -220,5 +226,69 @@ def test_a_launch_that_does_not_return_is_ended_at_its_deadline(vendor: str, lib
         assert kind != "no error" and "Timed out after 3.0 s in all_reduce number 2" in text, (kind, text)
         assert took < TIMEOUT + patience(1), took
         job.hear(1)
+        for rank in range(2):
+            job.say(rank, "go")
+
+
+def given(rank: int, name: str, group: Any) -> dict[str, tuple[torch.Tensor, Callable[[], None]]]:
+    """First calls that read memory of rank 0, which holds ones, and give it to rank 1; the memory, and the call."""
+
+    def made_of(call: Callable[[torch.Tensor], list[Any]]) -> tuple[torch.Tensor, Callable[[], None]]:
+        memory = torch.full((4,), float(rank == 0), device=name)
+
+        def run() -> None:
+            for work in call(memory):
+                work.wait()
+
+        return memory, run
+
+    def at_once(memory: torch.Tensor) -> list[Any]:
+        dist.broadcast(memory, 0, group=group)
+        return []
+
+    way = dist.isend if rank == 0 else dist.irecv
+    return {
+        "synchronous": made_of(at_once),
+        "with a Work": made_of(lambda memory: [dist.broadcast(memory, 0, group=group, async_op=True)]),
+        "batch": made_of(lambda memory: dist.batch_isend_irecv([dist.P2POp(way, memory, 1 - rank, group)])),
+    }
+
+
+def let_go(ctx: Context, vendor: str) -> None:
+    if ctx.rank == 0:
+        del os.environ["SAGELLM_SIM_CONNECT_MS"]  # the simulator has not read it yet
+    _, name = start(ctx, vendor, timeout=timedelta(seconds=120))
+    found = []
+    for sort in given(ctx.rank, "cpu", None):
+        group, _ = connected(name, vendor, 120)
+        memory, call = given(ctx.rank, name, group)[sort]
+        together()
+        if ctx.rank == 0:
+            threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        kind, text = failed(call)
+        if ctx.rank == 0:
+            memory.fill_(100)  # it was told, so it may
+        found.append((sort, kind, text, memory.tolist() if kind == "no error" else []))
+        together()
+    ctx.tell(found)
+    ctx.listen()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_rule_35_who_meets_a_launch_that_was_let_go_takes_nothing_from_it(
+    vendor: str, libraries: dict[str, Path]
+) -> None:
+    """Ctrl-C lets rank 0 go, which then writes what it gave; its library goes on until the abort, or for ever where
+    there is none. Rank 1 is in the same call by then, and comes to where the library connects a little later."""
+    env = environment(vendor, libraries, SAGELLM_SIM_CONNECT_MS="400", SAGELLM_SIM_ABORT_MS="1500", **HANGS)
+    with launch(let_go, 2, vendor, env=env) as job:
+        struck, others = job.hear(0, 120), job.hear(1, 120)
+        for sort, kind, text, _ in struck:
+            assert kind in ("KeyboardInterrupt", "no error"), (sort, kind, text)
+        for (sort, kind, text, numbers), (_, ended, _, _) in zip(others, struck, strict=True):
+            if kind == "no error" and ended == "no error":
+                continue  # on a machine that stalls the signal comes after both
+            assert "interrupted" in text, (sort, kind, text, numbers)
         for rank in range(2):
             job.say(rank, "go")

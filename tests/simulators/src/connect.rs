@@ -63,6 +63,7 @@ pub fn begin<'a>(comm: &'a Comm, calls: &[Call]) -> Result<Option<Connecting<'a>
     if sides.is_empty() {
         return Ok(None);
     }
+    std::thread::sleep(settings::get().connect_takes);
     let store = comm.place.connect()?;
     sides.iter().try_for_each(|side| store.set(&side.key(&side.own), b"here"))?;
     Ok(Some(Connecting { comm, sides }))

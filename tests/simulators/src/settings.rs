@@ -26,6 +26,8 @@ pub struct Settings {
     pub stuck_at: usize,
     /// Communicators connect all their ranks when they are made, not at the first use.
     pub eager: bool,
+    /// How long a rank stays in a first use before the others can see that it has come.
+    pub connect_takes: Duration,
     /// Communicators are never ready.
     pub init_hangs: bool,
     /// File (with the process id behind it) that lists the calls.
@@ -72,6 +74,7 @@ static SETTINGS: Lazy<Settings> = Lazy::new(|| Settings {
     abort_takes: Duration::from_millis(number("SAGELLM_SIM_ABORT_MS", 0)),
     stuck_at: number("SAGELLM_SIM_STUCK_AT", 0),
     eager: text("SAGELLM_SIM_CONNECT").as_deref() == Some("eager"),
+    connect_takes: Duration::from_millis(number("SAGELLM_SIM_CONNECT_MS", 0)),
     init_hangs: text("SAGELLM_SIM_INIT").as_deref() == Some("hang"),
     trace: text("SAGELLM_SIM_TRACE"),
     cnrt_pending: match text("SAGELLM_SIM_CNRT_PENDING").as_deref() {
