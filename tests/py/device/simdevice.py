@@ -59,7 +59,7 @@ class Device:
     def __init__(self, name: str, library: ctypes.CDLL) -> None:
         self.name = name
         self.library = library
-        library.sim_use_library.restype = ctypes.c_char_p
+        library.sim_use_library.restype = library.sim_synchronize.restype = ctypes.c_char_p
         library.sim_kernels.restype = ctypes.c_int64
         library.sim_blocks.restype = ctypes.c_int64
         for setter in (library.sim_set_kernel_delay, library.sim_set_host_delay, library.sim_limit_blocks):
@@ -79,9 +79,7 @@ class Device:
 
     def use_library(self, path: str | Path, flavour: str) -> None:
         """Takes streams and events from a simulated vendor's library ("acl", "cnrt", "cuda"); before the first use."""
-        why = self.library.sim_use_library(str(path).encode(), flavour.encode())
-        if why:
-            raise RuntimeError(why.decode())
+        checked(self.library.sim_use_library(str(path).encode(), flavour.encode()))
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -123,6 +121,12 @@ class Device:
     def kernels(self) -> int:
         """Kernels put on streams so far."""
         return int(self.library.sim_kernels())
+
+
+def checked(why: bytes | None) -> None:
+    """Raises what a function of the library says has gone wrong."""
+    if why:
+        raise RuntimeError(why.decode())
 
 
 _installed: Device | None = None
@@ -186,7 +190,7 @@ def _module(name: str, library: ctypes.CDLL) -> types.ModuleType:
     module.device_count = lambda: int(library.sim_device_count())
     module.current_device = index
     module.set_device = lambda which: library.sim_set_device(index(which))
-    module.synchronize = lambda which=None: library.sim_synchronize(index(which))
+    module.synchronize = lambda which=None: checked(library.sim_synchronize(index(which)))
     module.current_stream = lambda which=None: torch.accelerator.current_stream(index(which))
     module.set_stream = lambda stream: torch.accelerator.set_stream(stream)
     module.stream = lambda stream: stream

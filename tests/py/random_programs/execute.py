@@ -385,8 +385,10 @@ class Rank:
         try:
             if moment is None:
                 make(0)
-            else:
-                self.interrupts.at_some_moment(moment, partial(make, 0), rest)
+            elif self.interrupts.at_some_moment(moment, partial(make, 0), rest):
+                # The call may have failed the group and been told by KeyboardInterrupt alone (rule 16). What it was to
+                # write is then undefined here, and the other ranks may have ended it well and know of nothing yet.
+                told = str(getattr(backend, "fault", ""))
         except (RuntimeError, ValueError) as error:
             told = str(error)
         said = self._agree(f"{step['id']} ended", step, told)
@@ -668,9 +670,10 @@ def member(context: Any, backend: str, hosts: list[str] | None = None, vendor: s
         else:
             client = client or dist.TCPStore("127.0.0.1", context.store_port, timeout=timedelta(seconds=30))
             store = dist.PrefixStore(key, client)
-        tell = partial(context.tell, (key, None))
+        tell = partial(context.tell, (key, None, False))
         rank = Rank(program, context.rank, backend, store, seconds, device, who, tell, bool(hosts))
-        context.tell((key, rank.run()))
+        problems = rank.run()
+        context.tell((key, problems, rank.over))
 
 
 def a_device(vendor: str) -> tuple[str, str]:

@@ -83,17 +83,18 @@ class Ranks:
         A rank that was struck need only come to its end, and the others may raise what names it.
         """
         job = self._job()
-        verdict, left = Verdict(), set(range(self.ranks))
+        verdict, left, failed = Verdict(), set(range(self.ranks)), False
         end = self.started + self.limit
         while left:
             for rank in list(left):
                 each = job.ranks[rank]
                 each.pump()
                 while each.words:
-                    key, problems = each.words.pop(0)
+                    key, problems, over = each.words.pop(0)
                     assert key == self.key, (key, self.key)
                     if problems is not None:
                         verdict.problems += problems
+                        failed = failed or over
                         left.discard(rank)
                 if rank == self.struck and (each.conn is None or each.outcome.error):
                     left.discard(rank)
@@ -114,6 +115,10 @@ class Ranks:
         if verdict.problems or self.struck is not None:
             job.kill()
             verdict.report = job.report()
+            self.close()
+        elif failed and self.settings.get("vendor") == "hccl":
+            # It has no abort: what has failed leaves streams of the device with an error for ever, and torch would give
+            # them to the groups of later programs.
             self.close()
         return verdict
 

@@ -649,6 +649,18 @@ struct Leaving {
   ~Leaving() { alive().lock(); }
 } leaving;
 
+template <class Body>
+const char* refusal(const Body& body) {
+  thread_local std::string why;
+  try {
+    body();
+    return nullptr;
+  } catch (const std::exception& error) {
+    why = error.what();
+    return why.c_str();
+  }
+}
+
 }  // namespace
 
 }  // namespace sim
@@ -695,18 +707,13 @@ int sim_current_device() {
 void sim_set_device(int device) {
   guard.setDevice({kType, static_cast<c10::DeviceIndex>(device)});
 }
-void sim_synchronize(int device) {
-  guard.synchronizeDevice(static_cast<c10::DeviceIndex>(device));
+// Null when it went well, else why not: no exception may pass through what Python calls C by. The text is the thread's,
+// until its next call.
+const char* sim_synchronize(int device) {
+  return refusal([&] { guard.synchronizeDevice(static_cast<c10::DeviceIndex>(device)); });
 }
-// Before the first stream. Null when it went well, else why not.
+// Before the first stream.
 const char* sim_use_library(const char* path, const char* flavour) {
-  static std::string why;
-  try {
-    runtime = library::open(path, flavour);
-  } catch (const std::exception& error) {
-    why = error.what();
-    return why.c_str();
-  }
-  return nullptr;
+  return refusal([&] { runtime = library::open(path, flavour); });
 }
 }
