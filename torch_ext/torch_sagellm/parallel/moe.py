@@ -389,6 +389,10 @@ class MoEDispatcher:
         return output, back
 
 
+#: What torch sums in bags.
+_BAGGED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
 def _places(routing: Routing) -> tuple[Tensor, Tensor]:
     """The assignments that were sent, ascending, and for each its row."""
     if not routing.padding:
@@ -404,7 +408,7 @@ def _summed(back: Tensor, routing: Routing, weights: Tensor | None) -> Tensor:
     assignments, places = _places(routing)
     if not len(places):
         return back.new_zeros((routing.tokens, back.shape[1]))
-    if not back.is_floating_point():
+    if back.dtype not in _BAGGED:
         part = back[places] if weights is None else back[places] * weights[assignments].unsqueeze(1)
         output = back.new_zeros((routing.tokens, back.shape[1]))
         return output.index_add(0, assignments.div(routing.choices, rounding_mode="floor"), part)
