@@ -194,7 +194,7 @@ def lived(ctx: Context) -> None:
     dist.barrier(group=group)
     found = torch_sagellm.explain("all_reduce", "64KiB", group=group)
     own = torch_sagellm.get_stats(group)["ops"]["all_reduce"]["latency"]
-    assert found.seen is not None and found.seen[0] == 9 and found.seen[1] == own["p50_ms"] / 1e3
+    assert found.seen is not None and found.seen[0] == 9 and found.seen[1] == pytest.approx(own["p50_ms"] / 1e3)
     text = str(found)
     assert "median of 9 calls of this size" in text and "predicted   about " in text
     assert torch_sagellm.explain("all_reduce", (1 << 16) + 4, group=group).seen is None, "another size class"
