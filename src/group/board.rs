@@ -111,7 +111,7 @@ impl Found {
         behind.chain(silent).chain(stopped).chain(difference).collect()
     }
 
-    /// What names a rank that a group of `ranks` ranks does not have is passed over: whoever reaches the store can write it.
+    /// Entries for ranks outside `0..ranks` are skipped, because anyone who reaches the store can write them.
     fn decode(text: &str, ranks: usize) -> Found {
         let in_group = |rank: u64| usize::try_from(rank).ok().filter(|rank| *rank < ranks);
         let mut found = Found::default();

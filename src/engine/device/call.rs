@@ -29,8 +29,8 @@ pub struct DeviceCall {
     pub(super) notes: Vec<Box<dyn Counted>>,
     pub(super) numbers: Numbers,
     pub(super) stage: Stage,
-    /// It connected ranks. Written by the thread that launches it, before it hands the call over to those that look at it;
-    /// relaxed, because nothing is ordered by it.
+    /// Whether this launch connected ranks. The launching thread writes it before it gives the call to the threads that
+    /// read it; relaxed, because that hand-over orders it.
     pub(super) connects: AtomicBool,
 }
 

@@ -1,7 +1,7 @@
 """Every command with normal, odd and wrong input; one that is not in ``TABLE`` fails here.
 
-In this process, because Python and torch take seconds to start; what belongs to a process (a pipe that nobody reads, a
-closed stdout, Ctrl-C, a kill) has few processes of its own below.
+In this process, because Python and torch take seconds to start; what needs a process (a pipe that nobody reads, a
+closed stdout, Ctrl-C, a kill) has tests with a few processes below.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Call:
 
     @cached_property
     def reads(self) -> range:
-        """The addresses from the first byte to behind the last one that it reads; and those that it writes."""
+        """The address ranges (begin, end) that it reads and that it writes; the end is exclusive."""
         return _addresses(self.source)
 
     @cached_property

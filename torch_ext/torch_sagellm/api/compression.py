@@ -292,8 +292,8 @@ class TopK(Compression):
 
 
 class Auto(Compression):
-    """int8 between hosts, and no compression where all ranks are on one host, where int8 and top-k take 9 to 23 times
-    as long as none.
+    """int8 between hosts, and no compression where all ranks are on one host, where int8 and top-k were slower than
+    none in every measurement.
 
     Example::
 

@@ -68,7 +68,7 @@ class _Later(torch.autograd.Function):  # type: ignore[misc]  # torch has no ann
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:
         upstream, member, kind, name = ctx.given
         back, given = _dual(member, kind, grad, name)
-        future = back(given, async_op=True)  # never waits, also where torch runs a deep graph on a thread of its own
+        future = back(given, async_op=True)  # does not wait, even if torch moves a deep graph to another thread
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         then = partial(_go_on, upstream.tensor, member, kind, name, future._result, keep)
         member.topology.follow(future._work.call, then)

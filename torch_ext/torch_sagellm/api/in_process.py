@@ -39,7 +39,7 @@ from torch_sagellm.observe import log
 
 #: The most ranks that share memory on one host.
 MOST_RANKS = 256
-#: All topologies of this process, and the counts of those that are gone, for `totals`.
+#: The live topologies of this process, and the counts of the collected ones, for `totals`.
 _alive: weakref.WeakSet[Topology] = weakref.WeakSet()
 _gone: deque[Totals] = deque()
 #: Operations, bytes and nanoseconds of waiting, by kind.

@@ -207,7 +207,7 @@ def read_file(path: str | os.PathLike[str]) -> list[Slice]:
 
 
 def _load(data: bytes) -> Any:
-    """What a pickle holds; of a file that is none, Python says so in words of its own, by one of many exceptions."""
+    """The content of a pickle. For a file that is not one, Python raises one of many exceptions."""
     try:
         return _Plain(io.BytesIO(data)).load()
     except pickle.UnpicklingError as error:

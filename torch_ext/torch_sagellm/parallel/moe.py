@@ -29,7 +29,7 @@ class Routing:
     """
 
     #: For each row of the tokens that were sent, which assignment it is; -1 for padding. Rows for other ranks stand
-    #: first, in the order of the experts, and those that stay here behind them.
+    #: first, in the order of the experts; rows that stay on this rank follow.
     order: Tensor
     #: Tokens and experts for each token of the call.
     tokens: int
@@ -39,7 +39,7 @@ class Routing:
     received: list[int]
     #: Rows for each expert of this rank, padding included; the rows that came are sorted by expert.
     rows: list[int]
-    #: For each row that ``dispatch`` returned its place among those that came, in the order of ``order``.
+    #: For each row that ``dispatch`` returned, its index in the rows as they were received.
     sorting: Tensor
     #: Assignments of this rank's tokens that found no room.
     dropped: int
@@ -95,7 +95,8 @@ class MoEDispatcher:
             assignments / num_experts)`` tokens, the first ones, and the same factor on all ranks; of the others
             ``combine`` adds nothing.
         pad: every expert gets as many rows as it may take, so that shapes are known before and no counts travel; needs
-            a capacity factor, and as many tokens on every rank. It pays for few tokens.
+            a capacity factor, and as many tokens on every rank. It sends more rows; that it
+            saves time was not shown.
         hierarchical: where several hosts have the same number of ranks, more than one, rows go in two steps: first
             between hosts, then inside them. That is fewer messages between hosts, but each row is copied twice more and
             a second exchange of counts comes before it. It was slower in every case measured (up to 4 ranks a host,
@@ -284,7 +285,7 @@ class MoEDispatcher:
         return torch.cat([order[:begin], order[end:], order[begin:end]])
 
     def _sorting(self, theirs: Tensor) -> Tensor:
-        """Where the rows for each expert here, rank by rank, are among those that come: other ranks' first."""
+        """Indices that sort the received rows by expert, then by rank. Rows of other ranks come first in them."""
         counts = theirs
         ranks = torch.arange(self.ranks, device=theirs.device)
         if self._among is None and self._rank != self.ranks - 1:
