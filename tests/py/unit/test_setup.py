@@ -23,7 +23,7 @@ body, call = text.rsplit("main()", 1)
 assert not call.strip()
 exec(compile(body.replace("Path(__file__).resolve().parent", "Path.cwd()"), "setup.py", "exec"))
 compiler = shlex.split(os.environ.get("CXX", "g++"))
-sources = sorted(str(path) for path in Path("cpp").rglob("*.cpp"))
+sources = [str(path.relative_to(ROOT)) for path in cpp_files()]
 for target in compile_all(compiler, ["-std=c++17", "-Wall", "-Icpp"], sources, ROOT / "build" / "objects"):
     assert Path(target).is_file(), target
 """
@@ -40,10 +40,11 @@ def tree(tmp_path: Path) -> Path:
 
 
 def build(tree: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """For edits, file by file, unless the environment says otherwise."""
     return subprocess.run(
         [sys.executable, "-c", COMPILE, str(ROOT / "setup.py")],
         cwd=tree,
-        env={**os.environ, "CCACHE_DISABLE": "1", **environment},
+        env={**os.environ, "CCACHE_DISABLE": "1", "SAGELLM_EDIT": "1", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -63,9 +64,21 @@ def test_a_good_build_says_one_line(tree: Path) -> None:
     assert len(lines) == 1 and "C++ of 2 files" in lines[0], done.stdout
 
 
-def test_a_broken_file_shows_the_compilers_message_and_no_wall_of_flags(tree: Path) -> None:
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_usual_build_gives_the_compiler_a_file_for_each_processor(tree: Path, jobs: int) -> None:
+    done = build(tree, SAGELLM_EDIT="", MAX_JOBS=str(jobs))
+    assert done.returncode == 0, done.stdout
+    made = sorted((tree / "build").glob("cpp-*.cpp"))
+    assert [path.name for path in made] == [f"cpp-{part}-of-{jobs}.cpp" for part in range(1, jobs + 1)]
+    given = [line for path in made for line in path.read_text().splitlines()]
+    assert sorted(given) == ['#include "inner/two.cpp"', '#include "one.cpp"']  # each once, and nothing is left out
+    assert f"C++ of {jobs} file" in done.stdout
+
+
+@pytest.mark.parametrize("edit", ["", "1"])
+def test_a_broken_file_shows_the_compilers_message_and_no_wall_of_flags(tree: Path, edit: str) -> None:
     (tree / "cpp" / "inner" / "two.cpp").write_text("int two() {\n  return nothing_here;\n}\n")
-    done = build(tree, MAX_JOBS="1")
+    done = build(tree, MAX_JOBS="1", SAGELLM_EDIT=edit)
     assert done.returncode == 1
     assert "cpp/inner/two.cpp:2:10: error:" in done.stdout and "nothing_here" in done.stdout, done.stdout
     assert done.stdout.splitlines()[-1] == "sagellm: the C++ did not compile; the compiler's message is above"
