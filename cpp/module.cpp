@@ -113,10 +113,15 @@ void leave() {
     CallbackPool::instance().stop(std::chrono::seconds(5));
   }
   DeferredRelease::instance().release();
-  drain_log();
-  close_log();
   // A signal handler raised while the groups were left; no later call would raise its exception.
-  if (const auto raised = take_interrupt()) std::rethrow_exception(raised);
+  std::exception_ptr raised = take_interrupt();
+  try {
+    drain_log();
+  } catch (const py::error_already_set&) {
+    raised = std::current_exception();
+  }
+  close_log();
+  if (raised) std::rethrow_exception(raised);
 }
 
 // Works for functions of this module; c10d's own bindings translate by themselves.

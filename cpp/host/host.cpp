@@ -225,7 +225,12 @@ bool check_interrupt() noexcept {
   if (!on_main_thread() || !python_alive()) return false;
   try {
     py::gil_scoped_acquire gil;
-    drain_log();
+    try {
+      drain_log();
+    } catch (const py::error_already_set&) {
+      kept_interrupt() = std::current_exception();
+      return true;
+    }
     if (PyErr_CheckSignals() == 0) return false;
     kept_interrupt() = std::make_exception_ptr(py::error_already_set());
     return true;
@@ -254,7 +259,12 @@ void log_line(uint8_t level, rust::Str text) noexcept {
     queue.lines.emplace_back(level, std::string(text));
     // Needs no GIL and does not wait; fails when the interpreter's short list is full, then the next line asks again.
     const auto drain = [](void* /*unused*/) {
-      drain_log();
+      try {
+        drain_log();
+      } catch (py::error_already_set& raised) {
+        raised.restore();
+        return -1;
+      }
       return 0;
     };
     if (!queue.scheduled) queue.scheduled = Py_AddPendingCall(drain, nullptr) == 0;
@@ -277,28 +287,35 @@ void drain_log() {
   if (dropped > 0)
     lines.emplace_back(
         2, std::to_string(dropped) + " log lines were dropped, because no Python thread wrote them in time");
-  // A signal handler or a caller may have an exception in flight; logging must neither see nor replace it.
-  const py::error_scope pending;
   py::object failure;
-  for (const auto& [level, text] : lines) {
-    // A second time where the failure of a call on a device came in between: it is the program's, which may be at any
-    // bytecode when this is called.
-    for (bool again = true; again;) {
-      again = false;
-      try {
-        const py::object log = py::module_::import("logging").attr("getLogger")("sagellm").attr("log");
-        log(python_level(level), "%s", text);
-      } catch (py::error_already_set& error) {
-        again = !failure && py::hasattr(error.type(), "of_sagellm");
-        if (again) {
-          failure = error.type();
-        } else {
-          error.discard_as_unraisable("writing sagellm's log");
+  std::exception_ptr interrupt;
+  {
+    // A signal handler or a caller may have an exception in flight; logging must neither see nor replace it.
+    const py::error_scope pending;
+    for (const auto& [level, text] : lines) {
+      // A second time where what came in between is the program's, which may be at any bytecode when this is called: the
+      // failure of a call on a device, or what a signal handler raised.
+      for (bool again = true; again;) {
+        again = false;
+        try {
+          const py::object log = py::module_::import("logging").attr("getLogger")("sagellm").attr("log");
+          log(python_level(level), "%s", text);
+        } catch (py::error_already_set& error) {
+          if (!failure && py::hasattr(error.type(), "of_sagellm")) {
+            failure = error.type();
+            again = true;
+          } else if (!interrupt && !error.matches(PyExc_Exception)) {
+            interrupt = std::current_exception();
+            again = true;
+          } else {
+            error.discard_as_unraisable("writing sagellm's log");
+          }
         }
       }
     }
   }
   if (failure) Alarm::instance().raise_again(failure.ptr());
+  if (interrupt) std::rethrow_exception(interrupt);
 }
 
 void close_log() {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import time
@@ -142,3 +143,34 @@ def test_ctrl_c_ends_the_leaving_of_a_group_over_hosts(hosts: list[str]) -> None
     """It stays for up to half a minute so that what it sent arrives; Ctrl-C is not swallowed meanwhile."""
     with launch(leaves, 2, hosts, env={"GLOO_SOCKET_IFNAME": net.INTERFACE}) as job:
         interrupt(job, 0, [])
+
+
+class Interrupted(logging.Handler):
+    """Ctrl-C comes while it writes its first line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+        if len(self.lines) == 1:
+            signal.raise_signal(signal.SIGINT)
+
+
+def writes_its_log(ctx: Context) -> list[str]:
+    handler = Interrupted()
+    logging.getLogger("sagellm").addHandler(handler)
+    logging.getLogger("sagellm").setLevel(logging.INFO)
+    try:
+        ctx.init(timeout=TIMEOUT)
+    except KeyboardInterrupt:
+        return handler.lines
+    raise AssertionError(f"the interrupt was lost; lines: {handler.lines}")
+
+
+def test_ctrl_c_while_a_line_of_the_log_is_written_is_raised_and_the_line_is_not_lost() -> None:
+    """The core's lines are written between the program's own bytecodes: an interrupt there is the program's."""
+    with launch(writes_its_log, 1) as job:
+        (lines,) = job.values()
+    assert len(lines) > 1 and lines[0] == lines[1], lines
