@@ -119,7 +119,7 @@ struct CallDesc {
   Label label;
   Operand inputs;
   Operand outputs;
-  // A list of calls of one kind, made together: the tensors at one place of the lists belong together.
+  // A coalesced call: element i of every list forms one call.
   bool coalesced = false;
   // Null for calls that combine no numbers.
   const c10d::ReduceOp* reduce_op = nullptr;

@@ -55,7 +55,7 @@ DelegatedWork::DelegatedWork(int rank, c10d::OpType type, WorkPtr work, Note not
   try {
     inner_ = work_->getFuture();
   } catch (const std::exception&) {
-    // Not every work of every backend has one: gloo's sends and receives do not.
+    // Some works have no future: gloo's sends and receives.
   }
   if (!inner_) return;
   inner_->addCallback([note = note_, done = done_](c10::ivalue::Future& ended) {

@@ -1,15 +1,14 @@
-//! What a rank says about itself when another one asks (`engine::Inquiry`), as text: one line a fact, with tabs between
-//! its fields. A reader skips what it does not understand, because the text may be cut, or come from shared memory that
-//! another process wrote.
+//! A rank's answer to `engine::Inquiry`, as text: each line is one fact, with tabs between its fields. A reader skips lines
+//! that it does not understand, because the text may be cut, or come from shared memory that another process wrote.
 
 use super::launches::Launch;
 use crate::engine::Signed;
 use crate::progress::waits::{Edge, Waits};
 
-/// Longest place or name in an account; the file's end says more than its beginning.
+/// Longest place or name in an answer. A path is cut at its front, because its end says more.
 const LONGEST: usize = 240;
 
-/// The place in its program that a rank is at.
+/// Where a rank is in its program.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Place {
     #[default]
@@ -21,27 +20,27 @@ pub enum Place {
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Account {
-    /// Number of the question that it answers.
+    /// Number of the question that this answers.
     pub question: u32,
     /// Number of the last collective that the rank issued in the group of the question.
     pub issued: u64,
-    /// That collective, in words; None where the history no longer holds it.
+    /// That collective, in words; None if the history no longer holds it.
     pub last: Option<String>,
-    /// The same of its collectives on devices, which have numbers of their own.
+    /// The same for its collectives on devices, which are numbered separately.
     pub launched: u64,
     pub launched_last: Option<String>,
-    /// What the last of these signed; empty where the ranks see it in the memory that they share.
+    /// Signature of the last collective on a device; empty if the ranks read it from the memory that they share.
     pub signed: Vec<Launch>,
     /// The rank's process and host.
     pub who: String,
     /// Ranks on its host whose processes are stopped.
     pub stopped: Vec<usize>,
-    /// Since its last operation in that group ended, in milliseconds; None where there was none or one is pending.
+    /// Milliseconds since its last operation in that group ended; None if there was none, or one is pending.
     pub idle: Option<u64>,
     pub place: Place,
-    /// What a thread of it waits for, in any group; without edges, which stand below.
+    /// What one of its threads waits for, in any group. The edges are in `edges`.
     pub waits: Option<Waits>,
-    /// Who waits for whom, as far as the rank knows, itself first; with its age in milliseconds.
+    /// Which rank waits for which, as far as this rank knows, its own waits first; with their age in milliseconds.
     pub edges: Vec<(Edge, u64)>,
 }
 
@@ -70,7 +69,7 @@ impl Account {
         lines.into_iter().map(|line| line + "\n").collect()
     }
 
-    /// None where the text is no account. A last line without its end was cut.
+    /// None if the text is not an answer. A last line without its end was cut.
     pub fn decode(text: &str) -> Option<Account> {
         let mut account = Account::default();
         let mut answers = false;
@@ -112,18 +111,18 @@ impl Account {
         answers.then_some(account)
     }
 
-    /// Whether it answers this question or a later one. One that waits for the interpreter's lock cannot answer later ones.
+    /// Whether this answers `question` or a later one. A rank that waits for the interpreter's lock cannot answer later ones.
     pub fn answers(&self, question: u32) -> bool {
         self.place == Place::Locked || is_since(self.question, question)
     }
 }
 
-/// Whether a question is this one or a later one; their numbers go round.
+/// Whether a question is this one or a later one. The numbers wrap around.
 pub fn is_since(question: u32, this: u32) -> bool {
     question.wrapping_sub(this) < u32::MAX / 2
 }
 
-/// A text as one field: without tabs and ends of lines, and cut at its front.
+/// A text as one field: without tabs and line ends, and cut at its front.
 fn field(text: &str) -> String {
     let clean: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
     if clean.len() <= LONGEST {

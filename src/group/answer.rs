@@ -1,5 +1,5 @@
-//! What this rank says when another one asks what it is doing, and its part in the questions over the store, where the
-//! ranks share no memory. `hang` says what follows from them.
+//! This rank's answers when another rank asks what it is doing, and its part in questions over the store, for ranks that share
+//! no memory. `hang` decides what follows from them.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
@@ -22,7 +22,7 @@ use crate::progress::waits::Waits;
 use crate::select::Choice;
 use crate::stats::history::{Record, State};
 
-/// Between two looks for a fault that another rank may tell.
+/// Interval between two reads of the store for a fault that another rank has published.
 const WHY: Duration = Duration::from_millis(25);
 
 impl Group {
@@ -31,7 +31,7 @@ impl Group {
         self.control.inquiry().is_some().then(|| Arc::clone(&self.control))
     }
 
-    /// Answers as far as it can now: without the place that the program is at, and with it once that is known.
+    /// Answers with what is known now, and once more when the place that the program is at is known.
     pub(super) fn answer_question(&self, question: u32) {
         let Some(inquiry) = self.control.inquiry() else { return };
         let mut reply = self.reply.lock().unwrap_or_else(PoisonError::into_inner);
@@ -55,7 +55,7 @@ impl Speaker for Group {
             let group = groups.iter().find(|group| address(group) == wait.group)?;
             Some((wait.thread, group.waits(Some(wait))?))
         });
-        // A device may wait although no thread of ours does.
+        // A device may wait although no thread waits.
         let waits = waits.or_else(|| groups.iter().find_map(|group| Some((0, group.waits(None)?))));
         let thread = waits.as_ref().map_or(0, |(thread, _)| *thread);
         (self.account_of_this(question, waits.map(|(_, waits)| waits)), thread)
@@ -67,7 +67,7 @@ impl Speaker for Group {
 }
 
 impl Group {
-    /// What this rank says about itself; a thread of it waits, or none.
+    /// This rank's answer. `waits`: what one of its threads waits for, if any does.
     fn account_of_this(&self, question: u32, mut waits: Option<Waits>) -> Account {
         let inner = self.lock();
         let history = inner.stats.history();
@@ -81,7 +81,7 @@ impl Group {
         let issued = inner.number;
         drop(inner);
         let launched = self.device_number.load(Ordering::Relaxed);
-        // In shared memory the answer has little room, and the signatures are seen there anyway.
+        // An answer in shared memory has little room, and the other ranks read the signatures there anyway.
         let signed = if self.board.get().is_some() { self.own_launches().into() } else { Vec::new() };
         let who = Process::own().who;
         let stopped = self.mates.iter().filter(|(_, pid)| life_of(*pid) == Some(Life::Stopped));
@@ -95,7 +95,7 @@ impl Group {
         Account { question, issued, last, launched, launched_last, signed, who, stopped, idle, place, waits, edges }
     }
 
-    /// What a thread waits for in this group or, for none, a device that has been at it for long.
+    /// What a thread waits for in this group or, if none waits, the operation that a device has been running for long.
     pub(super) fn awaited(&self, wait: Option<&LongWait>) -> Option<Waits> {
         let inner = self.lock();
         self.members.get()?; // a group inside a host of a larger one waits for it
@@ -113,9 +113,9 @@ impl Group {
 // -------------------------------------------------------------------------------------------------- over the store
 
 impl Group {
-    /// Lets the ranks ask each other over this store, where they share no memory.
+    /// Lets ranks that share no memory ask each other over this store.
     pub fn set_board(&self, store: SharedStore) {
-        // Without an id, which ranks have that have met, nothing would tell the keys of two groups apart.
+        // Without the id that ranks agree on when they meet, the keys of two groups could not be told apart.
         let needs_one = self.config.size > 1 && self.control.inquiry().is_none() && self.id != [0; 16];
         let connection = store.connection();
         if needs_one && self.board.set(Questions::new(store, &self.id())).is_ok() {
@@ -127,7 +127,7 @@ impl Group {
     pub(super) fn look_for_questions(&self) -> Option<Duration> {
         let questions = self.board.get()?;
         if let Some(fault) = self.fault.get() {
-            // A rank that has it from another one would only repeat it.
+            // A rank that got the fault from another one would only repeat it.
             if self.told.get().is_none() {
                 questions.tell_fault(self.config.rank, fault);
             }
@@ -143,7 +143,7 @@ impl Group {
             let _ = self.told.set(told);
         }
         self.look_outside(); // for the line of the soft limit, which comes without the store, too
-        // Without the store this thread still looks often while something waits: the clock takes longer pauses for stops.
+        // This thread reads the clock often while something waits: the clock takes a long gap between readings for a stop.
         let next = next.unwrap_or(if waits { SHORTEST } else { pause });
         Some(if asks_why { next.min(WHY) } else { next })
     }

@@ -1,13 +1,13 @@
-//! Questions and answers where ranks share no memory, because they are on several hosts: as rare keys in the store that the
-//! ranks met in. `questions` says which rank asks, collects and reads; `hang` says when, and what follows.
+//! Questions and answers between ranks on several hosts, which share no memory: a few keys in the store in which the ranks
+//! met. `questions` says which rank asks, collects and reads; `hang` says when, and what follows.
 //!
 //! | key | |
 //! | --- | --- |
-//! | `count` | the number of the last question, a counter, which every rank looks at from time to time |
-//! | `claimed/<question>` | a counter: the rank that is first to raise it asks the question, and collects the answers |
-//! | `who/<rank>` | a rank's process, which it sets when it first looks, for the case that it says nothing more |
+//! | `count` | a counter: the number of the last question. Every rank reads it from time to time |
+//! | `claimed/<question>` | a counter: the rank that raises it first asks the question and collects the answers |
+//! | `who/<rank>` | a rank's process, set when it first reads `count`: it names the rank if that never answers |
 //! | `said/<rank>` | a rank's last answer (`account`) |
-//! | `found/<question>` | the result of the answers (`Found`), from the rank that collected them |
+//! | `found/<question>` | the result of all answers (`Found`), from the rank that collected them |
 //! | `fault` | why the group failed, from the rank that failed first |
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -23,7 +23,7 @@ use crate::os::topology;
 
 pub type SharedStore = Arc<dyn Counting + Send + Sync>;
 
-/// Between two looks at the store: a sixteenth of the group's timeout, within these limits.
+/// Interval between two reads of the store: a sixteenth of the group's timeout, within these limits.
 const SHORTEST: Duration = Duration::from_millis(250);
 const LONGEST: Duration = Duration::from_secs(10);
 
@@ -31,11 +31,11 @@ pub fn interval(timeout: Duration) -> Duration {
     (timeout / 16).clamp(SHORTEST, LONGEST)
 }
 
-/// A rank's process, and where its number is valid.
+/// A rank's process, and where its process id is valid.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Process {
     pid: i32,
-    /// The boot of the machine and the namespace of process numbers.
+    /// Boot id of the machine, and the namespace of the process id.
     place: String,
     /// In words.
     pub who: String,
@@ -48,7 +48,7 @@ impl Process {
         Process { pid: pid as i32, place, who: format!("pid {pid}, host {}", topology::hostname()) }
     }
 
-    /// Its number, where that names the same process here.
+    /// The process id, or None if it belongs to another namespace or boot.
     pub fn local_pid(&self) -> Option<i32> {
         let here = Process::own();
         (self.place == here.place && !topology::boot_id().is_empty()).then_some(self.pid)
@@ -69,18 +69,18 @@ impl Process {
 /// The result of a question, from all its answers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Found {
-    /// The ranks that have issued less than others: the numbers of their last collectives, and of the last ones on devices.
+    /// Ranks that have issued fewer collectives than others: number of the last one, and of the last one on a device.
     pub behind: BTreeMap<usize, (u64, u64)>,
     /// The ranks that have said nothing.
     pub silent: BTreeSet<usize>,
-    /// The ranks whose processes are stopped, as other ranks of their hosts see.
+    /// The ranks whose processes are stopped, as seen by other ranks on their hosts.
     pub stopped: BTreeSet<usize>,
     /// Two ranks that called different operations on their devices.
     pub difference: Option<Difference>,
 }
 
 impl Found {
-    /// From the answers to a question to this number of ranks.
+    /// Computes the result from the answers of `ranks` ranks.
     pub fn of(ranks: usize, answers: &BTreeMap<usize, Account>) -> Found {
         let counts = |account: &Account| (account.issued, account.launched);
         let most = |count: fn(&Account) -> u64| answers.values().map(count).max().unwrap_or(0);
@@ -141,9 +141,9 @@ impl Found {
 /// The result of a question, as one rank knows it.
 pub struct Outcome {
     pub found: Found,
-    /// All answers or, on a rank that did not collect them, its own and those of the ranks concerned.
+    /// All answers; on a rank that did not collect them, its own and those of the ranks that `found` names.
     pub answers: BTreeMap<usize, Account>,
-    /// The processes of those concerned that have said nothing, as far as they are known.
+    /// The processes of the ranks that have not answered, as far as they are known.
     pub silent: BTreeMap<usize, Process>,
 }
 
@@ -154,7 +154,7 @@ pub struct Board {
 }
 
 impl Board {
-    /// `id`: unique to this attempt to make the group.
+    /// `id` is unique to this attempt to make the group.
     pub fn new(store: SharedStore, id: &str) -> Board {
         Board { store, prefix: format!("hang/{id}") }
     }
@@ -174,7 +174,7 @@ impl Board {
         Ok(self.text("count")?.and_then(|text| text.parse::<i64>().ok()).map(|count| count as u32))
     }
 
-    /// Claims the question with this number. Returns how many ranks have done so with this one.
+    /// Claims the question with this number. Returns how many ranks have claimed it, this one included.
     pub fn claim(&self, question: u32) -> Result<u32> {
         Ok(self.store.add(&format!("{}/claimed/{question}", self.prefix), 1)? as u32)
     }
@@ -188,7 +188,7 @@ impl Board {
         self.put(&format!("who/{rank}"), &Process::own().encode())
     }
 
-    /// The processes of these ranks, as far as they have introduced themselves.
+    /// The processes of these ranks, as far as they have set `who`.
     pub fn processes(&self, ranks: impl Iterator<Item = usize>) -> Result<BTreeMap<usize, Process>> {
         let mut found = BTreeMap::new();
         for rank in ranks {
@@ -222,8 +222,8 @@ impl Board {
         Ok(self.text(&format!("found/{question}"))?.map(|text| Found::decode(&text, ranks)))
     }
 
-    /// Publishes why the group of this rank failed, unless another rank has done so, and asks a question, by which the others
-    /// know that there is something to read. Of two that fail at the same moment either text may stay.
+    /// Publishes why this rank's group failed, unless another rank has already done so, and asks a question, so that the
+    /// others read it. If two ranks fail at the same moment, either text may remain.
     pub fn tell_fault(&self, rank: usize, fault: &Error) -> Result<()> {
         match self.fault()? {
             Some(_) => Ok(()),
@@ -234,7 +234,7 @@ impl Board {
         }
     }
 
-    /// Why the group failed, as the first rank that failed has told.
+    /// Why the group failed, as published by the first rank that failed.
     pub fn fault(&self) -> Result<Option<Told>> {
         Ok(self.text("fault")?.and_then(|text| fault_from(&text)))
     }
@@ -254,7 +254,7 @@ mod tests {
     use crate::group::account::Place;
 
     proptest::proptest! {
-        /// Whoever reaches the store can write it.
+        /// Anyone who reaches the store can write this key.
         #[test]
         fn random_bytes_in_the_store_are_read_without_panic_or_control_characters(
             kind in 0..6usize, bytes in proptest::prelude::any::<Vec<u8>>()

@@ -39,15 +39,15 @@ impl Group {
         format!("is in {}{called}", op.what())
     }
 
-    /// Called with the lock held when nothing can advance: fails the group if a rank that ended is still needed.
+    /// Fails the group if a rank that died or left is still needed. Called with the lock held when nothing can advance.
     pub(super) fn check_ended_peers(&self, engine: &mut dyn Engine, ended: &mut Ended) -> Option<Error> {
         let others = || (0..self.peers.len()).filter(|rank| *rank != self.config.rank);
-        // Ranks that died come first: where one died and another left, a receive from anyone lacks the message of the dead one.
+        // Blame ranks that died before ranks that left: a receive from any rank is missing the dead rank's message.
         let died = others().filter(|rank| !self.control.left(*rank));
         let left = others().filter(|rank| self.control.left(*rank));
         for rank in died.chain(left).filter(|rank| self.is_gone(*rank)) {
-            // Its last data may have come after our last pass: complete what they satisfy. They fit into the shared
-            // memory, so a bounded number of passes is enough.
+            // The peer's last data may have arrived after our last pass: complete the operations that it satisfies. It fits
+            // into the shared memory, so a bounded number of passes is enough.
             for _ in 0..1024 {
                 match engine.poll(ended) {
                     Ok(true) => (),
@@ -62,13 +62,12 @@ impl Group {
         None
     }
 
-    /// True when nothing more comes from `rank`: it left or died.
+    /// Whether nothing more comes from `rank`, because it left or died.
     fn is_gone(&self, rank: usize) -> bool {
         self.peers[rank].dead.load(Ordering::Acquire) || self.control.left(rank)
     }
 
-    /// The other ranks whose end this rank detects, which are those on its host, and whether each has ended or left the
-    /// group.
+    /// The other ranks on this host, whose end this rank detects, and whether each has died or left the group.
     pub fn watched(&self) -> Vec<(usize, bool)> {
         if self.peers.is_empty() {
             return self.control.watched();

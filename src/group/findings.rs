@@ -1,5 +1,5 @@
-//! What the error at the deadline and the line of the soft limit say about a pending operation, a line each: where this rank
-//! is, the ranks that are missing and what they do, and the circle of ranks that wait for each other. `hang` says when.
+//! The text about a pending operation in the error at the deadline and in the log line of the soft limit: where this rank is,
+//! the missing ranks and what they do, and the cycle of ranks that wait for each other. `hang` says when.
 
 use std::time::Duration;
 
@@ -18,19 +18,19 @@ use crate::stats::history::{History, State};
 const LATE: &str = "Every rank must call the same operations in the same order; a rank that needs longer needs a larger \
                     timeout.";
 
-/// Of a pending operation that is watched, and of a rank that it waits for; 0 where it is not watched.
+/// Times of a watched operation and of a rank that it waits for; 0 if the operation is not watched.
 struct Ages {
-    /// Since the ranks were asked first.
+    /// Since the ranks were first asked.
     asked: Duration,
-    /// Since they were asked last.
+    /// Since they were last asked.
     asked_again: Duration,
-    /// Since the rank's last answer over the store or, without one, since it was asked first.
+    /// Since the rank's last answer over the store or, if it has not answered, since it was first asked.
     heard: Duration,
 }
 
 impl Group {
-    /// The text of an operation that ended badly: `how` it ended, what the missing ranks do, and where. `what` is the
-    /// operation in words; `words` are those of what carried it, after its name, or none.
+    /// The error text of an operation that failed: `how` it ended, what the missing ranks do, and where. `what` is the
+    /// operation in words; `words` is the name and the message of what carried it, or empty.
     pub(super) fn story(
         &self,
         (inner, pending): (&Inner, &Pending),
@@ -44,7 +44,7 @@ impl Group {
         laid_out(&head, &lines, &format!("{LATE} {GO_ON}"))
     }
 
-    /// Lines about a pending operation: where this rank is, each rank that it waits for, the circle.
+    /// Lines about a pending operation: where this rank is, each rank that it waits for, and the cycle.
     pub(super) fn findings(&self, inner: &Inner, pending: &Pending, now: u64) -> Vec<String> {
         let watched = inner.watched_of(pending);
         let ago = |then: u64| Duration::from_nanos(if watched.is(pending) { now.saturating_sub(then) } else { 0 });
@@ -79,7 +79,7 @@ impl Group {
         let text = called.as_ref().map_or_else(String::new, |site| format!("called at {site}"));
         match own {
             Some(Account { place: Place::At(place), waits, .. }) if called.as_ref() != Some(place) => {
-                // A device waits, and its program may do something else.
+                // The device waits, and the program may be doing something else.
                 let how = if waits.is_some() && !pending.on_device() { "waiting" } else { "while its program is" };
                 let text = if text.is_empty() { text } else { text + ", " };
                 format!("{text}{how} at {place}")
@@ -88,7 +88,7 @@ impl Group {
         }
     }
 
-    /// What a missing rank does. `ended`: when its last operation did (`end_of_last`).
+    /// What a missing rank does. `ended` says when its last operation ended (`end_of_last`).
     fn absence(
         &self,
         watched: &Watched,
@@ -121,7 +121,7 @@ impl Group {
             }
             Some(Account { place: Place::At(place), .. }) => format!(", and it is at {place}"),
             Some(Account { place: Place::Locked, question, .. }) => {
-                // Since it was asked first, unless it has answered after that.
+                // Since it was first asked, unless it has answered since then.
                 let first = watched.asked.iter().any(|(asked, number)| *asked == rank && number == question);
                 let held = if first { ages.asked } else { ages.asked.min(ages.asked_again) };
                 let held = seconds(held.as_millis() as u64);
@@ -132,7 +132,7 @@ impl Group {
         format!("rank {rank}{process} {stands}{now}")
     }
 
-    /// A rank's process as text, and what is wrong with it, where that is seen.
+    /// A rank's process as text, and whether it is stopped or has ended, if this rank can see that.
     pub(super) fn process_of(
         &self,
         watched: &Watched,
@@ -163,7 +163,7 @@ impl Group {
         }
     }
 
-    /// The ranks that wait for each other, where this one is among them or waits for them.
+    /// The cycle of ranks that wait for each other, if this rank is in it or waits for one of them.
     fn circle(&self, lacks: &Lacks, pending: &Pending, now: u64) -> String {
         let mut edges = self.edges_of(lacks, pending);
         let me = self.global(self.config.rank);
@@ -182,8 +182,8 @@ impl Group {
     }
 }
 
-/// When the last operation of a missing rank ended, as the end of a sentence about its last collective: by what the rank
-/// has said or, where it has not said that, by when this collective ended on this rank, whose `history` this is.
+/// When the last operation of a missing rank ended, as the end of a sentence about its last collective: from the rank's answer
+/// or, without one, from `history`, which says when that collective ended on this rank.
 fn end_of_last(history: &History, pending: &Pending, standing: &Standing, account: Option<&Account>) -> String {
     if let Some(idle) = account.and_then(|account| account.idle) {
         return format!(", its last operation ended {} ago", seconds(idle));

@@ -1,6 +1,5 @@
-//! An operation that takes long: its rank asks the ranks that it waits for what they are doing, logs one line when the soft
-//! limit has passed, and names them in the error at the deadline. `answer` builds this rank's own answers, `findings` the
-//! texts.
+//! Watches operations that take long. The rank asks those that it waits for what they are doing, logs one line after the
+//! soft limit, and names them in the error at the deadline. `answer` builds this rank's own answers, `findings` the texts.
 //!
 //! Nothing here runs for an operation that ends before the first look at deadlines (`driver`).
 
@@ -23,17 +22,16 @@ use crate::os::{clock, watch};
 use crate::progress::waits::Edge;
 use crate::types::{ANY_RANK, Kind};
 
-/// How many ranks are asked and described at most; further ones are listed by number.
+/// At most this many ranks are asked and described; further ones are listed by number.
 pub(super) const MOST: usize = 6;
-/// Between two questions to a rank: at most once in the shorter time, at least once in the longer one.
+/// The interval between two questions to one rank is clamped to these limits.
 pub(super) const SHORTEST: Duration = Duration::from_millis(250);
 const LONGEST: Duration = Duration::from_secs(10);
-/// All of them are asked a last time this long before the deadline, or a tenth of the timeout where that is less.
+/// All ranks are asked a last time this long before the deadline, or a tenth of the timeout if that is less.
 const LAST: Duration = Duration::from_millis(500);
 /// A rank that has not answered for this long is reported as silent.
 pub(super) const SILENCE: Duration = Duration::from_secs(1);
-/// The age up to which statements about which rank waits for which are used; they travel one rank further with each
-/// question.
+/// Edges of the wait graph are used up to this age. With each question they travel one rank further.
 pub(super) const YOUNG: Duration = Duration::from_secs(30);
 
 /// Which one is watched.
@@ -42,35 +40,35 @@ enum Subject {
     #[default]
     None,
     Own(Weak<Op>),
-    /// By its record.
+    /// Its record's id.
     Outside(u64),
 }
 
-/// The operation that has been pending longest, once it has been so for long. Used under the group's lock.
+/// The operation that has been pending longest, once that is longer than the first look. Used under the group's lock.
 #[derive(Default)]
 pub(super) struct Watched {
     subject: Subject,
-    /// The ranks that were asked, this one included, with the numbers of their first questions.
+    /// The ranks that were asked, this one included, each with the number of its first question.
     pub asked: Vec<(usize, u32)>,
-    /// When they were asked first and last, and when they will be asked next, on `clock::now`.
+    /// When the ranks were asked first and last, and when they will be asked next, on `clock::now`.
     pub since: u64,
     pub last: u64,
     next: u64,
     told: bool,
-    /// Over the store: the answers that were read, the result of all answers, and whether that result is complete.
+    /// Over the store only: the answers that were read, the result of all answers, and whether that is complete.
     pub heard: BTreeMap<usize, Account>,
     pub found: Found,
-    /// When the results came in which each rank had answered.
+    /// Per rank: when the last result arrived that included its answer.
     pub answered: BTreeMap<usize, u64>,
     pub collected: bool,
-    /// The processes of ranks that have said nothing, as far as those are known.
+    /// The processes of ranks that have not answered, as far as they are known.
     pub silent: BTreeMap<usize, Process>,
     /// When the last line was logged.
     line: Option<u64>,
 }
 
 impl Watched {
-    /// Forgets an operation that no engine runs, where it is the one that is watched: its record's id is free again.
+    /// Stops watching an operation that no engine runs, if it is the watched one: its record's id may be used again.
     pub fn forget_outside(&mut self, id: u64) {
         if matches!(self.subject, Subject::Outside(subject) if subject == id) {
             *self = Watched::default();
@@ -101,10 +99,10 @@ impl Inner {
         }
     }
 
-    /// Takes the result of a question over the store, on the rank `me`.
+    /// Stores the result of a question over the store. `me` is this rank.
     pub(super) fn learn(&mut self, result: &Outcome, me: usize) {
         let own = result.answers.get(&me).map(|account| (account.issued, account.launched));
-        // Answers from before this rank issued an operation say nothing about that.
+        // Answers that are older than the operation say nothing about it.
         let asked_in_it =
             |pending: &Pending| pending.kind().is_p2p() || own.is_some_and(|own| pending.is_entered_by(own));
         let pending: Vec<Pending> = self.long_pending().filter(asked_in_it).collect();
@@ -118,7 +116,7 @@ impl Inner {
         }
     }
 
-    /// What has been pending for long, and still is.
+    /// The watched operations, of an engine and external, that are still pending.
     pub(super) fn long_pending(&self) -> impl Iterator<Item = Pending> + '_ {
         let own = match &self.watched.subject {
             Subject::Own(op) => op.upgrade().filter(|op| !op.is_done()).map(Pending::Own),
@@ -136,7 +134,7 @@ impl Inner {
 }
 
 impl Group {
-    /// With the lock held: asks about an operation once it has been pending for long.
+    /// Asks the other ranks about an operation that has been pending for long. Call with the lock held.
     pub(super) fn look_at_long_wait(&self, inner: &mut Inner, pending: &Pending, now: u64) {
         if self.members.get().is_none() {
             return; // a group inside a host of a larger one, which does this
@@ -175,7 +173,7 @@ impl Group {
         }
         let watched = inner.watched(pending);
         watched.told = true;
-        // One line in that time, however many operations are pending.
+        // One line per soft limit, however many operations are pending.
         if watched.line.is_some_and(|line| now.saturating_sub(line) < nanoseconds(soft)) {
             return;
         }
@@ -197,14 +195,14 @@ impl Group {
         self.config.soft_timeout.unwrap_or_else(config::soft_timeout)
     }
 
-    /// The error text of a deadline that passed: the missing ranks, what they do, and where.
+    /// The error text of an operation whose deadline passed: the missing ranks, what they do, and where.
     pub(super) fn stall(&self, inner: &Inner, op: &Arc<Op>, now: u64) -> Error {
         let pending = Pending::Own(Arc::clone(op));
         self.listen(&inner.watched, now);
         Error::Timeout(self.story((inner, &pending), (&pending.what(), &timed_out(op.timeout)), "", now))
     }
 
-    /// Looks at the operation of `outside` with the earliest deadline, as threads that wait in an engine do for theirs.
+    /// Checks the deadline of the operation of `outside` that ends first. Threads that wait in an engine check their own.
     pub(super) fn look_outside(&self) {
         let mut inner = self.lock();
         if let Some(outside) = inner.outside.most_urgent().cloned() {
@@ -212,8 +210,8 @@ impl Group {
         }
     }
 
-    /// With the lock held: the error of an operation of a delegate, whose words about it are `words`; none where nothing
-    /// more is known.
+    /// The error text of a delegate's operation that failed with `words`; None if the ranks know nothing more about it. Call
+    /// with the lock held.
     pub(super) fn failure_outside(&self, inner: &Inner, outside: &Outside, words: &str) -> Option<Error> {
         self.standing().ok()?; // an abort ends operations, too
         let now = clock::now();
@@ -222,7 +220,7 @@ impl Group {
         let name = if self.config.delegate.is_empty() { Config::LINK } else { &self.config.delegate };
         let words = format!("{name}: {}", words.lines().next().unwrap_or_default());
         let small = words.to_lowercase();
-        // Where another rank's deadline came first, a delegate tells of a lost connection in place of a deadline.
+        // If another rank's deadline came first, a delegate reports a lost connection instead of a deadline.
         let is_late = small.contains("timed out") || age > outside.timeout * 9 / 10;
         if inner.watched_outside.is(&pending) && inner.watched_outside.collected {
             let how = if is_late { timed_out(age) } else { format!("failed after {}", in_seconds(age)) };
@@ -254,14 +252,14 @@ impl Group {
         for rank in std::iter::once(self.config.rank).chain(missing) {
             let question = inquiry.ask(rank);
             let asked = &mut inner.watched(pending).asked;
-            // An answer to any question since the first is one about this operation.
+            // An answer to any question since the first one is about this operation.
             if !asked.iter().any(|(asked, _)| *asked == rank) {
                 asked.push((rank, question));
             }
         }
     }
 
-    /// Remembers which rank waits for which, from the answers that have come.
+    /// Adds the edges in the answers to the wait graph.
     fn listen(&self, watched: &Watched, now: u64) {
         let Some(inquiry) = self.control.inquiry() else { return };
         for (rank, question) in watched.asked.iter().filter(|(rank, _)| *rank != self.config.rank) {
@@ -280,7 +278,7 @@ impl Group {
         })
     }
 
-    /// What is known of a rank that was asked about the operation.
+    /// What is known about a rank that was asked about the operation.
     pub(super) fn account_of(&self, watched: &Watched, pending: &Pending, rank: usize) -> Option<Account> {
         if self.board.get().is_some() {
             return watched.heard.get(&rank).filter(|_| watched.is(pending)).cloned();
@@ -289,7 +287,7 @@ impl Group {
         answer_of(self.control.inquiry()?, rank, *question)
     }
 
-    /// What the operation waits for: as the engine sees it or, over the store, by what the ranks have said.
+    /// The ranks that the operation waits for: as the engine sees them or, over the store, as the ranks have answered.
     pub(super) fn lacks(&self, inner: &Inner, pending: &Pending) -> Lacks {
         let watched = inner.watched_of(pending);
         let lacks = match pending {
@@ -318,7 +316,7 @@ impl Group {
         others.filter(move |rank| is_message && (root == ANY_RANK || *rank == root as usize))
     }
 
-    /// The ranks that the texts about an operation describe, by what all ranks have said over the store.
+    /// The ranks that the texts about an operation describe, from the answers of all ranks over the store.
     pub(super) fn concerned_by(&self, pending: &Pending, found: &Found) -> Vec<usize> {
         if pending.kind().is_p2p() {
             return self.peers_of(pending).take(MOST).collect();
@@ -327,7 +325,7 @@ impl Group {
         late.into_iter().map(|(rank, _)| rank).take(MOST).collect()
     }
 
-    /// What one waits for that no engine runs, as far as that is seen without asking.
+    /// The ranks that an operation of no engine waits for, as far as this rank sees them without asking.
     fn lacks_outside(&self, watched: &Watched, outside: &Outside) -> Lacks {
         let pending = Pending::Outside(outside.clone());
         if self.control.inquiry().is_none() {
@@ -335,7 +333,7 @@ impl Group {
             let text = if heard { "no rank is known to be missing" } else { "the ranks have not said what they do" };
             return Lacks::Unknown(text.to_string());
         }
-        // Their last collectives on devices stand in the memory that the ranks share.
+        // The number of each rank's last collective on a device is in the memory that the ranks share.
         let described = |number: u64, kind: u8| {
             let kind = Kind::from_u8(kind).filter(|_| number > 0);
             kind.map(|kind| format!("{kind} number {number} on a device"))
@@ -363,7 +361,7 @@ impl Group {
         Lacks::Ranks(late.into_iter().map(before).collect())
     }
 
-    /// The rank of the default group that a rank of this one is.
+    /// The rank in the default group of a rank of this group.
     pub(super) fn global(&self, rank: usize) -> u32 {
         self.members.get().and_then(|members| members.get(rank).copied()).unwrap_or(rank as u32)
     }
@@ -383,9 +381,9 @@ impl Group {
     }
 }
 
-/// The ranks that have not made the call of a pending collective of the rank `me`, as far as they have said over the store:
-/// first the ranks that said nothing, then the others, those with the lowest numbers first. `heard`: the answers that this
-/// rank has read.
+/// The ranks that have not called a collective that is pending on rank `me`, by their answers over the store: first those that
+/// have not answered, then the others, in order of the last collective they called. `heard`: the answers that this rank has
+/// read.
 fn late_for(pending: &Pending, found: &Found, heard: &BTreeMap<usize, Account>, me: usize) -> Vec<(usize, Standing)> {
     let mut behind: Vec<(usize, u64)> =
         found.behind.iter().map(|(rank, counts)| (*rank, pending.count_of(*counts))).collect();
@@ -406,7 +404,7 @@ fn late_for(pending: &Pending, found: &Found, heard: &BTreeMap<usize, Account>, 
     all.filter(|(rank, _)| *rank != me).filter_map(standing).collect()
 }
 
-/// What is wrong with a process.
+/// Why a process cannot make progress: it is stopped, or it has ended.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Life {
     Stopped,
@@ -421,8 +419,8 @@ pub(super) fn life_of(pid: i32) -> Option<Life> {
     }
 }
 
-/// When to ask next, on `clock::now`, of an operation that has been pending for `age`: at times, and a last time before its
-/// deadline.
+/// When to ask next, on `clock::now`, about an operation that has been pending for `age`: repeatedly, and a last time before
+/// its deadline.
 fn next_question(now: u64, age: u64, timeout: Duration) -> u64 {
     let interval = (timeout / 16).clamp(SHORTEST, LONGEST);
     let next = now.saturating_add(nanoseconds(interval));
@@ -434,7 +432,7 @@ fn next_question(now: u64, age: u64, timeout: Duration) -> u64 {
     if now >= last { u64::MAX } else { next.min(last) }
 }
 
-/// The answer of a rank to this question or a later one.
+/// A rank's answer to this question or a later one.
 fn answer_of(inquiry: &dyn Inquiry, rank: usize, question: u32) -> Option<Account> {
     Account::decode(&inquiry.heard(rank)).filter(|account| account.answers(question))
 }
@@ -474,7 +472,7 @@ mod tests {
         let all = late_for(&reduce(10), &found, &none, 0);
         assert_eq!(all[..3], [(14, Standing::Unheard), (15, before(2)), (1, before(9))]);
         assert_eq!(all.len(), 15);
-        // An answer that came after the result was published counts more than that.
+        // An answer that came after the result was published replaces what the result says.
         let later =
             BTreeMap::from([(14, account(3)), (15, Account { last: Some("barrier number 2".into()), ..account(2) })]);
         let named = Standing::Before(Some(LastCall { number: 2, text: "barrier number 2".into() }));

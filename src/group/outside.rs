@@ -1,5 +1,5 @@
-//! Operations that the engines do not run: operations of a delegate, on devices, and composed by the shim from several.
-//! The group counts them and knows which are pending, so that `hang` can name what a slow one waits for.
+//! External operations, which no engine runs: those of a delegate, those on devices, and those that the shim composes from
+//! several. The group counts them and knows which are pending, so that `hang` can say what a slow one waits for.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::select::Choice;
 use crate::stats::history::{Record, State};
 use crate::types::{CallNote, Kind};
 
-/// The carrier of an operation that the engines do not run.
+/// What runs an external operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Carrier {
     Delegate,
@@ -30,25 +30,24 @@ pub enum Carrier {
 /// A pending operation of a delegate or on a device.
 #[derive(Clone, Debug)]
 pub(super) struct Outside {
-    /// Of its record.
+    /// Its record's id.
     pub id: u64,
     pub kind: Kind,
     pub number: u64,
-    /// Root, or the peer of a message.
+    /// The root, or the peer of a message.
     pub root: u32,
     pub tag: u32,
     pub bytes: u64,
     pub site: u32,
     pub on_device: bool,
-    /// When its timeout began, on `clock::stamp`: at its issue; for a delegate's message when a thread began to wait for it,
-    /// `None` before that.
+    /// When its timeout began, on `clock::stamp`: at its issue. A delegate's message has `None` until a thread waits for it.
     pub begun: Option<u64>,
-    /// Zero: none.
+    /// Zero means none.
     pub timeout: Duration,
 }
 
 impl Outside {
-    /// Of no record: for texts about an operation that has ended meanwhile.
+    /// Without a record: for texts about an operation that has ended meanwhile.
     pub const NO_RECORD: u64 = u64::MAX;
 
     fn deadline(&self) -> u64 {
@@ -57,7 +56,7 @@ impl Outside {
     }
 }
 
-/// The pending ones of a group, in the order of their issue. Used under the group's lock.
+/// The pending external operations of a group, in the order of their issue. Used under the group's lock.
 #[derive(Default)]
 pub(super) struct Outsiders {
     pending: VecDeque<Outside>,
@@ -69,12 +68,12 @@ impl Outsiders {
     }
 
     fn remove(&mut self, id: u64) -> Option<Outside> {
-        // They end about in the order of their issue, so this looks at few and moves few.
+        // Operations end roughly in the order of their issue, so few are looked at and few are moved.
         let at = self.pending.iter().position(|outside| outside.id == id)?;
         self.pending.remove(at)
     }
 
-    /// The one whose deadline is the earliest.
+    /// The operation with the earliest deadline.
     pub fn most_urgent(&self) -> Option<&Outside> {
         self.pending.iter().filter(|outside| outside.begun.is_some()).min_by_key(|outside| outside.deadline())
     }
@@ -92,37 +91,37 @@ impl Outsiders {
     }
 }
 
-/// An operation that the core does not run itself, until it ends. Dropped before, it counts as failed.
+/// An external operation, until it ends. If it is dropped before that, it counts as failed.
 pub struct ExternalOp {
     group: Arc<Group>,
     record: Record,
     carrier: Carrier,
-    /// It took the number of its record from the group.
+    /// Whether it took the number of its record from the group.
     numbered: bool,
     /// Set under the group's lock by the thread that ends it; its results are under that lock, or in `failure`. Read
     /// without the lock as a hint (relaxed).
     ended: AtomicBool,
-    /// The error to report, where the group knows more than the carrier.
+    /// The error to report, if the group knows more than the carrier.
     failure: OnceCell<Error>,
 }
 
 impl ExternalOp {
-    /// Marks it as ended; a second call does nothing. `timed` is false where only its issue was seen.
+    /// Marks it as ended; a second call does nothing. `timed` is false if only its issue was seen.
     pub fn end(&self, well: bool, timed: bool) {
         if !self.ended.load(Ordering::Relaxed) {
             self.end_with(well, timed, |_, _| None);
         }
     }
 
-    /// Marks it as failed, with the error text of its carrier. Returns the error to report instead where the group knows what
-    /// it waited for; the same in every call.
+    /// Marks it as failed, with the carrier's error text. If the group knows what it waited for, returns the error to report
+    /// instead, which is the same in every call.
     pub fn fail(&self, words: &str) -> Option<Error> {
         self.end_with(false, true, |inner, outside| self.group.failure_outside(inner, outside, words));
         self.failure.get().cloned()
     }
 
-    /// Its carrier refused the call and sent nothing: it leaves no trace, as a call that the core refuses. Where another
-    /// thread has issued an operation meanwhile, whose number follows, the number stays used.
+    /// The carrier refused the call and sent nothing: it leaves no trace, like a call that the core refuses. If another thread
+    /// has issued an operation meanwhile, with the next number, the number stays used.
     pub fn refused(&self) {
         if self.group.not_forked().is_err() {
             return;
@@ -141,12 +140,12 @@ impl ExternalOp {
     }
 
     fn end_with(&self, well: bool, timed: bool, failure: impl FnOnce(&Inner, &Outside) -> Option<Error>) {
-        // A thread of the parent may have held the lock when this child was forked.
+        // In a forked child the lock may be held for ever by a thread of the parent.
         if self.group.not_forked().is_err() {
             return;
         }
         let mut inner = self.group.lock();
-        // Under the lock, so that a thread that comes second finds the failure there.
+        // Under the lock, so that a second thread finds the failure.
         if self.ended.swap(true, Ordering::Relaxed) {
             return;
         }
@@ -162,7 +161,7 @@ impl ExternalOp {
         }
     }
 
-    /// This thread of the program begins (`more`) or stops waiting for it.
+    /// A thread of the program begins (`more`) or stops waiting for it.
     pub fn awaited(&self, more: bool) {
         if self.group.not_forked().is_err() || more && self.ended.load(Ordering::Relaxed) {
             return;
@@ -188,8 +187,8 @@ impl Drop for ExternalOp {
 }
 
 impl Group {
-    /// Records an operation that `carrier` runs. `root` as in a request; `bytes` are read and written. `timeout`: the
-    /// group's where there is none.
+    /// Records an operation that `carrier` runs. `root` is that of a request, `bytes` are those read and written; without a
+    /// `timeout` the group's is used.
     pub fn external_op(
         &self,
         kind: Kind,
@@ -201,7 +200,7 @@ impl Group {
     ) -> ExternalOp {
         let mut timeout = timeout.unwrap_or_else(|| Duration::from_millis(self.timeout_ms.load(Ordering::Relaxed)));
         let mut inner = self.lock();
-        // A delegate has timeouts of its own.
+        // A delegate applies its own timeouts.
         let extends = carrier == Carrier::Device && self.extends.load(Ordering::Relaxed);
         if extends {
             timeout = self.extended(&mut inner, timeout);

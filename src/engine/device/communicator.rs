@@ -81,7 +81,7 @@ pub struct Setup {
     pub name: String,
     /// An algorithm that the library takes for this communicator as a whole, in its own words; "" to let it choose.
     pub algorithm: String,
-    /// For threads of ours, which must say themselves which device they are for.
+    /// Selects the device on a thread that we started.
     pub runtime: Arc<dyn Runtime>,
 }
 
