@@ -87,10 +87,12 @@ def lone_host() -> Iterator[str]:
 
 @pytest.fixture(scope="session", autouse=True)
 def end_of_ranks() -> Iterator[None]:
-    """Ends the pool and the zygote when the session ends."""
+    """Ends the pool, the zygote and the warm Python when the session ends."""
     yield
     import harness
 
     harness.Pool.end()
     if harness.Zygote._one is not None:
         harness.Zygote._one.close()
+    if harness.Warm._one is not None:
+        harness.Warm._one.close()

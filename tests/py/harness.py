@@ -4,6 +4,12 @@
 Ordinary tests share one pool of processes. `launch(fn, 3, ...)` makes fresh processes (tests that kill, stop or exit)
 and gives a `Job` whose every wait is bounded. All ranks are forks of one zygote that has torch imported.
 
+Programs and commands are started as a user starts them, by `run_script`; `torchrun`, and others that ask for it, start
+*warm*: in a fork that has torch imported and is else what a fresh interpreter is (`warm.py`). Tests of an import, of
+signals to a program and of its parent stay cold, and of each kind one more test does: torchrun of an example
+(`test_examples.COLD`), of a script (`test_ddp_script[1]`) and of a failing one, `doctor` with its ranks
+(`test_doctor_lets_two_ranks_talk`), the first program and the first command of the pages (`test_docs`).
+
 The backend under test is the environment variable SAGELLM_TEST_BACKEND ("sagellm"). With "gloo" the suite checks
 itself: tests of what gloo does not do are skipped with that reason (`beyond_gloo`).
 """
@@ -12,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -41,6 +48,7 @@ POOL_SIZE = 4
 # torch's TCPStore looks up the name of every peer's address, 127.0.0.1 too; a name server that drops the question must
 # not cost five seconds each time.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+BEFORE = dict(os.environ)  # no test has changed it yet
 GROUP_TIMEOUT = timedelta(seconds=30)
 
 
@@ -555,14 +563,85 @@ def run_fresh(
         return job.values(timeout)
 
 
+class Warm:
+    """The server of `warm.py`, one per test session, started when first needed: a Python that has torch imported."""
+
+    _one: Warm | None = None
+
+    def __init__(self) -> None:
+        self.tmp = Path(tempfile.mkdtemp(prefix="warm-"))
+        self.python = self.tmp / "python"
+        program = HERE / "warm.py"
+        found = importlib.util.find_spec("torch_sagellm")
+        package = str(Path(found.origin).parent) if found is not None and found.origin else ""
+        call = (
+            f"import sys\nsys.path[:0] = [{str(HERE)!r}]\nimport warm\nwarm.client({str(self.tmp)!r}, sys.argv[1:])\n"
+        )
+        self.python.write_text(f"#!{sys.executable} -IS\n{call}")
+        self.python.chmod(0o755)
+        self.process = subprocess.Popen(
+            [sys.executable, str(program), str(self.tmp), package, str(self.python)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=dict(BEFORE, OMP_NUM_THREADS="1"),
+        )
+        assert self.process.stdout is not None
+        if self.process.stdout.readline() != b"ready\n":
+            raise RuntimeError("the server of warm.py ended before it was ready")
+
+    @classmethod
+    def get(cls) -> Warm:
+        """The session's server."""
+        if cls._one is None or cls._one.process.poll() is not None:
+            cls._one = Warm()
+            atexit.register(cls._one.close)
+        return cls._one
+
+    def close(self) -> None:
+        """Ends the server, and with it what it has started."""
+        if self.process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self.process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(5)
+        if self.process.poll() is None:
+            self.process.kill()
+        shutil.rmtree(self.tmp, ignore_errors=True)
+
+
+def warm_python() -> str:
+    """An executable that stands for this Python with torch imported, where `warm.py` finds no reason against it."""
+    return str(Warm.get().python)
+
+
+def run_warm(*words: str, timeout: float = 100.0, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs `warm_python` with these words; what it prints to stdout and to stderr apart."""
+    return subprocess.run(
+        [warm_python(), *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=patience(timeout),
+        check=False,
+    )
+
+
 def run_script(
-    arguments: list[str], timeout: float = 120.0, env: dict[str, str] | None = None, cwd: str | Path | None = None
+    arguments: list[str],
+    timeout: float = 120.0,
+    env: dict[str, str] | None = None,
+    cwd: str | Path | None = None,
+    warm: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs this Python with `arguments`, in its own process group, and kills all of it at the deadline."""
+    """Runs this Python with `arguments`, in its own process group, and kills all of it at the deadline.
+
+    `warm`: in a fork that has torch imported (`warm.py`), for what is about the program and not about its start.
+    """
     full = dict(os.environ, OMP_NUM_THREADS="1", **(env or {}))
     full.setdefault("GLOO_SOCKET_IFNAME", "lo")
     process = subprocess.Popen(
-        [sys.executable, *arguments],
+        [warm_python() if warm else sys.executable, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -589,10 +668,18 @@ def in_new_process(code: str, **environment: str) -> dict[str, Any]:
 
 
 def torchrun(
-    script: str | Path, ranks: int, *args: str, timeout: float = 150.0, env: dict[str, str] | None = None
+    script: str | Path,
+    ranks: int,
+    *args: str,
+    timeout: float = 150.0,
+    env: dict[str, str] | None = None,
+    warm: bool = True,
 ) -> str:
-    """Runs a script under torchrun on this host; it must succeed. Returns its output."""
+    """Runs a script under torchrun on this host; it must succeed. Returns its output.
+
+    `warm`: torchrun and the ranks that it starts are forks that have torch imported.
+    """
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(script), *args]
-    done = run_script(command, timeout, env)
+    done = run_script(command, timeout, env, warm=warm)
     assert done.returncode == 0, f"torchrun {script} ended with {done.returncode}\n{done.stdout[-8000:]}"
     return done.stdout

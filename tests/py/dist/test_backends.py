@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Context, beyond_gloo, expect_raises, launch, run_fresh, run_ranks
+from harness import Context, beyond_gloo, expect_raises, launch, run_fresh, run_ranks, run_warm
 from limits import patience
 from on_device import number
 
@@ -374,10 +374,8 @@ def test_without_a_group_and_an_environment_it_is_one_rank(script: str) -> None:
 
 def test_it_starts_the_group_of_torchrun_s_environment(tmp_path: Any) -> None:
     (tmp_path / "many.py").write_text(MANY)
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "many.py"]
-    done = subprocess.run(
-        run, cwd=tmp_path, capture_output=True, text=True, timeout=patience(90), check=False, env=os.environ
-    )
+    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(tmp_path / "many.py")]
+    done = run_warm(*run)
     assert done.returncode == 0, done.stderr
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Context, beyond_gloo, run_ranks
+from harness import Context, beyond_gloo, run_ranks, run_warm, warm_python
 
 from torch_sagellm.cli import bench, chart, collectives
 from torch_sagellm.cli.main import main
@@ -55,13 +55,7 @@ def test_wrong_values_are_counted_and_right_ones_are_not() -> None:
 def test_own_ranks_print_the_table_and_write_the_figures(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     words = ["--op", "all_gather", "--sizes", "12,4KiB", "--iterations", "3", "--compare", "gloo", "--plot", "-"]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch_sagellm", "bench", *words, "--json", str(file)],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    done = run_warm("-m", "torch_sagellm", "bench", *words, "--json", str(file))
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [bench.Row(**row) for row in json.loads(file.read_text())]
     # 12 bytes are three elements; each of two ranks has a block of two.
@@ -81,15 +75,9 @@ def test_own_ranks_print_the_table_and_write_the_figures(tmp_path: Path) -> None
 
 def test_under_torchrun_it_measures_between_the_ranks_that_are_there() -> None:
     """By the script that older code names."""
-    words = ["-m", "torch.distributed.run", "--nproc-per-node=2", "benchmark/comm_benchmark.py"]
-    done = subprocess.run(
-        [sys.executable, *words, "--sizes", "64", "--iterations", "2"],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-        cwd=ROOT,
-    )
+    script = str(ROOT / "benchmark/comm_benchmark.py")
+    words = ["-m", "torch.distributed.run", "--nproc-per-node=2", script, "--sizes", "64", "--iterations", "2"]
+    done = run_warm(*words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("\n all_reduce ") == 1, done.stdout
     assert "2 ranks; 10 warm-ups, 2 iterations" in done.stdout, "arguments override the preset quick"
@@ -131,8 +119,8 @@ def test_long_commands_draw_their_progress_on_a_terminal(words: tuple[str, ...],
     """Their output is a pipe, so it has the table alone."""
     screen, theirs = pty.openpty()
     try:
-        command = [sys.executable, "-m", "torch_sagellm", *words]
-        env = {**os.environ, "TERM": "xterm", "SAGELLM_CACHE_DIR": str(tmp_path)}
+        command = [warm_python(), "-m", "torch_sagellm", *words]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", "SAGELLM_CACHE_DIR": str(tmp_path)}
         done = subprocess.run(
             command, stdout=subprocess.PIPE, stderr=theirs, text=True, timeout=100, check=False, env=env
         )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import net
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Context, beyond_gloo, expect_raises, launch, run_fresh, run_ranks
+from harness import Context, beyond_gloo, expect_raises, launch, run_fresh, run_ranks, run_warm
 from net import enter
 
 pytestmark = beyond_gloo("this is about the package's own choice")
@@ -355,19 +353,11 @@ def test_a_delegated_group_is_explained() -> None:
 
 
 def test_tune_measures_and_leaves_a_table(tmp_path: Path) -> None:
-    environment = {**os.environ, "SAGELLM_CACHE_DIR": str(tmp_path)}
-    words = [sys.executable, "-m", "torch_sagellm"]
-    done = subprocess.run(
-        [*words, "tune", "--budget", "4", "--max-size", "16KiB", "--force"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    words = ["-m", "torch_sagellm", "tune", "--budget", "4", "--max-size", "16KiB", "--force"]
+    done = run_warm(*words, SAGELLM_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "A/A spread" in done.stdout and "written to" in done.stdout
     (table,) = tmp_path.iterdir()
     assert "all_reduce:0-" in table.read_text()
-    shown = subprocess.run([*words, "table"], env=environment, capture_output=True, text=True, timeout=100, check=False)
+    shown = run_warm("-m", "torch_sagellm", "table", SAGELLM_CACHE_DIR=str(tmp_path))
     assert str(table) in shown.stdout and "measured" in shown.stdout

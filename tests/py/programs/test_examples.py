@@ -25,6 +25,9 @@ SHORT = ["--steps", "12", "--rounds", "2", "--profile-steps", "2", "--data-mib",
 AS_CHILD = {"08_recovery.py": (["--rank"], 1)}
 NAMES = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name != "train_gpt.py")
 
+#: This one is run by torchrun and ranks that are fresh interpreters, as a user's are.
+COLD = NAMES[0]
+
 pytestmark = pytest.mark.skipif(IS_GLOO, reason="gloo: the examples are about this package")
 
 
@@ -48,7 +51,7 @@ def test_the_example_runs_as_its_head_says(name: str) -> None:
     packaged = DEMOS.get(name)
     tree = ast.parse((PACKAGE / packaged if packaged else example).read_text())
     assert any(isinstance(node, ast.Assert) for node in ast.walk(tree)), f"{name} checks nothing"
-    printed = torchrun(example, ranks, timeout=SECONDS)
+    printed = torchrun(example, ranks, timeout=SECONDS, warm=name != COLD)
     assert any(line.strip() and "OMP_NUM_THREADS" not in line and "***" not in line for line in printed.splitlines())
 
 
@@ -113,7 +116,9 @@ def test_the_demo_trains_and_its_weights_generate_over_all_ranks(tmp_path: Path)
 @pytest.mark.timeout(2 * SECONDS)
 def test_the_command_starts_the_programs_of_the_package(tmp_path: Path) -> None:
     """In any folder, in which nothing is left. The place in the text of the hang is the program's."""
-    hung = run_script(["-m", "torch_sagellm", "demo", "hang", "--timeout", "2"], timeout=SECONDS, cwd=tmp_path)
+    hung = run_script(
+        ["-m", "torch_sagellm", "demo", "hang", "--timeout", "2"], timeout=SECONDS, cwd=tmp_path, warm=True
+    )
     assert hung.returncode == 0, hung.stdout
     assert re.search(r"gloo told rank 1, after \d+\.\d s:", hung.stdout), hung.stdout
     assert re.search(r"sagellm told rank 0, .*:\n  sagellm: rank \d of group", hung.stdout), hung.stdout

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from harness import IS_GLOO
+from harness import IS_GLOO, run_warm
 
 from torch_sagellm._private import load, nearest
 from torch_sagellm.cli import show
@@ -27,9 +27,7 @@ TABLE = "all_reduce:0-4KiB=slots 3000 ns; start 3000 ns\nall_reduce:4097-=rounds
 
 def cli(*words: str) -> subprocess.CompletedProcess[str]:
     """Runs ``python -m torch_sagellm``."""
-    return subprocess.run(
-        [sys.executable, "-m", "torch_sagellm", *words], capture_output=True, text=True, timeout=100, check=False
-    )
+    return run_warm("-m", "torch_sagellm", *words)
 
 
 def test_doctor_prints_the_facts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ DRIVER = Path(__file__).with_name("driver.py")
 
 def run_suite(world_size: int, names: list[str], timeout: float) -> dict[str, dict[str, str]]:
     """Results by test; fails when the driver did not come to its end."""
-    done = run_script([str(DRIVER), BACKEND, str(world_size), *names], timeout)
+    done = run_script([str(DRIVER), BACKEND, str(world_size), *names], timeout, warm=True)
     results = {}
     for line in done.stdout.splitlines():
         if line.startswith("RESULT "):
