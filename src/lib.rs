@@ -41,6 +41,7 @@
 //! fusion        what is sent together: lists, batches (pure)
 //! select        which algorithm, and why (pure but for the file of a measured table)
 //! algorithms    schedules of sends and receives, as data (pure)
+//! routing       where the rows of a mixture of experts go (pure)
 //! reduce        the arithmetic
 //! stats         counts, times and records of operations
 //! op            an operation from issue to end; which memory it uses
@@ -64,6 +65,7 @@ pub mod os;
 pub mod progress;
 pub mod reduce;
 pub mod rendezvous;
+pub mod routing;
 pub mod select;
 pub mod stats;
 

@@ -13,12 +13,13 @@
 //! One source alone is copied, bit for bit (PREMUL_SUM scales it).
 //!
 //! `number` says how numbers are stored and combined, `scalar` has the one loop, `x86` compiles it for wider vectors,
-//! `float` converts f16 and bf16. To add an operation: an `Op` in `scalar.rs`, and a line in each of
+//! `float` converts f16 and bf16, `int8` has what compressed sums send. To add an operation: an `Op` in `scalar.rs`, and a line in each of
 //! `bits`, `integer`, `real` and `complex` whose types it is for.
 
 #![allow(unsafe_code)] // loops over raw pointers, and instructions that the processor must have
 
 mod float;
+pub mod int8;
 mod number;
 mod scalar;
 #[cfg(target_arch = "x86_64")]
@@ -53,7 +54,7 @@ impl Level {
     }
 
     /// The widest level of this processor that `SAGELLM_KERNELS` permits. Read once: all calls of a process use one level.
-    fn best() -> Level {
+    pub fn best() -> Level {
         static BEST: Lazy<Level> = Lazy::new(|| {
             let widest = Level::detect();
             let Some(asked) = config::kernels() else { return widest };

@@ -20,6 +20,7 @@ mod multihost_messages;
 mod multihost_wire;
 mod op_order;
 mod reduce;
+mod reduce_int8;
 mod rendezvous;
 mod select;
 mod shm_collectives;

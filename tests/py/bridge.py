@@ -1,4 +1,4 @@
-"""The functions of the bridge between C++ and Rust (`src/ffi/bridge.rs`, `observe.rs`), and which of them a run called.
+"""The functions of the bridge between C++ and Rust (`src/ffi/bridge.rs` and others), and which of them a run called.
 
 `bridged()` reads them from the source. As a program it takes the target folder of a build that counts calls over the
 bridge, and the folder of the counts (`.ci/sanitized` makes both). It fails if a function was not called, and names it.
@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Each is compiled on its own.
-FILES = ("bridge.rs", "observe.rs")
+FILES = ("bridge.rs", "observe.rs", "arrays.rs")
 BLOCKS = ('extern "Rust"', 'unsafe extern "C++"')
 #: The type is that of the receiver, or stands in an attribute before the function.
 FUNCTION = re.compile(r'(?:#\[Self = "(\w+)"\]\s*)?\bfn (\w+)\s*\(\s*(?:self: (?:&|Pin<&mut )(\w+))?')

@@ -28,14 +28,14 @@ from torch_sagellm.api.arguments import (
     soft_seconds,
 )
 from torch_sagellm.api.compression import (
-    Compression,
     CompressionStats,
-    CompressionThread,
     check_compressible,
     compressed_all_reduce,
     compression,
 )
+from torch_sagellm.api.compression_hooks import CompressionThread
 from torch_sagellm.api.errors import with_timeouts
+from torch_sagellm.api.formats import Compression
 from torch_sagellm.api.futures import CommFuture, Later
 from torch_sagellm.api.group_choice import GroupSettings, group_for, our_backend
 from torch_sagellm.observe import explain as explaining

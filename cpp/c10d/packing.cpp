@@ -1,0 +1,102 @@
+#include "c10d/packing.hpp"
+
+#include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <cstring>
+
+#include "host/errors.hpp"
+
+namespace sagellm {
+
+namespace {
+
+using namespace py::literals;  // NOLINT(google-build-using-namespace): "name"_a
+
+// The tensor, where its bytes lie together in memory of this machine and are all that there is of it; else null.
+const at::Tensor* plain(py::handle item) {
+  if (!THPVariable_CheckExact(item.ptr())) return nullptr;
+  const at::Tensor& tensor = THPVariable_Unpack(item.ptr());
+  constexpr c10::DispatchKeySet lazy(
+      {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor});
+  const bool fits = tensor.defined() && tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.has_storage() &&
+                    !tensor.key_set().has_any(lazy) && tensor.is_contiguous();
+  return fits ? &tensor : nullptr;
+}
+
+// Equal tensors that follow each other as one entry: dtype, shape, number. None where one is not plain, or is to be
+// written and has a gradient. The list keeps the tensors, and the GIL keeps the list.
+py::object runs(const py::list& tensors, bool written) {
+  py::list found;
+  const at::Tensor* first = nullptr;
+  int64_t count = 0;
+  const auto close = [&] {
+    if (first == nullptr) return;
+    py::tuple shape(first->dim());
+    for (int64_t side = 0; side < first->dim(); ++side) shape[side] = first->size(side);
+    const auto dtype =
+        py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(first->scalar_type())));
+    found.append(py::make_tuple(dtype, shape, count));
+  };
+  for (const py::handle item : tensors) {
+    const at::Tensor* const tensor = plain(item);
+    if (tensor == nullptr || (written && tensor->requires_grad())) return py::none();
+    if (first != nullptr && tensor->scalar_type() == first->scalar_type() && tensor->sizes() == first->sizes()) {
+      ++count;
+      continue;
+    }
+    close();
+    first = tensor;
+    count = 1;
+  }
+  close();
+  return found;
+}
+
+// Calls `copy(tensor, its place in the packed bytes, its bytes)` for each of the tensors from `begin` to before `end`.
+template <class Copy>
+void each(const char* call, const py::list& tensors, size_t begin, size_t end, const at::Tensor& packed,
+          const Copy& copy) {
+  if (!packed.is_cpu() || !packed.is_contiguous() || begin > end || end > tensors.size()) {
+    value_error(call, "the packed bytes are not contiguous on cpu, or the list is shorter than it was");
+  }
+  auto* place = static_cast<char*>(packed.data_ptr());
+  size_t left = packed.nbytes();
+  for (size_t number = begin; number < end; ++number) {
+    const at::Tensor* const tensor = plain(tensors[number]);
+    if (tensor == nullptr || tensor->nbytes() > left) {
+      value_error(call, c10::str("tensor ", number, " of the list has changed during the call"));
+    }
+    const size_t bytes = tensor->nbytes();
+    if (bytes > 0) copy(*tensor, place, bytes);
+    place += bytes;
+    left -= bytes;
+  }
+  if (left > 0) value_error(call, "the tensors of the list have become smaller during the call");
+}
+
+void pack(const py::list& tensors, size_t begin, size_t end, const at::Tensor& into) {
+  each("send_tensors", tensors, begin, end, into,
+       [](const at::Tensor& tensor, char* place, size_t bytes) { std::memcpy(place, tensor.const_data_ptr(), bytes); });
+}
+
+void unpack(const at::Tensor& from, const py::list& tensors, size_t begin, size_t end) {
+  each("recv_tensors", tensors, begin, end, from, [](const at::Tensor& tensor, const char* place, size_t bytes) {
+    std::memcpy(tensor.mutable_data_ptr(), place, bytes);
+    if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+  });
+}
+
+}  // namespace
+
+void bind_packing(py::module_& module) {
+  const auto def = [&](const char* name, auto function, const auto&... arguments) {
+    module.def(name, torch::wrap_pybind_function(function), arguments...);
+  };
+  def("_runs", &runs, "tensors"_a, "written"_a);
+  def("_pack", &pack, "tensors"_a, "begin"_a, "end"_a, "into"_a);
+  def("_unpack", &unpack, "from_"_a, "tensors"_a, "begin"_a, "end"_a);
+}
+
+}  // namespace sagellm

@@ -1,0 +1,184 @@
+//! Where the rows of a mixture of experts go: which tokens are sent to which rank, and where each row lies then.
+//!
+//! An assignment is a token sent to one of its experts. Experts are numbered over the ranks: rank r has those from
+//! r * experts / ranks on. Everything follows from the experts of this rank's tokens and from the table of what each rank
+//! sends to each expert, in one pass over the assignments and one over the rows that come.
+
+use crate::error::{Error, Result};
+
+/// Sorts assignments by expert, and counts those of each. Those of one expert stay in their order.
+pub fn sort(experts: &[i64], counts: &mut [i64], order: &mut [i64]) -> Result<()> {
+    sizes("order", order.len(), experts.len())?;
+    counts.fill(0);
+    for &expert in experts {
+        let Some(count) = usize::try_from(expert).ok().and_then(|expert| counts.get_mut(expert)) else {
+            let (least, most) = (experts.iter().min().unwrap_or(&0), experts.iter().max().unwrap_or(&0));
+            return Err(Error::Invalid(format!(
+                "sagellm MoEDispatcher: experts from {least} to {most}, expected 0 to {}",
+                counts.len() as i64 - 1
+            )));
+        };
+        *count += 1;
+    }
+    let mut next: Vec<usize> = begins(counts);
+    for (assignment, &expert) in experts.iter().enumerate() {
+        order[next[expert as usize]] = assignment as i64;
+        next[expert as usize] += 1;
+    }
+    Ok(())
+}
+
+/// The first place of each of several parts that lie one behind the other.
+fn begins(counts: &[i64]) -> Vec<usize> {
+    counts.iter().scan(0, |next, &count| Some(std::mem::replace(next, *next + count as usize))).collect()
+}
+
+/// What each rank sends to each expert, rank after rank; and which rank this is.
+pub struct Table<'a> {
+    taken: &'a [i64],
+    experts: usize,
+    rank: usize,
+    /// Rows that stay on this rank come behind those for others, which then lie together.
+    own_last: bool,
+}
+
+impl<'a> Table<'a> {
+    pub fn new(taken: &'a [i64], experts: usize, rank: usize, own_last: bool) -> Result<Table<'a>> {
+        let ranks = taken.len().checked_div(experts).unwrap_or(0);
+        let whole = rank < ranks && taken.len().is_multiple_of(experts) && experts.is_multiple_of(ranks);
+        if !whole || taken.iter().any(|&count| count < 0) {
+            return Err(Error::Bug(format!(
+                "sagellm: a table of {} counts for {experts} experts has no rank {rank}",
+                taken.len()
+            )));
+        }
+        Ok(Table { taken, experts, rank, own_last })
+    }
+
+    fn ranks(&self) -> usize {
+        self.taken.len() / self.experts
+    }
+
+    /// What `from` sends to the experts of `to`.
+    fn counts(&self, from: usize, to: usize) -> &'a [i64] {
+        let each = self.experts / self.ranks();
+        &self.taken[from * self.experts + to * each..][..each]
+    }
+
+    /// The ranks in the order in which rows for them, or from them, lie.
+    fn order(&self) -> impl Iterator<Item = usize> {
+        let own = self.own_last.then_some(self.rank);
+        (0..self.ranks()).filter(move |rank| Some(*rank) != own).chain(own)
+    }
+
+    /// The rows for each rank, those from each rank, and those of each expert of this rank, one behind the other.
+    pub fn figures(&self, found: &mut [i64]) -> Result<()> {
+        let ranks = self.ranks();
+        sizes("figures", found.len(), 2 * ranks + self.experts / ranks)?;
+        let (sent, rest) = found.split_at_mut(ranks);
+        let (received, rows) = rest.split_at_mut(ranks);
+        rows.fill(0);
+        for other in 0..ranks {
+            sent[other] = self.counts(self.rank, other).iter().sum();
+            received[other] = self.counts(other, self.rank).iter().sum();
+            for (row, count) in rows.iter_mut().zip(self.counts(other, self.rank)) {
+                *row += count;
+            }
+        }
+        Ok(())
+    }
+
+    /// For each row that is sent its assignment, -1 where it is padding; and for each assignment its row, -1 where it is
+    /// sent nowhere. `order` and `wanted` are what `sort` has found.
+    pub fn leaving(&self, order: &[i64], wanted: &[i64], rows: &mut [i64], places: &mut [i64]) -> Result<()> {
+        sizes("wanted", wanted.len(), self.experts)?;
+        sizes("places", places.len(), order.len())?;
+        sizes("order", order.len(), wanted.iter().sum::<i64>() as usize)?;
+        let total: i64 = self.taken[self.rank * self.experts..][..self.experts].iter().sum();
+        sizes("rows", rows.len(), total as usize)?;
+        let (begins, each) = (begins(wanted), self.experts / self.ranks());
+        places.fill(-1);
+        let mut row = 0;
+        for to in self.order() {
+            for (at, &count) in self.counts(self.rank, to).iter().enumerate() {
+                let expert = to * each + at;
+                let own = &order[begins[expert]..][..count.min(wanted[expert]) as usize];
+                let (filled, empty) = rows[row..row + count as usize].split_at_mut(own.len());
+                filled.copy_from_slice(own);
+                empty.fill(-1);
+                for (behind, &assignment) in own.iter().enumerate() {
+                    places[assignment as usize] = (row + behind) as i64;
+                }
+                row += count as usize;
+            }
+        }
+        Ok(())
+    }
+
+    /// The rows that come lie in the order of the ranks; `sorting` has them by expert and then by rank, and `unsorted` says
+    /// for each row that comes where it is in that order.
+    pub fn coming(&self, sorting: &mut [i64], unsorted: &mut [i64]) -> Result<()> {
+        let total: i64 = (0..self.ranks()).map(|from| self.counts(from, self.rank).iter().sum::<i64>()).sum();
+        sizes("sorting", sorting.len(), total as usize)?;
+        sizes("unsorted", unsorted.len(), total as usize)?;
+        let mut next = vec![0; self.ranks()];
+        let mut behind = 0;
+        for from in self.order() {
+            next[from] = behind;
+            behind += self.counts(from, self.rank).iter().sum::<i64>() as usize;
+        }
+        let mut row = 0;
+        for expert in 0..self.experts / self.ranks() {
+            for from in 0..self.ranks() {
+                for _ in 0..self.counts(from, self.rank)[expert] {
+                    sorting[row] = next[from] as i64;
+                    unsorted[next[from]] = row as i64;
+                    next[from] += 1;
+                    row += 1;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn sizes(what: &str, have: usize, wanted: usize) -> Result<()> {
+    if have != wanted {
+        return Err(Error::Bug(format!("sagellm: {what} has the size {have}, expected {wanted}")));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_sorted_by_expert_and_every_assignment_is_found() {
+        let experts = [3, 0, 2, 3, 1, 0, 3];
+        let (mut counts, mut order) = ([0; 4], [0; 7]);
+        sort(&experts, &mut counts, &mut order).unwrap();
+        assert_eq!((counts, order), ([2, 1, 1, 3], [1, 5, 4, 2, 0, 3, 6]));
+        assert!(
+            sort(&[4], &mut counts, &mut [0]).unwrap_err().to_string().contains("experts from 4 to 4, expected 0 to 3")
+        );
+        assert!(sort(&[-1], &mut counts, &mut [0]).is_err());
+    }
+
+    #[test]
+    fn rows_that_stay_come_last_and_padding_fills() {
+        let taken = [2, 2, 2, 2, 1, 0, 0, 3];
+        let table = Table::new(&taken, 4, 0, true).unwrap();
+        let mut figures = [0; 6];
+        table.figures(&mut figures).unwrap();
+        assert_eq!(figures, [4, 4, 4, 1, 3, 2]);
+        let (mut rows, mut places) = ([0; 8], [0; 7]);
+        table.leaving(&[1, 5, 4, 2, 0, 3, 6], &[2, 1, 1, 3], &mut rows, &mut places).unwrap();
+        assert_eq!(rows, [2, -1, 0, 3, 1, 5, 4, -1]);
+        assert_eq!(places, [2, 4, 0, 3, 6, 5, -1]);
+        let (mut sorting, mut unsorted) = ([0; 5], [0; 5]);
+        table.coming(&mut sorting, &mut unsorted).unwrap();
+        assert_eq!((sorting, unsorted), ([1, 2, 0, 3, 4], [2, 0, 1, 3, 4]));
+        assert!(Table::new(&taken, 3, 0, true).is_err() && Table::new(&taken, 4, 2, true).is_err());
+    }
+}

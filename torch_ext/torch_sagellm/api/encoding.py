@@ -1,0 +1,79 @@
+"""Numbers of 32 bits as whole numbers of eight with a scale for each block, and the places of the largest.
+
+On the CPU the core computes (``src/reduce/int8.rs``), on a device torch, by the same steps. An encoded block is its
+scale, the largest magnitude divided by 127, and a byte for each element. A block with an infinity or a NaN is NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_sagellm._private import load
+
+SCALE_BYTES = 4
+
+
+def encoded(flat: Tensor, block: int, blocks: int) -> Tensor:
+    """Encodes float32 numbers into so many blocks; what is behind the last number is 0."""
+    into = torch.empty(blocks * (SCALE_BYTES + block), dtype=torch.uint8, device=flat.device)
+    if flat.is_cpu:
+        load.extension()._int8_encode(flat, block, into)
+    else:
+        padded = torch.nn.functional.pad(flat, (0, blocks * block - flat.numel()))
+        _pack(padded.view(blocks, block), into)
+    return into
+
+
+def summed(addends: Tensor, block: int, ranks: int, divisor: int) -> Tensor:
+    """The sum of the addends of all ranks, which lie one behind the other, in their order; each divided first."""
+    into = addends.new_empty(addends.numel() // ranks)
+    if addends.is_cpu:
+        load.extension()._int8_sum(addends, block, divisor, into)
+    else:
+        total = torch.zeros((), device=addends.device)
+        for addend in addends.chunk(ranks):
+            numbers, scales = _unpacked(addend, block)
+            total = total + numbers * (scales / scales.new_full((), divisor))
+        _pack(total.view(-1, block), into)
+    return into
+
+
+def decode(from_: Tensor, block: int, into: Tensor) -> None:
+    """Decodes as many numbers as ``into`` has room for."""
+    if from_.is_cpu:
+        load.extension()._int8_decode(from_, block, into)
+    else:
+        numbers, scales = _unpacked(from_, block)
+        into.copy_((numbers * scales).view(-1)[: into.numel()])
+
+
+def _pack(rows: Tensor, into: Tensor) -> None:
+    # Divisors are tensors: by a number some devices multiply with its rounded inverse.
+    if not len(rows):
+        return
+    magnitudes = rows.abs().amax(1, keepdim=True)
+    scales = torch.where(magnitudes.isfinite(), magnitudes / rows.new_full((), 127.0), torch.nan)
+    numbers = torch.round(rows / torch.where(scales > 0, scales, torch.ones_like(scales))).clamp(-127, 127)
+    table = into.view(len(rows), SCALE_BYTES + rows.shape[1])
+    table[:, :SCALE_BYTES] = scales.view(torch.uint8)
+    table[:, SCALE_BYTES:] = torch.where(scales.isfinite(), numbers, 0.0).to(torch.int8).view(torch.uint8)
+
+
+def _unpacked(encoded: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    if not encoded.numel():  # torch views no memory without elements as other numbers
+        return encoded.new_empty((0, block), dtype=torch.float32), encoded.new_empty((0, 1), dtype=torch.float32)
+    table = encoded.view(-1, SCALE_BYTES + block)
+    scales = table[:, :SCALE_BYTES].contiguous().view(torch.float32)
+    return table[:, SCALE_BYTES:].contiguous().view(torch.int8).float(), scales
+
+
+def largest(flat: Tensor, count: int) -> Tensor:
+    """The places of so many elements of largest magnitude, of 32 bits where these hold them all."""
+    small = flat.numel() <= torch.iinfo(torch.int32).max
+    if flat.is_cpu and flat.dtype is torch.float32 and small:
+        places = torch.empty(count, dtype=torch.int32)
+        load.extension()._largest(flat, places)
+        return places
+    found = torch.topk(flat.abs(), count, sorted=False).indices
+    return found.to(torch.int32) if small else found

@@ -1,0 +1,335 @@
+"""The formats in which tensors are summed in fewer bytes; each class states its error bound for one call."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from torch_sagellm.api import encoding, hosts
+from torch_sagellm.api.group_choice import our_backend
+
+
+class Compression(ABC):
+    """A way to sum a tensor over ranks in fewer bytes.
+
+    Example::
+
+        class Plain(torch_sagellm.Compression):
+            name = "plain"
+
+            def all_reduce(self, tensor, group, key=None):
+                dist.all_reduce(tensor, group=group)
+                return tensor.nbytes
+
+        torch_sagellm.compressed_all_reduce(torch.ones(4), Plain())
+    """
+
+    #: Its name in ``compressed_all_reduce``.
+    name: str
+    #: Whether it keeps a remainder from call to call, so that each tensor needs a ``key``.
+    needs_key: bool = False
+
+    @abstractmethod
+    def all_reduce(self, tensor: torch.Tensor, group: Any, key: Any = None) -> int:
+        """Sums a contiguous float tensor over the ranks of ``group``, in place; returns the bytes that it sent.
+
+        That is ``tensor.nbytes`` times what leaves the host over what leaves it in a plain all_reduce.
+
+        ``key`` names the tensor for compressions that keep a remainder from call to call. A tuple of parameters says
+        that the tensor holds their gradients, one behind the other: a bucket of DistributedDataParallel holds others
+        from the second step on.
+        """
+
+    def average(self, tensor: torch.Tensor, group: Any, key: Any = None) -> int:
+        """The same for the average. A format whose sums may be too large for it divides earlier than this one."""
+        sent = self.all_reduce(tensor, group, key)
+        tensor /= dist.get_world_size(group)
+        return sent
+
+
+class Half(Compression):
+    """16 bits: each rank's numbers are rounded once, the core adds them in 32 bits, and the result is rounded once.
+
+    The relative error of each addend and of the result is at most 2^-11 for float16 (whose largest number is 65,504)
+    and 2^-8 for bfloat16. An average is finite where its addends are: it is divided before the sum is rounded.
+
+    Args:
+        dtype: ``torch.float16`` or ``torch.bfloat16`` (ValueError otherwise).
+
+    Example::
+
+        torch_sagellm.compressed_all_reduce(torch.ones(512), torch_sagellm.Half(torch.bfloat16))
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        names = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+        if dtype not in names:
+            raise ValueError(f"sagellm Half: dtype is {dtype}, expected one of {', '.join(map(str, names))}")
+        self.dtype = dtype
+        self.name = names[dtype]
+
+    def all_reduce(self, tensor: torch.Tensor, group: Any, key: Any = None) -> int:
+        return self._reduce(tensor, tensor, dist.ReduceOp.SUM, group)
+
+    def average(self, tensor: torch.Tensor, group: Any, key: Any = None) -> int:
+        # bfloat16 has the range of the 32 bits in which numbers are added: the sum of its largest would not fit.
+        if self.dtype is torch.float16 and _has_average(group):
+            return self._reduce(tensor, tensor, dist.ReduceOp.AVG, group)
+        return self._reduce(tensor, tensor / dist.get_world_size(group), dist.ReduceOp.SUM, group)
+
+    def _reduce(self, tensor: torch.Tensor, addend: torch.Tensor, op: Any, group: Any) -> int:
+        half = addend.to(self.dtype)
+        dist.all_reduce(half, op=op, group=group)
+        tensor.copy_(half)
+        return int(half.nbytes)
+
+
+class Int8(Compression):
+    """Whole numbers from -127 to 127 with a float32 scale for each block of a flat tensor.
+
+    Every rank adds one part: it gets that of all ranks by an all_to_all, and all get the sums by an all_gather. With m
+    the largest magnitude of a block, an addend is off by at most m / 254, and so is the sum once more, by its own m.
+    Where several hosts have the same number of ranks, more than one, each host is summed first, in full precision: its
+    sum is an addend then, and a host sends 25.4 % of what it would send in a plain all_reduce, however many ranks it
+    has.
+
+    Args:
+        block: elements that share a scale, 1 or more (ValueError).
+
+    Example::
+
+        torch_sagellm.compressed_all_reduce(torch.ones(512), torch_sagellm.Int8())
+    """
+
+    name = "int8"
+
+    def __init__(self, block: int = 256) -> None:
+        if block < 1:
+            raise ValueError(f"sagellm Int8: block is {block} elements, expected 1 or more")
+        self.block = block
+
+    def all_reduce(self, tensor: torch.Tensor, group: Any, key: Any = None) -> int:
+        return self._reduce(tensor, group, 1)
+
+    def average(self, tensor: torch.Tensor, group: Any, key: Any = None) -> int:
+        return self._reduce(tensor, group, dist.get_world_size(group))
+
+    def _reduce(self, tensor: torch.Tensor, group: Any, divisor: int) -> int:
+        flat = tensor.view(-1).to(torch.float32)  # the tensor's own memory, if it is of this type
+        among = _among(group)
+        if among is None:
+            sent = self._between(flat, group, divisor)
+        else:
+            part = _part_of_host(flat, among)
+            sent = self._between(part, among.across, divisor) * len(among.columns)
+            flat.copy_(_whole_of_host(part, among)[: flat.numel()])
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(flat.view_as(tensor))
+        return sent
+
+    def _between(self, flat: torch.Tensor, group: Any, divisor: int) -> int:
+        """Sums ``flat`` over the ranks, in place once all parts have come; returns the bytes."""
+        ranks = dist.get_world_size(group)
+        blocks = math.ceil(flat.numel() / self.block / ranks) * ranks
+        encoded = encoding.encoded(flat, self.block, blocks)
+        every = torch.empty_like(encoded)
+        dist.all_to_all_single(every, encoded, group=group)
+        dist.all_gather_into_tensor(encoded, encoding.summed(every, self.block, ranks, divisor), group=group)
+        encoding.decode(encoded, self.block, flat)
+        # Both steps pass the share of the other ranks, as those of a plain all_reduce do.
+        return int(encoded.nbytes)
+
+
+class TopK(Compression):
+    """The share ``ratio`` of the elements, those of largest magnitude; the others are added to the next call's.
+
+    No element is lost, it only comes later: the sum over all calls is that of plain calls, except for the remainder at
+    the end, which ``residual(key)`` shows. Where several hosts have the same number of ranks, more than one, each host
+    is summed first, and each of its ranks picks elements of its part of that sum: a host sends as much however many
+    ranks it has. An element travels with its index, of 32 bits, to every other rank (host). A tensor is known by its
+    ``key``: a number, a name, or the parameter whose gradient it is. The remainder of a parameter ends with the
+    parameter; a call that fails changes no remainder.
+
+    Args:
+        ratio: more than 0 and at most 1 (ValueError).
+
+    Example::
+
+        remembering = torch_sagellm.TopK(0.25)
+        torch_sagellm.compressed_all_reduce(torch.ones(512), remembering, key="gradient")
+    """
+
+    name = "topk"
+    needs_key = True
+
+    def __init__(self, ratio: float = 0.01) -> None:
+        if not 0 < ratio <= 1:
+            raise ValueError(f"sagellm TopK: ratio is {ratio}, expected more than 0 and at most 1")
+        self.ratio = ratio
+        self._left: dict[Any, torch.Tensor] = {}
+        #: The same for parameters, by identity: they live no longer for it, and no other ever has their remainder.
+        self._left_of: Any = WeakTensorKeyDictionary()
+
+    def residual(self, key: Any) -> torch.Tensor | None:
+        """The part of a tensor, flat, that this rank has not sent yet; None where no call has had this key."""
+        found: torch.Tensor | None = self._kept(key).get(key)
+        return found
+
+    def _kept(self, key: Any) -> Any:
+        return self._left_of if isinstance(key, torch.Tensor) else self._left
+
+    def all_reduce(self, tensor: torch.Tensor, group: Any, key: Any = None) -> int:
+        return self._reduce(tensor, group, key, 1)
+
+    def average(self, tensor: torch.Tensor, group: Any, key: Any = None) -> int:
+        return self._reduce(tensor, group, key, dist.get_world_size(group))
+
+    def _reduce(self, tensor: torch.Tensor, group: Any, key: Any, divisor: int) -> int:
+        flat = tensor.view(-1)
+        parts = _parts(key, flat.numel())
+        # The tensor and the remainder change only when the exchange is over: a call that failed may be made again.
+        rest = self._with_remainder(flat, parts)
+        among = _among(group)
+        if among is None:
+            total, sent = self._between(rest, group, divisor)
+        else:
+            part = _part_of_host(rest, among)
+            total, sent = self._between(part, among.across, divisor)
+            total, sent = _whole_of_host(total, among)[: flat.numel()], sent * len(among.columns)
+            # What this rank's part of the host's sum keeps is added to this rank's addend in the next call.
+            rest.zero_()
+            begin = among.place * len(part)
+            rest[begin : begin + len(part)] = part[: max(len(rest) - begin, 0)]
+        flat.copy_(total)
+        keys, sizes = zip(*parts, strict=True)
+        for one, left in zip(keys, rest.split(sizes), strict=True):
+            self._kept(one)[one] = left
+        return sent
+
+    def _between(self, rest: torch.Tensor, group: Any, divisor: int) -> tuple[torch.Tensor, int]:
+        """The sum of what all ranks send, which ``rest`` loses; and the bytes."""
+        ranks = dist.get_world_size(group)
+        count = max(1, math.ceil(self.ratio * rest.numel())) if rest.numel() else 0
+        places = encoding.largest(rest, count)
+        values = rest[places]
+        rest[places] = 0
+        every_place = places.new_empty(ranks * count)
+        every_value = values.new_empty(ranks * count)
+        dist.all_gather_into_tensor(every_place, places, group=group)
+        dist.all_gather_into_tensor(every_value, values, group=group)
+        total = torch.zeros_like(rest)
+        # Rank by rank, so that all ranks add in the same order.
+        for place, value in zip(every_place.chunk(ranks), every_value.chunk(ranks), strict=True):
+            total.index_add_(0, place, value / divisor)
+        # Each rank's elements go to all others; of a plain all_reduce 2 / ranks of the tensor do.
+        return total, int(places.nbytes + values.nbytes) * ranks // 2
+
+    def _with_remainder(self, flat: torch.Tensor, parts: list[tuple[Any, int]]) -> torch.Tensor:
+        """A copy of the elements, to which what earlier calls have left out is added."""
+        whole = flat.clone()
+        for (key, size), addend in zip(parts, whole.split([size for _, size in parts]), strict=True):
+            left = self.residual(key)
+            if left is None:
+                continue
+            if left.numel() != size:
+                shown = f"a parameter of shape {list(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)
+                raise ValueError(
+                    f"sagellm TopK: the tensor of key {shown} has {size} elements, expected the {left.numel()} of an "
+                    "earlier call, which has left some of them to be sent: give each tensor a key of its own"
+                )
+            addend += left
+        return whole
+
+
+class Auto(Compression):
+    """int8 between hosts, and no compression where all ranks are on one host, where int8 and top-k were slower than
+    none in every measurement.
+
+    Example::
+
+        torch_sagellm.compressed_all_reduce(torch.ones(512), "auto")
+    """
+
+    name = "auto"
+
+    def all_reduce(self, tensor: torch.Tensor, group: Any, key: Any = None) -> int:
+        if not on_one_host(group):
+            return Int8().all_reduce(tensor, group, key)
+        dist.all_reduce(tensor, group=group)
+        return int(tensor.nbytes)
+
+    def average(self, tensor: torch.Tensor, group: Any, key: Any = None) -> int:
+        if not on_one_host(group):
+            return Int8().average(tensor, group, key)
+        tensor /= dist.get_world_size(group)
+        dist.all_reduce(tensor, group=group)
+        return int(tensor.nbytes)
+
+
+def on_one_host(group: Any) -> bool:
+    """Whether all ranks of a group are on one host; a collective in the group's first call."""
+    return len(set(hosts_of(group)[0])) == 1
+
+
+def _parts(key: Any, numel: int) -> list[tuple[Any, int]]:
+    """The keys of a flat tensor's parts with their sizes: one, or those of a tuple of parameters."""
+    if not (isinstance(key, tuple) and key and all(isinstance(each, torch.Tensor) for each in key)):
+        return [(key, numel)]
+    sizes = [each.numel() for each in key]
+    if sum(sizes) != numel:
+        raise ValueError(
+            f"sagellm: the parameters of key have {sum(sizes)} elements, and the tensor {numel}, expected as many"
+        )
+    return list(zip(key, sizes, strict=True))
+
+
+#: For each group the hosts of its ranks, and how they are summed first; found in its first compressed call.
+_places: Any = WeakKeyDictionary()
+
+
+def hosts_of(group: Any) -> tuple[list[Any], hosts.Hosts | None]:
+    """The host of each rank, and how the hosts are summed first, if they are; a collective in a group's first call."""
+    base = dist.group.WORLD if group is None else group
+    if base not in _places:
+        where = hosts.names(base)
+        _places[base] = (where, hosts.find(base, where))
+    known: tuple[list[Any], hosts.Hosts | None] = _places[base]
+    return known
+
+
+def forget(group: Any) -> hosts.Hosts | None:
+    """Drops what was found of a group that ends, and returns how its ranks were on hosts."""
+    among: hosts.Hosts | None = _places.pop(group, (None, None))[1]
+    return among
+
+
+def _among(group: Any) -> hosts.Hosts | None:
+    return hosts_of(group)[1]
+
+
+def _part_of_host(flat: torch.Tensor, among: hosts.Hosts) -> torch.Tensor:
+    """This rank's part of its host's sum: as many elements on every rank, with zeros behind the last."""
+    ranks = len(among.columns)
+    size = math.ceil(flat.numel() / ranks)
+    padded = torch.nn.functional.pad(flat, (0, size * ranks - flat.numel()))
+    part = padded.new_empty(size)
+    dist.reduce_scatter_tensor(part, padded, group=among.inside)
+    return part
+
+
+def _whole_of_host(part: torch.Tensor, among: hosts.Hosts) -> torch.Tensor:
+    whole = part.new_empty(part.numel() * len(among.columns))
+    dist.all_gather_into_tensor(whole, part, group=among.inside)
+    return whole
+
+
+def _has_average(group: Any) -> bool:
+    """Whether our engine serves the group, which has ReduceOp.AVG; gloo, as a backend or as our delegate, has not."""
+    ours = our_backend(dist.group.WORLD if group is None else group)
+    return ours is not None and not ours.delegate_reason
