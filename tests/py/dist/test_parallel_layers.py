@@ -317,7 +317,7 @@ def held_back(ctx: Context) -> Any:
         found = [block[0].item() for block in torch_sagellm.recv_tensors(0)]
         dist.destroy_process_group()
         return found
-    begin, begun, waited = dist.batch_isend_irecv, [], []
+    begin, begun, waited = dist.isend, [], []
 
     class Watched:
         def __init__(self, work: Any) -> None:
@@ -332,13 +332,13 @@ def held_back(ctx: Context) -> Any:
             waited.append(1)
             assert len(begun) <= len(waited) + 1, "two are under way at most"
 
-    def watched(messages: list[dist.P2POp]) -> list[Watched]:
-        begun.append(sum(each.tensor.nbytes for each in messages))
-        return [Watched(work) for work in begin(messages)]
+    def watched(tensor: torch.Tensor, **named: Any) -> Watched:
+        begun.append(tensor.nbytes)
+        return Watched(begin(tensor, **named))
 
-    dist.batch_isend_irecv = watched
+    dist.isend = watched
     torch_sagellm.send_tensors(blocks, 1, window=8 << 20)
-    dist.batch_isend_irecv = begin
+    dist.isend = begin
     assert len(begun) == len(waited) == 8
     dist.destroy_process_group()
     return None

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
-from itertools import groupby
-from math import prod
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from torch_sagellm.api.arguments import checked_dense, checked_result, checked_written
+from torch_sagellm.parallel import packing
+from torch_sagellm.parallel.packing import Listed, Message, Run
 
 #: The first message: these bytes (their digit is the version), the length of the description, as much of that as fits.
 MAGIC = b"sagetns2"
@@ -24,10 +22,6 @@ LENGTH_BYTES = 8
 PREFIX_BYTES = len(MAGIC) + LENGTH_BYTES
 #: The longest description: of two million tensors that all differ. Nobody makes more room for what a message claims.
 MOST_BYTES = 64 << 20
-#: On the CPU tensors of fewer bytes than the first travel together, in messages of at most the second.
-SMALL, PACK = 32 << 10, 1 << 20
-#: A tensor, or what a header says of one: it has ``nbytes`` and ``dtype``.
-Sized = TypeVar("Sized", torch.Tensor, "_Coming")
 #: Bytes that are under way at most, unless the caller says otherwise; a larger tensor travels alone.
 WINDOW = 64 << 20
 
@@ -56,34 +50,48 @@ def send_tensors(
     _send(_checked_list(tensors), dst, group, tag, window)
 
 
-def _checked_list(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    listed = [_checked(tensor, number) for number, tensor in enumerate(tensors)]
+def _checked_list(tensors: Sequence[torch.Tensor]) -> Listed:
+    given = list(tensors)
+    found = packing.plain(given, written=False)
+    if found is not None:
+        return found
+    listed = [_checked(tensor, number) for number, tensor in enumerate(given)]
     devices = {tensor.device for tensor in listed}
     if len(devices) > 1:
         raise ValueError(
             f"sagellm send_tensors: the tensors are on {', '.join(map(str, devices))}, expected one device"
         )
-    return listed
+    return Listed(listed, packing.described(listed), False)
 
 
-def _send(listed: list[torch.Tensor], dst: int, group: Any, tag: int, window: int) -> None:
+def _send(listed: Listed, dst: int, group: Any, tag: int, window: int) -> None:
     if window < 1:
         raise ValueError(f"sagellm send_tensors: window is {window} bytes, expected 1 or more")
-    # Equal tensors that follow each other are one entry with their number.
-    runs = groupby(listed, key=lambda tensor: (tensor.dtype, tensor.shape))
-    described = [[_name(dtype), list(shape), sum(1 for _ in run)] for (dtype, shape), run in runs]
+    described = [[packing.name(run.dtype), run.shape, run.number] for run in listed.runs]
     text = json.dumps([window, described], separators=(",", ":")).encode()
     if len(text) > MOST_BYTES:
         raise ValueError(
-            f"sagellm send_tensors: the description of {len(listed)} tensors has {len(text)} bytes, expected at most "
-            f"{MOST_BYTES}; send them in several calls"
+            f"sagellm send_tensors: the description of {len(listed.tensors)} tensors has {len(text)} bytes, expected "
+            f"at most {MOST_BYTES}; send them in several calls"
         )
     whole = MAGIC + len(text).to_bytes(LENGTH_BYTES, "little") + text
-    device = listed[0].device if listed else torch.device("cpu")
-    _send_bytes(whole[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0"), device, dst, group, tag)
+    _send_bytes(whole[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0"), listed.device, dst, group, tag)
     if len(whole) > HEADER_BYTES:
-        _send_bytes(whole[HEADER_BYTES:], device, dst, group, tag)
-    _in_batches(dist.isend, listed, dst, group, tag, window, window)
+        _send_bytes(whole[HEADER_BYTES:], listed.device, dst, group, tag)
+    if listed.device.type != "cpu":
+        _on_device(dist.isend, listed, dst, group, tag, window)
+        return
+    cut = packing.messages(listed.runs, _most(window), True)
+    _in_batches(dist.isend, ((each, packing.packed(listed, each)) for each in cut), _nothing, dst, group, tag, window)
+
+
+def _most(packed_by: int) -> int:
+    """The bytes of a message of small tensors on the CPU, where the sender has this window."""
+    return min(packing.PACK, max(1, packed_by // 2))
+
+
+def _nothing(message: Message, whole: torch.Tensor) -> None:
+    """What is left to do for a message that was sent, or that came where it belongs."""
 
 
 def recv_tensors(
@@ -123,19 +131,29 @@ def _recv(
     device: torch.device,
     window: int,
     out: Sequence[torch.Tensor] | None,
-    given: list[torch.Tensor] | None,
+    given: Listed | None,
 ) -> list[torch.Tensor]:
-    where = given[0].device if given else device
-    packed_by, described = _described(src, where, group, tag)
-    wrong = _differs(described, given) if given is not None else ""
-    made = _made(described, where, packed_by) if given is None or wrong else given
-    _in_batches(dist.irecv, made, src, group, tag, window if where.type == "cpu" else packed_by, packed_by)
+    where = given.device if given and given.tensors else device
+    packed_by, runs = _described(src, where, group, tag)
+    wrong = _differs(runs, given) if given is not None else ""
+    if where.type != "cpu":
+        made = given if given is not None and not wrong else _made_on_device(runs, where)
+        _on_device(dist.irecv, made, src, group, tag, packed_by)
+        listed = made.tensors
+    elif given is None or wrong:
+        cut = list(packing.messages(runs, _most(packed_by), True))
+        listed, wholes = packing.made(runs, cut)
+        _in_batches(dist.irecv, zip(cut, wholes, strict=True), _nothing, src, group, tag, window)
+    else:
+        cut = list(packing.messages(runs, _most(packed_by), True))
+        rooms = ((each, packing.room(given, each)) for each in cut)
+        _in_batches(dist.irecv, rooms, lambda each, whole: packing.unpack(given, each, whole), src, group, tag, window)
     if wrong:
         raise ValueError(f"sagellm recv_tensors: {wrong}")
-    return made if out is None else list(out)
+    return listed if out is None else list(out)
 
 
-def _described(src: int, where: torch.device, group: Any, tag: int) -> tuple[int, list[Any]]:
+def _described(src: int, where: torch.device, group: Any, tag: int) -> tuple[int, list[Run]]:
     """The sender's window, and dtype, shape and number of the tensors that follow; all lengths are checked."""
     first = _recv_bytes(HEADER_BYTES, where, src, group, tag)
     length = int.from_bytes(first[len(MAGIC) : PREFIX_BYTES], "little")
@@ -148,12 +166,15 @@ def _described(src: int, where: torch.device, group: Any, tag: int) -> tuple[int
     rest = _recv_bytes(end - HEADER_BYTES, where, src, group, tag) if end > HEADER_BYTES else b""
     try:
         packed_by, described = json.loads((first + rest)[PREFIX_BYTES:end])
-        runs = [(dtype, [int(side) for side in shape], int(count)) for dtype, shape, count in described]
+        runs = [
+            Run(getattr(torch, dtype), tuple(int(side) for side in shape), int(count))
+            for dtype, shape, count in described
+        ]
         fine = packed_by >= 1 and all(
-            count > 0 and min(shape, default=0) >= 0 and _travels(getattr(torch, dtype)) for dtype, shape, count in runs
+            run.number > 0 and min(run.shape, default=0) >= 0 and packing.travels(run.dtype) for run in runs
         )
-        total = sum(prod(shape) * getattr(torch, dtype).itemsize * count for dtype, shape, count in runs)
-        fine = fine and total < 1 << 47 and sum(count for *_, count in runs) <= MOST_BYTES
+        fine = fine and sum(run.nbytes * run.number for run in runs) < 1 << 47
+        fine = fine and sum(run.number for run in runs) <= MOST_BYTES
     except (ValueError, TypeError, AttributeError):
         fine = False
     if not fine:
@@ -164,116 +185,81 @@ def _described(src: int, where: torch.device, group: Any, tag: int) -> tuple[int
     return packed_by, runs
 
 
-def _made(described: list[Any], where: torch.device, packed_by: int) -> list[torch.Tensor]:
-    """New tensors. Those that come in one message on the CPU are parts of one buffer, so that nothing is unpacked."""
-    if where.type != "cpu":
-        return [
-            torch.empty(shape, dtype=getattr(torch, dtype), device=where)
-            for dtype, shape, count in described
-            for _ in range(count)
-        ]
-    every: list[_Coming] = []
-    for dtype, shape, count in described:
-        wanted = getattr(torch, dtype)
-        every += [_Coming(wanted, torch.Size(shape), prod(shape), prod(shape) * wanted.itemsize)] * count
-    made: list[torch.Tensor] = []
-    # Those without data get no message, and so they do not cut one.
-    for run in _messages([each for each in every if each.nbytes], min(PACK, max(1, packed_by // 2)), True):
-        flat = torch.empty(sum(each.numel for each in run), dtype=run[0].dtype)
-        if all(each is run[0] for each in run):
-            parts: Sequence[torch.Tensor] = flat.view(len(run), *run[0].shape).unbind(0)
-        else:
-            parts = [part.view(each.shape) for part, each in zip(flat.split([e.numel for e in run]), run, strict=True)]
-        made += [part.detach() for part in parts]  # tensors of their own to autograd
-    rest = iter(made)
-    return [next(rest) if each.nbytes else torch.empty(each.shape, dtype=each.dtype) for each in every]
-
-
-class _Coming(NamedTuple):
-    """A tensor of a header."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-    numel: int
-    nbytes: int
+def _made_on_device(runs: list[Run], where: torch.device) -> Listed:
+    made = [torch.empty(run.shape, dtype=run.dtype, device=where) for run in runs for _ in range(run.number)]
+    return Listed(made, runs, False)
 
 
 def _in_batches(
-    start: Any, tensors: Sequence[torch.Tensor], peer: int, group: Any, tag: int, window: int, packed_by: int
+    start: Any,
+    messages: Iterable[tuple[Message, torch.Tensor]],
+    ended: Callable[[Message, torch.Tensor], None],
+    peer: int,
+    group: Any,
+    tag: int,
+    window: int,
 ) -> None:
-    """Sends or receives all tensors in batches of at most half of ``window`` bytes (or one message), two under way."""
+    """Sends or receives on the CPU in batches of at most half of ``window`` bytes (or one message), two under way."""
     under_way: deque[Callable[[], None]] = deque()
-    filled = [tensor for tensor in tensors if tensor.nbytes]  # the others are whole without a message
-    on_cpu = bool(filled) and filled[0].is_cpu
-    most = min(PACK, max(1, packed_by // 2)) if on_cpu else max(1, window // 2)
-    messages = _messages(filled, most, on_cpu)
-    for batch in _batches(messages, max(1, window // 2)) if on_cpu else ([each] for each in messages):
+    for batch in _batches(messages, max(1, window // 2)):
         if len(under_way) == 2:
             under_way.popleft()()
-        under_way.append(
-            _together(start, batch, peer, group, tag) if on_cpu else _packed(start, batch[0], peer, group, tag)
-        )
+        under_way.append(_together(start, batch, ended, peer, group, tag))
     for end in under_way:
         end()
 
 
-def _messages(tensors: Sequence[Sized], most: int, on_cpu: bool) -> Iterator[list[Sized]]:
-    """The tensors of each message: on the CPU small ones of one dtype that follow each other, on a device as they come.
-
-    Both ranks cut by the same rule, which sees shapes and dtypes alone.
-    """
-    message: list[Sized] = []
+def _batches(
+    messages: Iterable[tuple[Message, torch.Tensor]], most: int
+) -> Iterator[list[tuple[Message, torch.Tensor]]]:
+    batch: list[tuple[Message, torch.Tensor]] = []
     nbytes = 0
-    for tensor in tensors:
-        size = tensor.nbytes
-        if message and (
-            nbytes + size > most
-            or (on_cpu and (max(size, message[-1].nbytes) >= SMALL or tensor.dtype is not message[0].dtype))
-        ):
-            yield message
-            message, nbytes = [], 0
-        message.append(tensor)
-        nbytes += size
-    if message:
-        yield message
+    for message, whole in messages:
+        if batch and nbytes + message.nbytes > most:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append((message, whole))
+        nbytes += message.nbytes
+    if batch:
+        yield batch
 
 
-def _together(start: Any, batch: list[list[torch.Tensor]], peer: int, group: Any, tag: int) -> Callable[[], None]:
-    """Begins the messages of a batch on the CPU; returns what waits for all and unpacks what came."""
-    sends = start is dist.isend
-    unpack: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
-    messages = []
-    for run in batch:
-        if len(run) == 1:
-            whole = run[0]
-        elif sends:
-            whole = _flatten_dense_tensors(run)
-        elif _is_one_piece(run):
-            whole = torch.as_strided(run[0], (sum(each.numel() for each in run),), (1,))
-        else:
-            whole = torch.empty(sum(each.numel() for each in run), dtype=run[0].dtype)
-            unpack.append((whole, run))
-        messages.append(dist.P2POp(start, whole, group=group, tag=tag, group_peer=peer))
-    works = dist.batch_isend_irecv(messages)
+def _together(
+    start: Any,
+    batch: list[tuple[Message, torch.Tensor]],
+    ended: Callable[[Message, torch.Tensor], None],
+    peer: int,
+    group: Any,
+    tag: int,
+) -> Callable[[], None]:
+    """Begins the messages of a batch; returns what waits for all and calls ``ended`` for each."""
+    if len(batch) == 1:
+        ends = {"group_dst" if start is dist.isend else "group_src": peer}
+        works = [start(batch[0][1], **ends, group=group, tag=tag)]
+    else:
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(start, whole, group=group, tag=tag, group_peer=peer) for _, whole in batch]
+        )
 
     def end() -> None:
         for work in works:
             work.wait()
-        with torch.inference_mode():  # in which every tensor may be written
-            for whole, run in unpack:
-                torch._foreach_copy_(run, list(_unflatten_dense_tensors(whole, run)))
+        for message, whole in batch:
+            ended(message, whole)
 
     return end
 
 
-def _is_one_piece(run: list[torch.Tensor]) -> bool:
-    """Whether the tensors lie one behind the other in one allocation, as ``_made`` makes them."""
-    storage, at = run[0].untyped_storage().data_ptr(), run[0].data_ptr()
-    for each in run:
-        if each.data_ptr() != at or not each.is_contiguous() or each.untyped_storage().data_ptr() != storage:
-            return False
-        at += each.nbytes
-    return True
+def _on_device(start: Any, listed: Listed, peer: int, group: Any, tag: int, window: int) -> None:
+    """The same on a device: each batch is one message, two under way."""
+    under_way: deque[Callable[[], None]] = deque()
+    for message in packing.messages(listed.runs, max(1, window // 2), False):
+        if len(under_way) == 2:
+            under_way.popleft()()
+        batch = [each for each in listed.tensors[message.begin : message.end] if each.nbytes]
+        under_way.append(_packed(start, batch, peer, group, tag))
+    for end in under_way:
+        end()
 
 
 def _packed(start: Any, batch: list[torch.Tensor], peer: int, group: Any, tag: int) -> Callable[[], None]:
@@ -305,57 +291,11 @@ def _packed(start: Any, batch: list[torch.Tensor], peer: int, group: Any, tag: i
     return end
 
 
-def _batches(messages: Iterator[list[torch.Tensor]], most: int) -> Iterator[list[list[torch.Tensor]]]:
-    batch: list[list[torch.Tensor]] = []
-    nbytes = 0
-    for message in messages:
-        size = sum(each.nbytes for each in message)
-        if batch and nbytes + size > most:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(message)
-        nbytes += size
-    if batch:
-        yield batch
-
-
-@cache
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-@cache
-def _travels(dtype: torch.dtype) -> bool:
-    """Whether numbers of this dtype are whole bytes without further data, unlike those of quantised tensors."""
-    if _name(dtype).startswith(("q", "float4", "bits")):
-        return False
-    if dtype.is_complex:  # torch warns of some that are made
-        return True
-    try:
-        return bool(torch.empty(2, dtype=dtype).view(torch.uint8).numel() == 2 * dtype.itemsize)
-    except (RuntimeError, TypeError):
-        return False
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether nothing can be wrong with it, as with nearly all: quick, because there may be thousands."""
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.is_cpu
-        and tensor.layout is torch.strided
-        and tensor.is_contiguous()
-        and not (tensor.is_conj() or tensor.is_neg())
-        and _travels(tensor.dtype)
-    )
-
-
 def _checked(tensor: torch.Tensor, number: int) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"sagellm send_tensors: element {number} is a {type(tensor).__name__}, expected a tensor")
-    if _is_plain(tensor):
-        return tensor.detach()
     checked_dense(f"send_tensors: element {number}", tensor)
-    if not _travels(tensor.dtype):
+    if not packing.travels(tensor.dtype):
         raise ValueError(
             f"sagellm send_tensors: element {number} is {tensor.dtype}, expected a dtype of whole bytes: send its "
             "numbers and what belongs to them as tensors"
@@ -363,34 +303,40 @@ def _checked(tensor: torch.Tensor, number: int) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg()
 
 
-def _checked_out(out: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _checked_out(out: Sequence[torch.Tensor]) -> Listed:
     if isinstance(out, torch.Tensor):
         raise TypeError("sagellm recv_tensors: out is a tensor, expected a list of tensors")
-    for number, tensor in enumerate(out):
-        if _is_plain(tensor) and not tensor.requires_grad:
-            continue
+    given = list(out)
+    found = packing.plain(given, written=True)
+    if found is not None:
+        return found
+    for number, tensor in enumerate(given):
         what = f"recv_tensors: element {number} of out"
         checked_result(what, tensor)
         checked_written(what, tensor)
-    devices = {tensor.device for tensor in out}
+    devices = {tensor.device for tensor in given}
     if len(devices) > 1:
         raise ValueError(
             f"sagellm recv_tensors: the tensors of out are on {', '.join(map(str, devices))}, expected one device"
         )
-    return [tensor.detach() for tensor in out]
+    listed = [tensor.detach() for tensor in given]
+    return Listed(listed, packing.described(listed), False)
 
 
-def _differs(described: list[Any], out: Sequence[torch.Tensor]) -> str:
-    came = sum(count for *_, count in described)
-    if came != len(out):
-        return f"{came} tensors came, and out has {len(out)}"
+def _differs(came: list[Run], given: Listed) -> str:
+    """Which tensor of ``out`` is not what comes; empty where all are."""
+    if came == given.runs:
+        return ""
+    count = sum(run.number for run in came)
+    if count != len(given.tensors):
+        return f"{count} tensors came, and out has {len(given.tensors)}"
     number = 0
-    for dtype, shape, count in described:
-        wanted, size = getattr(torch, dtype), torch.Size(shape)
-        for tensor in out[number : number + count]:
-            if tensor.dtype is not wanted or tensor.shape != size:
-                have = [_name(tensor.dtype), list(tensor.shape)]
-                return f"tensor {number} is {dtype} of shape {shape}, and out has {have[0]} of shape {have[1]}"
+    for run in came:
+        for tensor in given.tensors[number : number + run.number]:
+            if tensor.dtype is not run.dtype or tensor.shape != run.shape:
+                have = [packing.name(tensor.dtype), list(tensor.shape)]
+                wanted = f"{packing.name(run.dtype)} of shape {list(run.shape)}"
+                return f"tensor {number} is {wanted}, and out has {have[0]} of shape {have[1]}"
             number += 1
     return ""
 
@@ -400,9 +346,13 @@ def _send_bytes(data: bytes, device: torch.device, dst: int, group: Any, tag: in
 
 
 def _recv_bytes(count: int, device: torch.device, src: int, group: Any, tag: int) -> bytes:
-    data = torch.empty(count, dtype=torch.uint8, device=device)
-    dist.recv(data, group_src=src, group=group, tag=tag)
-    return bytes(data.tolist())
+    into = bytearray(count)
+    data = torch.frombuffer(into, dtype=torch.uint8)
+    came = data if device.type == "cpu" else torch.empty_like(data, device=device)
+    dist.recv(came, group_src=src, group=group, tag=tag)
+    if came is not data:
+        data.copy_(came)
+    return bytes(into)
 
 
 class PendingTransfer:
@@ -482,8 +432,8 @@ def isend_tensors(
     if isinstance(tensors, torch.Tensor):
         raise TypeError("sagellm isend_tensors: got a tensor, expected a list of tensors")
     listed = _checked_list(tensors)
-    if any(not each.is_cpu for each in listed):
-        raise ValueError(f"sagellm isend_tensors: the tensors are on {listed[0].device}, expected cpu")
+    if listed.device.type != "cpu":
+        raise ValueError(f"sagellm isend_tensors: the tensors are on {listed.device}, expected cpu")
     if window < 1:
         raise ValueError(f"sagellm isend_tensors: window is {window} bytes, expected 1 or more")
 
@@ -513,7 +463,7 @@ def irecv_tensors(
             (keys,) = coming.wait()  # after other work
     """
     given = None if out is None else _checked_out(out)
-    if given and not given[0].is_cpu:
-        raise ValueError(f"sagellm irecv_tensors: the tensors of out are on {given[0].device}, expected cpu")
+    if given and given.device.type != "cpu":
+        raise ValueError(f"sagellm irecv_tensors: the tensors of out are on {given.device}, expected cpu")
     where = torch.device("cpu")
     return PendingTransfer(lambda: _recv(src, group, tag, where, window, out, given), ("recv", group, src, tag))

@@ -1,0 +1,185 @@
+"""How lists of tensors become messages: their description, where it is cut, and the bytes of each message.
+
+Both ranks work these out from dtypes and shapes alone. What is done for each of thousands of small tensors is done by
+the extension: a loop in Python takes longer than the tensors travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby, islice
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from torch_sagellm._private import load
+
+#: On the CPU tensors of fewer bytes than the first travel together, in messages of at most the second.
+SMALL, PACK = 32 << 10, 1 << 20
+
+
+class Run(NamedTuple):
+    """Equal tensors that follow each other."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    number: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of one of them."""
+        return prod(self.shape) * int(self.dtype.itemsize)
+
+
+@dataclass
+class Listed:
+    """Tensors that are sent or received, and what they are."""
+
+    tensors: list[Tensor]
+    runs: list[Run]
+    #: All lie together in memory of the CPU, so that the extension copies them.
+    plain: bool
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensors[0].device if self.tensors else torch.device("cpu")
+
+
+def plain(tensors: list[Tensor], written: bool) -> Listed | None:
+    """The list, if nothing can be wrong with any of its tensors, as with nearly all lists."""
+    if not all(isinstance(each, Tensor) for each in tensors[:1]):
+        return None
+    found = load.extension()._runs(tensors, written)
+    if found is None:
+        return None
+    runs = [Run(*each) for each in found]
+    return Listed(tensors, runs, True) if all(travels(run.dtype) for run in runs) else None
+
+
+def described(tensors: list[Tensor]) -> list[Run]:
+    """The same for any tensors that were checked."""
+    runs = groupby(tensors, key=lambda each: (each.dtype, each.shape))
+    return [Run(dtype, tuple(shape), sum(1 for _ in run)) for (dtype, shape), run in runs]
+
+
+@cache
+def name(dtype: torch.dtype) -> str:
+    """As torch has it as an attribute."""
+    return str(dtype).removeprefix("torch.")
+
+
+@cache
+def travels(dtype: torch.dtype) -> bool:
+    """Whether numbers of this dtype are whole bytes without further data, unlike those of quantised tensors."""
+    if name(dtype).startswith(("q", "float4", "bits")):
+        return False
+    if dtype.is_complex:  # torch warns of some that are made
+        return True
+    try:
+        return bool(torch.empty(2, dtype=dtype).view(torch.uint8).numel() == 2 * dtype.itemsize)
+    except (RuntimeError, TypeError):
+        return False
+
+
+@dataclass
+class Message:
+    """The tensors from ``begin`` to before ``end``; those without data among them travel nowhere."""
+
+    begin: int
+    end: int
+    nbytes: int
+    #: Those with data.
+    parts: list[Run]
+
+    @property
+    def is_one(self) -> bool:
+        """A single tensor with data, which is the first of the message."""
+        return len(self.parts) == 1 and self.parts[0].number == 1
+
+
+def messages(runs: Sequence[Run], most: int, on_cpu: bool) -> Iterator[Message]:
+    """At most ``most`` bytes each, or one tensor; on the CPU small ones of one dtype that follow each other.
+
+    Both ranks cut by the same rule. Tensors without data do not cut a message.
+    """
+    message = Message(0, 0, 0, [])
+    at = 0
+    for run in runs:
+        size = run.nbytes
+        large = on_cpu and size >= SMALL
+        left = run.number if size else 0
+        if left and message.parts and on_cpu and (large or message.parts[-1].dtype is not run.dtype):
+            yield message
+            message = Message(at, at, 0, [])
+        begin = at
+        while left:
+            least = 0 if message.parts else 1
+            take = min(left, least if large else max((most - message.nbytes) // size, least))
+            if take:
+                if not message.parts:
+                    message.begin = begin
+                message.parts.append(run._replace(number=take))
+                begin, left = begin + take, left - take
+                message.end, message.nbytes = begin, message.nbytes + take * size
+            if left or large:
+                yield message
+                message = Message(begin, begin, 0, [])
+        at += run.number
+    if message.parts:
+        yield message
+
+
+def packed(listed: Listed, message: Message) -> Tensor:
+    """The bytes to send: the tensor itself, if it is one."""
+    run = listed.tensors[message.begin : message.end]
+    if message.is_one:
+        return run[0].detach()
+    if listed.plain:
+        whole = torch.empty(message.nbytes, dtype=torch.uint8)
+        load.extension()._pack(listed.tensors, message.begin, message.end, whole)
+        return whole
+    return _flatten_dense_tensors([each for each in run if each.nbytes])
+
+
+def room(listed: Listed, message: Message) -> Tensor:
+    """Where the bytes come: the tensor itself, if it is one; else they are unpacked afterwards."""
+    if message.is_one:
+        return listed.tensors[message.begin].detach()
+    return torch.empty(message.nbytes, dtype=torch.uint8)
+
+
+def unpack(listed: Listed, message: Message, whole: Tensor) -> None:
+    """Brings the bytes that came into ``room`` to their tensors."""
+    if message.is_one:
+        return
+    if listed.plain:
+        load.extension()._unpack(whole, listed.tensors, message.begin, message.end)
+        return
+    run = [each for each in listed.tensors[message.begin : message.end] if each.nbytes]
+    with torch.inference_mode():  # in which every tensor may be written
+        torch._foreach_copy_(run, list(_unflatten_dense_tensors(whole.view(run[0].dtype), run)))
+
+
+def made(runs: Sequence[Run], cut: Sequence[Message]) -> tuple[list[Tensor], list[Tensor]]:
+    """New tensors on the CPU, and for each message the memory that its tensors are parts of: nothing is unpacked."""
+    wholes: list[Tensor] = []
+    parts: list[Tensor] = []
+    for message in cut:
+        whole = torch.empty(message.nbytes // message.parts[0].dtype.itemsize, dtype=message.parts[0].dtype)
+        wholes.append(whole)
+        sizes = [run.number * prod(run.shape) for run in message.parts]
+        for run, part in zip(message.parts, whole.split(sizes), strict=True):
+            parts += [each.detach() for each in part.view(run.number, *run.shape).unbind(0)]  # own tensors to autograd
+    rest: Any = iter(parts)
+    tensors: list[Tensor] = []
+    for run in runs:
+        if run.nbytes:
+            tensors += islice(rest, run.number)
+        else:
+            tensors += [torch.empty(run.shape, dtype=run.dtype) for _ in range(run.number)]
+    return tensors, wholes
