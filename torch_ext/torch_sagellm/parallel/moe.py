@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,41 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from torch_sagellm.api import hosts
 from torch_sagellm.api.arguments import checked_dense, in_memory
-
-
-@dataclass(frozen=True)
-class Routing:
-    """Where the tokens of one call went: the data that ``combine`` needs, and figures of the call.
-
-    A token that is sent to k experts counts as k assignments.
-
-    Example::
-
-        moe = torch_sagellm.MoEDispatcher(num_experts=dist.get_world_size(), capacity_factor=1.0)
-        rows, routing = moe.dispatch(torch.ones(4, 8), torch.zeros(4, dtype=torch.int64))  # all to expert 0
-        print(routing.dropped, routing.imbalance)
-    """
-
-    #: For each row of the tokens that were sent, which assignment it is; -1 for padding. Rows for other ranks stand
-    #: first, in the order of the experts; rows that stay on this rank follow.
-    order: Tensor
-    #: Tokens and experts for each token of the call.
-    tokens: int
-    choices: int
-    #: Rows that were sent to each rank, and that came from each rank.
-    sent: list[int]
-    received: list[int]
-    #: Rows for each expert of this rank, padding included; the rows that came are sorted by expert.
-    rows: list[int]
-    #: For each row that ``dispatch`` returned, its index in the rows as they were received.
-    sorting: Tensor
-    #: Assignments of this rank's tokens that found no room.
-    dropped: int
-    #: Rows that were sent empty, so that all experts get as many.
-    padding: int
-    #: The most assignments to one expert divided by the mean over all experts, before any is dropped; 1 is even. With
-    #: ``pad`` of this rank's tokens alone, because no counts travel then.
-    imbalance: float
+from torch_sagellm.parallel.routing import Router, Routing
 
 
 class PendingDispatch:
@@ -133,6 +98,7 @@ class MoEDispatcher:
             raise ValueError("sagellm MoEDispatcher: pad=True needs a capacity_factor, which says how far to pad")
         self.num_experts, self.capacity_factor, self.pad = num_experts, capacity_factor, pad
         self.local_experts = num_experts // self.ranks
+        self._router = Router(num_experts, group, capacity_factor, pad)
         self.hierarchical = hierarchical
         self._rank: int = dist.get_rank(group)
         #: The hosts of the ranks, which the first dispatch finds out.
@@ -190,7 +156,8 @@ class MoEDispatcher:
             output = self._combined(flat, routing, weights)[0]
         return output if results.dim() == 2 else output.unflatten(1, results.shape[1:])
 
-    def _checked(self, tokens: Tensor, experts: Tensor) -> Tensor:
+    def _route(self, tokens: Tensor, experts: Tensor) -> Routing:
+        """Which row goes where; all ranks have told each other their counts where these are not known."""
         for tensor in (tokens, experts):
             checked_dense("MoEDispatcher", tensor)
         if tokens.dim() != 2 or experts.dim() not in (1, 2) or experts.shape[0] != tokens.shape[0]:
@@ -198,101 +165,9 @@ class MoEDispatcher:
                 f"sagellm MoEDispatcher: tokens of shape {tuple(tokens.shape)} and experts of shape "
                 f"{tuple(experts.shape)}, expected (T, D) and (T,) or (T, k)"
             )
-        if experts.is_floating_point() or experts.is_complex():
-            raise ValueError(f"sagellm MoEDispatcher: experts are {experts.dtype}, expected whole numbers")
-        if experts.numel() and not 0 <= int(experts.min()) <= int(experts.max()) < self.num_experts:
-            raise ValueError(
-                f"sagellm MoEDispatcher: experts from {int(experts.min())} to {int(experts.max())}, expected 0 to "
-                f"{self.num_experts - 1}"
-            )
-        return experts.long() if experts.dim() == 2 else experts.long().unsqueeze(1)
-
-    def _capacity(self, assignments: int) -> int:
-        """The most rows that an expert takes from a rank with so many assignments."""
-        assert self.capacity_factor is not None
-        return math.ceil(self.capacity_factor * assignments / self.num_experts)
-
-    def _route(self, tokens: Tensor, experts: Tensor) -> Routing:
-        """Which row goes where; all ranks have told each other their counts where these are not known."""
-        chosen = self._checked(tokens, experts)
         if not self._looked:
             self._among, self._looked = hosts.find(self.group), True
-        flat = chosen.reshape(-1)
-        wanted = torch.bincount(flat, minlength=self.num_experts)
-        order = torch.argsort(flat, stable=True)
-        assignments = len(flat)
-        if self.pad:
-            capacity = self._capacity(assignments)
-            order = self._padded(order, flat, wanted, capacity)
-            sent = received = [capacity * self.local_experts] * self.ranks
-            theirs = wanted.new_full((self.ranks, self.local_experts), capacity)
-            padding = int((order < 0).sum())
-            dropped = assignments - (len(order) - padding)
-            most, total = int(wanted.max()), assignments
-        else:
-            table = wanted if self.ranks == 1 else wanted.new_empty(self.ranks * self.num_experts)
-            if self.ranks > 1:
-                dist.all_gather_into_tensor(table, wanted, group=self.group)
-            table = table.view(self.ranks, self.num_experts)
-            taken = table
-            demand = table.sum(0)
-            most, total = int(demand.max()), int(demand.sum())
-            if self.capacity_factor is not None:
-                limits = [self._capacity(each) for each in table.sum(1).tolist()]
-                taken = torch.minimum(table, torch.tensor(limits, device=table.device).unsqueeze(1))
-                order = order[self._first_of_each(flat[order], wanted, limits[self._rank])]
-            pairs = taken.view(self.ranks, self.ranks, self.local_experts).sum(2).tolist()
-            sent, received = pairs[self._rank], [line[self._rank] for line in pairs]
-            first = self._rank * self.local_experts
-            theirs = taken[:, first : first + self.local_experts]
-            padding, dropped = 0, assignments - sum(sent)
-        return Routing(
-            order=self._own_last(order, sent),
-            tokens=tokens.shape[0],
-            choices=chosen.shape[1],
-            sent=sent,
-            received=received,
-            rows=theirs.sum(0).tolist(),
-            sorting=self._sorting(theirs),
-            dropped=dropped,
-            padding=padding,
-            imbalance=most * self.num_experts / total if total else 1.0,
-        )
-
-    @staticmethod
-    def _first_of_each(sorted_experts: Tensor, wanted: Tensor, capacity: int) -> Tensor:
-        """Of assignments sorted by expert, whether each is among the first ``capacity`` of its expert."""
-        begins = wanted.cumsum(0) - wanted
-        place = torch.arange(len(sorted_experts), device=sorted_experts.device) - begins[sorted_experts]
-        return place < capacity
-
-    def _padded(self, order: Tensor, flat: Tensor, wanted: Tensor, capacity: int) -> Tensor:
-        """The first ``capacity`` assignments of each expert, with -1 behind those of an expert that has fewer."""
-        experts = flat[order]
-        begins = wanted.cumsum(0) - wanted
-        place = torch.arange(len(order), device=order.device) - begins[experts]
-        kept = place < capacity
-        filled = order.new_full((capacity * self.num_experts,), -1)
-        filled[experts[kept] * capacity + place[kept]] = order[kept]
-        return filled
-
-    def _own_last(self, order: Tensor, sent: list[int]) -> Tensor:
-        """Rows that stay here behind those for other ranks, which then lie together; not where rows go in two steps."""
-        begin = sum(sent[: self._rank])
-        end = begin + sent[self._rank]
-        if self._among is not None or end == len(order):
-            return order
-        return torch.cat([order[:begin], order[end:], order[begin:end]])
-
-    def _sorting(self, theirs: Tensor) -> Tensor:
-        """Indices that sort the received rows by expert, then by rank. Rows of other ranks come first in them."""
-        counts = theirs
-        ranks = torch.arange(self.ranks, device=theirs.device)
-        if self._among is None and self._rank != self.ranks - 1:
-            ranks = torch.cat([ranks[: self._rank], ranks[self._rank + 1 :], ranks[self._rank : self._rank + 1]])
-            counts = theirs[ranks]
-        keys = torch.arange(self.local_experts, device=theirs.device) * self.ranks + ranks.unsqueeze(1)
-        return torch.argsort(keys.reshape(-1).repeat_interleave(counts.reshape(-1)), stable=True)
+        return self._router.route(experts, own_last=self._among is None)
 
     def _sorted(self, tokens: Tensor, routing: Routing, under_way: _UnderWay | None) -> Tensor:
         """The rows that come, sorted by expert."""
@@ -313,10 +188,7 @@ class MoEDispatcher:
         return rows
 
     def _begin_spread(self, tokens: Tensor, routing: Routing, weights: Tensor | None, wait: bool) -> _UnderWay:
-        order = routing.order
-        sources = order.div(routing.choices, rounding_mode="floor") if routing.choices > 1 else order
-        if routing.padding:
-            sources = sources.clamp(min=0)
+        order, sources = routing.order, routing.sources
         empty = order < 0 if routing.padding else None
 
         def fill(begin: int, end: int, into: Tensor) -> None:
@@ -330,10 +202,9 @@ class MoEDispatcher:
 
     def _collect(self, results: Tensor, routing: Routing) -> Tensor:
         """From results sorted by expert to rows in the order of ``routing.order``, for ``_keep`` afterwards."""
-        unsorted = torch.argsort(routing.sorting)
 
         def fill(begin: int, end: int, into: Tensor) -> None:
-            torch.index_select(results, 0, unsorted[begin:end], out=into)
+            torch.index_select(results, 0, routing.unsorted[begin:end], out=into)
 
         begun = self._begin(fill, routing.received, routing.sent, results, wait=True)
         self._end(begun)
@@ -396,28 +267,27 @@ _BAGGED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def _places(routing: Routing) -> tuple[Tensor, Tensor]:
     """The assignments that were sent, ascending, and for each its row."""
-    if not routing.padding:
-        assignments, places = routing.order.sort()
-        return assignments, places
-    real = (routing.order >= 0).nonzero().squeeze(1)
-    assignments, places = routing.order[real].sort()
-    return assignments, real[places]
+    if not routing.dropped:
+        return torch.arange(len(routing.places), device=routing.places.device), routing.places
+    assignments = (routing.places >= 0).nonzero().squeeze(1)
+    return assignments, routing.places[assignments]
 
 
 def _summed(back: Tensor, routing: Routing, weights: Tensor | None) -> Tensor:
     """For each token the sum of its rows, each multiplied by its weight: in the order of the token's experts."""
-    assignments, places = _places(routing)
-    if not len(places):
+    if len(routing.places) == routing.dropped:
         return back.new_zeros((routing.tokens, back.shape[1]))
+    bag: Any = torch.nn.functional.embedding_bag
+    if back.dtype in _BAGGED and not routing.dropped:
+        shaped = None if weights is None else weights.view(-1, routing.choices)
+        every = routing.places.view(-1, routing.choices)
+        summed: Tensor = bag(every, back, mode="sum", per_sample_weights=shaped)
+        return summed
+    assignments, places = _places(routing)
     if back.dtype not in _BAGGED:
         part = back[places] if weights is None else back[places] * weights[assignments].unsqueeze(1)
         output = back.new_zeros((routing.tokens, back.shape[1]))
         return output.index_add(0, assignments.div(routing.choices, rounding_mode="floor"), part)
-    bag: Any = torch.nn.functional.embedding_bag
-    if not routing.dropped:
-        shaped = None if weights is None else weights.view(-1, routing.choices)
-        summed: Tensor = bag(places.view(-1, routing.choices), back, mode="sum", per_sample_weights=shaped)
-        return summed
     begins = torch.arange(0, routing.tokens * routing.choices, routing.choices, device=back.device)
     each = None if weights is None else weights[assignments]
     by_token: Tensor = bag(places, back, torch.searchsorted(assignments, begins), mode="sum", per_sample_weights=each)

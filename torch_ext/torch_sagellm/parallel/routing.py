@@ -1,0 +1,183 @@
+"""Where the rows of a mixture of experts go: on the CPU by the core (``src/routing.rs``), on a device by torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_sagellm._private import load
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where the tokens of one call went: the data that ``combine`` needs, and figures of the call.
+
+    A token that is sent to k experts counts as k assignments.
+
+    Example::
+
+        moe = torch_sagellm.MoEDispatcher(num_experts=dist.get_world_size(), capacity_factor=1.0)
+        rows, routing = moe.dispatch(torch.ones(4, 8), torch.zeros(4, dtype=torch.int64))  # all to expert 0
+        print(routing.dropped, routing.imbalance)
+    """
+
+    #: For each row of the tokens that were sent, which assignment it is; -1 for padding. Rows for other ranks stand
+    #: first, in the order of the experts; rows that stay on this rank follow.
+    order: Tensor
+    #: Tokens and experts for each token of the call.
+    tokens: int
+    choices: int
+    #: Rows that were sent to each rank, and that came from each rank.
+    sent: list[int]
+    received: list[int]
+    #: Rows for each expert of this rank, padding included; the rows that came are sorted by expert.
+    rows: list[int]
+    #: For each row that ``dispatch`` returned, its index in the rows as they were received.
+    sorting: Tensor
+    #: For each row as it was received, its index in those that ``dispatch`` returned.
+    unsorted: Tensor
+    #: For each row that was sent its token; any token for padding.
+    sources: Tensor
+    #: For each assignment the row that was sent for it; -1 where it found no room.
+    places: Tensor
+    #: Assignments of this rank's tokens that found no room.
+    dropped: int
+    #: Rows that were sent empty, so that all experts get as many.
+    padding: int
+    #: The most assignments to one expert divided by the mean over all experts, before any is dropped; 1 is even. With
+    #: ``pad`` of this rank's tokens alone, because no counts travel then.
+    imbalance: float
+
+
+class _Rows(NamedTuple):
+    """Rows to each rank, from each rank and of each expert of this rank; the others as in ``Routing``."""
+
+    sent: list[int]
+    received: list[int]
+    rows: list[int]
+    order: Tensor
+    places: Tensor
+    sorting: Tensor
+    unsorted: Tensor
+
+
+class Router:
+    """Routes assignments to experts that are numbered over the ranks of a group; the arguments are a dispatcher's."""
+
+    def __init__(self, num_experts: int, group: Any, capacity_factor: float | None, pad: bool) -> None:
+        self.group, self.num_experts = group, num_experts
+        self.ranks: int = dist.get_world_size(group)
+        self.rank: int = dist.get_rank(group)
+        self.local_experts = num_experts // self.ranks
+        self.capacity_factor, self.pad = capacity_factor, pad
+
+    def route(self, experts: Tensor, own_last: bool) -> Routing:
+        """For experts of (T,) or (T, k). ``own_last``: rows that stay on this rank come behind those for others."""
+        if experts.is_floating_point() or experts.is_complex():
+            raise ValueError(f"sagellm MoEDispatcher: experts are {experts.dtype}, expected whole numbers")
+        flat = experts.reshape(-1).long().contiguous()
+        assignments = len(flat)
+        wanted, order = self._sort(flat)
+        if self.pad:
+            taken = wanted.new_full((self.ranks * self.num_experts,), self._capacity(assignments))
+            demand = wanted.tolist()
+        else:
+            table = wanted if self.ranks == 1 else wanted.new_empty(self.ranks * self.num_experts)
+            if self.ranks > 1:
+                dist.all_gather_into_tensor(table, wanted, group=self.group)
+            demand = table.view(self.ranks, -1).sum(0).tolist()
+            taken = table if self.capacity_factor is None else self._limited(table)
+        rows = (self._by_core if flat.is_cpu else self._by_torch)(flat, order, wanted, taken, own_last)
+        tokens, choices = experts.shape[0], experts.shape[1] if experts.dim() == 2 else 1
+        padding = int((rows.order < 0).sum()) if self.pad else 0
+        sources = rows.order.div(choices, rounding_mode="floor") if choices > 1 else rows.order
+        return Routing(
+            order=rows.order,
+            tokens=tokens,
+            choices=choices,
+            sent=rows.sent,
+            received=rows.received,
+            rows=rows.rows,
+            sorting=rows.sorting,
+            unsorted=rows.unsorted,
+            sources=sources.clamp(min=0) if padding else sources,
+            places=rows.places,
+            dropped=assignments - (len(rows.order) - padding),
+            padding=padding,
+            imbalance=max(demand) * self.num_experts / sum(demand) if any(demand) else 1.0,
+        )
+
+    def _capacity(self, assignments: int) -> int:
+        """The most rows that an expert takes from a rank with so many assignments."""
+        assert self.capacity_factor is not None
+        return math.ceil(self.capacity_factor * assignments / self.num_experts)
+
+    def _limited(self, table: Tensor) -> Tensor:
+        """What each rank sends to each expert, where it wants to send what ``table`` says."""
+        each = table.view(self.ranks, self.num_experts)
+        limits = [[self._capacity(total)] for total in each.sum(1).tolist()]
+        return torch.minimum(each, torch.tensor(limits, device=table.device)).view(-1)
+
+    def _sort(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        """The assignments of each expert, counted, and all of them sorted by expert."""
+        if flat.is_cpu:
+            wanted, order = flat.new_empty(self.num_experts), torch.empty_like(flat)
+            load.extension()._sort_assignments(flat, wanted, order)
+            return wanted, order
+        if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < self.num_experts:
+            raise ValueError(
+                f"sagellm MoEDispatcher: experts from {int(flat.min())} to {int(flat.max())}, expected 0 to "
+                f"{self.num_experts - 1}"
+            )
+        return torch.bincount(flat, minlength=self.num_experts), torch.argsort(flat, stable=True)
+
+    def _by_core(self, flat: Tensor, order: Tensor, wanted: Tensor, taken: Tensor, own_last: bool) -> _Rows:
+        core = load.extension()
+        figures = flat.new_empty(2 * self.ranks + self.local_experts)
+        core._row_figures(taken, self.num_experts, self.rank, figures)
+        found = figures.tolist()
+        sent, received = found[: self.ranks], found[self.ranks : 2 * self.ranks]
+        rows, places = flat.new_empty(sum(sent)), torch.empty_like(order)
+        core._rows_leaving(taken, self.rank, own_last, order, wanted, rows, places)
+        sorting, unsorted = flat.new_empty((2, sum(received))).unbind(0)
+        core._rows_coming(taken, self.num_experts, self.rank, own_last, sorting, unsorted)
+        return _Rows(sent, received, found[2 * self.ranks :], rows, places, sorting, unsorted)
+
+    def _by_torch(self, flat: Tensor, order: Tensor, wanted: Tensor, taken: Tensor, own_last: bool) -> _Rows:
+        table = taken.view(self.ranks, self.num_experts)
+        pairs = table.view(self.ranks, self.ranks, self.local_experts).sum(2).tolist()
+        sent, received = pairs[self.rank], [line[self.rank] for line in pairs]
+        first = self.rank * self.local_experts
+        theirs = table[:, first : first + self.local_experts]
+        rows = self._filled(order, flat, wanted, table[self.rank])
+        if own_last:
+            begin = sum(sent[: self.rank])
+            end = begin + sent[self.rank]
+            rows = torch.cat([rows[:begin], rows[end:], rows[begin:end]])
+        places = torch.full_like(order, -1)
+        real = (rows >= 0).nonzero().squeeze(1)
+        places[rows[real]] = real
+        sorting = self._sorting(theirs, own_last)
+        return _Rows(sent, received, theirs.sum(0).tolist(), rows, places, sorting, torch.argsort(sorting))
+
+    def _filled(self, order: Tensor, flat: Tensor, wanted: Tensor, taken: Tensor) -> Tensor:
+        """The first assignments of each expert, as many as it takes, with -1 behind those of one that has fewer."""
+        experts = flat[order]
+        place = torch.arange(len(order), device=order.device) - (wanted.cumsum(0) - wanted)[experts]
+        kept = place < taken[experts]
+        filled = order.new_full((int(taken.sum()),), -1)
+        filled[(taken.cumsum(0) - taken)[experts[kept]] + place[kept]] = order[kept]
+        return filled
+
+    def _sorting(self, theirs: Tensor, own_last: bool) -> Tensor:
+        """Indices that sort the received rows by expert, then by rank."""
+        ranks = torch.arange(self.ranks, device=theirs.device)
+        if own_last:
+            ranks = torch.cat([ranks[: self.rank], ranks[self.rank + 1 :], ranks[self.rank : self.rank + 1]])
+        keys = torch.arange(self.local_experts, device=theirs.device) * self.ranks + ranks.unsqueeze(1)
+        return torch.argsort(keys.reshape(-1).repeat_interleave(theirs[ranks].reshape(-1)), stable=True)
