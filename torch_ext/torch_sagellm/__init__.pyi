@@ -76,6 +76,8 @@ from torch_sagellm.parallel.moe import PendingDispatch as PendingDispatch
 from torch_sagellm.parallel.overlap import OverlapHandle as OverlapHandle
 from torch_sagellm.parallel.overlap import OverlapReport as OverlapReport
 from torch_sagellm.parallel.overlap import OverlapScheduler as OverlapScheduler
+from torch_sagellm.parallel.paged import recv_pages as recv_pages
+from torch_sagellm.parallel.paged import send_pages as send_pages
 from torch_sagellm.parallel.routing import Routing as Routing
 from torch_sagellm.parallel.tensor import TensorParallelLinear as TensorParallelLinear
 from torch_sagellm.parallel.transfer import PendingTransfer as PendingTransfer

@@ -1,0 +1,237 @@
+"""Pages of a paged cache of keys and values from one rank to another, by a block table on each side, layer by layer."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_sagellm.api.arguments import checked_dense, checked_written
+from torch_sagellm.parallel import packing
+from torch_sagellm.parallel.transfer import WINDOW
+
+#: The bytes of what stands before each layer: these, and a description.
+MAGIC = b"sagepgs1"
+HEADER_BYTES = 256
+
+
+def send_pages(
+    layers: Iterable[Tensor],
+    blocks: Sequence[int] | Tensor,
+    dst: int,
+    group: Any = None,
+    *,
+    tag: int = 0,
+    window: int = WINDOW,
+) -> None:
+    """Sends pages of a cache to rank ``dst``, which calls ``recv_pages``: for each layer those that ``blocks`` names.
+
+    A layer is a tensor on the CPU whose first dimension counts pages: keys and values may be two layers, or one with
+    both in a page. ``layers`` may be a generator that computes: a layer is sent when it is yielded, and the next one is
+    asked for while it travels. At most ``window`` bytes are under way, so a receiver that is slow holds the generator
+    back. Pages whose numbers follow each other are sent from where they lie; others are copied together first. Returns
+    when all pages may be changed again; what is under way must not change before.
+
+    Raises ValueError, and TypeError where a layer is no tensor, before that layer is sent: it is not dense, not on the
+    CPU, or a block is no page of it.
+
+    Example::
+
+        cache = torch.zeros(2, 16, 4, 8)  # layers, pages, tokens of a page, size
+        if dist.get_rank() == 0:
+            torch_sagellm.send_pages(cache.unbind(0), [3, 4, 9], dst=1)
+        elif dist.get_rank() == 1:
+            torch_sagellm.recv_pages(cache.unbind(0), [0, 7, 2], src=0)
+    """
+    if window < 1:
+        raise ValueError(f"sagellm send_pages: window is {window} bytes, expected 1 or more")
+    table = _table("send_pages", blocks)
+    under_way: deque[Callable[[], None]] = deque()
+
+    def send(data: Tensor) -> None:
+        if len(under_way) == 2:
+            under_way.popleft()()
+        under_way.append(dist.isend(data, group_dst=dst, group=group, tag=tag).wait)
+
+    number = 0
+    try:
+        for number, layer in enumerate(layers, 1):
+            _check("send_pages", number - 1, layer, table)
+            send(_header([packing.name(layer.dtype), list(layer.shape[1:]), len(table), window]))
+            for part in _parts(table, layer, window):
+                send(_together(layer.detach(), part))
+        send(_header(number))
+    except BaseException:
+        send(_header(-1))  # the receiver does not wait for what will not come
+        raise
+    finally:
+        # What has begun reads memory of the caller.
+        for end in under_way:
+            end()
+
+
+def recv_pages(
+    layers: Sequence[Tensor],
+    blocks: Sequence[int] | Tensor,
+    src: int,
+    group: Any = None,
+    *,
+    tag: int = 0,
+    ready: Callable[[int], None] | None = None,
+) -> None:
+    """Receives what rank ``src`` sends by ``send_pages`` into the pages of ``layers`` that ``blocks`` names.
+
+    The sender's first page goes to the first of ``blocks``, and so on: the numbers may differ, each of this side once.
+    ``ready(n)`` is called when layer n has come, so that it can be used while the next ones travel.
+
+    Raises ValueError, after all has been received so that later messages arrive, where the sender has other layers,
+    pages or types; nothing is then stored from the layer that differs on. RuntimeError where the sender has given up,
+    and where what came from ``src`` is no message of ``send_pages``.
+
+    Example::
+
+        cache, usable = torch.zeros(2, 16, 4, 8), []
+        if dist.get_rank() == 0:
+            torch_sagellm.send_pages(cache.unbind(0), range(8), dst=1)
+        elif dist.get_rank() == 1:
+            torch_sagellm.recv_pages(cache.unbind(0), range(8), src=0, ready=usable.append)
+    """
+    table = _table("recv_pages", blocks)
+    if len(table.unique()) < len(table):
+        raise ValueError("sagellm recv_pages: blocks names a page twice, expected each once")
+    for number, layer in enumerate(layers):
+        _check("recv_pages", number, layer, table)
+        checked_written(f"recv_pages: layer {number}", layer)
+    wrong = ""
+    number = 0
+    while not isinstance(came := _described(src, group, tag), int):
+        dtype, shape, count, window = came
+        layer = layers[number] if number < len(layers) else None
+        expected = None if layer is None else (layer.dtype, list(layer.shape[1:]), len(table))
+        if not wrong and layer is not None and (dtype, shape, count) != expected:
+            have = f"{len(table)} pages of {list(layer.shape[1:])} of {packing.name(layer.dtype)}"
+            wrong = f"layer {number} is {count} pages of {shape} of {packing.name(dtype)}, expected {have}"
+        if layer is None or wrong:
+            layer, places = torch.empty((count, *shape), dtype=dtype), torch.arange(count)
+        else:
+            places = table
+        _receive(layer.detach(), places, src, group, tag, window)
+        if not wrong and number < len(layers) and ready is not None:
+            ready(number)
+        number += 1
+    if not wrong and number != len(layers):
+        wrong = f"{number} layers came, expected {len(layers)}"
+    if wrong:
+        raise ValueError(f"sagellm recv_pages: {wrong}")
+
+
+def _table(call: str, blocks: Sequence[int] | Tensor) -> Tensor:
+    table = torch.as_tensor(list(blocks) if isinstance(blocks, range) else blocks).cpu()
+    if not table.numel():
+        table = table.long()
+    if table.dim() != 1 or table.is_floating_point() or table.is_complex() or table.dtype is torch.bool:
+        raise ValueError(
+            f"sagellm {call}: blocks are {table.dtype} of shape {list(table.shape)}, expected a list of page numbers"
+        )
+    return table.long()
+
+
+def _check(call: str, number: int, layer: Tensor, table: Tensor) -> None:
+    if not isinstance(layer, Tensor):
+        raise TypeError(f"sagellm {call}: layer {number} is a {type(layer).__name__}, expected a tensor")
+    checked_dense(f"{call}: layer {number}", layer)
+    if not layer.is_cpu or layer.dim() < 1 or not packing.travels(layer.dtype):
+        raise ValueError(
+            f"sagellm {call}: layer {number} is {layer.dtype} of shape {list(layer.shape)} on {layer.device}, expected "
+            "pages of whole bytes on cpu"
+        )
+    if table.numel() and not 0 <= int(table.min()) <= int(table.max()) < len(layer):
+        raise ValueError(
+            f"sagellm {call}: blocks from {int(table.min())} to {int(table.max())}, and layer {number} has pages 0 to "
+            f"{len(layer) - 1}"
+        )
+
+
+def _parts(table: Tensor, layer: Tensor, window: int) -> Iterator[Tensor]:
+    """The blocks of each message: at most half of the window, or one page. Both ranks cut alike."""
+    size = layer[:1].numel() * layer.element_size() if len(layer) else 0
+    if size and len(table):
+        yield from table.split(max(1, window // 2 // size))
+
+
+def _follow(part: Tensor) -> bool:
+    first = int(part[0])
+    return int(part[-1]) - first + 1 == len(part) and torch.equal(part, torch.arange(first, first + len(part)))
+
+
+def _together(layer: Tensor, part: Tensor) -> Tensor:
+    """The pages of a message in one piece of memory: their own, where they follow each other."""
+    if _follow(part):
+        return layer[int(part[0]) : int(part[0]) + len(part)].resolve_conj().resolve_neg().contiguous()
+    return layer.index_select(0, part).resolve_conj().resolve_neg().contiguous()
+
+
+def _receive(layer: Tensor, table: Tensor, src: int, group: Any, tag: int, window: int) -> None:
+    """The pages of a layer, two messages under way."""
+    under_way: deque[tuple[Any, Tensor, Tensor | None]] = deque()
+
+    def end() -> None:
+        work, data, part = under_way.popleft()
+        work.wait()
+        if part is not None:
+            with torch.inference_mode():  # in which every tensor may be written
+                layer.index_copy_(0, part, data)
+
+    for part in _parts(table, layer, window):
+        if len(under_way) == 2:
+            end()
+        direct = _follow(part) and layer.is_contiguous()
+        if direct:
+            data = layer[int(part[0]) : int(part[0]) + len(part)]
+        else:
+            data = torch.empty((len(part), *layer.shape[1:]), dtype=layer.dtype)
+        work = dist.irecv(data, group_src=src, group=group, tag=tag)
+        under_way.append((work, data, None if direct else part))
+    while under_way:
+        end()
+
+
+def _header(what: Any) -> Tensor:
+    """A description of the layer that follows, or at the end the number of layers."""
+    text = MAGIC + json.dumps(what, separators=(",", ":")).encode()
+    if len(text) > HEADER_BYTES:
+        raise ValueError(f"sagellm send_pages: a page of {what[1]} has too many dimensions to be described")
+    return torch.frombuffer(bytearray(text.ljust(HEADER_BYTES)), dtype=torch.uint8)
+
+
+def _described(src: int, group: Any, tag: int) -> int | tuple[torch.dtype, list[int], int, int]:
+    """Dtype, shape and number of the pages that follow, and the sender's window; at the end the number of layers."""
+    into = bytearray(HEADER_BYTES)
+    dist.recv(torch.frombuffer(into, dtype=torch.uint8), group_src=src, group=group, tag=tag)
+    try:
+        if not into.startswith(MAGIC):
+            raise ValueError
+        found = json.loads(into[len(MAGIC) :])
+        if not isinstance(found, int):
+            name, sides, pages, most = found
+            dtype, shape, count, window = getattr(torch, name), [int(side) for side in sides], int(pages), int(most)
+            fine = packing.travels(dtype) and min([count, window - 1, *shape]) >= 0
+            if not fine or packing.Run(dtype, (count, *shape), 1).nbytes >= 1 << 47:
+                raise ValueError
+            return dtype, shape, count, window
+    except (ValueError, TypeError, AttributeError):
+        raise RuntimeError(
+            f"sagellm recv_pages: rank {src} did not call send_pages: what came from it with tag {tag} is another "
+            "message, expected send_pages of the same version on that rank, and a tag that no other send has"
+        ) from None
+    if found < 0:
+        raise RuntimeError(
+            f"sagellm recv_pages: rank {src} has given up: its send_pages raised an error, expected all its layers; "
+            "its traceback says why"
+        )
+    return found
