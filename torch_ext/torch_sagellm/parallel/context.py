@@ -64,10 +64,12 @@ class _Exchange(torch.autograd.Function):  # type: ignore[misc]  # torch has no 
 
 def _exchange(tensor: torch.Tensor, split: int, join: int, group: Any) -> torch.Tensor:
     ranks = dist.get_world_size(group)
-    sent = torch.stack([part.contiguous() for part in tensor.chunk(ranks, dim=split)])
+    split, join = split % tensor.dim(), join % tensor.dim()
+    # Each part is copied once, and where the first dimension is joined what comes lies as it must.
+    sent = in_memory(tensor.unflatten(split, (ranks, -1)).movedim(split, 0))
     came = torch.empty_like(sent)
     dist.all_to_all_single(came, sent, group=group)
-    return torch.cat(list(came), dim=join)
+    return came.movedim(0, join).flatten(join, join + 1)
 
 
 def exchange_tokens(tensor: torch.Tensor, split_dim: int, join_dim: int, group: Any = None) -> torch.Tensor:
@@ -95,5 +97,7 @@ def exchange_tokens(tensor: torch.Tensor, split_dim: int, join_dim: int, group: 
             f"sagellm exchange_tokens: dimension {split_dim} is {tensor.shape[split_dim]}, expected a multiple of the "
             f"{ranks} ranks"
         )
+    if not (tensor.requires_grad and torch.is_grad_enabled()):  # a node of the graph costs as much as a small exchange
+        return _exchange(tensor, split_dim, join_dim, group)
     result: torch.Tensor = _Exchange.apply(tensor, split_dim, join_dim, group)
     return result
