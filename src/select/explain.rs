@@ -317,19 +317,17 @@ pub fn time(nanoseconds: u64) -> String {
     }
 }
 
-/// The time of a model, in the two digits that it may be right in: "3.0 us", "670 us".
+/// The time of a model with constants of another machine, in the one digit that it may be right in: "about 3 us".
 fn about(nanoseconds: u64) -> String {
-    let (number, unit) = match nanoseconds {
-        0..1_000 => (nanoseconds as f64, "ns"),
-        1_000..1_000_000 => (nanoseconds as f64 / 1e3, "us"),
-        1_000_000..1_000_000_000 => (nanoseconds as f64 / 1e6, "ms"),
-        _ => (nanoseconds as f64 / 1e9, "s"),
+    let digit = 10u64.pow(nanoseconds.checked_ilog10().unwrap_or(0));
+    let rounded = (nanoseconds + digit / 2) / digit * digit;
+    let (unit, name) = match rounded {
+        0..1_000 => (1, "ns"),
+        1_000..1_000_000 => (1_000, "us"),
+        1_000_000..1_000_000_000 => (1_000_000, "ms"),
+        _ => (1_000_000_000, "s"),
     };
-    match number {
-        _ if number < 9.95 && unit != "ns" => format!("{number:.1} {unit}"),
-        _ if number < 99.5 => format!("{number:.0} {unit}"),
-        _ => format!("{:.0} {unit}", (number / 10.0).round() * 10.0),
-    }
+    format!("about {} {name}", rounded / unit)
 }
 
 fn rejected(explanation: &Explanation, policy: &Policy) -> Vec<Alternative> {
@@ -495,6 +493,18 @@ mod tests {
         let texts: Vec<String> = [7, 3040, 5_210_000, 2_000_000_000].into_iter().map(time).collect();
         assert_eq!(texts, ["7 ns", "3.04 us", "5.21 ms", "2.00 s"]);
         let texts = [7, 996, 3044, 66_640, 487_512, 5_210_000, 999_600_000, 2_000_000_000].map(about);
-        assert_eq!(texts, ["7 ns", "1000 ns", "3.0 us", "67 us", "490 us", "5.2 ms", "1000 ms", "2.0 s"]);
+        assert_eq!(
+            texts,
+            [
+                "about 7 ns",
+                "about 1 us",
+                "about 3 us",
+                "about 70 us",
+                "about 500 us",
+                "about 5 ms",
+                "about 1 s",
+                "about 2 s"
+            ]
+        );
     }
 }

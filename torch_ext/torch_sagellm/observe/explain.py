@@ -153,7 +153,7 @@ class Explanation:
         if self.predicted is not None and self.hosts == 1:
             lines.append(f"  predicted   about {show_time(self.predicted, 1)}, {ELSEWHERE}")
         elif self.predicted is not None:
-            lines.append(f"  predicted   {show_time(self.predicted, 2)}, {MODEL}")
+            lines.append(f"  predicted   about {show_time(self.predicted, 1)}, {MODEL}")
         lines += [f"  overruled   {what}" for what in self.overruled]
         lines += [f"  not taken   {other.way}: {other.why_not}" for other in self.rejected]
         if self.table:
