@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from feature_rows import compress, moe, overlap, transfer
+from feature_rows import compress, fusion, hooks, layers, moe, overlap, transfer
 from feature_rows.row import Place, Row
 
-ROWS: list[Row] = [*moe.ROWS, *overlap.ROWS, *transfer.ROWS, *compress.ROWS]
+ROWS: list[Row] = [
+    *moe.ROWS,
+    *overlap.ROWS,
+    *transfer.ROWS,
+    *compress.ROWS,
+    *layers.ROWS,
+    *hooks.ROWS,
+    *fusion.ROWS,
+]
 
 
 def by_name(names: str) -> list[Row]:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import torch_sagellm
 from feature_rows.row import HERE, Made, Place, Row, nothing
+from torch_sagellm.api import encoding
 
 
 def sums(how: str) -> Callable[[], Made]:
@@ -28,10 +29,37 @@ def sums(how: str) -> Callable[[], Made]:
     return make
 
 
+def encode_and_decode(how: str) -> Callable[[], Made]:
+    """What a format costs each rank by itself: of its numbers into bytes and back."""
+
+    def make() -> Made:
+        flat, back = torch.randn(1 << 20), torch.empty(1 << 20)
+        dtype = torch.float16 if how == "fp16" else torch.bfloat16
+
+        def ours() -> None:
+            if how == "int8":
+                encoding.decode(encoding.encoded(flat, 256, len(flat) // 256), 256, back)
+            else:
+                back.copy_(flat.to(dtype))
+
+        def plain() -> None:
+            back.copy_(flat)
+
+        ours()
+        assert float((flat - back).abs().max()) <= float(flat.abs().max()) / 127
+        return ours, plain, nothing
+
+    return make
+
+
 PLACES = [HERE, *(Place(4, 2, rate=rate) for rate in ("1gbit", "300mbit", "100mbit"))]
 #: On one host a format cannot pay; the goal says what it must not cost, and "auto" costs nothing anywhere.
 ROWS = [
     Row("compress", f"{how}, 4 MiB", "plain all_reduce", place, 1.05 if how == "auto" else 1.0, sums(how))
     for place in PLACES
     for how in ("auto", "fp16", "bf16", "int8", "topk")
+]
+ROWS += [
+    Row("compress", f"{how}, encode and decode 4 MiB", "a copy of the tensor", HERE, 2.0, encode_and_decode(how))
+    for how in ("fp16", "bf16", "int8")
 ]
