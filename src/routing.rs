@@ -78,9 +78,9 @@ impl<'a> Table<'a> {
         let (sent, rest) = found.split_at_mut(ranks);
         let (received, rows) = rest.split_at_mut(ranks);
         rows.fill(0);
-        for other in 0..ranks {
-            sent[other] = self.counts(self.rank, other).iter().sum();
-            received[other] = self.counts(other, self.rank).iter().sum();
+        for (other, (to, from)) in sent.iter_mut().zip(received).enumerate() {
+            *to = self.counts(self.rank, other).iter().sum();
+            *from = self.counts(other, self.rank).iter().sum();
             for (row, count) in rows.iter_mut().zip(self.counts(other, self.rank)) {
                 *row += count;
             }
@@ -129,11 +129,11 @@ impl<'a> Table<'a> {
         }
         let mut row = 0;
         for expert in 0..self.experts / self.ranks() {
-            for from in 0..self.ranks() {
+            for (from, place) in next.iter_mut().enumerate() {
                 for _ in 0..self.counts(from, self.rank)[expert] {
-                    sorting[row] = next[from] as i64;
-                    unsorted[next[from]] = row as i64;
-                    next[from] += 1;
+                    sorting[row] = *place as i64;
+                    unsorted[*place] = row as i64;
+                    *place += 1;
                     row += 1;
                 }
             }
