@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: help demo certify build wheels test test-quick test-long test-ecosystem test-gpu bench-gpu prebuilt built-gpu lint format bench docs coverage clean
+.PHONY: help demo certify build wheels test test-quick test-long test-ecosystem test-gpu bench-gpu prebuilt built-gpu lint format bench bench-hosts docs coverage clean
 
 python := .venv/bin/python
 # Stamps: a second call does only what changed since.
@@ -87,6 +87,10 @@ bench: $(built) $(installed_dev) ## collectives against gloo; results below out/
 	@mkdir -p out
 	$(python) benchmarks/collectives.py --help >/dev/null
 	$(python) benchmarks/collectives.py --out out $(bench_flags)
+
+bench-hosts: $(built) $(installed_dev) ## groups over several hosts against gloo, in network namespaces, as root (under 10 minutes); results below out/
+	@mkdir -p out
+	$(python) benchmarks/hosts.py --out out $(bench_flags)
 
 coverage: $(installed_dev) ## line coverage of the package and of the Rust core, at least 85 % each
 	@.ci/prerequisites

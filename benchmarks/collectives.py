@@ -167,12 +167,17 @@ def variant_options(backend: str, variant: str) -> dict[str, Any]:
     """The options behind `sagellm:unfused` and the like; `sagellm:OP:FROM-TO=ALGORITHM` is a group with that rule."""
     if not variant:
         return {}
-    known: dict[str, dict[str, Any]] = {"unfused": {"fusion": False}, "strict": {"strict": True}}
+    known: dict[str, dict[str, Any]] = {
+        "unfused": {"fusion": False},
+        "strict": {"strict": True},
+        "delegate": {"engine": "delegate"},
+    }
     if "=" in variant:
         known[variant] = {"algorithm": variant}
     if backend != "sagellm" or variant not in known:
         raise ValueError(
-            f"unknown backend {backend}:{variant}; the variants are sagellm:unfused, sagellm:strict and sagellm:RULE, "
+            f"unknown backend {backend}:{variant}; the variants are sagellm:unfused, sagellm:strict, "
+            "sagellm:delegate and sagellm:RULE, "
             "such as sagellm:all_gather:0-=ring(leaders=1)"
         )
     from torch_sagellm._private import load

@@ -71,7 +71,10 @@ class Case:
     Groups may use another form of the operation: in `MANY` the forms of one number share their buffers.
     """
 
-    def __init__(self, op: str, size: int, dtype: torch.dtype, sets: int, device: str = "cpu") -> None:
+    def __init__(
+        self, op: str, size: int, dtype: torch.dtype, sets: int, device: str = "cpu", partner: int = 1
+    ) -> None:
+        self.partner = partner  # of rank 0 in ping_pong
         self.op, self.dtype, self.device = op, dtype, device
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         item = torch.empty(0, dtype=dtype).element_size()
@@ -115,7 +118,7 @@ class Case:
 
     def takes_part(self) -> bool:
         """Whether this rank runs the operation at all; ping-pong needs only two."""
-        return self.op != "ping_pong" or self.rank < 2
+        return self.op != "ping_pong" or self.rank in {0, self.partner}
 
     def calls(self, group: dist.ProcessGroup, form: str = "") -> list[Callable[[], object]]:
         """One call per set of buffers; everything but the operation is done here, outside the timing."""
@@ -156,7 +159,7 @@ class Case:
             listed = self._apart(i) if op in APART else list(x.split(self.part))
             return lambda: fused_all_reduce(listed, group=group)
         if op == "ping_pong":
-            return (lambda: ping(x, group)) if self.rank == 0 else (lambda: pong(x, group))
+            return (lambda: ping(x, self.partner, group)) if self.rank == 0 else (lambda: pong(x, group))
         raise ValueError(f"unknown operation {op!r}; known: {', '.join(OPS)}")
 
     def check(self, group: dist.ProcessGroup, turn: int, form: str = "") -> str | None:
@@ -210,7 +213,7 @@ class Case:
         if self.op == "scatter":
             return sent(ROOT, whole)[mine]
         if self.op == "ping_pong":
-            return sent(0, part) if self.rank < 2 else None
+            return sent(0, part) if self.takes_part() else None
         return None
 
 
@@ -235,9 +238,9 @@ def region(parts: tuple[torch.Tensor, ...], group: dist.ProcessGroup) -> None:
             dist.all_reduce(part, group=group)
 
 
-def ping(x: torch.Tensor, group: dist.ProcessGroup) -> None:
-    dist.send(x, 1, group=group)
-    dist.recv(x, 1, group=group)
+def ping(x: torch.Tensor, partner: int, group: dist.ProcessGroup) -> None:
+    dist.send(x, partner, group=group)
+    dist.recv(x, partner, group=group)
 
 
 def pong(x: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ sys.path[:0] = [str(ROOT / "benchmarks")]
 import collectives  # noqa: E402
 import features  # noqa: E402
 import gpu  # noqa: E402
+import hosts  # noqa: E402
 import overlap  # noqa: E402
 import update_docs  # noqa: E402
 from measure import clock as clocks  # noqa: E402
@@ -392,3 +394,72 @@ def test_a_row_of_the_features_is_never_hidden() -> None:
         assert (found["ratio"], found["verdict"]) == (ours / 10, verdict)
         assert f"| {ours:.1f} us |" in features.line(found) and features.line(found).endswith(f"| {verdict} |")
         assert features.line(found).count("|") == features.head().splitlines()[0].count("|")
+
+
+def hosts_run() -> dict[str, Any]:
+    """A result of `hosts.py`: an operation at two sizes, of which the second is lost."""
+
+    def timed(us: float) -> dict[str, float]:
+        return {"p10": us, "median": 2 * us, "p99": 3 * us}
+
+    rows = [
+        {"op": "broadcast", "size": size, "times": {"sagellm": timed(ours), "gloo": timed(4), "gloo #2": timed(4)}}
+        for size, ours in ((8, 2), (1024, 8))
+    ]
+    return {"layout": "2x1", "link": "none", "others": 0.5, "results": rows}
+
+
+def test_a_table_of_hosts_names_the_cells_that_were_lost() -> None:
+    whole = {"date": "2000-01-01", "machine": {"cpu": "a processor", "cores": 2}, "runs": [hosts_run()]}
+    text = hosts.markdown(whole)
+    assert "| broadcast | 8 B | 2.00 (2.00) | 1.00 (1.00) |" in text
+    assert "2 cells, 1 lost by p10" in text
+    assert text.count("- lost:") == 1
+    assert "- lost: 2x1, none: broadcast 1 KiB 0.50 (0.50)" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "plan"),
+    [
+        ([], list(hosts.DEFAULT)),
+        (["--layouts=4x1"], [("4x1", "none")]),
+        (["--layouts=2x1,3x2", "--links=1ms"], [("2x1", "1ms"), ("3x2", "1ms")]),
+    ],
+)
+def test_hosts_runs_each_layout_over_each_link(
+    words: list[str], plan: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["hosts.py", *words])
+    assert hosts.planned(hosts.parse_args()) == plan
+    assert [hosts.link_of(name) for name in ("none", "0.2ms", "10gbit")] == [("", 0), ("", 0.2), ("10gbit", 0)]
+
+
+def test_hosts_says_in_one_line_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hosts.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(hosts.shutil, "which", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["hosts.py"])
+    assert hosts.spawn(hosts.parse_args(), []) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert all(word in said for word in ("root", "`ip`", "`tc`"))
+
+
+def test_hosts_measures_two_hosts_and_writes_all_of_it(tmp_path: Path) -> None:
+    if lacking := hosts.missing():
+        pytest.skip(f"no network namespaces here: {lacking}")
+    words = ["--layouts=2x2", "--links=none", "--ops=all_reduce,ping_pong", "--sizes=8", "--backends=gloo,gloo"]
+    words += ["--rounds=2", "--budget=0.01", "--limit=20", f"--out={tmp_path}"]
+    command = [sys.executable, str(ROOT / "benchmarks/hosts.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if "hosts cannot be simulated here" in done.stderr:
+        pytest.skip(done.stderr.splitlines()[-1])
+    assert done.returncode == 0, done.stderr
+    written = json.loads(next(tmp_path.glob("*/hosts.json")).read_text())
+    rows = written["runs"][0]["results"]
+    assert [(row["op"], row["size"], list(row["times"])) for row in rows] == [
+        ("all_reduce", 8, ["gloo", "gloo #2"]), ("ping_pong", 8, ["gloo", "gloo #2"])
+    ]  # fmt: skip
+    assert all(timed["median"] > 0 for row in rows for timed in row["times"].values())
+    assert "| all_reduce | 8 B |" in next(tmp_path.glob("*/hosts.md")).read_text()
