@@ -55,19 +55,21 @@ Result = dict[str, Any]
 # ------------------------------------------------------------------------------------------------ one run's ranks
 
 
-def samples(case: Case, backend: collectives.Backend, count: int) -> list[float]:
-    """The microseconds of this rank's calls, each after it has written its tensor; none where it takes no part."""
+def samples(case: Case, backend: collectives.Backend, count: int) -> tuple[list[float], float]:
+    """The microseconds of this rank's calls, each after it has written its tensor; none where it takes no part. And the
+    processor time of all its threads for a call, with the writing."""
     calls = case.calls(backend.group)
     dist.barrier(group=backend.group)
-    taken = []
+    taken, used = [], time.process_time()
     for i in range(count if case.takes_part() else 0):
         case.inputs[i % len(calls)].fill_(1)
         begin = time.perf_counter_ns()
         calls[i % len(calls)]()
         taken.append((time.perf_counter_ns() - begin) / 1e3)
+    used = time.process_time() - used
     if case.op == "ping_pong":
         dist.barrier()  # the onlookers wait here
-    return taken
+    return taken, used * 1e6 / count
 
 
 def fitting(case: Case, taken: list[float], seconds: float) -> int:
@@ -83,6 +85,7 @@ def measure(case: Case, backends: list[collectives.Backend], args: argparse.Name
     failed: dict[str, str] = {}
     counts: dict[str, int] = {}
     rounds: dict[str, list[list[float]]] = {each.label: [] for each in backends}
+    used: dict[str, list[float]] = {each.label: [] for each in backends}
     for number in range(args.rounds):
         turn = [each for each in backends[:: 1 if number % 2 == 0 else -1] if each.label not in failed]
         late = number >= 2 and time.monotonic() - begin > seconds
@@ -92,16 +95,22 @@ def measure(case: Case, backends: list[collectives.Backend], args: argparse.Name
             break
         for backend in (each for each in turn if each.label not in failed):
             if backend.label not in counts:
-                counts[backend.label] = fitting(case, samples(case, backend, 3), args.budget / args.rounds)
-            rounds[backend.label].append(samples(case, backend, counts[backend.label]))
+                counts[backend.label] = fitting(case, samples(case, backend, 3)[0], args.budget / args.rounds)
+            taken, processor = samples(case, backend, counts[backend.label])
+            rounds[backend.label].append(taken)
+            used[backend.label].append(processor)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, rounds)
+    all_used: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_used, used)
     times: Result = {label: {"error": failed[label]} for label in failed}
     for label in (each.label for each in backends if each.label not in failed):
         taking_part = [rank[label] for rank in everyone if any(rank[label])]
         merged = [slowest_rank(taken) for taken in zip(*taking_part, strict=True)]
         half = 2 if case.op == "ping_pong" else 1  # a round trip is two messages
         times[label] = summarize([[us / half for us in taken] for taken in merged]).as_dict()
+        of_rounds = [sum(ranks) for ranks in zip(*(rank[label] for rank in all_used), strict=True)]
+        times[label]["processor"] = percentile(of_rounds, 0.5) / half
     return {"op": case.op, "size": case.size, "times": {each.label: times[each.label] for each in backends}}
 
 
@@ -139,12 +148,22 @@ def ratios(result: Result, label: str) -> tuple[float, float] | None:
     return (theirs["p10"] / own["p10"], theirs["median"] / own["median"]) if "p10" in theirs and "p10" in own else None
 
 
+def processor(result: Result, label: str) -> str:
+    """gloo's processor time of a call over the other's, of all ranks: less disturbed by other programs than time."""
+    theirs, own = result["times"].get(GLOO, {}), result["times"].get(label, {})
+    return f"{theirs['processor'] / max(own['processor'], 1e-3):.2f}" if "p10" in theirs and "p10" in own else "-"
+
+
 def shown(found: tuple[float, float] | None) -> str:
     return "-" if found is None else f"{found[0]:.2f} ({found[1]:.2f})"
 
 
 def line(result: Result) -> str:
-    against = ", ".join(f"{label} {shown(ratios(result, label))}" for label in result["times"] if label != GLOO)
+    against = ", ".join(
+        f"{label} {shown(ratios(result, label))} {processor(result, label)}"
+        for label in result["times"]
+        if label != GLOO
+    )
     return f"{result['op']} {show_size(result['size'])}: {against}"
 
 
@@ -166,7 +185,8 @@ def markdown(whole: Result) -> str:
     parts = [
         f"{machine['cpu']}, {machine['cores']} cores, {whole['date']}. gloo's time over that of the other: 10th "
         "percentile (median); below 1 gloo is faster. Times are medians (10th, 99th percentile) of the slowest rank's "
-        "call. "
+        "call; "
+        "after a semicolon the ratio of the processor time of all ranks. "
         f"{CONTROL} is a second group of gloo: how far it is from 1 is noise."
     ]
     for run in whole["runs"]:
@@ -176,7 +196,7 @@ def markdown(whole: Result) -> str:
         parts.append("| operation | size | " + " | ".join([*(f"gloo / {label}" for label in others), *labels]) + " |")
         parts.append("| --- | --- |" + " --- |" * (len(others) + len(labels)))
         for result in run["results"]:
-            cells = [shown(ratios(result, label)) for label in others]
+            cells = [f"{shown(ratios(result, label))}; {processor(result, label)}" for label in others]
             cells += [report.cell(result["times"][label]) for label in labels]
             parts.append(f"| {result['op']} | {show_size(result['size'])} | " + " | ".join(cells) + " |")
     cells_of = [ratios(result, OURS) for run in whole["runs"] for result in run["results"]]

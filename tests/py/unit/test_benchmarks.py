@@ -400,7 +400,7 @@ def hosts_run() -> dict[str, Any]:
     """A result of `hosts.py`: an operation at two sizes, of which the second is lost."""
 
     def timed(us: float) -> dict[str, float]:
-        return {"p10": us, "median": 2 * us, "p99": 3 * us}
+        return {"p10": us, "median": 2 * us, "p99": 3 * us, "processor": us}
 
     rows = [
         {"op": "broadcast", "size": size, "times": {"sagellm": timed(ours), "gloo": timed(4), "gloo #2": timed(4)}}
@@ -412,7 +412,7 @@ def hosts_run() -> dict[str, Any]:
 def test_a_table_of_hosts_names_the_cells_that_were_lost() -> None:
     whole = {"date": "2000-01-01", "machine": {"cpu": "a processor", "cores": 2}, "runs": [hosts_run()]}
     text = hosts.markdown(whole)
-    assert "| broadcast | 8 B | 2.00 (2.00) | 1.00 (1.00) |" in text
+    assert "| broadcast | 8 B | 2.00 (2.00); 2.00 | 1.00 (1.00); 1.00 |" in text
     assert "2 cells, 1 lost by p10" in text
     assert text.count("- lost:") == 1
     assert "- lost: 2x1, none: broadcast 1 KiB 0.50 (0.50)" in text
