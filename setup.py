@@ -3,8 +3,9 @@
 cargo runs first and leaves two things: ``libsagellm.a`` and, through cxx, the headers that ``cpp/`` includes. ninja
 then compiles the C++, so that an edit of the Rust core costs cargo and one link. Nearly all of the compiler's time goes
 into torch's headers, so it is given as many files as there are processors, each of which includes a part of ``cpp/``.
-With SAGELLM_EDIT, for edit and try, each file is compiled by itself, after a precompiled header with those of torch. On a
-machine without cargo the variable SAGELLM_PREBUILT names a folder that has what cargo leaves (``make prebuilt`` writes one).
+With SAGELLM_EDIT, for edit and try, each file is compiled by itself, after a precompiled header with those of torch.
+On a machine without cargo the variable SAGELLM_PREBUILT names a folder that has what cargo leaves (``make prebuilt``
+writes one).
 A usual build has one extension, for the torch that is installed. ``make wheels`` (.ci/build-wheels) names a folder of
 several unpacked torches instead, and the package gets an extension for each.
 Everything about the package that is not code to build stands in ``pyproject.toml``.
@@ -64,8 +65,8 @@ rule compile
 
 """
 STEP = "build {target}: compile {source} | {folder}/flags\n"
-#: With a precompiled header, which every file reads first; where the compiler does not want it, the header beside it gives
-#: the same.
+#: With a precompiled header, which every file reads first; where the compiler does not want it, the header beside it
+#: gives the same.
 PRECOMPILED_RULES = """\
 rule precompile
   command = {compiler} @{folder}/flags -MD -MF $out.d -x c++-header -c $in -o $out
@@ -258,7 +259,7 @@ def cpp_files() -> list[Path]:
 
 
 def jobs() -> int:
-    """How many compilers may run at once: MAX_JOBS, as for torch's own extensions, or the processors of this process."""
+    """How many compilers may run at once: MAX_JOBS, as for torch's own extensions, or this process's processors."""
     return int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
 
 

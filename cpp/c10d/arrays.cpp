@@ -61,7 +61,7 @@ rust::Slice<int64_t> written_wholes(const at::Tensor& tensor, const char* name) 
 }
 
 template <class Call>
-void without_gil(const Call& call) {
+void outside_gil(const Call& call) {
   const py::gil_scoped_release no_gil;
   checked(call);
 }
@@ -69,25 +69,25 @@ void without_gil(const Call& call) {
 void encode(const at::Tensor& values, size_t block, const at::Tensor& encoded) {
   const auto from = floats(values, "values");
   const auto into = written_bytes(encoded, "encoded");
-  without_gil([&] { int8_encode(from, block, into); });
+  outside_gil([&] { int8_encode(from, block, into); });
 }
 
 void sum(const at::Tensor& addends, size_t block, float divisor, const at::Tensor& summed) {
   const auto from = bytes(addends, "addends");
   const auto into = written_bytes(summed, "summed");
-  without_gil([&] { int8_sum(from, block, divisor, into); });
+  outside_gil([&] { int8_sum(from, block, divisor, into); });
 }
 
 void decode(const at::Tensor& encoded, size_t block, const at::Tensor& values) {
   const auto from = bytes(encoded, "encoded");
   const auto into = written_floats(values, "values");
-  without_gil([&] { int8_decode(from, block, into); });
+  outside_gil([&] { int8_decode(from, block, into); });
 }
 
 void find_largest(const at::Tensor& values, const at::Tensor& places) {
   const auto from = floats(values, "values");
   const auto into = write<int32_t>(places, "places", "int32", places.scalar_type() == at::kInt);
-  without_gil([&] { largest(from, into); });
+  outside_gil([&] { largest(from, into); });
 }
 
 // Those of a mixture of experts are short: releasing the GIL would take longer.

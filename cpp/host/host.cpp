@@ -293,8 +293,8 @@ void drain_log() {
     // A signal handler or a caller may have an exception in flight; logging must neither see nor replace it.
     const py::error_scope pending;
     for (const auto& [level, text] : lines) {
-      // A second time where what came in between is the program's, which may be at any bytecode when this is called: the
-      // failure of a call on a device, or what a signal handler raised.
+      // A second time where what came in between is the program's, which may be at any bytecode when this is called:
+      // the failure of a call on a device, or what a signal handler raised.
       for (bool again = true; again;) {
         again = false;
         try {

@@ -34,8 +34,8 @@ auto plain_errors(const Body& body) {
 // On the main thread, the exception of its last `check_interrupt() == true`, or null; taking it forgets it.
 std::exception_ptr take_interrupt() noexcept;
 
-// Writes the queued lines to Python's logging. Call with the GIL. Throws what a signal handler raised meanwhile, such as
-// KeyboardInterrupt, after the lines are written; what a handler of the log raises is reported as unraisable.
+// Writes the queued lines to Python's logging. Call with the GIL. Throws what a signal handler raised meanwhile, such
+// as KeyboardInterrupt, after the lines are written; what a handler of the log raises is reported as unraisable.
 void drain_log();
 
 // For a thread of Python's that waits in torch without the GIL, perhaps beyond the interpreter's end. Before 3.14

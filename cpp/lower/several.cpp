@@ -58,7 +58,8 @@ void all_reduce(Plan& plan, const CallDesc& call) {
   const at::Tensor sum(at::detail::empty_cpu(tensors[0].sizes(), tensors[0].scalar_type()));
   plan.combine(tensors[0], *call.reduce_op);
   plan.update(sum);
-  // Raw pointers, because a thread of the core must not drop the last reference to a tensor. `plan.after` keeps the tensors.
+  // Raw pointers, because a thread of the core must not drop the last reference to a tensor. `plan.after` keeps the
+  // tensors.
   std::vector<at::TensorImpl*> own;
   for (const at::Tensor& tensor : tensors) own.push_back(tensor.unsafeGetTensorImpl());
   // When its turn comes: an operation before it may still write the tensors.

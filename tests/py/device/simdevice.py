@@ -83,8 +83,8 @@ class Device:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Within the block no kernel of torch begins, and nothing that is put on the current stream, so a wait for one of
-        them there never ends. What was on the stream before the block may run."""
+        """Within the block no kernel of torch begins, and nothing that is put on the current stream, so a wait for one
+        of them there never ends. What was on the stream before the block may run."""
         self.library.sim_hold(1)
         try:
             yield

@@ -682,8 +682,8 @@ void sim_set_host_delay(int64_t us) {
 void sim_set_native_handles(int on) {
   native_handles = on != 0;
 }
-// The kernels of vendors' libraries do not pass the gate. One of ours that waits there holds those behind it on the current
-// stream, too: else a call that nothing is put in front of could run, and end, while the device is held.
+// The kernels of vendors' libraries do not pass the gate. One of ours that waits there holds those behind it on the
+// current stream, too: else a call that nothing is put in front of could run, and end, while the device is held.
 void sim_hold(int on) {
   gate().set(on != 0);
   if (on != 0) launch(current_device, raw_current(current_device), [] { gate().pass(); });
