@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +37,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if out:
             config.hook.pytest_deselected(items=out)
             items[:] = [item for item in items if not item.get_closest_marker("long")]
+
+
+def pytest_collection_finish() -> None:
+    """The environment of a warm Python is that of the tests, after all they have imported."""
+    if "harness" in sys.modules:
+        sys.modules["harness"].BEFORE.update(os.environ)
 
 
 @pytest.fixture

@@ -48,7 +48,8 @@ POOL_SIZE = 4
 # torch's TCPStore looks up the name of every peer's address, 127.0.0.1 too; a name server that drops the question must
 # not cost five seconds each time.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-BEFORE = dict(os.environ)  # no test has changed it yet
+#: As the tests find it; `conftest` takes it once they are collected, because what they import sets variables, too.
+BEFORE = dict(os.environ)
 GROUP_TIMEOUT = timedelta(seconds=30)
 
 

@@ -37,8 +37,8 @@ AT_START = (
     *("TORCH_", "ASAN_", "UBSAN_", "LSAN_", "TSAN_", "SAGELLM_AS"),
 )
 #: Those of these beginnings that torchrun sets for its ranks; torch reads them when a group is made, if at all.
-#: PYTHON_EXEC is read by torchrun alone.
-LATER = ("PYTHON_EXEC", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+#: PYTHON_EXEC is read by torchrun alone, and how much Kineto logs concerns no test.
+LATER = ("PYTHON_EXEC", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "KINETO_LOG_LEVEL")
 SPACES = ("net", "ipc", "mnt", "user", "uts")
 
 
