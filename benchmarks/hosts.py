@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Compare groups over several hosts: this backend, gloo, a second gloo as the control, and gloo as the delegate.
 
-Hosts are network namespaces of this machine. Every layout (hosts x ranks) over every link is a run of its own, in which
-the groups of the same processes take turns. Each rank writes its tensor before each call, as a program does; a sample
+Hosts are network namespaces of this machine. Each layout (hosts x ranks) is run over each link; within a run the groups
+of the same processes take turns. Each rank writes its tensor before each call, as a program does; a sample
 is the time of the slowest rank's call. Needs root and the programs `ip` and `tc`.
 """
 

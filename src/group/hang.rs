@@ -1,5 +1,5 @@
-//! Watches operations that take long. The rank asks those that it waits for what they are doing, logs one line after the
-//! soft limit, and names them in the error at the deadline. `answer` builds this rank's own answers, `findings` the texts.
+//! Watches operations that take long. It asks the ranks that an operation waits for what they are doing, logs one line
+//! after the soft limit, and names these ranks in the error at the deadline. `answer` builds this rank's own answers, `findings` the texts.
 //!
 //! Nothing here runs for an operation that ends before the first look at deadlines (`driver`).
 
@@ -381,9 +381,9 @@ impl Group {
     }
 }
 
-/// The ranks that have not called a collective that is pending on rank `me`, by their answers over the store: first those that
-/// have not answered, then the others, in order of the last collective they called. `heard`: the answers that this rank has
-/// read.
+/// The ranks that have not called a collective that is pending on rank `me`, as their answers over the store show. Ranks that
+/// have not answered come first, then the others in order of the last collective they called. `heard`: the answers that this
+/// rank has read.
 fn late_for(pending: &Pending, found: &Found, heard: &BTreeMap<usize, Account>, me: usize) -> Vec<(usize, Standing)> {
     let mut behind: Vec<(usize, u64)> =
         found.behind.iter().map(|(rank, counts)| (*rank, pending.count_of(*counts))).collect();

@@ -1,5 +1,5 @@
-//! External operations, which no engine runs: those of a delegate, those on devices, and those that the shim composes from
-//! several. The group counts them and knows which are pending, so that `hang` can say what a slow one waits for.
+//! External operations, which no engine runs: a delegate's operations, operations on devices, and operations that the shim
+//! composes from several. The group counts them and knows which are pending, so that `hang` can say what a slow one waits for.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

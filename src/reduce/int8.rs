@@ -3,9 +3,9 @@
 //!
 //! An encoded block is its scale, the largest magnitude divided by 127 (f32, in the machine's order of bytes), and one
 //! byte for each element: the element divided by the scale, to the nearest whole number (to even), from -127 to 127.
-//! Missing elements of the last block are 0. A block that holds an infinity or a NaN is NaN as a whole. As in `scalar`,
-//! every result is a function of its own block only, so the width of vectors changes no bit: `levels!` compiles each loop
-//! for every instruction set.
+//! Missing elements of the last block are 0. A block that holds an infinity or a NaN is NaN as a whole. As in `scalar`, a
+//! result depends on its own block alone, so the vector width changes no bit. `levels!` compiles each loop for every
+//! instruction set.
 
 use super::Level;
 use super::float::StandardMode;
@@ -25,10 +25,7 @@ pub fn encoded_bytes(elements: usize, block: usize) -> usize {
 
 /// Encodes `values` into the blocks of `encoded`; blocks behind the last value are 0.
 pub fn encode(level: Level, values: &[f32], block: usize, encoded: &mut [u8]) -> Result<()> {
-    whole_blocks(block, encoded.len())?;
-    if encoded.len() < encoded_bytes(values.len(), block) {
-        return Err(sizes("encoded", encoded.len(), encoded_bytes(values.len(), block)));
-    }
+    has_room(encoded.len(), values.len(), block)?;
     let _mode = StandardMode::enter();
     encode_at(level, values, block, encoded);
     Ok(())
@@ -36,10 +33,7 @@ pub fn encode(level: Level, values: &[f32], block: usize, encoded: &mut [u8]) ->
 
 /// Decodes as many numbers as `values` has room for.
 pub fn decode(level: Level, encoded: &[u8], block: usize, values: &mut [f32]) -> Result<()> {
-    whole_blocks(block, encoded.len())?;
-    if encoded.len() < encoded_bytes(values.len(), block) {
-        return Err(sizes("encoded", encoded.len(), encoded_bytes(values.len(), block)));
-    }
+    has_room(encoded.len(), values.len(), block)?;
     let _mode = StandardMode::enter();
     decode_at(level, encoded, block, values);
     Ok(())
@@ -57,8 +51,8 @@ pub fn sum(level: Level, addends: &[u8], block: usize, divisor: f32, summed: &mu
     Ok(())
 }
 
-/// The places of the elements of largest magnitude, ascending, as many as `places` has room for. Of equal ones those that
-/// come first; a NaN is larger than any number.
+/// Writes the indices of the `places.len()` elements of largest magnitude, in ascending order. Ties go to the lower index,
+/// and a NaN counts as larger than any number.
 pub fn largest(values: &[f32], places: &mut [i32]) -> Result<()> {
     if i32::try_from(values.len()).is_err() || places.len() > values.len() {
         return Err(sizes("values", values.len(), places.len()));
@@ -104,6 +98,16 @@ fn bound(values: &[f32], wanted: usize) -> (u32, usize) {
         }
     }
     (known, left)
+}
+
+/// Whether the encoded bytes are whole blocks, and enough for the values.
+fn has_room(encoded: usize, values: usize, block: usize) -> Result<()> {
+    whole_blocks(block, encoded)?;
+    let needed = encoded_bytes(values, block);
+    if encoded < needed {
+        return Err(sizes("encoded", encoded, needed));
+    }
+    Ok(())
 }
 
 fn whole_blocks(block: usize, bytes: usize) -> Result<()> {

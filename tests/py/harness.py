@@ -164,6 +164,18 @@ def pool_member(context: Context) -> None:
 # ------------------------------------------------------------------------------------------------- in the test process
 
 
+def end_server(process: subprocess.Popen[bytes], tmp: Path) -> None:
+    """Ends a server that lives until the end of its input, kills it if it does not end, and removes its folder."""
+    if process.stdin is not None:
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(5)
+    if process.poll() is None:
+        process.kill()
+    shutil.rmtree(tmp, ignore_errors=True)
+
+
 class Zygote:
     """The process whose forks are the ranks; one per test session, started when first needed."""
 
@@ -214,14 +226,7 @@ class Zygote:
 
     def close(self) -> None:
         """Ends the zygote; ranks that are left get its death signal."""
-        if self.process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self.process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(5)
-        if self.process.poll() is None:
-            self.process.kill()
-        shutil.rmtree(self.tmp, ignore_errors=True)
+        end_server(self.process, self.tmp)
 
 
 @dataclass
@@ -600,14 +605,7 @@ class Warm:
 
     def close(self) -> None:
         """Ends the server, and with it what it has started."""
-        if self.process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self.process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(5)
-        if self.process.poll() is None:
-            self.process.kill()
-        shutil.rmtree(self.tmp, ignore_errors=True)
+        end_server(self.process, self.tmp)
 
 
 def warm_python() -> str:

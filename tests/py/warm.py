@@ -7,9 +7,9 @@ environment, folder and the descriptors 0, 1 and 2 to the server, whose fork bec
 and ends as the program ended. When the client is killed, the program and its process group are.
 
 The fork does what the interpreter does at its start: arguments, `sys.path`, a new `__main__`, the streams, Ctrl-C; it
-has a session of its own, and runs to the interpreter's own end. What would differ from a fresh interpreter is not run
-in a fork: the client then *becomes* the real Python (`cold_because` has the list: flags, variables that are read while
-Python or torch starts, other namespaces or limits, programs of the package itself). What a program starts by
+starts a new session, and runs to the interpreter's own end. Where a fork would differ from a fresh interpreter, the
+client executes the real Python instead (`cold_because` has the list: flags, variables that are read while Python or
+torch starts, other namespaces or limits, programs of the package itself). What a program starts by
 `sys.executable` is warm again. These differ, so tests of them start the real Python: what torch does at its import, the
 parent, which is not the process that started it, and a stopped client, which stops nothing. One test of each kind
 (torchrun of an example and of a script, `doctor`, a program and a command of the pages) starts the real Python, too.
@@ -64,7 +64,7 @@ def surroundings() -> list[Any]:
 
 
 def cold_because(words: list[str], known: dict[str, Any]) -> str | None:
-    """Why this program has to have an interpreter of its own; None: a fork of the server will do."""
+    """Why this program needs a fresh interpreter; None if a fork of the server will do."""
     words = words[1:] if words[:1] == ["-u"] else words
     if words[:1] not in (["-m"], ["-c"]):
         if not words or words[0].startswith("-"):
@@ -208,7 +208,7 @@ def watch(door: socket.socket, pid: int) -> NoReturn:
             break
         numbers = _read(door)
         if not numbers:
-            for kill in (os.killpg, os.kill):  # it may not have a group of its own yet
+            for kill in (os.killpg, os.kill):  # the program may not have called setsid yet
                 with contextlib.suppress(ProcessLookupError):
                     kill(pid, signal.SIGKILL)
             break

@@ -29,7 +29,7 @@ def send_pages(
     tag: int = 0,
     window: int = WINDOW,
 ) -> None:
-    """Sends pages of a cache to rank ``dst``, which calls ``recv_pages``: for each layer those that ``blocks`` names.
+    """Sends the pages of a cache that ``blocks`` names, layer by layer, to rank ``dst``, which calls ``recv_pages``.
 
     A layer is a tensor on the CPU whose first dimension counts pages: keys and values may be two layers, or one with
     both in a page. ``layers`` may be a generator that computes: a layer is sent when it is yielded, and the next one is

@@ -37,9 +37,9 @@ class Routing:
     received: list[int]
     #: Rows for each expert of this rank, padding included; the rows that came are sorted by expert.
     rows: list[int]
-    #: For each row that ``dispatch`` returned, its index in the rows as they were received.
+    #: For each row that ``dispatch`` returned, its index in the received rows.
     sorting: Tensor
-    #: For each row as it was received, its index in those that ``dispatch`` returned.
+    #: For each received row, its index in the rows that ``dispatch`` returned.
     unsorted: Tensor
     #: For each row that was sent its token; any token for padding.
     sources: Tensor
