@@ -90,6 +90,12 @@ pub fn ring() -> usize {
     *RING
 }
 
+/// Size of the memory in which tensors lie that peers can reach: the variable `SAGELLM_SHARED_BYTES`; None if it is unset
+/// or no number.
+pub fn shared_bytes() -> Option<usize> {
+    std::env::var("SAGELLM_SHARED_BYTES").ok().and_then(|text| text.trim().parse().ok())
+}
+
 /// Widest instruction set that the reduction kernels may use: the variable `SAGELLM_KERNELS`. All give the same bits.
 pub fn kernels() -> Option<String> {
     std::env::var("SAGELLM_KERNELS").ok().filter(|name| !name.trim().is_empty())

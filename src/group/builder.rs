@@ -72,9 +72,10 @@ impl Group {
             (Decision::SharedMemory(shared), None) => {
                 let cores = shared.cores;
                 let (area, group_peers) = shared.into_parts();
-                let peers = (0..ranks).map(|rank| group_peers.peer(rank).clone());
-                let peers = peers.map(|peer| Peer::new(peer.pid, peer.host)).collect();
-                let shm = Shm::new(area, cores, parts.config.settings.fusion, theirs);
+                let peers: Vec<_> = (0..ranks).map(|rank| group_peers.peer(rank).clone()).collect();
+                let pids = peers.iter().map(|peer| peer.pid).collect();
+                let peers = peers.into_iter().map(|peer| Peer::new(peer.pid, peer.host)).collect();
+                let shm = Shm::new(area, pids, cores, parts.config.settings.fusion, theirs);
                 let parts = Parts { spin_policy: SpinPolicy::for_ranks(ranks, cores), peers, ..parts };
                 let group = parts.group(|_| Box::new(shm));
                 let weak = Arc::downgrade(&group);
@@ -180,7 +181,7 @@ fn over_in(
         let parts = Parts { spin_policy: SpinPolicy::for_ranks(ranks, cores), peers, ..parts };
         parts.group(|_| match ranks {
             1 => Box::new(Solo::new(theirs)),
-            _ => Box::new(Shm::new(area, cores, true, theirs)),
+            _ => Box::new(Shm::new(area, vec![std::process::id() as i32; ranks], cores, true, theirs)),
         })
     });
     groups.collect()

@@ -51,6 +51,8 @@ pub enum Path {
     Slots,
     /// Rounds through staging buffers, `chunk` bytes a round (`engine/shm/bulk.rs`).
     Rounds { chunk: usize },
+    /// In the tensors themselves, which every rank can reach (`engine/shm/mapped`).
+    Mapped,
     /// A schedule between the leaders of several hosts, `segment` bytes at a time or `WHOLE` (`inter`).
     Hosts { algorithm: Algorithm, leaders: u8, segment: usize },
     /// torch's own backend.
@@ -72,6 +74,8 @@ impl Choice {
     pub const MESSAGE: Choice = Choice { path: Path::Message, reason: Reason::Message };
     pub const DELEGATE: Choice = Choice { path: Path::Delegate, reason: Reason::Delegated };
     pub const COMPOSED: Choice = Choice { path: Path::Composed, reason: Reason::Composed };
+    /// Where the tensors lie decides, which only a call knows.
+    pub const MAPPED: Choice = Choice { path: Path::Mapped, reason: Reason::Reachable };
     pub const DEVICE: Choice = Choice { path: Path::Device, reason: Reason::Vendor };
 
     /// As an operation stores it: path (8 bits), reason (8), leaders (16), bytes of a chunk or segment (32).
@@ -95,6 +99,7 @@ impl Choice {
             DELEGATE => Path::Delegate,
             COMPOSED => Path::Composed,
             DEVICE => Path::Device,
+            MAPPED => Path::Mapped,
             path => match Algorithm::from_code(path.wrapping_sub(BEFORE_ALGORITHMS)) {
                 Some(algorithm) => {
                     Path::Hosts { algorithm, leaders: (code >> 16) as u8, segment: (code >> 32) as usize }
@@ -115,6 +120,7 @@ const MESSAGE: u8 = 4;
 const DELEGATE: u8 = 5;
 const COMPOSED: u8 = 31;
 const DEVICE: u8 = 30;
+const MAPPED: u8 = 29;
 /// Paths between hosts: this plus the algorithm's own code.
 const BEFORE_ALGORITHMS: u8 = 5;
 
@@ -130,6 +136,7 @@ impl Path {
             Path::Delegate => DELEGATE,
             Path::Composed => COMPOSED,
             Path::Device => DEVICE,
+            Path::Mapped => MAPPED,
             Path::Hosts { algorithm, .. } => BEFORE_ALGORITHMS + algorithm.code(),
         }
     }
@@ -142,6 +149,7 @@ pub fn path_name(code: u8) -> &'static str {
     match code {
         COMPOSED => return "composed",
         DEVICE => return "device",
+        MAPPED => return "mapped",
         _ => (),
     }
     NAMES.get(usize::from(code)).copied().or_else(between).unwrap_or("unknown")
@@ -163,6 +171,7 @@ impl fmt::Display for Path {
             Path::Delegate => f.write_str("delegate"),
             Path::Composed => f.write_str("composed"),
             Path::Device => f.write_str("device"),
+            Path::Mapped => f.write_str("mapped"),
             Path::Hosts { algorithm, leaders, segment: WHOLE } => {
                 write!(f, "{}(leaders={leaders})", algorithm.name())
             }
@@ -332,10 +341,12 @@ pub enum Reason {
     FewSteps = 23,
     FullNvlink = 24,
     FewBytes = 25,
+    /// Every rank's tensors lie in memory that the others have mapped.
+    Reachable = 26,
 }
 
 impl Reason {
-    pub const ALL: [Reason; 21] = [
+    pub const ALL: [Reason; 22] = [
         Reason::Unknown,
         Reason::Alone,
         Reason::Message,
@@ -357,6 +368,7 @@ impl Reason {
         Reason::FewSteps,
         Reason::FullNvlink,
         Reason::FewBytes,
+        Reason::Reachable,
     ];
 
     pub fn from_u8(value: u8) -> Reason {
@@ -387,6 +399,7 @@ impl Reason {
             Reason::FewSteps => "few_steps",
             Reason::FullNvlink => "full_nvlink",
             Reason::FewBytes => "few_bytes",
+            Reason::Reachable => "reachable",
         }
     }
 
@@ -439,6 +452,7 @@ impl Reason {
                 "from 1,000,000 bytes on the bytes on each link count most: a ring, or from one root a double tree, spreads \
                  them evenly"
             }
+            Reason::Reachable => "every rank can reach the tensors of the others, so nothing is copied on the way",
             Reason::OneSchedule => "it is the schedule for this kind that needs the fewest steps",
         }
     }

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::bulk::{Bases, Bulk, Rounds, Step};
+use super::mapped::{Arenas, Mapped, Outcome};
 use super::memory::area;
 use super::memory::area::Area;
 use super::memory::layout::SLOT_BYTES;
@@ -30,6 +31,8 @@ enum Phase {
     Slots(usize),
     /// Its header is published, its data travels in rounds.
     Rounds(Rounds),
+    /// Its header is published and offers its tensors; if a rank offers none, its data travels in rounds.
+    Mapped(Box<Mapped>),
 }
 
 struct Entry {
@@ -44,6 +47,14 @@ struct Entry {
     predecessors: Option<Vec<Arc<Op>>>,
 }
 
+/// The chunk with which an operation goes in rounds.
+fn chunk_of(path: Path) -> usize {
+    match path {
+        Path::Rounds { chunk } => chunk,
+        _ => unreachable!("only operations in rounds offer their tensors"),
+    }
+}
+
 pub struct Shm {
     area: Arc<Area>,
     shape: GroupShape,
@@ -53,6 +64,7 @@ pub struct Shm {
     entries: VecDeque<Entry>,
     queued: usize,
     bases: Bases,
+    arenas: Arenas,
     /// Hash of the policy and of all signatures published so far.
     chain: u64,
     p2p: P2p,
@@ -68,8 +80,9 @@ pub struct Shm {
 }
 
 impl Shm {
-    /// `cores`: the cores that the ranks of this host may use together. All three arguments are the same on every rank.
-    pub fn new(area: Arc<Area>, cores: usize, fusion: bool, policy: Arc<Policy>) -> Shm {
+    /// `cores`: the cores that the ranks of this host may use together; `pids`: their processes, 0 where one is not known.
+    /// All arguments but the area are the same on every rank.
+    pub fn new(area: Arc<Area>, pids: Vec<i32>, cores: usize, fusion: bool, policy: Arc<Policy>) -> Shm {
         let layout = area.layout;
         let shape = layout.shape(cores);
         Shm {
@@ -81,6 +94,7 @@ impl Shm {
             entries: VecDeque::new(),
             queued: 0,
             bases: Bases::default(),
+            arenas: Arenas::new(pids, Arc::as_ptr(&area) as u64),
             chain: policy.hash(),
             scratch: Vec::new(),
             fusion,
@@ -165,7 +179,7 @@ impl Shm {
     /// because all use the same stage.
     fn step(&mut self, at: usize, large: bool) -> Result<(Step, bool)> {
         let area = &*self.area;
-        let Entry { op, kernel, phase, .. } = &mut self.entries[at];
+        let Entry { op, kernel, path, phase, .. } = &mut self.entries[at];
         match phase {
             Phase::Queued => Ok((Step::Blocked, false)),
             Phase::Slots(seen) => {
@@ -182,11 +196,18 @@ impl Shm {
                 small::finish(area, op, kernel.as_ref(), &mut self.scratch)?;
                 Ok((Step::Done, false))
             }
-            Phase::Rounds(_) if large => Ok((Step::Blocked, true)),
+            Phase::Rounds(_) | Phase::Mapped(_) if large => Ok((Step::Blocked, true)),
             Phase::Rounds(rounds) => {
                 let mut bulk = Bulk { area, op, kernel: kernel.as_ref(), scratch: &mut self.scratch };
                 Ok((bulk.step(rounds, &mut self.bases)?, true))
             }
+            Phase::Mapped(mapped) => match mapped.step(area, op, kernel.as_ref(), &self.arenas)? {
+                Outcome::Step(step) => Ok((step, true)),
+                Outcome::Staged => {
+                    *phase = Phase::Rounds(Rounds::new(op, chunk_of(*path)));
+                    Ok((Step::Moved, true))
+                }
+            },
         }
     }
 
@@ -211,7 +232,12 @@ impl Shm {
                     } else {
                         small::write_header(area, op, chain);
                     }
-                    Phase::Rounds(Rounds::new(op, chunk))
+                    let offer = self.arenas.offer(area, op);
+                    Arenas::write(area, op, offer.as_ref());
+                    match offer {
+                        Some(offer) => Phase::Mapped(Box::new(Mapped::new(op, offer))),
+                        None => Phase::Rounds(Rounds::new(op, chunk)),
+                    }
                 }
                 // `choose` gives nothing else for a collective of several ranks inside one host.
                 _ => {
@@ -291,6 +317,7 @@ impl Shm {
             Phase::Queued => self.slots.lacks_credit(area, peer, entry.op.number),
             Phase::Slots(_) => small::needs(area, &entry.op, peer),
             Phase::Rounds(rounds) => rounds.needs(area, &entry.op, peer),
+            Phase::Mapped(mapped) => mapped.needs(area, &entry.op, peer),
         });
         collectives.map(|entry| &entry.op).chain(self.p2p.blocked_by(area, peer, gone))
     }
@@ -403,7 +430,12 @@ impl Engine for Shm {
 
     fn take_pending(&mut self, _error: &Error) -> Vec<Arc<Op>> {
         self.queued = 0;
-        let collectives = self.entries.drain(..).map(|entry| entry.op);
+        let collectives = self.entries.drain(..).map(|entry| {
+            if let Phase::Mapped(mapped) = entry.phase {
+                mapped.withdraw();
+            }
+            entry.op
+        });
         collectives.chain(self.order.take()).chain(self.p2p.take_pending()).collect()
     }
 

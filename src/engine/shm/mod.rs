@@ -11,7 +11,8 @@
 //! | `memory/layout` | offsets of everything in the segment |
 //! | `protocol` | who may write what, and when (generic: loom runs it) |
 //! | `memory/area` | typed access to the segment |
-//! | `small`, `bulk`, `p2p` | the three ways to move data |
+//! | `small`, `bulk`, `mapped`, `p2p` | the four ways to move data |
+//! | `memory/arena`, `reach`, `extents` | tensors that peers can reach: this process's, those of the others, which pages are used |
 //! | `channels`, `rank_set` | which sender uses which buffers of a receiver; sets of ranks |
 //! | `memory/presence` | memory that is populated when it is first needed |
 //! | `memory/segment` | the memory itself |
@@ -22,6 +23,7 @@ pub mod bulk;
 pub mod channels;
 mod control;
 mod engine;
+pub mod mapped;
 pub mod memory;
 pub mod p2p;
 pub mod protocol;

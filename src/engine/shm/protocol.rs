@@ -21,6 +21,10 @@
 //! `g` when the receiver has drained round `g - 2`. A channel passes to another sender only by a grant, which the receiver
 //! gives (release) after it has read everything that came through the channel before.
 //!
+//! **Parts.** Where ranks access each other's tensors (`mapped`), each has a part of the operation and stores `Moved = n` in
+//! its slot when it has done it (release). A rank that loads this from every slot (acquire) knows that nobody reads its inputs
+//! any more and that its outputs are complete; then its operation ends. The word is 0 before the slot is published.
+//!
 //! **Mail.** With many ranks, a sender marks at the receiver that it has sent: it sets its bit (release) after the
 //! message is visible. The receiver takes the bits (acquire) before it reads the envelopes of the senders they name, so
 //! a message that comes later comes with a new bit. With few ranks, only a sender's first message to a rank sets a bit;
@@ -39,6 +43,9 @@ pub enum Word {
     /// Highest `n` such that `rank` reads no slot of operations up to `n`. Written by `rank` (release) after its last
     /// such read, read by its peers (acquire) before they overwrite.
     Done(usize),
+    /// The number of the operation whose part `rank` has done, in the slot of operation `n`; 0 before. Release after the last
+    /// read and write of a peer's tensor; acquire before the tensors are used again.
+    Moved { rank: usize, n: u64 },
     /// Rounds that `rank` has filled, per region. Release after filling; acquire before reading.
     Ready(Region, usize),
     /// Rounds that `rank` no longer reads, per region. Release after reading; acquire before overwriting.
@@ -119,6 +126,16 @@ impl Slots {
             words.store(Word::Done(self.me), self.done);
         }
     }
+}
+
+/// `me` has done its part of operation `n`.
+pub fn moved<W: Words>(words: &W, me: usize, n: u64) {
+    words.store(Word::Moved { rank: me, n }, n);
+}
+
+/// True when `rank` has done its part of operation `n`, which it has published.
+pub fn has_moved<W: Words>(words: &W, rank: usize, n: u64) -> bool {
+    words.load(Word::Moved { rank, n }) == n
 }
 
 /// True when `rank` no longer reads the previous contents of a peer's buffer for round `g`, so that `rank` does not

@@ -10,6 +10,7 @@
 
 use std::sync::atomic::Ordering;
 
+use super::mapped::OFFER_BYTES;
 use super::memory::area::{Area, Header};
 use super::memory::layout::SLOT_BYTES;
 use super::protocol::Slots;
@@ -57,7 +58,8 @@ fn write_list(area: &Area, op: &Op) {
 /// Tensors of a list for which a slot has room; the same on all ranks with one signature.
 fn list_room(area: &Area, op: &Op) -> usize {
     let data = select::slot_payload(&op.request, area.ranks);
-    SLOT_BYTES.checked_sub(data).unwrap_or(SLOT_BYTES) / 8
+    // The slot of an operation in rounds holds no data, but may hold an offer (`mapped`).
+    SLOT_BYTES.checked_sub(data).unwrap_or(SLOT_BYTES - OFFER_BYTES) / 8
 }
 
 /// Writes this rank's slot for an operation that uses slots. The caller then makes it visible with `Slots::publish`.
@@ -253,6 +255,11 @@ pub fn factors(area: &Area, op: &Op) -> Vec<f64> {
         ReduceOp::PremulSum(_) => (0..area.ranks).map(|q| f64::from_bits(area.read_header(q, op.number).aux)).collect(),
         _ => Vec::new(),
     }
+}
+
+/// Bytes of the table at the beginning of a slot.
+pub fn table_bytes(request: &Request, ranks: usize) -> usize {
+    if request.kind == Kind::AllToAll { ranks * 8 } else { 0 }
 }
 
 /// Reads the slots, which are all published, and writes the results. `scratch` is memory for one payload.

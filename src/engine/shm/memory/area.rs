@@ -7,6 +7,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
+use super::arena::Identity;
 use super::layout::{ANSWER_BYTES, INLINE_BYTES, Layout, Part, SLOT_BYTES};
 use super::presence::Presence;
 use super::segment::Segment;
@@ -29,7 +30,7 @@ const LIFE: usize = 6;
 const MONITOR: usize = 7;
 /// The ranks that have sent to this one, a bit each: set by senders, taken by this rank; see `protocol::post`.
 const MAIL: usize = 8;
-/// Counts the questions to this rank (`Inquiry`).
+/// Counts the questions to this rank (`Inquiry`). The second half of its line says where the rank's arena lies.
 const QUESTION: usize = 9;
 /// The signatures of this rank's last launches on devices, by number.
 const LAUNCHES: usize = 10;
@@ -101,6 +102,7 @@ impl Area {
         let l = &self.layout;
         self.word64(match word {
             Word::Tag { rank, n } => l.slot(rank, n),
+            Word::Moved { rank, n } => l.slot(rank, n) + 40,
             Word::Done(rank) => l.control_word(rank, DONE),
             Word::Ready(Region::Stage, rank) => l.control_word(rank, STAGE_READY),
             Word::Drained(Region::Stage, rank) => l.control_word(rank, STAGE_DRAINED),
@@ -137,6 +139,46 @@ impl Area {
             chain: self.word64(at + 16).load(Ordering::Relaxed),
             aux: self.word64(at + 24).load(Ordering::Relaxed),
         }
+    }
+
+    // Offers (`mapped/offer.rs`), in the header line of operations in rounds, which hold no payload there, and behind it.
+    // Written before the tag (relaxed), read after it was acquired.
+
+    /// Says how many pieces follow, and that this rank's part is not done.
+    pub fn set_offer(&self, n: u64, word: u64) {
+        let at = self.layout.slot(self.me, n);
+        self.word64(at + 32).store(word, Ordering::Relaxed);
+        self.word64(at + 40).store(0, Ordering::Relaxed);
+    }
+    pub fn offer(&self, rank: usize, n: u64) -> u64 {
+        self.word64(self.layout.slot(rank, n) + 32).load(Ordering::Relaxed)
+    }
+    pub fn set_offered(&self, n: u64, index: usize, words: [u64; 2]) {
+        for (at, word) in words.into_iter().enumerate() {
+            self.offered_word(self.me, n, index + at).store(word, Ordering::Relaxed);
+        }
+    }
+    pub fn offered(&self, rank: usize, n: u64, index: usize) -> [u64; 2] {
+        [index, index + 1].map(|index| self.offered_word(rank, n, index).load(Ordering::Relaxed))
+    }
+    fn offered_word(&self, rank: usize, n: u64, index: usize) -> &AtomicU64 {
+        assert!(index < SLOT_BYTES / 8, "sagellm: word {index} of an offer in a slot");
+        self.word64(self.layout.slot(rank, n) + 64 + index * 8)
+    }
+
+    /// Tells the others where this process's arena lies. Written once by the thread that drives the group: the size last
+    /// (release), which readers acquire first.
+    pub fn set_arena(&self, arena: Identity) {
+        let at = self.layout.control_word(self.me, QUESTION) + 64;
+        self.word64(at + 8).store(arena.inode, Ordering::Relaxed);
+        self.word64(at + 16).store(arena.descriptor, Ordering::Relaxed);
+        self.word64(at).store(arena.bytes, Ordering::Release);
+    }
+    pub fn arena(&self, rank: usize) -> Option<Identity> {
+        let at = self.layout.control_word(rank, QUESTION) + 64;
+        let bytes = self.word64(at).load(Ordering::Acquire);
+        let [inode, descriptor] = [8, 16].map(|word| self.word64(at + word).load(Ordering::Relaxed));
+        (bytes != 0).then_some(Identity { descriptor, inode, bytes })
     }
 
     /// Address of a slot's payload of `bytes`: in the header line if it fits, else behind it.

@@ -1,4 +1,7 @@
 pub mod area;
+pub mod arena;
+pub mod extents;
 pub mod layout;
 pub mod presence;
+pub mod reach;
 pub mod segment;

@@ -150,7 +150,8 @@ fn memfd() -> io::Result<OwnedFd> {
     result
 }
 
-fn sealed_memfd(len: usize) -> io::Result<OwnedFd> {
+/// A file in memory of `len` zero bytes whose size cannot change.
+pub fn sealed_memfd(len: usize) -> io::Result<OwnedFd> {
     let fd = memfd()?;
     // SAFETY: plain numbers on a descriptor we own.
     unsafe {
@@ -204,20 +205,13 @@ impl Segment {
     /// unsealed descriptor is accepted only where that rank announced one (`backing`).
     pub fn map(fd: BorrowedFd<'_>, expected_len: usize, backing: Backing) -> Result<Segment> {
         if backing == Backing::Sealed {
-            // SAFETY: a plain query on an open descriptor.
-            let seals = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GET_SEALS) };
-            if seals == -1 || seals & libc::F_SEAL_SHRINK == 0 {
-                return Err(Error::System(format!(
-                    "sagellm: the shared memory that rank 0 sent is not sealed against shrinking (seals {seals})"
-                )));
+            if !is_sealed(&fd) {
+                return Err(Error::System(
+                    "sagellm: the shared memory that rank 0 sent is not sealed against shrinking".to_string(),
+                ));
             }
         }
-        // SAFETY: all zero bytes are a valid stat, which the call then fills.
-        let found = unsafe {
-            let mut stat: libc::stat = std::mem::zeroed();
-            checked(libc::fstat(fd.as_raw_fd(), &mut stat)).map_err(|e| refused("fstat on shared memory", e))?;
-            stat.st_size
-        };
+        let (_, found) = inode_and_size(&fd).map_err(|error| refused("fstat on shared memory", error))?;
         if usize::try_from(found) != Ok(expected_len) {
             return Err(Error::System(format!(
                 "sagellm: the shared memory that rank 0 sent has {found} bytes, {expected_len} were announced"
@@ -300,13 +294,48 @@ impl Drop for Segment {
     }
 }
 
-fn map_pages(len: usize, flags: i32, fd: i32) -> io::Result<NonNull<u8>> {
+pub fn map_pages(len: usize, flags: i32, fd: i32) -> io::Result<NonNull<u8>> {
     // SAFETY: a new mapping at an address of the kernel's choice touches no memory of ours.
     let base = unsafe { libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ | libc::PROT_WRITE, flags, fd, 0) };
     if base == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
     }
     NonNull::new(base.cast()).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))
+}
+
+/// Ends a mapping.
+///
+/// # Safety
+/// `map_pages` gave it, and nothing uses it.
+pub unsafe fn unmap(base: NonNull<u8>, len: usize) {
+    // SAFETY: the caller's promise.
+    unsafe { libc::munmap(base.as_ptr().cast(), len) };
+}
+
+/// Inode and size of an open file.
+pub fn inode_and_size(fd: &impl AsRawFd) -> io::Result<(u64, u64)> {
+    // SAFETY: all zero bytes are a valid stat, which the call then fills.
+    let stat = unsafe {
+        let mut stat: libc::stat = std::mem::zeroed();
+        checked(libc::fstat(fd.as_raw_fd(), &mut stat))?;
+        stat
+    };
+    Ok((stat.st_ino, u64::try_from(stat.st_size).unwrap_or(0)))
+}
+
+/// Whether no process can shrink an open file.
+pub fn is_sealed(fd: &impl AsRawFd) -> bool {
+    // SAFETY: a plain query on an open descriptor.
+    let seals = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GET_SEALS) };
+    seals != -1 && seals & libc::F_SEAL_SHRINK != 0
+}
+
+/// The largest file that this process may write, if there is a limit.
+pub fn largest_file() -> Option<u64> {
+    let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
+    // SAFETY: fills the struct.
+    let rc = unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &mut limit) };
+    (rc == 0 && limit.rlim_cur != libc::RLIM_INFINITY).then_some(limit.rlim_cur)
 }
 
 pub fn page_size() -> usize {

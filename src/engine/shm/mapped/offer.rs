@@ -1,0 +1,171 @@
+//! How ranks tell each other where their tensors lie: in the slot of the operation, behind its header.
+//!
+//! A rank *offers* its tensors when it publishes the operation: the word behind the header says how many pieces there are
+//! (0: no offer), then each piece's offset and length in the rank's arena follow. An operation is mapped if every rank
+//! offers; all ranks see the same words, so all decide alike. A rank that has no tensors in its arena offers nothing, and
+//! knows at once that the operation is staged.
+
+use std::sync::Arc;
+
+use super::part;
+use crate::engine::pieces::Pieces;
+use crate::engine::shm::memory::area::Area;
+use crate::engine::shm::memory::arena;
+use crate::engine::shm::memory::arena::{Identity, Lease};
+use crate::engine::shm::memory::reach::Reach;
+use crate::engine::shm::small::table_bytes;
+use crate::op::Op;
+use crate::types::{Request, Span};
+
+/// From this size on an operation is mapped where it can be.
+pub const FROM: usize = 16 << 10;
+/// Most pieces of the inputs, and of the outputs.
+pub const MOST_PIECES: usize = 16;
+/// The words of an offer behind those of a table.
+pub const OFFER_BYTES: usize = 2 * MOST_PIECES * 16;
+/// The count that says that the outputs are the inputs.
+const SAME: u64 = 0xff;
+
+/// What this rank offers in one operation; it keeps the leases until the operation ends.
+#[derive(Debug)]
+pub struct Offer {
+    inputs: Vec<Lease>,
+    /// Empty where peers write nothing, or into the inputs.
+    outputs: Vec<Lease>,
+    /// Peers write into `outputs`, or into the inputs where that is empty.
+    pub written: bool,
+}
+
+impl Offer {
+    /// The pieces that peers write.
+    pub fn targets(&self) -> &[Lease] {
+        match self.written {
+            true if self.outputs.is_empty() => &self.inputs,
+            true => &self.outputs,
+            false => &[],
+        }
+    }
+
+    /// The word behind the header.
+    fn word(&self) -> u64 {
+        let outputs = if self.written && self.outputs.is_empty() { SAME } else { self.outputs.len() as u64 };
+        1 | (self.inputs.len() as u64) << 8 | outputs << 16
+    }
+}
+
+/// The tensors of a peer, as addresses in this process.
+#[derive(Debug, Default)]
+pub struct Theirs {
+    pub inputs: Vec<Span>,
+    pub outputs: Vec<Span>,
+}
+
+/// The arenas of the ranks of one group, as far as this rank has mapped them.
+pub struct Arenas {
+    /// By rank; 0 where it is not known.
+    pids: Vec<i32>,
+    reached: Vec<Option<Arc<Reach>>>,
+    /// Arenas that could not be mapped, which was logged once.
+    refused: Vec<Option<Identity>>,
+    /// For `arena::lease`: unique to the group and this rank.
+    group: u64,
+}
+
+impl Arenas {
+    /// `pids`: the process of each rank; 0 where it is not known. `group`: unique in this process while the group lives.
+    pub fn new(pids: Vec<i32>, group: u64) -> Arenas {
+        let ranks = pids.len();
+        Arenas { pids, reached: vec![None; ranks], refused: vec![None; ranks], group }
+    }
+
+    /// The mapping of `rank`'s arena. It is made when the rank has told where it lies.
+    fn reach(&mut self, area: &Area, rank: usize) -> Option<&Arc<Reach>> {
+        if self.reached[rank].is_none() {
+            let identity = area.arena(rank)?;
+            if self.refused[rank] == Some(identity) {
+                return None;
+            }
+            match Reach::new(self.pids[rank], identity) {
+                Ok(reach) => self.reached[rank] = Some(reach),
+                Err(why) => {
+                    log::warn!(
+                        "tensors in shared memory of rank {rank} cannot be reached, so data is copied twice: {why}"
+                    );
+                    self.refused[rank] = Some(identity);
+                }
+            }
+        }
+        self.reached[rank].as_ref()
+    }
+
+    /// What this rank can offer for `op`, whose tensors have been prepared.
+    pub fn offer(&mut self, area: &Area, op: &Op) -> Option<Offer> {
+        let request = &op.request;
+        let (kind, me, root) = (request.kind, area.me, request.root as usize);
+        if Pieces(request.inputs()).bytes().max(Pieces(request.outputs()).bytes()) < FROM {
+            return None;
+        }
+        let lease = |spans: &[Span]| -> Option<Vec<Lease>> {
+            let leases = spans.iter().filter(|span| span.bytes > 0).map(|span| arena::lease(self.group, *span));
+            let leases: Vec<Lease> = leases.collect::<Option<_>>()?;
+            (leases.len() <= MOST_PIECES).then_some(leases)
+        };
+        let inputs = if part::exposes_inputs(kind, me, root) { lease(request.inputs())? } else { Vec::new() };
+        let written = part::exposes_outputs(kind, me, root);
+        let outputs =
+            if written && request.outputs() != request.inputs() { lease(request.outputs())? } else { Vec::new() };
+        if let Some(own) = arena::identity().filter(|own| area.arena(me) != Some(*own)) {
+            area.set_arena(own);
+        }
+        let touched = |q: &usize| part::touches(kind, me, root, *q);
+        let reached = (0..area.ranks).filter(touched).all(|q| self.reach(area, q).is_some());
+        reached.then_some(Offer { inputs, outputs, written })
+    }
+
+    /// Writes an offer into this rank's slot, before it is published.
+    pub fn write(area: &Area, op: &Op, offer: Option<&Offer>) {
+        area.set_offer(op.number, offer.map_or(0, Offer::word));
+        let Some(offer) = offer else { return };
+        let first = table_bytes(&op.request, area.ranks) / 8;
+        for (at, lease) in offer.inputs.iter().chain(&offer.outputs).enumerate() {
+            area.set_offered(op.number, first + 2 * at, [lease.offset as u64, lease.bytes as u64]);
+        }
+    }
+
+    /// The tensors that every rank offers, by rank; None if one offers nothing. All ranks have published the operation. The
+    /// error is an offer that no rank of ours makes.
+    pub fn theirs(&self, area: &Area, op: &Op) -> Result<Option<Vec<Theirs>>, usize> {
+        if (0..area.ranks).any(|rank| area.offer(rank, op.number) == 0) {
+            return Ok(None);
+        }
+        let read = |rank| if rank == area.me { Some(own(&op.request)) } else { self.read(area, op, rank) };
+        (0..area.ranks).map(|rank| read(rank).ok_or(rank)).collect::<Result<Vec<Theirs>, usize>>().map(Some)
+    }
+
+    fn read(&self, area: &Area, op: &Op, rank: usize) -> Option<Theirs> {
+        let request = &op.request;
+        if !part::touches(request.kind, area.me, request.root as usize, rank) {
+            return Some(Theirs::default());
+        }
+        let (word, reach) = (area.offer(rank, op.number), self.reached[rank].as_ref()?);
+        let (inputs, outputs) = ((word >> 8 & 0xff) as usize, word >> 16 & 0xff);
+        let separate = if outputs == SAME { 0 } else { outputs as usize };
+        if inputs > MOST_PIECES || separate > MOST_PIECES {
+            return None;
+        }
+        let first = table_bytes(request, area.ranks) / 8;
+        let pieces = (0..inputs + separate).map(|at| {
+            let [offset, bytes] = area.offered(rank, op.number, first + 2 * at).map(|word| usize::try_from(word).ok());
+            let (offset, bytes) = (offset?, bytes?);
+            Some(Span { addr: reach.at(offset, bytes)?, bytes })
+        });
+        let mut pieces: Vec<Span> = pieces.collect::<Option<_>>()?;
+        let separate = pieces.split_off(inputs);
+        let outputs = if outputs == SAME { pieces.clone() } else { separate };
+        Some(Theirs { inputs: pieces, outputs })
+    }
+}
+
+fn own(request: &Request) -> Theirs {
+    Theirs { inputs: request.inputs().to_vec(), outputs: request.outputs().to_vec() }
+}

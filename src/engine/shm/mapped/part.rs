@@ -1,0 +1,214 @@
+//! What each rank does in an operation on tensors that peers can reach. Pure.
+
+use crate::types::Kind;
+
+/// The numbers that decide a rank's part; `in_blocks` and `out_blocks` as in `Request`.
+#[derive(Clone, Copy, Debug)]
+pub struct Shape<'a> {
+    pub kind: Kind,
+    pub me: usize,
+    pub ranks: usize,
+    pub root: usize,
+    pub total_in: usize,
+    pub total_out: usize,
+    pub in_blocks: &'a [usize],
+    pub out_blocks: &'a [usize],
+}
+
+/// Bytes that this rank copies from rank `peer`'s inputs into its own outputs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Piece {
+    pub peer: usize,
+    pub from: usize,
+    pub to: usize,
+    pub bytes: usize,
+}
+
+/// One rank's part of an operation.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Part {
+    Copy(Vec<Piece>),
+    /// Combines `bytes` of all ranks' inputs from `from` on and writes them at `to` into the outputs of `targets`.
+    Fold {
+        from: usize,
+        to: usize,
+        bytes: usize,
+        targets: Vec<usize>,
+    },
+}
+
+/// Which of its tensors a rank lets the others access.
+pub fn exposes_inputs(kind: Kind, me: usize, root: usize) -> bool {
+    match kind {
+        Kind::Broadcast | Kind::Scatter => me == root,
+        _ => true,
+    }
+}
+
+pub fn exposes_outputs(kind: Kind, me: usize, root: usize) -> bool {
+    match kind {
+        Kind::AllReduce => true,
+        Kind::Reduce => me == root,
+        _ => false,
+    }
+}
+
+/// Whether rank `me` accesses tensors of rank `peer`.
+pub fn touches(kind: Kind, me: usize, root: usize, peer: usize) -> bool {
+    match kind {
+        _ if peer == me => false,
+        Kind::Broadcast | Kind::Scatter => peer == root,
+        Kind::Gather => me == root,
+        _ => true,
+    }
+}
+
+fn block(blocks: &[usize], total: usize, ranks: usize, q: usize) -> usize {
+    if blocks.is_empty() { total / ranks } else { blocks[q] }
+}
+
+fn start(blocks: &[usize], total: usize, ranks: usize, q: usize) -> usize {
+    if blocks.is_empty() { total / ranks * q } else { blocks[..q].iter().sum() }
+}
+
+/// The part of `bytes` that rank `q` combines: start and length, cut at cache lines.
+fn slice(bytes: usize, ranks: usize, q: usize) -> (usize, usize) {
+    let each = bytes.div_ceil(ranks).next_multiple_of(64);
+    let start = (q * each).min(bytes);
+    (start, each.min(bytes - start))
+}
+
+impl Part {
+    /// `tables`: for all_to_all the block sizes of each rank, None where its blocks came with its header.
+    pub fn of(shape: &Shape, tables: &[Option<Vec<usize>>]) -> Part {
+        let &Shape { kind, me, ranks, root, total_in, total_out, in_blocks, out_blocks } = shape;
+        match kind {
+            Kind::AllReduce | Kind::Reduce => {
+                let (from, bytes) = slice(total_in, ranks, me);
+                let targets = if kind == Kind::AllReduce { (0..ranks).collect() } else { vec![root] };
+                Part::Fold { from, to: from, bytes, targets }
+            }
+            Kind::ReduceScatter => {
+                let from = start(in_blocks, total_in, ranks, me);
+                Part::Fold { from, to: 0, bytes: block(in_blocks, total_in, ranks, me), targets: vec![me] }
+            }
+            Kind::AllGather => Part::gathered(shape),
+            Kind::Gather if me == root => Part::gathered(shape),
+            Kind::Gather => Part::Copy(Vec::new()),
+            Kind::Broadcast if me == root => Part::Copy(Vec::new()),
+            Kind::Broadcast => Part::Copy(vec![Piece { peer: root, from: 0, to: 0, bytes: total_out }]),
+            Kind::Scatter => Part::Copy(vec![Piece { peer: root, from: total_out * me, to: 0, bytes: total_out }]),
+            Kind::AllToAll => {
+                let pieces = others_first(me, ranks).filter_map(|peer| {
+                    let table = tables[peer].as_ref()?;
+                    let from = table[..me].iter().fold(0, |sum: usize, bytes| sum.saturating_add(*bytes));
+                    let to = start(out_blocks, total_out, ranks, peer);
+                    Some(Piece { peer, from, to, bytes: block(out_blocks, total_out, ranks, peer) })
+                });
+                Part::Copy(pieces.collect())
+            }
+            Kind::Barrier | Kind::Send | Kind::Recv => unreachable!("never a large collective"),
+        }
+    }
+
+    /// The whole input of each rank becomes a block of the output.
+    fn gathered(shape: &Shape) -> Part {
+        let &Shape { me, ranks, total_out, out_blocks, .. } = shape;
+        let pieces = others_first(me, ranks).map(|peer| Piece {
+            peer,
+            from: 0,
+            to: start(out_blocks, total_out, ranks, peer),
+            bytes: block(out_blocks, total_out, ranks, peer),
+        });
+        Part::Copy(pieces.collect())
+    }
+
+    /// Bytes of the part.
+    pub fn bytes(&self) -> usize {
+        match self {
+            Part::Copy(pieces) => pieces.iter().map(|piece| piece.bytes).sum(),
+            Part::Fold { bytes, .. } => *bytes,
+        }
+    }
+
+    /// Whether the part stays within inputs of `inputs[q]` bytes of each rank and, where it writes into peers' outputs,
+    /// outputs of `outputs[q]` bytes. The sizes are what the ranks wrote, so nothing is taken for granted.
+    pub fn fits(&self, inputs: &[usize], outputs: &[usize]) -> bool {
+        let within = |from: usize, bytes: usize, total: usize| from <= total && bytes <= total - from;
+        match self {
+            Part::Copy(pieces) => pieces.iter().all(|piece| within(piece.from, piece.bytes, inputs[piece.peer])),
+            Part::Fold { from, to, bytes, targets } => {
+                inputs.iter().all(|total| within(*from, *bytes, *total))
+                    && targets.iter().all(|rank| within(*to, *bytes, outputs[*rank]))
+            }
+        }
+    }
+}
+
+/// The ranks, beginning behind `me`, so that not all read from the same one at once; `me` last.
+fn others_first(me: usize, ranks: usize) -> impl Iterator<Item = usize> {
+    (1..=ranks).map(move |step| (me + step) % ranks)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shape(kind: Kind, me: usize, ranks: usize, total_in: usize, total_out: usize) -> Shape<'static> {
+        Shape { kind, me, ranks, root: 0, total_in, total_out, in_blocks: &[], out_blocks: &[] }
+    }
+
+    #[test]
+    fn the_parts_of_an_all_reduce_cover_every_byte_once() {
+        for ranks in 1..9 {
+            for bytes in [0, 4, 64, 100, 4096, 12_345 * 4] {
+                let mut next = 0;
+                for me in 0..ranks {
+                    let part = Part::of(&shape(Kind::AllReduce, me, ranks, bytes, bytes), &[]);
+                    let Part::Fold { from, to, bytes: length, ref targets } = part else { panic!("{part:?}") };
+                    assert_eq!((from, to, targets.len()), (next, next, ranks));
+                    assert!(part.fits(&vec![bytes; ranks], &vec![bytes; ranks]));
+                    assert!(length == 0 || !part.fits(&vec![next + length - 1; ranks], &vec![bytes; ranks]));
+                    next += length;
+                }
+                assert_eq!(next, bytes, "{ranks} ranks");
+            }
+        }
+    }
+
+    #[test]
+    fn blocks_of_different_sizes_go_where_the_lists_say() {
+        let blocks = [8, 0, 24];
+        let of = |kind, me, total_in, total_out| Shape {
+            in_blocks: &blocks,
+            out_blocks: &blocks,
+            ..shape(kind, me, 3, total_in, total_out)
+        };
+        let part = Part::of(&of(Kind::ReduceScatter, 2, 32, 24), &[]);
+        assert_eq!(part, Part::Fold { from: 8, to: 0, bytes: 24, targets: vec![2] });
+        let part = Part::of(&of(Kind::AllGather, 1, 0, 32), &[]);
+        let piece = |peer, to, bytes| Piece { peer, from: 0, to, bytes };
+        assert_eq!(part, Part::Copy(vec![piece(2, 8, 24), piece(0, 0, 8), piece(1, 8, 0)]));
+        let tables = [Some(vec![5, 8, 1]), None, Some(vec![9, 24, 2])];
+        let part = Part::of(&of(Kind::AllToAll, 1, 32, 32), &tables);
+        let expected = [Piece { peer: 2, from: 9, to: 8, bytes: 24 }, Piece { peer: 0, from: 5, to: 0, bytes: 8 }];
+        assert_eq!(part, Part::Copy(expected.to_vec()));
+        assert!(part.fits(&[13, 0, 33], &[]) && !part.fits(&[12, 0, 33], &[]) && !part.fits(&[13, 0, 32], &[]));
+    }
+
+    #[test]
+    fn a_rank_touches_only_those_who_expose_something() {
+        for kind in Kind::COLLECTIVES.into_iter().filter(|kind| *kind != Kind::Barrier) {
+            for (me, peer) in [(0, 1), (1, 0), (1, 2), (2, 2)] {
+                let exposes = exposes_inputs(kind, peer, 0) || exposes_outputs(kind, peer, 0);
+                assert!(!touches(kind, me, 0, peer) || exposes, "{kind:?} {me} {peer}");
+            }
+        }
+    }
+
+    #[test]
+    fn sizes_that_a_peer_made_up_are_refused() {
+        let part = Part::of(&shape(Kind::AllToAll, 1, 2, 8, 8), &[Some(vec![usize::MAX, 4]), None]);
+        assert!(!part.fits(&[8, 8], &[]));
+    }
+}

@@ -1,0 +1,385 @@
+//! Tensors that peers can reach: one file in memory for this process, which its peers map (`reach.rs`), so that a collective
+//! reads and writes the tensors themselves (`mapped.rs`).
+//!
+//! The file has a fixed size from the start and no pages; a page comes when it is first touched. It is sealed against
+//! shrinking and growing, so no access of a peer can fault. Tensors are ranges of whole pages (`extents.rs`), and nothing
+//! else lies on these pages.
+//!
+//! **Late writes.** In an all_reduce or reduce peers write into this process's outputs. A peer that was stopped meanwhile may
+//! continue after the operation has failed here, when the program uses the memory again. So before the program gets the
+//! error, [`Lease::take_out`] turns the pages of the outputs into private ones: a private mapping of the same pages of the
+//! file at the same address, of which each page is then written, so that the kernel copies it. The tensor keeps its address
+//! and its contents, and late writes land in pages of the file that nobody reads. Any thread of this process may access the
+//! memory meanwhile and loses no write. The range of the file is never used again.
+//!
+//! **Forks.** A child gets a private mapping of the same file (`in_forked_child`): what it writes, nobody else sees. It
+//! allocates nothing here, and what it frees stays allocated, because it shares the file with its parent.
+
+#![allow(unsafe_code)] // maps memory and hands out addresses in it
+
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use once_cell::sync::OnceCell;
+
+use super::extents::Extents;
+use super::segment;
+use crate::config;
+use crate::os::topology;
+use crate::types::Span;
+
+/// Filled pages of freed tensors that are kept for the next ones, at most; less where the arena is small.
+const KEPT: usize = 1 << 30;
+/// Ranges that became private after failures and that a forked child keeps. From half of them on there are no further
+/// leases; those that are still made private beyond are zeros in a forked child.
+const MOST_TAKEN_OUT: usize = 1024;
+
+struct Arena {
+    base: NonNull<u8>,
+    bytes: usize,
+    file: OwnedFd,
+    inode: u64,
+    extents: Mutex<Extents>,
+}
+
+// SAFETY: an address range that stays mapped for ever; every change of it is made under the lock of `extents`.
+unsafe impl Send for Arena {}
+// SAFETY: as above.
+unsafe impl Sync for Arena {}
+
+static ARENA: OnceCell<Result<Arena, String>> = OnceCell::new();
+
+/// What the fork handler reads, and what is counted: atomics, because the handler may take no lock.
+struct Shared {
+    /// This process is a child of the one that made the arena. Written by the fork handler (relaxed: the child has one
+    /// thread then), read before each use.
+    forked: AtomicBool,
+    /// Where the arena lies, 0 while there is none. Written once by the thread that made it (release, after `bytes` and
+    /// `file`), read by anyone (acquire).
+    base: AtomicUsize,
+    bytes: AtomicUsize,
+    file: AtomicUsize,
+    /// The private ranges: address and length. Written under the lock of `extents`, the count last (release); read by the
+    /// fork handler (acquire).
+    taken_out: [(AtomicUsize, AtomicUsize); MOST_TAKEN_OUT],
+    taken_out_count: AtomicUsize,
+    /// Counts, relaxed.
+    taken_out_bytes: AtomicU64,
+    refused: AtomicU64,
+}
+
+static SHARED: Shared = Shared {
+    forked: AtomicBool::new(false),
+    base: AtomicUsize::new(0),
+    bytes: AtomicUsize::new(0),
+    file: AtomicUsize::new(0),
+    taken_out: [const { (AtomicUsize::new(0), AtomicUsize::new(0)) }; MOST_TAKEN_OUT],
+    taken_out_count: AtomicUsize::new(0),
+    taken_out_bytes: AtomicU64::new(0),
+    refused: AtomicU64::new(0),
+};
+
+/// What the arena holds, in bytes if not said otherwise. All zero before the first allocation.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    pub limit: u64,
+    pub used: u64,
+    /// Filled pages of freed tensors, kept for the next ones.
+    pub cached: u64,
+    /// Number of ranges in use.
+    pub extents: u64,
+    /// Number of allocations that it had no room for.
+    pub refused: u64,
+    /// Became private after an operation had failed.
+    pub taken_out: u64,
+}
+
+/// What a peer needs to open and recognise this process's file: its descriptor, inode and size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Identity {
+    pub descriptor: u64,
+    pub inode: u64,
+    pub bytes: u64,
+}
+
+/// A new tensor's memory, in whole pages; its contents are undefined. None where there is no room, where the arena cannot be
+/// had (`why_not`), and in a forked child.
+pub fn allocate(bytes: usize) -> Option<NonNull<u8>> {
+    if SHARED.forked.load(Ordering::Relaxed) {
+        return None;
+    }
+    let at = arena().and_then(|arena| Some((arena, arena.extents().take(bytes)?)));
+    let Some((arena, offset)) = at else {
+        SHARED.refused.fetch_add(1, Ordering::Relaxed);
+        return None;
+    };
+    // SAFETY: the range lies within the mapping.
+    Some(unsafe { arena.base.add(offset) })
+}
+
+/// Frees what `allocate` gave. In a forked child it does nothing.
+///
+/// # Safety
+/// `at` came from `allocate`, was not freed since, and is used no more.
+pub unsafe fn free(at: NonNull<u8>) {
+    let Some(arena) = made() else { return };
+    if SHARED.forked.load(Ordering::Relaxed) {
+        return;
+    }
+    let offset = at.as_ptr() as usize - arena.base.as_ptr() as usize;
+    let mut extents = arena.extents();
+    let Some(extent) = extents.release(offset) else {
+        log::warn!("memory at {at:?} was freed that is not in use: this is a bug of sagellm");
+        return;
+    };
+    if extent.taken_out {
+        arena.retire(offset, extent.bytes);
+    }
+    while let Some((offset, bytes)) = extents.to_give_back(KEPT.min(arena.bytes / 4)) {
+        arena.give_back(offset, bytes);
+    }
+}
+
+/// Whether this address lies in this process's arena.
+pub fn owns(at: *const u8) -> bool {
+    let base = SHARED.base.load(Ordering::Acquire);
+    base != 0 && (at as usize).wrapping_sub(base) < SHARED.bytes.load(Ordering::Relaxed)
+}
+
+/// Why the arena cannot be had, once that is known.
+pub fn why_not() -> Option<String> {
+    ARENA.get().and_then(|made| made.as_ref().err().cloned())
+}
+
+pub fn usage() -> Usage {
+    let mut usage = Usage { refused: SHARED.refused.load(Ordering::Relaxed), ..Usage::default() };
+    if let Some(arena) = made().filter(|_| !SHARED.forked.load(Ordering::Relaxed)) {
+        let extents = arena.extents();
+        usage.limit = arena.bytes as u64;
+        usage.used = extents.bytes_used() as u64;
+        usage.cached = extents.bytes_filled() as u64;
+        usage.extents = extents.count() as u64;
+        usage.taken_out = SHARED.taken_out_bytes.load(Ordering::Relaxed);
+    }
+    usage
+}
+
+/// By what peers find this process's file; None before the first allocation and in a forked child.
+pub fn identity() -> Option<Identity> {
+    let arena = made().filter(|_| !SHARED.forked.load(Ordering::Relaxed))?;
+    let descriptor = arena.file.as_raw_fd() as u64;
+    Some(Identity { descriptor, inode: arena.inode, bytes: arena.bytes as u64 })
+}
+
+/// The mapping of this process's own file, for ranks that are threads of one process.
+pub fn own_mapping() -> Option<(NonNull<u8>, usize)> {
+    made().map(|arena| (arena.base, arena.bytes))
+}
+
+/// Memory that peers may access for one operation. While it lives no other group gets a lease on the same tensor.
+#[derive(Debug)]
+pub struct Lease {
+    /// Where the piece lies in the file.
+    pub offset: usize,
+    pub bytes: usize,
+    /// Where the range begins that holds the piece.
+    start: usize,
+}
+
+/// A lease on `span` for an operation of `group`. None where the memory is ordinary, was taken out, or is used by an
+/// operation of another group: two groups fail at different times, and taking pages out concerns all that is on them.
+pub fn lease(group: u64, span: Span) -> Option<Lease> {
+    if !owns(span.addr as *const u8) || SHARED.forked.load(Ordering::Relaxed) {
+        return None;
+    }
+    let arena = made()?;
+    let offset = span.addr - arena.base.as_ptr() as usize;
+    let mut extents = arena.extents();
+    let (start, extent) = extents.holding(offset, span.bytes)?;
+    if extent.taken_out || SHARED.taken_out_count.load(Ordering::Relaxed) >= MOST_TAKEN_OUT / 2 {
+        return None;
+    }
+    extent.holder = match extent.holder {
+        None => Some((group, 1)),
+        Some((holder, count)) if holder == group => Some((group, count + 1)),
+        Some(_) => return None,
+    };
+    Some(Lease { offset, bytes: span.bytes, start })
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        let Some(arena) = made() else { return };
+        if SHARED.forked.load(Ordering::Relaxed) {
+            return; // a thread that this child does not have may hold the lock
+        }
+        if let Some(extent) = arena.extents().starting_at(self.start) {
+            extent.holder = extent.holder.and_then(|(group, count)| (count > 1).then(|| (group, count - 1)));
+        }
+    }
+}
+
+impl Lease {
+    /// Makes the pages of this memory private: same address, same contents, and no process can change them any more. Other
+    /// threads of this process may access them meanwhile. The error says that the system refused.
+    pub fn take_out(&self) -> io::Result<()> {
+        let Some(arena) = made() else { return Ok(()) };
+        let mut extents = arena.extents();
+        let Some(extent) = extents.starting_at(self.start) else { return Ok(()) };
+        extent.taken_out = true;
+        let page = segment::page_size();
+        let from = self.offset / page * page;
+        let bytes = (self.offset + self.bytes).next_multiple_of(page) - from;
+        arena.make_private(from, bytes)?;
+        SHARED.taken_out_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+/// The arena, made at the first call.
+fn arena() -> Option<&'static Arena> {
+    let made = ARENA.get_or_init(|| {
+        Arena::new().inspect_err(|why| log::warn!("tensors are ordinary memory, which peers cannot reach: {why}"))
+    });
+    made.as_ref().ok()
+}
+
+fn made() -> Option<&'static Arena> {
+    ARENA.get().and_then(|made| made.as_ref().ok())
+}
+
+/// The size of the file. Pages count against the same limits as any memory of the process, so that this only bounds what
+/// goes here instead of there.
+fn size() -> Result<usize, String> {
+    let bytes = match config::shared_bytes() {
+        Some(bytes) => bytes,
+        None => topology::memory_headroom().map_or(1 << 30, |free| free as usize / 2),
+    };
+    let page = segment::page_size();
+    let bytes = bytes / page * page;
+    if bytes == 0 {
+        return Err("SAGELLM_SHARED_BYTES is 0".to_string());
+    }
+    match segment::largest_file() {
+        // Beyond it the system would end the process by a signal.
+        Some(largest) if largest < bytes as u64 => Err(format!(
+            "{bytes} bytes are more than the largest file that this process may write ({largest}, ulimit -f)"
+        )),
+        _ => Ok(bytes),
+    }
+}
+
+impl Arena {
+    fn new() -> Result<Arena, String> {
+        let bytes = size()?;
+        let denied = |what: &str, error: io::Error| format!("{what} {bytes} bytes: {error}");
+        let file = segment::sealed_memfd(bytes).map_err(|error| denied("no file in memory of", error))?;
+        let (inode, _) = segment::inode_and_size(&file).map_err(|error| denied("no file in memory of", error))?;
+        let flags = libc::MAP_SHARED | libc::MAP_NORESERVE;
+        let base = segment::map_pages(bytes, flags, file.as_raw_fd()).map_err(|error| denied("cannot map", error))?;
+        // SAFETY: the handlers are plain functions that live for ever.
+        let rc = unsafe { libc::pthread_atfork(None, None, Some(in_forked_child)) };
+        if rc != 0 {
+            // SAFETY: just mapped, and unused.
+            unsafe { segment::unmap(base, bytes) };
+            return Err(format!("pthread_atfork failed ({rc}); a forked child could write the tensors of its parent"));
+        }
+        SHARED.bytes.store(bytes, Ordering::Relaxed);
+        SHARED.file.store(file.as_raw_fd() as usize, Ordering::Relaxed);
+        SHARED.base.store(base.as_ptr() as usize, Ordering::Release);
+        Ok(Arena { base, bytes, file, inode, extents: Mutex::new(Extents::new(bytes, segment::page_size())) })
+    }
+
+    fn extents(&self) -> MutexGuard<'_, Extents> {
+        self.extents.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn at(&self, offset: usize) -> *mut u8 {
+        debug_assert!(offset <= self.bytes);
+        // SAFETY: offsets of ranges lie within the mapping.
+        unsafe { self.base.as_ptr().add(offset) }
+    }
+
+    /// Gives the pages of a range of the file back to the system; whoever reads it finds zeros.
+    fn give_back(&self, offset: usize, bytes: usize) {
+        let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        // SAFETY: plain numbers on a descriptor of ours. No tensor uses the range.
+        let rc = unsafe { libc::fallocate(self.file.as_raw_fd(), mode, offset as libc::off_t, bytes as libc::off_t) };
+        if rc != 0 {
+            log::debug!("cannot give back {bytes} bytes of shared memory: {}", io::Error::last_os_error());
+        }
+    }
+
+    /// See the head of this file. Called with the lock held.
+    fn make_private(&self, offset: usize, bytes: usize) -> io::Result<()> {
+        let address = self.at(offset);
+        let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_FIXED);
+        // SAFETY: replaces pages of our own mapping by a private mapping of the same pages of the file. The kernel does so in
+        // one step for all threads: an access finds the old mapping or the new one, with the same contents.
+        let mapped =
+            unsafe { libc::mmap(address.cast(), bytes, access, flags, self.file.as_raw_fd(), offset as libc::off_t) };
+        if mapped == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        for page in (0..bytes).step_by(segment::page_size()) {
+            // SAFETY: within the range. Adding 0 in one atomic step makes the kernel copy the page, and loses no write of
+            // another thread.
+            unsafe { AtomicU8::from_ptr(address.add(page)) }.fetch_add(0, Ordering::SeqCst);
+        }
+        let count = SHARED.taken_out_count.load(Ordering::Relaxed);
+        if let Some((at, length)) = SHARED.taken_out.get(count) {
+            at.store(address as usize, Ordering::Relaxed);
+            length.store(bytes, Ordering::Relaxed);
+            SHARED.taken_out_count.store(count + 1, Ordering::Release);
+        }
+        // Every page of the mapping is a copy now. What peers still write fills new pages, until the tensor is freed.
+        self.give_back(offset, bytes);
+        Ok(())
+    }
+
+    /// A tensor of which pages were taken out was freed: gives its memory back. Its addresses stay reserved.
+    fn retire(&self, offset: usize, bytes: usize) {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE;
+        // SAFETY: the range was freed, so nothing uses it. If the system refuses, its pages stay, which is harmless.
+        unsafe { libc::mmap(self.at(offset).cast(), bytes, libc::PROT_NONE, flags, -1, 0) };
+        self.give_back(offset, bytes);
+    }
+}
+
+/// Runs in the child between fork and its first own instruction: makes the arena private, but for ranges that are. Only
+/// atomics and system calls.
+extern "C" fn in_forked_child() {
+    let base = SHARED.base.load(Ordering::Acquire);
+    if base == 0 || SHARED.forked.swap(true, Ordering::Relaxed) {
+        return; // a child of a child has a private mapping already
+    }
+    let (bytes, file) = (SHARED.bytes.load(Ordering::Relaxed), SHARED.file.load(Ordering::Relaxed) as i32);
+    let count = SHARED.taken_out_count.load(Ordering::Acquire).min(MOST_TAKEN_OUT);
+    let mut private = [(0, 0); MOST_TAKEN_OUT];
+    for (to, (at, length)) in private.iter_mut().zip(&SHARED.taken_out[..count]) {
+        *to = (at.load(Ordering::Relaxed), length.load(Ordering::Relaxed));
+    }
+    private[..count].sort_unstable();
+    let (mut from, end) = (base, base + bytes);
+    for (at, length) in private[..count].iter().copied().chain([(end, 0)]) {
+        if at > from {
+            make_private_copy(file, from, at - from, from - base);
+        }
+        from = from.max(at + length);
+    }
+}
+
+fn make_private_copy(file: i32, address: usize, bytes: usize, offset: usize) {
+    let (access, flags) =
+        (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE);
+    // SAFETY: replaces the child's own mapping of the same pages. If the system refuses, the child must not keep the memory
+    // of its parent, so an access of it faults.
+    unsafe {
+        if libc::mmap(address as *mut _, bytes, access, flags, file, offset as libc::off_t) == libc::MAP_FAILED {
+            libc::munmap(address as *mut _, bytes);
+        }
+    }
+}

@@ -1,0 +1,206 @@
+//! Which pages of the arena are in use: an allocator of page ranges, without memory of its own. Best fit, the lowest offset
+//! first; neighbouring free ranges are joined.
+//!
+//! Pages that were used once stay filled when their range is freed, because filling a page costs far more than using it
+//! again. `to_give_back` says which of them exceed what is kept.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+/// A range in use.
+#[derive(Debug)]
+pub struct Extent {
+    pub bytes: usize,
+    /// The group whose operations let peers access this memory, and how many of them.
+    pub holder: Option<(u64, usize)>,
+    /// Pages of it became private after an operation had failed: peers cannot reach it any more, and it is not used again.
+    pub taken_out: bool,
+}
+
+#[derive(Debug)]
+struct Free {
+    bytes: usize,
+    /// At most so many bytes of it are filled pages.
+    filled: usize,
+}
+
+#[derive(Debug)]
+pub struct Extents {
+    page: usize,
+    used: BTreeMap<usize, Extent>,
+    free: BTreeMap<usize, Free>,
+    by_size: BTreeSet<(usize, usize)>,
+    bytes_used: usize,
+    bytes_filled: usize,
+}
+
+impl Extents {
+    /// `bytes` in pages of `page` bytes.
+    pub fn new(bytes: usize, page: usize) -> Extents {
+        let mut extents = Extents {
+            page,
+            used: BTreeMap::new(),
+            free: BTreeMap::new(),
+            by_size: BTreeSet::new(),
+            bytes_used: 0,
+            bytes_filled: 0,
+        };
+        extents.insert_free(0, Free { bytes, filled: 0 });
+        extents
+    }
+
+    pub fn bytes_used(&self) -> usize {
+        self.bytes_used
+    }
+
+    /// Filled pages of free ranges, at most.
+    pub fn bytes_filled(&self) -> usize {
+        self.bytes_filled
+    }
+
+    pub fn count(&self) -> usize {
+        self.used.len()
+    }
+
+    fn insert_free(&mut self, at: usize, free: Free) {
+        self.bytes_filled += free.filled;
+        self.by_size.insert((free.bytes, at));
+        self.free.insert(at, free);
+    }
+
+    fn remove_free(&mut self, at: usize) -> Free {
+        let free = self.free.remove(&at).expect("a free range that is in one list is in the other");
+        self.by_size.remove(&(free.bytes, at));
+        self.bytes_filled -= free.filled;
+        free
+    }
+
+    /// A range of at least `bytes`, in whole pages.
+    pub fn take(&mut self, bytes: usize) -> Option<usize> {
+        let bytes = bytes.max(1).checked_next_multiple_of(self.page)?;
+        let &(_, at) = self.by_size.range((bytes, 0)..).next()?;
+        let Free { bytes: whole, filled } = self.remove_free(at);
+        if whole > bytes {
+            self.insert_free(at + bytes, Free { bytes: whole - bytes, filled: filled.saturating_sub(bytes) });
+        }
+        self.used.insert(at, Extent { bytes, holder: None, taken_out: false });
+        self.bytes_used += bytes;
+        Some(at)
+    }
+
+    /// Ends the use of the range that begins at `at` and returns it. One that was taken out is never given again.
+    pub fn release(&mut self, at: usize) -> Option<Extent> {
+        let extent = self.used.remove(&at)?;
+        self.bytes_used -= extent.bytes;
+        if extent.taken_out {
+            return Some(extent);
+        }
+        let (mut from, mut free) = (at, Free { bytes: extent.bytes, filled: extent.bytes });
+        let before = self.free.range(..at).next_back().map(|(start, free)| (*start, start + free.bytes));
+        if let Some((start, end)) = before
+            && end == at
+        {
+            let joined = self.remove_free(start);
+            free = Free { bytes: joined.bytes + free.bytes, filled: joined.filled + free.filled };
+            from = start;
+        }
+        if self.free.contains_key(&(at + extent.bytes)) {
+            let joined = self.remove_free(at + extent.bytes);
+            free = Free { bytes: free.bytes + joined.bytes, filled: free.filled + joined.filled };
+        }
+        self.insert_free(from, free);
+        Some(extent)
+    }
+
+    /// A free range whose pages are to be given back to the system, so that no more than `kept` bytes stay filled: the one
+    /// with most of them. From now on it counts as empty.
+    pub fn to_give_back(&mut self, kept: usize) -> Option<(usize, usize)> {
+        if self.bytes_filled <= kept {
+            return None;
+        }
+        let (&at, _) = self.free.iter().max_by_key(|(_, free)| free.filled)?;
+        let free = self.remove_free(at);
+        let bytes = free.bytes;
+        self.insert_free(at, Free { filled: 0, ..free });
+        Some((at, bytes))
+    }
+
+    /// The range in use that holds all bytes from `offset` to `offset + bytes`, and where it begins.
+    pub fn holding(&mut self, offset: usize, bytes: usize) -> Option<(usize, &mut Extent)> {
+        let (&start, extent) = self.used.range_mut(..=offset).next_back()?;
+        let inside = offset - start <= extent.bytes && bytes <= extent.bytes - (offset - start);
+        inside.then_some((start, extent))
+    }
+
+    pub fn starting_at(&mut self, at: usize) -> Option<&mut Extent> {
+        self.used.get_mut(&at)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PAGE: usize = 4096;
+
+    #[test]
+    fn ranges_are_whole_pages_and_never_overlap() {
+        let mut extents = Extents::new(64 * PAGE, PAGE);
+        let (mut held, mut seed) = (Vec::<(usize, usize)>::new(), 1u64);
+        for _ in 0..20_000 {
+            seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            let draw = (seed >> 33) as usize;
+            if draw.is_multiple_of(2) {
+                let bytes = draw / 2 % (9 * PAGE);
+                let Some(at) = extents.take(bytes) else { continue };
+                let end = at + bytes.max(1).next_multiple_of(PAGE);
+                assert!(at.is_multiple_of(PAGE) && end <= 64 * PAGE);
+                assert!(held.iter().all(|&(start, stop)| end <= start || stop <= at), "{at}..{end} of {held:?}");
+                held.push((at, end));
+            } else if !held.is_empty() {
+                let (at, end) = held.swap_remove(draw / 2 % held.len());
+                assert_eq!(extents.release(at).unwrap().bytes, end - at);
+            }
+            assert_eq!(extents.bytes_used(), held.iter().map(|(at, end)| end - at).sum::<usize>());
+            assert!(extents.bytes_filled() + extents.bytes_used() <= 64 * PAGE);
+        }
+        held.drain(..).for_each(|(at, _)| drop(extents.release(at)));
+        assert_eq!((extents.free.len(), extents.by_size.len(), extents.count()), (1, 1, 0), "joined again");
+        assert_eq!(extents.take(64 * PAGE), Some(0));
+        assert_eq!((extents.take(1), extents.release(5)).0, None);
+    }
+
+    #[test]
+    fn filled_pages_beyond_what_is_kept_are_given_back_largest_first() {
+        let mut extents = Extents::new(100 * PAGE, PAGE);
+        let held: Vec<usize> = [10, 1, 20, 1, 5].iter().map(|pages| extents.take(pages * PAGE).unwrap()).collect();
+        for at in [held[0], held[2], held[4]] {
+            extents.release(at);
+        }
+        // The last one joined the rest, which was never filled.
+        assert_eq!(extents.bytes_filled(), 35 * PAGE);
+        assert_eq!(extents.to_give_back(35 * PAGE), None);
+        assert_eq!(extents.to_give_back(10 * PAGE), Some((11 * PAGE, 20 * PAGE)));
+        assert_eq!(extents.to_give_back(10 * PAGE), Some((0, 10 * PAGE)));
+        assert_eq!((extents.to_give_back(10 * PAGE), extents.bytes_filled()), (None, 5 * PAGE));
+    }
+
+    #[test]
+    fn a_range_that_was_taken_out_is_not_used_again() {
+        let mut extents = Extents::new(4 * PAGE, PAGE);
+        let at = extents.take(2 * PAGE).unwrap();
+        extents.starting_at(at).unwrap().taken_out = true;
+        assert!(extents.release(at).unwrap().taken_out);
+        assert_eq!((extents.take(3 * PAGE), extents.take(2 * PAGE)), (None, Some(2 * PAGE)));
+    }
+
+    #[test]
+    fn a_piece_is_found_only_within_one_range() {
+        let mut extents = Extents::new(8 * PAGE, PAGE);
+        let (one, two) = (extents.take(2 * PAGE).unwrap(), extents.take(PAGE).unwrap());
+        assert_eq!(extents.holding(one + 5, 2 * PAGE - 5).map(|(at, _)| at), Some(one));
+        assert!(extents.holding(one + 5, 2 * PAGE).is_none(), "it would reach into the next one");
+        assert_eq!(extents.holding(two, PAGE).map(|(at, _)| at), Some(two));
+        assert!(extents.holding(two + PAGE, 1).is_none() && extents.holding(7 * PAGE, 1).is_none());
+        assert!(extents.holding(one, usize::MAX).is_none());
+    }
+}
