@@ -11,7 +11,7 @@ use loom::thread;
 
 use sagellm::engine::shm::channels::Channels;
 use sagellm::engine::shm::protocol;
-use sagellm::engine::shm::protocol::{Mail, Region, Slots, Word, Words};
+use sagellm::engine::shm::protocol::{Ends, Mail, Region, Slots, Word, Words};
 use sagellm::os::event_count;
 use sagellm::os::event_count::WakeWords;
 
@@ -20,6 +20,8 @@ struct Memory {
     depth: u64,
     tags: Vec<AtomicU64>,
     done: Vec<AtomicU64>,
+    moved: Vec<AtomicU64>,
+    over: AtomicU64,
     counters: Vec<AtomicU64>,
     slots: Vec<UnsafeCell<u64>>,
     stage: Vec<UnsafeCell<u64>>,
@@ -34,6 +36,8 @@ impl Memory {
             depth,
             tags: words(ranks * depth as usize),
             done: words(ranks),
+            moved: words(ranks * depth as usize),
+            over: AtomicU64::new(0),
             counters: words(ranks * 4),
             slots: cells(ranks * depth as usize),
             stage: cells(ranks * 2),
@@ -51,6 +55,7 @@ impl Memory {
     fn at(&self, word: Word) -> &AtomicU64 {
         match word {
             Word::Tag { rank, n } => &self.tags[rank * self.depth as usize + (n % self.depth) as usize],
+            Word::Moved { rank, n } => &self.moved[rank * self.depth as usize + (n % self.depth) as usize],
             Word::Done(rank) => &self.done[rank],
             Word::Ready(Region::Stage, rank) => &self.counters[rank * 4],
             Word::Drained(Region::Stage, rank) => &self.counters[rank * 4 + 1],
@@ -66,6 +71,15 @@ impl Words for Memory {
     }
     fn store(&self, word: Word, value: u64) {
         self.at(word).store(value, Release);
+    }
+}
+
+impl Ends for Memory {
+    fn is_over(&self) -> bool {
+        self.over.load(Relaxed) != 0
+    }
+    fn fence(&self) {
+        fence(Acquire);
     }
 }
 
@@ -139,6 +153,59 @@ fn run(ranks: usize, depth: u64, preemptions: usize, program: impl Fn(&Memory, u
             .collect();
         program(&memory, 0);
         handles.into_iter().for_each(|handle| handle.join().unwrap());
+    });
+}
+
+/// Two operations of two ranks on each other's tensors. A tensor of rank `q` is two cells, `2 q` and `2 q + 1`; rank `r` has
+/// cell `r` of each as its slice: it reads both and writes both.
+fn parts_program(memory: &Memory, me: usize) {
+    let mut slots = Slots::new(me, 2, memory.depth);
+    for n in 1..=2 {
+        for slice in 0..2 {
+            write(&memory.stage[2 * me + slice], n * 10 + me as u64);
+        }
+        until(|| slots.may_publish(memory, n));
+        memory.moved[me * memory.depth as usize + (n % memory.depth) as usize].store(0, Relaxed);
+        slots.publish(memory, n);
+        until(|| Slots::is_published(memory, 1 - me, n));
+        let sum = read(&memory.stage[me]) + read(&memory.stage[2 + me]);
+        (0..2).for_each(|q| write(&memory.stage[2 * q + me], sum));
+        assert!(protocol::was_whole(memory));
+        protocol::moved(memory, me, n);
+        until(|| protocol::has_moved(memory, 1 - me, n));
+        slots.retire(memory, n);
+        for slice in 0..2 {
+            assert_eq!(read(&memory.stage[2 * me + slice]), n * 20 + 1, "a result of another operation");
+        }
+    }
+}
+
+#[test]
+fn parts_of_two_ranks_never_overlap_the_next_operation() {
+    run(2, 2, 2, parts_program);
+}
+
+/// Rank 1 gives up after its part was done, as at a deadline, and its program changes its tensor. Rank 0, which may come at
+/// any time, either does not end or has read the tensor as it was.
+#[test]
+fn a_tensor_that_a_rank_changed_after_it_gave_up_is_never_taken_for_its_input() {
+    run(2, 2, 3, |memory, me| {
+        // These cells race by design, so they are words.
+        let tensor = &memory.counters[0];
+        if me == 1 {
+            tensor.store(7, Relaxed);
+            protocol::moved(memory, 1, 1);
+            memory.over.store(1, Release);
+            fence(SeqCst);
+            tensor.store(8, Relaxed);
+            return;
+        }
+        if a_few_times(|| protocol::has_moved(memory, 1, 1)) {
+            let found = tensor.load(Relaxed);
+            if protocol::was_whole(memory) {
+                assert_eq!(found, 7, "what rank 1 wrote after it had given up");
+            }
+        }
     });
 }
 

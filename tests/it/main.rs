@@ -26,6 +26,7 @@ mod select;
 mod shm_collectives;
 mod shm_fuzz;
 mod shm_many_ranks;
+mod shm_mapped;
 mod shm_memory_presence;
 mod shm_p2p;
 mod simulators;

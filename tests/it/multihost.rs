@@ -114,7 +114,7 @@ fn results(place: &[usize], rules: &str, specs: &[Spec]) -> Vec<Vec<Vec<u8>>> {
             if !matches!(spec.op, ReduceOp::Avg | ReduceOp::PremulSum(_)) {
                 check(spec, &buffers, me, ranks, false);
             }
-            if buffers.in_place { buffers.input } else { buffers.output }
+            buffers.result().to_vec()
         };
         specs.iter().map(run).collect()
     });

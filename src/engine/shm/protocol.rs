@@ -138,6 +138,21 @@ pub fn has_moved<W: Words>(words: &W, rank: usize, n: u64) -> bool {
     words.load(Word::Moved { rank, n }) == n
 }
 
+/// Access to what says that a rank has given up its operations.
+pub trait Ends {
+    /// Whether the group has failed or a rank has left it. Relaxed.
+    fn is_over(&self) -> bool;
+    /// Orders what was read before it before what is read after it.
+    fn fence(&self);
+}
+
+/// True if what was read of peers' tensors before this call was read while no rank had given up its part. A rank that gives
+/// up stores that, with a fence after it, before its program changes a tensor: who has read the change finds the store.
+pub fn was_whole<E: Ends>(ends: &E) -> bool {
+    ends.fence();
+    !ends.is_over()
+}
+
 /// True when `rank` no longer reads the previous contents of a peer's buffer for round `g`, so that `rank` does not
 /// prevent filling it.
 pub fn has_read<W: Words>(words: &W, region: Region, rank: usize, g: u64) -> bool {

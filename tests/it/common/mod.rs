@@ -6,12 +6,15 @@ pub mod reference;
 pub mod simulators;
 
 use std::io::Write as _;
+use std::ops::{Deref, DerefMut};
 use std::process::Command;
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
 
 use sagellm::config::Settings;
 use sagellm::engine::local;
+use sagellm::engine::shm::memory::arena;
 use sagellm::group::Group;
 use sagellm::types::{Dtype, Kind, ReduceOp, Request, Span};
 
@@ -57,10 +60,56 @@ impl Random {
     }
 }
 
+/// The memory of a tensor: a vector, or a piece of the arena, which peers can reach.
+pub enum Memory {
+    Own(Vec<u8>),
+    Shared { at: NonNull<u8>, bytes: usize },
+}
+
+impl Memory {
+    /// A copy in the arena.
+    pub fn shared(from: &[u8]) -> Memory {
+        let at = arena::allocate(from.len()).expect("the arena has room");
+        // SAFETY: `allocate` gave at least so many bytes, which nothing else uses.
+        unsafe { at.as_ptr().copy_from_nonoverlapping(from.as_ptr(), from.len()) };
+        Memory::Shared { at, bytes: from.len() }
+    }
+}
+
+impl Deref for Memory {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        match self {
+            Memory::Own(vector) => vector,
+            // SAFETY: the piece is this object's until it is dropped; tests look at it when no operation is under way.
+            Memory::Shared { at, bytes } => unsafe { std::slice::from_raw_parts(at.as_ptr(), *bytes) },
+        }
+    }
+}
+
+impl DerefMut for Memory {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        match self {
+            Memory::Own(vector) => vector,
+            // SAFETY: as above.
+            Memory::Shared { at, bytes } => unsafe { std::slice::from_raw_parts_mut(at.as_ptr(), *bytes) },
+        }
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        if let Memory::Shared { at, .. } = self {
+            // SAFETY: `allocate` gave it.
+            unsafe { arena::free(*at) };
+        }
+    }
+}
+
 /// One rank's memory for one operation: the inputs and outputs that the kind needs.
 pub struct Buffers {
-    pub input: Vec<u8>,
-    pub output: Vec<u8>,
+    pub input: Memory,
+    pub output: Memory,
     pub in_blocks: Vec<usize>,
     pub out_blocks: Vec<usize>,
     /// The output is the input.
@@ -72,6 +121,11 @@ pub struct Buffers {
 impl Buffers {
     pub fn result(&self) -> &[u8] {
         if self.in_place { &self.input } else { &self.output }
+    }
+
+    /// The same in memory that peers can reach.
+    pub fn in_arena(self) -> Buffers {
+        Buffers { input: Memory::shared(&self.input), output: Memory::shared(&self.output), ..self }
     }
 }
 
@@ -157,6 +211,7 @@ impl Spec {
             _ => (Vec::new(), Vec::new()),
         };
         let in_place = self.in_place && self.kind == Kind::AllReduce;
+        let (input, output) = (Memory::Own(input), Memory::Own(output));
         Buffers { input, output, in_blocks, out_blocks, in_place, pieces: self.pieces }
     }
 

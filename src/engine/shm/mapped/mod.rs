@@ -102,7 +102,7 @@ impl Mapped {
         }
         let work = self.work.as_ref().expect("agreed above");
         if !self.told {
-            if is_over(area) {
+            if !protocol::was_whole(area) {
                 return Ok(Outcome::Step(Step::Blocked)); // the group finds out why
             }
             let whole = work.part.bytes();
@@ -116,7 +116,7 @@ impl Mapped {
                 self.timer.end(if op.request.kind.reduces() { &timing.reducing } else { &timing.copying }, began);
                 self.at += bytes;
             }
-            if self.at == whole && !is_over(area) {
+            if self.at == whole && protocol::was_whole(area) {
                 protocol::moved(area, area.me, op.number);
                 self.told = true;
             }
@@ -192,11 +192,13 @@ fn impossible(op: &Op, rank: usize) -> Error {
     Error::Bug(laid_out(&head, &[], "Please report this"))
 }
 
-/// Whether the group has failed or a rank has left, so that what was read may be wrong. Whatever was read before this call
-/// was read before the words.
-fn is_over(area: &Area) -> bool {
-    fence(Ordering::Acquire);
-    area.is_poisoned() || area.has_leavers() && (0..area.ranks).any(|rank| area.left(rank))
+impl protocol::Ends for Area {
+    fn is_over(&self) -> bool {
+        self.is_poisoned() || self.has_leavers()
+    }
+    fn fence(&self) {
+        fence(Ordering::Acquire);
+    }
 }
 
 impl Work {

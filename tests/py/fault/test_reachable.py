@@ -1,0 +1,179 @@
+"""Tensors that peers reach (docs/internals/shared_tensors.md): a rank that was stopped and goes on late changes no tensor
+whose operation has failed, and takes nothing for data that a rank wrote after its operation had failed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from fault.helpers import nothing_left
+from harness import Context, beyond_gloo, expect_raises, launch
+
+import torch_sagellm
+
+pytestmark = beyond_gloo("gloo writes into no peer's memory")
+
+#: Repetitions of each case; make test-long takes more.
+TURNS = int(os.environ.get("SAGELLM_TEST_REACHABLE", "2"))
+COUNT = 12 << 20  # 48 MiB: one call takes some milliseconds, in which a rank can be stopped
+KINDS = ("all_reduce", "reduce", "all_gather", "broadcast", "reduce_scatter", "all_to_all")
+
+
+def call(kind: str, mine: torch.Tensor, result: torch.Tensor) -> None:
+    """One collective whose result is in `result`; that of an all_reduce, reduce or broadcast is in `mine` too."""
+    if kind == "all_reduce":
+        dist.all_reduce(mine)
+    elif kind == "reduce":
+        dist.reduce(mine, 0)
+    elif kind == "broadcast":
+        dist.broadcast(mine, 0)
+    elif kind == "all_gather":
+        dist.all_gather_into_tensor(result, mine[: COUNT // dist.get_world_size()])
+    elif kind == "reduce_scatter":
+        dist.reduce_scatter_tensor(result[: COUNT // dist.get_world_size()], mine)
+    else:
+        dist.all_to_all_single(result, mine)
+
+
+def right(kind: str, mine: torch.Tensor, result: torch.Tensor) -> bool:
+    """Whether what a call gave is what it should be, where rank r brought the number r + 1 everywhere."""
+    ranks = dist.get_world_size()
+    total, part = ranks * (ranks + 1) / 2, COUNT // ranks
+    if kind in ("all_reduce", "broadcast"):
+        return bool((mine == (total if kind == "all_reduce" else 1)).all())
+    if kind == "reduce":
+        return dist.get_rank() != 0 or bool((mine == total).all())
+    if kind == "reduce_scatter":
+        return bool((result[:part] == total).all())
+    return all(bool((result[rank * part : (rank + 1) * part] == rank + 1).all()) for rank in range(ranks))
+
+
+def until_it_fails(ctx: Context, kind: str, victim: int) -> str:
+    """Calls until one fails. The ranks that were not stopped then write their tensors anew, and nothing may change these."""
+    ctx.init(operations=timedelta(seconds=1))
+    mine, result = torch_sagellm.empty(COUNT), torch_sagellm.empty(COUNT)
+    bystander = torch_sagellm.shared(torch.arange(1000.0))
+    turn = 0
+    while True:
+        mine.fill_(float(ctx.rank + 1))
+        try:
+            call(kind, mine, result)
+        except RuntimeError as error:
+            said = str(error)
+            break
+        assert right(kind, mine, result), f"wrong numbers in call {turn}"
+        turn += 1
+        if turn == 3:
+            ctx.tell("running")
+    if ctx.rank != victim:
+        mine.fill_(123.0)
+        result.fill_(124.0)
+        ctx.tell("failed")
+        ctx.listen()  # the victim has continued and has failed, too
+        assert (mine == 123).all() and (result == 124).all(), "a late rank changed a tensor"
+    assert (bystander == torch.arange(1000.0)).all()
+    mine.add_(1)  # such tensors are ordinary memory from then on
+    result.zero_()
+    expect_raises(RuntimeError, lambda: dist.all_reduce(mine))
+    return said
+
+
+def stop_and_continue(kind: str, ranks: int, seed: int) -> None:
+    draw = random.Random(seed)
+    victim = draw.randrange(ranks)
+    with launch(until_it_fails, ranks, kind, victim) as job:
+        for rank in range(ranks):
+            assert job.hear(rank) == "running", job.report()
+        time.sleep(draw.random() * 0.05)
+        job.signal(victim, signal.SIGSTOP)
+        others = [rank for rank in range(ranks) if rank != victim]
+        for rank in others:
+            assert job.hear(rank) == "failed", job.report()
+        job.signal(victim, signal.SIGCONT)
+        late = job.wait_rank(victim)
+        assert late.code == 0, job.report()
+        for rank in others:
+            job.say(rank, "look")
+        for rank in others:
+            assert job.wait_rank(rank).code == 0, job.report()
+        pids = [job.pid(rank) for rank in range(ranks)]
+    nothing_left(pids)
+
+
+@pytest.mark.parametrize("turn", range(TURNS))
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_was_stopped_changes_nothing_when_it_goes_on(kind: str, ranks: int, turn: int) -> None:
+    stop_and_continue(kind, ranks, hash((kind, ranks, turn)) & 0xFFFF)
+
+
+def until_a_rank_dies(ctx: Context, kind: str) -> None:
+    ctx.init()
+    mine, result = torch_sagellm.empty(COUNT), torch_sagellm.empty(COUNT)
+    turn = 0
+    while True:
+        mine.fill_(float(ctx.rank + 1))
+        try:
+            call(kind, mine, result)
+        except RuntimeError as error:
+            assert "rank 1" in str(error), error
+            break
+        assert right(kind, mine, result), f"wrong numbers in call {turn}"
+        turn += 1
+        if turn == 3:
+            ctx.tell("running")
+    mine.fill_(5.0)
+    time.sleep(0.3)
+    assert (mine == 5).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_is_killed_fails_the_others_and_its_memory_goes(kind: str) -> None:
+    with launch(until_a_rank_dies, 3, kind) as job:
+        for rank in range(3):
+            assert job.hear(rank) == "running", job.report()
+        time.sleep(random.random() * 0.05)
+        job.signal(1, signal.SIGKILL)
+        for rank in (0, 2):
+            assert job.wait_rank(rank).code == 0, job.report()
+        pids = [job.pid(rank) for rank in range(3)]
+    nothing_left(pids)
+
+
+def abandoned(ctx: Context) -> None:
+    """Rank 1 destroys its group while an operation is pending on it, and writes its input anew."""
+    ctx.init(operations=timedelta(seconds=20))
+    mine = torch_sagellm.empty(COUNT)
+    for _ in range(3):
+        mine.fill_(float(ctx.rank + 1))
+        dist.all_reduce(mine)
+    mine.fill_(float(ctx.rank + 1))
+    ctx.tell("ready")
+    ctx.listen()
+    if ctx.rank == 1:
+        work = dist.all_reduce(mine, async_op=True)
+        dist.destroy_process_group()
+        mine.fill_(99.0)
+        time.sleep(0.3)
+        assert (mine == 99).all(), "a rank that came late changed a tensor"
+        del work
+    else:
+        time.sleep(0.1)
+        said = expect_raises(RuntimeError, lambda: dist.all_reduce(mine))
+        assert "rank 1" in said, said
+
+
+def test_a_rank_that_leaves_in_the_middle_is_not_taken_for_one_that_is_done() -> None:
+    with launch(abandoned, 2) as job:
+        for rank in range(2):
+            assert job.hear(rank) == "ready"
+        for rank in range(2):
+            job.say(rank, "go")
+        for rank in range(2):
+            assert job.wait_rank(rank).code == 0, job.report()
