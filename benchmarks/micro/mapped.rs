@@ -84,7 +84,7 @@ fn all_reduce(address: usize, bytes: usize) -> Request {
 /// Nanoseconds of each call of each way, as this rank saw them.
 fn rank(me: usize, bytes: usize, group: &Group, flags: &[Flag; RANKS], all: &[Tensors]) -> [Vec<u64>; WAYS.len()] {
     let elements = bytes / 4;
-    let turns = (256 << 20 as usize).div_euclid(bytes).clamp(30, 1000);
+    let turns = (256usize << 20).div_euclid(bytes).clamp(30, 1000);
     let reachable = [0, 1].map(|rank| all[rank].reachable as *mut f32);
     let (ordinary, target) = (all[me].ordinary.as_ptr() as usize, all[me].target.as_ptr() as *mut f32);
     let mut times: [Vec<u64>; WAYS.len()] = Default::default();

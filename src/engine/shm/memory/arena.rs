@@ -325,9 +325,8 @@ impl Arena {
             return Err(io::Error::last_os_error());
         }
         for page in (0..bytes).step_by(segment::page_size()) {
-            // SAFETY: within the range. Adding 0 in one atomic step makes the kernel copy the page, and loses no write of
-            // another thread.
-            unsafe { AtomicU8::from_ptr(address.add(page)) }.fetch_add(0, Ordering::SeqCst);
+            // SAFETY: within the range.
+            segment::write_in_place(unsafe { AtomicU8::from_ptr(address.add(page)) });
         }
         let count = SHARED.taken_out_count.load(Ordering::Relaxed);
         if let Some((at, length)) = SHARED.taken_out.get(count) {
@@ -381,5 +380,147 @@ fn make_private_copy(file: i32, address: usize, bytes: usize, offset: usize) {
         if libc::mmap(address as *mut _, bytes, access, flags, file, offset as libc::off_t) == libc::MAP_FAILED {
             libc::munmap(address as *mut _, bytes);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::reach::Reach;
+    use super::*;
+
+    const MIB: usize = 1 << 20;
+
+    /// A tensor in the arena, and a second mapping of it, as a peer has one.
+    struct Tensor {
+        own: usize,
+        bytes: usize,
+        _mapping: Reach,
+        theirs: usize,
+    }
+
+    fn tensor(bytes: usize) -> Tensor {
+        let own = allocate(bytes).unwrap().as_ptr() as usize;
+        let offset = own - own_mapping().unwrap().0.as_ptr() as usize;
+        let mapping = Reach::map(std::process::id() as i32, identity().unwrap()).unwrap();
+        let theirs = mapping.at(offset, bytes).unwrap();
+        assert_ne!(own, theirs);
+        Tensor { own, bytes, _mapping: mapping, theirs }
+    }
+
+    impl Tensor {
+        fn lease(&self, group: u64, from: usize, bytes: usize) -> Option<Lease> {
+            lease(group, Span { addr: self.own + from, bytes })
+        }
+        /// The byte of a mapping, for threads that race.
+        fn byte(at: usize, index: usize) -> &'static AtomicU8 {
+            // SAFETY: tests free a tensor only when its threads have ended.
+            unsafe { AtomicU8::from_ptr((at + index) as *mut u8) }
+        }
+        fn free(self) {
+            // SAFETY: `allocate` gave it.
+            unsafe { free(NonNull::new(self.own as *mut u8).unwrap()) };
+        }
+    }
+
+    #[test]
+    fn what_is_taken_out_keeps_its_contents_and_no_late_write_arrives() {
+        let one = tensor(4 * MIB);
+        for page in (0..one.bytes).step_by(4096) {
+            Tensor::byte(one.own, page).store(7, Ordering::Relaxed);
+        }
+        assert_eq!(Tensor::byte(one.theirs, 8192).load(Ordering::Relaxed), 7);
+        let lease = one.lease(1, 10, 2 * MIB).unwrap();
+        let stop = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            // A peer that writes all the time.
+            scope.spawn(|| {
+                for value in (8..200u8).cycle() {
+                    (64..one.bytes)
+                        .step_by(4096)
+                        .for_each(|at| Tensor::byte(one.theirs, at).store(value, Ordering::Relaxed));
+                    if stop.load(Ordering::Relaxed) {
+                        return;
+                    }
+                }
+            });
+            // A thread of this process that counts in the same pages; no count may be lost.
+            let counted = scope.spawn(|| {
+                let mut turns = 0u8;
+                while !stop.load(Ordering::Relaxed) {
+                    (128..one.bytes).step_by(4096).for_each(|at| {
+                        Tensor::byte(one.own, at).fetch_add(1, Ordering::Relaxed);
+                    });
+                    turns = turns.wrapping_add(1);
+                }
+                turns
+            });
+            let read = |from: usize, to: usize| -> Vec<u8> {
+                (from..to).step_by(4096).map(|at| Tensor::byte(one.own, at).load(Ordering::Relaxed)).collect()
+            };
+            std::thread::sleep(std::time::Duration::from_millis(20));
+            let outcome = lease.take_out();
+            let seen = read(64, 2 * MIB);
+            std::thread::sleep(std::time::Duration::from_millis(50));
+            let later = read(64, 2 * MIB);
+            stop.store(true, Ordering::Relaxed);
+            // Asserted when both threads end by themselves.
+            let turns = counted.join().unwrap();
+            outcome.unwrap();
+            let changed = seen.iter().zip(&later).filter(|(before, after)| before != after).count();
+            assert_eq!(changed, 0, "late writes arrived");
+            let wrong = read(128, one.bytes).iter().filter(|count| **count != turns).count();
+            assert_eq!(wrong, 0, "writes of this process were lost");
+        });
+        assert!((0..one.bytes).step_by(4096).all(|at| Tensor::byte(one.own, at).load(Ordering::Relaxed) == 7));
+        drop(lease);
+        assert!(one.lease(1, 3 * MIB, 8).is_none(), "the rest of the tensor is not reachable either");
+        let before = usage();
+        let (own, bytes) = (one.own, one.bytes);
+        one.free();
+        let again = allocate(bytes).unwrap();
+        assert_ne!(again.as_ptr() as usize, own, "the range is not used again");
+        assert!(before.taken_out >= 2 * MIB as u64);
+        // SAFETY: just allocated.
+        unsafe { free(again) };
+    }
+
+    #[test]
+    fn a_tensor_is_lent_to_one_group_at_a_time() {
+        let one = tensor(MIB);
+        let first = one.lease(1, 0, 100).unwrap();
+        let second = one.lease(1, 5000, 100).unwrap();
+        assert!(one.lease(2, 0, 100).is_none());
+        drop(first);
+        assert!(one.lease(2, 0, 100).is_none());
+        drop(second);
+        assert!(one.lease(2, 0, 100).is_some());
+        assert!(one.lease(3, 0, MIB + 1).is_none(), "beyond its end");
+        assert!(lease(1, Span { addr: &raw const one as usize, bytes: 1 }).is_none(), "ordinary memory");
+        one.free();
+    }
+
+    #[test]
+    fn a_forked_child_reads_what_its_parent_wrote_and_writes_for_itself() {
+        let one = tensor(MIB);
+        let lease = one.lease(1, 0, 4096).unwrap();
+        Tensor::byte(one.own, 5).store(1, Ordering::Relaxed);
+        Tensor::byte(one.own, 9000).store(2, Ordering::Relaxed);
+        lease.take_out().unwrap();
+        // SAFETY: the child calls nothing that may need a lock.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            let found = [5, 9000].map(|at| Tensor::byte(one.own, at).load(Ordering::Relaxed));
+            [5, 9000].iter().for_each(|at| Tensor::byte(one.own, *at).store(77, Ordering::Relaxed));
+            let refuses = allocate(100).is_none();
+            // SAFETY: ends the child.
+            unsafe { libc::_exit(if found == [1, 2] && refuses { 17 } else { 18 }) };
+        }
+        let mut status = 0;
+        // SAFETY: waits for our child.
+        assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+        assert_eq!((libc::WIFEXITED(status), libc::WEXITSTATUS(status)), (true, 17));
+        assert_eq!([5, 9000].map(|at| Tensor::byte(one.own, at).load(Ordering::Relaxed)), [1, 2]);
+        drop(lease);
+        one.free();
     }
 }

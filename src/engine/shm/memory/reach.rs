@@ -50,7 +50,7 @@ impl Reach {
         Ok(reach)
     }
 
-    fn map(pid: i32, identity: Identity) -> Result<Reach, String> {
+    pub(super) fn map(pid: i32, identity: Identity) -> Result<Reach, String> {
         if pid <= 0 {
             return Err("its process is in another pid namespace".to_string());
         }

@@ -277,10 +277,10 @@ impl Segment {
                 _ => return Err(refused(&format!("cannot populate {} bytes of shared memory", end - start), error)),
             }
         }
-        // An older kernel. Adding 0 writes to the page and loses no concurrent write.
+        // An older kernel.
         for offset in (start..range.end).step_by(page) {
             // SAFETY: the byte is inside the mapping, and any alignment is right for one byte.
-            unsafe { AtomicU8::from_ptr(self.ptr(offset, 1)) }.fetch_add(0, Ordering::Relaxed);
+            write_in_place(unsafe { AtomicU8::from_ptr(self.ptr(offset, 1)) });
         }
         Ok(())
     }
@@ -301,6 +301,15 @@ pub fn map_pages(len: usize, flags: i32, fd: i32) -> io::Result<NonNull<u8>> {
         return Err(io::Error::last_os_error());
     }
     NonNull::new(base.cast()).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))
+}
+
+/// Writes to a byte the value that it has, so that the kernel gives this process the page; no concurrent write is lost. Adding 0
+/// would not do: compilers make a load of it.
+pub fn write_in_place(byte: &AtomicU8) {
+    let mut value = byte.load(Ordering::Relaxed);
+    while let Err(now) = byte.compare_exchange(value, value, Ordering::SeqCst, Ordering::Relaxed) {
+        value = now;
+    }
 }
 
 /// Ends a mapping.
