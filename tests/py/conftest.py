@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,12 @@ DEADLINE = 120  # for a test that names no other; a hang must never hold up the 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 from limits import patience  # noqa: E402 (found by the line above)
+
+
+# A shell starts what runs in its background with SIGINT ignored, and programs inherit that: Ctrl-C would end none of those
+# that the tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
