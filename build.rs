@@ -8,8 +8,9 @@ fn main() {
         println!("cargo:rerun-if-changed=src/ffi/bridge.rs");
         println!("cargo:rerun-if-changed=src/ffi/observe.rs");
         println!("cargo:rerun-if-changed=src/ffi/arrays.rs");
+        println!("cargo:rerun-if-changed=src/ffi/memory.rs");
         println!("cargo:rerun-if-changed=cpp/host/host.hpp");
-        cxx_build::bridges(["src/ffi/bridge.rs", "src/ffi/observe.rs", "src/ffi/arrays.rs"])
+        cxx_build::bridges(["src/ffi/bridge.rs", "src/ffi/observe.rs", "src/ffi/arrays.rs", "src/ffi/memory.rs"])
             .include("cpp")
             .std("c++17")
             .flag_if_supported("-fvisibility=hidden")

@@ -14,6 +14,7 @@
 #include "c10d/backend.hpp"
 #include "c10d/observe.hpp"
 #include "c10d/packing.hpp"
+#include "c10d/shared.hpp"
 #include "compat.hpp"
 #include "device/work.hpp"
 #include "host/alarm.hpp"
@@ -297,6 +298,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_observation(module);
   bind_arrays(module);
   bind_packing(module);
+  bind_shared(module);
   module.def("rendezvous", translated(&start_rendezvous), py::arg("store"), py::arg("rank"), py::arg("size"),
              py::arg("timeout"), py::arg("group_name") = "", py::arg("global_ranks") = std::vector<int64_t>(),
              py::arg("options") = py::none());

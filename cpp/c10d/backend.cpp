@@ -3,6 +3,7 @@
 #include "c10d/backend.hpp"
 
 #include <ATen/DeviceAccelerator.h>
+#include <ATen/ops/empty.h>
 #include <torch/csrc/utils/pybind.h>
 #include <unistd.h>
 
@@ -11,6 +12,7 @@
 #include <utility>
 
 #include "device/vendor.hpp"
+#include "host/allocator.hpp"
 #include "host/errors.hpp"
 #include "host/python_host.hpp"
 #include "work/callbacks.hpp"
@@ -208,6 +210,12 @@ void SageBackend::leave_to_parent() {
   new auto(std::move(delegate_));
   new auto(std::move(beside_));
   new auto(std::move(delegated_calls_));
+}
+
+at::Tensor SageBackend::allocateTensor(long size, at::TensorOptions options) {
+  if (size < 0) value_error("allocate_tensor", c10::str("the size is ", size, ", expected a number from 0 on"));
+  if (!options.device().is_cpu()) return at::empty({size}, options);
+  return shared_tensor({size}, {1}, c10::typeMetaToScalarType(options.dtype()));
 }
 
 void SageBackend::shutdown() {

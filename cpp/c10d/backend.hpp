@@ -8,9 +8,7 @@
 // inherited: setGroupUid: remembers the name
 // inherited: getBoundDeviceId: remembers the device
 // inherited: setBoundDeviceId: remembers the device
-// refused: allocateTensor: there is no memory pool yet
-// refused: getMemAllocator: there is no memory pool yet
-// refused: supportsTensorAlloc: false, there is no memory pool yet
+// refused: getMemAllocator: there is no memory pool
 // refused: supportsReconfigure: false
 // refused: get_reconfigure_handle: make a new group of the survivors
 // refused: reconfigure: make a new group of the survivors
@@ -154,6 +152,11 @@ class SageBackend final : public c10d::Backend {
   bool has_failed() const { return barrier_failed_.load(std::memory_order_relaxed) || group_->state().failed; }
   void shutdown() override;
   void abort() override;
+
+  // torch knows the device of a tensor to come by its index, which the CPU has none of.
+  bool supportsTensorAlloc(c10::DeviceIndex index) override { return index < 0 && delegate_reason_.empty(); }
+  // On the CPU one in memory that peers can reach, elsewhere what torch gives.
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
   // One answer for all devices of the group: true where a vendor's library carries those of this process. Otherwise a
   // batch of sends and receives is issued one by one; issuing never waits for a peer, so nothing is gained on a CPU

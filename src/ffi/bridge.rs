@@ -1,5 +1,5 @@
-//! The contract between C++ and Rust; `observe` has the part for explanations and statistics. No logic lives here, and
-//! no panic crosses it.
+//! The contract between C++ and Rust; `observe` has the part for explanations and statistics, `arrays` and `memory` those
+//! for memory without a group. No logic lives here, and no panic crosses it.
 //!
 //! C++ -> Rust: `RustRendezvous::meet` meets the other ranks, `RustGroup::build` makes the group, `RustGroup::run`
 //! runs an operation, `RustGroup::issue` starts one and `RustOp` answers for it. `RustDevices` makes a `RustCall` of each

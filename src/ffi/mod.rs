@@ -7,5 +7,6 @@ mod calls;
 mod convert;
 mod devices;
 mod handles;
+pub mod memory;
 pub mod observe;
 mod simulate;

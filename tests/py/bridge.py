@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Each is compiled on its own.
-FILES = ("bridge.rs", "observe.rs", "arrays.rs")
+FILES = ("bridge.rs", "observe.rs", "arrays.rs", "memory.rs")
 BLOCKS = ('extern "Rust"', 'unsafe extern "C++"')
 #: The type is that of the receiver, or stands in an attribute before the function.
 FUNCTION = re.compile(r'(?:#\[Self = "(\w+)"\]\s*)?\bfn (\w+)\s*\(\s*(?:self: (?:&|Pin<&mut )(\w+))?')

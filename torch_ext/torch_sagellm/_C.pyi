@@ -300,6 +300,32 @@ def program(
 #: Name and bytes of torch's element type with this number.
 def _element(number: int) -> tuple[str, int]: ...
 
+class SharedUsage(TypedDict):
+    """The memory of this process that peers can reach: bytes, but for the two counts."""
+
+    limit: int
+    used: int
+    #: Of freed tensors, kept for the next ones.
+    cached: int
+    #: Tensors, and allocations for which there was no room.
+    extents: int
+    refused: int
+    #: Made private after an operation had failed.
+    taken_out: int
+    #: Why there is none at all, once that is known, or "".
+    why_not: str
+
+# Tensors in memory that peers can reach (cpp/host/allocator.hpp).
+def _shared_tensor(sizes: Any, strides: Any, dtype: Any) -> Any: ...
+def _is_shared(tensor: Any) -> bool: ...
+
+#: Lets torch's CPU allocations be served from it, on all threads (`everywhere`) or on those that ask for it.
+def _share_allocations(everywhere: bool) -> None: ...
+
+#: Adds to the number of blocks within which this thread asks for it.
+def _share_on_this_thread(blocks: int) -> None: ...
+def _shared_usage() -> SharedUsage: ...
+
 #: The first two places in a list whose tensors have memory in common, or None.
 def _shared(tensors: list[Any]) -> tuple[int, int] | None: ...
 

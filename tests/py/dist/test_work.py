@@ -429,18 +429,42 @@ def test_rule_27_flags_and_flight_recorder() -> None:
     run_ranks(completion_hooks, 2)
 
 
-def no_pool(ctx: Context) -> None:
-    backend = _backend()
-    assert backend.supports_tensor_alloc(torch.device("cpu")) is False
-    text = expect_raises(
-        RuntimeError, lambda: backend.allocate_tensor(10, dtype=torch.float32, device=torch.device("cpu"))
-    )
-    assert "does not support allocateTensor" in text and f"Backend {ctx.backend}" in text, text
+def allocates(ctx: Context) -> None:
+    import torch_sagellm
+
+    backend, cpu = _backend(), torch.device("cpu")
+    assert backend.supports_tensor_alloc(cpu) is True
+    assert backend.supports_tensor_alloc(torch.device("cuda:0")) is False
+    tensor = backend.allocate_tensor(10_000, dtype=torch.bfloat16, device=cpu)
+    assert tensor.shape == (10_000,) and tensor.dtype == torch.bfloat16 and torch_sagellm.is_reachable(tensor)
+    dist.all_reduce(tensor.fill_(1))
+    assert bool((tensor == ctx.world_size).all())
+    assert backend.allocate_tensor(0, dtype=torch.float32, device=cpu).numel() == 0
+    elsewhere = backend.allocate_tensor(10, dtype=torch.float32, device=torch.device("meta"))
+    assert elsewhere.device.type == "meta" and elsewhere.shape == (10,)
+    text = expect_raises(ValueError, lambda: backend.allocate_tensor(-1, dtype=torch.float32, device=cpu))
+    assert "sagellm allocate_tensor: the size is -1" in text, text
 
 
-def test_rule_28_no_pool_is_announced() -> None:
-    """Rule 28: there is no memory pool; the backend says so, and refuses a direct call by its name."""
-    run_ranks(no_pool, 2)
+@beyond_gloo("refuses it")
+def test_rule_28_the_backend_allocates_tensors_that_peers_can_reach() -> None:
+    """Rule 28: on the CPU; elsewhere torch's."""
+    run_ranks(allocates, 2)
+
+
+def delegated_pool(ctx: Context) -> bool:
+    import torch_sagellm
+
+    ctx.init(pg_options=torch_sagellm.Options(engine="delegate"))
+    found: bool = _backend().supports_tensor_alloc(torch.device("cpu"))
+    dist.destroy_process_group()
+    return found
+
+
+@beyond_gloo("has no delegate")
+def test_rule_28_a_group_that_gloo_serves_says_that_it_does_not() -> None:
+    """Rule 28: no engine of ours would read such tensors."""
+    assert run_fresh(delegated_pool, 2) == [False, False]
 
 
 def recorder(ctx: Context) -> tuple[bool, int]:

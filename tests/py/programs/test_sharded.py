@@ -91,8 +91,8 @@ def pooled() -> Any:
     return steps(model)
 
 
-def test_rule_28_fsdp2_that_asks_for_the_pool_gets_torchs_memory() -> None:
-    """Rule 28: FSDP2 asks the backend whether it allocates, hears no, and goes on without."""
+def test_rule_28_fsdp2_that_asks_for_the_pool_trains_to_the_same_bits() -> None:
+    """Rule 28: gloo has no pool, and ours gives what is sent and received."""
     same_as_gloo(pooled, 2)
 
 

@@ -1,0 +1,43 @@
+#include "c10d/shared.hpp"
+
+#include <torch/csrc/Exceptions.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "host/allocator.hpp"
+#include "sagellm/src/ffi/memory.rs.h"
+
+namespace sagellm {
+
+namespace {
+
+using namespace py::literals;  // NOLINT(google-build-using-namespace): "name"_a
+
+at::Tensor make_shared_tensor(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
+                              at::ScalarType type) {
+  return shared_tensor(sizes, strides, type);
+}
+
+py::dict usage_of_shared() {
+  const SharedUsage usage = shared_usage();
+  return py::dict("limit"_a = usage.limit, "used"_a = usage.used, "cached"_a = usage.cached,
+                  "extents"_a = usage.extents, "refused"_a = usage.refused, "taken_out"_a = usage.taken_out,
+                  "why_not"_a = std::string(shared_why_not()));
+}
+
+}  // namespace
+
+void bind_shared(py::module_& module) {
+  const auto def = [&](const char* name, auto function, const auto&... arguments) {
+    module.def(name, torch::wrap_pybind_function(function), arguments...);
+  };
+  def("_shared_tensor", &make_shared_tensor, "sizes"_a, "strides"_a, "dtype"_a);
+  def("_is_shared", &is_shared, "tensor"_a);
+  def("_share_allocations", &share_allocations, "everywhere"_a);
+  def("_share_on_this_thread", &share_on_this_thread, "blocks"_a);
+  def("_shared_usage", &usage_of_shared);
+}
+
+}  // namespace sagellm

@@ -1,0 +1,171 @@
+#include "host/allocator.hpp"
+
+#include <ATen/EmptyTensor.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/StorageImpl.h>
+
+#include <atomic>
+#include <cstdint>
+#include <limits>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "host/host.hpp"
+#include "sagellm/src/ffi/memory.rs.h"
+
+namespace sagellm {
+
+namespace {
+
+// Blocks of this thread within which its allocations are shared.
+thread_local int shared_blocks = 0;
+
+// All threads share. Set once, by the thread that makes the first group; read by every thread that allocates (relaxed:
+// nothing else is read by it).
+std::atomic<bool> shared_everywhere{false};
+
+// As torch's own allocator does, so that its memory profiler sees one kind of CPU memory.
+void free_reported(void* at) {
+  if (at == nullptr) return;
+  c10::profiledCPUMemoryReporter().Delete(at);
+  shared_free(reinterpret_cast<uintptr_t>(at));
+}
+
+// One line, the first time that there was memory, and none is left. Why a process has none at all the core says itself,
+// and a forked child has none on purpose.
+void tell_refusal(size_t bytes) {
+  static std::atomic<bool> told{false};
+  if (told.load(std::memory_order_relaxed)) return;
+  const SharedUsage usage = shared_usage();
+  if (usage.limit == 0 || told.exchange(true, std::memory_order_relaxed)) return;
+  log_line(2, "a tensor of " + std::to_string(bytes) + " bytes is ordinary memory, which peers cannot reach: of " +
+                  std::to_string(usage.limit) + " bytes " + std::to_string(usage.used) +
+                  " are in use. Free tensors, or raise SAGELLM_SHARED_BYTES; this is said once");
+}
+
+// Empty where there is no such memory.
+at::DataPtr reachable_memory(size_t bytes) {
+  void* const at = reinterpret_cast<void*>(shared_allocate(bytes));
+  if (at == nullptr) {
+    tell_refusal(bytes);
+    return {};
+  }
+  at::DataPtr memory{at, at, &free_reported, at::Device(at::kCPU)};
+  c10::profiledCPUMemoryReporter().New(at, bytes);
+  return memory;
+}
+
+// What was installed when this one was made serves all that is not to be shared. Never destroyed: storages keep their
+// allocator.
+class Forwarding final : public c10::Allocator {
+ public:
+  explicit Forwarding(c10::Allocator* behind) : behind_(behind) {}
+
+  at::DataPtr allocate(size_t bytes) override {
+    if (bytes >= kSmallestShared && (shared_blocks > 0 || shared_everywhere.load(std::memory_order_relaxed))) {
+      at::DataPtr memory = reachable_memory(bytes);
+      if (memory) return memory;
+    }
+    return behind_->allocate(bytes);
+  }
+
+  bool is_simple_data_ptr(const at::DataPtr& memory) const override {
+    return memory.get_deleter() == &free_reported ? memory.get() == memory.get_context()
+                                                  : behind_->is_simple_data_ptr(memory);
+  }
+
+  // For callers that keep addresses without their deleters.
+  at::DeleterFnPtr raw_deleter() const override;
+
+  void copy_data(void* to, const void* from, size_t bytes) const override { behind_->copy_data(to, from, bytes); }
+
+  c10::Allocator* behind() const { return behind_; }
+
+ private:
+  c10::Allocator* const behind_;
+};
+
+// The only one, because a raw deleter knows no object. Written once, under the lock of `share_allocations` (release),
+// read by any thread (acquire).
+std::atomic<Forwarding*> forwarding{nullptr};
+
+// Gives ordinary memory.
+c10::Allocator& ordinary() {
+  const Forwarding* const ours = forwarding.load(std::memory_order_acquire);
+  return ours != nullptr ? *ours->behind() : *c10::GetCPUAllocator();
+}
+
+void free_by_owner(void* at) {
+  if (at == nullptr) return;
+  if (shared_owns(reinterpret_cast<uintptr_t>(at))) {
+    free_reported(at);
+  } else {
+    ordinary().raw_deallocate(at);
+  }
+}
+
+at::DeleterFnPtr Forwarding::raw_deleter() const {
+  return behind_->raw_deleter() == nullptr ? nullptr : &free_by_owner;
+}
+
+// For tensors that were asked for one by one, of any size.
+class Reachable final : public c10::Allocator {
+ public:
+  at::DataPtr allocate(size_t bytes) override {
+    if (bytes > 0) {
+      at::DataPtr memory = reachable_memory(bytes);
+      if (memory) return memory;
+    }
+    return ordinary().allocate(bytes);
+  }
+  at::DeleterFnPtr raw_deleter() const override {
+    return ordinary().raw_deleter() == nullptr ? nullptr : &free_by_owner;
+  }
+  void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
+};
+
+}  // namespace
+
+at::Tensor shared_tensor(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type) {
+  static auto* const allocator = new Reachable;
+  constexpr c10::DispatchKeySet on_cpu(c10::DispatchKey::CPU);
+  return at::Tensor(at::detail::empty_strided_generic(sizes, strides, allocator, on_cpu, type));
+}
+
+bool is_shared(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.has_storage() || tensor.layout() != at::kStrided) return false;
+  // Without the checks of `data()`, which raise for a tensor that only stands for one.
+  const void* const at = tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get();
+  return at != nullptr && shared_owns(reinterpret_cast<uintptr_t>(at));
+}
+
+void share_allocations(bool everywhere) {
+  static std::mutex mutex;
+  static bool told = false;
+  const std::lock_guard<std::mutex> lock(mutex);
+  Forwarding* ours = forwarding.load(std::memory_order_relaxed);
+  if (ours == nullptr) {
+    ours = new Forwarding(c10::GetCPUAllocator());
+    forwarding.store(ours, std::memory_order_release);
+    // torch keeps an allocator of a higher priority than the new one's. It stores one address, so a thread that
+    // allocates meanwhile finds the one or the other.
+    for (int priority = 0; c10::GetCPUAllocator() != ours && priority <= std::numeric_limits<uint8_t>::max();
+         ++priority) {
+      c10::SetCPUAllocator(ours, static_cast<uint8_t>(priority));
+    }
+  }
+  if (c10::GetCPUAllocator() != ours && !told) {
+    told = true;
+    log_line(2,
+             "another package has replaced torch's CPU allocator after this one did: shared_tensors() and "
+             "SAGELLM_SHARED_TENSORS have no effect. Enter shared_tensors() once before that package is used");
+  }
+  if (everywhere) shared_everywhere.store(true, std::memory_order_relaxed);
+}
+
+void share_on_this_thread(int blocks) {
+  shared_blocks += blocks;
+}
+
+}  // namespace sagellm
