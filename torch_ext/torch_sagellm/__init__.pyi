@@ -41,6 +41,13 @@ from torch_sagellm.api.futures import CommFuture as CommFuture
 from torch_sagellm.api.recovery import recover as recover
 from torch_sagellm.api.sameness import assert_same as assert_same
 from torch_sagellm.api.serve_as import serve_as as serve_as
+from torch_sagellm.api.shared import empty as empty
+from torch_sagellm.api.shared import empty_like as empty_like
+from torch_sagellm.api.shared import is_reachable as is_reachable
+from torch_sagellm.api.shared import share_buckets as share_buckets
+from torch_sagellm.api.shared import shared as shared
+from torch_sagellm.api.shared import shared_tensors as shared_tensors
+from torch_sagellm.api.shared import zeros as zeros
 from torch_sagellm.collective_ops import AllGatherOperator as AllGatherOperator
 from torch_sagellm.collective_ops import AllReduceOperator as AllReduceOperator
 from torch_sagellm.collective_ops import BenchmarkResult as BenchmarkResult

@@ -116,6 +116,8 @@ CASES = [
             ("SAGELLM_SOFT_TIMEOUT", "abc", checks.WARNING),
             ("SAGELLM_SOFT_TIMEOUT", "-1", checks.WARNING),
             ("SAGELLM_RING", "abc", checks.WARNING),
+            ("SAGELLM_SHARED_BYTES", "1GiB", checks.WARNING),
+            ("SAGELLM_SHARED_TENSORS", "maybe", checks.WARNING),
             ("SAGELLM_RING", "-1", checks.WARNING),
             ("SAGELLM_CALL_SITES", "yes", checks.WARNING),
             ("SAGELLM_EXPLAIN", "maybe", checks.WARNING),

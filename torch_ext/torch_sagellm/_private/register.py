@@ -14,6 +14,10 @@ NAME = "sagellm"
 VENDOR = "SAGELLM_VENDOR"
 
 
+#: All CPU tensors of 16 KiB or more that torch makes lie where peers can reach them, from the first group on.
+SHARED = "SAGELLM_SHARED_TENSORS"
+
+
 #: The folder for the status file of this process, for `torch-sagellm health` and `torch-sagellm top`.
 STATUS = "SAGELLM_STATUS_DIR"
 
@@ -43,6 +47,8 @@ def create(options: Any, pg_options: Any = None) -> Any:
     extension = load.extension()
     log.configure(extension)
     variables.check()
+    if variables.SWITCH.get(os.environ.get(SHARED, "").strip().lower(), False):
+        extension._share_allocations(True)
     if os.environ.get(log.VARIABLE):
         _log_versions(extension)
     if os.environ.get(STATUS):

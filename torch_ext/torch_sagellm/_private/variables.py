@@ -89,6 +89,8 @@ RULES: dict[str, Rule] = {
     "SAGELLM_MEASURE_LINK": Rule(_switch, REFUSED, True),
     "SAGELLM_ON_DEVICE_FAILURE": Rule(words("raise", "exit", "none"), REFUSED, True),
     "SAGELLM_RING": Rule(_whole, "a group remembers 1024 operations"),
+    "SAGELLM_SHARED_BYTES": Rule(_whole, "half of the free memory is the limit"),
+    "SAGELLM_SHARED_TENSORS": Rule(_switch, "it counts as 0"),
     "SAGELLM_SOFT_TIMEOUT": Rule(_seconds, "it counts as 30"),
     "SAGELLM_STATUS_DIR": Rule(_folder, "no status is written"),
     "SAGELLM_STRICT": Rule(_switch, REFUSED, True),

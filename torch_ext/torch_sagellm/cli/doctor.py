@@ -146,7 +146,7 @@ def _facts(extension: Any) -> dict[str, str]:
     import torch
 
     from torch_sagellm._private import load
-    from torch_sagellm.api import serve_as
+    from torch_sagellm.api import serve_as, shared
 
     place = getattr(extension, "__file__", None) or Path(load.__file__).parent
     found = {
@@ -155,6 +155,8 @@ def _facts(extension: Any) -> dict[str, str]:
         "python": f"{platform.python_version()} ({sys.executable})",
         **({name: str(value) for name, value in extension.doctor().items()} if extension else {}),
     }
+    if extension:
+        found["shared tensors"] = shared.outlook()
     if serve_as.serves():
         found["groups called gloo"] = f"are served by sagellm ({serve_as.VARIABLE})"
     return found | {name: os.environ[name] for name in sorted(os.environ) if name.startswith("SAGELLM_")}

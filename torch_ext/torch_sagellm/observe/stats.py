@@ -247,6 +247,7 @@ def _snapshot(member: Member) -> dict[str, Any]:
         "sizes": sizes,
         "batches": batches,
         "waits": waits,
+        "shared_memory": load.extension()._shared_usage(),
     }
 
 
@@ -260,7 +261,8 @@ def get_stats(group: Any = None) -> dict[str, Any]:
     ``avg_latency_ms`` of everything; ``fused_batches`` and ``fused_ops``; ``host_staged_count`` and
     ``host_staged_bytes``, those whose tensors were on a device and went through host memory; ``ops``, an ``OpStats`` by
     kind; ``sizes``, a list of ``SizeStats``, by kind, path and power of two; ``batches``, a ``Batches``; ``waits``, a
-    ``Wait`` by peer.
+    ``Wait`` by peer; ``shared_memory``, of this process's tensors that peers can reach: ``limit``, ``used``, ``cached``
+    and ``taken_out`` in bytes, the counts ``extents`` and ``refused``, ``why_not``.
 
     Raises ValueError where this backend does not serve the group.
 
