@@ -101,13 +101,13 @@ def test_an_example_that_cannot_use_so_many_ranks_says_in_one_line_what_it_needs
 
 @pytest.mark.timeout(2 * SECONDS + 60)
 def test_the_demo_trains_and_its_weights_generate_over_all_ranks(tmp_path: Path) -> None:
-    """A short run of train_gpt.py, compared with gloo; the third example then reads what it saved."""
+    """A short run of train_gpt.py over reachable buckets, compared with gloo; the third example reads what it saved."""
     weights = tmp_path / "weights.pt"
     ranks, line = command(EXAMPLES / "train_gpt.py")
     assert "--backend sagellm" in line, line
-    trained = torchrun(
-        EXAMPLES / "train_gpt.py", ranks, "--backend", "sagellm", "--save", str(weights), *SHORT, timeout=SECONDS
-    )
+    words = ["--backend", "sagellm", "--shared", "--save", str(weights), *SHORT]
+    trained = torchrun(EXAMPLES / "train_gpt.py", ranks, *words, timeout=SECONDS)
+    assert "sagellm --shared against gloo" in trained
     assert "the losses are equal to the last bit" in trained and weights.is_file(), trained
     generated = torchrun(EXAMPLES / "03_tensor_parallel.py", 2, "--weights", str(weights), timeout=SECONDS)
     assert f"{weights}: " in generated and "says the same" in generated, generated
@@ -135,6 +135,8 @@ def test_options_of_the_other_demo_are_refused_and_those_of_its_own_are_passed()
     assert words == ["torch_sagellm.demos.hang", "--kind", "stop", "--timeout", "2.5"]
     words = demo.command(_parse(["demo", "--ranks", "4", "--steps", "40"]))
     assert words == ["torch_sagellm.demos.train_gpt", "--backend", "sagellm", "--steps", "40", "--save", "none"]
+    words = demo.command(_parse(["demo", "--shared", "--save", "x"]))
+    assert words == ["torch_sagellm.demos.train_gpt", "--backend", "sagellm", "--save", "x", "--shared"]
     with pytest.raises(ValueError, match="--kind belongs to `torch-sagellm demo hang`"):
         demo.command(_parse(["demo", "--kind", "stop"]))
     with pytest.raises(ValueError, match="--steps belongs to `torch-sagellm demo train`"):

@@ -17,6 +17,7 @@ Exits with 1 when the losses differ, or when the missing rank is not named."""
 EXAMPLES = """examples:
   torch-sagellm demo                       trains with 2 ranks
   torch-sagellm demo --ranks 4 --steps 40  a short one with 4
+  torch-sagellm demo --shared              the same without copies on the way
   torch-sagellm demo hang                  the last of 3 ranks is busy in its own code
   torch-sagellm demo hang --kind stop      its process is stopped; skip: it leaves a call out
 """
@@ -32,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=arguments.ranks(least=2), help="processes on this host (train: 2, hang: 3)")
     train = parser.add_argument_group("demo train")
     train.add_argument("--steps", type=arguments.whole(1, 1_000_000), help="optimiser steps of each backend (300)")
+    train.add_argument(
+        "--shared", action="store_true", default=None, help="gradients travel in tensors that the ranks can reach"
+    )
     train.add_argument("--save", type=arguments.path, metavar="FILE", help="where the weights go (nowhere)")
     hang = parser.add_argument_group("demo hang")
     hang.add_argument("--kind", choices=("python", "stop", "skip"), help="why the last rank does not come (python)")
@@ -41,9 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def command(parsed: argparse.Namespace) -> list[str]:
     """The words of the program that every rank is."""
-    own, other = (
-        (("steps", "save"), ("kind", "timeout")) if parsed.what == TRAIN else (("kind", "timeout"), ("steps", "save"))
-    )
+    own: tuple[str, ...] = ("steps", "save", "shared")
+    other: tuple[str, ...] = ("kind", "timeout")
+    if parsed.what == HANG:
+        own, other = other, own
     for name in other:
         if getattr(parsed, name) is not None:
             wanted = HANG if parsed.what == TRAIN else TRAIN
@@ -55,7 +60,10 @@ def command(parsed: argparse.Namespace) -> list[str]:
         if given["steps"] is not None and given["steps"] < 12:
             words += ["--rounds", "1", "--profile-steps", "1"]
     for name, value in given.items():
-        words += [] if value is None else [f"--{name}", f"{value:g}" if isinstance(value, float) else str(value)]
+        if value is True:
+            words.append(f"--{name}")
+        elif value is not None:
+            words += [f"--{name}", f"{value:g}" if isinstance(value, float) else str(value)]
     return [MODULES[parsed.what], *words]
 
 

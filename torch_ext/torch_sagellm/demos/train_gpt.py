@@ -232,13 +232,23 @@ class Trainer:
     """One model that trains over one process group; two of them with equal seeds see equal data."""
 
     def __init__(
-        self, args: argparse.Namespace, name: str, label: str, group: dist.ProcessGroup, text: torch.Tensor
+        self,
+        args: argparse.Namespace,
+        name: str,
+        label: str,
+        group: dist.ProcessGroup,
+        text: torch.Tensor,
+        shared: bool = False,
     ) -> None:
         self.args, self.name, self.group, self.text = args, name, group, text
         self.label = label
         torch.manual_seed(args.seed)
         self.config = Config(layers=args.layers, dim=args.dim, context=args.context)
         self.model = DistributedDataParallel(Gpt(self.config), process_group=group)
+        if shared:
+            from torch_sagellm import share_buckets
+
+            share_buckets(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, betas=(0.9, 0.98))
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, args.lr, total_steps=args.steps + 1)
         self.losses: list[float] = []
@@ -439,6 +449,7 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("--backend", default="gloo", help="name of the torch.distributed backend (default: gloo)")
     add("--compare", default="gloo", help='second backend for the same steps, or "none" (default: gloo)')
+    add("--shared", action="store_true", help="gradients of the first backend travel in tensors that ranks can reach")
     add("--steps", type=int, default=300, help="optimiser steps per backend (default: 300)")
     add("--batch", type=int, default=4, help="pieces of text per rank and step (default: 4)")
     add("--layers", type=int, default=4)
@@ -479,10 +490,11 @@ def run(args: argparse.Namespace) -> int:
 
     default_group = dist.group.WORLD
     assert default_group is not None  # init_process_group has just made it
-    trainers = [Trainer(args, args.backend, args.backend, default_group, text[:split])]
+    label = f"{args.backend} --shared" if args.shared else args.backend
+    trainers = [Trainer(args, args.backend, label, default_group, text[:split], args.shared)]
     if args.compare != "none":
         group = dist.new_group(backend=args.compare, timeout=timedelta(seconds=120))
-        label = args.compare if args.compare != args.backend else f"{args.compare} again"
+        label = args.compare if args.compare != args.backend or args.shared else f"{args.compare} again"
         trainers.append(Trainer(args, args.compare, label, group, text[:split]))
     main = trainers[0]
     if rank == 0:
