@@ -1,5 +1,6 @@
 #include "c10d/shared.hpp"
 
+#include <c10/core/CPUAllocator.h>
 #include <torch/csrc/Exceptions.h>
 
 #include <cstdint>
@@ -20,6 +21,15 @@ at::Tensor make_shared_tensor(const std::vector<int64_t>& sizes, const std::vect
   return shared_tensor(sizes, strides, type);
 }
 
+// As a caller does that keeps addresses without their deleters; says whether peers could reach the memory.
+bool share_raw(size_t bytes) {
+  c10::Allocator& allocator = *c10::GetCPUAllocator();
+  void* const at = allocator.raw_allocate(bytes);
+  const bool found = shared_owns(reinterpret_cast<uintptr_t>(at));
+  allocator.raw_deallocate(at);
+  return found;
+}
+
 py::dict usage_of_shared() {
   const SharedUsage usage = shared_usage();
   return py::dict("limit"_a = usage.limit, "used"_a = usage.used, "cached"_a = usage.cached,
@@ -37,6 +47,7 @@ void bind_shared(py::module_& module) {
   def("_is_shared", &is_shared, "tensor"_a);
   def("_share_allocations", &share_allocations, "everywhere"_a);
   def("_share_on_this_thread", &share_on_this_thread, "blocks"_a);
+  def("_share_raw", &share_raw, "bytes"_a);
   def("_shared_usage", &usage_of_shared);
 }
 

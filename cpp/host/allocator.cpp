@@ -137,7 +137,7 @@ bool is_shared(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.has_storage() || tensor.layout() != at::kStrided) return false;
   // Without the checks of `data()`, which raise for a tensor that only stands for one.
   const void* const at = tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get();
-  return at != nullptr && shared_owns(reinterpret_cast<uintptr_t>(at));
+  return at != nullptr && shared_reaches(reinterpret_cast<uintptr_t>(at));
 }
 
 void share_allocations(bool everywhere) {

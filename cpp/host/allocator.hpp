@@ -18,7 +18,7 @@ constexpr size_t kSmallestShared = size_t{16} * 1024;
 // A tensor on the CPU, not set to anything. What `resize_` gives it later comes from the same memory.
 at::Tensor shared_tensor(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type);
 
-// Whether the tensor's memory is such memory.
+// Whether the tensor's memory is such memory, and peers can reach it now.
 bool is_shared(const at::Tensor& tensor);
 
 // From now on torch's CPU allocations are served from such memory on threads that ask for it; `everywhere` says that

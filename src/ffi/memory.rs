@@ -29,6 +29,8 @@ pub mod ffi {
         unsafe fn shared_free(at: usize);
         /// Whether `shared_allocate` gives addresses like this one, freed or not.
         fn shared_owns(at: usize) -> bool;
+        /// `arena::reaches`.
+        fn shared_reaches(at: usize) -> bool;
         fn shared_usage() -> SharedUsage;
         /// Why this process cannot have such memory at all, once that is known, or empty.
         fn shared_why_not() -> String;
@@ -53,6 +55,10 @@ unsafe fn shared_free(at: usize) {
 
 fn shared_owns(at: usize) -> bool {
     arena::owns(at as *const u8)
+}
+
+fn shared_reaches(at: usize) -> bool {
+    guarded(|| Ok(arena::reaches(at as *const u8))).unwrap_or_default()
 }
 
 fn shared_usage() -> ffi::SharedUsage {

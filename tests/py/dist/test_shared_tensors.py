@@ -8,6 +8,7 @@ import os
 import resource
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Context, beyond_gloo, run_fresh
+from harness import Context, beyond_gloo, expect_raises, launch, run_fresh
+from limits import patience
 
 import torch_sagellm
 
@@ -323,6 +325,21 @@ def test_a_block_holds_for_its_thread_and_ends_with_an_exception() -> None:
     alone(blocks)
 
 
+def without_deleters(ctx: Context) -> None:
+    from torch_sagellm._private import load
+
+    raw = load.extension()._share_raw
+    assert not raw(MIB)
+    with torch_sagellm.shared_tensors():
+        assert raw(MIB) and not raw(100) and not raw(0)
+        assert usage()["extents"] == 0 and usage()["cached"] == MIB
+    assert not raw(MIB)
+
+
+def test_a_caller_that_keeps_addresses_gives_each_back_to_its_owner() -> None:
+    alone(without_deleters)
+
+
 # ------------------------------------------------------------------------------------------------ where there is none
 
 
@@ -525,6 +542,31 @@ def test_collectives_over_them_give_the_bits_of_others(world_size: int) -> None:
     """All ranks with such tensors, none, and one rank alone."""
     for stats in run_fresh(same_bits, world_size):
         assert stats["limit"] > 0 and stats["taken_out"] == 0 and stats["why_not"] == ""
+
+
+def fails_here(ctx: Context) -> None:
+    """Rank 1 does not come a second time; by the first call ranks learn where their tensors are."""
+    ctx.init(operations=timedelta(seconds=patience(1)))
+    tensor, other = torch_sagellm.zeros(MIB), torch_sagellm.zeros(MIB)
+    dist.all_reduce(tensor[5:])
+    if ctx.rank == 0:
+        expect_raises(dist.DistBackendError, lambda: dist.all_reduce(tensor[5:]))
+        ctx.tell("failed")
+        assert not torch_sagellm.is_reachable(tensor) and torch_sagellm.is_reachable(other)
+        assert usage()["taken_out"] == 4 * MIB and usage()["extents"] == 2
+        assert tensor.fill_(3).sum() == 3 * MIB
+        tensor.resize_(2 * MIB)
+        assert torch_sagellm.is_reachable(tensor) and tensor[:MIB].sum() == 3 * MIB
+    else:
+        assert ctx.listen() == "end"
+
+
+def test_what_a_failed_operation_was_to_write_is_an_ordinary_tensor() -> None:
+    """It has its address and its values; what is made anew can be reached."""
+    with launch(fails_here, 2, env={"SAGELLM_SHARED_BYTES": str(256 * MIB)}) as job:
+        assert job.hear(0) == "failed"
+        job.say(1, "end")
+        job.values()
 
 
 def ddp(ctx: Context, how: str) -> tuple[list[bool], list[list[float]]]:

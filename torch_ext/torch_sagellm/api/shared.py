@@ -144,6 +144,8 @@ def shared(tensor: torch.Tensor) -> torch.Tensor:
 def is_reachable(tensor: torch.Tensor) -> bool:
     """Whether a tensor lies in memory that the other ranks of the host can reach; also true for a view of one.
 
+    No longer after an operation that would have written it has failed, and never in a forked child.
+
     torch's own ``tensor.is_shared()`` asks something else: whether ``torch.multiprocessing`` has shared it.
 
     Example::

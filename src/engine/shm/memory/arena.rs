@@ -149,6 +149,12 @@ pub fn owns(at: *const u8) -> bool {
     base != 0 && (at as usize).wrapping_sub(base) < SHARED.bytes.load(Ordering::Relaxed)
 }
 
+/// Whether peers can reach the tensor at this address: it lies in the arena and was not taken out, and this is no forked child.
+pub fn reaches(at: *const u8) -> bool {
+    let Some(arena) = made().filter(|_| owns(at) && !SHARED.forked.load(Ordering::Relaxed)) else { return false };
+    arena.extents().holding(at as usize - arena.base.as_ptr() as usize, 1).is_some_and(|(_, extent)| !extent.taken_out)
+}
+
 /// Why the arena cannot be had, once that is known.
 pub fn why_not() -> Option<String> {
     ARENA.get().and_then(|made| made.as_ref().err().cloned())
