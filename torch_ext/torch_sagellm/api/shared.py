@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from torch_sagellm.api.arguments import checked_tensor
 
@@ -176,7 +177,6 @@ class shared_tensors:  # in the spelling of a function, because it is used as on
     """
 
     def __init__(self) -> None:
-        self._extension = _extension()
         self._threads: list[int] = []
 
     @property
@@ -185,8 +185,9 @@ class shared_tensors:  # in the spelling of a function, because it is used as on
         return bool(self._threads)
 
     def __enter__(self) -> None:
-        self._extension._share_allocations(False)
-        self._extension._share_on_this_thread(1)
+        extension = _extension()
+        extension._share_allocations(False)
+        extension._share_on_this_thread(1)
         self._threads.append(threading.get_ident())
 
     def __exit__(
@@ -200,7 +201,7 @@ class shared_tensors:  # in the spelling of a function, because it is used as on
                 "tensors. Enter and leave it on one thread"
             )
         self._threads.pop()
-        self._extension._share_on_this_thread(-1)
+        _extension()._share_on_this_thread(-1)
 
 
 def share_buckets(model: DistributedDataParallel) -> DistributedDataParallel:
@@ -231,18 +232,27 @@ def share_buckets(model: DistributedDataParallel) -> DistributedDataParallel:
 
 
 class _NewBuckets:
-    """A block from the beginning of a replica's call until the model in it begins: then torch makes the buckets."""
+    """A block from the beginning of a replica's call until the model in it begins: then torch makes the buckets.
 
-    def __init__(self, model: DistributedDataParallel) -> None:
+    Copies of the model have its hooks, too: those of a copy do nothing.
+    """
+
+    def __init__(self, model: DistributedDataParallel | None) -> None:
         self._block = shared_tensors()
-        self._handles = [
-            model.register_forward_pre_hook(self._begin),
-            model.module.register_forward_pre_hook(self._leave),
-            model.register_forward_hook(self._end, always_call=True),
-        ]
+        self._handles: list[RemovableHandle] = []
+        if model is not None:
+            self._handles = [
+                model.register_forward_pre_hook(self._begin),
+                model.module.register_forward_pre_hook(self._leave),
+                model.register_forward_hook(self._end, always_call=True),
+            ]
+
+    def __reduce__(self) -> tuple[type[_NewBuckets], tuple[None]]:
+        return _NewBuckets, (None,)
 
     def _begin(self, model: torch.nn.Module, inputs: Any) -> None:
-        self._block.__enter__()
+        if self._handles:
+            self._block.__enter__()
 
     def _leave(self, model: torch.nn.Module, inputs: Any) -> None:
         # Not entered: the model is called without its replica, or once more within its call.
@@ -259,13 +269,13 @@ class _NewBuckets:
 
 def outlook() -> str:
     """What this process can have of such memory, for ``doctor``: it tries."""
-    extension = _extension()
+    from torch_sagellm._private import load, units
+
+    extension = load.extension()
     extension._shared_tensor([1], [1], torch.uint8)
     usage = extension._shared_usage()
     if usage["limit"] == 0:
         return f"none: {usage['why_not'] or 'unknown'}"
-    from torch_sagellm._private import units
-
     return f"up to {units.show_size(usage['limit'])} a process"
 
 
