@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::common::{Random, Spec, on_ranks};
+use crate::common::{Memory, Random, Spec, cut, on_ranks, plain};
 use sagellm::group::Group;
 use sagellm::types::{Dtype, Kind, ReduceOp};
 
@@ -33,7 +33,7 @@ fn spec(kind: Kind, count: usize, seed: u64, ranks: usize) -> Spec {
 }
 
 #[test]
-fn rule_17_every_kind_has_the_bits_of_the_reference_and_is_mapped() {
+fn rule_36_every_kind_has_the_bits_of_the_reference_and_is_mapped() {
     const MOVING: [Kind; 8] = [
         Kind::AllReduce,
         Kind::Broadcast,
@@ -68,7 +68,7 @@ fn rule_17_every_kind_has_the_bits_of_the_reference_and_is_mapped() {
 }
 
 #[test]
-fn ranks_with_ordinary_tensors_take_part_and_all_decide_alike() {
+fn rule_36_ranks_with_ordinary_tensors_take_part_and_all_decide_alike() {
     for ranks in [2, 3, 5] {
         let groups = groups(ranks);
         on_ranks(ranks, |me| {
@@ -133,4 +133,85 @@ fn two_groups_may_use_one_tensor_one_after_the_other() {
             assert!(turn < 2 || last_path(&group[me]) == "mapped");
         }
     });
+}
+
+/// Makes the arenas of all ranks known to each other.
+fn acquaint(group: &Group, me: usize, ranks: usize) {
+    for _ in 0..2 {
+        let spec = spec(Kind::AllReduce, 20_000, 5, ranks);
+        let mut buffers = spec.buffers(me, ranks).in_arena();
+        group.run(spec.request(&mut buffers), None).unwrap();
+    }
+    assert_eq!(last_path(group), "mapped");
+}
+
+#[test]
+fn blocks_that_lie_in_the_slot_are_not_overwritten_by_an_offer() {
+    // Rank 0 sends so little that its blocks travel with its header, and receives much.
+    let sizes = [[501, 503], [19_507, 20_011]];
+    let value = |from: usize, to: usize, at: usize| (from * 100 + to * 50 + at % 47) as u8;
+    let groups = groups(2);
+    on_ranks(2, |me| {
+        acquaint(&groups[me], me, 2);
+        for ordinary in [[false, false], [false, true], [true, false]] {
+            let blocks = (0..2).flat_map(|to| (0..sizes[me][to]).map(move |at| value(me, to, at)));
+            let bytes: Vec<u8> = blocks.collect();
+            let in_memory = |bytes: Vec<u8>| if ordinary[me] { Memory::Own(bytes) } else { Memory::shared(&bytes) };
+            let mut input = in_memory(bytes);
+            let mut output = in_memory(vec![0; sizes[0][me] + sizes[1][me]]);
+            let mut request = plain(Kind::AllToAll, 0, cut(&mut input, 1, 1), cut(&mut output, 1, 1));
+            request.in_blocks = sizes[me].to_vec();
+            request.out_blocks = vec![sizes[0][me], sizes[1][me]];
+            groups[me].run(request, None).unwrap();
+            let expected: Vec<u8> =
+                (0..2).flat_map(|from| (0..sizes[from][me]).map(move |at| value(from, me, at))).collect();
+            assert!(output[..] == expected[..], "rank {me}, ordinary: {ordinary:?}");
+        }
+    });
+}
+
+#[test]
+fn a_root_with_an_ordinary_tensor_waits_for_no_one_who_could_reach_one() {
+    let groups = groups(2);
+    let gone_on = std::sync::Barrier::new(2);
+    on_ranks(2, |me| {
+        acquaint(&groups[me], me, 2);
+        let spec = Spec { root: 0, ..spec(Kind::Broadcast, 20_000, 5, 2) };
+        let buffers = spec.buffers(me, 2);
+        let mut buffers = if me == 0 { buffers } else { buffers.in_arena() };
+        let request = spec.request(&mut buffers);
+        if me == 1 {
+            gone_on.wait();
+        }
+        groups[me].run(request, None).unwrap();
+        if me == 0 {
+            gone_on.wait();
+        }
+        spec.check(&buffers, me, 2);
+    });
+}
+
+#[test]
+fn a_rank_that_goes_on_after_the_operation_has_failed_changes_nothing() {
+    // Rank 1 has entered; rank 0 gives up and writes its tensor anew, while rank 1 may be in the middle of its part.
+    for turn in 0..30u64 {
+        let groups = groups(2);
+        on_ranks(2, |me| {
+            acquaint(&groups[me], me, 2);
+            let mut memory = Memory::shared(&vec![1; 8 << 20]);
+            let request = plain(Kind::AllReduce, 0, cut(&mut memory, 1, 1), cut(&mut memory, 1, 1));
+            let Ok(op) = groups[me].issue(request, None) else { return }; // rank 0 has given up already
+            if me == 0 {
+                std::thread::sleep(Duration::from_micros(turn * 50));
+                groups[0].abort("the test gives up");
+                if op.wait(None).is_err() {
+                    memory.fill(9);
+                    std::thread::sleep(Duration::from_millis(20));
+                    assert!(memory.iter().all(|byte| *byte == 9), "a late write arrived");
+                }
+            } else if op.wait(None).is_ok() {
+                assert!(memory.iter().all(|byte| *byte == 2), "a success with wrong numbers");
+            }
+        });
+    }
 }

@@ -16,9 +16,8 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 from limits import patience  # noqa: E402 (found by the line above)
 
-
-# A shell starts what runs in its background with SIGINT ignored, and programs inherit that: Ctrl-C would end none of those
-# that the tests start.
+# A shell starts what runs in its background with SIGINT ignored, and programs inherit that: Ctrl-C would end none of
+# those that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -428,8 +428,14 @@ impl Engine for Shm {
         self.entries.iter().map(|entry| &entry.op).find(|op| op.number == number).cloned()
     }
 
-    fn take_pending(&mut self, _error: &Error) -> Vec<Arc<Op>> {
+    fn take_pending(&mut self, error: &Error) -> Vec<Arc<Op>> {
         self.queued = 0;
+        let exposed = self.entries.iter().any(|entry| matches!(entry.phase, Phase::Mapped(_)));
+        if exposed && !self.area.is_poisoned() && !self.area.left(self.area.me) {
+            // Another thread of this rank has found the fault and may not have stored it yet. The peers must be able to see it
+            // before the program changes a tensor (`mapped`). Both threads store the same text.
+            self.area.poison(error.code(), error.text());
+        }
         let collectives = self.entries.drain(..).map(|entry| {
             if let Phase::Mapped(mapped) = entry.phase {
                 mapped.withdraw();

@@ -146,8 +146,8 @@ pub trait Ends {
     fn fence(&self);
 }
 
-/// True if what was read of peers' tensors before this call was read while no rank had given up its part. A rank that gives
-/// up stores that, with a fence after it, before its program changes a tensor: who has read the change finds the store.
+/// True if no rank had given up its part when peers' tensors were last read before this call. A rank that gives up stores that,
+/// with a fence after it, before its program changes a tensor: if the change was read, the store is found here.
 pub fn was_whole<E: Ends>(ends: &E) -> bool {
     ends.fence();
     !ends.is_over()

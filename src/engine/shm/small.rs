@@ -10,9 +10,8 @@
 
 use std::sync::atomic::Ordering;
 
-use super::mapped::OFFER_BYTES;
 use super::memory::area::{Area, Header};
-use super::memory::layout::SLOT_BYTES;
+use super::memory::layout::{OFFER_BYTES, SLOT_BYTES};
 use super::protocol::Slots;
 use crate::engine::pieces::Pieces;
 use crate::error::{Error, Result, SAME_CALLS, laid_out};
@@ -93,8 +92,8 @@ pub fn write_table(area: &Area, op: &Op, chain: u64) {
     let request = &op.request;
     let inputs = Pieces(request.inputs());
     let total = inputs.bytes();
-    let table = area.ranks * 8;
-    let inline = table + total <= SLOT_BYTES;
+    let table = table_bytes(request, area.ranks);
+    let inline = is_inline(request, area.ranks);
     // Reserves the whole slot, so that table and blocks lie behind the header line whatever their size.
     let to = area.payload(area.me, op.number, SLOT_BYTES);
     for q in 0..area.ranks {
@@ -255,6 +254,11 @@ pub fn factors(area: &Area, op: &Op) -> Vec<f64> {
         ReduceOp::PremulSum(_) => (0..area.ranks).map(|q| f64::from_bits(area.read_header(q, op.number).aux)).collect(),
         _ => Vec::new(),
     }
+}
+
+/// Whether this rank's blocks of an all_to_all lie in its slot, behind the table.
+pub fn is_inline(request: &Request, ranks: usize) -> bool {
+    request.kind == Kind::AllToAll && table_bytes(request, ranks) + Pieces(request.inputs()).bytes() <= SLOT_BYTES
 }
 
 /// Bytes of the table at the beginning of a slot.

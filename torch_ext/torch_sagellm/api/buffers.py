@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 
 from torch_sagellm.api.arguments import Op, OpOrOperator, checked_number, checked_result, is_real, operator_or_op
+from torch_sagellm.api.shared import empty
 from torch_sagellm.observe import log, stats
 
 if TYPE_CHECKING:
@@ -128,8 +129,9 @@ class CommunicationBuffer:
     def __init__(self, max_size: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> None:
         checked_number("CommunicationBuffer", "max_size", max_size)
         self.max_size = max_size
-        #: The whole memory, of ``max_size`` elements.
-        self.buffer = torch.empty(max_size, dtype=dtype, device=device)
+        #: The whole memory, of ``max_size`` elements; on the CPU the other ranks of the host can reach it (``empty``).
+        on_cpu = torch.device(device).type == "cpu"
+        self.buffer = empty(max_size, dtype=dtype) if on_cpu else torch.empty(max_size, dtype=dtype, device=device)
         self._in_use = False
 
     @property

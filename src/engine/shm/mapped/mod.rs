@@ -21,9 +21,9 @@
 //! **When a rank fails.** A rank whose operation fails goes on in its program, which writes into the inputs again and expects
 //! that nobody writes into the outputs. A peer may still be in the middle of its part.
 //! - *Late writes*: outputs are made private before the program gets the error (`Mapped::withdraw`).
-//! - *Late reads*: whoever has read looks afterwards whether the group has failed or a rank has left, and does not say that
-//!   its part is done if so. A rank that fails stores that before its program goes on, so a reader of changed data finds it;
-//!   and no rank's operation ends before all parts are done.
+//! - *Late reads*: after it has read, a rank looks whether the group has failed or a rank has left, and if so it does not say
+//!   that its part is done. The failing rank stored the fault, or that it leaves, before its program goes on (`Shm::take_pending`
+//!   sees to that), so who reads changed data finds one of them. No rank's operation ends before all parts are done.
 
 #![allow(unsafe_code)] // reads and writes the tensors of peers
 
@@ -33,7 +33,7 @@ mod part;
 use std::sync::atomic::{Ordering, fence};
 
 use self::offer::Theirs;
-pub use self::offer::{Arenas, OFFER_BYTES, Offer};
+pub use self::offer::{Arenas, Offer};
 use self::part::{Part, Shape};
 use super::bulk::Step;
 use super::memory::area::Area;
@@ -88,6 +88,9 @@ impl Mapped {
     pub fn step(&mut self, area: &Area, op: &Op, kernel: Option<&Kernel>, arenas: &Arenas) -> Result<Outcome> {
         if self.seen < area.ranks {
             self.seen = small::look(area, op, self.seen, |_| true)?;
+            if (0..area.ranks).any(|q| Slots::is_published(area, q, op.number) && area.offer(q, op.number) == 0) {
+                return Ok(Outcome::Staged);
+            }
             if self.seen < area.ranks {
                 self.timer.misses(self.seen);
                 return Ok(Outcome::Step(Step::Blocked));
@@ -132,8 +135,13 @@ impl Mapped {
     /// True while the operation cannot end before `peer` makes further progress. A peer that left has given up its part of
     /// this operation: its inputs may change.
     pub fn needs(&self, area: &Area, op: &Op, peer: usize) -> bool {
-        if self.seen < area.ranks {
-            return !Slots::is_published(area, peer, op.number);
+        let published = |q| Slots::is_published(area, q, op.number);
+        if !(0..area.ranks).all(published) {
+            // Nobody has begun its part before all are here: a rank that offers and is gone will not do it.
+            return !published(peer) || area.offer(peer, op.number) != 0;
+        }
+        if self.work.is_none() {
+            return false; // the next step decides, or an earlier operation is in the way
         }
         !protocol::has_moved(area, peer, op.number) || !self.told && area.left(peer)
     }
@@ -179,9 +187,8 @@ fn agree(area: &Area, op: &Op, arenas: &Arenas) -> Result<Option<Work>> {
     let part = Part::of(&shape, &tables);
     let sizes = |spans: fn(&Theirs) -> &[_]| theirs.iter().map(|one| Pieces(spans(one)).bytes()).collect::<Vec<_>>();
     let (inputs, outputs) = (sizes(|one| &one.inputs), sizes(|one| &one.outputs));
-    if !part.fits(&inputs, &outputs) {
-        let small = (0..area.ranks).find(|rank| *rank != area.me).unwrap_or(area.me);
-        return Err(impossible(op, small));
+    if let Some(rank) = part.too_small(&inputs, &outputs) {
+        return Err(impossible(op, rank));
     }
     let factors = if request.kind.reduces() { small::factors(area, op) } else { Vec::new() };
     Ok(Some(Work { part, theirs, factors }))
@@ -215,8 +222,8 @@ impl Work {
                     if from < to {
                         let (skip, length) = (from - start, to - from);
                         let source = Pieces(&self.theirs[piece.peer].inputs);
-                        // SAFETY: the caller's promise; this rank's outputs are its peers' inputs only where they are the
-                        // same bytes, which are not copied.
+                        // SAFETY: the caller's promise. This rank's own input may be the same bytes of its output, which
+                        // are not copied then.
                         unsafe { transfer(source, piece.from + skip, outputs, piece.to + skip, length) };
                     }
                     start += piece.bytes;

@@ -12,17 +12,14 @@ use crate::engine::pieces::Pieces;
 use crate::engine::shm::memory::area::Area;
 use crate::engine::shm::memory::arena;
 use crate::engine::shm::memory::arena::{Identity, Lease};
+use crate::engine::shm::memory::layout::MOST_PIECES;
 use crate::engine::shm::memory::reach::Reach;
-use crate::engine::shm::small::table_bytes;
+use crate::engine::shm::small::{is_inline, table_bytes};
 use crate::op::Op;
 use crate::types::{Request, Span};
 
 /// From this size on an operation is mapped where it can be.
 pub const FROM: usize = 16 << 10;
-/// Most pieces of the inputs, and of the outputs.
-pub const MOST_PIECES: usize = 16;
-/// The words of an offer behind those of a table.
-pub const OFFER_BYTES: usize = 2 * MOST_PIECES * 16;
 /// The count that says that the outputs are the inputs.
 const SAME: u64 = 0xff;
 
@@ -106,11 +103,15 @@ impl Arenas {
             return None;
         }
         let lease = |spans: &[Span]| -> Option<Vec<Lease>> {
-            let leases = spans.iter().filter(|span| span.bytes > 0).map(|span| arena::lease(self.group, *span));
-            let leases: Vec<Lease> = leases.collect::<Option<_>>()?;
-            (leases.len() <= MOST_PIECES).then_some(leases)
+            let spans = || spans.iter().filter(|span| span.bytes > 0);
+            if spans().nth(MOST_PIECES).is_some() {
+                return None;
+            }
+            spans().map(|span| arena::lease(self.group, *span)).collect()
         };
-        let inputs = if part::exposes_inputs(kind, me, root) { lease(request.inputs())? } else { Vec::new() };
+        // Blocks of an all_to_all that lie in the slot are not offered: there is no room for both, and no need.
+        let exposes = part::exposes_inputs(kind, me, root) && !is_inline(request, area.ranks);
+        let inputs = if exposes { lease(request.inputs())? } else { Vec::new() };
         let written = part::exposes_outputs(kind, me, root);
         let outputs =
             if written && request.outputs() != request.inputs() { lease(request.outputs())? } else { Vec::new() };

@@ -131,15 +131,17 @@ impl Part {
         }
     }
 
-    /// Whether the part stays within inputs of `inputs[q]` bytes of each rank and, where it writes into peers' outputs,
-    /// outputs of `outputs[q]` bytes. The sizes are what the ranks wrote, so nothing is taken for granted.
-    pub fn fits(&self, inputs: &[usize], outputs: &[usize]) -> bool {
+    /// A rank whose inputs of `inputs[rank]` bytes, or outputs of `outputs[rank]` bytes, are too small for this part. The sizes
+    /// are what the ranks wrote, so nothing is taken for granted.
+    pub fn too_small(&self, inputs: &[usize], outputs: &[usize]) -> Option<usize> {
         let within = |from: usize, bytes: usize, total: usize| from <= total && bytes <= total - from;
         match self {
-            Part::Copy(pieces) => pieces.iter().all(|piece| within(piece.from, piece.bytes, inputs[piece.peer])),
+            Part::Copy(pieces) => {
+                pieces.iter().find(|piece| !within(piece.from, piece.bytes, inputs[piece.peer])).map(|piece| piece.peer)
+            }
             Part::Fold { from, to, bytes, targets } => {
-                inputs.iter().all(|total| within(*from, *bytes, *total))
-                    && targets.iter().all(|rank| within(*to, *bytes, outputs[*rank]))
+                let input = inputs.iter().position(|total| !within(*from, *bytes, *total));
+                input.or_else(|| targets.iter().copied().find(|rank| !within(*to, *bytes, outputs[*rank])))
             }
         }
     }
@@ -167,8 +169,10 @@ mod tests {
                     let part = Part::of(&shape(Kind::AllReduce, me, ranks, bytes, bytes), &[]);
                     let Part::Fold { from, to, bytes: length, ref targets } = part else { panic!("{part:?}") };
                     assert_eq!((from, to, targets.len()), (next, next, ranks));
-                    assert!(part.fits(&vec![bytes; ranks], &vec![bytes; ranks]));
-                    assert!(length == 0 || !part.fits(&vec![next + length - 1; ranks], &vec![bytes; ranks]));
+                    assert_eq!(part.too_small(&vec![bytes; ranks], &vec![bytes; ranks]), None);
+                    if length > 0 {
+                        assert_eq!(part.too_small(&vec![next + length - 1; ranks], &vec![bytes; ranks]), Some(0));
+                    }
                     next += length;
                 }
                 assert_eq!(next, bytes, "{ranks} ranks");
@@ -193,7 +197,8 @@ mod tests {
         let part = Part::of(&of(Kind::AllToAll, 1, 32, 32), &tables);
         let expected = [Piece { peer: 2, from: 9, to: 8, bytes: 24 }, Piece { peer: 0, from: 5, to: 0, bytes: 8 }];
         assert_eq!(part, Part::Copy(expected.to_vec()));
-        assert!(part.fits(&[13, 0, 33], &[]) && !part.fits(&[12, 0, 33], &[]) && !part.fits(&[13, 0, 32], &[]));
+        let too_small = [[13, 0, 33], [12, 0, 33], [13, 0, 32]].map(|inputs| part.too_small(&inputs, &[]));
+        assert_eq!(too_small, [None, Some(0), Some(2)]);
     }
 
     #[test]
@@ -209,6 +214,6 @@ mod tests {
     #[test]
     fn sizes_that_a_peer_made_up_are_refused() {
         let part = Part::of(&shape(Kind::AllToAll, 1, 2, 8, 8), &[Some(vec![usize::MAX, 4]), None]);
-        assert!(!part.fits(&[8, 8], &[]));
+        assert_eq!(part.too_small(&[8, 8], &[]), Some(0));
     }
 }

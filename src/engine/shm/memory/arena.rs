@@ -1,5 +1,5 @@
 //! Tensors that peers can reach: one file in memory for this process, which its peers map (`reach.rs`), so that a collective
-//! reads and writes the tensors themselves (`mapped.rs`).
+//! reads and writes the tensors themselves (`mapped`).
 //!
 //! The file has a fixed size from the start and no pages; a page comes when it is first touched. It is sealed against
 //! shrinking and growing, so no access of a peer can fault. Tensors are ranges of whole pages (`extents.rs`), and nothing
@@ -7,10 +7,10 @@
 //!
 //! **Late writes.** In an all_reduce or reduce peers write into this process's outputs. A peer that was stopped meanwhile may
 //! continue after the operation has failed here, when the program uses the memory again. So before the program gets the
-//! error, [`Lease::take_out`] turns the pages of the outputs into private ones: a private mapping of the same pages of the
-//! file at the same address, of which each page is then written, so that the kernel copies it. The tensor keeps its address
-//! and its contents, and late writes land in pages of the file that nobody reads. Any thread of this process may access the
-//! memory meanwhile and loses no write. The range of the file is never used again.
+//! error, [`Lease::take_out`] makes the pages of the outputs private: a private mapping of the same pages of the file is moved
+//! over them, and each page is written once, so that the kernel copies it. The tensor keeps its address and its contents, and
+//! late writes land in pages of the file that nobody reads. Any thread of this process may access the memory meanwhile and
+//! loses no write. The range of the file is never used again.
 //!
 //! **Forks.** A child gets a private mapping of the same file (`in_forked_child`): what it writes, nobody else sees. It
 //! allocates nothing here, and what it frees stays allocated, because it shares the file with its parent.
@@ -18,6 +18,7 @@
 #![allow(unsafe_code)] // maps memory and hands out addresses in it
 
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
@@ -33,9 +34,11 @@ use crate::types::Span;
 
 /// Filled pages of freed tensors that are kept for the next ones, at most; less where the arena is small.
 const KEPT: usize = 1 << 30;
-/// Ranges that became private after failures and that a forked child keeps. From half of them on there are no further
-/// leases; those that are still made private beyond are zeros in a forked child.
+/// So many private ranges are known to the fork handler. From half of them on there are no further leases, which leaves the
+/// other half for operations under way; if these are more, a forked child finds zeros in the rest.
 const MOST_TAKEN_OUT: usize = 1024;
+/// Bytes that are made private at a time, so that at most so much is in memory twice.
+const STEP: usize = 32 << 20;
 
 struct Arena {
     base: NonNull<u8>,
@@ -50,6 +53,7 @@ unsafe impl Send for Arena {}
 // SAFETY: as above.
 unsafe impl Sync for Arena {}
 
+/// Set by the thread that makes it, which `SHARED.started` elects. Nobody waits for it: a forked child may lack that thread.
 static ARENA: OnceCell<Result<Arena, String>> = OnceCell::new();
 
 /// What the fork handler reads, and what is counted: atomics, because the handler may take no lock.
@@ -57,6 +61,11 @@ struct Shared {
     /// This process is a child of the one that made the arena. Written by the fork handler (relaxed: the child has one
     /// thread then), read before each use.
     forked: AtomicBool,
+    /// A thread makes the arena or has made it. Relaxed: what it made is read from `ARENA`.
+    started: AtomicBool,
+    /// A thread changes the mapping. Taken with the lock of `extents` held (acquire, release), and by `fork`, which must not
+    /// copy a mapping in between.
+    changing: AtomicBool,
     /// Where the arena lies, 0 while there is none. Written once by the thread that made it (release, after `bytes` and
     /// `file`), read by anyone (acquire).
     base: AtomicUsize,
@@ -73,6 +82,8 @@ struct Shared {
 
 static SHARED: Shared = Shared {
     forked: AtomicBool::new(false),
+    started: AtomicBool::new(false),
+    changing: AtomicBool::new(false),
     base: AtomicUsize::new(0),
     bytes: AtomicUsize::new(0),
     file: AtomicUsize::new(0),
@@ -135,7 +146,7 @@ pub unsafe fn free(at: NonNull<u8>) {
         log::warn!("memory at {at:?} was freed that is not in use: this is a bug of sagellm");
         return;
     };
-    if extent.taken_out {
+    if extent.is_taken_out() {
         arena.retire(offset, extent.bytes);
     }
     while let Some((offset, bytes)) = extents.to_give_back(KEPT.min(arena.bytes / 4)) {
@@ -152,7 +163,10 @@ pub fn owns(at: *const u8) -> bool {
 /// Whether peers can reach the tensor at this address: it lies in the arena and was not taken out, and this is no forked child.
 pub fn reaches(at: *const u8) -> bool {
     let Some(arena) = made().filter(|_| owns(at) && !SHARED.forked.load(Ordering::Relaxed)) else { return false };
-    arena.extents().holding(at as usize - arena.base.as_ptr() as usize, 1).is_some_and(|(_, extent)| !extent.taken_out)
+    arena
+        .extents()
+        .holding(at as usize - arena.base.as_ptr() as usize, 1)
+        .is_some_and(|(_, extent)| !extent.is_taken_out())
 }
 
 /// Why the arena cannot be had, once that is known.
@@ -180,11 +194,6 @@ pub fn identity() -> Option<Identity> {
     Some(Identity { descriptor, inode: arena.inode, bytes: arena.bytes as u64 })
 }
 
-/// The mapping of this process's own file, for ranks that are threads of one process.
-pub fn own_mapping() -> Option<(NonNull<u8>, usize)> {
-    made().map(|arena| (arena.base, arena.bytes))
-}
-
 /// Memory that peers may access for one operation. While it lives no other group gets a lease on the same tensor.
 #[derive(Debug)]
 pub struct Lease {
@@ -205,7 +214,7 @@ pub fn lease(group: u64, span: Span) -> Option<Lease> {
     let offset = span.addr - arena.base.as_ptr() as usize;
     let mut extents = arena.extents();
     let (start, extent) = extents.holding(offset, span.bytes)?;
-    if extent.taken_out || SHARED.taken_out_count.load(Ordering::Relaxed) >= MOST_TAKEN_OUT / 2 {
+    if extent.is_taken_out() || SHARED.taken_out_count.load(Ordering::Relaxed) >= MOST_TAKEN_OUT / 2 {
         return None;
     }
     extent.holder = match extent.holder {
@@ -235,22 +244,32 @@ impl Lease {
         let Some(arena) = made() else { return Ok(()) };
         let mut extents = arena.extents();
         let Some(extent) = extents.starting_at(self.start) else { return Ok(()) };
-        extent.taken_out = true;
         let page = segment::page_size();
-        let from = self.offset / page * page;
-        let bytes = (self.offset + self.bytes).next_multiple_of(page) - from;
-        arena.make_private(from, bytes)?;
-        SHARED.taken_out_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+        let pages = self.offset / page * page..(self.offset + self.bytes).next_multiple_of(page);
+        // A page that two pieces share was made private for the first one, and the file has it no more.
+        for pages in extent.not_private(pages) {
+            for from in pages.clone().step_by(STEP) {
+                let part = from..pages.end.min(from + STEP);
+                arena.make_private(part.clone())?;
+                SHARED.taken_out_bytes.fetch_add(part.len() as u64, Ordering::Relaxed);
+                extent.private.push(part);
+            }
+        }
         Ok(())
     }
 }
 
 /// The arena, made at the first call.
 fn arena() -> Option<&'static Arena> {
-    let made = ARENA.get_or_init(|| {
-        Arena::new().inspect_err(|why| log::warn!("tensors are ordinary memory, which peers cannot reach: {why}"))
-    });
-    made.as_ref().ok()
+    if ARENA.get().is_none() && !SHARED.started.swap(true, Ordering::Relaxed) {
+        let arena = Arena::new();
+        if let Err(why) = &arena {
+            log::warn!("tensors are ordinary memory, which peers cannot reach: {why}");
+        }
+        // This thread was elected, so nobody else sets it.
+        let _ = ARENA.set(arena);
+    }
+    made()
 }
 
 fn made() -> Option<&'static Arena> {
@@ -287,7 +306,7 @@ impl Arena {
         let flags = libc::MAP_SHARED | libc::MAP_NORESERVE;
         let base = segment::map_pages(bytes, flags, file.as_raw_fd()).map_err(|error| denied("cannot map", error))?;
         // SAFETY: the handlers are plain functions that live for ever.
-        let rc = unsafe { libc::pthread_atfork(None, None, Some(in_forked_child)) };
+        let rc = unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(in_forked_child)) };
         if rc != 0 {
             // SAFETY: just mapped, and unused.
             unsafe { segment::unmap(base, bytes) };
@@ -309,8 +328,16 @@ impl Arena {
         unsafe { self.base.as_ptr().add(offset) }
     }
 
+    /// Whether the descriptor is still that of the file: a program may have closed it and opened another.
+    fn has_its_file(&self) -> bool {
+        segment::inode_and_size(&self.file).is_ok_and(|found| found == (self.inode, self.bytes as u64))
+    }
+
     /// Gives the pages of a range of the file back to the system; whoever reads it finds zeros.
     fn give_back(&self, offset: usize, bytes: usize) {
+        if !self.has_its_file() {
+            return;
+        }
         let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
         // SAFETY: plain numbers on a descriptor of ours. No tensor uses the range.
         let rc = unsafe { libc::fallocate(self.file.as_raw_fd(), mode, offset as libc::off_t, bytes as libc::off_t) };
@@ -319,16 +346,26 @@ impl Arena {
         }
     }
 
-    /// See the head of this file. Called with the lock held.
-    fn make_private(&self, offset: usize, bytes: usize) -> io::Result<()> {
-        let address = self.at(offset);
-        let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_FIXED);
-        // SAFETY: replaces pages of our own mapping by a private mapping of the same pages of the file. The kernel does so in
-        // one step for all threads: an access finds the old mapping or the new one, with the same contents.
-        let mapped =
-            unsafe { libc::mmap(address.cast(), bytes, access, flags, self.file.as_raw_fd(), offset as libc::off_t) };
-        if mapped == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
+    /// See the head of this file. Called with the lock held, for pages that are not private. Where the system refuses, nothing
+    /// has changed.
+    fn make_private(&self, pages: Range<usize>) -> io::Result<()> {
+        if !self.has_its_file() {
+            return Err(io::Error::other("the program has closed the descriptor of the file"));
+        }
+        let (address, bytes) = (self.at(pages.start), pages.len());
+        let private = segment::map_pages_at(bytes, libc::MAP_PRIVATE, self.file.as_raw_fd(), pages.start)?;
+        let _changing = Changing::begin();
+        // SAFETY: moves a mapping that nobody uses over pages of our own, which have the same contents. The kernel does so in
+        // one step for all threads: an access finds the old mapping or the new one.
+        let moved = unsafe {
+            let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+            libc::mremap(private.as_ptr().cast(), bytes, bytes, flags, address.cast::<libc::c_void>())
+        };
+        if moved == libc::MAP_FAILED {
+            let error = io::Error::last_os_error();
+            // SAFETY: just mapped, and unused.
+            unsafe { segment::unmap(private, bytes) };
+            return Err(error);
         }
         for page in (0..bytes).step_by(segment::page_size()) {
             // SAFETY: within the range.
@@ -341,7 +378,7 @@ impl Arena {
             SHARED.taken_out_count.store(count + 1, Ordering::Release);
         }
         // Every page of the mapping is a copy now. What peers still write fills new pages, until the tensor is freed.
-        self.give_back(offset, bytes);
+        self.give_back(pages.start, bytes);
         Ok(())
     }
 
@@ -354,9 +391,36 @@ impl Arena {
     }
 }
 
+/// While it lives no fork copies the mapping.
+struct Changing;
+
+impl Changing {
+    fn begin() -> Changing {
+        while SHARED.changing.swap(true, Ordering::Acquire) {
+            std::thread::yield_now(); // a fork is under way
+        }
+        Changing
+    }
+}
+
+impl Drop for Changing {
+    fn drop(&mut self) {
+        SHARED.changing.store(false, Ordering::Release);
+    }
+}
+
+extern "C" fn before_fork() {
+    std::mem::forget(Changing::begin());
+}
+
+extern "C" fn after_fork() {
+    drop(Changing);
+}
+
 /// Runs in the child between fork and its first own instruction: makes the arena private, but for ranges that are. Only
 /// atomics and system calls.
 extern "C" fn in_forked_child() {
+    drop(Changing);
     let base = SHARED.base.load(Ordering::Acquire);
     if base == 0 || SHARED.forked.swap(true, Ordering::Relaxed) {
         return; // a child of a child has a private mapping already
@@ -391,6 +455,8 @@ fn make_private_copy(file: i32, address: usize, bytes: usize, offset: usize) {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::super::reach::Reach;
     use super::*;
 
@@ -400,14 +466,14 @@ mod tests {
     struct Tensor {
         own: usize,
         bytes: usize,
-        _mapping: Reach,
+        _mapping: Arc<Reach>,
         theirs: usize,
     }
 
     fn tensor(bytes: usize) -> Tensor {
         let own = allocate(bytes).unwrap().as_ptr() as usize;
-        let offset = own - own_mapping().unwrap().0.as_ptr() as usize;
-        let mapping = Reach::map(std::process::id() as i32, identity().unwrap()).unwrap();
+        let offset = own - SHARED.base.load(Ordering::Relaxed);
+        let mapping = Reach::new(std::process::id() as i32, identity().unwrap()).unwrap();
         let theirs = mapping.at(offset, bytes).unwrap();
         assert_ne!(own, theirs);
         Tensor { own, bytes, _mapping: mapping, theirs }
@@ -488,6 +554,21 @@ mod tests {
         assert!(before.taken_out >= 2 * MIB as u64);
         // SAFETY: just allocated.
         unsafe { free(again) };
+    }
+
+    #[test]
+    fn pieces_that_share_a_page_keep_what_is_on_it_and_so_do_their_neighbours() {
+        let one = tensor(MIB);
+        (0..one.bytes).for_each(|at| Tensor::byte(one.own, at).store((at % 251) as u8, Ordering::Relaxed));
+        let leases = [(100, 5000), (5100, 9000), (14_200, 20), (14_220, 4000)];
+        let leases = leases.map(|(from, bytes)| one.lease(1, from, bytes).unwrap());
+        leases.iter().for_each(|lease| lease.take_out().unwrap());
+        (0..one.bytes).for_each(|at| Tensor::byte(one.theirs, at).store(0, Ordering::Relaxed));
+        let last = 14_220 + 4000;
+        let found = |at: usize| Tensor::byte(one.own, at).load(Ordering::Relaxed);
+        assert!((0..last).all(|at| found(at) == (at % 251) as u8), "a page was taken out twice");
+        drop(leases);
+        one.free();
     }
 
     #[test]

@@ -5,6 +5,7 @@
 //! again. `to_give_back` says which of them exceed what is kept.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 /// A range in use.
 #[derive(Debug)]
@@ -12,8 +13,25 @@ pub struct Extent {
     pub bytes: usize,
     /// The group whose operations let peers access this memory, and how many of them.
     pub holder: Option<(u64, usize)>,
-    /// Pages of it became private after an operation had failed: peers cannot reach it any more, and it is not used again.
-    pub taken_out: bool,
+    /// Pages that became private after an operation had failed, as offsets. If there are any, peers cannot reach the range any
+    /// more, and it is not used again.
+    pub private: Vec<Range<usize>>,
+}
+
+impl Extent {
+    pub fn is_taken_out(&self) -> bool {
+        !self.private.is_empty()
+    }
+
+    /// The parts of `pages` that are not private yet.
+    pub fn not_private(&self, pages: Range<usize>) -> Vec<Range<usize>> {
+        let mut left = vec![pages];
+        for done in &self.private {
+            let cut = |one: Range<usize>| [one.start..one.end.min(done.start), one.start.max(done.end)..one.end];
+            left = left.into_iter().flat_map(cut).filter(|one| !one.is_empty()).collect();
+        }
+        left
+    }
 }
 
 #[derive(Debug)]
@@ -80,9 +98,9 @@ impl Extents {
         let &(_, at) = self.by_size.range((bytes, 0)..).next()?;
         let Free { bytes: whole, filled } = self.remove_free(at);
         if whole > bytes {
-            self.insert_free(at + bytes, Free { bytes: whole - bytes, filled: filled.saturating_sub(bytes) });
+            self.insert_free(at + bytes, Free { bytes: whole - bytes, filled: filled.min(whole - bytes) });
         }
-        self.used.insert(at, Extent { bytes, holder: None, taken_out: false });
+        self.used.insert(at, Extent { bytes, holder: None, private: Vec::new() });
         self.bytes_used += bytes;
         Some(at)
     }
@@ -91,7 +109,7 @@ impl Extents {
     pub fn release(&mut self, at: usize) -> Option<Extent> {
         let extent = self.used.remove(&at)?;
         self.bytes_used -= extent.bytes;
-        if extent.taken_out {
+        if extent.is_taken_out() {
             return Some(extent);
         }
         let (mut from, mut free) = (at, Free { bytes: extent.bytes, filled: extent.bytes });
@@ -163,7 +181,9 @@ mod tests {
             assert_eq!(extents.bytes_used(), held.iter().map(|(at, end)| end - at).sum::<usize>());
             assert!(extents.bytes_filled() + extents.bytes_used() <= 64 * PAGE);
         }
-        held.drain(..).for_each(|(at, _)| drop(extents.release(at)));
+        for (at, _) in held {
+            extents.release(at);
+        }
         assert_eq!((extents.free.len(), extents.by_size.len(), extents.count()), (1, 1, 0), "joined again");
         assert_eq!(extents.take(64 * PAGE), Some(0));
         assert_eq!((extents.take(1), extents.release(5)).0, None);
@@ -188,9 +208,36 @@ mod tests {
     fn a_range_that_was_taken_out_is_not_used_again() {
         let mut extents = Extents::new(4 * PAGE, PAGE);
         let at = extents.take(2 * PAGE).unwrap();
-        extents.starting_at(at).unwrap().taken_out = true;
-        assert!(extents.release(at).unwrap().taken_out);
+        extents.starting_at(at).unwrap().private.push(at..at + PAGE);
+        assert!(extents.release(at).unwrap().is_taken_out());
         assert_eq!((extents.take(3 * PAGE), extents.take(2 * PAGE)), (None, Some(2 * PAGE)));
+    }
+
+    #[test]
+    fn pages_are_made_private_once() {
+        let mut extent = Extent { bytes: 100, holder: None, private: Vec::new() };
+        let left = |extent: &Extent, pages| -> Vec<(usize, usize)> {
+            extent.not_private(pages).into_iter().map(|part| (part.start, part.end)).collect()
+        };
+        assert_eq!(left(&extent, 10..30), [(10, 30)]);
+        extent.private = vec![10..20, 50..60, 20..30];
+        assert_eq!(left(&extent, 0..100), [(0, 10), (30, 50), (60, 100)]);
+        assert_eq!(left(&extent, 15..55), [(30, 50)]);
+        assert_eq!(left(&extent, 12..28), []);
+    }
+
+    #[test]
+    fn filled_pages_are_not_forgotten_when_a_range_is_cut() {
+        let mut extents = Extents::new(100 * PAGE, PAGE);
+        let (one, two) = (extents.take(10 * PAGE).unwrap(), extents.take(10 * PAGE).unwrap());
+        let last = extents.take(80 * PAGE).unwrap();
+        extents.release(one);
+        assert!(extents.to_give_back(0).is_some());
+        extents.release(two);
+        // The first ten pages are empty now, the next ten filled.
+        assert_eq!(extents.take(10 * PAGE), Some(one));
+        assert_eq!(extents.bytes_filled(), 10 * PAGE);
+        extents.release(last);
     }
 
     #[test]

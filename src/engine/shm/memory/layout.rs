@@ -29,6 +29,10 @@ use crate::select::GroupShape;
 pub const SLOT_BYTES: usize = 4096;
 /// Payload that fits into the header line itself, behind tag, signature, chain and aux.
 pub const INLINE_BYTES: usize = 32;
+/// Of an operation that is mapped: most pieces of its inputs, and of its outputs.
+pub const MOST_PIECES: usize = 16;
+/// The words in a slot that say where these pieces lie, behind those of a table.
+pub const OFFER_BYTES: usize = 2 * MOST_PIECES * 16;
 /// Two cache lines: x86 prefetches them in pairs, and aarch64 has lines of this size.
 pub const PAIR_OF_LINES: usize = 128;
 /// Control words of a rank, each on its own pair of lines.

@@ -7,14 +7,16 @@
 #![allow(unsafe_code)] // maps the memory of peers
 
 use std::collections::HashMap;
+use std::fs;
 use std::fs::File;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use super::arena;
 use super::arena::Identity;
 use super::segment;
+use crate::os::watch;
 use crate::os::watch::PerProcess;
 
 /// The mapping of one process's arena.
@@ -22,17 +24,19 @@ use crate::os::watch::PerProcess;
 pub struct Reach {
     base: NonNull<u8>,
     bytes: usize,
-    /// This process's own, for ranks that are threads; it stays mapped.
-    own: bool,
+    /// Of the process that mapped it: a forked child has no such mapping.
+    generation: u32,
 }
 
-// SAFETY: an address range that stays mapped for its lifetime; `mapped.rs` orders the accesses.
+// SAFETY: an address range that stays mapped for its lifetime; `mapped` orders the accesses.
 unsafe impl Send for Reach {}
 // SAFETY: as above.
 unsafe impl Sync for Reach {}
 
+type Mapped = HashMap<(i32, u64), Weak<Reach>>;
+
 /// The mapped arenas of this process, by pid and inode. Weak: the groups own them.
-static MAPPED: PerProcess<Mutex<HashMap<(i32, u64), Weak<Reach>>>> = PerProcess::new();
+static MAPPED: PerProcess<Mutex<Mapped>> = PerProcess::new();
 
 impl Reach {
     /// The arena that process `pid` described; the error is a reason for a log.
@@ -41,20 +45,23 @@ impl Reach {
         if let Some(known) = mapped.get(&(pid, identity.inode)).and_then(Weak::upgrade) {
             return Ok(known);
         }
-        let reach = Arc::new(match arena::own_mapping() {
-            Some((base, bytes)) if arena::identity() == Some(identity) => Reach { base, bytes, own: true },
-            _ => Reach::map(pid, identity)?,
-        });
+        // Ranks that are threads of one process map it as well: a tensor that was taken out is at its old address only.
+        let reach = Arc::new(Reach::map(pid, identity)?);
         mapped.retain(|_, weak| weak.strong_count() > 0);
         mapped.insert((pid, identity.inode), Arc::downgrade(&reach));
         Ok(reach)
     }
 
-    pub(super) fn map(pid: i32, identity: Identity) -> Result<Reach, String> {
+    fn map(pid: i32, identity: Identity) -> Result<Reach, String> {
         if pid <= 0 {
             return Err("its process is in another pid namespace".to_string());
         }
         let path = format!("/proc/{pid}/fd/{}", identity.descriptor);
+        // Looked at first: opening what is no file may have an effect.
+        let found = fs::metadata(&path).map_err(|error| format!("{path}: {error}"))?;
+        if (found.ino(), found.len()) != (identity.inode, identity.bytes) {
+            return Err(format!("{path} is another file"));
+        }
         let file = File::options().read(true).write(true).open(&path).map_err(|error| format!("{path}: {error}"))?;
         let found = segment::inode_and_size(&file).map_err(|error| format!("{path}: {error}"))?;
         if found != (identity.inode, identity.bytes) || !segment::is_sealed(&file) {
@@ -67,7 +74,7 @@ impl Reach {
             // SAFETY: the whole of our new mapping. A forked child runs no operation of an inherited group.
             unsafe { libc::madvise(base.as_ptr().cast(), bytes, advice) };
         }
-        Ok(Reach { base, bytes, own: false })
+        Ok(Reach { base, bytes, generation: watch::generation() })
     }
 
     /// The address of a piece of that process's memory, if it lies inside.
@@ -79,7 +86,7 @@ impl Reach {
 
 impl Drop for Reach {
     fn drop(&mut self) {
-        if !self.own {
+        if self.generation == watch::generation() {
             // SAFETY: our mapping; who uses an address of it keeps the `Reach`.
             unsafe { segment::unmap(self.base, self.bytes) };
         }

@@ -204,12 +204,10 @@ impl Segment {
     /// Maps a segment that another rank made. Its length must be what that rank announced and must be sealed; an
     /// unsealed descriptor is accepted only where that rank announced one (`backing`).
     pub fn map(fd: BorrowedFd<'_>, expected_len: usize, backing: Backing) -> Result<Segment> {
-        if backing == Backing::Sealed {
-            if !is_sealed(&fd) {
-                return Err(Error::System(
-                    "sagellm: the shared memory that rank 0 sent is not sealed against shrinking".to_string(),
-                ));
-            }
+        if backing == Backing::Sealed && !is_sealed(&fd) {
+            return Err(Error::System(
+                "sagellm: the shared memory that rank 0 sent is not sealed against shrinking".to_string(),
+            ));
         }
         let (_, found) = inode_and_size(&fd).map_err(|error| refused("fstat on shared memory", error))?;
         if usize::try_from(found) != Ok(expected_len) {
@@ -295,8 +293,14 @@ impl Drop for Segment {
 }
 
 pub fn map_pages(len: usize, flags: i32, fd: i32) -> io::Result<NonNull<u8>> {
+    map_pages_at(len, flags, fd, 0)
+}
+
+/// Maps `len` bytes of a file from `offset` on.
+pub fn map_pages_at(len: usize, flags: i32, fd: i32, offset: usize) -> io::Result<NonNull<u8>> {
+    let access = libc::PROT_READ | libc::PROT_WRITE;
     // SAFETY: a new mapping at an address of the kernel's choice touches no memory of ours.
-    let base = unsafe { libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ | libc::PROT_WRITE, flags, fd, 0) };
+    let base = unsafe { libc::mmap(std::ptr::null_mut(), len, access, flags, fd, offset as libc::off_t) };
     if base == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
     }
