@@ -34,7 +34,9 @@ class Over(Exception):
 
 
 class Rank:
-    """One rank under way. `seconds` is the groups' timeout; `apart`: ranks are on several hosts."""
+    """One rank under way. `seconds` is the groups' timeout; `apart`: ranks are on several hosts; `reachable`: "all" or
+    "some" buffers lie where peers can reach them, which buffers differs by rank.
+    """
 
     def __init__(
         self,
@@ -47,9 +49,11 @@ class Rank:
         vendor: str = "",
         begun: Callable[[], None] = lambda: None,
         apart: bool = False,
+        reachable: str = "",
     ) -> None:
         self.program, self.rank, self.backend, self.store = program, rank, backend, store
         self.seconds, self.device, self.vendor, self.begun, self.apart = seconds, device, vendor, begun, apart
+        self.reachable = reachable
         self.problems: list[Problem] = []
         self.works: dict[int, list[Any]] = {}
         self.threads: dict[int, tuple[threading.Thread, list[BaseException]]] = {}
@@ -70,6 +74,12 @@ class Rank:
         self.memory = [
             initial(dtype, count, self.rank, b).to(self.device) for b, (dtype, count) in enumerate(self.program.buffers)
         ]
+        if self.reachable:
+            import torch_sagellm
+
+            for b, tensor in enumerate(self.memory):
+                if self.reachable == "all" or (7 * self.rank + 3 * b + self.program.seed) % 4:
+                    self.memory[b] = torch_sagellm.shared(tensor)
         try:
             self._begin()
             if any(step["do"] == "abandon" or "broken" in step or "struck" in step for step in self.program.steps):
@@ -644,11 +654,13 @@ class Rank:
         self._compare(self.model.checks.get(self.at, []))
 
 
-def member(context: Any, backend: str, hosts: list[str] | None = None, vendor: str | None = None) -> None:
+def member(
+    context: Any, backend: str, hosts: list[str] | None = None, vendor: str | None = None, reachable: str = ""
+) -> None:
     """The life of a rank process: programs come from the test, one after the other.
 
     `hosts` are network namespaces over which the ranks are dealt. With `vendor` tensors are on a simulated device,
-    under a simulated library of that vendor, or under none where it is "".
+    under a simulated library of that vendor, or under none where it is "". `reachable` is that of `Rank`.
     """
     device, who = "cpu", ""
     if hosts:
@@ -671,7 +683,7 @@ def member(context: Any, backend: str, hosts: list[str] | None = None, vendor: s
             client = client or dist.TCPStore("127.0.0.1", context.store_port, timeout=timedelta(seconds=30))
             store = dist.PrefixStore(key, client)
         tell = partial(context.tell, (key, None, False))
-        rank = Rank(program, context.rank, backend, store, seconds, device, who, tell, bool(hosts))
+        rank = Rank(program, context.rank, backend, store, seconds, device, who, tell, bool(hosts), reachable)
         problems = rank.run()
         context.tell((key, problems, rank.over))
 

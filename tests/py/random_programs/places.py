@@ -1,4 +1,6 @@
-"""Where programs run: processes of one host or of several, tensors in its memory or on a simulated device."""
+"""Where programs run: processes of one host or of several; tensors in its memory, where peers reach them, or on a
+simulated device.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,15 @@ import simulated
 #: What each may hold. "staged" is a device without a vendor's library; the vendors' names stand for their simulators.
 PLACES = {
     "cpu": GLOO if IS_GLOO else Taste(),
+    "reachable": Taste(),
+    "partly-reachable": Taste(),
     "two-hosts": HOSTS,
     "three-hosts": HOSTS,
     "staged": DEVICE,
     **dict.fromkeys(simulated.VENDORS, VENDOR),
 }
+#: Which buffers lie where peers can reach them.
+REACHABLE = {"reachable": "all", "partly-reachable": "some"}
 HOSTS_OF = {"two-hosts": 2, "three-hosts": 3}
 
 
@@ -37,7 +43,9 @@ def ranks_at(place: str) -> Iterator[Ranks]:
             yield ranks
         return
     env, settings = {}, {}
-    if place != "cpu":
+    if place in REACHABLE:
+        settings["reachable"] = REACHABLE[place]
+    elif place != "cpu":
         simdevice.library_path()
         settings["vendor"] = "" if place == "staged" else place
     if settings.get("vendor"):
