@@ -16,10 +16,11 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 from limits import patience  # noqa: E402 (found by the line above)
 
-# A shell starts what runs in its background with SIGINT ignored, and programs inherit that: Ctrl-C would end none of
-# those that the tests start.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell starts what runs in its background with these signals ignored, and programs inherit that: Ctrl-C would end
+# none of those that the tests start.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
