@@ -9,8 +9,7 @@
 //! | all_reduce | N read, N written | rank 0..P-1, each slice at one rank |
 //! | reduce | N read, N/P written | the same |
 //! | reduce_scatter | N read, N/P written | the same |
-//! | all_gather, gather (root), all_to_all | what it gets, read and written once | - |
-//! | broadcast, scatter | the same; nothing at the root | - |
+//! | all_gather, all_to_all | what it gets, read and written once | - |
 //!
 //! Steps: two exchanges (the headers, the ends of the parts). Source: the single-copy collectives of XPMEM-based MPI libraries
 //! (Open MPI's coll/xhc), here over memory that needs no kernel module.

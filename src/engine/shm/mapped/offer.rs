@@ -51,7 +51,7 @@ impl Offer {
 }
 
 /// The tensors of a peer, as addresses in this process.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Theirs {
     pub inputs: Vec<Span>,
     pub outputs: Vec<Span>,
@@ -99,7 +99,9 @@ impl Arenas {
     pub fn offer(&mut self, area: &Area, op: &Op) -> Option<Offer> {
         let request = &op.request;
         let (kind, me, root) = (request.kind, area.me, request.root as usize);
-        if Pieces(request.inputs()).bytes().max(Pieces(request.outputs()).bytes()) < FROM {
+        if !part::is_shared_by_all(kind)
+            || Pieces(request.inputs()).bytes().max(Pieces(request.outputs()).bytes()) < FROM
+        {
             return None;
         }
         let lease = |spans: &[Span]| -> Option<Vec<Lease>> {
@@ -110,16 +112,14 @@ impl Arenas {
             spans().map(|span| arena::lease(self.group, *span)).collect()
         };
         // Blocks of an all_to_all that lie in the slot are not offered: there is no room for both, and no need.
-        let exposes = part::exposes_inputs(kind, me, root) && !is_inline(request, area.ranks);
-        let inputs = if exposes { lease(request.inputs())? } else { Vec::new() };
+        let inputs = if is_inline(request, area.ranks) { Vec::new() } else { lease(request.inputs())? };
         let written = part::exposes_outputs(kind, me, root);
         let outputs =
             if written && request.outputs() != request.inputs() { lease(request.outputs())? } else { Vec::new() };
         if let Some(own) = arena::identity().filter(|own| area.arena(me) != Some(*own)) {
             area.set_arena(own);
         }
-        let touched = |q: &usize| part::touches(kind, me, root, *q);
-        let reached = (0..area.ranks).filter(touched).all(|q| self.reach(area, q).is_some());
+        let reached = (0..area.ranks).filter(|q| *q != me).all(|q| self.reach(area, q).is_some());
         reached.then_some(Offer { inputs, outputs, written })
     }
 
@@ -145,9 +145,6 @@ impl Arenas {
 
     fn read(&self, area: &Area, op: &Op, rank: usize) -> Option<Theirs> {
         let request = &op.request;
-        if !part::touches(request.kind, area.me, request.root as usize, rank) {
-            return Some(Theirs::default());
-        }
         let (word, reach) = (area.offer(rank, op.number), self.reached[rank].as_ref()?);
         let (inputs, outputs) = ((word >> 8 & 0xff) as usize, word >> 16 & 0xff);
         let separate = if outputs == SAME { 0 } else { outputs as usize };

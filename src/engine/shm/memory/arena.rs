@@ -21,7 +21,7 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use once_cell::sync::OnceCell;
@@ -53,7 +53,8 @@ unsafe impl Send for Arena {}
 // SAFETY: as above.
 unsafe impl Sync for Arena {}
 
-/// Set by the thread that makes it, which `SHARED.started` elects. Nobody waits for it: a forked child may lack that thread.
+/// Set by the thread that makes it, which `SHARED.maker` elects. A forked child does not wait for it, because it may lack that
+/// thread.
 static ARENA: OnceCell<Result<Arena, String>> = OnceCell::new();
 
 /// What the fork handler reads, and what is counted: atomics, because the handler may take no lock.
@@ -61,8 +62,8 @@ struct Shared {
     /// This process is a child of the one that made the arena. Written by the fork handler (relaxed: the child has one
     /// thread then), read before each use.
     forked: AtomicBool,
-    /// A thread makes the arena or has made it. Relaxed: what it made is read from `ARENA`.
-    started: AtomicBool,
+    /// The process of which a thread makes the arena or has made it; 0 before. Relaxed: what it made is read from `ARENA`.
+    maker: AtomicU32,
     /// A thread changes the mapping. Taken with the lock of `extents` held (acquire, release), and by `fork`, which must not
     /// copy a mapping in between.
     changing: AtomicBool,
@@ -82,7 +83,7 @@ struct Shared {
 
 static SHARED: Shared = Shared {
     forked: AtomicBool::new(false),
-    started: AtomicBool::new(false),
+    maker: AtomicU32::new(0),
     changing: AtomicBool::new(false),
     base: AtomicUsize::new(0),
     bytes: AtomicUsize::new(0),
@@ -261,13 +262,20 @@ impl Lease {
 
 /// The arena, made at the first call.
 fn arena() -> Option<&'static Arena> {
-    if ARENA.get().is_none() && !SHARED.started.swap(true, Ordering::Relaxed) {
+    if ARENA.get().is_some() {
+        return made();
+    }
+    let me = std::process::id();
+    if SHARED.maker.compare_exchange(0, me, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
         let arena = Arena::new();
         if let Err(why) = &arena {
             log::warn!("tensors are ordinary memory, which peers cannot reach: {why}");
         }
         // This thread was elected, so nobody else sets it.
         let _ = ARENA.set(arena);
+    }
+    while ARENA.get().is_none() && SHARED.maker.load(Ordering::Relaxed) == me {
+        std::thread::yield_now(); // some system calls of another thread
     }
     made()
 }
