@@ -8,7 +8,7 @@
 //! - *copy*: each rank copies as many bytes as its tensor has, out of the other's tensor: what an all_gather cannot do without.
 //!
 //! Each rank writes its whole tensor before each call, outside the time, as a program does; without that the data lie in the
-//! caches of whoever reads them, and every figure is too good. Prints p10 and median; checks the sums, and no time.
+//! cache of the rank that reads them, and every figure is too good. Prints p10 and median. The sums are checked, times are not.
 
 use std::hint::spin_loop;
 use std::sync::Arc;

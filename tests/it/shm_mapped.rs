@@ -1,5 +1,5 @@
-//! Collectives on tensors that peers can reach: the same bits as the reference, whoever has such tensors, and no copy on the
-//! way where all have them. Ranks are threads; `tests/py/fault/test_reachable.py` stops and kills processes.
+//! Collectives on tensors that peers can reach have the bits of the reference, whichever ranks have such tensors. They are
+//! mapped if all ranks have them. Ranks are threads; `tests/py/fault/test_reachable.py` stops and kills processes.
 
 use std::sync::Arc;
 use std::time::Duration;

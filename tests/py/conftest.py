@@ -16,8 +16,8 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 from limits import patience  # noqa: E402 (found by the line above)
 
-# A shell starts what runs in its background with these signals ignored, and programs inherit that: Ctrl-C would end
-# none of those that the tests start.
+# A shell ignores these signals in programs that it starts in its background, and their children inherit that. Without
+# this, Ctrl-C would end no program that a test starts.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)

@@ -45,5 +45,5 @@ def resident() -> int:
 
 
 def alone(function: Callable[..., Any], env: dict[str, str] | None = None) -> None:
-    """Runs it in a process of its own: what is looked at belongs to the process."""
+    """Runs it in a new process, because the memory that it looks at is counted for a whole process."""
     run_fresh(function, 1, env=env or {"SAGELLM_SHARED_BYTES": str(256 * MIB)})

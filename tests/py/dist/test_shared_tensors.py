@@ -125,7 +125,7 @@ def adds_one(there: Any, back: Any) -> None:
 
 
 def test_torch_saves_loads_and_sends_them() -> None:
-    """And `share_memory_()`: what torch moves into memory of its own gives ours back."""
+    """The same for `share_memory_()`: torch moves the tensor into its own memory, and ours is freed."""
     alone(saved_and_sent)
 
 

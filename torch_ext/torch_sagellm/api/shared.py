@@ -1,4 +1,4 @@
-"""Tensors in memory that the ranks of a host can reach: large operations on them need no copy on the way.
+"""Tensors in memory that the ranks of a host can reach: a large all_reduce of them needs no copy on the way.
 
 They are ordinary CPU tensors of torch. Where there is no such memory (it is full, switched off or denied, or this is a
 forked child) they lie in ordinary memory, and operations on them run as on all others.

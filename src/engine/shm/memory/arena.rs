@@ -341,7 +341,7 @@ impl Arena {
         segment::inode_and_size(&self.file).is_ok_and(|found| found == (self.inode, self.bytes as u64))
     }
 
-    /// Gives the pages of a range of the file back to the system; whoever reads it finds zeros.
+    /// Gives the pages of a range of the file back to the system. A process that reads it finds zeros.
     fn give_back(&self, offset: usize, bytes: usize) {
         if !self.has_its_file() {
             return;

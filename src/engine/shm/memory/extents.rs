@@ -1,5 +1,5 @@
-//! Which pages of the arena are in use: an allocator of page ranges, without memory of its own. Best fit, the lowest offset
-//! first; neighbouring free ranges are joined.
+//! Which pages of the arena are in use. It keeps page ranges as offsets and touches no memory. It takes the smallest free range
+//! that fits, the one with the lowest offset first, and joins neighbouring free ranges.
 //!
 //! Pages that were used once stay filled when their range is freed, because filling a page costs far more than using it
 //! again. `to_give_back` says which of them exceed what is kept.
