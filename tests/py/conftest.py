@@ -16,11 +16,11 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 from limits import patience  # noqa: E402 (found by the line above)
 
-# A shell ignores these signals in programs that it starts in its background, and their children inherit that. Without
-# this, Ctrl-C would end no program that a test starts.
-for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+# A shell has the programs in its background ignore SIGINT and SIGQUIT, and nohup SIGHUP; their children inherit that.
+# Without this, no such signal would end a program that a test starts.
+for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
     if signal.getsignal(number) is signal.SIG_IGN:
-        signal.signal(number, handler)
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

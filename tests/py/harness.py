@@ -360,7 +360,10 @@ class Job:
         """Sends a word to a rank that listens."""
         conn = self.ranks[rank].conn
         assert conn is not None, f"rank {rank} has ended\n{self.report()}"
-        conn.send(word)
+        try:
+            conn.send(word)
+        except OSError as error:
+            raise AssertionError(f"rank {rank} does not listen: {error}\n{self.report()}") from None
 
     def hear(self, rank: int, timeout: float = 30.0) -> Any:
         """The next word of a rank."""

@@ -162,8 +162,10 @@ def aborts(ctx: Context, vendor: str, waits: bool) -> None:
     dist.all_reduce(value)
     holds(value, 2)
     if ctx.rank == 1:
+        ctx.tell("past the first operation")
         ctx.listen()  # never issues what rank 0 has under way
         os._exit(0)
+    ctx.listen()
     work = dist.all_reduce(value, async_op=True)
     assert work is not None
     found: list[tuple[str, float]] = []
@@ -197,6 +199,9 @@ def test_an_abort_ends_what_is_under_way(vendor: str, waits: bool, libraries: di
     """The waiting work fails at once and not at the deadline, although the peer lives and has not issued it."""
     env = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000")
     with launch(aborts, 2, vendor, waits, env=env) as job:
+        # An abort fails what a peer still waits for.
+        assert job.hear(1, PATIENCE) == "past the first operation"
+        job.say(0, "go")
         text, took, later = job.hear(0, PATIENCE)
         assert took < 10, took
         for each in (text, later):

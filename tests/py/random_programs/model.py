@@ -1,10 +1,11 @@
 """Carries a program out in one process: what every rank's memory must hold, and whether the program is legal.
 
-An operation happens here when all who take part have issued it, every earlier collective of its group has happened, and
-so has every earlier operation of one of its ranks on the same memory; its rank's memory then holds exactly what the
-order of issue says. That is the latest moment that any backend may choose, so a program that comes to its end here ends
-everywhere. A program is illegal where torch's rules define no result: a rank waits for something that cannot happen
-yet, two groups use memory at the same time, or the program itself writes memory that an operation still needs.
+An operation happens here when all who take part have issued it, every earlier collective of its group (for a message:
+every earlier one of the same ranks and tag) has happened, and so has every earlier operation of one of its ranks on the
+same memory; its rank's memory then holds exactly what the order of issue says. That is the latest moment that any
+backend may choose, so a program that comes to its end here ends everywhere. A program is illegal where torch's rules
+define no result: a rank waits for something that cannot happen yet, two groups use memory at the same time, or the
+program itself writes memory that an operation still needs.
 
 A rank knows that an operation has ended when it waited for it, when it was synchronous, when an operation on the same
 memory that had to come after it has ended (but not a send, which may go on from a copy), and when a barrier has:
@@ -96,6 +97,8 @@ class Model:
         self.nodes: dict[Any, Node] = {}
         self.waiting: list[Node] = []
         self.last: dict[int, Node] = {}  # by group
+        #: The latest message by group, sender, receiver and tag: messages of these do not overtake each other.
+        self.last_message: dict[tuple[int, int, int, int], Node] = {}
         self.in_use: list[list[Node]] = [[] for _ in ranks]  # issued, and not known to have ended
         self.works: list[dict[int, list[Node]]] = [{} for _ in ranks]
         self.issued: list[dict[int, list[Node]]] = [{} for _ in ranks]  # collectives by group, not known to have ended
@@ -284,6 +287,11 @@ class Model:
             node = Node(("m", message), step, step["g"], members, False, {"send", "recv"})
             self.nodes["m", message] = node
             self.waiting.append(node)
+            other = next(each for each in members if each != rank)
+            channel = (step["g"], *((rank, other) if what == "send" else (other, rank)), step["tag"])
+            if channel in self.last_message:
+                node.after.add(self.last_message[channel])
+            self.last_message[channel] = node
         node.halves[what] = (rank, view)
         node.missing.discard(what)
         self._issue(rank, node, [(view, what == "recv")])

@@ -272,6 +272,31 @@ def test_the_model_keeps_the_order_of_issue() -> None:
     assert model.checks[3][0][1].tolist() == model.memory[1][1][:4].tolist()
 
 
+def half(what: str, identity: int, message: int, view: list[object]) -> dict[str, object]:
+    """A message from rank 0 to rank 1."""
+    rank = 0 if what == "send" else 1
+    step = {"do": what, "id": identity, "m": message, "g": 0, "rank": rank, "peer": 1 - rank, "tag": 0, "how": "keep"}
+    return step | {"v": view} | ({"any": False} if what == "recv" else {})
+
+
+def test_messages_of_one_tag_do_not_overtake_each_other() -> None:
+    """The first message waits for a collective on its memory, which waits for the second message on another rank's."""
+    first, second = [0, 0, [4], [1]], [1, 0, [4], [1]]
+    steps = [
+        half("recv", 1, 1, first),
+        half("recv", 2, 2, second),
+        reduced(3, "keep", "keep") | {"outs": [[first], [second]]},
+        half("send", 4, 1, first),
+        half("send", 5, 2, second),
+        *(wait(rank, identity) for rank, identity in ((0, 5), (0, 4), (0, 3), (1, 1), (1, 2), (1, 3))),
+    ]
+    with pytest.raises(Illegal, match="waits for ever"):
+        judge(made(*steps))
+    for step in steps:
+        step |= {"tag": 1} if step.get("m") == 2 else {}
+    judge(made(*steps))
+
+
 def test_views_that_interleave_share_nothing() -> None:
     assert not overlap([0, 0, [5], [2]], [0, 1, [5], [2]])
     assert overlap([0, 0, [5], [2]], [0, 1, [5], [1]])
