@@ -9,7 +9,8 @@ and ends as the program ended. When the client is killed, the program and its pr
 The fork does what the interpreter does at its start: arguments, `sys.path`, a new `__main__`, the streams, Ctrl-C; it
 starts a new session, and runs to the interpreter's own end. Where a fork would differ from a fresh interpreter, the
 client executes the real Python instead (`cold_because` has the list: flags, variables that are read while Python or
-torch starts, other namespaces or limits, programs of the package itself). What a program starts by
+torch starts, other limits, programs of the package itself). The network and the mounts of the client, which
+`ip netns exec` changes, are entered. What a program starts by
 `sys.executable` is warm again. These differ, so tests of them start the real Python: what torch does at its import, the
 parent, which is not the process that started it, and a stopped client, which stops nothing. One test of each kind
 (torchrun of an example and of a script, `doctor`, a program and a command of the pages) starts the real Python, too.
@@ -24,6 +25,7 @@ import resource
 import select
 import signal
 import socket
+import struct
 import sys
 from typing import Any, NoReturn
 
@@ -39,7 +41,9 @@ AT_START = (
 #: Those of these beginnings that torchrun sets for its ranks; torch reads them when a group is made, if at all.
 #: PYTHON_EXEC is read by torchrun alone, and how much Kineto logs concerns no test.
 LATER = ("PYTHON_EXEC", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "KINETO_LOG_LEVEL")
-SPACES = ("net", "ipc", "mnt", "user", "uts")
+SPACES = ("ipc", "user", "uts")
+#: Namespaces of the client that the program enters.
+ENTERED = ("net", "mnt")
 
 
 def read_at_start(environment: dict[str, str]) -> dict[str, str]:
@@ -189,6 +193,8 @@ def start(door: socket.socket, python: str) -> dict[str, Any]:
             with contextlib.suppress(OSError):
                 os.close(fd)
         watch(door, pid)
+    client, _, _ = struct.unpack("3i", door.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    enter_spaces(client)
     door.close()
     os.setsid()
     die_with_parent()
@@ -197,6 +203,21 @@ def start(door: socket.socket, python: str) -> dict[str, Any]:
         os.close(fd)
     order["python"] = python
     return order
+
+
+def enter_spaces(client: int) -> None:
+    """Enters those namespaces of the client that differ; the client lives until the program has ended."""
+    import ctypes
+
+    for space in ENTERED:
+        path = f"/proc/{client}/ns/{space}"
+        if os.stat(path).st_ino == os.stat(f"/proc/self/ns/{space}").st_ino:
+            continue
+        fd = os.open(path, os.O_RDONLY)
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(fd, 0) != 0:
+            raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}", path)
+        os.close(fd)
 
 
 def watch(door: socket.socket, pid: int) -> NoReturn:

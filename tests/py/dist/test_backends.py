@@ -6,7 +6,6 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 import time
 from datetime import timedelta
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Context, beyond_gloo, expect_raises, launch, run_fresh, run_ranks, run_warm
+from harness import Context, beyond_gloo, expect_raises, launch, run_fresh, run_ranks, run_warm, warm_python
 from limits import patience
 from on_device import number
 
@@ -367,7 +366,12 @@ else:
 def test_without_a_group_and_an_environment_it_is_one_rank(script: str) -> None:
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
     done = subprocess.run(
-        [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=patience(60), check=False
+        [warm_python(), "-c", script],
+        env=env | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=patience(60),
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from typing import Any
 
 import net
 import pytest
-from harness import IS_GLOO
+from harness import IS_GLOO, warm_python
 from limits import patience
 
 from torch_sagellm.cli import checks, peer
@@ -31,8 +30,8 @@ def network(hosts: int = 2, **how: Any) -> Iterator[net.Network]:
 
 
 def doctor(host: str, interface: str, *words: str) -> subprocess.Popen[str]:
-    command = ["ip", "netns", "exec", host, sys.executable, "-m", "torch_sagellm", "doctor", *words]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": interface, "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
+    command = ["ip", "netns", "exec", host, warm_python(), "-u", "-m", "torch_sagellm", "doctor", *words]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": interface, "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
 

@@ -95,7 +95,7 @@ print(json.dumps([paths, titles, calls]))
 @pytest.mark.skipif(not hasattr(c10d, "_register_handler"), reason="this torch has no handlers in Python")
 def test_the_debug_server_shows_our_operations() -> None:
     """The worker server answers; torch's page makes its tables of the answer; the process ends well."""
-    done = run_script(["-c", SERVED])
+    done = run_script(["-c", SERVED], warm=True)
     assert done.returncode == 0, done.stdout
     found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[[") or "missing" in line))
     if found[0] == "missing":
@@ -161,7 +161,7 @@ except ImportError as error:
 
 @pytest.mark.skipif(not hasattr(c10d, "_register_handler"), reason="this torch has no handlers in Python")
 def test_a_package_that_the_debug_server_lacks_is_named() -> None:
-    done = run_script(["-c", LACKING])
+    done = run_script(["-c", LACKING], warm=True)
     assert done.returncode == 0 and "needs tabulate" in done.stdout and "pip install" in done.stdout, done.stdout
 
 

@@ -164,7 +164,7 @@ def test_a_process_that_ends_in_order_leaves_no_file_and_one_that_was_not_asked_
 ) -> None:
     program = PROGRAM.format(folder=str(tmp_path), tries=200 if asked else 1)
     environment = {"SAGELLM_STATUS_DIR": str(tmp_path)} if asked else {}
-    done = run_script(["-c", program], env=environment)
+    done = run_script(["-c", program], env=environment, warm=True)
     assert done.returncode == 0, done.stdout
     assert done.stdout.splitlines()[-2:] == [str(["sagellm-status"] if asked else []), str(int(asked))], done.stdout
     assert [each.name for each in tmp_path.iterdir()] == [watch.LEFT] * asked
@@ -175,7 +175,9 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     done = run_script(
-        ["-c", PROGRAM.format(folder=str(tmp_path), tries=1)], env={"SAGELLM_STATUS_DIR": str(file / "below")}
+        ["-c", PROGRAM.format(folder=str(tmp_path), tries=1)],
+        env={"SAGELLM_STATUS_DIR": str(file / "below")},
+        warm=True,
     )
     assert done.returncode == 0 and "no status is written" in done.stdout, done.stdout
 

@@ -550,8 +550,8 @@ def test_the_dead_are_told_from_the_stopped_whatever_the_addresses(
         ):
             for rank in range(2):
                 assert job.hear(rank) == "ready"
-            # A rank that is stopped in the middle of a request keeps the lock of the file, so nobody else gets it. One that
-            # is killed while it writes leaves half an entry, at whose end torch's FileStore reads for ever.
+            # A rank that is stopped in the middle of a request keeps the lock of the file, so nobody else gets it. One
+            # that is killed while it writes leaves half an entry, at whose end torch's FileStore reads for ever.
             job.signal(1, signal.SIGSTOP)
             while is_locked(job.tmp / "store"):
                 job.signal(1, signal.SIGCONT)

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import front_door
-from harness import Context, beyond_gloo, run_fresh, torchrun
+from harness import Context, beyond_gloo, run_fresh, torchrun, warm_python
 
 pytestmark = beyond_gloo("the API is this package's")
 
@@ -23,7 +22,12 @@ def test_the_script_runs_without_torchrun() -> None:
     """One rank, and no variable that names others."""
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
     done = subprocess.run(
-        [sys.executable, front_door.__file__], capture_output=True, text=True, timeout=100, check=False, env=env
+        [warm_python(), front_door.__file__],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env=env | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0 and done.stdout == "the front door is open\n", done.stdout + done.stderr
 

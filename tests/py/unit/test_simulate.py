@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from harness import warm_python
 
 from torch_sagellm._private import load
 from torch_sagellm.cli import measure, simulate
@@ -143,8 +144,10 @@ def test_the_plot_is_a_picture(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "all_to_all"])
-def test_the_check_runs_the_schedules_and_prints_the_error(kind: str) -> None:
+def test_the_check_runs_the_schedules_and_prints_the_error(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three ranks: no power of two, so ranks pause in different steps. Each rank verifies its results."""
+    monkeypatch.setattr(sys, "executable", warm_python())
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     done = run_simulate("--op", kind, "--ranks", "3", "--sizes", "60", "--check")
     assert done.returncode == 0, done.stderr
     shown = re.findall(r"^ +60 B +(\w+).* [+-]\d+%$", done.stdout, re.M)

@@ -186,6 +186,19 @@ def test_variables_and_limits_decide() -> None:
     assert run_script(["-c", WARM]).stdout == "False\n", "unless it is asked for"
 
 
+def test_it_enters_the_network_of_its_client(lone_host: str) -> None:
+    code = "import os, sys; print('torch' in sys.modules, sorted(os.listdir('/sys/class/net')))"
+    found = []
+    for python in (sys.executable, warm_python()):
+        words = ["ip", "netns", "exec", lone_host, python, "-c", code]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 0, done.stderr
+        found.append(done.stdout.split(" ", 1))
+    assert [warm for warm, _ in found] == ["False", "True"]
+    assert found[0][1] == found[1][1] != f"{sorted(os.listdir('/sys/class/net'))}\n"
+
+
 def test_the_deadline_ends_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also what it has started in its process group."""
     import harness
