@@ -382,6 +382,7 @@ def builder() -> type[Any]:
             if os.environ.get(PREBUILT):
                 check_prebuilt()
             else:
+                find_ninja()  # needed minutes later; who lacks it learns so now
                 run_cargo()
             self._drop_foreign_paths()
             if os.environ.get(LINKER):

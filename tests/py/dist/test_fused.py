@@ -66,6 +66,7 @@ def refused(ctx: Context) -> None:
         ([whole[:6], whole[4:]], "sum", "tensors 0 and 1 share memory"),
         ([whole], "xor", "op='xor', expected one of sum, avg"),
         (wrong, "sum", "element 1 is a list"),
+        (whole, "sum", "tensors is one tensor, expected a list of them"),
         ([whole], "bxor", "not defined for float32"),
     ]
     for tensors, op, expected in cases:

@@ -266,9 +266,6 @@ def test_ranks_of_one_process_with(name: str) -> None:
             assert [each.tolist() for each in totals] == [[3.0, 3.0]] * 2, f"after {called}"
 
 
-HOST_KINDS = ("plain", "parameter", "inference", "conj", "neg", "expanded", "strided", "0-dim", "sparse", "meta")
-
-
 def on_two_hosts(ctx: Context, names: list[str]) -> list[int]:
     enter(names[ctx.rank])
     ctx.init(store=dist.FileStore(f"{ctx.tmp}/store", 2), timeout=timedelta(seconds=30))
@@ -277,7 +274,7 @@ def on_two_hosts(ctx: Context, names: list[str]) -> list[int]:
         for called in CALLS
         if not any(fnmatchcase(called, pattern) for pattern in ("layers.ring*", "objects.*", "backend.*"))
     )
-    counts = [tour(ctx, name, dist.group.WORLD, calls) for name in HOST_KINDS]
+    counts = [tour(ctx, name, dist.group.WORLD, calls) for name in KINDS]
     dist.destroy_process_group()
     return counts
 

@@ -44,7 +44,7 @@ def fused_all_reduce(
         The same tensors, in a new list.
 
     Raises:
-        TypeError: something in the list is no tensor.
+        TypeError: a tensor was passed in place of a list, or something in the list is no tensor.
         ValueError: ``op`` is unknown, two tensors share memory, one has no data, is sparse or a lazily conjugated or
             negated view, or the backend refuses the call; nothing was sent.
         RuntimeError: as for every collective: a mismatch between ranks, a rank that died, a deadline.
@@ -58,8 +58,11 @@ def fused_all_reduce(
         gradients = [torch.ones(512), torch.ones(3, 4, dtype=torch.float64)]
         torch_sagellm.fused_all_reduce(gradients, op="avg")
     """
+    import torch
     import torch.distributed as dist
 
+    if isinstance(tensors, torch.Tensor):  # which is a sequence of its rows
+        raise TypeError("sagellm fused_all_reduce: tensors is one tensor, expected a list of them; pass [tensor]")
     listed = list(tensors)
     receives = _extension()._receives
     for number, tensor in enumerate(listed):

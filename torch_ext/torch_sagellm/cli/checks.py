@@ -355,8 +355,9 @@ def descriptors(facts: Facts) -> Iterator[Finding]:
     local = facts.number("LOCAL_WORLD_SIZE")
     if not ranks or not facts.descriptors:
         return
-    # Over several hosts a group has two sets of connections to all other ranks, and watches the processes of its host.
-    needed = SPARE_FILES + (2 * ranks + 2 * (local or ranks) if local != ranks else 3 * ranks)
+    # It shares memory with the ranks of its host and watches their processes; ranks elsewhere take one connection each.
+    here = min(local or ranks, ranks)
+    needed = SPARE_FILES + 3 * here + (ranks - here)
     if needed > facts.descriptors:
         what = (
             f"a process may open {facts.descriptors} files (ulimit -n); one group of {ranks} ranks needs about {needed}"

@@ -33,7 +33,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 EXAMPLES = """examples:
   torch-sagellm demo --ranks 2 --steps 100
-  torchrun --nproc-per-node=2 -m torch_sagellm.demos.train_gpt --backend sagellm
+  torchrun --nproc-per-node=2 -m torch_sagellm.demos.train_gpt
   torchrun --nproc-per-node=2 -m torch_sagellm.demos.train_gpt --backend gloo --compare none
 """
 STEP_RECORD = "train_step"
@@ -447,7 +447,7 @@ def parse_args() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--backend", default="gloo", help="name of the torch.distributed backend (default: gloo)")
+    add("--backend", default="sagellm", help="name of the torch.distributed backend (default: sagellm)")
     add("--compare", default="gloo", help='second backend for the same steps, or "none" (default: gloo)')
     add("--shared", action="store_true", help="gradients of the first backend travel in tensors that ranks can reach")
     add("--steps", type=int, default=300, help="optimiser steps per backend (default: 300)")

@@ -12,8 +12,8 @@
 //! late writes land in pages of the file that nobody reads. Any thread of this process may access the memory meanwhile and
 //! loses no write. The range of the file is never used again.
 //!
-//! **Forks.** A child gets a private mapping of the same file (`in_forked_child`): what it writes, nobody else sees. It
-//! allocates nothing here, and what it frees stays allocated, because it shares the file with its parent.
+//! **Forks.** A child gets a private mapping of the same file (`forks.rs`). It allocates nothing here, and what it frees stays
+//! allocated, because it shares the file with its parent.
 
 #![allow(unsafe_code)] // maps memory and hands out addresses in it
 
@@ -21,22 +21,19 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use once_cell::sync::OnceCell;
 
 use super::extents::Extents;
-use super::segment;
+use super::{forks, segment};
 use crate::config;
 use crate::os::topology;
 use crate::types::Span;
 
 /// Filled pages of freed tensors that are kept for the next ones, at most; less where the arena is small.
 const KEPT: usize = 1 << 30;
-/// So many private ranges are known to the fork handler. From half of them on there are no further leases, which leaves the
-/// other half for operations under way; if these are more, a forked child finds zeros in the rest.
-const MOST_TAKEN_OUT: usize = 1024;
 /// Bytes that are made private at a time, so that at most so much is in memory twice.
 const STEP: usize = 32 << 20;
 
@@ -53,46 +50,15 @@ unsafe impl Send for Arena {}
 // SAFETY: as above.
 unsafe impl Sync for Arena {}
 
-/// Set by the thread that makes it, which `SHARED.maker` elects. A forked child does not wait for it, because it may lack that
+/// Set by the thread that makes it, which `MAKER` elects. A forked child does not wait for it, because it may lack that
 /// thread.
 static ARENA: OnceCell<Result<Arena, String>> = OnceCell::new();
 
-/// What the fork handler reads, and what is counted: atomics, because the handler may take no lock.
-struct Shared {
-    /// This process is a child of the one that made the arena. Written by the fork handler (relaxed: the child has one
-    /// thread then), read before each use.
-    forked: AtomicBool,
-    /// The process of which a thread makes the arena or has made it; 0 before. Relaxed: what it made is read from `ARENA`.
-    maker: AtomicU32,
-    /// A thread changes the mapping. Taken with the lock of `extents` held (acquire, release), and by `fork`, which must not
-    /// copy a mapping in between.
-    changing: AtomicBool,
-    /// Where the arena lies, 0 while there is none. Written once by the thread that made it (release, after `bytes` and
-    /// `file`), read by anyone (acquire).
-    base: AtomicUsize,
-    bytes: AtomicUsize,
-    file: AtomicUsize,
-    /// The private ranges: address and length. Written under the lock of `extents`, the count last (release); read by the
-    /// fork handler (acquire).
-    taken_out: [(AtomicUsize, AtomicUsize); MOST_TAKEN_OUT],
-    taken_out_count: AtomicUsize,
-    /// Counts, relaxed.
-    taken_out_bytes: AtomicU64,
-    refused: AtomicU64,
-}
-
-static SHARED: Shared = Shared {
-    forked: AtomicBool::new(false),
-    maker: AtomicU32::new(0),
-    changing: AtomicBool::new(false),
-    base: AtomicUsize::new(0),
-    bytes: AtomicUsize::new(0),
-    file: AtomicUsize::new(0),
-    taken_out: [const { (AtomicUsize::new(0), AtomicUsize::new(0)) }; MOST_TAKEN_OUT],
-    taken_out_count: AtomicUsize::new(0),
-    taken_out_bytes: AtomicU64::new(0),
-    refused: AtomicU64::new(0),
-};
+/// The process of which a thread makes the arena or has made it; 0 before. Relaxed: what it made is read from `ARENA`.
+static MAKER: AtomicU32 = AtomicU32::new(0);
+/// Counts of this process, relaxed: allocations refused, and bytes taken out.
+static REFUSED: AtomicU64 = AtomicU64::new(0);
+static TAKEN_OUT: AtomicU64 = AtomicU64::new(0);
 
 /// What the arena holds, in bytes if not said otherwise. All zero before the first allocation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -120,12 +86,12 @@ pub struct Identity {
 /// A new tensor's memory, in whole pages; its contents are undefined. None where there is no room, where the arena cannot be
 /// had (`why_not`), and in a forked child.
 pub fn allocate(bytes: usize) -> Option<NonNull<u8>> {
-    if SHARED.forked.load(Ordering::Relaxed) {
+    if forks::is_child() {
         return None;
     }
     let at = arena().and_then(|arena| Some((arena, arena.extents().take(bytes)?)));
     let Some((arena, offset)) = at else {
-        SHARED.refused.fetch_add(1, Ordering::Relaxed);
+        REFUSED.fetch_add(1, Ordering::Relaxed);
         return None;
     };
     // SAFETY: the range lies within the mapping.
@@ -138,7 +104,7 @@ pub fn allocate(bytes: usize) -> Option<NonNull<u8>> {
 /// `at` came from `allocate`, was not freed since, and is used no more.
 pub unsafe fn free(at: NonNull<u8>) {
     let Some(arena) = made() else { return };
-    if SHARED.forked.load(Ordering::Relaxed) {
+    if forks::is_child() {
         return;
     }
     let offset = at.as_ptr() as usize - arena.base.as_ptr() as usize;
@@ -157,13 +123,12 @@ pub unsafe fn free(at: NonNull<u8>) {
 
 /// Whether this address lies in this process's arena.
 pub fn owns(at: *const u8) -> bool {
-    let base = SHARED.base.load(Ordering::Acquire);
-    base != 0 && (at as usize).wrapping_sub(base) < SHARED.bytes.load(Ordering::Relaxed)
+    forks::owns(at as usize)
 }
 
 /// Whether peers can reach the tensor at this address: it lies in the arena and was not taken out, and this is no forked child.
 pub fn reaches(at: *const u8) -> bool {
-    let Some(arena) = made().filter(|_| owns(at) && !SHARED.forked.load(Ordering::Relaxed)) else { return false };
+    let Some(arena) = made().filter(|_| owns(at) && !forks::is_child()) else { return false };
     arena
         .extents()
         .holding(at as usize - arena.base.as_ptr() as usize, 1)
@@ -176,21 +141,21 @@ pub fn why_not() -> Option<String> {
 }
 
 pub fn usage() -> Usage {
-    let mut usage = Usage { refused: SHARED.refused.load(Ordering::Relaxed), ..Usage::default() };
-    if let Some(arena) = made().filter(|_| !SHARED.forked.load(Ordering::Relaxed)) {
+    let mut usage = Usage { refused: REFUSED.load(Ordering::Relaxed), ..Usage::default() };
+    if let Some(arena) = made().filter(|_| !forks::is_child()) {
         let extents = arena.extents();
         usage.limit = arena.bytes as u64;
         usage.used = extents.bytes_used() as u64;
         usage.cached = extents.bytes_filled() as u64;
         usage.extents = extents.count() as u64;
-        usage.taken_out = SHARED.taken_out_bytes.load(Ordering::Relaxed);
+        usage.taken_out = TAKEN_OUT.load(Ordering::Relaxed);
     }
     usage
 }
 
 /// By what peers find this process's file; None before the first allocation and in a forked child.
 pub fn identity() -> Option<Identity> {
-    let arena = made().filter(|_| !SHARED.forked.load(Ordering::Relaxed))?;
+    let arena = made().filter(|_| !forks::is_child())?;
     let descriptor = arena.file.as_raw_fd() as u64;
     Some(Identity { descriptor, inode: arena.inode, bytes: arena.bytes as u64 })
 }
@@ -208,14 +173,14 @@ pub struct Lease {
 /// A lease on `span` for an operation of `group`. None where the memory is ordinary, was taken out, or is used by an
 /// operation of another group: two groups fail at different times, and taking pages out concerns all that is on them.
 pub fn lease(group: u64, span: Span) -> Option<Lease> {
-    if !owns(span.addr as *const u8) || SHARED.forked.load(Ordering::Relaxed) {
+    if !owns(span.addr as *const u8) || forks::is_child() {
         return None;
     }
     let arena = made()?;
     let offset = span.addr - arena.base.as_ptr() as usize;
     let mut extents = arena.extents();
     let (start, extent) = extents.holding(offset, span.bytes)?;
-    if extent.is_taken_out() || SHARED.taken_out_count.load(Ordering::Relaxed) >= MOST_TAKEN_OUT / 2 {
+    if extent.is_taken_out() || !forks::has_room_for_private() {
         return None;
     }
     extent.holder = match extent.holder {
@@ -229,7 +194,7 @@ pub fn lease(group: u64, span: Span) -> Option<Lease> {
 impl Drop for Lease {
     fn drop(&mut self) {
         let Some(arena) = made() else { return };
-        if SHARED.forked.load(Ordering::Relaxed) {
+        if forks::is_child() {
             return; // a thread that this child does not have may hold the lock
         }
         if let Some(extent) = arena.extents().starting_at(self.start) {
@@ -252,7 +217,7 @@ impl Lease {
             for from in pages.clone().step_by(STEP) {
                 let part = from..pages.end.min(from + STEP);
                 arena.make_private(part.clone())?;
-                SHARED.taken_out_bytes.fetch_add(part.len() as u64, Ordering::Relaxed);
+                TAKEN_OUT.fetch_add(part.len() as u64, Ordering::Relaxed);
                 extent.private.push(part);
             }
         }
@@ -266,7 +231,7 @@ fn arena() -> Option<&'static Arena> {
         return made();
     }
     let me = std::process::id();
-    if SHARED.maker.compare_exchange(0, me, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
+    if MAKER.compare_exchange(0, me, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
         let arena = Arena::new();
         if let Err(why) = &arena {
             log::warn!("tensors are ordinary memory, which peers cannot reach: {why}");
@@ -274,7 +239,7 @@ fn arena() -> Option<&'static Arena> {
         // This thread was elected, so nobody else sets it.
         let _ = ARENA.set(arena);
     }
-    while ARENA.get().is_none() && SHARED.maker.load(Ordering::Relaxed) == me {
+    while ARENA.get().is_none() && MAKER.load(Ordering::Relaxed) == me {
         std::thread::yield_now(); // some system calls of another thread
     }
     made()
@@ -313,16 +278,13 @@ impl Arena {
         let (inode, _) = segment::inode_and_size(&file).map_err(|error| denied("no file in memory of", error))?;
         let flags = libc::MAP_SHARED | libc::MAP_NORESERVE;
         let base = segment::map_pages(bytes, flags, file.as_raw_fd()).map_err(|error| denied("cannot map", error))?;
-        // SAFETY: the handlers are plain functions that live for ever.
-        let rc = unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(in_forked_child)) };
-        if rc != 0 {
+        if let Err(error) = forks::register(base.as_ptr() as usize, bytes, file.as_raw_fd()) {
             // SAFETY: just mapped, and unused.
             unsafe { segment::unmap(base, bytes) };
-            return Err(format!("pthread_atfork failed ({rc}); a forked child could write the tensors of its parent"));
+            return Err(format!(
+                "pthread_atfork failed ({error}); a forked child could write the tensors of its parent"
+            ));
         }
-        SHARED.bytes.store(bytes, Ordering::Relaxed);
-        SHARED.file.store(file.as_raw_fd() as usize, Ordering::Relaxed);
-        SHARED.base.store(base.as_ptr() as usize, Ordering::Release);
         Ok(Arena { base, bytes, file, inode, extents: Mutex::new(Extents::new(bytes, segment::page_size())) })
     }
 
@@ -362,7 +324,7 @@ impl Arena {
         }
         let (address, bytes) = (self.at(pages.start), pages.len());
         let private = segment::map_pages_at(bytes, libc::MAP_PRIVATE, self.file.as_raw_fd(), pages.start)?;
-        let _changing = Changing::begin();
+        let _changing = forks::Changing::begin();
         // SAFETY: moves a mapping that nobody uses over pages of our own, which have the same contents. The kernel does so in
         // one step for all threads: an access finds the old mapping or the new one.
         let moved = unsafe {
@@ -379,12 +341,7 @@ impl Arena {
             // SAFETY: within the range.
             segment::write_in_place(unsafe { AtomicU8::from_ptr(address.add(page)) });
         }
-        let count = SHARED.taken_out_count.load(Ordering::Relaxed);
-        if let Some((at, length)) = SHARED.taken_out.get(count) {
-            at.store(address as usize, Ordering::Relaxed);
-            length.store(bytes, Ordering::Relaxed);
-            SHARED.taken_out_count.store(count + 1, Ordering::Release);
-        }
+        forks::add_private(address as usize, bytes);
         // Every page of the mapping is a copy now. What peers still write fills new pages, until the tensor is freed.
         self.give_back(pages.start, bytes);
         Ok(())
@@ -399,71 +356,10 @@ impl Arena {
     }
 }
 
-/// While it lives no fork copies the mapping.
-struct Changing;
-
-impl Changing {
-    fn begin() -> Changing {
-        while SHARED.changing.swap(true, Ordering::Acquire) {
-            std::thread::yield_now(); // a fork is under way
-        }
-        Changing
-    }
-}
-
-impl Drop for Changing {
-    fn drop(&mut self) {
-        SHARED.changing.store(false, Ordering::Release);
-    }
-}
-
-extern "C" fn before_fork() {
-    std::mem::forget(Changing::begin());
-}
-
-extern "C" fn after_fork() {
-    drop(Changing);
-}
-
-/// Runs in the child between fork and its first own instruction: makes the arena private, but for ranges that are. Only
-/// atomics and system calls.
-extern "C" fn in_forked_child() {
-    drop(Changing);
-    let base = SHARED.base.load(Ordering::Acquire);
-    if base == 0 || SHARED.forked.swap(true, Ordering::Relaxed) {
-        return; // a child of a child has a private mapping already
-    }
-    let (bytes, file) = (SHARED.bytes.load(Ordering::Relaxed), SHARED.file.load(Ordering::Relaxed) as i32);
-    let count = SHARED.taken_out_count.load(Ordering::Acquire).min(MOST_TAKEN_OUT);
-    let mut private = [(0, 0); MOST_TAKEN_OUT];
-    for (to, (at, length)) in private.iter_mut().zip(&SHARED.taken_out[..count]) {
-        *to = (at.load(Ordering::Relaxed), length.load(Ordering::Relaxed));
-    }
-    private[..count].sort_unstable();
-    let (mut from, end) = (base, base + bytes);
-    for (at, length) in private[..count].iter().copied().chain([(end, 0)]) {
-        if at > from {
-            make_private_copy(file, from, at - from, from - base);
-        }
-        from = from.max(at + length);
-    }
-}
-
-fn make_private_copy(file: i32, address: usize, bytes: usize, offset: usize) {
-    let (access, flags) =
-        (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE);
-    // SAFETY: replaces the child's own mapping of the same pages. If the system refuses, the child must not keep the memory
-    // of its parent, so an access of it faults.
-    unsafe {
-        if libc::mmap(address as *mut _, bytes, access, flags, file, offset as libc::off_t) == libc::MAP_FAILED {
-            libc::munmap(address as *mut _, bytes);
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
+    use std::sync::atomic::AtomicBool;
 
     use super::super::reach::Reach;
     use super::*;
@@ -480,7 +376,7 @@ mod tests {
 
     fn tensor(bytes: usize) -> Tensor {
         let own = allocate(bytes).unwrap().as_ptr() as usize;
-        let offset = own - SHARED.base.load(Ordering::Relaxed);
+        let offset = own - made().unwrap().base.as_ptr() as usize;
         let mapping = Reach::new(std::process::id() as i32, identity().unwrap()).unwrap();
         let theirs = mapping.at(offset, bytes).unwrap();
         assert_ne!(own, theirs);
