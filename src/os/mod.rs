@@ -1,4 +1,5 @@
 pub mod clock;
+pub mod environment;
 pub mod event_count;
 pub mod futex;
 mod random;

@@ -26,8 +26,7 @@
 //! NCCL's promise to go on by itself after an error is not kept by 2.30 (src/enqueue.cc), so nothing here ever returns one.
 
 use std::collections::VecDeque;
-use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
-use std::os::unix::ffi::OsStrExt;
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -37,6 +36,7 @@ use crate::algorithms::Algorithm;
 use crate::config;
 use crate::engine::device::communicator::Steering;
 use crate::engine::device::rules;
+use crate::os::environment;
 use crate::select::Policy;
 use crate::select::rules::{AlgorithmChoice, Rule};
 use crate::select::start::Start;
@@ -254,13 +254,8 @@ fn announce() {
         return;
     }
     let Some(file) = own_file() else { return };
-    for variable in ["NCCL_TUNER_PLUGIN", "NCCL_PROFILER_PLUGIN"] {
-        if std::env::var_os(variable).is_none() {
-            // SAFETY: as every change of the environment: no other thread may change or read it meanwhile by its
-            // pointers. That cannot be seen to from here, which is one reason to do it only where the user has asked
-            // for what needs it; who sets the variables before the program starts avoids it.
-            unsafe { std::env::set_var(variable, OsStr::from_bytes(file.to_bytes())) };
-        }
+    for variable in [c"NCCL_TUNER_PLUGIN", c"NCCL_PROFILER_PLUGIN"] {
+        environment::add(variable, &file);
     }
 }
 

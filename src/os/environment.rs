@@ -1,0 +1,81 @@
+//! Environment variables that a library is to find, set while other threads may read the environment.
+//!
+//! `setenv` moves the array of variables when that grows, and frees the old one. torch, gloo and the libraries of vendors call
+//! `getenv` at any time and on any thread, which takes no lock: one that still reads the old array ends the process by
+//! SIGSEGV. So [`add`] makes a new array with one more variable and puts it in the place of the old one by a single store; the
+//! old one is never freed.
+
+#![allow(unsafe_code)] // reads and replaces the C library's array of variables
+
+use std::ffi::{CStr, CString, c_char};
+use std::ptr;
+use std::sync::atomic::{AtomicPtr, Ordering};
+
+unsafe extern "C" {
+    /// The C library's variables, "NAME=value" each, ended by null. Stored here and by `setenv` (release here, so that who finds
+    /// the new array finds what is in it); read by `getenv` on any thread, and here (acquire).
+    static environ: AtomicPtr<*mut c_char>;
+}
+
+/// Sets a variable, unless it is set. One caller at a time. A `setenv` of another thread at the same moment may undo it, as it
+/// may any other change; it costs the memory of one array, for ever.
+pub fn add(name: &CStr, value: &CStr) {
+    // SAFETY: a text that ends with zero; the result is only compared.
+    if !unsafe { libc::getenv(name.as_ptr()) }.is_null() {
+        return;
+    }
+    let text = [name.to_bytes(), b"=", value.to_bytes()].concat();
+    let Ok(entry) = CString::new(text) else { return }; // parts of C texts hold no zero
+    let mut entries = vec![entry.into_raw()];
+    // SAFETY: `environ` is what its declaration says, and the array ends with null.
+    unsafe {
+        let mut at = environ.load(Ordering::Acquire);
+        while !at.is_null() && !(*at).is_null() {
+            entries.push(*at);
+            at = at.add(1);
+        }
+        entries.push(ptr::null_mut());
+        environ.store(entries.leak().as_mut_ptr(), Ordering::Release);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicBool;
+
+    use super::*;
+
+    fn found(name: &CStr) -> Option<&'static CStr> {
+        // SAFETY: what is found stays, because nothing of this process changes or removes variables.
+        unsafe { libc::getenv(name.as_ptr()).as_ref().map(|text| CStr::from_ptr(text)) }
+    }
+
+    #[test]
+    fn threads_may_read_the_environment_while_it_grows() {
+        let names: Vec<CString> =
+            (0..500).map(|number| CString::new(format!("SAGELLM_TEST_VARIABLE_{number}")).unwrap()).collect();
+        let stop = AtomicBool::new(false);
+        let read: Vec<bool> = std::thread::scope(|scope| {
+            let readers: Vec<_> = (0..3)
+                .map(|_| {
+                    scope.spawn(|| {
+                        let mut right = true;
+                        while !stop.load(Ordering::Relaxed) {
+                            right &= found(c"SAGELLM_TEST_VARIABLE_NEVER").is_none();
+                            right &= found(c"PATH").is_some();
+                        }
+                        right
+                    })
+                })
+                .collect();
+            names.iter().for_each(|name| add(name, name));
+            stop.store(true, Ordering::Relaxed);
+            readers.into_iter().map(|reader| reader.join().unwrap()).collect()
+        });
+        assert_eq!(read, [true; 3]);
+        assert!(names.iter().all(|name| found(name) == Some(name)));
+        assert_eq!(std::env::var("SAGELLM_TEST_VARIABLE_7").unwrap(), "SAGELLM_TEST_VARIABLE_7");
+        add(&names[7], c"another");
+        assert_eq!(found(&names[7]), Some(names[7].as_c_str()), "what is set stays");
+    }
+}
