@@ -39,7 +39,8 @@ struct State {
     asked: Option<Instant>,
     /// When it was first seen to have failed, or a peer to be gone.
     trouble_since: Option<Instant>,
-    /// Until when the cause of a failure that the library has reported is looked for, and when it last was.
+    /// Until when the cause is looked for after the library has reported a failure or its communicator has ended, and when
+    /// it last was.
     cause_until: Option<Instant>,
     asked_for_cause: Option<Instant>,
 }
@@ -82,10 +83,7 @@ impl Watchdog {
         }
         match library {
             Library::Ended { drained: true } if passed => Found::Nothing,
-            Library::Ended { .. } => Found::Failed(match fault_or_death_in(group, watched) {
-                Some(error) => fail_group(group, error),
-                None => Error::Aborted(format!("sagellm: {}: the communicator was aborted", watched.what())),
-            }),
+            Library::Ended { .. } => self.ended(group, watched, now),
             // It ended well, so another one has failed, which is looked at next.
             Library::Lives(Err(_)) if passed && seen.among_others && seen.hangs_when_failed => Found::Nothing,
             // Asked even when the device has passed it: some libraries tell of a failure only then.
@@ -101,6 +99,18 @@ impl Watchdog {
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// An operation whose communicator has ended under it. `shrink` ends the communicator first and tells the group why right
+    /// after that, so the reason is waited for.
+    fn ended(&self, group: &dyn DeviceGroup, watched: &Watched, now: Instant) -> Found {
+        if let Some(error) = fault_or_death_in(group, watched) {
+            return Found::Failed(fail_group(group, error));
+        }
+        if now < *self.state().cause_until.get_or_insert_with(|| now + ON_ITS_WAY) {
+            return Found::Undecided;
+        }
+        Found::Failed(Error::Aborted(format!("sagellm: {}: the communicator was aborted", watched.what())))
     }
 
     /// A peer may leave right after its last operation, while its data is still on the way: so the end of a peer counts
@@ -416,11 +426,24 @@ mod tests {
     }
 
     #[test]
+    fn the_reason_for_an_end_may_come_after_it() {
+        let (group, dog, work) = (Three::default(), Watchdog::default(), watched(None));
+        let look = || dog.look(&group, &work, Library::Ended { drained: false }, RUNS, work.issued);
+        assert_eq!(look(), Found::Undecided);
+        let reason = Error::Aborted("shrink() was called on rank 0".into());
+        group.fail(reason.clone());
+        assert_eq!(look(), Found::Failed(reason));
+    }
+
+    #[test]
     fn what_was_drained_before_its_end_is_well_and_the_rest_was_aborted() {
         let (group, dog, work) = (Three::default(), Watchdog::default(), watched(None));
         assert_eq!(error(dog.look(&group, &work, Library::Ended { drained: true }, PASSED, work.issued)), None);
         for (drained, seen) in [(true, RUNS), (false, PASSED), (false, RUNS)] {
-            let told = error(dog.look(&group, &work, Library::Ended { drained }, seen, work.issued));
+            let dog = Watchdog::default();
+            let look = |after| dog.look(&group, &work, Library::Ended { drained }, seen, work.issued + after);
+            assert_eq!(look(Duration::ZERO), Found::Undecided);
+            let told = error(look(ON_ITS_WAY));
             assert!(matches!(&told, Some(Error::Aborted(text)) if text.contains("the communicator was aborted")));
         }
     }
