@@ -203,7 +203,7 @@ impl Mail for LocalLink {
         Box::new(()) // the links' thread reads it anyway
     }
 
-    fn poll(&self) -> bool {
+    fn poll(&self, _sleep: Duration) -> bool {
         self.post.deliver(self.me)
     }
 }

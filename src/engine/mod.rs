@@ -14,6 +14,7 @@ pub mod solo;
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
+use std::time::Duration;
 
 use crate::error::{Error, Result};
 use crate::op::Op;
@@ -187,9 +188,9 @@ pub trait Control: Send + Sync {
         false
     }
 
-    /// Advances without waiting what threads of the program drive although the engine has threads, and ends operations:
-    /// call it without the group's lock. True when something moved.
-    fn poll(&self) -> bool {
+    /// Advances what threads of the program drive although the engine has threads, and ends operations: call it without the
+    /// group's lock. Sleeps for at most `sleep` where nothing can move. True when something moved.
+    fn poll(&self, _sleep: Duration) -> bool {
         false
     }
 

@@ -478,7 +478,7 @@ impl Group {
 impl Driven for Group {
     fn drive(&self) -> bool {
         if self.has_threads {
-            return contained(|| Ok(self.control.poll())).unwrap_or_else(|bug| {
+            return contained(|| Ok(self.control.poll(Duration::ZERO))).unwrap_or_else(|bug| {
                 self.poison(bug);
                 true
             });
@@ -504,6 +504,15 @@ impl Driven for Group {
             self.poison(fault);
             true
         })
+    }
+
+    fn rest(&self, pause: Duration) -> bool {
+        let poll = || contained(|| Ok(self.control.poll(pause)));
+        self.has_threads
+            && poll().unwrap_or_else(|bug| {
+                self.poison(bug);
+                true
+            })
     }
 
     fn check_deadlines_and_peers(&self) {

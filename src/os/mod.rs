@@ -5,5 +5,6 @@ pub mod futex;
 mod random;
 pub mod topology;
 pub mod watch;
+pub mod yielding;
 
 pub use self::random::random;

@@ -17,6 +17,7 @@ use crate::os::event_count;
 use crate::os::event_count::WakeWords;
 use crate::os::futex;
 use crate::os::watch::PerProcess;
+use crate::os::yielding::Yielding;
 
 /// How long the end of a group waits until the answering thread has dropped its reference to the group's memory.
 const RELEASE: Duration = Duration::from_millis(50);
@@ -26,6 +27,11 @@ pub trait Driven: Send + Sync {
     /// Advances what can advance without waiting; false when nothing did, or another thread is driving it. Never
     /// panics.
     fn drive(&self) -> bool;
+    /// Sleeps for at most `pause` where only this thread can then advance the group, and advances it; false when nothing moved
+    /// or the group has no such sleep.
+    fn rest(&self, _pause: Duration) -> bool {
+        false
+    }
     /// Checks deadlines and peers that left; called between sleeps, at least every 50 ms while something is pending.
     fn check_deadlines_and_peers(&self);
     /// Operations that have not ended.
@@ -160,6 +166,8 @@ pub struct Domain {
     /// When a waiting thread last tried to leave a core that it shares (`clock::now`). Written and read by such threads,
     /// relaxed: nothing else follows from it.
     pub(super) dodged: AtomicU64,
+    /// Whether threads that wait yield their core or sleep.
+    pub(super) yielding: Yielding,
     /// The threads that have waited for long, the first one first.
     long_waits: Mutex<Vec<LongWait>>,
     /// Which rank waits for which, as other ranks have answered, and the time of each answer (`clock::now`).

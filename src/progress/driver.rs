@@ -6,7 +6,8 @@
 //! are measured: a futex wake across cores costs 14 to 26 us, so yielding for several times that before sleeping pays.
 //! Spinning is short even where every rank could have its own core: when other work pushes two ranks onto one core, 25
 //! us of spinning keep the peer off it and cost 70 us in every operation; 3 us cost nothing where the ranks do have
-//! their own cores, because a yield with no other thread to run takes 0.4 us (docs/internals/benchmarks.md).
+//! their own cores, because a yield with no other thread to run takes 0.4 us (docs/internals/benchmarks.md). Where yields
+//! take long, it sleeps after spinning (`os::yielding`).
 //!
 //! `roles` says which event wakes which thread: this file knows groups, clocks and the kernel, and holds no shared word
 //! itself.
@@ -27,7 +28,7 @@ use crate::os::{futex, watch};
 
 /// Longest sleep between two checks of deadlines and signals.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// The longest sleep where more groups are busy than one sleep can watch.
+/// The longest sleep where more groups are busy than one sleep can watch, or other threads cannot end it.
 const SHORT_NAP: Duration = Duration::from_millis(1);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -90,11 +91,15 @@ pub fn wait_until(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, d
         let next_look = POLL_INTERVAL - (now - last_look).min(POLL_INTERVAL);
         if idle < spin_policy.spin {
             continue;
-        } else if idle < spin_policy.spin + spin_policy.yield_for {
+        } else if idle < spin_policy.spin + spin_policy.yield_for && group.domain().yielding.pays() {
             yield_core(group, &done);
         } else {
             let pause = until.map_or(next_look, |until| (until - now).min(next_look));
-            sleep(group.domain(), Some(group), pause.max(Duration::from_micros(50)), &done);
+            // Reading the connections to other hosts itself saves the hand-over from the thread that reads them meanwhile.
+            let alone = group.domain().pending() == group.pending();
+            if !(alone && group.rest(pause.min(SHORT_NAP))) {
+                sleep(group.domain(), Some(group), pause.max(Duration::from_micros(50)), &done);
+            }
         }
     }
 }
@@ -119,7 +124,7 @@ fn yield_core(group: &dyn Driven, done: &impl Fn() -> bool) {
     if spin_policy.own_cores && may_dodge(group.domain()) && group.shares_core() {
         sleep(group.domain(), Some(group), spin_policy.yield_for, done);
     } else {
-        std::thread::yield_now();
+        group.domain().yielding.yield_now();
     }
 }
 
@@ -282,8 +287,8 @@ fn drive_while_needed(domain: &Arc<Domain>) {
         drop(groups);
         if moved {
             quiet_since = now;
-        } else if now - quiet_since < Duration::from_micros(60) {
-            std::thread::yield_now();
+        } else if now - quiet_since < Duration::from_micros(60) && domain.yielding.pays() {
+            domain.yielding.yield_now();
         } else {
             sleep(domain, None, POLL_INTERVAL, || !roles::needs_progress(&**domain));
         }

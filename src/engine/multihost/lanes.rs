@@ -381,8 +381,8 @@ impl Control for Lanes {
         state.has_messages() || state.talk.is_awaited()
     }
 
-    fn poll(&self) -> bool {
-        self.polls() && self.link.poll()
+    fn poll(&self, sleep: Duration) -> bool {
+        self.polls() && self.link.poll(sleep)
     }
 
     fn monitor(&self) -> Option<&dyn Monitor> {

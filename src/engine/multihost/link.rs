@@ -81,9 +81,9 @@ pub trait Mail: Send + Sync {
     /// Mail is read as it comes while one of these lives, also where no thread waits: a message of the program is pending.
     fn await_mail(&self) -> Box<dyn Send>;
 
-    /// Advances what can advance, without waiting: for a thread of the program that waits for a message. True where something
-    /// did. Calls mailboxes and `Done`s.
-    fn poll(&self) -> bool;
+    /// Advances what can advance, for a thread of the program that waits for a message; sleeps for at most `sleep` where nothing
+    /// can. True where something did. Calls mailboxes and `Done`s.
+    fn poll(&self, sleep: Duration) -> bool;
 }
 
 /// Takes a rank's mail. Called by any thread, without a lock of the link, for one peer by one thread at a time.

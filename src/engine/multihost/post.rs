@@ -207,7 +207,7 @@ impl Lanes {
         drop(state);
         self.settle();
         loop {
-            self.link.poll();
+            self.link.poll(Duration::ZERO);
             let state = self.lock();
             let has_all = |peer: &usize| state.talk.heard.contains(peer) || state.messages.gone(*peer).is_some();
             if wrote.iter().all(has_all) || state.fault.is_some() || Instant::now() >= until {
@@ -224,7 +224,7 @@ impl Lanes {
     pub fn await_bodies(&self) {
         let until = Instant::now() + GIVEN_BACK;
         loop {
-            self.link.poll();
+            self.link.poll(Duration::ZERO);
             let state = self.lock();
             if state.messages.bodies.is_empty() {
                 return;

@@ -661,7 +661,7 @@ mod tests {
         fn await_mail(&self) -> Box<dyn Send> {
             Box::new(())
         }
-        fn poll(&self) -> bool {
+        fn poll(&self, _: Duration) -> bool {
             false
         }
     }

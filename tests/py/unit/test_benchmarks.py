@@ -20,6 +20,7 @@ from harness import warm_python
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT / "benchmarks")]
 
+import busy  # noqa: E402
 import collectives  # noqa: E402
 import features  # noqa: E402
 import gpu  # noqa: E402
@@ -446,6 +447,32 @@ def test_hosts_says_in_one_line_what_is_missing(
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert all(word in said for word in ("root", "`ip`", "`tc`"))
+
+
+def test_a_table_beside_computing_processes_shows_the_median_and_the_worst_start() -> None:
+    def start(ours: float) -> list[dict[str, Any]]:
+        times = {label: {"p10": us, "median": 2 * us} for label, us in (("sagellm", ours), ("gloo", 4.0))}
+        return [{"op": "reduce", "size": 64, "times": times}]
+
+    machine = {"cpu": "a processor", "cores": 2}
+    runs = {"2": [start(ours) for ours in (1.0, 2.0, 8.0)]}
+    text = busy.markdown({"date": "2000-01-01", "machine": machine, "ranks": 2, "runs": runs})
+    assert "## Beside 2 computing processes, 3 starts" in text
+    assert "| reduce | 64 B | 2.00 (0.50), 2.00 (0.50) | 4.00 us | 8.00 us |" in text
+    assert "Lost by p10 or median: reduce 64 B in 1 of 3." in text
+
+
+def test_busy_measures_beside_a_process_that_computes_and_ends_it(tmp_path: Path) -> None:
+    words = ["--beside=1", "--starts=1", "--ops=all_reduce", "--sizes=8", "--backends=gloo,gloo", "--rounds=2"]
+    command = [warm_python(), str(ROOT / "benchmarks/busy.py"), *words, "--budget=0.01", f"--out={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    written = json.loads(next(tmp_path.glob("*/busy.json")).read_text())
+    assert [row["op"] for row in written["runs"]["1"][0]] == ["all_reduce"]
+    assert "Beside 1 computing processes, 1 starts" in next(tmp_path.glob("*/busy.md")).read_text()
+    with busy.computing(2) as children:
+        assert all(child.poll() is None for child in children)
+    assert all(child.poll() is not None for child in children)
 
 
 def test_hosts_measures_two_hosts_and_writes_all_of_it(tmp_path: Path) -> None:

@@ -711,8 +711,8 @@ impl Mail for WireLink {
         Box::new(counted)
     }
 
-    fn poll(&self) -> bool {
-        self.0.wire.poll()
+    fn poll(&self, sleep: Duration) -> bool {
+        self.0.wire.poll(sleep)
     }
 }
 

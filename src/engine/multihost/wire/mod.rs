@@ -46,6 +46,7 @@ use crate::error::{Error, Result};
 use crate::os::event_count::WakeWords;
 use crate::os::random;
 use crate::os::watch::PerProcess;
+use crate::os::yielding::Yielding;
 use crate::os::{clock, event_count, futex, watch};
 
 /// Random, and known only to those who can read the store in which its groups meet.
@@ -88,10 +89,12 @@ pub struct Wire {
     background: Bell,
     /// It drives now. Written by it, read by threads that find the driver's lock taken (relaxed: a hint).
     in_background: AtomicBool,
-    /// When a thread of the program polled last (`clock::stamp`). Written by such threads, read by the background thread
-    /// (relaxed: a hint).
+    /// When a thread of the program polled last, or until when it polls (`clock::stamp`). Written by such threads, read by the
+    /// background thread (relaxed: a hint).
     polled: AtomicU64,
     started: AtomicBool,
+    /// Whether a thread that waits yields its core or sleeps.
+    yielding: Yielding,
 }
 
 /// A connection that no channel uses any more, until the peer has read everything.
@@ -206,6 +209,7 @@ impl Wire {
             in_background: AtomicBool::new(false),
             polled: AtomicU64::new(0),
             started: AtomicBool::new(false),
+            yielding: Yielding::default(),
         }))
     }
 
@@ -264,14 +268,14 @@ impl Wire {
             }
             match self.driver.try_lock() {
                 Ok(mut ready) => {
-                    let eager = quiet.elapsed() < EAGER;
+                    let eager = quiet.elapsed() < EAGER && self.yielding.pays();
                     let sleep = if eager { Duration::ZERO } else { left.min(NAP) };
                     let moved = self.pass(&mut ready, sleep);
                     drop(ready);
                     if moved {
                         quiet = Instant::now();
                     } else if eager {
-                        std::thread::yield_now();
+                        self.yielding.yield_now();
                     }
                 }
                 Err(TryLockError::Poisoned(_)) => self.driver.clear_poison(),
@@ -297,12 +301,13 @@ impl Wire {
         }
     }
 
-    /// Advances what can advance now. True where something did.
-    fn poll(&self) -> bool {
-        self.polled.store(clock::stamp(), Ordering::Relaxed);
+    /// Advances what can advance, after at most `sleep`. True where something did.
+    fn poll(&self, sleep: Duration) -> bool {
         match self.driver.try_lock() {
             Ok(mut ready) => {
-                let moved = self.pass(&mut ready, Duration::ZERO);
+                let until = clock::stamp().saturating_add(sleep.as_nanos() as u64);
+                self.polled.store(until, Ordering::Relaxed);
+                let moved = self.pass(&mut ready, sleep);
                 drop(ready);
                 self.changed.ring();
                 moved
@@ -312,6 +317,7 @@ impl Wire {
                 false
             }
             Err(TryLockError::WouldBlock) => {
+                self.polled.store(clock::stamp(), Ordering::Relaxed);
                 self.take_over();
                 false
             }
@@ -408,9 +414,10 @@ impl Wire {
                 self.background.sleep(ASLEEP, || self.is_needed());
                 continue;
             }
-            let polled = clock::stamp().saturating_sub(self.polled.load(Ordering::Relaxed));
-            if polled < EAGER.as_nanos() as u64 {
-                std::thread::sleep(EAGER); // a thread of the program drives
+            let polled = Duration::from_nanos(self.polled.load(Ordering::Relaxed)) + EAGER;
+            let left = polled.saturating_sub(Duration::from_nanos(clock::stamp()));
+            if !left.is_zero() {
+                std::thread::sleep(left); // a thread of the program drives
                 continue;
             }
             match self.driver.try_lock() {
