@@ -1,31 +1,28 @@
-//! Errors, in two classes: the fault of the caller or of the system (every variant but one), and our own bugs. The
-//! texts are golden files (`tests/golden`): who, what was expected, what came, what to do. [`laid_out`] gives those about a
-//! group their lines; whatever reads or changes such a text stands here, too.
+//! Errors, in two classes: the fault of the caller or of the system (every kind but one), and our own bugs. The texts are
+//! golden files (`tests/golden`): who, what was expected, what came, what to do. [`laid_out`] gives those about a group
+//! their lines. [`Error::encode`] is how an error travels to another rank.
 
-use std::borrow::Cow;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+/// What went wrong, as facts: of which kind, which rank it is about, who reported it, what a rank was doing, and what else
+/// there is to say. They become text where the error is shown ([`Error::text`]), and nothing reads that text again. Ranks
+/// are numbered as in the group whose error it is; a group inside a host uses the numbers of the whole group.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Error {
-    /// The call itself is wrong; nothing was sent and no sequence number was used.
-    Invalid(String),
-    /// The operation's own deadline passed. Poisons the group.
-    Timeout(String),
-    /// `wait(t)` elapsed; the operation continues.
-    WaitElapsed(String),
-    /// A peer's process ended.
-    RankFailed { rank: usize, text: String },
-    /// Ranks called different operations under one sequence number.
-    Mismatch(String),
-    /// Someone called abort, or the group was shut down.
-    Aborted(String),
-    /// A Python signal handler raised while the caller was waiting.
-    Interrupted(String),
-    /// The operating system refused something the engine needs.
-    System(String),
-    /// A broken assumption of ours; the text carries both values.
-    Bug(String),
+pub struct Error(Box<Facts>);
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Facts {
+    kind: ErrorKind,
+    /// The operation continues: only a `wait(t)` has elapsed.
+    goes_on: bool,
+    /// The rank whose process ended, or that left.
+    rank: Option<usize>,
+    /// The rank that found it, if that is another one.
+    reporter: Option<usize>,
+    /// What a rank was doing meanwhile: its number, and what, as "is in all_reduce(...) number 3".
+    operation: Option<(usize, String)>,
+    text: Text,
 }
 
 /// The class of an error, from which C++ picks the exception. The number is the letter in front of an error's text
@@ -33,28 +30,100 @@ pub enum Error {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum ErrorKind {
+    /// The call itself is wrong; nothing was sent and no sequence number was used.
     Invalid = b'V',
+    /// The operation's own deadline passed, which poisons the group, or `wait(t)` elapsed, which does not.
     Timeout = b'T',
+    /// A peer's process ended.
     RankFailed = b'D',
+    /// Ranks called different operations under one sequence number.
     Mismatch = b'M',
+    /// Someone called abort, or the group was shut down.
     Aborted = b'A',
+    /// A Python signal handler raised while the caller was waiting.
     Interrupted = b'P',
+    /// The operating system refused something the engine needs.
     System = b'S',
+    /// A broken assumption of ours; the text carries both values.
     Bug = b'B',
 }
 
+impl ErrorKind {
+    const ALL: [ErrorKind; 8] = [
+        ErrorKind::Invalid,
+        ErrorKind::Timeout,
+        ErrorKind::RankFailed,
+        ErrorKind::Mismatch,
+        ErrorKind::Aborted,
+        ErrorKind::Interrupted,
+        ErrorKind::System,
+        ErrorKind::Bug,
+    ];
+}
+
 impl Error {
+    fn new(kind: ErrorKind, text: impl Into<Text>) -> Error {
+        let (rank, reporter, operation) = (None, None, None);
+        Error(Box::new(Facts { kind, goes_on: false, rank, reporter, operation, text: text.into() }))
+    }
+    pub fn invalid(text: impl Into<Text>) -> Error {
+        Error::new(ErrorKind::Invalid, text)
+    }
+    pub fn timeout(text: impl Into<Text>) -> Error {
+        Error::new(ErrorKind::Timeout, text)
+    }
+    /// `wait(t)` elapsed; the operation continues.
+    pub fn wait_elapsed(text: impl Into<Text>) -> Error {
+        let mut error = Error::timeout(text);
+        error.0.goes_on = true;
+        error
+    }
+    /// The process of `rank` ended, or it left.
+    pub fn rank_failed(rank: usize, text: impl Into<Text>) -> Error {
+        let mut error = Error::new(ErrorKind::RankFailed, text);
+        error.0.rank = Some(rank);
+        error
+    }
+    pub fn mismatch(text: impl Into<Text>) -> Error {
+        Error::new(ErrorKind::Mismatch, text)
+    }
+    pub fn aborted(text: impl Into<Text>) -> Error {
+        Error::new(ErrorKind::Aborted, text)
+    }
+    pub fn interrupted(text: impl Into<Text>) -> Error {
+        Error::new(ErrorKind::Interrupted, text)
+    }
+    pub fn system(text: impl Into<Text>) -> Error {
+        Error::new(ErrorKind::System, text)
+    }
+    pub fn bug(text: impl Into<Text>) -> Error {
+        Error::new(ErrorKind::Bug, text)
+    }
+
+    /// With what `rank` was doing, which becomes the first of its lines.
+    #[must_use]
+    pub fn while_rank(mut self, rank: usize, does: &str) -> Error {
+        self.0.operation = Some((rank, does.to_string()));
+        self
+    }
+
     pub fn kind(&self) -> ErrorKind {
-        match self {
-            Error::Invalid(_) => ErrorKind::Invalid,
-            Error::Timeout(_) | Error::WaitElapsed(_) => ErrorKind::Timeout,
-            Error::RankFailed { .. } => ErrorKind::RankFailed,
-            Error::Mismatch(_) => ErrorKind::Mismatch,
-            Error::Aborted(_) => ErrorKind::Aborted,
-            Error::Interrupted(_) => ErrorKind::Interrupted,
-            Error::System(_) => ErrorKind::System,
-            Error::Bug(_) => ErrorKind::Bug,
-        }
+        self.0.kind
+    }
+
+    /// True where only a `wait(t)` has elapsed, and the operation continues.
+    pub fn is_elapsed_wait(&self) -> bool {
+        self.0.goes_on
+    }
+
+    /// The rank that it is about.
+    pub fn rank(&self) -> Option<usize> {
+        self.0.rank
+    }
+
+    /// The rank that found it, if that is another one.
+    pub fn reporter(&self) -> Option<usize> {
+        self.0.reporter
     }
 
     /// The letter of its kind.
@@ -62,30 +131,147 @@ impl Error {
         self.kind() as u8 as char
     }
 
-    /// The error that another rank reported, by the letter of its kind. For the receiving rank it is an abort, unless
-    /// it names a failed rank, a deadline or mismatched calls. The text came from elsewhere (`relaid`).
-    pub fn told(code: char, rank: usize, text: &str) -> Error {
-        let text = relaid(text);
-        match u8::try_from(code) {
-            Ok(code) if code == ErrorKind::Timeout as u8 => Error::Timeout(text),
-            Ok(code) if code == ErrorKind::RankFailed as u8 => Error::RankFailed { rank, text },
-            Ok(code) if code == ErrorKind::Mismatch as u8 => Error::Mismatch(text),
-            _ => Error::Aborted(text),
+    /// An error of another rank, as the error of this one: an abort, unless it names a failed rank, a deadline or mismatched
+    /// calls.
+    #[must_use]
+    pub fn as_told(mut self) -> Error {
+        if !matches!(self.0.kind, ErrorKind::Timeout | ErrorKind::RankFailed | ErrorKind::Mismatch) {
+            self.0.kind = ErrorKind::Aborted;
         }
+        self
     }
 
-    pub fn text(&self) -> &str {
-        match self {
-            Error::Invalid(t)
-            | Error::Timeout(t)
-            | Error::WaitElapsed(t)
-            | Error::RankFailed { text: t, .. }
-            | Error::Mismatch(t)
-            | Error::Aborted(t)
-            | Error::Interrupted(t)
-            | Error::System(t)
-            | Error::Bug(t) => t,
+    /// As the rank `by` has told it, which may have it from another one.
+    #[must_use]
+    pub fn reported_by(mut self, by: usize) -> Error {
+        self.0.reporter.get_or_insert(by);
+        self
+    }
+
+    /// With the numbers that its ranks have in another group, where they have one.
+    #[must_use]
+    pub fn renumbered(mut self, number: impl Fn(usize) -> Option<usize>) -> Error {
+        let Facts { rank, reporter, .. } = &mut *self.0;
+        for rank in [rank, reporter].into_iter().flatten() {
+            *rank = number(*rank).unwrap_or(*rank);
         }
+        self
+    }
+
+    /// It in at most `room` bytes, for another rank (`decode`): the letter, the ranks plus one (0: none), and the text without
+    /// its layout, shortened if it does not fit.
+    pub fn encode(&self, room: usize) -> Vec<u8> {
+        let number = |rank: Option<usize>| rank.map_or(0, |rank| rank as u32 + 1).to_le_bytes();
+        let begin = [&[self.kind() as u8][..], &number(self.0.rank), &number(self.0.reporter)].concat();
+        let rest = self.whole_text().joined(room.saturating_sub(begin.len()));
+        [&begin[..], rest.as_bytes()].concat()
+    }
+
+    /// The error that another rank has encoded, which anyone may have changed on the way. None if it is none.
+    pub fn decode(bytes: &[u8]) -> Option<Error> {
+        let (code, rest) = bytes.split_first()?;
+        let kind = ErrorKind::ALL.into_iter().find(|kind| *kind as u8 == *code)?;
+        let (rank, rest) = rest.split_first_chunk()?;
+        let (reporter, text) = rest.split_first_chunk()?;
+        let number = |rank: [u8; 4]| u32::from_le_bytes(rank).checked_sub(1).map(|rank| rank as usize);
+        let mut error = Error::new(kind, Text::from_elsewhere(&String::from_utf8_lossy(text)));
+        (error.0.rank, error.0.reporter) = (number(*rank), number(*reporter));
+        Some(error)
+    }
+
+    /// What is shown, but for the reporter: with what a rank was doing as one of the lines.
+    fn whole_text(&self) -> Text {
+        let mut text = self.0.text.clone();
+        text.lines.splice(0..0, self.0.operation.iter().map(|(rank, does)| format!("rank {rank} {does}")));
+        text
+    }
+
+    /// What is shown.
+    pub fn text(&self) -> String {
+        self.to_string()
+    }
+
+    /// What is shown, as a part of another sentence of the package.
+    pub fn reason(&self) -> String {
+        let text = self.to_string();
+        text.strip_prefix(PREFIX).map_or(text.clone(), str::to_string)
+    }
+
+    /// What is shown as one line, for a log, which names its logger.
+    pub fn in_one_line(&self) -> String {
+        in_one_line(&self.to_string())
+    }
+}
+
+const PREFIX: &str = "sagellm: ";
+
+/// A text for eyes: what happened, a line for each fact, and what to do.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Text {
+    head: String,
+    lines: Vec<String>,
+    advice: String,
+}
+
+impl From<String> for Text {
+    fn from(head: String) -> Text {
+        Text { head, ..Text::default() }
+    }
+}
+
+impl From<&str> for Text {
+    fn from(head: &str) -> Text {
+        head.to_string().into()
+    }
+}
+
+impl Text {
+    /// Head, lines and advice, each on a line of its own, in at most `room` bytes: facts are left out, the last ones first,
+    /// and neither what happened nor what to do, as far as these fit.
+    fn joined(&self, room: usize) -> String {
+        const LEFT_OUT: &str = "\n(more was left out here)";
+        let fitting = |text: &str, room: usize| {
+            let end = (0..=room.min(text.len())).rev().find(|at| text.is_char_boundary(*at));
+            text[..end.unwrap_or(0)].to_string()
+        };
+        let end = format!("\n{}", self.advice);
+        let whole = self.lines.iter().fold(self.head.clone(), |text, line| text + "\n" + line);
+        if whole.len() + end.len() <= room {
+            return whole + &end;
+        }
+        let Some(left) = room.checked_sub(LEFT_OUT.len() + end.len()) else { return fitting(&self.head, room) };
+        let mut text = fitting(&self.head, left);
+        if !self.lines.is_empty() || !self.advice.is_empty() {
+            let mut lines = self.lines.iter();
+            while let Some(line) = lines.next().filter(|line| text.len() + 1 + line.len() <= left) {
+                text = text + "\n" + line;
+            }
+            text += LEFT_OUT;
+        }
+        text + &end
+    }
+
+    /// What `joined` has made, on another rank: nothing in it steers a terminal, and no line of it but the first looks like one
+    /// of a log's own.
+    fn from_elsewhere(joined: &str) -> Text {
+        let text = cleaned(joined, &['\n']);
+        let mut lines: Vec<String> = text.split('\n').map(|line| line.trim().to_string()).collect();
+        let head = lines.remove(0);
+        let advice = lines.pop().unwrap_or_default();
+        Text { head, lines, advice }
+    }
+
+    /// As one line, for a log, which names its logger.
+    pub fn in_one_line(&self) -> String {
+        in_one_line(&self.to_string())
+    }
+}
+
+impl fmt::Display for Text {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.head)?;
+        let rest = self.lines.iter().chain([&self.advice]).filter(|line| !line.is_empty());
+        rest.map(|line| write!(f, "\n  {line}")).collect()
     }
 }
 
@@ -108,61 +294,20 @@ pub const LEFT: &str = "left the group (destroy_process_group or the end of its 
 /// What to do about calls that differ.
 pub const SAME_CALLS: &str = "Every rank must call the same collectives in the same order with the same sizes";
 
-/// The text of an error about a group, for eyes: what happened, then a line for each fact, and what to do. An empty line is
-/// left out.
-pub fn laid_out(head: &str, lines: &[String], advice: &str) -> String {
-    let rest = lines.iter().map(String::as_str).chain([advice]).filter(|line| !line.is_empty());
-    rest.fold(format!("sagellm: {head}"), |text, line| text + "\n  " + line)
+/// The text of an error about a group: what happened, then a line for each fact, and what to do. An empty line is left out.
+pub fn laid_out(head: &str, lines: &[String], advice: &str) -> Text {
+    Text { head: format!("{PREFIX}{head}"), lines: lines.to_vec(), advice: advice.to_string() }
 }
 
-/// Such a text as one line, for a log, which names its logger.
+/// A text as one line, for a log, which names its logger.
 pub fn in_one_line(text: &str) -> String {
-    text.trim_start_matches("sagellm: ").lines().map(str::trim).collect::<Vec<_>>().join("; ")
+    text.trim_start_matches(PREFIX).lines().map(str::trim).collect::<Vec<_>>().join("; ")
 }
 
-/// Such a text that came from elsewhere: nothing in it steers a terminal, and no line of it but the first looks like one of
+/// A text that came from elsewhere: nothing in it steers a terminal, and no line of it but the first looks like one of
 /// its own.
 pub fn relaid(text: &str) -> String {
     cleaned(text, &['\n']).lines().map(str::trim).collect::<Vec<_>>().join("\n  ")
-}
-
-/// Such a text where no more than `room` bytes fit: facts are left out, the last ones first, and neither what happened nor
-/// what to do, as far as these fit.
-pub fn shortened(text: &str, room: usize) -> Cow<'_, str> {
-    const LEFT_OUT: &str = "\n  (more was left out here)";
-    if text.len() <= room {
-        return Cow::Borrowed(text);
-    }
-    let advice = text.rfind('\n').map_or("", |at| &text[at..]);
-    let before = &text[..text.len() - advice.len()];
-    let end = |within: &str, room: usize| (0..=room.min(within.len())).rev().find(|at| within.is_char_boundary(*at));
-    let Some(left) = room.checked_sub(advice.len() + LEFT_OUT.len()).filter(|_| !advice.is_empty()) else {
-        return Cow::Borrowed(&text[..end(text, room).unwrap_or(0)]);
-    };
-    // A first line that alone is too long is cut in itself.
-    let whole = end(before, left).unwrap_or(0);
-    let ends_a_line = before[whole..].starts_with('\n');
-    let kept = if ends_a_line { whole } else { before[..whole].rfind('\n').unwrap_or(whole) };
-    Cow::Owned([&before[..kept], LEFT_OUT, advice].concat())
-}
-
-const REPORTED: &str = " (reported by rank ";
-
-/// A text that the rank `by` told, which its first line says then. One that it has from another rank says so already.
-pub fn reported(text: &str, by: usize) -> String {
-    let (head, rest) = text.split_once('\n').map_or((text, None), |(head, rest)| (head, Some(rest)));
-    let told = if head.contains(REPORTED) { head.to_string() } else { format!("{head}{REPORTED}{by})") };
-    rest.map_or(told.clone(), |rest| format!("{told}\n{rest}"))
-}
-
-/// A text that a rank of a smaller group told, with that rank's number in the whole group.
-pub fn renumbered(text: &str, number: impl FnOnce(usize) -> Option<usize>) -> String {
-    let found = || {
-        let (head, rest) = text.split_once(REPORTED)?;
-        let (rank, rest) = rest.split_once(')')?;
-        Some(format!("{head}{REPORTED}{}){rest}", number(rank.parse().ok()?)?))
-    };
-    found().unwrap_or_else(|| text.to_string())
 }
 
 /// Runs `body`; a panic in it is a bug of ours and becomes an error.
@@ -170,13 +315,18 @@ pub fn contained<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| {
         let text = panic.downcast_ref::<String>().map(String::as_str);
         let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no message");
-        Err(Error::Bug(format!("sagellm: internal error, please report it: {text}")))
+        Err(Error::bug(format!("sagellm: internal error, please report it: {text}")))
     })
 }
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.text())
+        let mut text = self.whole_text();
+        if let Some(reporter) = self.0.reporter {
+            let end = text.head.find('\n').unwrap_or(text.head.len());
+            text.head.insert_str(end, &format!(" (reported by rank {reporter})"));
+        }
+        text.fmt(f)
     }
 }
 
@@ -192,52 +342,66 @@ mod tests {
     fn a_text_has_a_head_a_line_for_each_fact_and_what_to_do() {
         let lines = ["waiting at a.py:3".to_string(), String::new(), "rank 1 has not entered it".to_string()];
         let text = laid_out("rank 0 is late", &lines, "Wait");
-        assert_eq!(text, "sagellm: rank 0 is late\n  waiting at a.py:3\n  rank 1 has not entered it\n  Wait");
-        assert_eq!(in_one_line(&text), "rank 0 is late; waiting at a.py:3; rank 1 has not entered it; Wait");
-        assert_eq!(laid_out("rank 0 is late", &[], ""), "sagellm: rank 0 is late");
+        let shown = "sagellm: rank 0 is late\n  waiting at a.py:3\n  rank 1 has not entered it\n  Wait";
+        assert_eq!(text.to_string(), shown);
+        assert_eq!(text.in_one_line(), "rank 0 is late; waiting at a.py:3; rank 1 has not entered it; Wait");
+        assert_eq!(laid_out("rank 0 is late", &[], "").to_string(), "sagellm: rank 0 is late");
+        let error = Error::rank_failed(1, text).while_rank(0, "is in barrier number 2");
+        assert!(
+            error.text().starts_with("sagellm: rank 0 is late\n  rank 0 is in barrier number 2\n  waiting"),
+            "{error}"
+        );
     }
 
     #[test]
     fn the_first_line_says_once_who_reported_a_text() {
-        let text = laid_out("rank 2 is late", &["rank 1 is missing".to_string()], "Wait");
-        let told = reported(&text, 2);
-        assert_eq!(told, "sagellm: rank 2 is late (reported by rank 2)\n  rank 1 is missing\n  Wait");
-        assert_eq!(reported(&told, 7), told, "rank 7 passes it on");
-        assert_eq!(reported("sagellm: late", 3), "sagellm: late (reported by rank 3)");
-        assert!(renumbered(&told, |rank| Some(rank + 4)).starts_with("sagellm: rank 2 is late (reported by rank 6)\n"));
-        assert_eq!(renumbered(&told, |_| None), told);
-        assert_eq!(renumbered(&text, |rank| Some(rank + 4)), text);
+        let error = Error::timeout(laid_out("rank 2 is late", &["rank 1 is missing".to_string()], "Wait"));
+        let told = Error::decode(&error.encode(999)).unwrap().as_told().reported_by(2);
+        assert_eq!(told.text(), "sagellm: rank 2 is late (reported by rank 2)\n  rank 1 is missing\n  Wait");
+        let passed_on = Error::decode(&told.encode(999)).unwrap().as_told().reported_by(7);
+        assert_eq!(passed_on, told, "rank 7 passes it on");
+        let bug = Error::decode(&Error::bug("sagellm: wrong").encode(999)).unwrap();
+        assert_eq!(bug.as_told().reported_by(3).kind(), ErrorKind::Aborted);
+        let died = Error::decode(&Error::rank_failed(5, "sagellm: gone").encode(999)).unwrap().as_told().reported_by(3);
+        assert_eq!((died.rank(), died.reporter(), died.kind()), (Some(5), Some(3), ErrorKind::RankFailed));
+        assert_eq!(died.text(), "sagellm: gone (reported by rank 3)");
     }
 
     #[test]
     fn a_text_that_does_not_fit_loses_facts_and_neither_its_head_nor_what_to_do() {
+        const BEGIN: usize = 9;
         let lines: Vec<String> = (0..40).map(|rank| format!("rank {rank} has not entered it, größer")).collect();
-        let text = laid_out("rank 0 is late", &lines, "Wait");
-        assert_eq!(shortened(&text, text.len()), text);
-        for room in 0..text.len() {
-            let short = shortened(&text, room);
-            assert!(short.len() <= room, "{room}");
+        let error = Error::timeout(laid_out("rank 0 is late", &lines, "Wait"));
+        let whole = error.encode(usize::MAX);
+        assert_eq!(Error::decode(&whole).as_ref(), Some(&error));
+        for room in 0..whole.len() {
+            let bytes = error.encode(room);
+            assert!(bytes.len() <= room.max(BEGIN), "{room}");
             if room < 80 {
                 continue;
             }
-            let kept = short.lines().count() - 3;
+            let short = Error::decode(&bytes).unwrap();
+            let kept = short.text().lines().count() - 3;
             let expected: Vec<String> =
                 lines[..kept].iter().cloned().chain(["(more was left out here)".into()]).collect();
-            assert_eq!(short, laid_out("rank 0 is late", &expected, "Wait"), "{room}");
-            let next = lines[kept].len() + "\n  ".len();
-            assert!(room - short.len() < next, "another line would have fitted into {room}");
+            assert_eq!(short, Error::timeout(laid_out("rank 0 is late", &expected, "Wait")), "{room}");
+            assert!(room - bytes.len() < lines[kept].len() + 1, "another line would have fitted into {room}");
         }
         let long = format!("sagellm: {}", "ü".repeat(100));
-        assert_eq!(shortened(&long, 20), "sagellm: üüüüü");
-        let short = shortened(&format!("{long}\n  Wait"), 60).into_owned();
-        assert!(short.starts_with("sagellm: ü") && short.ends_with("ü\n  (more was left out here)\n  Wait"), "{short}");
+        let short = |error: &Error, room: usize| Error::decode(&error.encode(room)).unwrap().text();
+        assert_eq!(short(&Error::system(long.clone()), BEGIN + 20), "sagellm: üüüüü");
+        let text = Text { advice: "Wait".into(), ..long.into() };
+        let text = short(&Error::system(text), BEGIN + 60);
+        assert!(text.starts_with("sagellm: ü") && text.ends_with("ü\n  (more was left out here)\n  Wait"), "{text}");
     }
 
     #[test]
     fn a_text_from_elsewhere_steers_no_terminal_and_forges_no_line() {
-        let told = Error::told('T', 0, "sagellm: late\n\tx\u{1b}[2J\nINFO all is well\r\n  Wait\n");
-        assert_eq!(told, Error::Timeout("sagellm: late\n  x?[2J\n  INFO all is well?\n  Wait".into()));
-        let text = laid_out("late", &["here".to_string()], "Wait");
-        assert_eq!(Error::told('M', 0, &text), Error::Mismatch(text), "ours stays as it is");
+        let told = |text: &str| Error::decode(&[b"T\0\0\0\0\0\0\0\0", text.as_bytes()].concat()).unwrap();
+        let shown = told("sagellm: late\n\tx\u{1b}[2J\nINFO all is well\r\n  Wait\n").text();
+        assert_eq!(shown, "sagellm: late\n  x?[2J\n  INFO all is well?\n  Wait");
+        for bytes in [&b""[..], b"T", b"T\0\0\0\0\0\0\0", b"?\0\0\0\0\0\0\0\0text"] {
+            assert_eq!(Error::decode(bytes), None, "{bytes:?}");
+        }
     }
 }

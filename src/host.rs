@@ -25,7 +25,7 @@ pub trait Counting: Store {
 
 /// The calling process.
 pub trait Host: Send + Sync {
-    /// True when a signal handler of the caller raised, so that the wait must end with `Error::Interrupted`. Called at
+    /// True when a signal handler of the caller raised, so that the wait must end with `ErrorKind::Interrupted`. Called at
     /// least every 100 ms while waiting, never with a lock held.
     fn interrupted(&self) -> bool;
 

@@ -13,7 +13,7 @@ pub fn sort(experts: &[i64], counts: &mut [i64], order: &mut [i64]) -> Result<()
     for &expert in experts {
         let Some(count) = usize::try_from(expert).ok().and_then(|expert| counts.get_mut(expert)) else {
             let (least, most) = (experts.iter().min().unwrap_or(&0), experts.iter().max().unwrap_or(&0));
-            return Err(Error::Invalid(format!(
+            return Err(Error::invalid(format!(
                 "sagellm MoEDispatcher: experts from {least} to {most}, expected 0 to {}",
                 counts.len() as i64 - 1
             )));
@@ -47,7 +47,7 @@ impl<'a> Table<'a> {
         let ranks = taken.len().checked_div(experts).unwrap_or(0);
         let whole = rank < ranks && taken.len().is_multiple_of(experts) && experts.is_multiple_of(ranks);
         if !whole || taken.iter().any(|&count| count < 0) {
-            return Err(Error::Bug(format!(
+            return Err(Error::bug(format!(
                 "sagellm: a table of {} counts for {experts} experts has no rank {rank}",
                 taken.len()
             )));
@@ -144,7 +144,7 @@ impl<'a> Table<'a> {
 
 fn sizes(what: &str, have: usize, wanted: usize) -> Result<()> {
     if have != wanted {
-        return Err(Error::Bug(format!("sagellm: {what} has the size {have}, expected {wanted}")));
+        return Err(Error::bug(format!("sagellm: {what} has the size {have}, expected {wanted}")));
     }
     Ok(())
 }

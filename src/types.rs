@@ -367,7 +367,7 @@ impl Request {
     ///
     /// If the call is given to a group, all bytes of `inputs` must stay readable and those of `outputs` writable, and
     /// nothing else may write the inputs or touch the outputs, until the operation has ended: until `Group::run`
-    /// returns, or `Op::is_done`, `Op::wait` (with anything but `Error::WaitElapsed`) or `Completion::ended` say so. If
+    /// returns, or `Op::is_done`, `Op::wait` (with anything but `Error::wait_elapsed`) or `Completion::ended` say so. If
     /// `issue` refuses the call, the contract ends at once. (Two calls of one group over the same memory are put in
     /// order.)
     #[allow(unsafe_code)] // declares the contract; nothing is read or written here

@@ -42,10 +42,31 @@ impl Engine for Delegate {
     }
 
     fn submit(&mut self, _: Arc<Op>, _: Option<Kernel>, _: &mut Ended) -> Result<()> {
-        Err(Error::Bug("sagellm: an operation reached the engine of a group that another backend serves".to_string()))
+        Err(Error::bug("sagellm: an operation reached the engine of a group that another backend serves"))
     }
 
     fn explain(&self, desc: OpDesc, _batched: bool) -> Explanation {
         explain::delegated(desc, &GroupShape::without_memory(self.ranks), &self.policy, (&self.name, &self.reason))
+    }
+}
+
+/// What a delegate says in an error. gloo has no codes, so its words are read: here, and nowhere else.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Says {
+    TimedOut,
+    /// A connection broke.
+    LostAPeer,
+    Other,
+}
+
+impl Says {
+    pub fn of(words: &str) -> Says {
+        let first = words.lines().next().unwrap_or_default().to_lowercase();
+        let has = |signs: &[&str]| signs.iter().any(|sign| first.contains(sign));
+        match () {
+            () if has(&["timed out"]) => Says::TimedOut,
+            () if has(&["connection", "broken pipe", "by peer"]) => Says::LostAPeer,
+            () => Says::Other,
+        }
     }
 }

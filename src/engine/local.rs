@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::multihost::link::{Done, LONGEST_MAIL, Link, Mail, Mailbox, Transfer};
+use super::multihost::link::{Broken, Done, LONGEST_MAIL, Link, Mail, Mailbox, Transfer};
 use super::pieces::{Pieces, transfer};
 use super::shm::memory::area::Area;
 use super::shm::memory::layout::Layout;
@@ -19,7 +19,7 @@ use crate::types::Span;
 /// One area per rank, all over the same memory.
 pub fn areas(ranks: usize) -> Result<Vec<Arc<Area>>> {
     let layout = Layout::within(ranks, usize::MAX)
-        .ok_or_else(|| Error::Invalid(format!("sagellm: no layout for {ranks} ranks in one process")))?;
+        .ok_or_else(|| Error::invalid(format!("sagellm: no layout for {ranks} ranks in one process")))?;
     let segment = Arc::new(Segment::anonymous(layout.total())?);
     Ok((0..ranks).map(|me| Arc::new(Area::new(Arc::clone(&segment), layout, me))).collect())
 }
@@ -146,7 +146,7 @@ impl Post {
     fn body(&self, (from, to, number): (usize, usize, u64), me: usize, half: HalfBody) -> Result<()> {
         let mut boxes = self.lock();
         if boxes.are_cut(from, to) {
-            return Err(Error::System(CUT.to_string()));
+            return Err(Error::system(CUT.to_string()));
         }
         match boxes.bodies.remove(&(from, to, number)) {
             None => drop(boxes.bodies.insert((from, to, number), half)),
@@ -183,7 +183,7 @@ impl Mail for LocalLink {
         assert!(message.len() <= LONGEST_MAIL);
         let mut boxes = self.post.lock();
         if boxes.are_cut(self.me, peer) {
-            return Err(Error::System(CUT.to_string()));
+            return Err(Error::system(CUT.to_string()));
         }
         boxes.tell(peer, News::Came(self.me, message.to_vec()));
         drop(boxes);
@@ -228,7 +228,7 @@ struct LocalInto {
 }
 
 impl Transfer for LocalInto {
-    fn wait(self: Box<Self>, timeout: Duration) -> std::result::Result<Vec<u8>, String> {
+    fn wait(self: Box<Self>, timeout: Duration) -> std::result::Result<Vec<u8>, Broken> {
         let bytes = Pieces(&self.pieces).bytes();
         let message = self.received.wait(timeout)?;
         // SAFETY: the caller of `receive_into` vouches for the memory until this wait has ended; the buffer has its size.
@@ -289,7 +289,7 @@ impl Link for LocalLink {
 }
 
 impl Transfer for LocalTransfer {
-    fn wait(self: Box<Self>, timeout: Duration) -> std::result::Result<Vec<u8>, String> {
+    fn wait(self: Box<Self>, timeout: Duration) -> std::result::Result<Vec<u8>, Broken> {
         let (post, address, mut buffer, bytes) = match *self {
             LocalTransfer::Sent(buffer) => return Ok(buffer),
             LocalTransfer::Awaited { post, address, buffer, bytes } => (post, address, buffer, bytes),
@@ -299,17 +299,17 @@ impl Transfer for LocalTransfer {
         loop {
             if let Some(message) = boxes.messages.get_mut(&address).and_then(VecDeque::pop_front) {
                 if message.len() > bytes {
-                    return Err(format!("a message of {} bytes matched a receive of {bytes}", message.len()));
+                    return Err(format!("a message of {} bytes matched a receive of {bytes}", message.len()).into());
                 }
                 buffer[..message.len()].copy_from_slice(&message);
                 return Ok(buffer);
             }
             if boxes.cut.contains(&address.0) || boxes.cut.contains(&address.1) {
-                return Err(CUT.to_string());
+                return Err(CUT.to_string().into());
             }
             let left = until.map_or(Duration::from_secs(3600), |until| until.saturating_duration_since(Instant::now()));
             if left.is_zero() {
-                return Err("Timed out".to_string());
+                return Err(Broken::late("Timed out".to_string()));
             }
             boxes = post.changed.wait_timeout(boxes, left).unwrap_or_else(PoisonError::into_inner).0;
         }

@@ -135,8 +135,8 @@ impl Standing {
     }
 }
 
-/// A fault as a rank has told it: that rank, the `Error::code`, the text.
-pub type Told = (usize, char, String);
+/// A fault as a rank has told it, and that rank.
+pub type Told = (usize, Error);
 
 /// The part of an engine that any thread may use without the group's lock. The defaults are right for an engine that
 /// shares nothing with its peers.

@@ -52,7 +52,7 @@ impl Engine for Solo {
 fn run(op: &Op, kernel: Option<&Kernel>) -> Result<()> {
     let request = &op.request;
     if request.kind.is_p2p() {
-        return Err(Error::Invalid(format!(
+        return Err(Error::invalid(format!(
             "sagellm {}: a group of one rank has no other rank to exchange messages with",
             request.kind
         )));

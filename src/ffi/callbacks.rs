@@ -11,24 +11,24 @@ pub(super) struct StoreHook(pub(super) cxx::SharedPtr<ffi::Store>);
 
 impl group::Store for StoreHook {
     fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.0.set(key, value).map_err(|e| Error::System(format!("the store refused to set {key}: {e}")))
+        self.0.set(key, value).map_err(|e| Error::system(format!("the store refused to set {key}: {e}")))
     }
     fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
         let mut value = Vec::new();
         match self.0.try_get(key, &mut value) {
             Ok(true) => Ok(Some(value)),
             Ok(false) => Ok(None),
-            Err(e) => Err(Error::System(format!("the store refused to get {key}: {e}"))),
+            Err(e) => Err(Error::system(format!("the store refused to get {key}: {e}"))),
         }
     }
 }
 
 impl Counting for StoreHook {
     fn add(&self, key: &str, by: i64) -> Result<i64> {
-        self.0.add(key, by).map_err(|e| Error::System(format!("the store refused to add to {key}: {e}")))
+        self.0.add(key, by).map_err(|e| Error::system(format!("the store refused to add to {key}: {e}")))
     }
     fn remove(&self, key: &str) -> Result<()> {
-        self.0.remove(key).map_err(|e| Error::System(format!("the store refused to delete {key}: {e}")))
+        self.0.remove(key).map_err(|e| Error::system(format!("the store refused to delete {key}: {e}")))
     }
     fn connection(&self) -> usize {
         self.0.connection()

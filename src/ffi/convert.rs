@@ -53,7 +53,7 @@ pub(super) fn guarded<T>(body: impl FnOnce() -> Result<T>) -> Outcome<T> {
 }
 
 pub(super) fn unknown(what: &str, value: u8) -> Error {
-    Error::Bug(format!("sagellm: unknown {what} {value} came over the bridge"))
+    Error::bug(format!("sagellm: unknown {what} {value} came over the bridge"))
 }
 
 /// A shared enum may hold any number, if C++ casts one.
@@ -67,13 +67,13 @@ pub(super) fn dtype(dtype: ffi::Dtype) -> Result<Dtype> {
 
 pub(super) fn kind_named(name: &str) -> Result<Kind> {
     let known = || Kind::ALL.map(Kind::name).join(", ");
-    let unknown = || Error::Invalid(format!("sagellm: no operation is called {name:?}; there are {}", known()));
+    let unknown = || Error::invalid(format!("sagellm: no operation is called {name:?}; there are {}", known()));
     Kind::from_name(name).ok_or_else(unknown)
 }
 
 pub(super) fn dtype_named(name: &str) -> Result<Dtype> {
     let known = || Dtype::ALL.map(Dtype::name).join(", ");
-    let unknown = || Error::Invalid(format!("sagellm: no element type is called {name:?}; there are {}", known()));
+    let unknown = || Error::invalid(format!("sagellm: no element type is called {name:?}; there are {}", known()));
     Dtype::from_name(name).ok_or_else(unknown)
 }
 

@@ -26,7 +26,7 @@ impl Exchange for ExchangeHook<'_> {
             Ranks::OneDirection { from, to } => (from.min(to) as i32, from.max(to) as i32),
         };
         // The shim keeps its exception and raises that one.
-        self.0.share(id, from, to).map_err(|error| Error::System(error.what().to_string()))
+        self.0.share(id, from, to).map_err(|error| Error::system(error.what().to_string()))
     }
     fn store(&self) -> SharedStore {
         Arc::clone(self.1)

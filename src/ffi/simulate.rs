@@ -16,19 +16,19 @@ const TWO_LEVELS: &str = "hierarchical";
 
 fn collective_named(name: &str) -> Result<Kind> {
     let known = || Kind::COLLECTIVES.map(Kind::name).join(", ");
-    let unknown = || Error::Invalid(format!("sagellm: no collective is called {name:?}; there are {}", known()));
+    let unknown = || Error::invalid(format!("sagellm: no collective is called {name:?}; there are {}", known()));
     Kind::COLLECTIVES.into_iter().find(|kind| kind.name() == name).ok_or_else(unknown)
 }
 
 fn algorithm_named(name: &str) -> Result<Algorithm> {
     Algorithm::from_name(name).ok_or_else(|| {
         let known: Vec<_> = Algorithm::ALL.into_iter().map(Algorithm::name).collect();
-        Error::Invalid(format!("sagellm: no algorithm is called {name:?}; there are {}", known.join(", ")))
+        Error::invalid(format!("sagellm: no algorithm is called {name:?}; there are {}", known.join(", ")))
     })
 }
 
 fn not_served(kind: &str, algorithm: &str, ranks: usize) -> Error {
-    Error::Invalid(format!("sagellm: {algorithm} has no schedule for {kind} of {ranks} ranks"))
+    Error::invalid(format!("sagellm: {algorithm} has no schedule for {kind} of {ranks} ranks"))
 }
 
 impl Core {

@@ -42,9 +42,7 @@ impl Group {
         monitor.decide(turn, !missing.is_empty());
         match (outcome, &missing[..]) {
             (_, []) => Ok(()),
-            (Outcome::Interrupted, _) => {
-                Err(Error::Interrupted("sagellm: monitored_barrier was interrupted".to_string()))
-            }
+            (Outcome::Interrupted, _) => Err(Error::interrupted("sagellm: monitored_barrier was interrupted")),
             (_, [first, rest @ ..]) => {
                 let ms = timeout.as_millis();
                 let who = if all && !rest.is_empty() {
@@ -52,7 +50,7 @@ impl Group {
                 } else {
                     format!("Rank {first}")
                 };
-                Err(Error::Timeout(format!(
+                Err(Error::timeout(format!(
                     "sagellm: {who} failed to pass monitoredBarrier in {ms} ms. Rank 0 timed out in monitoredBarrier"
                 )))
             }
@@ -68,23 +66,20 @@ impl Group {
         let failed = monitor.decision(turn);
         match outcome {
             Outcome::Done if failed == Some(false) => Ok(()),
-            Outcome::Interrupted => Err(Error::Interrupted("sagellm: monitored_barrier was interrupted".to_string())),
+            Outcome::Interrupted => Err(Error::interrupted("sagellm: monitored_barrier was interrupted")),
             Outcome::Done if failed.is_none() => {
                 Err(self.fault().or_else(|| monitor.hopeless(turn)).unwrap_or_else(|| {
                     self.dead_ranks().next().map_or_else(
-                        || {
-                            self.reported(None)
-                                .unwrap_or_else(|| Error::Aborted("sagellm: the group failed".to_string()))
-                        },
+                        || self.reported(None).unwrap_or_else(|| Error::aborted("sagellm: the group failed")),
                         |rank| self.death_of(rank, "is in monitored_barrier"),
                     )
                 }))
             }
-            Outcome::Done => Err(Error::Timeout(format!(
+            Outcome::Done => Err(Error::timeout(format!(
                 "sagellm: Rank {me} successfully reached monitoredBarrier, but received errors while waiting for send/recv \
                  from rank 0: another rank is missing or came too late, and rank 0 reports which"
             ))),
-            Outcome::Elapsed => Err(Error::Timeout(format!(
+            Outcome::Elapsed => Err(Error::timeout(format!(
                 "sagellm: Rank {me} successfully reached monitoredBarrier, but received errors while waiting for send/recv \
                  from rank 0: it did not come within {} ms",
                 timeout.as_millis()

@@ -23,6 +23,9 @@ use crate::os::topology;
 
 pub type SharedStore = Arc<dyn Counting + Send + Sync>;
 
+/// Most bytes of a fault in the store.
+const LONGEST_FAULT: usize = 64 << 10;
+
 /// Interval between two reads of the store: a sixteenth of the group's timeout, within these limits.
 const SHORTEST: Duration = Duration::from_millis(250);
 const LONGEST: Duration = Duration::from_secs(10);
@@ -159,14 +162,18 @@ impl Board {
         Board { store, prefix: format!("hang/{id}") }
     }
 
+    fn key(&self, key: &str) -> String {
+        format!("{}/{key}", self.prefix)
+    }
+
     fn text(&self, key: &str) -> Result<Option<String>> {
-        let value = self.store.try_get(&format!("{}/{key}", self.prefix))?;
+        let value = self.store.try_get(&self.key(key))?;
         // Accounts are lines of fields; their fields have neither character.
         Ok(value.map(|bytes| cleaned(&String::from_utf8_lossy(&bytes), &['\t', '\n'])))
     }
 
     fn put(&self, key: &str, text: &str) -> Result<()> {
-        self.store.set(&format!("{}/{key}", self.prefix), text.as_bytes())
+        self.store.set(&self.key(key), text.as_bytes())
     }
 
     /// The number of the last question; none before the first.
@@ -228,7 +235,8 @@ impl Board {
         match self.fault()? {
             Some(_) => Ok(()),
             None => {
-                self.put("fault", &format!("{rank}\t{}\t{}", fault.code(), fault.text()))?;
+                let bytes = [&(rank as u32).to_le_bytes()[..], &fault.encode(LONGEST_FAULT)].concat();
+                self.store.set(&self.key("fault"), &bytes)?;
                 self.ask()
             }
         }
@@ -236,16 +244,13 @@ impl Board {
 
     /// Why the group failed, as published by the first rank that failed.
     pub fn fault(&self) -> Result<Option<Told>> {
-        Ok(self.text("fault")?.and_then(|text| fault_from(&text)))
+        let stored = self.store.try_get(&self.key("fault"))?;
+        let read = |bytes: Vec<u8>| {
+            let (rank, fault) = bytes.split_first_chunk()?;
+            Some((u32::from_le_bytes(*rank) as usize, Error::decode(fault)?))
+        };
+        Ok(stored.and_then(read))
     }
-}
-
-/// The rank, the code and the text of a fault.
-fn fault_from(text: &str) -> Option<Told> {
-    let mut fields = text.splitn(3, '\t');
-    let rank = fields.next()?.parse().ok()?;
-    let code = fields.next()?.chars().next()?;
-    Some((rank, code, fields.next()?.to_string()))
 }
 
 #[cfg(test)]

@@ -93,11 +93,11 @@ impl Group {
                 let insides = insides.into_iter().map(|inside| inside.map(|met| Group::build(met, None)).transpose());
                 over_hosts(parts, host_map, insides.collect::<Result<_>>()?, reason, link)
             }
-            (Decision::Hosts(_), None) => Err(Error::Invalid(format!(
+            (Decision::Hosts(_), None) => Err(Error::invalid(format!(
                 "sagellm: the ranks of group '{}' live on several hosts, and no link between them was given",
                 parts.config.name
             ))),
-            (_, Some(_)) => Err(Error::Invalid(format!(
+            (_, Some(_)) => Err(Error::invalid(format!(
                 "sagellm: group '{}' has no ranks of its own engine on other hosts and takes no link",
                 parts.config.name
             ))),

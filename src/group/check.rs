@@ -7,7 +7,7 @@ use crate::reduce::Kernel;
 use crate::types::{ANY_RANK, Dtype, Kind, Request, Span};
 
 fn wrong(kind: Kind, text: String) -> Error {
-    Error::Invalid(format!("sagellm {kind}: {text}"))
+    Error::invalid(format!("sagellm {kind}: {text}"))
 }
 
 impl Group {

@@ -103,7 +103,7 @@ impl DeviceGroup for Group {
             timeout: watched.timeout,
         });
         let (pending, now) = (Pending::Outside(pending), clock::now());
-        Error::Timeout(self.story((&inner, &pending), (&watched.what(), &timed_out(watched.timeout)), "", now))
+        Error::timeout(self.story((&inner, &pending), (&watched.what(), &timed_out(watched.timeout)), "", now))
     }
     fn failed_within(&self, watched: &Watched, words: &str) -> Option<Error> {
         let inner = self.lock();
@@ -118,7 +118,7 @@ impl DeviceGroup for Group {
         let how = if is_late { timed_out(age) } else { format!("failed after {}", seconds(age.as_millis() as u64)) };
         let words = format!("the library: {}", in_one_line(words));
         let text = self.story((&inner, &pending), (&watched.what(), &how), &words, now);
-        Some(if is_late { Error::Timeout(text) } else { Error::System(text) })
+        Some(if is_late { Error::timeout(text) } else { Error::system(text) })
     }
     fn count(&self, call: &DeviceRequest<'_>) -> Box<dyn Counted> {
         let (peer, bytes) = ((call.root, call.tag), (call.read(), call.written()));

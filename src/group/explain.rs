@@ -33,7 +33,7 @@ pub struct StartRule {
 
 /// The start rules for an operation of `bytes` over `ranks` devices that are placed as `topology` says, as text.
 pub fn start_rule(kind: Kind, bytes: u64, ranks: usize, topology: &str) -> Result<StartRule> {
-    let wrong = |what: String| Err(Error::Invalid(format!("sagellm: {what}")));
+    let wrong = |what: String| Err(Error::invalid(format!("sagellm: {what}")));
     let topology = match Topology::parse(topology) {
         Ok(Some(topology)) => topology,
         Ok(None) => return wrong("a topology is missing".into()),
@@ -153,7 +153,7 @@ fn recorded(history: &History, number: u64, whole: bool) -> Option<&Record> {
 /// The error for a missing record of `number` in a group that has issued collectives up to `last`.
 fn not_there(history: &History, number: u64, last: u64, group: &str) -> Error {
     let kept = history.collectives().map(|record| record.number).min();
-    Error::Invalid(match kept {
+    Error::invalid(match kept {
         _ if number == 0 || number > last => format!(
             "sagellm explain: group '{group}' has issued {last} collectives on this rank, and none has number {number}; they \
              are counted from 1"

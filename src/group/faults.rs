@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 
 use super::Group;
 use crate::engine::{Ended, Engine};
-use crate::error::{Error, GO_ON, LEFT, laid_out, reported};
+use crate::error::{Error, GO_ON, LEFT, laid_out};
 use crate::op::Op;
 
 impl Group {
@@ -27,8 +27,7 @@ impl Group {
         let how =
             if self.control.left(rank) { LEFT } else { "ended (killed, crashed, or exited without leaving its group)" };
         let head = format!("rank {rank} (pid {}, host {}) of group '{}' {how}", peer.pid, peer.host, self.config.name);
-        let lines = [format!("rank {} {during}", self.config.rank)];
-        Error::RankFailed { rank, text: laid_out(&head, &lines, GO_ON) }
+        Error::rank_failed(rank, laid_out(&head, &[], GO_ON)).while_rank(self.config.rank, during)
     }
 
     /// What this rank was doing when a peer was found missing.
@@ -77,7 +76,7 @@ impl Group {
     }
     /// The fault that a peer reported, as this rank's error; `engine` says which operation of this rank it ends.
     pub(super) fn reported(&self, engine: Option<&dyn Engine>) -> Option<Error> {
-        let (rank, code, text) = self.control.reported().or_else(|| self.told.get().cloned())?;
+        let (rank, fault) = self.control.reported().or_else(|| self.told.get().cloned())?;
         if let Some(own) = self.fault.get() {
             return Some(own.clone()); // another thread of this rank found it
         }
@@ -87,6 +86,6 @@ impl Group {
                 .and_then(|engine| engine.needs(dead, &|rank| self.is_gone(rank)).or_else(|| engine.next_deadline()));
             return Some(self.death_of(dead, &self.within(op.as_ref())));
         }
-        Some(Error::told(code, rank, &reported(&text, rank)))
+        Some(fault.as_told().reported_by(rank))
     }
 }

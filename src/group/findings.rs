@@ -8,7 +8,7 @@ use super::hang::{Life, MOST, SILENCE, Watched, YOUNG, life_of, seconds};
 use super::pending::{Pending, nanoseconds};
 use super::{Group, Inner};
 use crate::engine::{Lacks, Standing};
-use crate::error::{GO_ON, laid_out};
+use crate::error::{GO_ON, Text, laid_out};
 use crate::os::clock;
 use crate::progress::waits;
 use crate::progress::waits::{Edge, Waits};
@@ -37,7 +37,7 @@ impl Group {
         (what, how): (&str, &str),
         words: &str,
         now: u64,
-    ) -> String {
+    ) -> Text {
         let head = format!("rank {} of group '{}' {how} in {what}", self.config.rank, self.config.name);
         let mut lines = self.findings(inner, pending, now);
         lines.push(words.to_string());

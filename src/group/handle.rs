@@ -29,7 +29,7 @@ impl Op {
         let waited = contained(|| Ok(driver::wait_until(&**group, &*group.host, until, || self.core.is_done())));
         match waited.inspect_err(|bug| group.poison(bug.clone()))? {
             Outcome::Done => self.core.outcome(),
-            Outcome::Elapsed => Err(Error::WaitElapsed(format!(
+            Outcome::Elapsed => Err(Error::wait_elapsed(format!(
                 "sagellm: wait({:.3} s) elapsed before {} number {} of group '{}' ended on rank {}; it is still running",
                 timeout.unwrap_or_default().as_secs_f64(),
                 self.core.request.kind,
@@ -37,7 +37,7 @@ impl Op {
                 group.config.name,
                 group.config.rank
             ))),
-            Outcome::Interrupted => Err(Error::Interrupted("sagellm: the wait was interrupted".to_string())),
+            Outcome::Interrupted => Err(Error::interrupted("sagellm: the wait was interrupted")),
         }
     }
 

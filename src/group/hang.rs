@@ -15,8 +15,9 @@ use super::pending::{Pending, nanoseconds};
 use super::{Group, Inner};
 use crate::config;
 use crate::config::Config;
+use crate::engine::delegate::Says;
 use crate::engine::{Inquiry, Lacks, LastCall, Standing};
-use crate::error::{Error, GO_ON, in_one_line, laid_out};
+use crate::error::{Error, GO_ON, laid_out};
 use crate::op::Op;
 use crate::os::{clock, watch};
 use crate::progress::waits::Edge;
@@ -187,7 +188,7 @@ impl Group {
         let (rank, name, waited) = (self.config.rank, &self.config.name, seconds(age / 1_000_000));
         let head = format!("rank {rank} of group '{name}' has waited {waited} in {}", pending.what());
         let lines = self.findings(inner, pending, now);
-        log::warn!("{}", in_one_line(&laid_out(&head, &lines, &end)));
+        log::warn!("{}", laid_out(&head, &lines, &end).in_one_line());
     }
 
     /// The soft limit: the group's, or that of the process.
@@ -199,7 +200,7 @@ impl Group {
     pub(super) fn stall(&self, inner: &Inner, op: &Arc<Op>, now: u64) -> Error {
         let pending = Pending::Own(Arc::clone(op));
         self.listen(&inner.watched, now);
-        Error::Timeout(self.story((inner, &pending), (&pending.what(), &timed_out(op.timeout)), "", now))
+        Error::timeout(self.story((inner, &pending), (&pending.what(), &timed_out(op.timeout)), "", now))
     }
 
     /// Checks the deadline of the operation of `outside` that ends first. Threads that wait in an engine check their own.
@@ -218,18 +219,17 @@ impl Group {
         let pending = Pending::Outside(outside.clone());
         let age = Duration::from_nanos(pending.age(now));
         let name = if self.config.delegate.is_empty() { Config::LINK } else { &self.config.delegate };
+        let says = Says::of(words);
         let words = format!("{name}: {}", words.lines().next().unwrap_or_default());
-        let small = words.to_lowercase();
         // If another rank's deadline came first, a delegate reports a lost connection instead of a deadline.
-        let is_late = small.contains("timed out") || age > outside.timeout * 9 / 10;
+        let is_late = says == Says::TimedOut || age > outside.timeout * 9 / 10;
         if inner.watched_outside.is(&pending) && inner.watched_outside.collected {
             let how = if is_late { timed_out(age) } else { format!("failed after {}", in_seconds(age)) };
             let text = self.story((inner, &pending), (&pending.what(), &how), &words, now);
-            return Some(if is_late { Error::Timeout(text) } else { Error::System(text) });
+            return Some(if is_late { Error::timeout(text) } else { Error::system(text) });
         }
-        let is_lost = ["connection", "broken pipe", "by peer"].iter().any(|sign| small.contains(sign));
         let names_a_peer = outside.kind.is_p2p() && outside.root != ANY_RANK;
-        (is_lost && !is_late && names_a_peer).then(|| {
+        (says == Says::LostAPeer && !is_late && names_a_peer).then(|| {
             let rank = outside.root as usize;
             let (process, _) = self.process_of(&inner.watched_outside, rank, None);
             let (me, name, what) = (self.config.rank, &self.config.name, pending.what());
@@ -237,7 +237,7 @@ impl Group {
             let head = format!("rank {me} of group '{name}' lost rank {rank}{process} after {after} in {what}");
             let why = "its process ended, an operation of it failed, or so did the network between them";
             let text = laid_out(&head, &[why.to_string(), words], GO_ON);
-            Error::RankFailed { rank, text }
+            Error::rank_failed(rank, text)
         })
     }
 

@@ -59,7 +59,7 @@ impl Difference {
             (head, calls.into_iter().map(|(_, line)| line).collect())
         };
         lines.push(MOVED.to_string());
-        Error::Mismatch(laid_out(&head, &lines, SAME_CALLS))
+        Error::mismatch(laid_out(&head, &lines, SAME_CALLS))
     }
 }
 

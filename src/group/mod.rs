@@ -53,7 +53,7 @@ use self::reply::Reply;
 pub use self::report::NAMES;
 use crate::config::Config;
 use crate::engine::{Control, Ended, Engine, Told, WakeAddress};
-use crate::error::{Error, GO_ON, Result, contained, in_one_line, laid_out};
+use crate::error::{Error, GO_ON, Result, contained, laid_out};
 use crate::host::NoSignals;
 pub use crate::host::{Completion, Host, Store};
 use crate::op;
@@ -207,7 +207,7 @@ impl Group {
         }
         let error = match contained(|| Ok(driver::wait_until(self, &*self.host, None, || core.is_done()))) {
             Ok(Outcome::Done) => return core.outcome(),
-            Ok(_) => Error::Interrupted(format!(
+            Ok(_) => Error::interrupted(format!(
                 "sagellm: rank {} was interrupted in {} number {} of group '{}'",
                 self.config.rank, core.request.kind, core.number, self.config.name
             )),
@@ -294,7 +294,7 @@ impl Group {
             return Err(fault.clone());
         }
         if self.closed.load(Ordering::Acquire) {
-            return Err(Error::Aborted(format!("sagellm: group '{}' was destroyed", self.config.name)));
+            return Err(Error::aborted(format!("sagellm: group '{}' was destroyed", self.config.name)));
         }
         Ok(())
     }
@@ -302,7 +302,7 @@ impl Group {
     /// Refuses what a forked child asks of its parent's group: the locks may be held by threads that it does not have.
     pub fn not_forked(&self) -> Result<()> {
         if watch::generation() != self.generation {
-            return Err(Error::Invalid(
+            return Err(Error::invalid(
                 "sagellm: a forked child cannot use its parent's process group. Start the child with the 'spawn' method"
                     .to_string(),
             ));
@@ -316,7 +316,7 @@ impl Group {
         self.standing()?;
         if self.control.is_poisoned() {
             // A peer found a fault in an operation that had ended well here.
-            let fault = self.reported(None).unwrap_or_else(|| Error::Aborted("sagellm: the group failed".to_string()));
+            let fault = self.reported(None).unwrap_or_else(|| Error::aborted("sagellm: the group failed"));
             self.poison(fault.clone());
             return Err(fault);
         }
@@ -359,7 +359,7 @@ impl Group {
         }
         let reason = if reason.is_empty() { "abort was called" } else { reason };
         let head = format!("rank {} aborted group '{}': {reason}", self.config.rank, self.config.name);
-        self.poison(Error::Aborted(laid_out(&head, &[], GO_ON)));
+        self.poison(Error::aborted(laid_out(&head, &[], GO_ON)));
     }
 
     /// Leaves in order: what was published stays readable for the peers, what is pending fails.
@@ -367,7 +367,7 @@ impl Group {
         if self.not_forked().is_err() || self.closed.swap(true, Ordering::AcqRel) {
             return;
         }
-        let destroyed = Error::Aborted(format!(
+        let destroyed = Error::aborted(format!(
             "sagellm: group '{}' was destroyed on rank {} while the operation was pending",
             self.config.name, self.config.rank
         ));
@@ -396,7 +396,7 @@ impl Group {
         let first = self.fault.set(error.clone()).is_ok();
         if first {
             let (name, rank) = (&self.config.name, self.config.rank);
-            log::debug!("group '{name}' rank {rank} failed: {}", in_one_line(error.text()));
+            log::debug!("group '{name}' rank {rank} failed: {}", error.in_one_line());
             self.control.announce(&error);
             if self.board.get().is_some() {
                 self.domain.look_again(); // the other ranks read the fault there
@@ -569,7 +569,7 @@ impl Drop for Group {
             return;
         }
         // Pending operations must not stay in the domain's count, and their owners must be told.
-        let dropped = Error::Aborted(format!("sagellm: group '{}' was dropped", self.config.name));
+        let dropped = Error::aborted(format!("sagellm: group '{}' was dropped", self.config.name));
         self.control.leave(&dropped, &|| self.host.interrupted());
         self.fail_all(&dropped);
         self.domain.look_again();

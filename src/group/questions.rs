@@ -512,7 +512,7 @@ mod tests {
                     let is_left = |left: usize| left.checked_sub(1);
                     if rank == 0 && left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, is_left).is_err() {
                         ended.store(1, Ordering::Relaxed);
-                        return Err(Error::System("ended".into()));
+                        return Err(Error::system("ended"));
                     }
                     Ok(())
                 })
@@ -580,7 +580,7 @@ mod tests {
                 let made = AtomicUsize::new(0);
                 Box::new(move |_| match made.fetch_add(1, Ordering::Relaxed) < well {
                     true => Ok(()),
-                    false => Err(Error::System("the store is gone".into())),
+                    false => Err(Error::system("the store is gone")),
                 })
             };
             let all = ranks(&Memory::default(), &[5, 4], rule);

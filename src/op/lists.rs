@@ -110,7 +110,7 @@ pub fn differ(call: &str, number: u64, own: (usize, u64), theirs: (usize, u64), 
     let head = format!("ranks passed different lists of tensors to {call}, number {number} of their group");
     let lines = [passed(own), passed(theirs), place, UNTOUCHED.to_string()];
     let advice = "Every rank must pass as many tensors, with the same sizes and types in the same order";
-    Error::Mismatch(laid_out(&head, &lines, advice))
+    Error::mismatch(laid_out(&head, &lines, advice))
 }
 
 #[cfg(test)]

@@ -16,7 +16,7 @@ pub fn random<const N: usize>() -> Result<[u8; N]> {
             Err(_) => {
                 let error = std::io::Error::last_os_error();
                 if error.kind() != std::io::ErrorKind::Interrupted {
-                    return Err(Error::System(format!("sagellm: getrandom: {error}")));
+                    return Err(Error::system(format!("sagellm: getrandom: {error}")));
                 }
             }
         }

@@ -112,13 +112,13 @@ fn has_room(encoded: usize, values: usize, block: usize) -> Result<()> {
 
 fn whole_blocks(block: usize, bytes: usize) -> Result<()> {
     if block == 0 || !bytes.is_multiple_of(SCALE + block) {
-        return Err(Error::Bug(format!("sagellm: {bytes} encoded bytes are no whole blocks of {block} elements")));
+        return Err(Error::bug(format!("sagellm: {bytes} encoded bytes are no whole blocks of {block} elements")));
     }
     Ok(())
 }
 
 fn sizes(what: &str, have: usize, wanted: usize) -> Error {
-    Error::Bug(format!("sagellm: {what} has the size {have}, which does not fit to {wanted}"))
+    Error::bug(format!("sagellm: {what} has the size {have}, which does not fit to {wanted}"))
 }
 
 /// A function that runs a loop as it was compiled for the instructions of a level.

@@ -136,7 +136,7 @@ pub fn kernel_at(level: Level, dtype: Dtype, op: ReduceOp, ranks: usize) -> Resu
         _ => choose::<Portable>(dtype, op),
     }
     .ok_or_else(|| {
-        Error::Bug(format!("sagellm: no kernel for {} of {}", ReduceOp::name_of(op.code()), dtype.name()))
+        Error::bug(format!("sagellm: no kernel for {} of {}", ReduceOp::name_of(op.code()), dtype.name()))
     })?;
     let scales = matches!(op, ReduceOp::PremulSum(_));
     Ok(Kernel { run, element_size: dtype.size(), units, ranks, scales })
@@ -197,7 +197,7 @@ fn check(dtype: Dtype, op: ReduceOp) -> Result<()> {
     use ReduceOp::*;
     let advice = match dtype {
         Dtype::Bytes => {
-            return Err(Error::Invalid(format!(
+            return Err(Error::invalid(format!(
                 "ReduceOp.{} cannot combine plain bytes: the call must name the dtype of its elements",
                 ReduceOp::name_of(op.code())
             )));
@@ -215,7 +215,7 @@ fn check(dtype: Dtype, op: ReduceOp) -> Result<()> {
         _ => return check_factor(dtype, op),
     };
     let op = ReduceOp::name_of(op.code());
-    Err(Error::Invalid(format!("ReduceOp.{op} is not defined for {}; {advice}", dtype.name())))
+    Err(Error::invalid(format!("ReduceOp.{op} is not defined for {}; {advice}", dtype.name())))
 }
 
 /// An integer times 0.5 would be an integer times 0: refused rather than wrong.
@@ -223,7 +223,7 @@ fn check_factor(dtype: Dtype, op: ReduceOp) -> Result<()> {
     let integer =
         !matches!(dtype, Dtype::F16 | Dtype::Bf16 | Dtype::F32 | Dtype::F64 | Dtype::C32 | Dtype::C64 | Dtype::C128);
     match op {
-        ReduceOp::PremulSum(factor) if integer && factor.fract() != 0.0 => Err(Error::Invalid(format!(
+        ReduceOp::PremulSum(factor) if integer && factor.fract() != 0.0 => Err(Error::invalid(format!(
             "ReduceOp.PREMUL_SUM of {} needs a whole number as its factor, got {factor}; convert to a float dtype first",
             dtype.name()
         ))),

@@ -211,7 +211,7 @@ impl Coordinator<'_, '_> {
         if self.session.backoff.pause(sockets)? {
             return Ok(());
         }
-        Err(Error::Timeout(self.session.missing_text(missing, waits)))
+        Err(Error::timeout(self.session.missing_text(missing, waits)))
     }
 
     /// The memory to share, or the reason why there is none.
@@ -227,7 +227,7 @@ impl Coordinator<'_, '_> {
             Err(reason) => return Ok(Err(reason)),
         };
         if bytes < hello_bytes(self.size()) {
-            return Err(Error::Bug(format!("sagellm: a segment of {bytes} bytes for {} ranks", self.size())));
+            return Err(Error::bug(format!("sagellm: a segment of {bytes} bytes for {} ranks", self.size())));
         }
         let masks: Vec<Vec<u64>> = bodies.iter().map(|body| body.identity.affinity.clone()).collect();
         let quota = bodies.iter().filter_map(|body| body.identity.quota_millicores).min();
@@ -236,7 +236,7 @@ impl Coordinator<'_, '_> {
                 let local_cores = topology::agreed_cores(&masks, quota);
                 Ok(MemoryToShare { segment, memory, local_cores, group_peers: self.group_peers() })
             }
-            Err(error) => Err(error.text().trim_start_matches("sagellm: ").to_string()),
+            Err(error) => Err(error.reason()),
         })
     }
 
@@ -308,7 +308,7 @@ impl Coordinator<'_, '_> {
         let Some(bodies) = bodies.filter(|_| config.delegate == Config::LINK) else { return Ok(None) };
         let ranks: Vec<addresses::Rank> = bodies.iter().map(|body| body.reached()).collect();
         addresses::common(&ranks).map_err(|what| {
-            Error::System(format!(
+            Error::system(format!(
                 "sagellm: group '{}' of {} ranks needs connections between them ({reason}), and {what}",
                 config.name, config.size
             ))
@@ -366,7 +366,7 @@ fn one_delegate(records: &[Option<Record>]) -> Result<()> {
         .enumerate()
         .find_map(|(rank, record)| named(record).filter(|it| Some(it) != own.as_ref()).map(|it| (rank, it)))
     {
-        Some((rank, other)) => Err(Error::Invalid(format!(
+        Some((rank, other)) => Err(Error::invalid(format!(
             "sagellm: the option delegate is '{}' on rank 0 and '{other}' on rank {rank}; all ranks of a group need the \
              same one",
             own.unwrap_or_default()

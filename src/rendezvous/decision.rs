@@ -99,14 +99,14 @@ impl Rendezvous {
         watch::install();
         let alive = Alive::default(); // before anything is locked
         if watch::orphaned() {
-            return Err(Error::Invalid(
+            return Err(Error::invalid(
                 "sagellm: this process was forked from one that had a process group, whose threads it does not have. Start \
                  it with the 'spawn' or 'forkserver' method, or destroy the groups before the fork"
                     .to_string(),
             ));
         }
         if config.size == 0 || config.rank >= config.size {
-            return Err(Error::Invalid(format!("sagellm: rank {} of a group of {} ranks", config.rank, config.size)));
+            return Err(Error::invalid(format!("sagellm: rank {} of a group of {} ranks", config.rank, config.size)));
         }
         // Invalid rules of the user are refused here, before anything is sent.
         let said = (&*config.algorithm, &*config.topology, config.settings.measure_link);
@@ -166,7 +166,7 @@ fn decide(
     let fitting = |headroom: usize| layout_within(config.size, headroom).map(|layout| layout.total());
     match meet(config, store, &**host, &fitting)? {
         // gloo would need more of them, and where its thread cannot accept a connection it ends the process (seen).
-        Outcome::Delegate { reason, .. } if reason.contains(OPEN_FILES) => Err(Error::System(format!(
+        Outcome::Delegate { reason, .. } if reason.contains(OPEN_FILES) => Err(Error::system(format!(
             "sagellm: group '{}' cannot be made: {reason}. Raise the limit of open files of every rank (ulimit -n); gloo \
              would need more of them than shared memory does",
             config.name
@@ -177,7 +177,7 @@ fn decide(
         Outcome::Shared(Met { segment, group_peers, local_cores, policy, id }) => {
             let total = segment.len();
             let layout = Layout::of_total(config.size, total)
-                .ok_or_else(|| Error::Bug(format!("sagellm: no layout of {} ranks has {total} bytes", config.size)))?;
+                .ok_or_else(|| Error::bug(format!("sagellm: no layout of {} ranks has {total} bytes", config.size)))?;
             let area = Arc::new(Area::new(Arc::new(segment), layout, config.rank));
             let shared = SharedMemory { parts: Some((area, group_peers)), cores: local_cores };
             Ok((Decision::SharedMemory(shared), id, agreed(config, &own, &policy)?, None))
@@ -300,7 +300,7 @@ fn sharing_hosts(
                 shares.push(said.is_empty());
             }
             None if Instant::now() > until => {
-                return Err(Error::Timeout(format!(
+                return Err(Error::timeout(format!(
                     "sagellm: group '{}': rank {} on another host has not built its host's shared memory within {:.0} s. \
                      Check its log",
                     config.name,
@@ -309,7 +309,7 @@ fn sharing_hosts(
                 )));
             }
             None if host.interrupted() => {
-                return Err(Error::Interrupted("sagellm: interrupted while the group was being made".into()));
+                return Err(Error::interrupted("sagellm: interrupted while the group was being made"));
             }
             None => std::thread::sleep(Duration::from_millis(1)),
         }
@@ -336,7 +336,7 @@ fn not_exchanged(config: &Config, own: Policy) -> Policy {
 /// once.
 fn agreed(config: &Config, own: &Policy, sent: &str) -> Result<Policy> {
     let policy =
-        Policy::parse(sent).map_err(|what| Error::System(format!("sagellm: group '{}': {what}", config.name)))?;
+        Policy::parse(sent).map_err(|what| Error::system(format!("sagellm: group '{}': {what}", config.name)))?;
     if policy.rules != own.rules && first_time("rules unlike those of rank 0") {
         log::warn!(
             "rank {} of group '{}' has the rules \"{}\" (option algorithm, SAGELLM_ALGORITHM) and rank 0 has \"{}\": rank 0's \
@@ -383,7 +383,7 @@ pub fn on_this_host(ranks: usize, algorithm: &str) -> Result<(GroupShape, Policy
     let headroom = topology::memory_headroom().and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(usize::MAX);
     match layout_within(ranks, headroom) {
         Ok(layout) => Ok((layout.shape(cores), policy)),
-        Err(why) => Err(Error::Invalid(format!("sagellm: here gloo would serve such a group: {why}"))),
+        Err(why) => Err(Error::invalid(format!("sagellm: here gloo would serve such a group: {why}"))),
     }
 }
 

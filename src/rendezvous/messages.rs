@@ -11,7 +11,7 @@ use crate::os::topology;
 use crate::select;
 
 /// Changes whenever the messages or their order change.
-pub const PROTOCOL: u32 = 9;
+pub const PROTOCOL: u32 = 10;
 
 /// Random, new for every attempt: distinguishes live processes from keys of earlier incarnations.
 pub type Nonce = [u8; 16];

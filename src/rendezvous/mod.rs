@@ -47,7 +47,7 @@ use self::peers::{GroupPeers, KnownPeers, Process};
 use crate::config::Config;
 use crate::engine::shm::memory::layout::Layout;
 use crate::engine::shm::memory::segment::Segment;
-use crate::error::{Error, Result, laid_out};
+use crate::error::{Error, Result, Text, laid_out};
 use crate::host::{Host, Store};
 use crate::os::random;
 use crate::os::watch::{End, Source};
@@ -127,7 +127,7 @@ pub fn meet_as(
     segment_bytes: &SegmentBytes,
 ) -> Result<Outcome> {
     if config.size < 2 || config.rank >= config.size {
-        return Err(Error::Bug(format!("sagellm: rank {} of {} ranks cannot meet anyone", config.rank, config.size)));
+        return Err(Error::bug(format!("sagellm: rank {} of {} ranks cannot meet anyone", config.rank, config.size)));
     }
     crate::os::watch::install();
     let known_peers = KnownPeers::known();
@@ -140,7 +140,7 @@ pub fn meet_as(
         known: known_peers.iter().map(|one| (one.id(), one.place() as u32)).collect(),
         mailbox: address,
         addresses: Addresses::parse(&config.addresses)
-            .ok_or_else(|| Error::Bug(format!("sagellm: no list of addresses: {:?}", config.addresses)))?,
+            .ok_or_else(|| Error::bug(format!("sagellm: no list of addresses: {:?}", config.addresses)))?,
     };
     let own =
         Record { nonce: random()?, protocol: PROTOCOL, version: env!("CARGO_PKG_VERSION").into(), body: Some(body) };
@@ -222,7 +222,7 @@ impl Session<'_> {
     }
 
     /// "group 'g' of 3 ranks: rank 2 has not come within 60 s"; `waits`: what this rank waits for.
-    fn missing_text(&self, missing: &[usize], waits: &str) -> String {
+    fn missing_text(&self, missing: &[usize], waits: &str) -> Text {
         let one = missing.len() == 1;
         let (verb, them, their) = if one { ("has", "it was", "its") } else { ("have", "they were", "their") };
         let (name, size, time) = (&self.config.name, self.config.size, seconds(self.config.timeout));
@@ -297,7 +297,7 @@ impl<'a> Backoff<'a> {
         if before - self.asked >= Duration::from_millis(50) {
             self.asked = before;
             if self.host.interrupted() {
-                return Err(Error::Interrupted("sagellm: interrupted while the group was being made".into()));
+                return Err(Error::interrupted("sagellm: interrupted while the group was being made"));
             }
         }
         let pause = self.pause.min(self.deadline - before);

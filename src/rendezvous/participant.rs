@@ -12,7 +12,7 @@ use super::{acquaint, has_signed, make_ready, rank_list, seconds, sign};
 use crate::engine::shm::memory::area::Area;
 use crate::engine::shm::memory::layout::Layout;
 use crate::engine::shm::memory::segment::Segment;
-use crate::error::{Error, Result, laid_out, relaid};
+use crate::error::{Error, ErrorKind, Result, laid_out, relaid};
 
 /// The outcome of connecting to rank 0's socket.
 enum Joined {
@@ -100,10 +100,10 @@ fn told(text: &str) -> Error {
     let code = letters.next();
     let text = relaid(letters.as_str());
     match code {
-        Some('T') => Error::Timeout(text),
-        Some('V') => Error::Invalid(text),
-        Some(_) => Error::System(text),
-        None => Error::System("sagellm: rank 0 gave up without a reason".into()),
+        Some('T') => Error::timeout(text),
+        Some('V') => Error::invalid(text),
+        Some(_) => Error::system(text),
+        None => Error::system("sagellm: rank 0 gave up without a reason"),
     }
 }
 
@@ -120,14 +120,14 @@ fn timeout(session: &Session) -> Error {
     let came = |other: usize| read(&record_key(other)).is_some_and(|bytes| Record::read(&bytes).is_some());
     let missing: Vec<usize> = (0..config.size).filter(|other| *other != rank && !came(*other)).collect();
     if !missing.is_empty() {
-        return Error::Timeout(
+        return Error::timeout(
             session.missing_text(&missing, &format!("rank {rank} waits for rank 0 to gather all records")),
         );
     }
     let (name, size, time) = (&config.name, config.size, seconds(config.timeout));
     let head = format!("group '{name}' of {size} ranks: rank 0 has not answered {} within {time}", rank_list(&[rank]));
     let records = "there is a record of every rank in the store, perhaps from an earlier run".to_string();
-    Error::Timeout(laid_out(&head, &[records], "Check that rank 0 is running and uses the same store"))
+    Error::timeout(laid_out(&head, &[records], "Check that rank 0 is running and uses the same store"))
 }
 
 /// The next message from rank 0; `None` when it has closed the connection.
@@ -241,7 +241,7 @@ fn introduce(
     }
     match accept(session, decision, parts, group_peers.is_some()) {
         Ok(accepted) => Ok(Ok(accepted)),
-        Err(Error::System(text)) => impossible(text),
+        Err(error) if error.kind() == ErrorKind::System => impossible(error.text()),
         Err(error) => Err(error),
     }
 }
@@ -254,7 +254,7 @@ fn accept(
     known: bool,
 ) -> Result<Accepted> {
     let (size, rank) = (session.config.size, session.config.rank);
-    let wrong = |what: &str| Error::System(format!("rank 0's offer is wrong: {what}"));
+    let wrong = |what: &str| Error::system(format!("rank 0's offer is wrong: {what}"));
     let mut pidfds: Vec<Option<OwnedFd>> = (0..size).map(|_| None).collect();
     let mut first: Option<(Offer, OwnedFd)> = None;
     for (offer, descriptors) in parts {
@@ -277,7 +277,7 @@ fn accept(
     }
     let segment = Segment::map(memory.as_fd(), len, offer.backing)?;
     if !has_signed(&segment, 0, &decision.nonces[0], &decision.id) {
-        return Err(Error::System("rank 0's signature is not in the shared memory".into()));
+        return Err(Error::system("rank 0's signature is not in the shared memory"));
     }
     make_ready(&segment, size, rank)?;
     sign(&segment, rank, &session.own.nonce, &decision.id);

@@ -118,8 +118,7 @@ impl Coordinator<'_, '_> {
         }
         // At the same time as the others.
         if all_came && !serving.ready {
-            make_ready(&to_share.segment, self.size(), 0)
-                .map_err(|error| error.text().trim_start_matches("sagellm: ").to_string())?;
+            make_ready(&to_share.segment, self.size(), 0).map_err(|error| error.reason())?;
             serving.ready = true;
         }
         hear(id, &mut serving.participants)?;

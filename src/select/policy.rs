@@ -108,18 +108,18 @@ pub fn decide(
     let read = |name: &str, text: &str| {
         Rules::parse(text)
             .and_then(|rules| rules.check(slot_bytes).map(|()| rules))
-            .map_err(|what| Error::Invalid(format!("sagellm: {name}: {what}")))
+            .map_err(|what| Error::invalid(format!("sagellm: {name}: {what}")))
     };
     let mut rules = read("the option algorithm", algorithm)?;
     rules.0.extend(read(RULES_VARIABLE, &environment)?.0);
     if rules.to_string().len() > rules::MAX_BYTES {
-        return Err(Error::Invalid(format!(
+        return Err(Error::invalid(format!(
             "sagellm: the rules of the option algorithm and of {RULES_VARIABLE} together are more than {} bytes",
             rules::MAX_BYTES
         )));
     }
     let topology = Topology::parse(topology)
-        .map_err(|what| Error::Invalid(format!("sagellm: the option topology is {topology:?}: {what}")))?;
+        .map_err(|what| Error::invalid(format!("sagellm: the option topology is {topology:?}: {what}")))?;
     let mut policy = Policy { rules, topology, measure_link, ..Policy::default() };
     if !leads || ranks < 2 {
         return Ok(policy);

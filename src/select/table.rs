@@ -236,14 +236,14 @@ pub fn save(directory: &Path, table: &Table) -> io::Result<PathBuf> {
 /// Makes the table of this machine for `ranks` ranks from `lines`, each a `Line`, and writes it. Its path.
 pub fn make(ranks: usize, made: &str, lines: &str) -> Outcome<String> {
     let lines: Result<Vec<Line>, String> = lines.lines().map(Line::parse).collect();
-    let lines = lines.map_err(|what| Error::Invalid(format!("sagellm: the new table cannot be used: {what}")))?;
+    let lines = lines.map_err(|what| Error::invalid(format!("sagellm: the new table cannot be used: {what}")))?;
     let directory = directory().ok_or_else(|| {
-        Error::Invalid(format!(
+        Error::invalid(format!(
             "sagellm: there is no directory for the table: {VARIABLE}, XDG_CACHE_HOME and HOME are not set"
         ))
     })?;
     let path = save(&directory, &Table { key: key(ranks), made: made.into(), lines }).map_err(|error| {
-        Error::System(format!("sagellm: the table cannot be written into {}: {error}", directory.display()))
+        Error::system(format!("sagellm: the table cannot be written into {}: {error}", directory.display()))
     })?;
     Ok(path.display().to_string())
 }

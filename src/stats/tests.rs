@@ -77,7 +77,7 @@ fn several_in_one_pass_are_one_batch_and_a_list_is_one_too() {
     let at = clock::stamp();
     stats.ended(&[(Arc::clone(&ops[0]), Ok(()))], at);
     assert_eq!(stats.fused().batches, 0);
-    let failed = (Arc::clone(&ops[1]), Err(Error::Aborted("over".to_string())));
+    let failed = (Arc::clone(&ops[1]), Err(Error::aborted("over")));
     stats.ended(&[failed, (Arc::clone(&ops[2]), Ok(()))], at);
     assert_eq!(stats.fused().batches, 0, "an operation that failed was fused with no other");
     let list = noted(CallNote { tensors: 5, ..CallNote::default() }, request(Kind::AllReduce, 8, 8));
@@ -98,7 +98,7 @@ fn each_operation_knows_with_whom_it_ended() {
     let message = issue(&mut stats, request(Kind::Send, 8, 0), 9);
     // The batch of an operation between hosts was recorded before, and stays.
     ops[4].set_fused_with(FusedWith::new(5, (2, 5), 4));
-    let failed = (Arc::clone(&ops[0]), Err(Error::Aborted("over".to_string())));
+    let failed = (Arc::clone(&ops[0]), Err(Error::aborted("over")));
     let well = [2, 3, 4].map(|at: usize| (Arc::clone(&ops[at]), Ok(())));
     let ended: Vec<_> = well.into_iter().chain([failed, (message, Ok(()))]).collect();
     stats.ended(&ended, clock::stamp());
@@ -192,7 +192,7 @@ proptest! {
             let bytes = 1usize << bits;
             let op = issue(&mut stats, request(kind, bytes, 0), number as u64 + 1);
             op.record_choice(u64::from(path));
-            let outcome = if well { Ok(()) } else { Err(Error::Aborted(String::new())) };
+            let outcome = if well { Ok(()) } else { Err(Error::aborted(String::new())) };
             stats.ended(&[(op, outcome)], clock::stamp());
             let sums = &mut expected[kind as usize];
             if well {

@@ -7,7 +7,7 @@ use crate::common::host::{Memory, Quiet};
 use sagellm::config::{Config, Settings};
 use sagellm::engine::local;
 use sagellm::engine::multihost::host_map::HostMap;
-use sagellm::error::Error;
+use sagellm::error::ErrorKind;
 use sagellm::group::Group;
 use sagellm::rendezvous::{Decision, Hosts, Rendezvous};
 use sagellm::types::{Kind, Request};
@@ -55,7 +55,8 @@ fn a_rank_that_builds_no_group_of_what_was_decided_leaves_the_others() {
         drop(leaves);
         let group = Group::build(stays, None).unwrap();
         match group.run(barrier(), None) {
-            Err(Error::RankFailed { rank, text }) => {
+            Err(error) if error.kind() == ErrorKind::RankFailed => {
+                let (rank, text) = (error.rank().unwrap(), error.text());
                 assert_eq!(rank, leaver, "{text}");
                 assert!(text.contains("left the group"), "{text}");
             }

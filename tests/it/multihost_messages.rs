@@ -12,7 +12,7 @@ use sagellm::config::Settings;
 use sagellm::engine::local;
 use sagellm::engine::multihost::link::Link;
 use sagellm::engine::multihost::wire::{Place, Wire, join};
-use sagellm::error::Error;
+use sagellm::error::ErrorKind;
 use sagellm::group::{Group, Op};
 use sagellm::types::{ANY_RANK, Kind, Request};
 
@@ -264,7 +264,10 @@ fn rule_21_who_leaves_in_order_has_still_sent_its_letters() {
                 std::thread::sleep(Duration::from_millis(300)); // a receive from anyone has somebody until here
             }
             group.shutdown();
-            assert!(matches!(kept.wait(None), Err(Error::Aborted(_))), "pending, and nobody asked for it");
+            assert!(
+                matches!(kept.wait(None), Err(ref error) if error.kind() == ErrorKind::Aborted),
+                "pending, and nobody asked for it"
+            );
             return;
         }
         let mut got = [0; 8];
@@ -272,7 +275,7 @@ fn rule_21_who_leaves_in_order_has_still_sent_its_letters() {
         std::thread::sleep(Duration::from_millis(100));
         assert!(!anyone.is_done(), "rank 2 may still send");
         let begin = Instant::now();
-        assert!(matches!(anyone.wait(None), Err(Error::RankFailed { .. })));
+        assert!(anyone.wait(None).unwrap_err().kind() == ErrorKind::RankFailed);
         assert!(begin.elapsed() < SOON);
         let error = group.fault().expect("a receive had nobody to come from");
         assert!(error.text().contains("left the group"), "{error}");
@@ -302,10 +305,7 @@ fn rule_21_what_arrived_before_its_sender_left_is_received() {
             send(group, 2, 0, &mut [1]).wait(None).unwrap();
             recv(group, 2, 1, &mut [0]).wait(None).unwrap(); // it hears of the fault
             let error = send(group, 1, 0, &mut [1; 100_000]).wait(None).unwrap_err();
-            assert!(
-                matches!(error, Error::RankFailed { rank: 1, .. }) && error.text().contains("left the group"),
-                "{error}"
-            );
+            assert!(error.rank() == Some(1) && error.text().contains("left the group"), "{error}");
         } else {
             recv(group, 0, 0, &mut [0]).wait(None).unwrap();
             send(group, 0, 1, &mut [1]).wait(None).unwrap();
@@ -343,7 +343,7 @@ fn rule_21_a_lost_rank_fails_what_needs_it_and_nothing_else() {
         let begin = Instant::now();
         let error = recv(group, 2, 7, &mut memory).wait(None).unwrap_err();
         assert!(begin.elapsed() < SOON, "found out late");
-        assert!(matches!(error, Error::RankFailed { rank: 2, .. }), "{error:?}");
+        assert!(error.rank() == Some(2), "{error:?}");
         assert!(error.text().contains("rank 0 lost the connection to rank 2 on another host"), "{error}");
         assert!(error.text().contains("recv from rank 2 with tag 7"), "{error}");
     });
@@ -357,7 +357,7 @@ fn a_deadline_names_the_message_and_a_message_of_another_size_fails_both_sides()
         let mut memory = vec![0u8; if me == 0 { 200_000 } else { 100_000 }];
         let op = if me == 0 { send(group, 1, 4, &mut memory) } else { recv(group, 0, 4, &mut memory) };
         let error = op.wait(None).unwrap_err();
-        assert!(matches!(error, Error::Mismatch(_)), "{error:?}");
+        assert!(error.kind() == ErrorKind::Mismatch, "{error:?}");
         assert!(error.text().contains("200000 bytes") && error.text().contains("tag 4"), "{error}");
         group.run(on_memory(Kind::Barrier, 0, &mut []), None).unwrap();
         if me == 1 {
@@ -368,7 +368,7 @@ fn a_deadline_names_the_message_and_a_message_of_another_size_fails_both_sides()
         let begin = Instant::now();
         let error = group.run(request, None).unwrap_err();
         assert!(begin.elapsed() >= Duration::from_millis(150) && begin.elapsed() < SOON);
-        assert!(matches!(error, Error::Timeout(_)) && error.text().contains("recv from rank 1 with tag 8"), "{error}");
+        assert!(error.kind() == ErrorKind::Timeout && error.text().contains("recv from rank 1 with tag 8"), "{error}");
     });
 }
 

@@ -196,8 +196,8 @@ fn a_wait_ends_when_the_link_is_cut_on_either_side() {
         let long = link.receive(0, 1, vec![0; 1 << 20], 1 << 20).unwrap();
         let short = link.receive(0, 0, vec![0; 8], 8).unwrap();
         let begin = Instant::now();
-        assert_eq!(short.wait(PATIENT).unwrap_err(), "Connection closed by peer");
-        assert_eq!(long.wait(PATIENT).unwrap_err(), "Connection closed by peer");
+        assert_eq!(short.wait(PATIENT).unwrap_err().words, "Connection closed by peer");
+        assert_eq!(long.wait(PATIENT).unwrap_err().words, "Connection closed by peer");
         assert!(begin.elapsed() < PATIENT / 2);
         assert!(link.receive(0, 0, vec![0; 8], 8).is_err());
     });
@@ -210,11 +210,11 @@ fn a_wait_ends_when_the_link_is_cut_on_either_side() {
                 std::thread::sleep(Duration::from_millis(50));
                 other.cut();
             });
-            let text = link.receive(0, 0, vec![0; 8], 8).unwrap().wait(PATIENT).unwrap_err();
+            let text = link.receive(0, 0, vec![0; 8], 8).unwrap().wait(PATIENT).unwrap_err().words;
             assert!(text.contains("ended on this rank"), "{text}");
             cutting.join().unwrap();
         } else {
-            let text = link.receive(1, 0, vec![0; 8], 8).unwrap().wait(PATIENT).unwrap_err();
+            let text = link.receive(1, 0, vec![0; 8], 8).unwrap().wait(PATIENT).unwrap_err().words;
             assert_eq!(text, "Connection closed by peer");
         }
     });

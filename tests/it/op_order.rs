@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::common::{cut, for_each_layout, on_ranks, plain};
 use sagellm::config::Settings;
 use sagellm::engine::local;
-use sagellm::error::Error;
+use sagellm::error::ErrorKind;
 use sagellm::group::{Group, Op};
 use sagellm::types::{ANY_RANK, Dtype, Kind, Listed, Request};
 
@@ -111,7 +111,7 @@ fn lists_must_agree(groups: &[Arc<Group>], kind: Kind, lists: &[Vec<usize>]) {
             *(if gathers { &mut request.out_blocks } else { &mut request.in_blocks }) = list.clone();
         }
         let error = groups[me].run(request, None).unwrap_err();
-        assert!(matches!(error, Error::Mismatch(_)), "rank {me} of {lists:?}: {error:?}");
+        assert!(error.kind() == ErrorKind::Mismatch, "rank {me} of {lists:?}: {error:?}");
         let start: usize = list[..me].iter().sum();
         let foreign = |at: usize| gathers.then_some(at).is_none_or(|at| at < start || at >= start + own);
         let written = output.iter().enumerate().find(|(at, byte)| foreign(*at) && **byte != 9);
@@ -178,7 +178,7 @@ fn tensors_must_agree(groups: &[Arc<Group>], kind: Kind, lists: &[Vec<usize>]) -
             request.list = lists[me].iter().map(|&bytes| Listed { dtype, bytes }).collect();
         }
         let error = groups[me].run(request, None).unwrap_err();
-        assert!(matches!(error, Error::Mismatch(_)), "rank {me} of {lists:?}: {error:?}");
+        assert!(error.kind() == ErrorKind::Mismatch, "rank {me} of {lists:?}: {error:?}");
         let own = if kind == Kind::AllGather { me * total..(me + 1) * total } else { 0..0 };
         let written = output.iter().enumerate().any(|(at, byte)| *byte != 9 && !own.contains(&at));
         assert!(!written, "rank {me} of {lists:?}: the output was written");
@@ -243,7 +243,7 @@ fn rule_05_two_roots_of_a_large_broadcast_learn_it_at_once() {
         let begin = std::time::Instant::now();
         let first = groups[me].run(call(Kind::Broadcast, me as u32, &mut memory, &mut []), None);
         let error = first.and_then(|()| groups[me].run(barrier(), None)).unwrap_err();
-        assert!(matches!(error, Error::Mismatch(_)), "{error:?}");
+        assert!(error.kind() == ErrorKind::Mismatch, "{error:?}");
         assert!(begin.elapsed() < Duration::from_secs(10), "only the deadline told it");
     });
 }
@@ -524,7 +524,7 @@ fn rule_04_a_message_that_waits_fails_with_what_it_waits_for() {
         let sum = issue(&groups[0], all_reduce(&mut memory));
         let message = send(&groups[0], 1, 0, &mut memory);
         let error = message.wait(None).unwrap_err();
-        assert!(matches!(error, Error::Timeout(_)), "{error:?}");
+        assert!(error.kind() == ErrorKind::Timeout, "{error:?}");
         assert!(sum.wait(None).is_err());
     });
 }

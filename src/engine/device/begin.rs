@@ -26,12 +26,12 @@ impl DeviceEngine {
         terms: &Terms,
         exchange: &dyn Exchange,
     ) -> Result<DeviceCall> {
-        let first = calls.first().ok_or_else(|| Error::Bug("sagellm: a launch of no calls".into()))?;
+        let first = calls.first().ok_or_else(|| Error::bug("sagellm: a launch of no calls"))?;
         self.check(calls, terms)?;
         let ranks = self.ranks_of(first, terms.region);
         let lowered = calls.iter().map(|call| self.lower(call, ranks)).collect::<Result<Vec<Lowered>>>()?;
         if terms.capturing && !self.communicators.has(terms.device, ranks) {
-            return Err(Error::Invalid(format!(
+            return Err(Error::invalid(format!(
                 "sagellm {}: the current stream of {} is being captured into a graph, and the group has no communicator \
                  for it yet; make one such call before the capture",
                 first.name,
@@ -113,7 +113,7 @@ impl DeviceEngine {
     fn check(&self, calls: &[DeviceRequest<'_>], terms: &Terms) -> Result<()> {
         let first = &calls[0];
         if terms.capturing && first.asked.kind == Kind::Barrier {
-            return Err(Error::Invalid(format!(
+            return Err(Error::invalid(format!(
                 "sagellm {}: the current stream of {} is being captured into a graph, which cannot hold a barrier: the host \
                  waits for it; call it outside of the capture",
                 first.name,
@@ -132,7 +132,7 @@ impl DeviceEngine {
         if sent == received {
             return Ok(());
         }
-        Err(Error::Invalid(format!(
+        Err(Error::invalid(format!(
             "sagellm batch_isend_irecv: rank {me} sends itself messages of {sent:?} bytes, and receives {received:?} from \
              itself in the same batch; expected equal lists"
         )))
@@ -142,7 +142,7 @@ impl DeviceEngine {
     fn lower(&self, call: &DeviceRequest<'_>, ranks: Ranks) -> Result<Lowered> {
         let (me, size) = (self.group.rank() as u32, self.group.size());
         let asked = LoweringInput { ranks: ranks.count(size), ..call.asked };
-        let mut lowering = lower(&asked, self.capabilities()).map_err(Error::Invalid)?;
+        let mut lowering = lower(&asked, self.capabilities()).map_err(Error::invalid)?;
         let decides = rules::decides(self.group.policy(), self.api.takes_topologies(), asked.kind, call.read());
         if lowering.why.is_empty() && !decides.is_empty() {
             lowering.why = format!("one call of the library; {decides}");

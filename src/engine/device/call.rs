@@ -13,7 +13,7 @@ use super::lowered::{Lowered, Placed};
 use super::parts::Parts;
 use super::runtime::{SPARES_CAPTURES, Stream};
 use super::watchdog::{Found, Library, Seen};
-use crate::error::{Error, GO_ON, Result, in_one_line, laid_out};
+use crate::error::{Error, ErrorKind, GO_ON, Result, in_one_line, laid_out};
 
 /// The calls of one launch, from their check to their end.
 pub struct DeviceCall {
@@ -136,7 +136,7 @@ impl DeviceCall {
         let group = &self.engine.group;
         let head = format!("rank {} of group '{}': {} {done}", group.rank(), group.name(), self.watched.what());
         let lines = [in_one_line(why), "the other ranks may have launched theirs, so the group has failed".to_string()];
-        group.fail(Error::System(laid_out(&head, &lines, GO_ON)));
+        group.fail(Error::system(laid_out(&head, &lines, GO_ON)));
     }
 
     /// It is not under way any more.
@@ -148,10 +148,10 @@ impl DeviceCall {
     }
 
     fn put(&self, placed: &[Placed], stream: Stream) -> Result<()> {
-        let communicator = self.communicator.as_ref().ok_or_else(|| Error::Bug("sagellm: nothing to launch".into()))?;
+        let communicator = self.communicator.as_ref().ok_or_else(|| Error::bug("sagellm: nothing to launch"))?;
         let (calls, parts) = (self.parts.calls.len(), placed.len());
         if parts != calls {
-            return Err(Error::Bug(format!("sagellm: {calls} calls are launched, and {parts} were prepared")));
+            return Err(Error::bug(format!("sagellm: {calls} calls are launched, and {parts} were prepared")));
         }
         let library = communicator.library();
         let missing = communicator.connected.missing(&self.parts.calls, placed, (library.rank(), library.ranks()));
@@ -178,7 +178,7 @@ impl DeviceCall {
         );
         // Where a signal ended the wait, the other ranks wait for this one in vain. The caller ends the communicators.
         launched.inspect_err(|error| {
-            if matches!(error, Error::Interrupted(_)) {
+            if error.kind() == ErrorKind::Interrupted {
                 self.engine.group.fail(error.clone());
             }
         })?;
@@ -197,7 +197,7 @@ impl DeviceCall {
     fn may_wait(&self) -> Result<()> {
         let group = &self.engine.group;
         if group.interrupted() {
-            return Err(Error::Interrupted(format!(
+            return Err(Error::interrupted(format!(
                 "sagellm: rank {} of group '{}': interrupted in the launch of {}, before the other ranks came to theirs",
                 group.rank(),
                 group.name(),

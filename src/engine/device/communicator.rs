@@ -256,7 +256,7 @@ pub(super) fn joining(able: &Capabilities, setup: &Setup) -> String {
 }
 
 pub(super) fn wrong_id(able: &Capabilities, setup: &Setup) -> Error {
-    Error::Bug(format!(
+    Error::bug(format!(
         "sagellm: {}: an id has {} bytes, and {} came; do all ranks use the same library?",
         able.name,
         able.id_bytes,
@@ -265,20 +265,20 @@ pub(super) fn wrong_id(able: &Capabilities, setup: &Setup) -> Error {
 }
 
 pub(super) fn no_type(name: &str, dtype: Dtype) -> Error {
-    Error::Bug(format!("sagellm: {name} has no number for {}, which the recipe should have known", dtype.name()))
+    Error::bug(format!("sagellm: {name} has no number for {}, which the recipe should have known", dtype.name()))
 }
 
 pub(super) fn no_op(name: &str, op: ReduceOp) -> Error {
     let op = ReduceOp::name_of(op.code());
-    Error::Bug(format!("sagellm: {name} has no number for {op}, which the recipe should have known"))
+    Error::bug(format!("sagellm: {name} has no number for {op}, which the recipe should have known"))
 }
 
 pub(super) fn no_call(able: &Capabilities, call: &Call<'_>) -> Error {
-    Error::Bug(format!("sagellm: {} has no {}, which the recipe should have known", able.name, call.name()))
+    Error::bug(format!("sagellm: {} has no {}, which the recipe should have known", able.name, call.name()))
 }
 
 pub(super) fn no_split(able: &Capabilities) -> Error {
-    Error::Invalid(format!(
+    Error::invalid(format!(
         "sagellm: {} makes no communicator out of another: make the new one from an id of its own",
         able.name
     ))
@@ -324,18 +324,18 @@ pub fn within<T: Send + 'static>(
     let started = watch::spawn("sagellm-vendor", move || {
         let _ = done.send(work()); // the receiver is gone where the deadline has passed: the result is dropped here
     });
-    started.map_err(|error| Error::System(format!("sagellm: no thread for {what}: {error}")))?;
+    started.map_err(|error| Error::system(format!("sagellm: no thread for {what}: {error}")))?;
     let begin = Instant::now();
     loop {
         let left = deadline.saturating_sub(begin.elapsed());
         match result.recv_timeout(left.min(LOOK)) {
             Ok(result) => return result,
             Err(mpsc::RecvTimeoutError::Disconnected) => {
-                return Err(Error::Bug(format!("sagellm: {what} panicked")));
+                return Err(Error::bug(format!("sagellm: {what} panicked")));
             }
             Err(mpsc::RecvTimeoutError::Timeout) if left > LOOK => go_on()?,
             Err(mpsc::RecvTimeoutError::Timeout) => {
-                return Err(Error::Timeout(format!(
+                return Err(Error::timeout(format!(
                     "sagellm: {what} did not end within {} ms; the thread that called the library is left behind. Is \
                      every rank there, each with a device of its own, and can they reach one another?",
                     deadline.as_millis()
@@ -375,7 +375,7 @@ impl HandleGuard {
         let _inside = Inside(&self.inside);
         if self.shut.load(Ordering::SeqCst) {
             let why = *self.why.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-            return Err(Error::Aborted(format!("sagellm: {what}: the communicator was {why}")));
+            return Err(Error::aborted(format!("sagellm: {what}: the communicator was {why}")));
         }
         body(self.handle)
     }
@@ -406,6 +406,7 @@ pub const END: Duration = Duration::from_secs(10);
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::ErrorKind;
 
     #[test]
     fn a_shut_guard_refuses_new_calls_and_waits_for_running_ones() {
@@ -428,18 +429,18 @@ mod tests {
             leave.0.send(()).unwrap();
         });
         let error = guard.enter("all_reduce", Ok).unwrap_err();
-        assert_eq!(error, Error::Aborted("sagellm: all_reduce: the communicator was aborted".into()));
+        assert_eq!(error, Error::aborted("sagellm: all_reduce: the communicator was aborted"));
     }
 
     #[test]
     fn what_takes_too_long_is_left_behind_with_a_text() {
         let (go, wait) = mpsc::channel::<()>();
         let late = within(Duration::from_millis(20), "to join", &always, move || Ok(wait.recv().is_ok()));
-        assert!(matches!(&late, Err(Error::Timeout(text)) if text.contains("to join did not end within 20 ms")));
+        assert!(late.is_err_and(|late| late.text().contains("to join did not end within 20 ms")));
         go.send(()).unwrap();
         assert_eq!(within(Duration::from_secs(60), "to add", &always, || Ok(1 + 1)), Ok(2));
         let panicked = within::<()>(Duration::from_secs(60), "to fail", &always, || panic!("on purpose"));
-        assert!(matches!(panicked, Err(Error::Bug(_))));
+        assert!(matches!(panicked, Err(ref error) if error.kind() == ErrorKind::Bug));
     }
 
     #[test]
@@ -447,12 +448,12 @@ mod tests {
         let (go, wait) = mpsc::channel::<()>();
         let asked = AtomicUsize::new(0);
         let third_time = || match asked.fetch_add(1, Ordering::Relaxed) {
-            2 => Err(Error::Interrupted("a signal".into())),
+            2 => Err(Error::interrupted("a signal")),
             _ => Ok(()),
         };
         let begin = Instant::now();
         let ended = within(Duration::from_secs(600), "to join", &third_time, move || Ok(wait.recv().is_ok()));
-        assert_eq!(ended, Err(Error::Interrupted("a signal".into())));
+        assert_eq!(ended, Err(Error::interrupted("a signal")));
         assert!(begin.elapsed() < Duration::from_secs(60), "long before the deadline");
         go.send(()).unwrap();
     }

@@ -53,13 +53,13 @@ impl DeviceEngine {
         let vendor = match vendor {
             "auto" => Vendor::of_device(device_type).ok_or_else(|| {
                 let known = known();
-                Error::System(format!(
+                Error::system(format!(
                     "sagellm: no vendor library is known for {device_type} tensors, only for {known}"
                 ))
             }),
             name => Vendor::from_name(name).ok_or_else(|| {
                 let known = Vendor::ALL.map(Vendor::name).join(", ");
-                Error::Invalid(format!("sagellm: the option vendor is {name:?}, expected auto, host or one of {known}"))
+                Error::invalid(format!("sagellm: the option vendor is {name:?}, expected auto, host or one of {known}"))
             }),
         }?;
         let api = open(vendor, hints)?;

@@ -88,7 +88,7 @@ pub fn calls(job: &Job<'_>, run: &mut dyn FnMut(&Call<'_>) -> Result<()>) -> Res
 impl Job<'_> {
     fn wrong(&self, what: &str) -> Error {
         let Job { lowering, rank, ranks, send, recv, .. } = self;
-        Error::Bug(format!(
+        Error::bug(format!(
             "sagellm: {} of rank {rank} of {ranks}: {what}; {} and {} spans, {} and {} bytes",
             lowering.kind,
             send.len(),
@@ -241,7 +241,7 @@ fn exchange(job: &Job<'_>, run: &mut dyn FnMut(&Call<'_>) -> Result<()>) -> Resu
         }
     }
     if job.lowering.kind.is_p2p() && job.root == me {
-        return Err(Error::Invalid(format!("sagellm: {}: rank {me} is its own peer", job.lowering.kind)));
+        return Err(Error::invalid(format!("sagellm: {}: rank {me} is its own peer", job.lowering.kind)));
     }
     if let Some(pair) = local {
         let (from, to): (Span, Span) = pair?;

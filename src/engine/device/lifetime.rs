@@ -27,7 +27,7 @@ impl DeviceEngine {
     pub fn split(&self, child: Option<&DeviceEngine>, device: i32, members: &[u32]) -> Result<()> {
         let own = self
             .living(device)
-            .ok_or_else(|| Error::Aborted("sagellm split: the communicator of the group was aborted".to_string()))?;
+            .ok_or_else(|| Error::aborted("sagellm split: the communicator of the group was aborted"))?;
         self.runtime.set_device(device)?;
         let Some(child) = child else {
             let deadline = patience(self.group.timeout());
@@ -36,7 +36,7 @@ impl DeviceEngine {
         let made = child.named("all", device, |name, algorithm| {
             let deadline = patience(child.group.timeout());
             let part = own.part(members, deadline, self.joining(&name), (name, algorithm))?;
-            part.ok_or_else(|| Error::Bug("sagellm: a member got no part of a communicator".into()))
+            part.ok_or_else(|| Error::bug("sagellm: a member got no part of a communicator"))
         })?;
         child.communicators.add(device, Ranks::All, made);
         Ok(())
@@ -123,7 +123,7 @@ impl Retired {
     /// Makes the communicator of `child`, a group of all ranks but `excluded`; all ranks of that group call it at once.
     /// Operations that are under way in the old one are aborted.
     pub fn shrink(&self, child: &DeviceEngine, excluded: &[u32]) -> Result<()> {
-        let own = self.communicator.as_ref().ok_or_else(|| Error::Bug("sagellm: nothing to shrink".into()))?;
+        let own = self.communicator.as_ref().ok_or_else(|| Error::bug("sagellm: nothing to shrink"))?;
         let made = child.named("all", self.device, |name, _| {
             own.communicator.shrink(excluded, patience(child.group.timeout()), child.joining(&name), &name)
         })?;

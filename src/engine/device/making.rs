@@ -13,7 +13,7 @@ use super::first_use::Connected;
 use super::lock;
 use super::pairs::Pairs;
 use super::runtime::SPARES_CAPTURES;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::os::watch;
 
 /// The key of our stream for the bytes that connect pairs; those of calls are not negative.
@@ -47,7 +47,7 @@ impl DeviceEngine {
                 self.make_pair(device, if from == me { to } else { from }, exchange, timeout, &mut pairs)?;
             }
         }
-        own.find(device, ranks).ok_or_else(|| Error::Aborted("sagellm: the group was destroyed meanwhile".into()))
+        own.find(device, ranks).ok_or_else(|| Error::aborted("sagellm: the group was destroyed meanwhile"))
     }
 
     /// The communicators for both directions of messages with a rank.
@@ -150,7 +150,7 @@ impl DeviceEngine {
         });
         match next {
             Ok(next) => Ok(next as u32),
-            Err(error @ Error::System(_)) => {
+            Err(error) if error.kind() == ErrorKind::System => {
                 // The store may have ended with the rank that served it; the kernel reports that rank's end a moment
                 // later.
                 for _ in 0..50 {
@@ -177,12 +177,12 @@ impl DeviceEngine {
             return Err(error);
         }
         if group.interrupted() {
-            return Err(Error::Interrupted(format!(
+            return Err(Error::interrupted(format!(
                 "sagellm: rank {rank} of group '{name}': interrupted in its first message with rank {peer}"
             )));
         }
         if !timeout.is_zero() && waited >= timeout {
-            let error = Error::Timeout(format!(
+            let error = Error::timeout(format!(
                 "sagellm: rank {rank} of group '{name}' Timed out after {:.1} s in its first message with rank {peer} on \
                  {}: rank {peer} has not begun one with rank {rank}, or waits for another rank itself. Each send needs \
                  the receive of its peer",
@@ -251,7 +251,7 @@ impl DeviceEngine {
         self.runtime.set_device(device)?;
         let communicator = make(name.clone(), algorithm).inspect_err(|error| {
             // It is unknown which ranks are still in the library's call.
-            if matches!(error, Error::Timeout(_) | Error::Interrupted(_)) {
+            if matches!(error.kind(), ErrorKind::Timeout | ErrorKind::Interrupted) {
                 self.group.fail(error.clone());
             }
         })?;
@@ -282,7 +282,7 @@ impl DeviceEngine {
             }
             if group.interrupted() {
                 let (rank, name) = (group.rank(), group.name());
-                return Err(Error::Interrupted(format!(
+                return Err(Error::interrupted(format!(
                     "sagellm: rank {rank} of group '{name}': interrupted while it joined the communicator '{whose}'"
                 )));
             }

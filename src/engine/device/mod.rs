@@ -24,7 +24,7 @@
 //! let communicator = api.clone().create(setup)?; // when all ranks are there
 //! // What torch asks for, and what this library makes of it, or the reason why it cannot:
 //! let asked = LoweringInput { kind: Kind::AllReduce, dtype: Dtype::F32, op: ReduceOp::Avg, ranks: ranks as usize, equal_counts: true, dense: true };
-//! let lowering = lower(&asked, api.capabilities()).map_err(sagellm::error::Error::Invalid)?;
+//! let lowering = lower(&asked, api.capabilities()).map_err(sagellm::error::Error::invalid)?;
 //! // `lowering.before` and `lowering.after` are the caller's, in torch; here they are empty.
 //! let memory = [Span { addr: address, bytes: 4096 }];
 //! let stream = runtime.stream_create()?; // or torch's own, as a number
@@ -172,7 +172,7 @@ impl Vendor {
             return Ok(());
         }
         let names = Vendor::ALL.map(Vendor::name);
-        Err(Error::Invalid(format!(
+        Err(Error::invalid(format!(
             "sagellm: the option vendor is {option:?}, expected auto, host or one of {}, or one of these with the file of its \
              library (\"{}:/path/to/the/library.so\")",
             names.join(", "),

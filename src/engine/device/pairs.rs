@@ -120,7 +120,7 @@ impl Pairs {
             let words =
                 text.split_once(' ').and_then(|(from, making)| Some((from.parse().ok()?, making.parse().ok()?)));
             let (from, making) =
-                words.ok_or_else(|| Error::System(format!("sagellm: {text:?} in the store is no invitation")))?;
+                words.ok_or_else(|| Error::system(format!("sagellm: {text:?} in the store is no invitation")))?;
             self.invited.insert(pair(self.rank, from), (from, making));
         }
         Ok(())
@@ -134,6 +134,7 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use super::*;
+    use crate::error::ErrorKind;
     use crate::host::Memory;
 
     /// A library whose call returns when both ranks of a pair are in it, and that has made a pair once.
@@ -222,9 +223,9 @@ mod tests {
         let store = Memory::default();
         let mut low = Pairs::new(Arc::new(store.clone()), "g".into(), 0);
         let mut high = Pairs::new(Arc::new(store.clone()), "g".into(), 1);
-        let mut stop = || Err(Error::Interrupted("stop".into()));
+        let mut stop = || Err(Error::interrupted("stop"));
         for _ in 0..3 {
-            assert!(matches!(low.next(1, &[], &mut stop), Err(Error::Interrupted(_))));
+            assert!(matches!(low.next(1, &[], &mut stop), Err(ref error) if error.kind() == ErrorKind::Interrupted));
         }
         assert_eq!(high.next(0, &[], &mut stop).unwrap(), 0);
         assert_eq!(low.next(1, &[], &mut stop).unwrap(), 1);
@@ -237,7 +238,7 @@ mod tests {
     #[test]
     fn mail_that_was_read_is_deleted() {
         let store = Memory::default();
-        let mut stop = || Err(Error::Interrupted("stop".into()));
+        let mut stop = || Err(Error::interrupted("stop"));
         let of = |rank| Pairs::new(Arc::new(store.clone()), "g".into(), rank);
         let (mut low, mut high) = (of(0), of(1));
         for _ in 0..3 {
@@ -253,7 +254,7 @@ mod tests {
         let store = Memory::default();
         let of = |rank| Pairs::new(Arc::new(store.clone()), "g".into(), rank);
         let (mut low, mut high, mut last) = (of(0), of(1), of(2));
-        let mut stop = || Err(Error::Interrupted("stop".into()));
+        let mut stop = || Err(Error::interrupted("stop"));
         assert!(low.next(2, &[], &mut stop).is_err());
         assert_eq!(last.next(0, &[], &mut stop).unwrap(), 0);
         // Rank 2 is in the call now, so rank 0 goes there although it wants rank 1.
@@ -268,7 +269,7 @@ mod tests {
         let store = Memory::default();
         let of = |rank| Pairs::new(Arc::new(store.clone()), "g".into(), rank);
         let (mut low, mut high, mut last) = (of(0), of(1), of(2));
-        let mut stop = || Err(Error::Interrupted("stop".into()));
+        let mut stop = || Err(Error::interrupted("stop"));
         assert!(low.next(1, &[], &mut stop).is_err());
         assert!(last.next(1, &[], &mut stop).is_err());
         // Rank 1 waits for rank 2; the pair with rank 0 comes before that one, but it has it.

@@ -80,7 +80,7 @@ pub fn synchronize(runtime: &dyn Runtime, stream: Stream, deadline: Duration) ->
     while !runtime.stream_idle(stream)? {
         if Instant::now() >= end {
             let text = format!("sagellm: a stream was not done within {} ms", deadline.as_millis());
-            return Err(Error::Timeout(text));
+            return Err(Error::timeout(text));
         }
         std::thread::sleep(pause);
         pause = (pause * 2).min(Duration::from_millis(1));

@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::group::{DeviceGroup, Watched};
-use crate::error::{Error, GO_ON, Result, in_one_line, laid_out};
+use crate::error::{Error, GO_ON, Result, laid_out};
 
 /// How often the group is asked for dead peers while operations are under way.
 const ASK_EVERY: Duration = Duration::from_millis(10);
@@ -110,7 +110,7 @@ impl Watchdog {
         if now < *self.state().cause_until.get_or_insert_with(|| now + ON_ITS_WAY) {
             return Found::Undecided;
         }
-        Found::Failed(Error::Aborted(format!("sagellm: {}: the communicator was aborted", watched.what())))
+        Found::Failed(Error::aborted(format!("sagellm: {}: the communicator was aborted", watched.what())))
     }
 
     /// A peer may leave right after its last operation, while its data is still on the way: so the end of a peer counts
@@ -156,10 +156,10 @@ impl Watchdog {
         if looking {
             return Found::Undecided;
         }
-        let error = group.failed_within(watched, bad.text()).unwrap_or_else(|| {
+        let error = group.failed_within(watched, &bad.text()).unwrap_or_else(|| {
             let or_later = if seen.passed && seen.among_others { " or a later call" } else { "" };
             let seen = format!("seen at {}{or_later}", watched.what());
-            Error::System(laid_out(&in_one_line(bad.text()), &[seen], GO_ON))
+            Error::system(laid_out(&bad.in_one_line(), &[seen], GO_ON))
         });
         Found::Failed(fail_group(group, error))
     }
@@ -250,7 +250,7 @@ mod tests {
             WHO_DIED
         }
         fn failed_within(&self, _watched: &Watched, words: &str) -> Option<Error> {
-            self.missing.map(|rank| Error::System(format!("rank {rank} has not entered it. The library says: {words}")))
+            self.missing.map(|rank| Error::system(format!("rank {rank} has not entered it. The library says: {words}")))
         }
         fn interrupted(&self) -> bool {
             false
@@ -265,7 +265,7 @@ mod tests {
             (rank == 2).then_some(self.launched)?
         }
         fn death_of(&self, rank: usize, during: &str) -> Error {
-            Error::RankFailed { rank, text: format!("rank {rank} ended: rank 0 {during}") }
+            Error::rank_failed(rank, format!("rank {rank} ended: rank 0 {during}"))
         }
         fn next_number(&self, _signed: Signed) -> u64 {
             1
@@ -277,7 +277,7 @@ mod tests {
             *self.looked.lock().unwrap() += 1;
         }
         fn deadline_passed(&self, watched: &Watched) -> Error {
-            Error::Timeout(format!("{} timed out", watched.what()))
+            Error::timeout(format!("{} timed out", watched.what()))
         }
         fn count(&self, _call: &DeviceRequest<'_>) -> Box<dyn Counted> {
             unreachable!("nothing is issued here")
@@ -318,12 +318,12 @@ mod tests {
         assert_eq!(error(dog.look(&group, &work, WELL, PASSED, begin + ON_ITS_WAY / 2)), None);
         assert_eq!(group.fault(), None, "it ended well");
         let late = error(dog.look(&group, &work, WELL, RUNS, begin + ON_ITS_WAY));
-        assert!(matches!(&late, Some(Error::RankFailed { rank: 2, .. })), "{late:?}");
+        assert!(late.as_ref().and_then(Error::rank) == Some(2), "{late:?}");
         assert_eq!(group.fault(), late);
     }
 
     fn bad() -> Library {
-        Library::Lives(Err(Error::System("sagellm: the network is gone".into())))
+        Library::Lives(Err(Error::system("sagellm: the network is gone")))
     }
 
     #[test]
@@ -342,7 +342,7 @@ mod tests {
         assert_eq!(alone.fault(), Some(told));
         let (dog, group) = (Watchdog::default(), Three { dead: true, ..Three::default() });
         let told = error(dog.look(&group, &work, bad(), RUNS, begin));
-        assert!(matches!(told, Some(Error::RankFailed { rank: 2, .. })));
+        assert!(told.as_ref().and_then(Error::rank) == Some(2));
     }
 
     #[test]
@@ -368,8 +368,8 @@ mod tests {
 
     #[test]
     fn what_a_peer_tells_of_its_failure_counts_more_than_the_error_of_the_library_and_then_who_is_missing() {
-        let bad = || Library::Lives(Err(Error::System("sagellm: a remote rank failed".into())));
-        let cause = Error::Timeout("rank 1 has not entered it (reported by rank 2)".into());
+        let bad = || Library::Lives(Err(Error::system("sagellm: a remote rank failed")));
+        let cause = Error::timeout("rank 1 has not entered it (reported by rank 2)");
         let told = Three { missing: Some(1), tells: Mutex::new(Some(cause.clone())), ..Three::default() };
         let work = watched(None);
         assert_eq!(Watchdog::default().look(&told, &work, bad(), RUNS, work.issued), Found::Failed(cause));
@@ -412,7 +412,7 @@ mod tests {
         let late = work.issued + Duration::from_secs(61);
         assert_eq!(error(dog.look(&group, &work, WELL, PASSED, late)), None, "the device has passed it");
         let told = error(dog.look(&group, &work, WELL, RUNS, late)).unwrap();
-        assert_eq!(told, Error::Timeout("all_reduce number 7 on npu:0 timed out".into()));
+        assert_eq!(told, Error::timeout("all_reduce number 7 on npu:0 timed out"));
         assert_eq!(group.fault(), Some(told));
     }
 
@@ -430,7 +430,7 @@ mod tests {
         let (group, dog, work) = (Three::default(), Watchdog::default(), watched(None));
         let look = || dog.look(&group, &work, Library::Ended { drained: false }, RUNS, work.issued);
         assert_eq!(look(), Found::Undecided);
-        let reason = Error::Aborted("shrink() was called on rank 0".into());
+        let reason = Error::aborted("shrink() was called on rank 0");
         group.fail(reason.clone());
         assert_eq!(look(), Found::Failed(reason));
     }
@@ -444,7 +444,7 @@ mod tests {
             let look = |after| dog.look(&group, &work, Library::Ended { drained }, seen, work.issued + after);
             assert_eq!(look(Duration::ZERO), Found::Undecided);
             let told = error(look(ON_ITS_WAY));
-            assert!(matches!(&told, Some(Error::Aborted(text)) if text.contains("the communicator was aborted")));
+            assert!(told.is_some_and(|told| told.text().contains("the communicator was aborted")));
         }
     }
 }

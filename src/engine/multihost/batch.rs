@@ -12,7 +12,7 @@ use super::transport::{Arrived, FrameHeader, Incoming, Outgoing, Transport};
 use super::vector::{Vector, copy_in, cut, span, whole, written};
 use crate::algorithms::{Algorithm, How, Schedule};
 use crate::engine::Told;
-use crate::error::{Error, Result, renumbered};
+use crate::error::{Error, Result};
 use crate::op::words::{Called, MOVED, different};
 use crate::os::clock;
 use crate::types::{Dtype, Kind, ReduceOp, Request, Span};
@@ -72,7 +72,7 @@ impl BatchRun<'_> {
     #[allow(unsafe_code)] // makes a call over memory, and waits for its end
     pub fn run_in_host(&self, call: HostCall) -> Result<()> {
         let Some(inside) = self.inside else {
-            return Err(Error::Bug("sagellm: a rank that is alone on its host called its host's group".to_string()));
+            return Err(Error::bug("sagellm: a rank that is alone on its host called its host's group"));
         };
         let left = Duration::from_nanos(self.deadline.saturating_sub(clock::now()));
         // SAFETY: the memory belongs to operations of the batch, which end after this call, or to buffers of the batch,
@@ -81,29 +81,14 @@ impl BatchRun<'_> {
         (request.dtype, request.op, request.root) = (call.dtype, call.op, call.root as u32);
         request.timeout_ms = Some(left.as_millis() as u64 + 500); // the operation's own deadline is reported first
         (request.in_blocks, request.out_blocks) = (call.in_blocks, call.out_blocks);
-        inside.run(request).map_err(|error| match error {
-            // The host's group names ranks by its own numbers; the user knows those of the whole group. Where another
-            // rank of the host reported the death, only the text names the dead rank.
-            Error::RankFailed { rank, ref text }
-                if rank < self.host_map.local_ranks().len() && text.contains(&format!("rank {rank} (pid")) =>
-            {
-                let failed = self.host_map.local_ranks()[rank];
+        inside.run(request).map_err(|error| match error.rank() {
+            // This rank knows the process and what it was doing itself; what another one has told says both.
+            Some(rank) if error.reporter().is_none() => {
+                let failed = self.host_map.local_ranks().get(rank).copied().unwrap_or(rank);
                 self.transport.names().lost(failed, &self.header.during(), "")
             }
-            other => self.outward(other),
+            _ => error.renumbered(|place| self.host_map.local_ranks().get(place).copied()),
         })
-    }
-
-    /// A report of the host's group, with the reporting rank's number in the whole group.
-    fn outward(&self, error: Error) -> Error {
-        let outward = |text: String| renumbered(&text, |place| self.host_map.local_ranks().get(place).copied());
-        match error {
-            Error::Timeout(text) => Error::Timeout(outward(text)),
-            Error::Mismatch(text) => Error::Mismatch(outward(text)),
-            Error::Aborted(text) => Error::Aborted(outward(text)),
-            Error::RankFailed { rank, text } => Error::RankFailed { rank, text: outward(text) },
-            other => other,
-        }
     }
 
     /// The ranks of this host compare the operations they are about to run, and exchange factors and issued numbers.

@@ -32,7 +32,7 @@ use crate::types::{Kind, ReduceOp, Span};
 pub fn schedule(algorithm: Algorithm, kind: Kind, members: usize, root: usize) -> Result<Schedule> {
     Schedule::new(algorithm, kind, members, root, 1)
         .or_else(|| Schedule::new(Algorithm::Direct, kind, members, root, 1))
-        .ok_or_else(|| Error::Bug(format!("sagellm: no schedule for {kind} among {members} hosts")))
+        .ok_or_else(|| Error::bug(format!("sagellm: no schedule for {kind} among {members} hosts")))
 }
 
 /// Offsets of blocks of the given `sizes`, and the total.

@@ -49,7 +49,7 @@ impl Lanes {
                 run.all_to_all(&inputs, &blocks(request.outputs(), &request.out_blocks, ranks))
             }
             Kind::Barrier => run.barrier(),
-            Kind::Send | Kind::Recv => Err(Error::Bug("sagellm: a send or receive reached a lane".to_string())),
+            Kind::Send | Kind::Recv => Err(Error::bug("sagellm: a send or receive reached a lane")),
         }
     }
 

@@ -110,18 +110,16 @@ impl Opened {
             let _ = done.send(Opened::new(host_map, theirs, insides, named, policy, timeout));
         };
         watch::spawn("sagellm-probe", opening)
-            .map_err(|error| Error::System(format!("sagellm: cannot start a thread to open the link: {error}")))?;
+            .map_err(|error| Error::system(format!("sagellm: cannot start a thread to open the link: {error}")))?;
         loop {
             match opened.recv_timeout(Duration::from_millis(50)) {
                 Ok(opened) => return opened,
                 Err(RecvTimeoutError::Disconnected) => {
-                    return Err(Error::Bug(
-                        "sagellm: the thread that opens the link ended without a result".to_string(),
-                    ));
+                    return Err(Error::bug("sagellm: the thread that opens the link ended without a result"));
                 }
                 Err(RecvTimeoutError::Timeout) if host.interrupted() => {
                     link.cut();
-                    return Err(Error::Interrupted("sagellm: interrupted while the group was being made".to_string()));
+                    return Err(Error::interrupted("sagellm: interrupted while the group was being made"));
                 }
                 Err(RecvTimeoutError::Timeout) => (),
             }
@@ -185,7 +183,7 @@ impl MultiHost {
             let work = move || lanes.work(lane, transport, &*report);
             watch::spawn(&format!("sagellm-lane-{lane}"), work).map_err(|error| {
                 self.lanes.lock().running -= 1;
-                Error::System(format!("sagellm: cannot start a thread for lane {lane}: {error}"))
+                Error::system(format!("sagellm: cannot start a thread for lane {lane}: {error}"))
             })?;
         }
         Ok(())

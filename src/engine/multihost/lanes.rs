@@ -362,8 +362,8 @@ impl Control for Lanes {
 
     /// What a rank of this host has told; other hosts' faults come with the messages of an operation.
     fn reported(&self) -> Option<Told> {
-        let (place, code, text) = self.insides.iter().flatten().find_map(|inside| inside.reported())?;
-        Some((*self.host_map.local_ranks().get(place)?, code, text))
+        let (place, fault) = self.insides.iter().flatten().find_map(|inside| inside.reported())?;
+        Some((*self.host_map.local_ranks().get(place)?, fault))
     }
 
     fn watched(&self) -> Vec<(usize, bool)> {

@@ -43,10 +43,31 @@ pub trait Link: Mail {
     }
 }
 
+/// Why a message did not come or go.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Broken {
+    /// The time that it may take has passed; the peer may be well.
+    pub is_late: bool,
+    /// What the link says.
+    pub words: String,
+}
+
+impl Broken {
+    pub fn late(words: String) -> Broken {
+        Broken { is_late: true, words }
+    }
+}
+
+impl From<String> for Broken {
+    fn from(words: String) -> Broken {
+        Broken { is_late: false, words }
+    }
+}
+
 /// A message in flight. Dropping it, or a wait that fails, gives it up: the link no longer uses its memory.
 pub trait Transfer: Send {
-    /// Waits for its end and returns the buffer. An error is the text of the link.
-    fn wait(self: Box<Self>, timeout: Duration) -> std::result::Result<Vec<u8>, String>;
+    /// Waits for its end and returns the buffer.
+    fn wait(self: Box<Self>, timeout: Duration) -> std::result::Result<Vec<u8>, Broken>;
     /// Waits at most so long, and goes on with the transfer. True where `wait` will return at once.
     fn ends_within(&self, timeout: Duration) -> bool;
 }

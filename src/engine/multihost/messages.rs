@@ -290,7 +290,7 @@ impl Messages {
 
     fn answered(&mut self, peer: usize, number: u64) -> Result<Arc<Op>> {
         let op = self.announced.remove(&(peer, number)).ok_or_else(|| {
-            Error::System(format!(
+            Error::system(format!(
                 "sagellm: rank {peer} answers message {number} of rank {}, which does not wait for an answer",
                 self.me
             ))

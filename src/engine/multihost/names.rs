@@ -21,27 +21,23 @@ impl Names {
         format!("rank {rank}{process} of group '{}'", self.group)
     }
 
-    fn error(&self, peer: usize, how: &str, lines: &[String]) -> Error {
+    fn error(&self, peer: usize, how: &str, during: &str, lines: &[String]) -> Error {
         let text = laid_out(&format!("{} {how}", self.rank(peer)), lines, GO_ON);
-        Error::RankFailed { rank: peer, text }
-    }
-
-    fn doing(&self, during: &str) -> String {
-        format!("rank {} {during}", self.me)
+        Error::rank_failed(peer, text).while_rank(self.me, during)
     }
 
     /// It has said goodbye, and is needed while this rank does what `during` says.
     pub fn left(&self, peer: usize, during: &str) -> Error {
-        self.error(peer, LEFT, &[self.doing(during)])
+        self.error(peer, LEFT, during, &[])
     }
 
     /// Nothing more comes from it; `words` are the link's, or none.
     pub fn lost(&self, peer: usize, during: &str, words: &str) -> Error {
         if self.mates.contains(&peer) {
-            return self.error(peer, "ended or left the group", &[self.doing(during)]);
+            return self.error(peer, "ended or left the group", during, &[]);
         }
         let words = words.lines().next().filter(|words| !words.is_empty()).unwrap_or("no more is known");
         let connection = format!("rank {} lost the connection to rank {peer} on another host: {words}", self.me);
-        self.error(peer, "ended, or the network to it failed", &[self.doing(during), connection])
+        self.error(peer, "ended, or the network to it failed", during, &[connection])
     }
 }

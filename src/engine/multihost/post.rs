@@ -11,12 +11,12 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use super::lanes::Lanes;
-use super::letters::Letter;
+use super::letters::{EAGER, Letter};
 use super::link::Mailbox;
 use super::messages::{Body, Errand, Gone};
 use super::queue::State;
 use crate::engine::{Ended, Monitor};
-use crate::error::{Error, Result, contained, reported};
+use crate::error::{Error, Result, contained};
 
 /// Longest time that a rank that ends waits until the link has given back the memory of bodies.
 const GIVEN_BACK: Duration = Duration::from_secs(5);
@@ -91,12 +91,12 @@ impl Lanes {
         match errand {
             Errand::Mail(peer, letter) => {
                 if let Err(error) = self.link.mail(peer, &letter) {
-                    self.lose(peer, Gone::Lost(error.text().to_string()));
+                    self.lose(peer, Gone::Lost(error.text()));
                 }
             }
             Errand::Body(body) => {
                 if let Err(error) = self.give_body(body) {
-                    self.body_ended(body, Err(error.text().to_string()));
+                    self.body_ended(body, Err(error.text()));
                 }
             }
         }
@@ -167,8 +167,9 @@ impl Lanes {
             Letter::Heard => {
                 state.talk.heard.insert(peer);
             }
-            Letter::Fault { code, text } => {
-                return Err(Error::told(code, peer, &reported(text, peer)));
+            Letter::Fault(fault) => {
+                let fault = Error::decode(&fault).ok_or_else(|| Letter::none(peer, mail))?;
+                return Err(fault.as_told().reported_by(peer));
             }
             Letter::Come { turn } => {
                 state.talk.came.insert(peer, turn);
@@ -186,7 +187,7 @@ impl Lanes {
     /// cuts its link next, and a rank that waits for it must not see that first. True where letters went out.
     pub fn tell_by_mail(&self, error: &Error) -> bool {
         let present = self.lock().messages.present();
-        let letter = Letter::Fault { code: error.code(), text: error.text() }.encode();
+        let letter = Letter::Fault(error.encode(EAGER).into()).encode();
         // Past the errands, which another thread may be at.
         present.into_iter().filter(|peer| self.link.mail(*peer, &letter).is_ok()).count() > 0
     }

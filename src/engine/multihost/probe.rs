@@ -21,7 +21,7 @@ use super::batch::HostGroup;
 use super::host_map::HostMap;
 use super::transport::{Arrived, FrameHeader, Incoming, Outgoing, Transport};
 use super::vector::{span, written};
-use crate::error::{Error, Result, laid_out};
+use crate::error::{Error, ErrorKind, Result, laid_out};
 use crate::os::clock;
 use crate::os::watch::PerProcess;
 use crate::select::inter::LinkFacts;
@@ -122,12 +122,12 @@ impl Probe<'_> {
         let exchanged = unsafe { self.transport.exchange(header, deadline, &sends, receives, usize::MAX, take) };
         match exchanged {
             Ok(_) => Ok(()),
-            Err(Error::Mismatch(_)) => {
+            Err(error) if error.kind() == ErrorKind::Mismatch => {
                 let head =
                     format!("rank {} and a rank on another host have other options for their group", self.host_map.me);
                 let what =
                     "fusion, strict or the rules of algorithms differ (pg_options, SAGELLM_FUSION, SAGELLM_STRICT)";
-                Err(Error::Mismatch(laid_out(&head, &[what.to_string()], "All ranks must have the same")))
+                Err(Error::mismatch(laid_out(&head, &[what.to_string()], "All ranks must have the same")))
             }
             Err(error) => Err(error),
         }

@@ -84,7 +84,7 @@ impl State {
     pub fn accepts(&self) -> Result<()> {
         match &self.fault {
             Some(fault) => Err(fault.clone()),
-            None if self.stopping => Err(Error::Aborted("sagellm: the group was destroyed".to_string())),
+            None if self.stopping => Err(Error::aborted("sagellm: the group was destroyed")),
             None => Ok(()),
         }
     }

@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use super::link::{Link, Transfer};
+use super::link::{Broken, Link, Transfer};
 use super::names::Names;
 use super::vector::{copy_in, copy_out, cut, written};
 use crate::error::{Error, GO_ON, Result, SAME_CALLS, laid_out};
@@ -100,7 +100,7 @@ impl FrameHeader {
         );
         let what =
             "its list of sizes, an operation before it, one that travels with it, or the options of the group differ";
-        Error::Mismatch(laid_out(&head, &[what.to_string(), came, MOVED.to_string()], SAME_CALLS))
+        Error::mismatch(laid_out(&head, &[what.to_string(), came, MOVED.to_string()], SAME_CALLS))
     }
 
     /// The error of two ranks that passed different lists of tensors to the first operation of the batch; none where they
@@ -142,7 +142,7 @@ fn unframe(frame: &[u8]) -> (u64, usize, FrameHeader) {
 struct Came(Vec<u8>);
 
 impl Transfer for Came {
-    fn wait(self: Box<Self>, _timeout: Duration) -> std::result::Result<Vec<u8>, String> {
+    fn wait(self: Box<Self>, _timeout: Duration) -> std::result::Result<Vec<u8>, Broken> {
         Ok(self.0)
     }
 
@@ -308,15 +308,15 @@ impl Transport {
         // A little longer than the operation may take: its deadline is reported first, with a text that knows more.
         let result = transfer.wait(left + Duration::from_millis(500));
         self.waiting_for.store(NOBODY, Ordering::Relaxed);
-        result.map_err(|words| self.lost(peer, &words))
+        result.map_err(|broken| self.lost(peer, &broken))
     }
 
     /// The error of a peer from which the link gets nothing, in the link's words.
-    fn lost(&self, peer: usize, words: &str) -> Error {
-        if words.contains("Timed out") {
+    fn lost(&self, peer: usize, Broken { is_late, words }: &Broken) -> Error {
+        if *is_late {
             let first = words.lines().next().unwrap_or_default();
             let head = format!("rank {} Timed out waiting for rank {peer} on another host: {first}", self.names.me);
-            return Error::Timeout(laid_out(&head, &[], GO_ON));
+            return Error::timeout(laid_out(&head, &[], GO_ON));
         }
         self.names.lost(peer, &self.at.during(), words)
     }
@@ -324,7 +324,7 @@ impl Transport {
     /// The link refuses a call for a peer.
     fn refused(&self, peer: usize, error: Error) -> Error {
         match error {
-            Error::RankFailed { text, .. } => self.lost(peer, &text),
+            error if error.rank().is_some() => self.lost(peer, &error.text().into()),
             other => other,
         }
     }
@@ -580,8 +580,7 @@ impl Transport {
 /// Tells `peers` on all lanes why this rank's group failed, within a short time and without a guarantee: a lane may be
 /// in the middle of a message, or the peer gone.
 pub fn tell_fault(link: &dyn Link, lanes: usize, peers: &[usize], error: &Error) {
-    let mut text = format!("{}{}", error.code(), error.text()).into_bytes();
-    text.truncate(INLINE);
+    let text = error.encode(INLINE);
     let mut telling = Vec::new();
     for lane in 0..lanes as u32 {
         for peer in peers {
@@ -600,9 +599,8 @@ pub fn tell_fault(link: &dyn Link, lanes: usize, peers: &[usize], error: &Error)
 
 /// The fault that a peer sent, as this rank's error.
 fn told(frame: &[u8], length: usize) -> Error {
-    let text = String::from_utf8_lossy(&frame[HEADER..HEADER + length.min(INLINE)]).into_owned();
-    let mut letters = text.chars();
-    Error::told(letters.next().unwrap_or_default(), 0, letters.as_str())
+    let fault = Error::decode(&frame[HEADER..HEADER + length.min(INLINE)]);
+    fault.map_or_else(|| Error::aborted("sagellm: the group failed on another host"), Error::as_told)
 }
 
 #[cfg(test)]
@@ -623,8 +621,8 @@ mod tests {
     }
 
     impl Transfer for Writes {
-        fn wait(self: Box<Self>, _timeout: Duration) -> std::result::Result<Vec<u8>, String> {
-            Err("Connection closed by peer".into())
+        fn wait(self: Box<Self>, _timeout: Duration) -> std::result::Result<Vec<u8>, Broken> {
+            Err("Connection closed by peer".to_string().into())
         }
         fn ends_within(&self, _timeout: Duration) -> bool {
             true
@@ -676,6 +674,6 @@ mod tests {
         // SAFETY: no memory of the caller is used.
         let outcome =
             unsafe { transport.exchange(FrameHeader::default(), deadline, &[], receives, 1 << 20, |_, _| Ok(())) };
-        assert!(matches!(outcome, Err(Error::RankFailed { rank: 1, .. })), "{outcome:?}");
+        assert!(outcome.as_ref().is_err_and(|error| error.rank() == Some(1)), "{outcome:?}");
     }
 }

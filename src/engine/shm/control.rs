@@ -17,7 +17,7 @@ impl Control for Area {
     }
 
     fn announce(&self, fault: &Error) {
-        self.poison(fault.code(), fault.text());
+        self.poison(fault);
         event_count::announce(self, self.ranks);
     }
 

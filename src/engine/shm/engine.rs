@@ -434,7 +434,7 @@ impl Engine for Shm {
         if exposed && !self.area.is_poisoned() && !self.area.left(self.area.me) {
             // Another thread of this rank has found the fault and may not have stored it yet. The peers must be able to see it
             // before the program changes a tensor (`mapped`). Both threads store the same text.
-            self.area.poison(error.code(), error.text());
+            self.area.poison(error);
         }
         let collectives = self.entries.drain(..).map(|entry| {
             if let Phase::Mapped(mapped) = entry.phase {

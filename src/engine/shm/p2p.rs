@@ -248,7 +248,7 @@ impl P2p {
             }
             let most = area.layout.envelopes;
             if grants.wrapping_sub(channel.taken) > most {
-                return Err(Error::System(format!(
+                return Err(Error::system(format!(
                     "sagellm: rank {to} says that it granted {grants} messages of rank {me}, which took {} of at most {most} \
                      in flight: the group's shared memory was overwritten",
                     channel.taken
@@ -264,7 +264,7 @@ impl P2p {
                 continue; // not a message of ours: a peer that broke the protocol
             };
             if through >= area.layout.channels {
-                return Err(Error::System(format!(
+                return Err(Error::system(format!(
                     "sagellm: rank {to} granted rank {me} its channel {through} of {}: the group's shared memory was overwritten",
                     area.layout.channels
                 )));
@@ -310,7 +310,7 @@ impl P2p {
         let sent = area.pair_word(from, me, SENT).load(Acquire);
         let (before, most) = (self.incoming[from].consumed, area.layout.envelopes);
         if sent.wrapping_sub(before) > most {
-            return Err(Error::System(format!(
+            return Err(Error::system(format!(
                 "sagellm: rank {from} says that it sent {sent} messages to rank {me}, which took {before} of at most {most} \
                  in flight: the group's shared memory was overwritten"
             )));

@@ -215,20 +215,20 @@ fn earlier_mismatch(area: &Area, op: &Op, peer: usize) -> Error {
                 "rank {me} and rank {peer} passed different lists of sizes to {call}, number {n} of their group"
             );
             let lines = [sizes, UNTOUCHED.to_string()];
-            return Error::Mismatch(laid_out(&head, &lines, SAME_LISTS));
+            return Error::mismatch(laid_out(&head, &lines, SAME_LISTS));
         }
         agreed = own.chain == theirs.chain;
     }
     if oldest == 1 {
         let head = format!("ranks {me} and {peer} choose algorithms by different tables or rules");
         let lines = ["rank 0's were sent to all ranks".to_string()];
-        return Error::Mismatch(laid_out(&head, &lines, "Make the group anew, and report this if it comes again"));
+        return Error::mismatch(laid_out(&head, &lines, "Make the group anew, and report this if it comes again"));
     }
     let number = op.number;
     let head = format!(
         "ranks {me} and {peer} called different operations at some point before number {number} of their group"
     );
-    Error::Mismatch(laid_out(&head, &[], SAME_CALLS))
+    Error::mismatch(laid_out(&head, &[], SAME_CALLS))
 }
 
 /// This rank's list, for error texts; a long one is cut.
@@ -311,7 +311,7 @@ pub fn finish(area: &Area, op: &Op, kernel: Option<&Kernel>, scratch: &mut Vec<u
 
 fn wrong_block(op: &Op, me: usize, peer: usize, theirs: u64, expected: u64) -> Error {
     let head = format!("in {} rank {peer} brings {theirs} bytes where rank {me} has room for {expected}", op.what());
-    Error::Mismatch(laid_out(&head, &[UNTOUCHED.to_string()], SAME_LISTS))
+    Error::mismatch(laid_out(&head, &[UNTOUCHED.to_string()], SAME_LISTS))
 }
 
 /// Combines bytes `start..start + bytes` of the ranks' payloads, each of `payload` bytes, into the outputs.

@@ -72,7 +72,7 @@ pub(super) struct Watcher {
 /// Token of the wakeup descriptor; the others are watch number and index.
 const WAKEUP: u64 = u64::MAX;
 fn refused(what: &str) -> Error {
-    Error::System(format!("sagellm: {what}: {}", io::Error::last_os_error()))
+    Error::system(format!("sagellm: {what}: {}", io::Error::last_os_error()))
 }
 
 fn descriptor(rc: i32, what: &str) -> Result<OwnedFd> {
@@ -150,7 +150,7 @@ impl Watcher {
             return Ok(());
         }
         let thread = super::spawn("sagellm-watch", move || self.run())
-            .map_err(|error| Error::System(format!("sagellm: cannot start the watch thread: {error}")))?;
+            .map_err(|error| Error::system(format!("sagellm: cannot start the watch thread: {error}")))?;
         state.thread_id = Some(thread.thread().id());
         state.thread = Some(thread);
         Ok(())
@@ -284,7 +284,7 @@ pub fn watch(ends: Vec<End>, on_death: impl Fn(usize, &'static str) + Send + Syn
     let watcher = Watcher::get()?;
     let mut state = watcher.lock();
     if state.stopping {
-        return Err(Error::System("sagellm: the process is ending, no new group can watch its peers".into()));
+        return Err(Error::system("sagellm: the process is ending, no new group can watch its peers"));
     }
     watcher.ensure_thread(&mut state)?;
     let id = state.next_id;

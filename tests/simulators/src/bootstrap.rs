@@ -90,7 +90,7 @@ impl Place {
 
     pub fn connect(&self) -> Result<Client> {
         let wrong = |error: std::io::Error| {
-            Error::System(format!("simulator: the process that made the id does not answer: {error}"))
+            Error::system(format!("simulator: the process that made the id does not answer: {error}"))
         };
         let stream = UnixStream::connect_addr(&address(&self.server).map_err(wrong)?).map_err(wrong)?;
         let limit = Some(settings::get().ceiling.min(Duration::from_secs(20)));
@@ -178,7 +178,7 @@ impl Client {
             let value = read_block(&stream)?;
             Ok((found == [1]).then_some(value))
         };
-        exchange().map_err(|error| Error::System(format!("simulator: the store of the id ended: {error}")))
+        exchange().map_err(|error| Error::system(format!("simulator: the store of the id ended: {error}")))
     }
 }
 

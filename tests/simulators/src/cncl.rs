@@ -6,7 +6,7 @@
 use std::ffi::c_char;
 use std::sync::Arc;
 
-use sagellm::error::Error;
+use sagellm::error::{Error, ErrorKind};
 use sagellm::types::{Dtype, Kind, ReduceOp};
 
 use crate::batch::{self, Entry, Job};
@@ -57,9 +57,9 @@ fn refuse(code: i32, text: impl Into<String>) -> i32 {
 }
 
 fn code_of(error: &Error) -> i32 {
-    match error {
-        Error::RankFailed { .. } | Error::Aborted(_) | Error::Timeout(_) => SOCKET,
-        Error::Invalid(_) | Error::Mismatch(_) => ARGUMENTS,
+    match error.kind() {
+        ErrorKind::RankFailed | ErrorKind::Aborted | ErrorKind::Timeout => SOCKET,
+        ErrorKind::Invalid | ErrorKind::Mismatch => ARGUMENTS,
         _ => INTERNAL,
     }
 }

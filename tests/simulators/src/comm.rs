@@ -11,7 +11,7 @@ use std::sync::{Arc, Condvar, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use sagellm::config::{Config, Settings};
-use sagellm::error::{Error, Result};
+use sagellm::error::{Error, ErrorKind, Result};
 use sagellm::group::{Group, Host};
 use sagellm::types::{Kind, Request};
 
@@ -67,10 +67,10 @@ impl Fault {
     }
 
     pub fn of(error: &Error) -> Fault {
-        match error {
-            Error::RankFailed { .. } | Error::Aborted(_) | Error::Interrupted(_) => Fault::Remote,
-            Error::Timeout(_) | Error::WaitElapsed(_) => Fault::Timeout,
-            Error::Mismatch(_) => Fault::Mismatch,
+        match error.kind() {
+            ErrorKind::RankFailed | ErrorKind::Aborted | ErrorKind::Interrupted => Fault::Remote,
+            ErrorKind::Timeout => Fault::Timeout,
+            ErrorKind::Mismatch => Fault::Mismatch,
             _ => Fault::System,
         }
     }
@@ -188,7 +188,7 @@ impl Comm {
     fn meet(self: &Arc<Comm>, patience: Duration) -> Result<(Arc<Group>, Vec<Peer>)> {
         if settings::get().init_hangs {
             self.hang(patience);
-            return Err(Error::Timeout("simulator: the set-up hangs, as SAGELLM_SIM_INIT asks for".to_string()));
+            return Err(Error::timeout("simulator: the set-up hangs, as SAGELLM_SIM_INIT asks for"));
         }
         let config = Config {
             rank: self.rank as usize,
@@ -207,10 +207,10 @@ impl Comm {
         let host = Arc::new(Interrupt(Arc::downgrade(self)));
         let group = Group::connect(config, &self.place.connect()?, host)?;
         if let Some(reason) = group.delegate_reason() {
-            return Err(Error::System(format!("simulator: the ranks do not share memory: {reason}")));
+            return Err(Error::system(format!("simulator: the ranks do not share memory: {reason}")));
         }
         let physical = self.vendor.runtime().physical(self.device);
-        let own = [&server().map_err(Error::System)?[..], &physical.to_le_bytes()].concat();
+        let own = [&server().map_err(Error::system)?[..], &physical.to_le_bytes()].concat();
         let peers = exchange(&group, self.size, &own)?
             .iter()
             .map(|peer| Peer {
@@ -239,7 +239,7 @@ impl Comm {
         match &*self.setup.lock().unwrap() {
             Setup::Ready(group, _) => Ok(Arc::clone(group)),
             Setup::Failed(error) => Err(error.clone()),
-            Setup::Running => Err(Error::Invalid("simulator: the communicator is not set up yet".to_string())),
+            Setup::Running => Err(Error::invalid("simulator: the communicator is not set up yet")),
         }
     }
 
@@ -271,7 +271,7 @@ impl Comm {
         let ticket = self.ticket();
         let outcome = match self.wait_turn(ticket) {
             Fault::None => self.group().and_then(|group| exchange(&group, self.size, own)),
-            fault => Err(Error::Aborted(format!("simulator: the communicator has failed ({fault:?})"))),
+            fault => Err(Error::aborted(format!("simulator: the communicator has failed ({fault:?})"))),
         };
         self.pass_turn(ticket);
         outcome
@@ -430,8 +430,10 @@ impl Comm {
         for op in running.iter().flat_map(Running::ops) {
             let ended = loop {
                 match op.wait(Some(LOOK)) {
-                    Err(Error::WaitElapsed(_)) if !self.is_aborted() => (),
-                    Err(Error::WaitElapsed(_) | Error::Interrupted(_)) if !op.is_done() => {
+                    Err(error) if error.is_elapsed_wait() && !self.is_aborted() => (),
+                    Err(error)
+                        if (error.is_elapsed_wait() || error.kind() == ErrorKind::Interrupted) && !op.is_done() =>
+                    {
                         group.abort("the vendor's abort was called");
                     }
                     ended => break ended,
@@ -452,7 +454,7 @@ fn pair_own_messages(running: &mut [Running], me: u32) -> Result<()> {
     };
     let (sends, receives) = (own(Kind::Send, running), own(Kind::Recv, running));
     if sends.len() != receives.len() {
-        return Err(Error::Mismatch("simulator: a rank sends to itself what it does not receive".to_string()));
+        return Err(Error::mismatch("simulator: a rank sends to itself what it does not receive"));
     }
     for (send, receive) in sends.into_iter().zip(receives) {
         let data = running[send].input().to_vec();

@@ -91,11 +91,11 @@ impl Connecting<'_> {
             });
             let Some(first) = absent.first() else { break };
             if comm.is_aborted() {
-                return Err(Error::Aborted("simulator: aborted while its ranks connect".to_string()));
+                return Err(Error::aborted("simulator: aborted while its ranks connect"));
             }
             if Instant::now() >= deadline {
                 let (name, rank) = (&first.name, comm.rank);
-                return Err(Error::System(format!("simulator: rank {rank} was alone in the first use of {name}")));
+                return Err(Error::system(format!("simulator: rank {rank} was alone in the first use of {name}")));
             }
             std::thread::sleep(LOOK);
         }
@@ -131,7 +131,7 @@ pub fn stuck(comm: &Comm) -> Result<()> {
     while !comm.is_aborted() && Instant::now() < deadline {
         std::thread::sleep(LOOK);
     }
-    Err(Error::Aborted("simulator: a launch was stuck, as SAGELLM_SIM_STUCK_AT asks for".to_string()))
+    Err(Error::aborted("simulator: a launch was stuck, as SAGELLM_SIM_STUCK_AT asks for"))
 }
 
 fn sides_of(comm: &Comm, call: &Call) -> Vec<Side> {

@@ -9,7 +9,7 @@ mod operators;
 
 use std::sync::Arc;
 
-use sagellm::error::Error;
+use sagellm::error::{Error, ErrorKind};
 use sagellm::types::Dtype;
 
 use crate::batch::{self, Sort};
@@ -43,11 +43,11 @@ fn refuse(code: i32, text: impl Into<String>) -> i32 {
 }
 
 fn code_of(error: &Error) -> i32 {
-    match error {
-        Error::Timeout(_) => TIMEOUT,
-        Error::RankFailed { .. } | Error::Aborted(_) => REMOTE,
-        Error::System(_) => TCP_CONNECT,
-        Error::Invalid(_) | Error::Mismatch(_) => PARA,
+    match error.kind() {
+        ErrorKind::Timeout => TIMEOUT,
+        ErrorKind::RankFailed | ErrorKind::Aborted => REMOTE,
+        ErrorKind::System => TCP_CONNECT,
+        ErrorKind::Invalid | ErrorKind::Mismatch => PARA,
         _ => INTERNAL,
     }
 }

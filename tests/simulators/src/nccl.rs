@@ -11,7 +11,7 @@ use std::ffi::c_char;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use sagellm::error::Error;
+use sagellm::error::{Error, ErrorKind};
 
 use crate::batch::{self, Job};
 use crate::bootstrap::Place;
@@ -65,11 +65,11 @@ fn refuse(code: i32, text: impl Into<String>) -> i32 {
 
 /// The result for an error of the engine.
 fn code_of(error: &Error) -> i32 {
-    match error {
-        Error::RankFailed { .. } | Error::Aborted(_) | Error::Interrupted(_) => REMOTE_ERROR,
-        Error::Invalid(_) => INVALID_ARGUMENT,
-        Error::Mismatch(_) => INVALID_USAGE,
-        Error::Bug(_) => INTERNAL_ERROR,
+    match error.kind() {
+        ErrorKind::RankFailed | ErrorKind::Aborted | ErrorKind::Interrupted => REMOTE_ERROR,
+        ErrorKind::Invalid => INVALID_ARGUMENT,
+        ErrorKind::Mismatch => INVALID_USAGE,
+        ErrorKind::Bug => INTERNAL_ERROR,
         _ => SYSTEM_ERROR,
     }
 }

@@ -151,7 +151,7 @@ pub fn join<const BYTES: usize>(
 /// The error of a failed call of the library; `more` follows the library's own text.
 pub fn failure(api: &dyn Api, what: &str, code: c_int, more: &str) -> Error {
     let name = &api.capabilities().name;
-    Error::System(format!("sagellm: {name} failed in {what}: {}{more}", api.describe_error(code)))
+    Error::system(format!("sagellm: {name} failed in {what}: {}{more}", api.describe_error(code)))
 }
 
 /// The communicator as the rest of the engine uses it. Dropped without `close` or `abort`, it is aborted: ending it in

@@ -74,7 +74,7 @@ impl Library {
                 Some(_) => format!("This one was named by the option vendor or by {variable}, so no other was tried."),
                 None => format!("{} Or name its file in {variable}.", known.fix),
             };
-            Error::System(format!("sagellm: {} was not found. Tried: {}. {why}", known.title, tried.join("; ")))
+            Error::system(format!("sagellm: {} was not found. Tried: {}. {why}", known.title, tried.join("; ")))
         })?;
         let path = path_of(handle).unwrap_or_else(|| known.names[0].to_string());
         let mut handles = vec![handle];
@@ -115,7 +115,7 @@ impl Library {
 
     /// The error for a library that is older than the caller needs.
     pub fn lacks(&self, name: &str) -> Error {
-        Error::System(format!(
+        Error::system(format!(
             "sagellm: {} ({}) has no {name}; a newer version of the library has it",
             self.title, self.path
         ))

@@ -15,7 +15,7 @@ use super::frame::{Frame, HEAD, Kind};
 use super::memory::Memory;
 use super::transfer::{End, Event, Events, Slot, Target};
 use super::{Counted, ProcessId, Wire};
-use crate::engine::multihost::link::{Done, LONGEST_MAIL, Link, Mail, Mailbox, Transfer};
+use crate::engine::multihost::link::{Broken, Done, LONGEST_MAIL, Link, Mail, Mailbox, Transfer};
 use crate::error::{Error, Result};
 use crate::types::Span;
 
@@ -413,11 +413,12 @@ struct Lane {
 }
 
 impl Transfer for Lane {
-    fn wait(self: Box<Self>, timeout: Duration) -> std::result::Result<Vec<u8>, String> {
+    fn wait(self: Box<Self>, timeout: Duration) -> std::result::Result<Vec<u8>, Broken> {
         if self.slot.has_ended() || self.channel.wire.wait(|| self.slot.has_ended(), timeout) {
-            return self.slot.take().expect("it has ended, and one thread waits for it");
+            let ended = self.slot.take().expect("it has ended, and one thread waits for it");
+            return ended.map_err(Broken::from);
         }
-        Err(format!("Timed out after {} ms", timeout.as_millis()))
+        Err(Broken::late(format!("Timed out after {} ms", timeout.as_millis())))
     }
 
     fn ends_within(&self, timeout: Duration) -> bool {
@@ -437,7 +438,7 @@ impl Drop for Lane {
 struct Ended(Vec<u8>);
 
 impl Transfer for Ended {
-    fn wait(self: Box<Self>, _timeout: Duration) -> std::result::Result<Vec<u8>, String> {
+    fn wait(self: Box<Self>, _timeout: Duration) -> std::result::Result<Vec<u8>, Broken> {
         Ok(self.0)
     }
 
@@ -453,7 +454,7 @@ struct ShortInto {
 }
 
 impl Transfer for ShortInto {
-    fn wait(self: Box<Self>, timeout: Duration) -> std::result::Result<Vec<u8>, String> {
+    fn wait(self: Box<Self>, timeout: Duration) -> std::result::Result<Vec<u8>, Broken> {
         let ShortInto { received, pieces } = *self;
         Memory::Borrowed(pieces).write(0, &received.wait(timeout)?);
         Ok(Vec::new())
@@ -474,7 +475,7 @@ impl WireLink {
 
     /// The error of a call for a peer that is lost, in the link's words; `names` gives it its text.
     fn gone(peer: usize, why: &str) -> Error {
-        Error::RankFailed { rank: peer, text: why.to_string() }
+        Error::rank_failed(peer, why)
     }
 }
 
@@ -502,7 +503,7 @@ impl Link for WireLink {
         if let Some(data) = pop(&mut from.arrived, tag, true) {
             let length = data.len();
             if length > bytes {
-                return Err(Error::System(format!(
+                return Err(Error::system(format!(
                     "sagellm: a message of {length} bytes of rank {peer} matched a receive of {bytes}"
                 )));
             }

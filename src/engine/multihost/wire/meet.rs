@@ -131,11 +131,11 @@ fn needs_call(wire: &Wire, channel: &Channel) -> bool {
 }
 
 fn failed(what: &str) -> Error {
-    Error::System(what.to_string())
+    Error::system(what.to_string())
 }
 
 fn late(place: &Place, what: &str) -> Error {
-    Error::Timeout(format!("Timed out after {} ms: {what}", place.timeout.as_millis()))
+    Error::timeout(format!("Timed out after {} ms: {what}", place.timeout.as_millis()))
 }
 
 impl Other {

@@ -187,7 +187,7 @@ impl Wire {
             Ok((epoll, kick))
         };
         let (epoll, kick) = make()
-            .map_err(|error| Error::System(format!("sagellm: the system refuses what connections need: {error}")))?;
+            .map_err(|error| Error::system(format!("sagellm: the system refuses what connections need: {error}")))?;
         Ok(Arc::new(Wire {
             id,
             generation: watch::generation(),
@@ -402,7 +402,7 @@ impl Wire {
         let work = move || wire.drive_in_background();
         watch::spawn("sagellm-wire", work).map_err(|error| {
             self.started.store(false, Ordering::Relaxed);
-            Error::System(format!("sagellm: cannot start a thread for the connections: {error}"))
+            Error::system(format!("sagellm: cannot start a thread for the connections: {error}"))
         })?;
         Ok(())
     }

@@ -195,7 +195,7 @@ fn agree(area: &Area, op: &Op, arenas: &Arenas) -> Result<Option<Work>> {
 
 fn impossible(op: &Op, rank: usize) -> Error {
     let head = format!("rank {rank} offers memory for {} that does not lie in its file or is too short", op.what());
-    Error::Bug(laid_out(&head, &[], "Please report this"))
+    Error::bug(laid_out(&head, &[], "Please report this"))
 }
 
 impl protocol::Ends for Area {

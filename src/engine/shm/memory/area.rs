@@ -13,7 +13,7 @@ use super::presence::Presence;
 use super::segment::Segment;
 use crate::engine::shm::protocol::{Mail, Region, Word, Words};
 use crate::engine::{LAUNCHES_KEPT, Signed};
-use crate::error::{Result, shortened};
+use crate::error::{Error, Result};
 use crate::op::Op;
 use crate::os::event_count::WakeWords;
 use crate::os::topology;
@@ -340,40 +340,39 @@ impl Area {
         String::new()
     }
 
-    /// Poisons the group for all ranks: the first fault wins. `code` is `Error::code`.
-    pub fn poison(&self, code: char, text: &str) {
+    /// Poisons the group for all ranks: the first fault wins.
+    pub fn poison(&self, fault: &Error) {
         const ROOM: usize = super::layout::FAULT_BYTES - 8;
-        let text = shortened(text, ROOM);
+        let bytes = fault.encode(ROOM);
         let at = self.layout.fault_text(self.me);
-        for (i, byte) in text.bytes().enumerate() {
+        for (i, byte) in bytes.iter().enumerate() {
             // SAFETY: within the bounds that `ptr` checks; volatile because peers may read while we write a second time.
-            unsafe { self.segment.ptr(at + 8 + i, 1).write_volatile(byte) };
+            unsafe { self.segment.ptr(at + 8 + i, 1).write_volatile(*byte) };
         }
-        self.word64(at).store(text.len() as u64, Ordering::Relaxed);
-        let word = (self.me as u64 + 1) | (code as u64) << 32;
-        // Release: the text is written before the word that refers to it. Only the first of several ranks wins.
+        self.word64(at).store(bytes.len() as u64, Ordering::Relaxed);
+        let word = self.me as u64 + 1;
+        // Release: the fault is written before the word that refers to it. Only the first of several ranks wins.
         let _ =
             self.word64(self.layout.group_word(ABORT)).compare_exchange(0, word, Ordering::AcqRel, Ordering::Acquire);
     }
 
-    /// The group's fault: the rank that reported it, its code, its text.
-    pub fn fault(&self) -> Option<(usize, char, String)> {
+    /// The group's fault, and the rank that told it.
+    pub fn fault(&self) -> Option<(usize, Error)> {
         let word = self.word64(self.layout.group_word(ABORT)).load(Ordering::Acquire);
         if word == 0 {
             return None;
         }
-        let rank = ((word & 0xffff_ffff) as usize).wrapping_sub(1);
-        if rank >= self.ranks {
-            return Some((self.me, 'B', "the group's control page was overwritten".to_string()));
-        }
+        let overwritten = || Error::bug("the group's control page was overwritten");
+        let Some(rank) = (word as usize).checked_sub(1).filter(|rank| *rank < self.ranks) else {
+            return Some((self.me, overwritten()));
+        };
         let at = self.layout.fault_text(rank);
         let bytes = (self.word64(at).load(Ordering::Relaxed) as usize).min(super::layout::FAULT_BYTES - 8);
-        let text: Vec<u8> = (0..bytes)
+        let fault: Vec<u8> = (0..bytes)
             // SAFETY: within the bounds that `ptr` checks.
             .map(|i| unsafe { self.segment.ptr(at + 8 + i, 1).read_volatile() })
             .collect();
-        let code = char::from_u32((word >> 32) as u32).filter(char::is_ascii_uppercase).unwrap_or('B');
-        Some((rank, code, String::from_utf8_lossy(&text).into_owned()))
+        Some((rank, Error::decode(&fault).unwrap_or_else(overwritten)))
     }
 
     pub fn is_poisoned(&self) -> bool {

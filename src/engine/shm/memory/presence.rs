@@ -76,7 +76,7 @@ impl Presence {
     fn look_for_room(&self, bytes: usize, me: usize, ranks: usize) -> Result<()> {
         let needed = (bytes * ranks) as u64;
         match (self.headroom)() {
-            Some(left) if left / 2 < needed => Err(Error::System(format!(
+            Some(left) if left / 2 < needed => Err(Error::system(format!(
                 "sagellm: rank {me} has too little memory for its first large operation or message in this group: the {ranks} \
                  ranks of this host need {} KiB more of shared memory, and may use half of the {} KiB that their memory limit \
                  leaves. Raise the limit, or free memory before",

@@ -121,7 +121,7 @@ unsafe impl Send for Segment {}
 unsafe impl Sync for Segment {}
 
 fn refused(what: &str, error: io::Error) -> Error {
-    Error::System(format!("sagellm: {what}: {error}"))
+    Error::system(format!("sagellm: {what}: {error}"))
 }
 
 fn descriptor(rc: i64) -> io::Result<OwnedFd> {
@@ -188,7 +188,7 @@ impl Segment {
             Err(denied) => {
                 log::warn!("memfd is not available ({denied}); using a nameless file in /dev/shm");
                 let fd = nameless_file(len).map_err(|error| {
-                    Error::System(format!(
+                    Error::system(format!(
                         "sagellm: no shared memory of {len} bytes: memfd failed ({denied}) and /dev/shm too ({error}). \
                          Allow memfd_create in the seccomp profile, or enlarge /dev/shm."
                     ))
@@ -205,13 +205,11 @@ impl Segment {
     /// unsealed descriptor is accepted only where that rank announced one (`backing`).
     pub fn map(fd: BorrowedFd<'_>, expected_len: usize, backing: Backing) -> Result<Segment> {
         if backing == Backing::Sealed && !is_sealed(&fd) {
-            return Err(Error::System(
-                "sagellm: the shared memory that rank 0 sent is not sealed against shrinking".to_string(),
-            ));
+            return Err(Error::system("sagellm: the shared memory that rank 0 sent is not sealed against shrinking"));
         }
         let (_, found) = inode_and_size(&fd).map_err(|error| refused("fstat on shared memory", error))?;
         if usize::try_from(found) != Ok(expected_len) {
-            return Err(Error::System(format!(
+            return Err(Error::system(format!(
                 "sagellm: the shared memory that rank 0 sent has {found} bytes, {expected_len} were announced"
             )));
         }

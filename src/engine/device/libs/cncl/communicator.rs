@@ -71,7 +71,7 @@ impl Cncl {
         // SAFETY: the vendor's function; it writes three ints.
         let code = unsafe { table.get_lib_version.of(&library)?(&mut major, &mut minor, &mut patch) };
         if code != sys::SUCCESS || major < 1 {
-            return Err(Error::System(format!(
+            return Err(Error::system(format!(
                 "sagellm: CNCL {major}.{minor}.{patch} ({}) is too old (cnclGetLibVersion returned {code}): 1.0 or newer \
                  is needed; update Neuware or name another file in SAGELLM_CNCL_LIBRARY",
                 library.path

@@ -81,7 +81,7 @@ impl Cnrt {
         }
         // SAFETY: the runtime's function; it takes any number.
         let words = self.table.get_error_str.optional().map(|get| text(unsafe { get(code) })).unwrap_or_default();
-        Err(Error::System(format!("sagellm: the Cambricon runtime failed in {what}: {words} (cnrtRet_t {code})")))
+        Err(Error::system(format!("sagellm: the Cambricon runtime failed in {what}: {words} (cnrtRet_t {code})")))
     }
 
     /// True for success, false for "running", which the runtime remembers as an error until it is asked.

@@ -93,7 +93,7 @@ impl Acl {
         }
         // SAFETY: the runtime's function; null or a text.
         let words = self.table.recent_message.optional().map(|get| text(unsafe { get() })).unwrap_or_default();
-        Err(Error::System(format!("sagellm: the Ascend runtime failed in {what}: aclError {code} {words}")))
+        Err(Error::system(format!("sagellm: the Ascend runtime failed in {what}: aclError {code} {words}")))
     }
 
     fn used(&self) -> std::sync::MutexGuard<'_, HashSet<usize>> {

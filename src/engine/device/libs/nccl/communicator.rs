@@ -98,7 +98,7 @@ impl Nccl {
         let code = unsafe { table.get_version.of(&library)?(&mut version) };
         if code != sys::SUCCESS || version < OLDEST {
             let found = version_text(version);
-            return Err(Error::System(format!(
+            return Err(Error::system(format!(
                 "sagellm: NCCL {found} ({}) is too old (ncclGetVersion returned {code}): {} or newer is needed; update \
                  PyTorch or nvidia-nccl-cu12 or -cu13, or name another file in SAGELLM_NCCL_LIBRARY",
                 library.path,
@@ -131,7 +131,7 @@ impl Nccl {
         let mut state = sys::IN_PROGRESS;
         while state == sys::IN_PROGRESS {
             if Instant::now() >= end {
-                return Err(Error::Timeout(format!(
+                return Err(Error::timeout(format!(
                     "sagellm: {}: {what} was still in progress after {} ms, on a communicator that NCCL_COMM_BLOCKING=0 \
                      keeps from blocking; unset the variable or look for the rank that is missing",
                     self.able.name,
@@ -469,7 +469,7 @@ impl Calls for Nccl {
             // SAFETY: the vendor's function; list and config live until it returns, the name as long as the communicator.
             unsafe { call(parent, exclude.as_mut_ptr(), count, comm, &mut config, sys::SHRINK_ABORT) }
         })?;
-        made.ok_or_else(|| Error::Bug("sagellm: ncclCommShrink succeeded and gave no communicator".into()))
+        made.ok_or_else(|| Error::bug("sagellm: ncclCommShrink succeeded and gave no communicator"))
     }
 
     fn poll(&self, handle: usize) -> Result<()> {

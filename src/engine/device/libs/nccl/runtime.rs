@@ -86,7 +86,7 @@ impl Cuda {
             // SAFETY: the driver's function; it writes a pointer to a static text, or null.
             unsafe { get(code, &mut words) };
         }
-        Err(Error::System(format!("sagellm: the CUDA driver failed in {what}: {} (CUresult {code})", text(words))))
+        Err(Error::system(format!("sagellm: the CUDA driver failed in {what}: {} (CUresult {code})", text(words))))
     }
 
     /// True for success, false for "not ready", else the error.
