@@ -270,8 +270,8 @@ impl Text {
 impl fmt::Display for Text {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.head)?;
-        let rest = self.lines.iter().chain([&self.advice]).filter(|line| !line.is_empty());
-        rest.map(|line| write!(f, "\n  {line}")).collect()
+        let mut rest = self.lines.iter().chain([&self.advice]).filter(|line| !line.is_empty());
+        rest.try_for_each(|line| write!(f, "\n  {line}"))
     }
 }
 

@@ -35,6 +35,7 @@
 //! ```text
 //! ffi           the contract with C++ (feature `torch`)
 //! group         numbers, signatures, deadlines, faults; builder
+//! hang          which ranks an operation waits for, and what they do
 //! rendezvous    which rank is on which host, and one decision
 //! progress      which thread drives the groups of a process, and which event wakes it
 //! engine        what runs operations: solo, delegate, shm, multihost, device; none uses another
@@ -61,6 +62,7 @@ pub mod engine;
 mod ffi;
 pub mod fusion;
 pub mod group;
+pub mod hang;
 pub mod os;
 pub mod progress;
 pub mod reduce;

@@ -77,8 +77,8 @@ pub trait Engine: Send {
     }
 
     /// What a pending operation waits for, for error texts and log lines.
-    fn lacks(&self, _op: &Op) -> Lacks {
-        Lacks::Unknown("nothing is known of what it waits for".to_string())
+    fn blockers(&self, _op: &Op) -> Blockers {
+        Blockers::Unknown("nothing is known of what it waits for".to_string())
     }
 
     /// The pending collective with this number.
@@ -97,9 +97,9 @@ pub trait Engine: Send {
 }
 
 /// What a pending operation waits for.
-pub enum Lacks {
+pub enum Blockers {
     /// Other ranks, by rank; never empty.
-    Ranks(Vec<(usize, Standing)>),
+    Ranks(Vec<(usize, PeerProgress)>),
     /// An earlier operation of this rank, which it must follow.
     Earlier(Arc<Op>),
     /// Text.
@@ -108,15 +108,15 @@ pub enum Lacks {
 
 /// How far a rank that a pending operation waits for has come in it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Standing {
+pub enum PeerProgress {
     /// It has not entered the operation; this is the last one that it has entered, if any.
-    Before(Option<LastCall>),
+    NotEntered(Option<LastCall>),
     /// It entered the operation and did not finish its part.
-    Inside,
-    /// Nothing has been heard of it.
-    Unheard,
+    Entered,
+    /// Nothing is known of it.
+    Unknown,
     /// It has not taken part in the message; this is its last collective, if any.
-    Silent(Option<String>),
+    NotInMessage(Option<String>),
 }
 
 /// The last operation that a rank has entered.
@@ -128,10 +128,10 @@ pub struct LastCall {
     pub text: String,
 }
 
-impl Standing {
+impl PeerProgress {
     /// True where the rank still has to make a call, which this rank cannot cause.
     pub fn is_absent(&self) -> bool {
-        !matches!(self, Standing::Inside)
+        !matches!(self, PeerProgress::Entered)
     }
 }
 

@@ -1,16 +1,15 @@
 //! Builds a whole group from the decision of its ranks: the one place that knows the engines by name. It also builds
 //! groups whose ranks are threads of one process, for tests and tools.
 
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 use std::sync::{Arc, Mutex, Weak};
 
 use once_cell::sync::OnceCell;
 use std::time::Duration;
 
 use super::extensions::Extensions;
-use super::hang::Watched;
+use super::external::Externals;
 use super::lanes::LaneReport;
-use super::outside::Outsiders;
 use super::{Group, Inner, Peer};
 use crate::config;
 use crate::config::{Config, Settings};
@@ -25,11 +24,15 @@ use crate::engine::solo::Solo;
 use crate::engine::{Engine, Report};
 use crate::error::{Error, Result};
 use crate::fusion::planner::LANES;
+use crate::hang;
+use crate::hang::channel::Member;
+use crate::hang::responder::Responder;
+use crate::hang::shm_channel::ShmChannel;
+use crate::hang::{Subject, Watch, Who};
 use crate::host::{Host, NoSignals, Store};
 use crate::os::watch::Alive;
 use crate::os::{topology, watch};
 use crate::progress::domain::{Domain, Driven, SpinPolicy};
-use crate::progress::inquiry;
 use crate::rendezvous::{Decision, Hosts, Rendezvous};
 use crate::select::Policy;
 use crate::stats::Stats;
@@ -44,8 +47,10 @@ struct Parts {
     domain: u64,
     spin_policy: SpinPolicy,
     peers: Vec<Peer>,
-    /// As `Group::mates`.
+    /// The other ranks of this host, with their processes, in a group over several hosts.
     mates: Vec<(usize, i32)>,
+    /// It is a group inside a host of a larger one.
+    is_inside: bool,
     host: Arc<dyn Host>,
 }
 
@@ -58,11 +63,15 @@ impl Group {
     /// Builds the group that its ranks have decided on. Where it spans hosts, all ranks must call this, because they
     /// measure `link` together.
     pub fn build(rendezvous: Rendezvous, link: Option<Arc<dyn Link>>) -> Result<Arc<Group>> {
+        Group::build_as(rendezvous, link, false)
+    }
+
+    fn build_as(rendezvous: Rendezvous, link: Option<Arc<dyn Link>>, is_inside: bool) -> Result<Arc<Group>> {
         let Rendezvous { config, decision, id, policy, host, alive: _alive, .. } = rendezvous;
         let (policy, ranks) = (Arc::new(policy), config.size);
         let theirs = Arc::clone(&policy);
         let (spin_policy, peers, mates) = (SpinPolicy::none(), Vec::new(), Vec::new());
-        let parts = Parts { config, id, policy, domain: 0, spin_policy, peers, mates, host };
+        let parts = Parts { config, id, policy, domain: 0, spin_policy, peers, mates, is_inside, host };
         match (decision, link) {
             (Decision::Alone, None) => Ok(parts.group(|_| Box::new(Solo::new(theirs)))),
             (Decision::Delegate(reason), None) => {
@@ -85,12 +94,15 @@ impl Group {
                     }
                 });
                 *group.following.lock().unwrap() = Some(following);
-                inquiry::start(&group.domain);
+                if !group.watch.who.is_inside {
+                    hang::start(group.watch.responder());
+                }
                 Ok(group)
             }
             (Decision::Hosts(hosts), Some(link)) => {
                 let Hosts { host_map, insides, reason } = hosts;
-                let insides = insides.into_iter().map(|inside| inside.map(|met| Group::build(met, None)).transpose());
+                let insides =
+                    insides.into_iter().map(|inside| inside.map(|met| Group::build_as(met, None, true)).transpose());
                 over_hosts(parts, host_map, insides.collect::<Result<_>>()?, reason, link)
             }
             (Decision::Hosts(_), None) => Err(Error::invalid(format!(
@@ -204,7 +216,7 @@ fn local_parts((rank, size): (usize, usize), timeout: Duration, policy: Policy, 
     };
     let (policy, host) = (Arc::new(policy), Arc::new(NoSignals));
     let (spin_policy, peers, mates) = (SpinPolicy::none(), Vec::new(), Vec::new());
-    Parts { config, id: [0; 16], policy, domain, spin_policy, peers, mates, host }
+    Parts { config, id: [0; 16], policy, domain, spin_policy, peers, mates, is_inside: false, host }
 }
 
 /// Opens the link and builds the group from it and the groups inside this host. If that fails, these leave.
@@ -232,11 +244,28 @@ fn over_hosts(
 impl Parts {
     /// The group, with the engine that `engine` makes; the engine's threads call the given `Report`.
     fn group(self, engine: impl FnOnce(Arc<dyn Report>) -> Box<dyn Engine>) -> Arc<Group> {
-        let Parts { config, id, policy, domain, spin_policy, peers, mates, host } = self;
-        let (ranks, domain) = (config.size, Domain::numbered(domain));
+        let Parts { config, id, policy, domain: number, spin_policy, peers, mates, is_inside, host } = self;
+        let (ranks, domain) = (config.size, Domain::numbered(number));
         let group = Arc::new_cyclic(|this| {
             let engine = engine(Arc::new(LaneReport { group: Weak::clone(this), domain: Arc::clone(&domain) }));
             let control = engine.control();
+            let who = Who {
+                rank: config.rank,
+                ranks,
+                name: config.name.clone(),
+                delegate: config.served_by().to_string(),
+                spans_hosts: control.has_threads() || !mates.is_empty(),
+                processes: if peers.is_empty() {
+                    mates.into_iter().collect()
+                } else {
+                    peers.iter().map(|peer| peer.pid).enumerate().collect()
+                },
+                is_inside,
+                soft: config.soft_timeout.unwrap_or_else(config::soft_timeout),
+            };
+            let channel = if is_inside { None } else { ShmChannel::over(&control) };
+            let subject: Weak<dyn Subject> = Weak::<Group>::clone(this);
+            let watch = Watch::new(who, subject, Arc::clone(&host), Responder::numbered(number), channel);
             Group {
                 domain,
                 id,
@@ -254,9 +283,7 @@ impl Parts {
                     sent: vec![0; ranks],
                     received: vec![0; ranks],
                     stats: Stats::new(ranks, config::ring()),
-                    watched: Watched::default(),
-                    watched_outside: Watched::default(),
-                    outside: Outsiders::default(),
+                    external: Externals::default(),
                     extensions: Extensions::default(),
                 }),
                 pending: AtomicUsize::new(0),
@@ -267,15 +294,9 @@ impl Parts {
                 fault: OnceCell::new(),
                 extends: AtomicBool::new(false),
                 delegate_failed: AtomicBool::new(false),
-                members: OnceCell::new(),
                 closed: AtomicBool::new(false),
                 monitored: AtomicU64::new(0),
-                answered: AtomicU32::new(0),
-                reply: Mutex::default(),
-                board: OnceCell::new(),
-                asks_why: AtomicBool::new(false),
-                told: OnceCell::new(),
-                mates,
+                watch: Arc::new(watch),
                 following: Mutex::new(None),
                 alive: Mutex::new(Some(Alive::default())),
                 this: Weak::clone(this),
@@ -284,6 +305,10 @@ impl Parts {
         });
         let driven: Arc<dyn Driven> = Arc::<Group>::clone(&group);
         group.domain.register(&driven);
+        if !is_inside {
+            let member: Arc<dyn Member> = Arc::<Watch>::clone(&group.watch);
+            group.watch.responder().add(&member);
+        }
         log::info!("{}", group.describe());
         group
     }

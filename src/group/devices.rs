@@ -5,19 +5,14 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::Group;
-use super::hang::{seconds, timed_out};
-use super::outside::{Carrier, ExternalOp, Outside};
-use super::pending::Pending;
+use super::external::{Carrier, External, ExternalOp};
+use crate::engine::Signed;
 use crate::engine::device::{Agreed, Counted, DeviceGroup, DeviceRequest, Watched};
-use crate::engine::{Lacks, Signed};
 use crate::error::{Error, Result, in_one_line};
+use crate::hang::timed_out;
+use crate::hang::waiting::Waiting;
 use crate::os::clock;
 use crate::select::Policy;
-
-/// After a failure of a library: how long the fault of another rank, which may be its cause, takes to be seen in shared
-/// memory, where it stands before that rank ends its communicators, or to be read from the store.
-const FAULT_SEEN: Duration = Duration::from_millis(250);
-const FAULT_READ: Duration = Duration::from_millis(1000);
 
 impl DeviceGroup for Group {
     fn name(&self) -> &str {
@@ -56,12 +51,7 @@ impl DeviceGroup for Group {
         self.poison(error);
     }
     fn ask_for_fault(&self) -> Duration {
-        if self.board.get().is_none() {
-            return FAULT_SEEN;
-        }
-        self.asks_why.store(true, Ordering::Relaxed);
-        self.domain.look_again();
-        FAULT_READ
+        self.watch.ask_for_fault()
     }
     fn interrupted(&self) -> bool {
         self.host.interrupted()
@@ -85,44 +75,35 @@ impl DeviceGroup for Group {
         self.compare_launches(first, last)
     }
     fn look_at_long_waits(&self) {
-        self.look_outside();
+        self.watch.look_external(self);
     }
     fn deadline_passed(&self, watched: &Watched) -> Error {
-        let (kind, peer) = (watched.kind, watched.peer);
-        let inner = self.lock();
-        let pending = inner.outside.on_device(watched.number, peer).cloned().unwrap_or(Outside {
-            id: Outside::NO_RECORD,
-            kind,
-            number: watched.number,
-            root: peer.unwrap_or(0),
-            tag: 0,
-            bytes: 0,
-            site: 0,
-            on_device: true,
-            begun: None,
-            timeout: watched.timeout,
+        let waiting = self.on_device(watched).unwrap_or_else(|| {
+            let (kind, number, root, timeout) =
+                (watched.kind, watched.number, watched.peer.unwrap_or(0), watched.timeout);
+            let (id, tag, bytes, site, issued, begun) = (External::NO_RECORD, 0, 0, 0, 0, None);
+            let on_device = true;
+            External { id, kind, number, root, tag, bytes, site, on_device, issued, begun, timeout }.waiting()
         });
-        let (pending, now) = (Pending::Outside(pending), clock::now());
-        Error::timeout(self.story((&inner, &pending), (&watched.what(), &timed_out(watched.timeout)), "", now))
+        let (what, how) = (watched.what(), timed_out(watched.timeout));
+        Error::timeout(self.watch.story(self, &waiting, (&what, &how), "", clock::now()))
     }
     fn failed_within(&self, watched: &Watched, words: &str) -> Option<Error> {
-        let inner = self.lock();
-        let outside = inner.outside.on_device(watched.number, watched.peer).cloned()?;
-        let (age, now) = (watched.issued.elapsed(), clock::now());
-        let pending = Pending::Outside(outside);
-        // Before the ranks were asked, one that has not come yet may merely be on its way.
-        if !inner.watched_outside.is(&pending) || !matches!(self.lacks(&inner, &pending), Lacks::Ranks(_)) {
-            return None;
-        }
-        let is_late = !watched.timeout.is_zero() && age > watched.timeout * 9 / 10;
-        let how = if is_late { timed_out(age) } else { format!("failed after {}", seconds(age.as_millis() as u64)) };
+        let waiting = self.on_device(watched)?;
         let words = format!("the library: {}", in_one_line(words));
-        let text = self.story((&inner, &pending), (&watched.what(), &how), &words, now);
-        Some(if is_late { Error::timeout(text) } else { Error::system(text) })
+        let times = (watched.issued.elapsed(), watched.timeout);
+        self.watch.failed_on_device(self, &waiting, (&watched.what(), &words), times)
     }
     fn count(&self, call: &DeviceRequest<'_>) -> Box<dyn Counted> {
         let (peer, bytes) = ((call.root, call.tag), (call.read(), call.written()));
         Box::new(self.external_op(call.asked.kind, Carrier::Device, peer, bytes, call.note, call.timeout))
+    }
+}
+
+impl Group {
+    /// The operation that the thread of the devices watches.
+    fn on_device(&self, watched: &Watched) -> Option<Waiting> {
+        self.lock().external.on_device(watched.number, watched.peer).map(External::waiting)
     }
 }
 

@@ -10,8 +10,8 @@ use super::{CoreOp, Group, Inner};
 /// The operation whose end ends an addition.
 pub(super) enum Owner {
     Op(Weak<CoreOp>),
-    /// On a device, by its id in `Outsiders`.
-    Outside(u64),
+    /// On a device, by its id in `Externals`.
+    External(u64),
 }
 
 /// Used under the group's lock.
@@ -25,10 +25,10 @@ pub(super) struct Extensions {
 impl Inner {
     /// What is added to the timeout of an operation that is issued now. Zero is no timeout, and stays that.
     fn extension(&mut self) -> Duration {
-        let Inner { extensions, outside, .. } = self;
+        let Inner { extensions, external, .. } = self;
         extensions.owned.retain(|(owner, _)| match owner {
             Owner::Op(op) => op.upgrade().is_some_and(|op| !op.is_done()),
-            Owner::Outside(id) => outside.get(*id).is_some(),
+            Owner::External(id) => external.get(*id).is_some(),
         });
         extensions.owned.iter().map(|(_, more)| *more).sum::<Duration>() + extensions.unowned
     }

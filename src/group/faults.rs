@@ -76,7 +76,7 @@ impl Group {
     }
     /// The fault that a peer reported, as this rank's error; `engine` says which operation of this rank it ends.
     pub(super) fn reported(&self, engine: Option<&dyn Engine>) -> Option<Error> {
-        let (rank, fault) = self.control.reported().or_else(|| self.told.get().cloned())?;
+        let (rank, fault) = self.control.reported().or_else(|| self.watch.channel()?.told())?;
         if let Some(own) = self.fault.get() {
             return Some(own.clone()); // another thread of this rank found it
         }

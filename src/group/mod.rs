@@ -6,36 +6,27 @@
 //! and on the peers: everything pending and later fails with it.
 //!
 //! `builder` makes a group, `handle` is an operation as its caller holds it, `check` refuses calls that do not fit
-//! together, `faults` names ranks that ended, `hang` ranks that are late and what they do (`findings`: the texts;
-//! `answer`: what this rank says about itself; `account`: that as text; `reply`: in two steps; `questions`: over the store,
-//! whose keys `board` has; `pending`: the operation in question), `outside` has the operations that no engine runs,
-//! `extensions` adds to timeouts for a while, `barrier` is the monitored barrier, `explain` and `report` serve explanations
+//! together, `faults` names ranks that ended, `external` has the operations that no engine runs, `subject` is what the diagnosis
+//! of a hang (`crate::hang`) sees of the group, `extensions` adds to timeouts for a while, `barrier` is the monitored barrier, `explain` and `report` serve explanations
 //! and statistics, `devices` is the group as the engine of its devices sees it, `lanes` as the threads of a group over
 //! several hosts see it.
 
-mod account;
-mod answer;
 mod barrier;
-mod board;
 mod builder;
 mod check;
 mod devices;
 mod explain;
 mod extensions;
+mod external;
 mod faults;
-mod findings;
 mod handle;
-mod hang;
 mod lanes;
 mod launches;
-mod outside;
-mod pending;
-mod questions;
-mod reply;
 mod report;
+mod subject;
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 use std::time::Duration;
 
@@ -43,28 +34,28 @@ use once_cell::sync::OnceCell;
 
 pub use self::explain::{StartRule, explain_without_group, start_rule, table_without_group};
 use self::extensions::{Extensions, Owner};
+use self::external::Externals;
+pub use self::external::{Carrier, ExternalOp};
 pub use self::handle::Op;
-use self::launches::Launch;
-use self::outside::Outsiders;
-pub use self::outside::{Carrier, ExternalOp};
-use self::pending::Pending;
-use self::questions::Questions;
-use self::reply::Reply;
 pub use self::report::NAMES;
 use crate::config::Config;
-use crate::engine::{Control, Ended, Engine, Told, WakeAddress};
+use crate::engine::{Control, Ended, Engine, WakeAddress};
 use crate::error::{Error, GO_ON, Result, contained, laid_out};
+use crate::hang;
+use crate::hang::Watch;
+use crate::hang::channel::Member;
+use crate::hang::difference::Launch;
+use crate::hang::responder::Responder;
+use crate::hang::waiting::Waiting;
 use crate::host::NoSignals;
 pub use crate::host::{Completion, Host, Store};
 use crate::op;
 pub use crate::op::Op as CoreOp;
 use crate::os::watch::Alive;
 use crate::os::{clock, watch};
-use crate::progress::domain::{Domain, Driven, LongWait, SpinPolicy};
+use crate::progress::domain::{Domain, Driven, SpinPolicy};
 use crate::progress::driver;
 use crate::progress::driver::Outcome;
-use crate::progress::inquiry;
-use crate::progress::waits::Waits;
 use crate::rendezvous::peers::Following;
 use crate::select::Policy;
 use crate::stats::Stats;
@@ -79,10 +70,7 @@ struct Inner {
     sent: Vec<u64>,
     received: Vec<u64>,
     stats: Stats,
-    /// What is known of the longest pending operation, of the engine and of `outside`.
-    watched: hang::Watched,
-    watched_outside: hang::Watched,
-    outside: Outsiders,
+    external: Externals,
     extensions: Extensions,
 }
 
@@ -138,24 +126,11 @@ pub struct Group {
     /// A call of the delegate has failed, after which its group may be broken. Set by threads that learn of such an end,
     /// read by any (relaxed: nothing else is read by it).
     delegate_failed: AtomicBool,
-    /// For each rank its rank in the default group, for records; set after the group was made.
-    members: OnceCell<Vec<u32>>,
     closed: AtomicBool,
     /// Monitored barriers entered.
     monitored: AtomicU64,
-    /// The last question that this rank has answered. Written and read by the thread that answers alone (relaxed).
-    answered: AtomicU32,
-    /// Its answers to questions in shared memory. Used by that thread alone; the lock is for the compiler.
-    reply: Mutex<Reply>,
-    /// Where the ranks ask each other, if they share no memory; set after the group was made.
-    board: OnceCell<Questions>,
-    /// A thread of this rank wants to know whether another one has failed the group, and why. Set by such a thread, read
-    /// by the one that looks at the store (relaxed: nothing else is read by it).
-    asks_why: AtomicBool,
-    /// What another rank has told about that over the store.
-    told: OnceCell<Told>,
-    /// The other ranks of this host, with their processes, in a group over several hosts.
-    mates: Vec<(usize, i32)>,
+    /// Asks the other ranks about operations that wait for long, and answers them.
+    watch: Arc<Watch>,
     /// Reports peers whose process ended.
     following: Mutex<Option<Following>>,
     /// Until the group was shut down.
@@ -377,6 +352,8 @@ impl Group {
             let driven: Arc<dyn Driven> = driven;
             self.domain.unregister(&driven);
         }
+        let member: Arc<dyn Member> = Arc::<Watch>::clone(&self.watch);
+        self.watch.responder().remove(&member);
         // Outside of any lock: dropping the last group of a set of processes ends the watch over them.
         let following = self.following.lock().unwrap().take();
         drop(following);
@@ -398,8 +375,8 @@ impl Group {
             let (name, rank) = (&self.config.name, self.config.rank);
             log::debug!("group '{name}' rank {rank} failed: {}", error.in_one_line());
             self.control.announce(&error);
-            if self.board.get().is_some() {
-                self.domain.look_again(); // the other ranks read the fault there
+            if let Some(channel) = self.watch.channel() {
+                channel.look_again(); // the other ranks may read the fault there
             }
         }
         // Another thread may have been first: everything pending ends with its fault.
@@ -461,17 +438,23 @@ impl Group {
         Ok(!ended.is_empty())
     }
 
-    /// With the lock held: fails where a rank that ended is still needed, or a deadline passed.
-    fn look_at_peers_and_deadlines(&self, inner: &mut Inner, now: u64, ended: &mut Ended) -> Result<()> {
+    /// With the lock held: fails where a rank that ended is still needed. Returns the operation with the next deadline.
+    fn look_at_peers(&self, engine: &mut dyn Engine, ended: &mut Ended) -> Result<Option<Arc<CoreOp>>> {
         if !self.control.is_poisoned() {
-            self.check_ended_peers(&mut *inner.engine, ended).map_or(Ok(()), Err)?; // a reported fault is left to `drive`
+            self.check_ended_peers(engine, ended).map_or(Ok(()), Err)?; // a reported fault is left to `drive`
         }
-        let Some(op) = inner.engine.next_deadline() else { return Ok(()) };
-        if now >= op.deadline {
-            return Err(self.stall(inner, &op, now));
+        Ok(engine.next_deadline())
+    }
+
+    /// Without the lock: fails where the deadline of an operation has passed, and asks about it where it waits for long.
+    fn look_at_deadline(&self, op: &Arc<CoreOp>, now: u64) -> Result<()> {
+        let waiting = Waiting::of(op, now);
+        if now < op.deadline {
+            self.watch.look(self, &waiting, now);
+            return Ok(());
         }
-        self.look_at_long_wait(inner, &Pending::Own(op), now);
-        Ok(())
+        let late = self.watch.late(self, &waiting, now);
+        if op.is_done() { Ok(()) } else { Err(late) } // it may have ended while the text was made
     }
 }
 
@@ -519,10 +502,14 @@ impl Driven for Group {
         let now = clock::now();
         let mut inner = self.lock();
         let mut ended = Ended::new();
-        let looked = contained(|| self.look_at_peers_and_deadlines(&mut inner, now, &mut ended));
+        let next = contained(|| self.look_at_peers(&mut *inner.engine, &mut ended));
         let at = inner.record_end(&ended);
         drop(inner);
         self.tell_owners(ended, at);
+        let looked = next.and_then(|next| match next {
+            Some(op) => contained(|| self.look_at_deadline(&op, now)),
+            None => Ok(()),
+        });
         if let Err(fault) = looked {
             self.poison(fault);
         }
@@ -546,20 +533,8 @@ impl Driven for Group {
     fn leave(&self) {
         self.shutdown();
     }
-    fn inquiry(&self) -> Option<Arc<dyn Control>> {
-        self.questions()
-    }
-    fn store(&self) -> Option<usize> {
-        self.board.get().map(Questions::connection)
-    }
-    fn look_at_board(&self) -> Option<Duration> {
-        self.look_for_questions()
-    }
-    fn answer(&self, question: u32) {
-        self.answer_question(question);
-    }
-    fn waits(&self, wait: Option<&LongWait>) -> Option<Waits> {
-        self.awaited(wait)
+    fn count_long_wait(&self, thread: u64, more: bool) {
+        self.watch.count_long_wait(thread, None, more);
     }
 }
 
@@ -572,7 +547,7 @@ impl Drop for Group {
         let dropped = Error::aborted(format!("sagellm: group '{}' was dropped", self.config.name));
         self.control.leave(&dropped, &|| self.host.interrupted());
         self.fail_all(&dropped);
-        self.domain.look_again();
+        self.watch.responder().look_again();
     }
 }
 
@@ -583,7 +558,7 @@ pub fn at_exit() {
         // The newest first: a group over several hosts is made after the groups inside its host, which it uses.
         domain.groups().iter().rev().for_each(|group| group.leave());
         driver::stop(&domain);
-        inquiry::stop(&domain);
     }
+    Responder::all().iter().for_each(|responder| hang::stop(responder));
     watch::stop();
 }

@@ -48,7 +48,7 @@ impl Group {
 
     /// The ranks of the default group that these ranks are; for records only. Only the first call counts.
     pub fn set_members(&self, members: Vec<u32>) {
-        let _ = self.members.set(members);
+        self.watch.set_members(members);
     }
 
     /// Writes the records of a group that has just failed into the folder named by the environment, if any.
@@ -56,7 +56,7 @@ impl Group {
         let Some(folder) = config::dump_folder() else { return };
         let (rank, name) = (self.config.rank, &self.config.name);
         // The groups inside a host of a larger group have none, because no program made them.
-        let Some(members) = self.members.get() else { return };
+        let Some(members) = self.watch.members() else { return };
         let fault = self.fault().map(|error| error.text().to_string()).unwrap_or_default();
         let text = export::dump(name, &fault, (rank, members), Moment::now(), self.records().iter(), NAMES);
         let safe: String = name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();

@@ -6,21 +6,15 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use super::places::{self, Asked, Places};
 use super::roles::Words;
-use super::waits::{Edge, Waits};
-use crate::engine::{Control, WakeAddress};
-use crate::host::Host;
+use crate::engine::WakeAddress;
 use crate::os::event_count;
 use crate::os::event_count::WakeWords;
 use crate::os::futex;
 use crate::os::watch::PerProcess;
 use crate::os::yielding::Yielding;
-
-/// How long the end of a group waits until the answering thread has dropped its reference to the group's memory.
-const RELEASE: Duration = Duration::from_millis(50);
 
 /// A group, as its drivers see it.
 pub trait Driven: Send + Sync {
@@ -46,17 +40,8 @@ pub trait Driven: Send + Sync {
     fn shares_core(&self) -> bool;
     /// The process ends: fails pending operations and tells the peers.
     fn leave(&self);
-    /// Where peers can ask this rank what it is doing: what holds the question.
-    fn inquiry(&self) -> Option<Arc<dyn Control>>;
-    /// The connection to the store in which the ranks ask each other, where that is the way to the peers.
-    fn store(&self) -> Option<usize>;
-    /// Looks for questions, and for answers to its own, in that store, where the time has come. Returns when to look next.
-    /// Waits for the store, and for nothing else.
-    fn look_at_board(&self) -> Option<Duration>;
-    /// Answers all questions up to this one, as far as that was not done and can be done now. Never waits.
-    fn answer(&self, question: u32);
-    /// What a thread waits for in this group or, for none, a device that has been at it for long.
-    fn waits(&self, wait: Option<&LongWait>) -> Option<Waits>;
+    /// A thread (`os::watch::this_thread`) has waited for long in this group, or (`more` is false) has stopped waiting.
+    fn count_long_wait(&self, thread: u64, more: bool);
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -134,17 +119,6 @@ impl WakeWords for EventCount {
     }
 }
 
-/// A thread that has waited for long in a group, or waits there for what no engine runs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct LongWait {
-    /// `os::watch::this_thread`.
-    pub thread: u64,
-    /// Address of the group.
-    pub group: usize,
-    /// The record of what it waits for, where no engine runs that.
-    pub outside: Option<u64>,
-}
-
 #[derive(Default)]
 pub struct Domain {
     /// Its groups, in the order in which they were made. Weak: a dropped group leaves by itself.
@@ -168,26 +142,6 @@ pub struct Domain {
     pub(super) dodged: AtomicU64,
     /// Whether threads that wait yield their core or sleep.
     pub(super) yielding: Yielding,
-    /// The threads that have waited for long, the first one first.
-    long_waits: Mutex<Vec<LongWait>>,
-    /// Which rank waits for which, as other ranks have answered, and the time of each answer (`clock::now`).
-    heard: Mutex<Vec<(Edge, u64)>>,
-    /// Signalled when a group was made or has ended, a place is known (`places`), or `silent` was set: wakes the answering
-    /// thread (`inquiry`).
-    pub(super) groups_changed: EventCount,
-    pub(super) answering: Mutex<Option<JoinHandle<()>>>,
-    pub(super) places: Arc<Places>,
-    /// The same for the threads that look at stores (`stores`), which are listed by their connections.
-    pub(super) stores_changed: EventCount,
-    pub(super) readers: Mutex<Vec<(usize, JoinHandle<()>)>>,
-    /// Groups that were removed. Raised by `unregister` (release), read by the answering thread (acquire) before it
-    /// looks at the groups.
-    pub(super) removed: AtomicU64,
-    /// The value of `removed` up to which the answering thread has dropped its references to the removed groups'
-    /// memory. Written by it (release), read by `unregister` (acquire).
-    pub(super) released: AtomicU64,
-    /// Set at the end of the process (release), read by the answering thread and those that look at stores (acquire).
-    pub(super) silent: AtomicBool,
 }
 
 static DOMAINS: PerProcess<Mutex<HashMap<u64, Arc<Domain>>>> = PerProcess::new();
@@ -206,40 +160,11 @@ impl Domain {
         let mut groups = self.groups.write().unwrap_or_else(PoisonError::into_inner);
         groups.retain(|weak| weak.strong_count() > 0);
         groups.push(Arc::downgrade(group));
-        drop(groups);
-        self.groups_changed.wake(0);
     }
 
     pub fn unregister(&self, group: &Arc<dyn Driven>) {
         let mut groups = self.groups.write().unwrap_or_else(PoisonError::into_inner);
         groups.retain(|weak| !std::ptr::addr_eq(weak.as_ptr(), Arc::as_ptr(group)));
-        drop(groups);
-        let removed = self.removed.fetch_add(1, Ordering::Release) + 1;
-        self.look_again();
-        // Waits, so that the memory of a group is unmapped when its end returns. Where the thread is giving an answer,
-        // this may time out.
-        let until = Instant::now() + RELEASE;
-        while self.answers() && self.released.load(Ordering::Acquire) < removed && Instant::now() < until {
-            std::thread::sleep(Duration::from_micros(50));
-        }
-    }
-
-    /// Whether the answering thread runs.
-    fn answers(&self) -> bool {
-        let thread = self.answering.lock().unwrap_or_else(PoisonError::into_inner);
-        thread.as_ref().is_some_and(|thread| !thread.is_finished())
-    }
-
-    /// Wakes the threads that answer: they must drop a group that has ended, a group has a question, or a place is known.
-    pub fn look_again(&self) {
-        self.groups_changed.wake(0);
-        self.stores_changed.wake(0);
-    }
-
-    /// Asks for the place that a thread of the program is at, and wakes the threads that answer when it is known.
-    pub fn ask_place(self: &Arc<Domain>, thread: u64, host: &Arc<dyn Host>) -> Asked {
-        let domain = Arc::clone(self);
-        places::ask(&self.places, thread, host, Arc::new(move || domain.look_again()))
     }
 
     pub fn groups(&self) -> Vec<Arc<dyn Driven>> {
@@ -250,42 +175,6 @@ impl Domain {
     pub fn busy(&self) -> Vec<Arc<dyn Driven>> {
         let groups = self.groups.read().unwrap_or_else(PoisonError::into_inner);
         groups.iter().filter_map(Weak::upgrade).filter(|group| group.pending() > 0).collect()
-    }
-
-    pub fn long_waits(&self) -> Vec<LongWait> {
-        self.long_waits.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    /// Counts a thread that has waited for long, or (`more` is false) has stopped waiting.
-    pub fn count_long_wait(&self, wait: LongWait, more: bool) {
-        let mut waits = self.long_waits.lock().unwrap_or_else(PoisonError::into_inner);
-        match waits.iter().position(|one| *one == wait).filter(|_| !more) {
-            Some(at) => drop(waits.remove(at)),
-            None if more => waits.push(wait),
-            None => (),
-        }
-    }
-
-    /// Stores what `speaker` said about which rank waits for which, each entry with its age in milliseconds. It
-    /// replaces all entries about the speaker, and older entries about other ranks.
-    pub fn hear(&self, speaker: u32, edges: &[(Edge, u64)], now: u64) {
-        let mut heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
-        heard.retain(|(known, _)| known.from != speaker);
-        for (edge, age) in edges {
-            let at = now.saturating_sub(age.saturating_mul(1_000_000));
-            if heard.iter().any(|(known, then)| known.from == edge.from && *then > at) {
-                continue;
-            }
-            heard.retain(|(known, then)| known.from != edge.from || *then == at);
-            heard.push((edge.clone(), at));
-        }
-    }
-
-    /// The entries that are at most `within` nanoseconds old, with their age in milliseconds.
-    pub fn heard(&self, now: u64, within: u64) -> Vec<(Edge, u64)> {
-        let heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
-        let young = heard.iter().filter(|(_, at)| now.saturating_sub(*at) <= within);
-        young.map(|(edge, at)| (edge.clone(), now.saturating_sub(*at) / 1_000_000)).collect()
     }
 
     pub fn pending(&self) -> usize {

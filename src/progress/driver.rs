@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::domain::{Domain, Driven, LongWait};
+use super::domain::{Domain, Driven};
 use super::roles;
 use super::roles::Words;
 use crate::host::Host;
@@ -48,7 +48,7 @@ pub fn wait_until(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, d
     let mut idle = Duration::ZERO;
     let mut last_look = Instant::now();
     let mut turns = 0u32;
-    let mut long_wait: Option<Registered> = None;
+    let mut long_wait: Option<Registered<'_>> = None;
     loop {
         if done() {
             return Outcome::Done;
@@ -128,19 +128,18 @@ fn yield_core(group: &dyn Driven, done: &impl Fn() -> bool) {
     }
 }
 
-/// While it lives, the domain lists this thread as one that has waited for long. Shorter waits do not pay for that.
-struct Registered(Arc<Domain>, LongWait);
+/// While it lives, the group counts this thread as one that has waited for long. Shorter waits do not pay for that.
+struct Registered<'a>(&'a dyn Driven, u64);
 
-impl Registered {
-    fn new(group: &dyn Driven) -> Registered {
-        let address = std::ptr::from_ref(group).cast::<()>() as usize;
-        let wait = LongWait { thread: watch::this_thread(), group: address, outside: None };
-        group.domain().count_long_wait(wait, true);
-        Registered(Arc::clone(group.domain()), wait)
+impl<'a> Registered<'a> {
+    fn new(group: &'a dyn Driven) -> Registered<'a> {
+        let thread = watch::this_thread();
+        group.count_long_wait(thread, true);
+        Registered(group, thread)
     }
 }
 
-impl Drop for Registered {
+impl Drop for Registered<'_> {
     fn drop(&mut self) {
         self.0.count_long_wait(self.1, false);
     }

@@ -205,6 +205,65 @@ fn no_files_use_each_other_in_a_circle() {
     assert_eq!(round, listed, "files that use each other in a circle, found and listed");
 }
 
+/// Types with an `impl` in more than three files, and why. A type whose methods stand in many files is one state that
+/// everything reaches, which the other rules here cannot see.
+const IMPLEMENTED_IN_MANY_FILES: [(&str, usize, &str); 2] = [
+    ("engine/device/engine.rs DeviceEngine", 4, "what C++ calls, in the order of a call: begin, making, lifetime"),
+    ("group/mod.rs Group", 13, "its callers' interfaces: one file for each trait and each part of the bridge's"),
+];
+
+/// The types of `src/`, each as the file that defines it and its name, with the files that have an `impl` of it. A name
+/// that several files define means the one of the same file, or else of the same folder.
+fn implemented() -> BTreeMap<String, BTreeSet<String>> {
+    let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut all = Vec::new();
+    files(&src, &mut all);
+    let texts: Vec<(String, String)> = all
+        .iter()
+        .map(|file| {
+            let inside = file.strip_prefix(&src).unwrap().to_str().unwrap().to_string();
+            let text = std::fs::read_to_string(file).unwrap();
+            (inside, text.split("#[cfg(test)]").next().unwrap().to_string())
+        })
+        .collect();
+    let name = |text: &str| -> String { text.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect() };
+    let mut defined: BTreeMap<String, Vec<&str>> = BTreeMap::new();
+    for (file, text) in &texts {
+        for line in text.lines() {
+            let line =
+                line.trim_start_matches("pub(super) ").trim_start_matches("pub(crate) ").trim_start_matches("pub ");
+            if let Some(rest) = line.strip_prefix("struct ").or_else(|| line.strip_prefix("enum ")) {
+                defined.entry(name(rest)).or_default().push(file);
+            }
+        }
+    }
+    let folder = |file: &str| file.rsplit_once('/').map_or("", |(folder, _)| folder).to_string();
+    let mut found: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for (file, text) in &texts {
+        for line in text.lines().filter(|line| line.starts_with("impl") || line.starts_with("unsafe impl")) {
+            let of = line.split_once(" for ").map_or_else(
+                || line.trim_start_matches("impl").trim_start_matches(|c| c != ' ').trim_start(),
+                |(_, of)| of,
+            );
+            let Some(places) = defined.get(&name(of)) else { continue };
+            let here = places.iter().find(|place| *place == file);
+            let near = || places.iter().find(|place| folder(place) == folder(file));
+            let place = here.or_else(near).unwrap_or(&places[0]);
+            found.entry(format!("{place} {}", name(of))).or_default().insert(file.clone());
+        }
+    }
+    found
+}
+
+#[test]
+fn a_type_is_implemented_in_few_files() {
+    let many = implemented().into_iter().filter(|(_, files)| files.len() > 3);
+    let many: BTreeMap<String, usize> = many.map(|(of, files)| (of, files.len())).collect();
+    let listed: BTreeMap<String, usize> =
+        IMPLEMENTED_IN_MANY_FILES.iter().map(|(of, files, _)| (of.to_string(), *files)).collect();
+    assert_eq!(many, listed, "types with an `impl` in more than three files, found and listed");
+}
+
 /// Files that may hold unsafe code, in themselves or (a `mod.rs`) in their folder, because they touch bytes, or call
 /// the system or a library. Everywhere else unsafe code does not compile.
 const UNSAFE: [&str; 38] = [

@@ -12,7 +12,7 @@ mod device_lowering;
 mod group_builder;
 mod group_explain;
 mod group_extensions;
-mod group_outside;
+mod group_external;
 mod group_panics;
 mod layering;
 mod multihost;

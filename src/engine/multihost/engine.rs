@@ -18,7 +18,7 @@ use super::probe::{Opening, probe};
 use super::queue::State;
 use super::transport::{NOBODY, Transport};
 use crate::config::Settings;
-use crate::engine::{Control, Ended, Engine, Lacks, Report};
+use crate::engine::{Blockers, Control, Ended, Engine, Report};
 use crate::error::{Error, Result};
 use crate::fusion::planner::{LANES, Limits};
 use crate::host::Host;
@@ -242,14 +242,14 @@ impl Engine for MultiHost {
         collectives.chain(state.pending_messages()).min_by_key(|op| op.deadline).cloned()
     }
 
-    fn lacks(&self, op: &Op) -> Lacks {
+    fn blockers(&self, op: &Op) -> Blockers {
         let state = self.lanes.lock();
         if let Some(earlier) = state.predecessor_of(op) {
-            return Lacks::Earlier(Arc::clone(earlier));
+            return Blockers::Earlier(Arc::clone(earlier));
         }
         drop(state);
         if op.request.kind.is_p2p() {
-            return Lacks::Unknown(
+            return Blockers::Unknown(
                 "no answer from the other rank: it has not come to it, or cannot be reached".to_string(),
             );
         }
@@ -259,7 +259,7 @@ impl Engine for MultiHost {
             [] => "no answer from ranks of its own host".to_string(),
             ranks => format!("no answer from {} on another host", ranks.join(" and ")),
         };
-        Lacks::Unknown(format!("{missing}: it has not entered it, or cannot be reached"))
+        Blockers::Unknown(format!("{missing}: it has not entered it, or cannot be reached"))
     }
 
     fn collective(&self, number: u64) -> Option<Arc<Op>> {

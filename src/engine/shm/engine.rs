@@ -12,7 +12,7 @@ use super::p2p::P2p;
 use super::protocol::Slots;
 use super::small;
 use crate::engine::order::{Order, copy_inputs, has_left_its_memory};
-use crate::engine::{Control, Ended, Engine, Lacks, LastCall, Standing};
+use crate::engine::{Blockers, Control, Ended, Engine, LastCall, PeerProgress};
 use crate::error::{Error, Result};
 use crate::op;
 use crate::op::Op;
@@ -402,7 +402,7 @@ impl Engine for Shm {
         self.operations().min_by_key(|op| op.deadline).cloned()
     }
 
-    fn lacks(&self, op: &Op) -> Lacks {
+    fn blockers(&self, op: &Op) -> Blockers {
         let mut ranks = Vec::new();
         for rank in (0..self.area.ranks).filter(|rank| *rank != self.area.me) {
             // A receive from anyone that timed out misses all of them.
@@ -412,15 +412,15 @@ impl Engine for Shm {
             }
             let (last, call) = self.last_call(rank);
             ranks.push(match op.request.kind.is_p2p() {
-                true => (rank, Standing::Silent(call)),
-                false if last >= op.number => (rank, Standing::Inside),
-                false => (rank, Standing::Before(call.map(|text| LastCall { number: last, text }))),
+                true => (rank, PeerProgress::NotInMessage(call)),
+                false if last >= op.number => (rank, PeerProgress::Entered),
+                false => (rank, PeerProgress::NotEntered(call.map(|text| LastCall { number: last, text }))),
             });
         }
         match self.predecessor_of(op) {
-            _ if !ranks.is_empty() => Lacks::Ranks(ranks),
-            Some(first) => Lacks::Earlier(Arc::clone(first)),
-            None => Lacks::Unknown("every rank entered it".to_string()),
+            _ if !ranks.is_empty() => Blockers::Ranks(ranks),
+            Some(first) => Blockers::Earlier(Arc::clone(first)),
+            None => Blockers::Unknown("every rank entered it".to_string()),
         }
     }
 

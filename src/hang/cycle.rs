@@ -1,4 +1,4 @@
-//! Which rank waits for which, over all groups of a job, and the circle in which ranks wait for each other.
+//! Which rank waits for which, over all groups of a job, and the cycle in which ranks wait for each other.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -13,20 +13,8 @@ pub struct Edge {
     pub what: String,
 }
 
-/// What a thread of this rank waits for.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Waits {
-    pub group: String,
-    /// The operation and its number.
-    pub what: String,
-    /// Since its issue.
-    pub milliseconds: u64,
-    /// One for each rank that has yet to make its call.
-    pub edges: Vec<Edge>,
-}
-
-/// The shortest circle that `rank` is part of or waits for, in its order; it begins with `rank` where that is a part.
-pub fn circle(edges: &[Edge], rank: u32) -> Option<Vec<Edge>> {
+/// The shortest cycle that `rank` is part of or waits for, in its order; it begins with `rank` where that is a part.
+pub fn cycle(edges: &[Edge], rank: u32) -> Option<Vec<Edge>> {
     let reached = reach(edges, rank);
     let mut starts: Vec<u32> = reached.keys().copied().filter(|start| *start != rank).collect();
     starts.insert(0, rank);
@@ -34,7 +22,7 @@ pub fn circle(edges: &[Edge], rank: u32) -> Option<Vec<Edge>> {
 }
 
 /// The edge by which each rank is first reached from `start`, nearest ranks first. The map holds `start` itself only
-/// where a circle leads back to it.
+/// where a cycle leads back to it.
 fn reach(edges: &[Edge], start: u32) -> BTreeMap<u32, &Edge> {
     let mut reached = BTreeMap::new();
     let mut next = VecDeque::from([start]);
@@ -70,11 +58,11 @@ mod tests {
     }
 
     fn ranks(pairs: &[(u32, u32)], rank: u32) -> Option<Vec<u32>> {
-        circle(&edges(pairs), rank).map(|path| path.iter().map(|edge| edge.from).collect())
+        cycle(&edges(pairs), rank).map(|path| path.iter().map(|edge| edge.from).collect())
     }
 
     #[test]
-    fn the_shortest_circle_is_found_and_begins_with_the_asking_rank() {
+    fn the_shortest_cycle_is_found_and_begins_with_the_asking_rank() {
         assert_eq!(ranks(&[(0, 1), (1, 0)], 0), Some(vec![0, 1]));
         assert_eq!(ranks(&[(0, 1), (1, 0)], 1), Some(vec![1, 0]));
         assert_eq!(ranks(&[(0, 1), (1, 2), (2, 0), (1, 3)], 0), Some(vec![0, 1, 2]));
@@ -82,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn a_circle_among_others_is_found_and_a_chain_is_none() {
+    fn a_cycle_among_others_is_found_and_a_chain_is_none() {
         assert_eq!(ranks(&[(0, 1), (1, 2), (2, 1)], 0), Some(vec![1, 2]));
         assert_eq!(ranks(&[(0, 1), (1, 2), (0, 2)], 0), None);
         assert_eq!(ranks(&[(1, 2), (2, 1)], 0), None, "this rank does not wait for them");

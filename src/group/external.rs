@@ -1,5 +1,5 @@
 //! External operations, which no engine runs: a delegate's operations, operations on devices, and operations that the shim
-//! composes from several. The group counts them and knows which are pending, so that `hang` can say what a slow one waits for.
+//! composes from several. The group counts them and knows which are pending, so that its watch can say what a slow one waits for.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -8,11 +8,13 @@ use std::time::Duration;
 
 use once_cell::sync::OnceCell;
 
+use super::Group;
 use super::extensions::Owner;
-use super::{Group, Inner};
 use crate::error::Error;
+use crate::hang::Subject;
+use crate::hang::waiting::{Waiting, Which};
+use crate::op;
 use crate::os::{clock, watch};
-use crate::progress::domain::LongWait;
 use crate::select::Choice;
 use crate::stats::history::{Record, State};
 use crate::types::{CallNote, Kind};
@@ -29,7 +31,7 @@ pub enum Carrier {
 
 /// A pending operation of a delegate or on a device.
 #[derive(Clone, Debug)]
-pub(super) struct Outside {
+pub(super) struct External {
     /// Its record's id.
     pub id: u64,
     pub kind: Kind,
@@ -40,15 +42,35 @@ pub(super) struct Outside {
     pub bytes: u64,
     pub site: u32,
     pub on_device: bool,
+    /// On `clock::stamp`.
+    pub issued: u64,
     /// When its timeout began, on `clock::stamp`: at its issue. A delegate's message has `None` until a thread waits for it.
     pub begun: Option<u64>,
     /// Zero means none.
     pub timeout: Duration,
 }
 
-impl Outside {
+impl External {
     /// Without a record: for texts about an operation that has ended meanwhile.
     pub const NO_RECORD: u64 = u64::MAX;
+
+    /// The operation as its rank called it, and its number.
+    fn what(&self) -> String {
+        let External { kind, number, root, tag, bytes, on_device, .. } = self;
+        let text = op::words::in_words(*kind, *root, *tag, || match *kind {
+            Kind::Barrier => format!("{kind} number {number}"),
+            _ => format!("{kind}({bytes} bytes) number {number}"),
+        });
+        if *on_device { format!("{text} on a device") } else { text }
+    }
+
+    /// As the diagnosis of a hang knows it.
+    pub fn waiting(&self) -> Waiting {
+        let External { id, kind, number, root, site, on_device, issued, begun, timeout, .. } = *self;
+        let which = Which::External { id, issued };
+        let age = clock::stamp().saturating_sub(begun.unwrap_or(u64::MAX));
+        Waiting { which, kind, root, number, what: self.what(), site, timeout, age, on_device }
+    }
 
     fn deadline(&self) -> u64 {
         let timeout = if self.timeout.is_zero() { u64::MAX } else { self.timeout.as_nanos() as u64 };
@@ -58,33 +80,33 @@ impl Outside {
 
 /// The pending external operations of a group, in the order of their issue. Used under the group's lock.
 #[derive(Default)]
-pub(super) struct Outsiders {
-    pending: VecDeque<Outside>,
+pub(super) struct Externals {
+    pending: VecDeque<External>,
 }
 
-impl Outsiders {
-    pub fn get(&self, id: u64) -> Option<&Outside> {
-        self.pending.iter().find(|outside| outside.id == id)
+impl Externals {
+    pub fn get(&self, id: u64) -> Option<&External> {
+        self.pending.iter().find(|external| external.id == id)
     }
 
-    fn remove(&mut self, id: u64) -> Option<Outside> {
+    fn remove(&mut self, id: u64) -> Option<External> {
         // Operations end roughly in the order of their issue, so few are looked at and few are moved.
-        let at = self.pending.iter().position(|outside| outside.id == id)?;
+        let at = self.pending.iter().position(|external| external.id == id)?;
         self.pending.remove(at)
     }
 
     /// The operation with the earliest deadline.
-    pub fn most_urgent(&self) -> Option<&Outside> {
-        self.pending.iter().filter(|outside| outside.begun.is_some()).min_by_key(|outside| outside.deadline())
+    pub fn next_deadline(&self) -> Option<&External> {
+        self.pending.iter().filter(|external| external.begun.is_some()).min_by_key(|external| external.deadline())
     }
 
     /// The operation on a device with this number, or the message with this peer.
-    pub fn on_device(&self, number: u64, peer: Option<u32>) -> Option<&Outside> {
-        let is_meant = |outside: &&Outside| {
-            outside.on_device
+    pub fn on_device(&self, number: u64, peer: Option<u32>) -> Option<&External> {
+        let is_meant = |external: &&External| {
+            external.on_device
                 && match peer {
-                    Some(peer) => outside.kind.is_p2p() && outside.root == peer,
-                    None => !outside.kind.is_p2p() && outside.number == number,
+                    Some(peer) => external.kind.is_p2p() && external.root == peer,
+                    None => !external.kind.is_p2p() && external.number == number,
                 }
         };
         self.pending.iter().find(is_meant)
@@ -101,23 +123,29 @@ pub struct ExternalOp {
     /// Set under the group's lock by the thread that ends it; its results are under that lock, or in `failure`. Read
     /// without the lock as a hint (relaxed).
     ended: AtomicBool,
-    /// The error to report, if the group knows more than the carrier.
-    failure: OnceCell<Error>,
+    /// The error to report, if the group knows more than the carrier. Made by the first thread that learns of the failure; others
+    /// wait for it.
+    failure: OnceCell<Option<Error>>,
 }
 
 impl ExternalOp {
     /// Marks it as ended; a second call does nothing. `timed` is false if only its issue was seen.
     pub fn end(&self, well: bool, timed: bool) {
         if !self.ended.load(Ordering::Relaxed) {
-            self.end_with(well, timed, |_, _| None);
+            self.end_with(well, timed);
         }
     }
 
     /// Marks it as failed, with the carrier's error text. If the group knows what it waited for, returns the error to report
     /// instead, which is the same in every call.
     pub fn fail(&self, words: &str) -> Option<Error> {
-        self.end_with(false, true, |inner, outside| self.group.failure_outside(inner, outside, words));
-        self.failure.get().cloned()
+        // In a forked child the lock may be held for ever by a thread of the parent.
+        if self.group.not_forked().is_err() {
+            return None;
+        }
+        let failure = self.failure.get_or_init(|| self.group.failed_external(&self.record, words));
+        self.end_with(false, true);
+        failure.clone()
     }
 
     /// The carrier refused the call and sent nothing: it leaves no trace, like a call that the core refuses. If another thread
@@ -131,21 +159,18 @@ impl ExternalOp {
             return;
         }
         let Record { id, kind, root, number, .. } = self.record;
-        inner.outside.remove(id);
-        inner.watched_outside.forget_outside(id);
+        inner.external.remove(id);
         inner.stats.take_back(id);
         if let Some(counter) = inner.counter(kind, root).filter(|counter| self.numbered && **counter == number) {
             *counter -= 1;
         }
     }
 
-    fn end_with(&self, well: bool, timed: bool, failure: impl FnOnce(&Inner, &Outside) -> Option<Error>) {
-        // In a forked child the lock may be held for ever by a thread of the parent.
+    fn end_with(&self, well: bool, timed: bool) {
         if self.group.not_forked().is_err() {
             return;
         }
         let mut inner = self.group.lock();
-        // Under the lock, so that a second thread finds the failure.
         if self.ended.swap(true, Ordering::Relaxed) {
             return;
         }
@@ -155,10 +180,7 @@ impl ExternalOp {
         let state = if well { State::Done } else { State::Failed };
         let record = Record { state, timed, ended: clock::stamp(), ..self.record };
         inner.stats.external_ended(record);
-        let outside = inner.outside.remove(record.id);
-        if let Some(error) = outside.and_then(|outside| failure(&inner, &outside)) {
-            let _ = self.failure.set(error);
-        }
+        inner.external.remove(record.id);
     }
 
     /// A thread of the program begins (`more`) or stops waiting for it.
@@ -167,14 +189,12 @@ impl ExternalOp {
             return;
         }
         let id = self.record.id;
-        let group = Arc::as_ptr(&self.group).cast::<()>() as usize;
-        let wait = LongWait { thread: watch::this_thread(), group, outside: Some(id) };
-        self.group.domain.count_long_wait(wait, more);
+        self.group.watch.count_long_wait(watch::this_thread(), Some(id), more);
         if self.record.kind.is_p2p() {
             let begun = more.then(clock::stamp);
             let mut inner = self.group.lock();
-            if let Some(outside) = inner.outside.pending.iter_mut().find(|outside| outside.id == id) {
-                outside.begun = begun;
+            if let Some(external) = inner.external.pending.iter_mut().find(|external| external.id == id) {
+                external.begun = begun;
             }
         }
     }
@@ -187,6 +207,14 @@ impl Drop for ExternalOp {
 }
 
 impl Group {
+    /// The error of a delegate's operation that failed with `words`; None if the ranks know nothing more about it.
+    fn failed_external(&self, record: &Record, words: &str) -> Option<Error> {
+        self.standing().ok()?; // an abort ends operations, too
+        let which = Which::External { id: record.id, issued: record.issued };
+        let waiting = Subject::waiting(self, &which)?;
+        self.watch.failed_delegate(self, &waiting, words)
+    }
+
     /// Records an operation that `carrier` runs. `root` is that of a request, `bytes` are those read and written; without a
     /// `timeout` the group's is used.
     pub fn external_op(
@@ -224,11 +252,11 @@ impl Group {
             let on_device = carrier == Carrier::Device;
             let waits_later = kind.is_p2p() && !on_device;
             let begun = (!waits_later).then_some(record.issued);
-            let (id, bytes, site) = (record.id, record.bytes(), note.site);
-            let outside = Outside { id, kind, number, root, tag, bytes, site, on_device, begun, timeout };
-            inner.outside.pending.push_back(outside);
+            let (id, bytes, site, issued) = (record.id, record.bytes(), note.site, record.issued);
+            let external = External { id, kind, number, root, tag, bytes, site, on_device, issued, begun, timeout };
+            inner.external.pending.push_back(external);
             if extends {
-                inner.own_extension(Owner::Outside(id));
+                inner.own_extension(Owner::External(id));
             }
         }
         let group = self.this.upgrade().expect("a group that is used is alive");

@@ -1,12 +1,12 @@
 //! The answers of a rank on one channel: at once without the place that its program is at, and again when that is known.
 
-use super::account::{Account, Place};
-use crate::progress::places::Asked;
+use super::places::Asked;
+use super::status::{Place, Status};
 
 /// The rank that answers.
 pub trait Speaker {
     /// What this rank says about itself without the place, and the thread of the program whose place belongs to it.
-    fn account(&self, question: u32) -> (Account, u64);
+    fn status(&self, question: u32) -> (Status, u64);
     /// Asks for the place that a thread is at.
     fn ask(&self, thread: u64) -> Asked;
 }
@@ -22,19 +22,19 @@ pub struct Reply {
 impl Reply {
     /// The answer to a question that has come. Where the place was asked for before and is not known, because native code
     /// keeps the interpreter's lock, it carries the number of the question from that time: this tells the reader since when.
-    pub fn at_once(&mut self, speaker: &dyn Speaker, question: u32) -> Account {
+    pub fn at_once(&mut self, speaker: &dyn Speaker, question: u32) -> Status {
         self.last = question;
-        let (account, thread) = speaker.account(question);
+        let (status, thread) = speaker.status(question);
         let (question, _) = self.owed.get_or_insert_with(|| (question, speaker.ask(thread)));
-        Account { question: *question, place: Place::Locked, ..account }
+        Status { question: *question, place: Place::Locked, ..status }
     }
 
     /// The answer to the last question with the place, if that is owed and known now.
-    pub fn with_place(&mut self, speaker: &dyn Speaker) -> Option<Account> {
+    pub fn with_place(&mut self, speaker: &dyn Speaker) -> Option<Status> {
         let place = self.owed.as_ref()?.1.place()?;
         self.owed = None;
-        let (account, _) = speaker.account(self.last);
-        Some(Account { place: place.map_or(Place::Unknown, Place::At), ..account })
+        let (status, _) = speaker.status(self.last);
+        Some(Status { place: place.map_or(Place::Unknown, Place::At), ..status })
     }
 }
 
@@ -49,8 +49,8 @@ mod tests {
     struct Rank(RefCell<Vec<(u64, Asked)>>);
 
     impl Speaker for Rank {
-        fn account(&self, question: u32) -> (Account, u64) {
-            (Account { question, ..Account::default() }, 7)
+        fn status(&self, question: u32) -> (Status, u64) {
+            (Status { question, ..Status::default() }, 7)
         }
         fn ask(&self, thread: u64) -> Asked {
             let asked = Asked::default();
@@ -64,16 +64,16 @@ mod tests {
         let (rank, mut reply) = (Rank::default(), Reply::default());
         assert_eq!(reply.with_place(&rank), None, "nothing was asked");
         for question in [4, 5, 6] {
-            let account = reply.at_once(&rank, question);
-            assert_eq!((account.question, account.place), (4, Place::Locked), "kept since the first of them");
+            let status = reply.at_once(&rank, question);
+            assert_eq!((status.question, status.place), (4, Place::Locked), "kept since the first of them");
             assert_eq!(reply.with_place(&rank), None);
         }
         let asked = rank.0.borrow().clone();
         assert_eq!(asked.len(), 1, "one reading serves all of them");
         assert_eq!(asked[0].0, 7);
         asked[0].1.is_at(Some("train.py:3".into()));
-        let account = reply.with_place(&rank).unwrap();
-        assert_eq!((account.question, account.place), (6, Place::At("train.py:3".into())));
+        let status = reply.with_place(&rank).unwrap();
+        assert_eq!((status.question, status.place), (6, Place::At("train.py:3".into())));
         assert_eq!(reply.with_place(&rank), None, "once");
         assert_eq!(reply.at_once(&rank, 7).question, 7);
         rank.0.borrow()[1].1.is_at(None);

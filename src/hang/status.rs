@@ -1,9 +1,9 @@
-//! A rank's answer to `engine::Inquiry`, as text: each line is one fact, with tabs between its fields. A reader skips lines
+//! What a rank says about itself when another one asks, and that as text: each line is one fact, with tabs between its fields. A reader skips lines
 //! that it does not understand, because the text may be cut, or come from shared memory that another process wrote.
 
-use super::launches::Launch;
+use super::cycle::Edge;
+use super::difference::Launch;
 use crate::engine::Signed;
-use crate::progress::waits::{Edge, Waits};
 
 /// Longest place or name in an answer. A path is cut at its front, because its end says more.
 const LONGEST: usize = 240;
@@ -18,8 +18,20 @@ pub enum Place {
     At(String),
 }
 
+/// What a thread of this rank waits for.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Account {
+pub struct Waits {
+    pub group: String,
+    /// The operation and its number.
+    pub what: String,
+    /// Since its issue.
+    pub milliseconds: u64,
+    /// One for each rank that has yet to make its call.
+    pub edges: Vec<Edge>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Status {
     /// Number of the question that this answers.
     pub question: u32,
     /// Number of the last collective that the rank issued in the group of the question.
@@ -44,7 +56,7 @@ pub struct Account {
     pub edges: Vec<(Edge, u64)>,
 }
 
-impl Account {
+impl Status {
     pub fn encode(&self) -> String {
         let mut lines = vec![format!("question\t{}", self.question), format!("issued\t{}", self.issued)];
         lines.extend(self.last.as_ref().map(|last| format!("last\t{}", field(last))));
@@ -70,45 +82,45 @@ impl Account {
     }
 
     /// None if the text is not an answer. A last line without its end was cut.
-    pub fn decode(text: &str) -> Option<Account> {
-        let mut account = Account::default();
+    pub fn decode(text: &str) -> Option<Status> {
+        let mut status = Status::default();
         let mut answers = false;
         for line in text.split_inclusive('\n').filter_map(|line| line.strip_suffix('\n')) {
             let fields: Vec<&str> = line.split('\t').collect();
             match fields[..] {
                 ["question", number] => {
-                    account.question = number.parse().ok()?;
+                    status.question = number.parse().ok()?;
                     answers = true;
                 }
-                ["issued", number] => account.issued = number.parse().ok()?,
-                ["last", call] => account.last = Some(call.to_string()),
-                ["launched", number] => account.launched = number.parse().ok()?,
-                ["launched_last", call] => account.launched_last = Some(call.to_string()),
+                ["issued", number] => status.issued = number.parse().ok()?,
+                ["last", call] => status.last = Some(call.to_string()),
+                ["launched", number] => status.launched = number.parse().ok()?,
+                ["launched_last", call] => status.launched_last = Some(call.to_string()),
                 ["signed", number, signature, lists] => {
                     if let (Ok(number), Ok(signature), Ok(lists)) = (number.parse(), signature.parse(), lists.parse()) {
-                        account.signed.push((number, Signed { signature, lists }));
+                        status.signed.push((number, Signed { signature, lists }));
                     }
                 }
-                ["who", process] => account.who = process.to_string(),
-                ["stopped", rank] => account.stopped.extend(rank.parse::<usize>().ok()),
-                ["idle", time] => account.idle = time.parse().ok(),
-                ["locked"] => account.place = Place::Locked,
-                ["at", place] => account.place = Place::At(place.to_string()),
+                ["who", process] => status.who = process.to_string(),
+                ["stopped", rank] => status.stopped.extend(rank.parse::<usize>().ok()),
+                ["idle", time] => status.idle = time.parse().ok(),
+                ["locked"] => status.place = Place::Locked,
+                ["at", place] => status.place = Place::At(place.to_string()),
                 ["waits", group, what, time] => {
                     let (group, what) = (group.to_string(), what.to_string());
                     let milliseconds = time.parse().unwrap_or(0);
-                    account.waits = Some(Waits { group, what, milliseconds, edges: Vec::new() });
+                    status.waits = Some(Waits { group, what, milliseconds, edges: Vec::new() });
                 }
                 ["edge", from, to, age, group, what] => {
                     if let (Ok(from), Ok(to), Ok(age)) = (from.parse(), to.parse(), age.parse()) {
                         let (group, what) = (group.to_string(), what.to_string());
-                        account.edges.push((Edge { from, to, group, what }, age));
+                        status.edges.push((Edge { from, to, group, what }, age));
                     }
                 }
                 _ => (),
             }
         }
-        answers.then_some(account)
+        answers.then_some(status)
     }
 
     /// Whether this answers `question` or a later one. A rank that waits for the interpreter's lock cannot answer later ones.
@@ -136,9 +148,9 @@ fn field(text: &str) -> String {
 mod tests {
     use super::*;
 
-    fn example() -> Account {
+    fn example() -> Status {
         let edge = |from, to| (Edge { from, to, group: "tp 1".into(), what: "barrier() number 2".into() }, 70);
-        Account {
+        Status {
             question: 7,
             issued: 12,
             last: Some("barrier number 12".into()),
@@ -157,43 +169,43 @@ mod tests {
     #[test]
     fn it_is_read_as_it_was_written() {
         for place in [Place::Unknown, Place::Locked, example().place] {
-            let account = Account { place, ..example() };
-            assert_eq!(Account::decode(&account.encode()), Some(account));
+            let status = Status { place, ..example() };
+            assert_eq!(Status::decode(&status.encode()), Some(status));
         }
-        assert_eq!(Account::decode(&Account::default().encode()), Some(Account::default()));
+        assert_eq!(Status::decode(&Status::default().encode()), Some(Status::default()));
         // The history may hold neither call any more.
-        let forgotten = Account { last: None, launched_last: None, ..example() };
-        assert_eq!(Account::decode(&forgotten.encode()), Some(forgotten));
+        let forgotten = Status { last: None, launched_last: None, ..example() };
+        assert_eq!(Status::decode(&forgotten.encode()), Some(forgotten));
     }
 
     #[test]
     fn a_text_that_was_cut_or_is_none_gives_what_is_whole() {
         let text = example().encode();
         for end in 0..text.len() {
-            let Some(read) = Account::decode(&text[..end]) else { continue };
+            let Some(read) = Status::decode(&text[..end]) else { continue };
             assert!(read.question == 7 && read.edges.iter().all(|edge| example().edges.contains(edge)), "{end}");
         }
-        assert_eq!(Account::decode(&text[..text.len() - 1]).unwrap().edges.len(), 1, "the last line was cut");
+        assert_eq!(Status::decode(&text[..text.len() - 1]).unwrap().edges.len(), 1, "the last line was cut");
         for text in ["", "\n", "nonsense", "question\tx\n", "issued\t3\n", "\u{0}\u{0}\t\t\n"] {
-            assert_eq!(Account::decode(text), None, "{text:?}");
+            assert_eq!(Status::decode(text), None, "{text:?}");
         }
     }
 
     #[test]
     fn fields_hold_no_separators_and_keep_their_end() {
         let long = "ä".repeat(LONGEST) + "/end.py:3";
-        let account = Account { place: Place::At(long), ..example() };
-        let Some(Place::At(read)) = Account::decode(&account.encode()).map(|account| account.place) else { panic!() };
+        let status = Status { place: Place::At(long), ..example() };
+        let Some(Place::At(read)) = Status::decode(&status.encode()).map(|status| status.place) else { panic!() };
         assert!(read.starts_with("...") && read.ends_with("/end.py:3") && read.len() <= LONGEST + 3);
-        let account = Account { place: Place::At("a\tb\nc".into()), ..example() };
-        assert_eq!(Account::decode(&account.encode()).unwrap().place, Place::At("a b c".into()));
+        let status = Status { place: Place::At("a\tb\nc".into()), ..example() };
+        assert_eq!(Status::decode(&status.encode()).unwrap().place, Place::At("a b c".into()));
     }
 
     #[test]
     fn an_answer_to_a_later_question_counts_and_an_earlier_one_does_not() {
-        let account = |question, place| Account { question, place, ..Account::default() };
-        assert!(account(7, Place::Unknown).answers(7) && account(8, Place::Unknown).answers(7));
-        assert!(!account(6, Place::Unknown).answers(7) && account(6, Place::Locked).answers(7));
-        assert!(account(1, Place::Unknown).answers(u32::MAX), "the count goes round");
+        let status = |question, place| Status { question, place, ..Status::default() };
+        assert!(status(7, Place::Unknown).answers(7) && status(8, Place::Unknown).answers(7));
+        assert!(!status(6, Place::Unknown).answers(7) && status(6, Place::Locked).answers(7));
+        assert!(status(1, Place::Unknown).answers(u32::MAX), "the count goes round");
     }
 }

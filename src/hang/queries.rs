@@ -13,34 +13,34 @@ use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use super::account::{Account, Place, is_since};
-use super::board::{Board, Found, Outcome, SharedStore};
-use super::hang::{SHORTEST, SILENCE};
-use super::pending::nanoseconds;
 use super::reply::{Reply, Speaker};
+use super::status::{Place, Status, is_since};
+use super::store_keys::{Outcome, QueryResult, SharedStore, StoreKeys};
+use super::waiting::nanoseconds;
+use super::{SHORTEST, SILENCE};
 use crate::engine::Told;
 use crate::error::{Error, Result};
 
 /// The rank that takes part.
-pub trait Member {
+pub trait Participant {
     fn speaker(&self) -> &dyn Speaker;
     fn rank(&self) -> usize;
     fn ranks(&self) -> usize;
     /// The ranks whose answers this one describes in its texts.
-    fn concerned(&self, found: &Found) -> Vec<usize>;
+    fn concerned(&self, result: &QueryResult) -> Vec<usize>;
     /// Takes the result of a question.
-    fn learn(&self, result: &Outcome);
+    fn receive(&self, outcome: &Outcome);
 }
 
 /// A question that this rank wants answered.
-struct Round {
+struct Query {
     question: u32,
     /// How many ranks had claimed the question with this one.
     place: u32,
     collects: bool,
     begun: u64,
     done: bool,
-    answers: BTreeMap<usize, Account>,
+    answers: BTreeMap<usize, Status>,
 }
 
 /// All times are on `clock::stamp`.
@@ -50,7 +50,7 @@ struct State {
     answered: Option<u32>,
     answered_at: u64,
     reply: Reply,
-    round: Option<Round>,
+    query: Option<Query>,
     /// The others can read which process this rank is.
     introduced: bool,
     /// When to look next.
@@ -63,18 +63,18 @@ struct State {
     asked_anew: bool,
 }
 
-pub struct Questions {
-    board: Board,
+pub struct Queries {
+    keys: StoreKeys,
     connection: usize,
     /// Used by the thread that looks at the store alone; the lock is for the compiler.
     state: Mutex<State>,
 }
 
-impl Questions {
+impl Queries {
     /// `id`: unique to this attempt to make the group.
-    pub fn new(store: SharedStore, id: &str) -> Questions {
+    pub fn new(store: SharedStore, id: &str) -> Queries {
         let connection = store.connection();
-        Questions { board: Board::new(store, id), connection, state: Mutex::default() }
+        Queries { keys: StoreKeys::new(store, id), connection, state: Mutex::default() }
     }
 
     /// Of the store.
@@ -83,11 +83,11 @@ impl Questions {
     }
 
     /// Tells the other ranks, once, why the group of this rank failed.
-    pub fn tell_fault(&self, rank: usize, fault: &Error) {
+    pub fn publish_fault(&self, rank: usize, fault: &Error) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if !state.ended && !state.fault_told {
             state.fault_told = true;
-            let told = self.board.tell_fault(rank, fault);
+            let told = self.keys.publish_fault(rank, fault);
             state.ended |=
                 told.inspect_err(|error| log::debug!("the fault was not told over the store: {error}")).is_err();
         }
@@ -101,21 +101,21 @@ impl Questions {
         if state.ended || !looks {
             return None;
         }
-        let fault = self.board.fault();
+        let fault = self.keys.fault();
         state.ended = fault.is_err();
         fault.ok().flatten()
     }
 
     /// Where the time has come or this rank `waits`: answers, asks, and collects answers. Returns when to look next. An
     /// error of the store ends it, without a request from then on: the ranks do without.
-    pub fn look(&self, me: &dyn Member, waits: bool, now: u64, pause: Duration) -> Option<Duration> {
+    pub fn look(&self, me: &dyn Participant, waits: bool, now: u64, pause: Duration) -> Option<Duration> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.ended {
             return None;
         }
         let due = now >= state.next || waits;
-        let looked = state.give_place(&self.board, me).and_then(|()| match due {
-            true => state.look(&self.board, me, waits, now, pause),
+        let looked = state.give_place(&self.keys, me).and_then(|()| match due {
+            true => state.look(&self.keys, me, waits, now, pause),
             false => Ok(Duration::from_nanos(state.next - now)),
         });
         match looked {
@@ -133,78 +133,85 @@ impl Questions {
 }
 
 impl State {
-    fn look(&mut self, board: &Board, me: &dyn Member, waits: bool, now: u64, pause: Duration) -> Result<Duration> {
+    fn look(
+        &mut self,
+        keys: &StoreKeys,
+        me: &dyn Participant,
+        waits: bool,
+        now: u64,
+        pause: Duration,
+    ) -> Result<Duration> {
         if !self.introduced {
-            board.introduce(me.rank())?;
+            keys.introduce(me.rank())?;
             self.introduced = true;
         }
-        let question = board.question()?;
+        let question = keys.question()?;
         if let Some(question) = question.filter(|question| Some(*question) != self.answered) {
             self.asked_anew = true;
-            self.answer(board, me, question, now)?;
+            self.answer(keys, me, question, now)?;
         }
         // Others wait for the result of a question that this rank collects, also where its own operation has ended.
-        let collects = self.round.as_ref().is_some_and(|round| round.collects && !round.done);
+        let collects = self.query.as_ref().is_some_and(|query| query.collects && !query.done);
         if !waits && !collects {
-            self.round = None;
+            self.query = None;
             return Ok(pause);
         }
         let old = |begun: u64| now.saturating_sub(begun) >= nanoseconds(pause * 2);
-        if self.round.as_ref().is_none_or(|round| round.done && old(round.begun)) {
-            let known = |question: u32| self.round.as_ref().is_some_and(|round| round.question == question);
+        if self.query.as_ref().is_none_or(|query| query.done && old(query.begun)) {
+            let known = |question: u32| self.query.as_ref().is_some_and(|query| query.question == question);
             let serves = |question: &u32| !known(*question) && !old(self.answered_at);
             let next = question.map_or(1, |question| question.wrapping_add(1));
-            self.begin(board, me, question.filter(serves).unwrap_or(next), now)?;
+            self.begin(keys, me, question.filter(serves).unwrap_or(next), now)?;
         }
-        let round = self.round.as_mut().expect("begun above");
-        if !round.done {
-            round.go_on(board, me, self.answered, now, nanoseconds(pause + SILENCE))?;
+        let query = self.query.as_mut().expect("begun above");
+        if !query.done {
+            query.go_on(keys, me, self.answered, now, nanoseconds(pause + SILENCE))?;
         }
-        Ok(if round.done { pause } else { SHORTEST / 2 })
+        Ok(if query.done { pause } else { SHORTEST / 2 })
     }
 
-    fn answer(&mut self, board: &Board, me: &dyn Member, question: u32, now: u64) -> Result<()> {
+    fn answer(&mut self, keys: &StoreKeys, me: &dyn Participant, question: u32, now: u64) -> Result<()> {
         (self.answered, self.answered_at) = (Some(question), now);
-        board.answer(me.rank(), &self.reply.at_once(me.speaker(), question))?;
-        self.give_place(board, me)
+        keys.answer(me.rank(), &self.reply.at_once(me.speaker(), question))?;
+        self.give_place(keys, me)
     }
 
     /// Answers again where the place that the program is at is known now.
-    fn give_place(&mut self, board: &Board, me: &dyn Member) -> Result<()> {
-        let account = self.reply.with_place(me.speaker());
-        account.map_or(Ok(()), |account| board.answer(me.rank(), &account))
+    fn give_place(&mut self, keys: &StoreKeys, me: &dyn Participant) -> Result<()> {
+        let status = self.reply.with_place(me.speaker());
+        status.map_or(Ok(()), |status| keys.answer(me.rank(), &status))
     }
 
     /// Takes part in a question: the last one that was asked, or the next one.
-    fn begin(&mut self, board: &Board, me: &dyn Member, question: u32, now: u64) -> Result<()> {
-        let place = board.claim(question)?;
+    fn begin(&mut self, keys: &StoreKeys, me: &dyn Participant, question: u32, now: u64) -> Result<()> {
+        let place = keys.claim(question)?;
         let collects = place <= 1;
         if collects && self.answered.is_none_or(|last| !is_since(last, question)) {
-            board.ask()?;
-            self.answer(board, me, question, now)?;
+            keys.ask()?;
+            self.answer(keys, me, question, now)?;
         }
-        self.round = Some(Round { question, place, collects, begun: now, done: false, answers: BTreeMap::new() });
+        self.query = Some(Query { question, place, collects, begun: now, done: false, answers: BTreeMap::new() });
         Ok(())
     }
 }
 
-impl Round {
+impl Query {
     /// Reads the answers, or the result, that have come. `last`: the last question that was asked. `limit`: for how long a
     /// rank may be silent.
-    fn go_on(&mut self, board: &Board, me: &dyn Member, last: Option<u32>, now: u64, limit: u64) -> Result<()> {
+    fn go_on(&mut self, keys: &StoreKeys, me: &dyn Participant, last: Option<u32>, now: u64, limit: u64) -> Result<()> {
         let waited = now.saturating_sub(self.begun);
         let found = if self.collects {
-            self.collect(board, me.ranks(), waited >= limit)?
-        } else if let Some(found) = board.told(self.question, me.ranks())? {
+            self.collect(keys, me.ranks(), waited >= limit)?
+        } else if let Some(found) = keys.result(self.question, me.ranks())? {
             let read = me.concerned(&found).into_iter().chain([me.rank()]);
-            self.answers = board.answers(self.question, read)?;
+            self.answers = keys.answers(self.question, read)?;
             Some(found)
         } else {
             // The second rank to claim it waits for the first, and further ones for the second.
             if waited > limit * if self.place == 2 { 2 } else { 4 } {
                 self.collects = true;
                 if last.is_none_or(|last| !is_since(last, self.question)) {
-                    board.ask()?; // the first rank has claimed the question and not asked it
+                    keys.ask()?; // the first rank has claimed the question and not asked it
                     self.begun = now;
                 }
             }
@@ -213,24 +220,24 @@ impl Round {
         let Some(found) = found else { return Ok(()) };
         self.done = true;
         let silent = me.concerned(&found).into_iter().filter(|rank| !self.answers.contains_key(rank));
-        let silent = board.processes(silent)?;
-        me.learn(&Outcome { found, answers: std::mem::take(&mut self.answers), silent });
+        let silent = keys.processes(silent)?;
+        me.receive(&Outcome { result: found, answers: std::mem::take(&mut self.answers), silent });
         Ok(())
     }
 
     /// Reads the answers that have come. Publishes and returns their result once all are there, or it is `late`.
-    fn collect(&mut self, board: &Board, ranks: usize, late: bool) -> Result<Option<Found>> {
-        let whole = |account: &Account| account.place != Place::Locked;
-        let open = |answers: &BTreeMap<usize, Account>| -> Vec<usize> {
+    fn collect(&mut self, keys: &StoreKeys, ranks: usize, late: bool) -> Result<Option<QueryResult>> {
+        let whole = |status: &Status| status.place != Place::Locked;
+        let open = |answers: &BTreeMap<usize, Status>| -> Vec<usize> {
             (0..ranks).filter(|rank| !answers.get(rank).is_some_and(whole)).collect()
         };
-        let answers = board.answers(self.question, open(&self.answers).into_iter())?;
+        let answers = keys.answers(self.question, open(&self.answers).into_iter())?;
         self.answers.extend(answers);
         if !late && !open(&self.answers).is_empty() {
             return Ok(None);
         }
-        let found = Found::of(ranks, &self.answers);
-        board.tell(self.question, &found)?;
+        let found = QueryResult::of(ranks, &self.answers);
+        keys.publish(self.question, &found)?;
         Ok(Some(found))
     }
 }
@@ -243,8 +250,8 @@ mod tests {
     use std::sync::{Arc, Condvar};
 
     use super::*;
+    use crate::hang::places::Asked;
     use crate::host::{Counting, Memory, Store};
-    use crate::progress::places::Asked;
 
     const PAUSE: Duration = Duration::from_millis(500);
     /// Between two looks of a rank that waits.
@@ -302,13 +309,13 @@ mod tests {
         /// Native code keeps its interpreter's lock.
         locked: bool,
         requests: Arc<AtomicUsize>,
-        questions: Questions,
-        learned: RefCell<Vec<Found>>,
+        queries: Queries,
+        learned: RefCell<Vec<QueryResult>>,
     }
 
     impl Speaker for Rank {
-        fn account(&self, question: u32) -> (Account, u64) {
-            (Account { question, issued: self.issued, ..Account::default() }, 0)
+        fn status(&self, question: u32) -> (Status, u64) {
+            (Status { question, issued: self.issued, ..Status::default() }, 0)
         }
         fn ask(&self, _: u64) -> Asked {
             let asked = Asked::default();
@@ -319,7 +326,7 @@ mod tests {
         }
     }
 
-    impl Member for Rank {
+    impl Participant for Rank {
         fn rank(&self) -> usize {
             self.rank
         }
@@ -329,25 +336,24 @@ mod tests {
         fn speaker(&self) -> &dyn Speaker {
             self
         }
-        fn concerned(&self, found: &Found) -> Vec<usize> {
-            let late = found.behind.iter().filter(|(_, (issued, _))| *issued < self.issued).map(|(rank, _)| *rank);
-            found.silent.iter().copied().chain(late).take(6).collect()
+        fn concerned(&self, result: &QueryResult) -> Vec<usize> {
+            let late = result.behind.iter().filter(|(_, (issued, _))| *issued < self.issued).map(|(rank, _)| *rank);
+            result.silent.iter().copied().chain(late).take(6).collect()
         }
-        fn learn(&self, result: &Outcome) {
-            assert!(self.concerned(&result.found).iter().all(|rank| {
-                result.found.silent.contains(rank)
-                    || result.answers.get(rank).is_some_and(|account| account.issued < self.issued)
+        fn receive(&self, Outcome { result, answers, .. }: &Outcome) {
+            assert!(self.concerned(result).iter().all(|rank| {
+                result.silent.contains(rank) || answers.get(rank).is_some_and(|status| status.issued < self.issued)
             }));
-            self.learned.borrow_mut().push(result.found.clone());
+            self.learned.borrow_mut().push(result.clone());
         }
     }
 
     impl Rank {
         fn look(&self, now: u64) -> Option<Duration> {
-            self.questions.look(self, self.waits, now, PAUSE)
+            self.queries.look(self, self.waits, now, PAUSE)
         }
         fn collects(&self) -> bool {
-            self.questions.state.lock().unwrap().round.as_ref().is_some_and(|round| round.collects)
+            self.queries.state.lock().unwrap().query.as_ref().is_some_and(|query| query.collects)
         }
     }
 
@@ -358,9 +364,9 @@ mod tests {
         let rank = |(rank, issued_here): (usize, &u64)| {
             let requests = Arc::new(AtomicUsize::new(0));
             let connection = Connection { store: store.clone(), rule: rule(rank), requests: Arc::clone(&requests) };
-            let questions = Questions::new(Arc::new(connection), "test");
+            let queries = Queries::new(Arc::new(connection), "test");
             let (issued, ranks, waits) = (*issued_here, issued.len(), *issued_here == most);
-            Rank { rank, ranks, issued, waits, locked: false, requests, questions, learned: RefCell::default() }
+            Rank { rank, ranks, issued, waits, locked: false, requests, queries, learned: RefCell::default() }
         };
         issued.iter().enumerate().map(rank).collect()
     }
@@ -432,9 +438,9 @@ mod tests {
                 }
             });
             go_on(&all, 2 * TICK, None);
-            let expected = Found {
+            let expected = QueryResult {
                 behind: (2..8).map(|rank| (rank, (if rank < 7 { 4 } else { 3 }, 0))).collect(),
-                ..Found::default()
+                ..QueryResult::default()
             };
             for rank in &all[..2] {
                 assert_eq!(
@@ -561,12 +567,12 @@ mod tests {
         let store = Memory::default();
         store.add("hang/test/count", i64::from(u32::MAX) - 1).unwrap();
         let all = ranks(&store, &[5, 4, 5], works);
-        for round in 0..4 {
-            let begin = 1 + round * nanoseconds(PAUSE * 3);
+        for query in 0..4 {
+            let begin = 1 + query * nanoseconds(PAUSE * 3);
             (0..4).for_each(|turn| look(&all, begin + turn * TICK));
             for rank in [0, 2] {
                 let learned = all[rank].learned.borrow();
-                assert_eq!(learned.len() as u64, round + 1, "rank {rank}");
+                assert_eq!(learned.len() as u64, query + 1, "rank {rank}");
                 assert!(learned.iter().all(|found| found.silent.is_empty() && found.behind.len() == 1), "{learned:?}");
             }
         }

@@ -1,21 +1,21 @@
 //! Questions and answers between ranks on several hosts, which share no memory: a few keys in the store in which the ranks
-//! met. `questions` says which rank asks, collects and reads; `hang` says when, and what follows.
+//! met. `queries` says which rank asks, collects and reads.
 //!
 //! | key | |
 //! | --- | --- |
 //! | `count` | a counter: the number of the last question. Every rank reads it from time to time |
 //! | `claimed/<question>` | a counter: the rank that raises it first asks the question and collects the answers |
 //! | `who/<rank>` | a rank's process, set when it first reads `count`: it names the rank if that never answers |
-//! | `said/<rank>` | a rank's last answer (`account`) |
-//! | `found/<question>` | the result of all answers (`Found`), from the rank that collected them |
+//! | `said/<rank>` | a rank's last answer (`status`) |
+//! | `found/<question>` | the result of all answers (`QueryResult`), from the rank that collected them |
 //! | `fault` | why the group failed, from the rank that failed first |
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::account::Account;
-use super::launches::Difference;
+use super::difference::Difference;
+use super::status::Status;
 use crate::engine::{Signed, Told};
 use crate::error::{Error, Result, cleaned};
 use crate::host::Counting;
@@ -71,7 +71,7 @@ impl Process {
 
 /// The result of a question, from all its answers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Found {
+pub struct QueryResult {
     /// Ranks that have issued fewer collectives than others: number of the last one, and of the last one on a device.
     pub behind: BTreeMap<usize, (u64, u64)>,
     /// The ranks that have said nothing.
@@ -82,23 +82,23 @@ pub struct Found {
     pub difference: Option<Difference>,
 }
 
-impl Found {
+impl QueryResult {
     /// Computes the result from the answers of `ranks` ranks.
-    pub fn of(ranks: usize, answers: &BTreeMap<usize, Account>) -> Found {
-        let counts = |account: &Account| (account.issued, account.launched);
-        let most = |count: fn(&Account) -> u64| answers.values().map(count).max().unwrap_or(0);
-        let (issued, launched) = (most(|account| account.issued), most(|account| account.launched));
-        let late = answers.iter().filter(|(_, account)| account.issued < issued || account.launched < launched);
-        Found {
-            behind: late.map(|(rank, account)| (*rank, counts(account))).collect(),
+    pub fn of(ranks: usize, answers: &BTreeMap<usize, Status>) -> QueryResult {
+        let counts = |status: &Status| (status.issued, status.launched);
+        let most = |count: fn(&Status) -> u64| answers.values().map(count).max().unwrap_or(0);
+        let (issued, launched) = (most(|status| status.issued), most(|status| status.launched));
+        let late = answers.iter().filter(|(_, status)| status.issued < issued || status.launched < launched);
+        QueryResult {
+            behind: late.map(|(rank, status)| (*rank, counts(status))).collect(),
             silent: (0..ranks).filter(|rank| !answers.contains_key(rank)).collect(),
             stopped: answers
                 .values()
-                .flat_map(|account| &account.stopped)
+                .flat_map(|status| &status.stopped)
                 .copied()
                 .filter(|rank| *rank < ranks)
                 .collect(),
-            difference: Difference::among(answers.iter().map(|(rank, account)| (*rank, &account.signed[..]))),
+            difference: Difference::among(answers.iter().map(|(rank, status)| (*rank, &status.signed[..]))),
         }
     }
 
@@ -115,9 +115,9 @@ impl Found {
     }
 
     /// Entries for ranks outside `0..ranks` are skipped, because anyone who reaches the store can write them.
-    fn decode(text: &str, ranks: usize) -> Found {
+    fn decode(text: &str, ranks: usize) -> QueryResult {
         let in_group = |rank: u64| usize::try_from(rank).ok().filter(|rank| *rank < ranks);
-        let mut found = Found::default();
+        let mut found = QueryResult::default();
         for line in text.lines() {
             let mut fields = line.split('\t');
             let kind = fields.next();
@@ -143,23 +143,23 @@ impl Found {
 
 /// The result of a question, as one rank knows it.
 pub struct Outcome {
-    pub found: Found,
+    pub result: QueryResult,
     /// All answers; on a rank that did not collect them, its own and those of the ranks that `found` names.
-    pub answers: BTreeMap<usize, Account>,
+    pub answers: BTreeMap<usize, Status>,
     /// The processes of the ranks that have not answered, as far as they are known.
     pub silent: BTreeMap<usize, Process>,
 }
 
-pub struct Board {
+pub struct StoreKeys {
     store: SharedStore,
     /// Prefix of all keys.
     prefix: String,
 }
 
-impl Board {
+impl StoreKeys {
     /// `id` is unique to this attempt to make the group.
-    pub fn new(store: SharedStore, id: &str) -> Board {
-        Board { store, prefix: format!("hang/{id}") }
+    pub fn new(store: SharedStore, id: &str) -> StoreKeys {
+        StoreKeys { store, prefix: format!("hang/{id}") }
     }
 
     fn key(&self, key: &str) -> String {
@@ -168,7 +168,7 @@ impl Board {
 
     fn text(&self, key: &str) -> Result<Option<String>> {
         let value = self.store.try_get(&self.key(key))?;
-        // Accounts are lines of fields; their fields have neither character.
+        // Statuses are lines of fields; their fields have neither character.
         Ok(value.map(|bytes| cleaned(&String::from_utf8_lossy(&bytes), &['\t', '\n'])))
     }
 
@@ -205,33 +205,33 @@ impl Board {
         Ok(found)
     }
 
-    pub fn answer(&self, rank: usize, account: &Account) -> Result<()> {
-        self.put(&format!("said/{rank}"), &account.encode())
+    pub fn answer(&self, rank: usize, status: &Status) -> Result<()> {
+        self.put(&format!("said/{rank}"), &status.encode())
     }
 
     /// The answers of these ranks to this question or a later one.
-    pub fn answers(&self, question: u32, ranks: impl Iterator<Item = usize>) -> Result<BTreeMap<usize, Account>> {
+    pub fn answers(&self, question: u32, ranks: impl Iterator<Item = usize>) -> Result<BTreeMap<usize, Status>> {
         let mut found = BTreeMap::new();
         for rank in ranks {
             let text = self.text(&format!("said/{rank}"))?;
-            let account = text.and_then(|text| Account::decode(&text)).filter(|account| account.answers(question));
-            found.extend(account.map(|account| (rank, account)));
+            let status = text.and_then(|text| Status::decode(&text)).filter(|status| status.answers(question));
+            found.extend(status.map(|status| (rank, status)));
         }
         Ok(found)
     }
 
     /// Publishes the result for the other ranks that wait.
-    pub fn tell(&self, question: u32, found: &Found) -> Result<()> {
+    pub fn publish(&self, question: u32, found: &QueryResult) -> Result<()> {
         self.put(&format!("found/{question}"), &found.encode())
     }
 
-    pub fn told(&self, question: u32, ranks: usize) -> Result<Option<Found>> {
-        Ok(self.text(&format!("found/{question}"))?.map(|text| Found::decode(&text, ranks)))
+    pub fn result(&self, question: u32, ranks: usize) -> Result<Option<QueryResult>> {
+        Ok(self.text(&format!("found/{question}"))?.map(|text| QueryResult::decode(&text, ranks)))
     }
 
     /// Publishes why this rank's group failed, unless another rank has already done so, and asks a question, so that the
     /// others read it. If two ranks fail at the same moment, either text may remain.
-    pub fn tell_fault(&self, rank: usize, fault: &Error) -> Result<()> {
+    pub fn publish_fault(&self, rank: usize, fault: &Error) -> Result<()> {
         match self.fault()? {
             Some(_) => Ok(()),
             None => {
@@ -256,7 +256,7 @@ impl Board {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::group::account::Place;
+    use crate::hang::status::Place;
 
     proptest::proptest! {
         /// Anyone who reaches the store can write this key.
@@ -266,18 +266,18 @@ mod tests {
         ) {
             let kinds = ["", "who\t", "question\t1\nat\t", "question\t1\nwaits\t", "behind\t", "7\tplace\t"];
             let store: SharedStore = std::sync::Arc::new(crate::host::Memory::default());
-            let board = Board::new(store.clone(), "x");
+            let keys = StoreKeys::new(store.clone(), "x");
             store.set("hang/x/key", &[kinds[kind].as_bytes(), &bytes].concat()).unwrap();
-            let text = board.text("key").unwrap().unwrap();
+            let text = keys.text("key").unwrap().unwrap();
             let plain = |text: &str| !text.contains(char::is_control);
-            let _ = Found::decode(&text, 4);
+            let _ = QueryResult::decode(&text, 4);
             let process = Process::decode(&text).map(|process| format!("{}{}", process.place, process.who));
             proptest::prop_assert!(plain(&process.unwrap_or_default()));
-            if let Some(account) = Account::decode(&text) {
-                proptest::prop_assert!(plain(&account.who));
-                proptest::prop_assert!(!matches!(&account.place, Place::At(place) if !plain(place)));
-                proptest::prop_assert!(account.waits.iter().all(|waits| plain(&waits.group) && plain(&waits.what)));
-                proptest::prop_assert!(account.edges.iter().all(|(edge, _)| plain(&edge.group) && plain(&edge.what)));
+            if let Some(status) = Status::decode(&text) {
+                proptest::prop_assert!(plain(&status.who));
+                proptest::prop_assert!(!matches!(&status.place, Place::At(place) if !plain(place)));
+                proptest::prop_assert!(status.waits.iter().all(|waits| plain(&waits.group) && plain(&waits.what)));
+                proptest::prop_assert!(status.edges.iter().all(|(edge, _)| plain(&edge.group) && plain(&edge.what)));
             }
         }
     }
@@ -297,22 +297,22 @@ mod tests {
 
     #[test]
     fn a_rank_is_behind_where_another_has_issued_more_and_silent_where_it_says_nothing() {
-        let account = |issued, launched| Account { issued, launched, ..Account::default() };
-        let answers = BTreeMap::from([(0, account(3, 1)), (1, account(2, 1)), (3, account(3, 0))]);
+        let status = |issued, launched| Status { issued, launched, ..Status::default() };
+        let answers = BTreeMap::from([(0, status(3, 1)), (1, status(2, 1)), (3, status(3, 0))]);
         let behind = BTreeMap::from([(1, (2, 1)), (3, (3, 0))]);
-        let found = Found { behind, silent: BTreeSet::from([2]), ..Found::default() };
-        assert_eq!(Found::of(4, &answers), found);
+        let found = QueryResult { behind, silent: BTreeSet::from([2]), ..QueryResult::default() };
+        assert_eq!(QueryResult::of(4, &answers), found);
         let mut all = answers.clone();
-        all.insert(4, Account { stopped: vec![4, 2], ..account(3, 1) });
-        let all = Found::of(5, &all);
-        assert_eq!(all, Found { stopped: BTreeSet::from([2, 4]), ..found });
-        assert_eq!(Found::decode(&all.encode(), 5), all);
-        let signed = |signature| Account { signed: vec![(5, Signed { signature, lists: 1 })], ..account(3, 1) };
-        let differ = Found::of(2, &BTreeMap::from([(0, signed(u64::MAX)), (1, signed(8))]));
+        all.insert(4, Status { stopped: vec![4, 2], ..status(3, 1) });
+        let all = QueryResult::of(5, &all);
+        assert_eq!(all, QueryResult { stopped: BTreeSet::from([2, 4]), ..found });
+        assert_eq!(QueryResult::decode(&all.encode(), 5), all);
+        let signed = |signature| Status { signed: vec![(5, Signed { signature, lists: 1 })], ..status(3, 1) };
+        let differ = QueryResult::of(2, &BTreeMap::from([(0, signed(u64::MAX)), (1, signed(8))]));
         assert!(differ.difference.is_some_and(|difference| (difference.number, difference.ranks) == (5, [0, 1])));
-        assert_eq!(Found::decode(&differ.encode(), 2), differ);
-        assert_eq!(Found::of(2, &BTreeMap::new()).silent, BTreeSet::from([0, 1]), "nobody has answered");
-        assert_eq!(Found::decode("behind\t1\nsilent\tx\nnonsense\n\n", 2), Found::default());
+        assert_eq!(QueryResult::decode(&differ.encode(), 2), differ);
+        assert_eq!(QueryResult::of(2, &BTreeMap::new()).silent, BTreeSet::from([0, 1]), "nobody has answered");
+        assert_eq!(QueryResult::decode("behind\t1\nsilent\tx\nnonsense\n\n", 2), QueryResult::default());
     }
 
     #[test]
@@ -322,12 +322,12 @@ mod tests {
                 "behind\t{rank}\t1\t1\nsilent\t{rank}\nstopped\t{rank}\n\
                  differs\t5\t{rank}\t1\t0\t1\t2\t0\ndiffers\t5\t0\t1\t0\t{rank}\t2\t0\n"
             );
-            assert_eq!(Found::decode(&text, 2), Found::default(), "{rank}");
-            let said = Account { stopped: vec![rank as usize, 1], ..Account::default() };
-            let found = Found::of(2, &BTreeMap::from([(0, said.clone()), (1, said)]));
+            assert_eq!(QueryResult::decode(&text, 2), QueryResult::default(), "{rank}");
+            let said = Status { stopped: vec![rank as usize, 1], ..Status::default() };
+            let found = QueryResult::of(2, &BTreeMap::from([(0, said.clone()), (1, said)]));
             assert_eq!(found.stopped, BTreeSet::from([1]), "{rank}");
         }
-        let found = Found::decode("behind\t1\t3\t1\nsilent\t0\nstopped\t1\n", 2);
+        let found = QueryResult::decode("behind\t1\t3\t1\nsilent\t0\nstopped\t1\n", 2);
         assert_eq!((found.behind.len(), found.silent.len(), found.stopped.len()), (1, 1, 1));
     }
 }

@@ -1,0 +1,131 @@
+//! The group as its watch sees it: the only place where the diagnosis of a hang meets the group.
+
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use super::Group;
+use crate::engine::{Blockers, LastCall, PeerProgress};
+use crate::error::Error;
+use crate::hang::store_channel::StoreChannel;
+use crate::hang::store_keys::SharedStore;
+use crate::hang::waiting::{Waiting, Which};
+use crate::hang::{MOST, Progress, Subject, store_threads};
+use crate::os::clock;
+use crate::select::Choice;
+use crate::stats::history::{Record, State};
+use crate::types::Kind;
+
+impl Subject for Group {
+    fn next_external(&self) -> Option<Waiting> {
+        self.lock().external.next_deadline().map(|external| external.waiting())
+    }
+
+    fn next_of_engine(&self) -> Option<Waiting> {
+        self.lock().engine.next_deadline().map(|op| Waiting::of(&op, clock::now()))
+    }
+
+    fn waiting(&self, which: &Which) -> Option<Waiting> {
+        match which {
+            Which::Engine(op) => op.upgrade().filter(|op| !op.is_done()).map(|op| Waiting::of(&op, clock::now())),
+            Which::External { id, .. } => self.external(*id).filter(|waiting| waiting.which == *which),
+        }
+    }
+
+    fn external(&self, id: u64) -> Option<Waiting> {
+        self.lock().external.get(id).map(|external| external.waiting())
+    }
+
+    fn blockers(&self, waiting: &Waiting) -> Blockers {
+        match &waiting.which {
+            Which::Engine(op) => match op.upgrade() {
+                Some(op) => self.lock().engine.blockers(&op),
+                None => Blockers::Unknown("it has ended meanwhile".to_string()),
+            },
+            Which::External { .. } if self.control.inquiry().is_none() => Blockers::Unknown(String::new()),
+            Which::External { .. } => self.blockers_on_device(waiting),
+        }
+    }
+
+    fn progress(&self) -> Progress {
+        let inner = self.lock();
+        let history = inner.stats.history();
+        let newest = history.iter().next_back().filter(|last| last.state != State::Pending);
+        let idle = newest.map(|last| clock::stamp().saturating_sub(last.ended) / 1_000_000);
+        let device = Choice::DEVICE.code();
+        let on_device = |last: &&Record| last.route.choice == device;
+        let named = |last: &Record| format!("{} number {}", last.kind, last.number);
+        let last = history.collectives().find(|last| !on_device(last)).map(named);
+        let launched_last = history.collectives().find(on_device).map(|last| format!("{} on a device", named(last)));
+        let issued = inner.number;
+        drop(inner);
+        let launched = self.device_number.load(Ordering::Relaxed);
+        Progress { issued, last, launched, launched_last, signed: self.own_launches().into(), idle }
+    }
+
+    fn ended_ago(&self, number: u64, on_device: bool) -> Option<u64> {
+        let inner = self.lock();
+        let device = Choice::DEVICE.code();
+        let mut alike = inner.stats.history().collectives().filter(|one| (one.route.choice == device) == on_device);
+        let record = alike.find(|record| record.number == number);
+        let record = record.filter(|record| record.state != State::Pending && record.timed)?;
+        Some(clock::stamp().saturating_sub(record.ended) / 1_000_000)
+    }
+
+    fn timeout(&self) -> Duration {
+        Duration::from_millis(self.timeout_ms.load(Ordering::Relaxed))
+    }
+
+    fn fault(&self) -> Option<Error> {
+        Group::fault(self)
+    }
+
+    fn has_ended(&self) -> bool {
+        self.standing().is_err()
+    }
+
+    fn fail(&self, error: Error) {
+        self.poison(error);
+    }
+}
+
+impl Group {
+    /// The ranks that an operation on a device waits for. The number of each rank's last collective on a device is in the
+    /// memory that the ranks share.
+    fn blockers_on_device(&self, waiting: &Waiting) -> Blockers {
+        let described = |number: u64, kind: u8| {
+            let kind = Kind::from_u8(kind).filter(|_| number > 0);
+            kind.map(|kind| format!("{kind} number {number} on a device"))
+        };
+        let others = (0..self.config.size).filter(|rank| *rank != self.config.rank);
+        let others = others.filter_map(|rank| Some((rank, self.control.launched(rank)?)));
+        if waiting.kind.is_p2p() {
+            let peers = others.filter(|(rank, _)| *rank == waiting.root as usize);
+            let peers = peers.map(|(rank, (number, kind))| (rank, PeerProgress::NotInMessage(described(number, kind))));
+            return Blockers::Ranks(peers.collect());
+        }
+        let (late, entered): (Vec<_>, Vec<_>) = others.partition(|(_, (number, _))| *number < waiting.number);
+        if late.is_empty() {
+            let each = entered.iter().take(MOST).map(|(rank, _)| {
+                let process = self.watch.process_of(*rank);
+                let instead = self.called_instead(*rank, waiting.number);
+                format!("rank {rank}{process} {}", instead.as_deref().unwrap_or("has issued it"))
+            });
+            return Blockers::Unknown(each.collect::<Vec<_>>().join("; "));
+        }
+        let before = |(rank, (number, kind))| {
+            let last = described(number, kind).map(|text| LastCall { number, text });
+            (rank, PeerProgress::NotEntered(last))
+        };
+        Blockers::Ranks(late.into_iter().map(before).collect())
+    }
+
+    /// Lets ranks that share no memory ask each other over this store.
+    pub fn set_board(&self, store: SharedStore) {
+        // Without the id that ranks agree on when they meet, the keys of two groups could not be told apart.
+        let needs_one = self.config.size > 1 && self.watch.channel().is_none() && self.id != [0; 16];
+        let (connection, responder) = (store.connection(), self.watch.responder());
+        if needs_one && self.watch.set_channel(StoreChannel::over(store, &self.id(), responder)) {
+            store_threads::start(responder, connection);
+        }
+    }
+}

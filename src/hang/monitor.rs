@@ -1,0 +1,322 @@
+//! When to ask the other ranks about an operation, when to log a line about it, and what is known of it: pure, and told the
+//! time. `Watch` does what it says.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use super::status::Status;
+use super::store_keys::{Outcome, Process, QueryResult};
+use super::waiting::{Waiting, Which, first_question, nanoseconds};
+use super::{LAST, LONGEST, SHORTEST};
+use crate::engine::{Blockers, LastCall, PeerProgress};
+
+/// What is known of one operation that has been pending for long. Times are on `clock::now`.
+#[derive(Clone, Default)]
+pub struct Watched {
+    which: Option<Which>,
+    /// The ranks that were asked one by one, this one included, each with the number of its first question.
+    pub asked: Vec<(usize, u32)>,
+    /// When the ranks were asked first and last, and when they will be asked next.
+    pub since: u64,
+    pub last: u64,
+    next: u64,
+    warned: bool,
+    /// The answers that were read.
+    pub statuses: BTreeMap<usize, Status>,
+    /// Over the store only: the result of all answers, and whether there is one.
+    pub result: QueryResult,
+    pub complete: bool,
+    /// Per rank: when the last result arrived that included its answer.
+    pub answered: BTreeMap<usize, u64>,
+    /// The processes of ranks that have not answered, as far as they are known.
+    pub silent: BTreeMap<usize, Process>,
+    /// When the last line was logged.
+    line: Option<u64>,
+}
+
+impl Watched {
+    pub fn is(&self, which: &Which) -> bool {
+        self.which.as_ref() == Some(which)
+    }
+}
+
+/// What to do now about an operation that waits.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Step {
+    /// It is watched from now on.
+    pub begins: bool,
+    /// Ask the ranks that it waits for.
+    pub asks: bool,
+}
+
+/// The operations of a group that have been pending longest, once that is longer than the first look: one of its engine, and
+/// one that no engine runs.
+#[derive(Default)]
+pub struct Monitor {
+    engine: Watched,
+    external: Watched,
+}
+
+impl Monitor {
+    /// What is known of this operation; of one that is not watched, nothing.
+    pub fn of(&self, which: &Which) -> Option<&Watched> {
+        Some(match which {
+            Which::Engine(_) => &self.engine,
+            Which::External { .. } => &self.external,
+        })
+        .filter(|watched| watched.is(which))
+    }
+
+    fn slot(&mut self, which: &Which) -> &mut Watched {
+        match which {
+            Which::Engine(_) => &mut self.engine,
+            Which::External { .. } => &mut self.external,
+        }
+    }
+
+    /// The watched operations.
+    pub fn watched(&self) -> impl Iterator<Item = &Which> {
+        [&self.engine, &self.external].into_iter().filter_map(|watched| watched.which.as_ref())
+    }
+
+    /// What is known of the watched operation that no engine runs.
+    pub fn external(&self) -> &Watched {
+        &self.external
+    }
+
+    pub fn watched_external(&self) -> Option<&Which> {
+        self.external.which.as_ref()
+    }
+
+    /// Says what to do at the time `now`; None while it is too early for anything.
+    pub fn step(&mut self, waiting: &Waiting, soft: Duration, now: u64) -> Option<Step> {
+        if waiting.age < first_question(waiting.timeout, soft) {
+            return None;
+        }
+        let watched = self.slot(&waiting.which);
+        let begins = !watched.is(&waiting.which);
+        if begins {
+            let which = Some(waiting.which.clone());
+            *watched = Watched { which, since: now, line: watched.line, ..Watched::default() };
+        }
+        let asks = now >= watched.next;
+        if asks {
+            watched.last = now;
+            watched.next = next_question(now, waiting.age, waiting.timeout);
+        }
+        Some(Step { begins, asks })
+    }
+
+    /// A rank was asked. An answer to any question since the first one is about this operation.
+    pub fn asked(&mut self, which: &Which, rank: usize, question: u32) {
+        let asked = &mut self.slot(which).asked;
+        if !asked.iter().any(|(asked, _)| *asked == rank) {
+            asked.push((rank, question));
+        }
+    }
+
+    /// Whether to log a line now about an operation after its `step`: once, when all answers have come (`has_all`) or those
+    /// that do not have had the time that they take. One line per soft limit, however many operations are pending.
+    pub fn warns(&mut self, which: &Which, soft: Duration, (has_all, takes): (bool, Duration), now: u64) -> bool {
+        let watched = self.slot(which);
+        let heard = has_all || now.saturating_sub(watched.since) >= nanoseconds(takes);
+        if soft.is_zero() || watched.warned || !heard {
+            return false;
+        }
+        watched.warned = true;
+        if watched.line.is_some_and(|line| now.saturating_sub(line) < nanoseconds(soft)) {
+            return false;
+        }
+        watched.line = Some(now);
+        true
+    }
+
+    /// A rank has answered a question about an operation.
+    pub fn answered(&mut self, which: &Which, rank: usize, status: Status) {
+        self.slot(which).statuses.insert(rank, status);
+    }
+
+    /// Stores the result of a query over the store for the watched operations in `pending`. `me` is this rank.
+    pub fn receive(&mut self, outcome: &Outcome, pending: &[Waiting], me: usize, now: u64) {
+        let own = outcome.answers.get(&me).map(|status| (status.issued, status.launched));
+        // Answers that are older than the operation say nothing about it.
+        let asked_in_it =
+            |waiting: &&Waiting| waiting.kind.is_p2p() || own.is_some_and(|own| waiting.is_entered_by(own));
+        for waiting in pending.iter().filter(asked_in_it) {
+            let watched = self.slot(&waiting.which);
+            watched.answered.extend(outcome.answers.keys().map(|rank| (*rank, now)));
+            (watched.result, watched.statuses) = (outcome.result.clone(), outcome.answers.clone());
+            watched.silent = outcome.silent.clone();
+            watched.complete = true;
+        }
+    }
+
+    /// The ranks that an operation waits for: as `seen` without asking or, where that knows none, as the ranks have answered.
+    pub fn blockers(&self, waiting: &Waiting, seen: Blockers, (ranks, me): (usize, usize)) -> Blockers {
+        let watched = self.of(&waiting.which);
+        if !matches!(seen, Blockers::Unknown(_)) || !(watched.is_some() || waiting.kind.is_p2p()) {
+            return seen;
+        }
+        let unknown = Watched::default();
+        let watched = watched.unwrap_or(&unknown);
+        let found: Vec<_> = if waiting.kind.is_p2p() {
+            let progress = |rank: usize| match watched.statuses.get(&rank) {
+                Some(status) => PeerProgress::NotInMessage(waiting.last_of(status).map(|last| last.text)),
+                None => PeerProgress::Unknown,
+            };
+            waiting.peers(ranks, me).map(|rank| (rank, progress(rank))).collect()
+        } else {
+            late_for(waiting, &watched.result, &watched.statuses, me)
+        };
+        if found.is_empty() { seen } else { Blockers::Ranks(found) }
+    }
+}
+
+/// The ranks that have not called a collective that is pending on rank `me`, as their answers over the store show. Ranks that
+/// have not answered come first, then the others in order of the last collective they called. `statuses`: the answers that this
+/// rank has read.
+pub fn late_for(
+    waiting: &Waiting,
+    result: &QueryResult,
+    statuses: &BTreeMap<usize, Status>,
+    me: usize,
+) -> Vec<(usize, PeerProgress)> {
+    let mut behind: Vec<(usize, u64)> =
+        result.behind.iter().map(|(rank, counts)| (*rank, waiting.count_of(*counts))).collect();
+    behind.sort_by_key(|(_, count)| *count);
+    let silent = result.silent.iter().map(|rank| (*rank, None));
+    let all = silent.chain(behind.into_iter().map(|(rank, count)| (rank, Some(count))));
+    let progress = |(rank, count): (usize, Option<u64>)| {
+        let progress = match (statuses.get(&rank), count) {
+            (Some(status), _) if waiting.is_entered_by((status.issued, status.launched)) => return None,
+            (Some(status), _) => PeerProgress::NotEntered(waiting.last_of(status)),
+            (None, Some(count)) if count >= waiting.number => return None,
+            (None, Some(0)) => PeerProgress::NotEntered(None),
+            (None, Some(number)) => {
+                PeerProgress::NotEntered(Some(LastCall { number, text: format!("number {number}") }))
+            }
+            (None, None) => PeerProgress::Unknown,
+        };
+        Some((rank, progress))
+    };
+    all.filter(|(rank, _)| *rank != me).filter_map(progress).collect()
+}
+
+/// When to ask next, on `clock::now`, about an operation that has been pending for `age`: repeatedly, and a last time before
+/// its deadline.
+fn next_question(now: u64, age: u64, timeout: Duration) -> u64 {
+    let interval = (timeout / 16).clamp(SHORTEST, LONGEST);
+    let next = now.saturating_add(nanoseconds(interval));
+    if timeout.is_zero() {
+        return next;
+    }
+    let deadline = now.saturating_add(nanoseconds(timeout).saturating_sub(age));
+    let last = deadline.saturating_sub(nanoseconds(LAST.min(timeout / 10)));
+    if now >= last { u64::MAX } else { next.min(last) }
+}
+
+#[cfg(test)]
+pub mod tests {
+    use super::*;
+    use crate::types::Kind;
+
+    const SECOND: u64 = 1_000_000_000;
+
+    /// An all_reduce with this number that no engine runs and that has been pending for `age`.
+    pub fn all_reduce(number: u64, age: u64, timeout: Duration) -> Waiting {
+        Waiting {
+            which: Which::External { id: number, issued: 1 },
+            kind: Kind::AllReduce,
+            root: 0,
+            number,
+            what: format!("all_reduce(4 bytes) number {number}"),
+            site: 0,
+            timeout,
+            age,
+            on_device: false,
+        }
+    }
+
+    #[test]
+    fn each_waiting_rank_names_those_that_its_own_operation_lacks() {
+        let reduce = |number| all_reduce(number, 0, Duration::ZERO);
+        // Of 16 ranks number 0 has issued 10, number 15 has issued 2, and 14 has not answered.
+        let status = |issued| Status { issued, ..Status::default() };
+        let issued = (0..14).map(|rank| (rank, status(if rank == 0 { 10 } else { 9 })));
+        let mut answers: BTreeMap<usize, Status> = issued.chain([(15, status(2))]).collect();
+        let result = QueryResult::of(16, &answers);
+        let before =
+            |number: u64| PeerProgress::NotEntered(Some(LastCall { number, text: format!("number {number}") }));
+        let none = BTreeMap::new();
+        assert_eq!(late_for(&reduce(3), &result, &none, 5), [(14, PeerProgress::Unknown), (15, before(2))]);
+        assert_eq!(late_for(&reduce(3), &result, &none, 14), [(15, before(2))], "a rank does not name itself");
+        let all = late_for(&reduce(10), &result, &none, 0);
+        assert_eq!(all[..3], [(14, PeerProgress::Unknown), (15, before(2)), (1, before(9))]);
+        assert_eq!(all.len(), 15);
+        // An answer that came after the result was published replaces what the result says.
+        let later =
+            BTreeMap::from([(14, status(3)), (15, Status { last: Some("barrier number 2".into()), ..status(2) })]);
+        let named = PeerProgress::NotEntered(Some(LastCall { number: 2, text: "barrier number 2".into() }));
+        assert_eq!(late_for(&reduce(3), &result, &later, 5), [(15, named)]);
+        let forgotten = BTreeMap::from([(14, status(3)), (15, status(2))]);
+        assert_eq!(late_for(&reduce(3), &result, &forgotten, 5), [(15, before(2))], "known by its number alone");
+        answers.insert(15, status(0));
+        let result = QueryResult::of(16, &answers);
+        let nothing = PeerProgress::NotEntered(None);
+        assert_eq!(late_for(&reduce(3), &result, &none, 5)[1], (15, nothing), "nothing before it");
+    }
+
+    #[test]
+    fn ranks_are_asked_at_times_and_a_last_time_before_the_deadline() {
+        let at = |now: u64, age: u64| next_question(now * SECOND, age * SECOND, Duration::from_secs(16));
+        assert_eq!(at(100, 8), 101 * SECOND, "a sixteenth of the timeout");
+        assert_eq!(at(107, 15), 107 * SECOND + SECOND / 2, "half a second before the deadline at 108");
+        assert_eq!(
+            next_question(108 * SECOND - 1, 16 * SECOND - 1, Duration::from_secs(16)),
+            u64::MAX,
+            "that was the last"
+        );
+        assert_eq!(next_question(SECOND, 5 * SECOND, Duration::ZERO), SECOND + SECOND / 4, "without a deadline");
+    }
+
+    #[test]
+    fn one_line_is_logged_for_an_operation_and_one_for_each_soft_limit() {
+        let (soft, timeout) = (Duration::from_secs(10), Duration::from_secs(160));
+        let mut monitor = Monitor::default();
+        let waiting = |number, age: u64| all_reduce(number, age * SECOND, timeout);
+        let answers = (false, Duration::from_secs(1));
+        assert_eq!(monitor.step(&waiting(1, 9), soft, 100 * SECOND), None, "before the soft limit");
+        let first = waiting(1, 10);
+        assert_eq!(monitor.step(&first, soft, 101 * SECOND), Some(Step { begins: true, asks: true }));
+        assert!(!monitor.warns(&first.which, soft, answers, 101 * SECOND), "the ranks have not answered");
+        assert_eq!(monitor.step(&waiting(1, 11), soft, 102 * SECOND), Some(Step::default()));
+        assert!(monitor.warns(&first.which, soft, answers, 102 * SECOND), "they have had the time");
+        assert!(!monitor.warns(&first.which, soft, answers, 103 * SECOND), "once");
+        assert_eq!(monitor.step(&waiting(1, 20), soft, 111 * SECOND), Some(Step { begins: false, asks: true }));
+        // The first operation has ended.
+        let second = waiting(2, 10);
+        assert_eq!(monitor.step(&second, soft, 111 * SECOND), Some(Step { begins: true, asks: true }));
+        assert!(monitor.of(&first.which).is_none() && monitor.of(&second.which).is_some());
+        assert!(!monitor.warns(&second.which, soft, (true, answers.1), 111 * SECOND), "the last line is young");
+        let third = waiting(3, 10);
+        monitor.step(&third, soft, 113 * SECOND);
+        assert!(monitor.warns(&third.which, soft, (true, answers.1), 113 * SECOND));
+    }
+
+    #[test]
+    fn answers_from_before_an_operation_say_nothing_about_it() {
+        let mut monitor = Monitor::default();
+        let waiting = all_reduce(5, SECOND, Duration::from_secs(1));
+        monitor.step(&waiting, Duration::ZERO, SECOND);
+        let outcome = |issued| {
+            let answers = BTreeMap::from([(0, Status { issued, ..Status::default() })]);
+            Outcome { result: QueryResult::of(2, &answers), answers, silent: BTreeMap::new() }
+        };
+        let blockers = |monitor: &Monitor| monitor.blockers(&waiting, Blockers::Unknown(String::new()), (2, 0));
+        monitor.receive(&outcome(4), std::slice::from_ref(&waiting), 0, SECOND);
+        assert!(matches!(blockers(&monitor), Blockers::Unknown(_)));
+        monitor.receive(&outcome(5), std::slice::from_ref(&waiting), 0, SECOND);
+        let Blockers::Ranks(ranks) = blockers(&monitor) else { panic!() };
+        assert_eq!(ranks, [(1, PeerProgress::Unknown)]);
+    }
+}

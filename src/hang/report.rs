@@ -1,0 +1,255 @@
+//! What is known of an operation that waits: where this rank is, the ranks that it waits for and what they do, and the cycle of
+//! ranks that wait for each other. Data first (`StallReport`), then the lines of the error at the deadline and of the log line at
+//! the soft limit.
+
+use std::time::Duration;
+
+use super::cycle::Edge;
+use super::status::{Place, Status, Waits};
+use super::{MOST, SILENCE, seconds};
+use crate::engine::PeerProgress;
+use crate::os::watch;
+
+/// Why a process cannot make progress: it is stopped, or it has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Life {
+    Stopped,
+    Ended,
+}
+
+pub fn life_of(pid: i32) -> Option<Life> {
+    match watch::process_state(pid) {
+        Some('T' | 't') => Some(Life::Stopped),
+        None | Some('Z' | 'X') if pid > 0 => Some(Life::Ended),
+        _ => None,
+    }
+}
+
+/// A rank's process in words, and why it makes no progress, if this rank can see that.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ProcessReport {
+    pub who: String,
+    pub life: Option<Life>,
+}
+
+impl ProcessReport {
+    /// As a part of a sentence, behind the rank.
+    pub fn text(&self) -> String {
+        let ProcessReport { who, life } = self;
+        match life {
+            Some(Life::Stopped) => format!(" ({who}, its process is stopped)"),
+            Some(Life::Ended) => format!(" ({who}, its process has ended)"),
+            None => format!(" ({who})"),
+        }
+    }
+}
+
+/// Times of a watched operation and of a rank that it waits for; 0 if the operation is not watched.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Ages {
+    /// Since the ranks were first asked.
+    pub asked: Duration,
+    /// Since they were last asked.
+    pub asked_again: Duration,
+    /// Since the rank's last answer over the store or, if it has not answered, since it was first asked.
+    pub answered: Duration,
+}
+
+/// When the last operation of a missing rank ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LastEnd {
+    Unknown,
+    /// So many milliseconds ago, as the rank says itself.
+    There(u64),
+    /// On this rank.
+    Here(u64),
+}
+
+/// A rank that has to do something before the operation can end.
+#[derive(Clone, Debug)]
+pub struct MissingRank {
+    pub rank: usize,
+    pub process: ProcessReport,
+    pub progress: PeerProgress,
+    pub last_end: LastEnd,
+    /// What it has answered.
+    pub status: Option<Status>,
+    /// The question that its answer is about was the first one.
+    pub answers_first: bool,
+    pub ages: Ages,
+}
+
+#[derive(Clone, Debug)]
+pub enum WaitsFor {
+    /// At most `MOST`, and the numbers of the others.
+    Ranks(Vec<MissingRank>, Vec<usize>),
+    /// An earlier operation of this rank.
+    Earlier(String),
+    Unknown(String),
+}
+
+#[derive(Clone, Debug)]
+pub struct StallReport {
+    /// Where the operation was called.
+    pub called: Option<String>,
+    /// What this rank has said about itself.
+    pub own: Option<Status>,
+    pub on_device: bool,
+    pub waits_for: WaitsFor,
+    /// Whether all ranks were asked and had time to answer, over the store.
+    pub complete: bool,
+    pub cycle: Vec<Edge>,
+    /// The group has the ranks of the default group, by their numbers there.
+    pub in_default_numbers: bool,
+}
+
+impl StallReport {
+    pub fn lines(&self) -> Vec<String> {
+        let missing = match &self.waits_for {
+            WaitsFor::Ranks(ranks, others) => {
+                let mut each: Vec<String> = ranks.iter().map(|missing| missing.text(self.complete)).collect();
+                let others: Vec<String> = others.iter().map(ToString::to_string).collect();
+                if !others.is_empty() {
+                    each.push(format!("and the same of rank {}", others.join(", ")));
+                }
+                each
+            }
+            WaitsFor::Earlier(first) => vec![format!("it must follow {first}, which has not ended here")],
+            WaitsFor::Unknown(text) => vec![text.clone()],
+        };
+        std::iter::once(self.here()).chain(missing).chain([self.deadlock()]).collect()
+    }
+
+    /// Where the operation was called, and where this rank is now.
+    fn here(&self) -> String {
+        let text = self.called.as_ref().map_or_else(String::new, |site| format!("called at {site}"));
+        match &self.own {
+            Some(Status { place: Place::At(place), waits, .. }) if self.called.as_ref() != Some(place) => {
+                // The device waits, and the program may be doing something else.
+                let how = if waits.is_some() && !self.on_device { "waiting" } else { "while its program is" };
+                let text = if text.is_empty() { text } else { text + ", " };
+                format!("{text}{how} at {place}")
+            }
+            _ => text,
+        }
+    }
+
+    fn deadlock(&self) -> String {
+        if self.cycle.is_empty() {
+            return String::new();
+        }
+        let step = |(at, edge): (usize, &Edge)| {
+            let waits = if at == 0 { " waits" } else { "" };
+            format!("rank {}{waits} for rank {} in {} of group '{}'", edge.from, edge.to, edge.what, edge.group)
+        };
+        let steps: Vec<String> = self.cycle.iter().enumerate().map(step).collect();
+        let numbers = if self.in_default_numbers { "" } else { ", in numbers of the default group" };
+        format!("deadlock{numbers}: {}", steps.join(", "))
+    }
+}
+
+impl MissingRank {
+    /// What it does. `complete` as in the report.
+    fn text(&self, complete: bool) -> String {
+        let MissingRank { rank, process, progress, status, ages, .. } = self;
+        let ended = match self.last_end {
+            LastEnd::Unknown => String::new(),
+            LastEnd::There(ago) => format!(", its last operation ended {} ago", seconds(ago)),
+            LastEnd::Here(ago) => format!(", which ended here {} ago", seconds(ago)),
+        };
+        let silent = match ages.answered.as_millis() as u64 {
+            0 => "has said nothing".to_string(),
+            silent => format!("has said nothing for {}", seconds(silent)),
+        };
+        let stands = match progress {
+            PeerProgress::Unknown if process.life.is_some() => silent,
+            PeerProgress::Unknown if !complete => "has not said what it does".to_string(),
+            PeerProgress::Unknown => format!("{silent}: its process is stopped, or the store cannot be reached"),
+            PeerProgress::Entered => "entered it and stopped inside it".to_string(),
+            PeerProgress::NotEntered(None) => "has not entered it, and nothing before it in this group".to_string(),
+            PeerProgress::NotEntered(Some(last)) => {
+                format!("has not entered it, its last collective is {}{ended}", last.text)
+            }
+            PeerProgress::NotInMessage(None) => "did not answer, it has called no collective in this group".to_string(),
+            PeerProgress::NotInMessage(Some(last)) => format!("did not answer, its last collective is {last}{ended}"),
+        };
+        let now = match status {
+            _ if process.life.is_some() => String::new(),
+            None if ages.asked < SILENCE || *progress == PeerProgress::Unknown => String::new(),
+            None => format!(", and it has not said what it does for {}", seconds(ages.asked.as_millis() as u64)),
+            Some(Status { place, waits: Some(Waits { group, what, milliseconds, .. }), .. }) => {
+                let place = if let Place::At(place) = place { format!(" at {place}") } else { String::new() };
+                format!(", and it waits in {what} of group '{group}'{place}, since {}", seconds(*milliseconds))
+            }
+            Some(Status { place: Place::At(place), .. }) => format!(", and it is at {place}"),
+            Some(Status { place: Place::Locked, .. }) => {
+                // Since it was first asked, unless it has answered since then.
+                let held = if self.answers_first { ages.asked } else { ages.asked.min(ages.asked_again) };
+                let held = seconds(held.as_millis() as u64);
+                format!(", and native code has kept its interpreter's lock for {held}, so that its line is not known")
+            }
+            Some(_) => String::new(),
+        };
+        format!("rank {rank}{} {stands}{now}", process.text())
+    }
+}
+
+/// The ranks that a report describes, and the numbers of the others.
+pub fn described<T>(ranks: Vec<(usize, T)>) -> (Vec<(usize, T)>, Vec<usize>) {
+    let others = ranks.iter().skip(MOST).map(|(rank, _)| *rank).collect();
+    (ranks.into_iter().take(MOST).collect(), others)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::LastCall;
+
+    fn missing(progress: PeerProgress, status: Option<Status>) -> MissingRank {
+        let process = ProcessReport { who: "pid 5".into(), life: None };
+        let ages = Ages { asked: Duration::from_secs(3), ..Ages::default() };
+        MissingRank { rank: 1, process, progress, last_end: LastEnd::Here(2500), status, answers_first: true, ages }
+    }
+
+    fn report(missing: MissingRank) -> StallReport {
+        StallReport {
+            called: Some("a.py:3 in step".into()),
+            own: Some(Status {
+                place: Place::At("a.py:9 in wait".into()),
+                waits: Some(Waits::default()),
+                ..Status::default()
+            }),
+            on_device: false,
+            waits_for: WaitsFor::Ranks(vec![missing], vec![7, 8]),
+            complete: false,
+            cycle: Vec::new(),
+            in_default_numbers: true,
+        }
+    }
+
+    #[test]
+    fn a_report_says_where_this_rank_is_and_what_each_missing_one_does() {
+        let last = LastCall { number: 2, text: "barrier number 2".into() };
+        let lines = report(missing(PeerProgress::NotEntered(Some(last)), None)).lines();
+        assert_eq!(lines[0], "called at a.py:3 in step, waiting at a.py:9 in wait");
+        let silent = "has not entered it, its last collective is barrier number 2, which ended here 2.5 s ago, and it has not \
+                      said what it does for 3.0 s";
+        assert_eq!(lines[1], format!("rank 1 (pid 5) {silent}"));
+        assert_eq!(lines[2..], ["and the same of rank 7, 8", ""]);
+        let status = Status { place: Place::Locked, ..Status::default() };
+        let lines = report(missing(PeerProgress::NotEntered(None), Some(status.clone()))).lines();
+        assert!(lines[1].contains("native code has kept its interpreter's lock for 3.0 s"), "{lines:?}");
+        let mut stopped = missing(PeerProgress::Unknown, Some(status));
+        stopped.process.life = Some(Life::Stopped);
+        assert_eq!(report(stopped).lines()[1], "rank 1 (pid 5, its process is stopped) has said nothing");
+    }
+
+    #[test]
+    fn a_cycle_names_its_ranks_by_their_numbers_in_the_default_group() {
+        let edge = |from, to| Edge { from, to, group: "g".into(), what: "recv".into() };
+        let cycle = vec![edge(4, 6), edge(6, 4)];
+        let found = StallReport { cycle, in_default_numbers: false, ..report(missing(PeerProgress::Entered, None)) };
+        let both = "rank 4 waits for rank 6 in recv of group 'g', rank 6 for rank 4 in recv of group 'g'";
+        assert_eq!(found.lines().last().unwrap(), &format!("deadlock, in numbers of the default group: {both}"));
+    }
+}

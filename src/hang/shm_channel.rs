@@ -1,0 +1,81 @@
+//! Questions and answers through the memory that the ranks of a host share (`engine::Inquiry`).
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use super::channel::Channel;
+use super::monitor::Watched;
+use super::reply::{Reply, Speaker};
+use super::status::{Place, Status};
+use super::{FAULT_SEEN, LAST};
+use crate::engine::{Control, Inquiry};
+
+pub struct ShmChannel {
+    /// What holds the memory, which therefore stays mapped while the answering thread sleeps on a word in it.
+    control: Arc<dyn Control>,
+    /// The last question that this rank has answered. Written and read by the thread that answers alone (relaxed).
+    answered: AtomicU32,
+    /// Used by that thread alone; the lock is for the compiler.
+    reply: Mutex<Reply>,
+}
+
+impl ShmChannel {
+    /// None where the engine has no such memory.
+    pub fn over(control: &Arc<dyn Control>) -> Option<Arc<dyn Channel>> {
+        control.inquiry()?;
+        Some(Arc::new(ShmChannel {
+            control: Arc::clone(control),
+            answered: AtomicU32::new(0),
+            reply: Mutex::default(),
+        }))
+    }
+
+    fn inquiry(&self) -> &dyn Inquiry {
+        self.control.inquiry().expect("seen when this was made")
+    }
+}
+
+impl Channel for ShmChannel {
+    fn ask(&self, rank: usize) -> Option<u32> {
+        Some(self.inquiry().ask(rank))
+    }
+
+    fn answer(&self, rank: usize, question: u32) -> Option<Status> {
+        Status::decode(&self.inquiry().heard(rank)).filter(|status| status.answers(question))
+    }
+
+    fn has_all(&self, watched: &Watched) -> bool {
+        let is_whole = |rank| watched.statuses.get(&rank).is_some_and(|status| status.place != Place::Locked);
+        watched.asked.iter().all(|(rank, _)| is_whole(*rank))
+    }
+
+    fn takes(&self, timeout: Duration) -> Duration {
+        if timeout.is_zero() { LAST } else { LAST.min(timeout / 10) }
+    }
+
+    fn is_detailed(&self) -> bool {
+        false
+    }
+
+    fn look_again(&self) {}
+
+    fn ask_for_fault(&self) -> Duration {
+        FAULT_SEEN
+    }
+
+    fn question(&self) -> Option<&AtomicU32> {
+        Some(self.inquiry().question())
+    }
+
+    /// Answers with what is known now, and once more when the place that the program is at is known.
+    fn reply(&self, me: &dyn Speaker, question: u32) {
+        let mut reply = self.reply.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.answered.swap(question, Ordering::Relaxed) != question {
+            self.inquiry().answer(&reply.at_once(me, question).encode());
+        }
+        if let Some(status) = reply.with_place(me) {
+            self.inquiry().answer(&status.encode());
+        }
+    }
+}

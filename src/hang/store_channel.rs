@@ -1,0 +1,103 @@
+//! Questions and answers through the store in which the ranks met, for ranks that share no memory. A thread looks into it
+//! (`store_threads`), because a store may keep its caller for minutes; `queries` says who asks, and who collects the answers.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use once_cell::sync::OnceCell;
+
+use super::channel::{Channel, Member};
+use super::monitor::Watched;
+use super::queries::Queries;
+use super::responder::Responder;
+use super::status::Status;
+use super::store_keys::{SharedStore, interval};
+use super::{FAULT_READ, SHORTEST, SILENCE};
+use crate::engine::Told;
+use crate::os::clock;
+
+/// Interval between two reads of the store for a fault that another rank has published.
+const WHY: Duration = Duration::from_millis(25);
+
+pub struct StoreChannel {
+    queries: Queries,
+    responder: Arc<Responder>,
+    /// A thread of this rank wants to know whether another one has failed the group, and why. Set by such a thread, read
+    /// by the one that looks at the store (relaxed: nothing else is read by it).
+    asks_why: AtomicBool,
+    told: OnceCell<Told>,
+}
+
+impl StoreChannel {
+    /// `id`: unique to this attempt to make the group.
+    pub fn over(store: SharedStore, id: &str, responder: &Arc<Responder>) -> Arc<dyn Channel> {
+        let (queries, responder) = (Queries::new(store, id), Arc::clone(responder));
+        Arc::new(StoreChannel { queries, responder, asks_why: AtomicBool::new(false), told: OnceCell::new() })
+    }
+}
+
+impl Channel for StoreChannel {
+    fn ask(&self, _rank: usize) -> Option<u32> {
+        None
+    }
+
+    fn answer(&self, _rank: usize, _question: u32) -> Option<Status> {
+        None
+    }
+
+    fn has_all(&self, watched: &Watched) -> bool {
+        watched.complete
+    }
+
+    fn takes(&self, timeout: Duration) -> Duration {
+        interval(timeout) * 2 + SILENCE
+    }
+
+    fn is_detailed(&self) -> bool {
+        true
+    }
+
+    fn look_again(&self) {
+        self.responder.look_again();
+    }
+
+    fn ask_for_fault(&self) -> Duration {
+        self.asks_why.store(true, Ordering::Relaxed);
+        self.look_again();
+        FAULT_READ
+    }
+
+    fn told(&self) -> Option<Told> {
+        self.told.get().cloned()
+    }
+
+    fn connection(&self) -> Option<usize> {
+        Some(self.queries.connection())
+    }
+
+    fn look(&self, me: &dyn Member) -> Option<Duration> {
+        if let Some(fault) = me.fault() {
+            // A rank that got the fault from another one would only repeat it.
+            if self.told.get().is_none() {
+                self.queries.publish_fault(me.rank(), &fault);
+            }
+            return None;
+        }
+        if me.has_ended() {
+            return None;
+        }
+        let pause = interval(me.timeout());
+        me.look_external(); // what a delegate runs has no other thread that would
+        let waits = me.waits_long();
+        let next = self.queries.look(me, waits, clock::stamp(), pause);
+        let asks_why = self.asks_why.load(Ordering::Relaxed) && self.told.get().is_none();
+        if let Some(told) = self.queries.fault(asks_why) {
+            let _ = self.told.set(told);
+        }
+        me.look_external(); // for the line of the soft limit, which comes without the store, too
+        // This thread reads the clock often while something waits: the clock takes a long gap between readings for a stop.
+        let next = next.unwrap_or(if waits { SHORTEST } else { pause });
+        Some(if asks_why { next.min(WHY) } else { next })
+    }
+}

@@ -1,0 +1,74 @@
+//! The threads that look for questions, and for answers, in the stores of groups whose ranks share no memory: one for
+//! each connection to a store, because a store that is stopped or slow keeps its caller for minutes. The words in shared
+//! memory (`responder`) and the other stores do not wait for it. No thread waits for these.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError, Weak};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use super::channel::Member;
+use super::responder::Responder;
+use crate::error::contained;
+use crate::os::{futex, watch};
+
+/// Starts the thread of a connection, unless it runs. Called when a group of the rank has begun to use it.
+pub fn start(responder: &Arc<Responder>, connection: usize) {
+    let mut threads = responder.store_threads.lock().unwrap_or_else(PoisonError::into_inner);
+    responder.stopping.store(false, Ordering::Release);
+    if !threads.iter().any(|(known, _)| *known == connection) {
+        let theirs = Arc::clone(responder);
+        match watch::spawn("sagellm-store", move || look(&theirs, connection)) {
+            Ok(thread) => threads.push((connection, thread)),
+            Err(error) => log::warn!("cannot start the thread that looks for questions in a store: {error}"),
+        }
+    }
+    drop(threads);
+    responder.look_again(); // the thread may have looked before the group used the connection
+}
+
+/// The threads, which end when `stopping` is set and they are woken. One that waits for its store is left behind.
+pub fn stop(responder: &Responder) -> Vec<JoinHandle<()>> {
+    let mut threads = responder.store_threads.lock().unwrap_or_else(PoisonError::into_inner);
+    std::mem::take(&mut *threads).into_iter().map(|(_, thread)| thread).collect()
+}
+
+fn look(responder: &Responder, connection: usize) {
+    loop {
+        let changed = responder.stores_changed.word().load(Ordering::Acquire);
+        if responder.stopping.load(Ordering::Acquire) {
+            return;
+        }
+        let mut pause = Duration::from_secs(3600);
+        // Weak: the memory of a group that ends meanwhile must not wait for the store of another one.
+        let members = responder.members();
+        let users: Vec<_> = members.iter().filter(|group| uses(group, connection)).map(Arc::downgrade).collect();
+        drop(members);
+        for group in users.iter().filter_map(Weak::upgrade) {
+            let looked = contained(|| Ok(group.channel().and_then(|channel| channel.look(&*group))));
+            let next = looked.unwrap_or_else(|bug| {
+                log::error!("{bug}");
+                Some(Duration::from_secs(1))
+            });
+            pause = next.map_or(pause, |next| next.min(pause));
+        }
+        if users.is_empty() && leaves(responder, connection) {
+            return;
+        }
+        futex::wait(&[(responder.stores_changed.word(), changed)], pause);
+    }
+}
+
+fn uses(member: &Arc<dyn Member>, connection: usize) -> bool {
+    member.channel().and_then(|channel| channel.connection()) == Some(connection)
+}
+
+/// Whether the thread of a connection that no group used may end. Under the lock under which a group starts it.
+fn leaves(responder: &Responder, connection: usize) -> bool {
+    let mut threads = responder.store_threads.lock().unwrap_or_else(PoisonError::into_inner);
+    if responder.members().iter().any(|group| uses(group, connection)) {
+        return false;
+    }
+    threads.retain(|(known, _)| *known != connection);
+    true
+}
