@@ -148,16 +148,6 @@ impl Error {
         self
     }
 
-    /// With the numbers that its ranks have in another group, where they have one.
-    #[must_use]
-    pub fn renumbered(mut self, number: impl Fn(usize) -> Option<usize>) -> Error {
-        let Facts { rank, reporter, .. } = &mut *self.0;
-        for rank in [rank, reporter].into_iter().flatten() {
-            *rank = number(*rank).unwrap_or(*rank);
-        }
-        self
-    }
-
     /// It in at most `room` bytes, for another rank (`decode`): the letter, the ranks plus one (0: none), and the text without
     /// its layout, shortened if it does not fit.
     pub fn encode(&self, room: usize) -> Vec<u8> {

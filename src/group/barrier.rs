@@ -13,7 +13,7 @@ impl Group {
     /// Rank 0 waits for all and names the missing ranks; the others wait for rank 0's answer.
     pub fn monitored_barrier(&self, timeout: Option<Duration>, all: bool) -> Result<()> {
         self.usable("monitored_barrier")?;
-        let timeout = timeout.unwrap_or_else(|| Duration::from_millis(self.timeout_ms.load(Ordering::Relaxed)));
+        let timeout = timeout.unwrap_or_else(|| self.timeouts.usual());
         let (Some(monitor), true) = (self.control.monitor(), self.config.size > 1) else { return Ok(()) };
         let turn = self.monitored.fetch_add(1, Ordering::Relaxed) + 1;
         monitor.come(turn);
@@ -27,7 +27,7 @@ impl Group {
 
     /// True when the missing ranks will never come.
     fn is_broken(&self, monitor: &dyn Monitor, turn: u64) -> bool {
-        let failed = self.any_dead.load(Ordering::Acquire) || self.fault.get().is_some() || self.control.is_poisoned();
+        let failed = self.faults.any_dead() || self.faults.first().is_some() || self.control.is_poisoned();
         failed || monitor.hopeless(turn).is_some()
     }
 
@@ -69,9 +69,9 @@ impl Group {
             Outcome::Interrupted => Err(Error::interrupted("sagellm: monitored_barrier was interrupted")),
             Outcome::Done if failed.is_none() => {
                 Err(self.fault().or_else(|| monitor.hopeless(turn)).unwrap_or_else(|| {
-                    self.dead_ranks().next().map_or_else(
+                    self.faults.dead_ranks().next().map_or_else(
                         || self.reported(None).unwrap_or_else(|| Error::aborted("sagellm: the group failed")),
-                        |rank| self.death_of(rank, "is in monitored_barrier"),
+                        |rank| self.faults.death_of(rank, "is in monitored_barrier"),
                     )
                 }))
             }

@@ -1,16 +1,19 @@
 //! Builds a whole group from the decision of its ranks: the one place that knows the engines by name. It also builds
 //! groups whose ranks are threads of one process, for tests and tools.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
+use std::sync::atomic::{AtomicU64, AtomicUsize};
 use std::sync::{Arc, Mutex, Weak};
 
-use once_cell::sync::OnceCell;
 use std::time::Duration;
 
-use super::extensions::Extensions;
+use super::counters::Counters;
+use super::extensions::{Extensions, Timeouts};
 use super::external::Externals;
+use super::faults::{Faults, Peer};
 use super::lanes::LaneReport;
-use super::{Group, Inner, Peer};
+use super::launches::Launches;
+use super::role::Role;
+use super::{Group, Inner};
 use crate::config;
 use crate::config::{Config, Settings};
 use crate::engine::delegate::Delegate;
@@ -49,8 +52,7 @@ struct Parts {
     peers: Vec<Peer>,
     /// The other ranks of this host, with their processes, in a group over several hosts.
     mates: Vec<(usize, i32)>,
-    /// It is a group inside a host of a larger one.
-    is_inside: bool,
+    role: Role,
     host: Arc<dyn Host>,
 }
 
@@ -63,15 +65,15 @@ impl Group {
     /// Builds the group that its ranks have decided on. Where it spans hosts, all ranks must call this, because they
     /// measure `link` together.
     pub fn build(rendezvous: Rendezvous, link: Option<Arc<dyn Link>>) -> Result<Arc<Group>> {
-        Group::build_as(rendezvous, link, false)
+        Group::build_as(rendezvous, link, Role::Program)
     }
 
-    fn build_as(rendezvous: Rendezvous, link: Option<Arc<dyn Link>>, is_inside: bool) -> Result<Arc<Group>> {
+    fn build_as(rendezvous: Rendezvous, link: Option<Arc<dyn Link>>, role: Role) -> Result<Arc<Group>> {
         let Rendezvous { config, decision, id, policy, host, alive: _alive, .. } = rendezvous;
         let (policy, ranks) = (Arc::new(policy), config.size);
         let theirs = Arc::clone(&policy);
         let (spin_policy, peers, mates) = (SpinPolicy::none(), Vec::new(), Vec::new());
-        let parts = Parts { config, id, policy, domain: 0, spin_policy, peers, mates, is_inside, host };
+        let parts = Parts { config, id, policy, domain: 0, spin_policy, peers, mates, role, host };
         match (decision, link) {
             (Decision::Alone, None) => Ok(parts.group(|_| Box::new(Solo::new(theirs)))),
             (Decision::Delegate(reason), None) => {
@@ -101,8 +103,9 @@ impl Group {
             }
             (Decision::Hosts(hosts), Some(link)) => {
                 let Hosts { host_map, insides, reason } = hosts;
-                let insides =
-                    insides.into_iter().map(|inside| inside.map(|met| Group::build_as(met, None, true)).transpose());
+                let role = Role::Inside(host_map.local_ranks().to_vec());
+                let build = |met| Group::build_as(met, None, role.clone());
+                let insides = insides.into_iter().map(|inside| inside.map(build).transpose());
                 over_hosts(parts, host_map, insides.collect::<Result<_>>()?, reason, link)
             }
             (Decision::Hosts(_), None) => Err(Error::invalid(format!(
@@ -129,7 +132,7 @@ impl Group {
     /// As `over`, with a policy for every rank; all must be equal, unless a test checks what happens otherwise.
     pub fn over_with(areas: Vec<Arc<Area>>, timeout: Duration, policy: impl Fn(usize) -> Policy) -> Vec<Arc<Group>> {
         let domains: Vec<u64> = (1..=areas.len() as u64).collect();
-        over_in(areas, &domains, timeout, policy)
+        over_in(areas, &domains, (timeout, &Role::Program), policy)
     }
 
     /// Groups for ranks that are threads of one process and act as ranks on several hosts: `host_of` numbers hosts
@@ -156,8 +159,9 @@ impl Group {
         for ranks in host_map.hosts.iter().filter(|ranks| ranks.len() > 1) {
             let domains: Vec<u64> = ranks.iter().map(|rank| *rank as u64 + 1).collect();
             ranks.iter().for_each(|rank| insides[*rank].clear());
+            let role = Role::Inside(ranks.clone());
             for _lane in 0..LANES {
-                let groups = over_in(local::areas(ranks.len())?, &domains, timeout, |_| policy.clone());
+                let groups = over_in(local::areas(ranks.len())?, &domains, (timeout, &role), |_| policy.clone());
                 ranks.iter().zip(groups).for_each(|(rank, group)| insides[*rank].push(Some(group)));
             }
         }
@@ -182,7 +186,7 @@ impl Group {
 fn over_in(
     areas: Vec<Arc<Area>>,
     domains: &[u64],
-    timeout: Duration,
+    (timeout, role): (Duration, &Role),
     policy: impl Fn(usize) -> Policy,
 ) -> Vec<Arc<Group>> {
     let (ranks, cores) = (areas.len(), topology::usable_cores());
@@ -190,7 +194,8 @@ fn over_in(
         let parts = local_parts((rank, ranks), timeout, policy(rank), domains[rank]);
         let peers = (0..ranks).map(|_| Peer::new(0, "this process".to_string())).collect();
         let theirs = Arc::clone(&parts.policy);
-        let parts = Parts { spin_policy: SpinPolicy::for_ranks(ranks, cores), peers, ..parts };
+        let (role, spin_policy) = (role.clone(), SpinPolicy::for_ranks(ranks, cores));
+        let parts = Parts { spin_policy, peers, role, ..parts };
         parts.group(|_| match ranks {
             1 => Box::new(Solo::new(theirs)),
             _ => Box::new(Shm::new(area, vec![std::process::id() as i32; ranks], cores, true, theirs)),
@@ -216,7 +221,7 @@ fn local_parts((rank, size): (usize, usize), timeout: Duration, policy: Policy, 
     };
     let (policy, host) = (Arc::new(policy), Arc::new(NoSignals));
     let (spin_policy, peers, mates) = (SpinPolicy::none(), Vec::new(), Vec::new());
-    Parts { config, id: [0; 16], policy, domain, spin_policy, peers, mates, is_inside: false, host }
+    Parts { config, id: [0; 16], policy, domain, spin_policy, peers, mates, role: Role::Program, host }
 }
 
 /// Opens the link and builds the group from it and the groups inside this host. If that fails, these leave.
@@ -229,8 +234,8 @@ fn over_hosts(
 ) -> Result<Arc<Group>> {
     let theirs = insides.iter().map(|group| group.clone().map(|group| group as Arc<dyn HostGroup>)).collect();
     let mates = host_map.local_ranks().iter().enumerate().filter_map(|(index, rank)| {
-        let peer = insides.first()?.as_ref()?.peers.get(index)?;
-        (*rank != parts.config.rank).then_some((*rank, peer.pid))
+        let pid = insides.first()?.as_ref()?.watch.who.processes.get(&index)?;
+        (*rank != parts.config.rank).then_some((*rank, *pid))
     });
     let parts = Parts { mates: mates.collect(), ..parts };
     let Parts { config, policy, host, .. } = &parts;
@@ -244,7 +249,7 @@ fn over_hosts(
 impl Parts {
     /// The group, with the engine that `engine` makes; the engine's threads call the given `Report`.
     fn group(self, engine: impl FnOnce(Arc<dyn Report>) -> Box<dyn Engine>) -> Arc<Group> {
-        let Parts { config, id, policy, domain: number, spin_policy, peers, mates, is_inside, host } = self;
+        let Parts { config, id, policy, domain: number, spin_policy, peers, mates, role, host } = self;
         let (ranks, domain) = (config.size, Domain::numbered(number));
         let group = Arc::new_cyclic(|this| {
             let engine = engine(Arc::new(LaneReport { group: Weak::clone(this), domain: Arc::clone(&domain) }));
@@ -260,12 +265,15 @@ impl Parts {
                 } else {
                     peers.iter().map(|peer| peer.pid).enumerate().collect()
                 },
-                is_inside,
+                is_inside: role.is_inside(),
                 soft: config.soft_timeout.unwrap_or_else(config::soft_timeout),
             };
-            let channel = if is_inside { None } else { ShmChannel::over(&control) };
+            let channel = if role.is_inside() { None } else { ShmChannel::over(&control) };
             let subject: Weak<dyn Subject> = Weak::<Group>::clone(this);
             let watch = Watch::new(who, subject, Arc::clone(&host), Responder::numbered(number), channel);
+            let (rank, name) = (config.rank, &config.name);
+            let launches = Launches::new((rank, ranks), name.clone(), Arc::clone(&control));
+            let faults = Faults::new((rank, name.clone(), role), Arc::clone(&control), Arc::clone(&host), peers);
             Group {
                 domain,
                 id,
@@ -275,26 +283,18 @@ impl Parts {
                 control,
                 policy,
                 host,
-                peers,
-                any_dead: AtomicBool::new(false),
+                faults,
                 inner: Mutex::new(Inner {
                     engine,
-                    number: 0,
-                    sent: vec![0; ranks],
-                    received: vec![0; ranks],
+                    counters: Counters::new(ranks),
                     stats: Stats::new(ranks, config::ring()),
                     external: Externals::default(),
                     extensions: Extensions::default(),
                 }),
                 pending: AtomicUsize::new(0),
                 last_number: AtomicU64::new(0),
-                device_number: AtomicU64::new(0),
-                signed: Mutex::default(),
-                timeout_ms: AtomicU64::new(config.timeout.as_millis() as u64),
-                fault: OnceCell::new(),
-                extends: AtomicBool::new(false),
-                delegate_failed: AtomicBool::new(false),
-                closed: AtomicBool::new(false),
+                launches,
+                timeouts: Timeouts::new(config.timeout),
                 monitored: AtomicU64::new(0),
                 watch: Arc::new(watch),
                 following: Mutex::new(None),
@@ -305,7 +305,7 @@ impl Parts {
         });
         let driven: Arc<dyn Driven> = Arc::<Group>::clone(&group);
         group.domain.register(&driven);
-        if !is_inside {
+        if !group.watch.who.is_inside {
             let member: Arc<dyn Member> = Arc::<Watch>::clone(&group.watch);
             group.watch.responder().add(&member);
         }

@@ -1,7 +1,6 @@
 //! The group, as the engine of its devices uses it.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::Group;
@@ -32,14 +31,15 @@ impl DeviceGroup for Group {
         &self.policy
     }
     fn timeout(&self) -> Duration {
-        Duration::from_millis(self.timeout_ms.load(Ordering::Relaxed))
+        self.timeouts.usual()
     }
     fn timeout_of_call(&self, asked: Option<Duration>) -> Duration {
         let timeout = asked.unwrap_or_else(|| self.timeout());
-        if !self.extends.load(Ordering::Relaxed) {
+        if !self.timeouts.extends() {
             return timeout;
         }
-        self.extended(&mut self.lock(), timeout)
+        let inner = &mut *self.lock();
+        self.timeouts.extended(&mut inner.extensions, |id| inner.external.get(id).is_some(), timeout)
     }
     fn usable(&self, what: &str) -> Result<()> {
         Group::usable(self, what)
@@ -57,7 +57,7 @@ impl DeviceGroup for Group {
         self.host.interrupted()
     }
     fn dead_ranks(&self) -> Vec<usize> {
-        Group::dead_ranks(self).collect()
+        self.faults.dead_ranks().collect()
     }
     fn left(&self, rank: usize) -> bool {
         self.control.left(rank)
@@ -66,13 +66,13 @@ impl DeviceGroup for Group {
         self.control.launched(rank).map(|(number, _)| number)
     }
     fn death_of(&self, rank: usize, during: &str) -> Error {
-        Group::death_of(self, rank, during)
+        self.faults.death_of(rank, during)
     }
     fn next_number(&self, signed: Signed) -> u64 {
-        self.sign_launch(signed)
+        self.launches.sign(signed)
     }
     fn compare(&self, first: u64, last: u64) -> Agreed {
-        self.compare_launches(first, last)
+        self.launches.compare(first, last)
     }
     fn look_at_long_waits(&self) {
         self.watch.look_external(self);

@@ -73,7 +73,8 @@ impl Group {
             Some(op) => Some(Called::of_op(&op, ranks)),
             None => recorded(history, number, whole).map(|record| Called::of_record(record, ranks)),
         };
-        let called = called.ok_or_else(|| not_there(history, number, inner.number, &self.config.name))?;
+        let called =
+            called.ok_or_else(|| not_there(history, number, inner.counters.collectives(), &self.config.name))?;
         drop(inner);
         Ok(self.explain_called(called))
     }

@@ -161,8 +161,8 @@ impl ExternalOp {
         let Record { id, kind, root, number, .. } = self.record;
         inner.external.remove(id);
         inner.stats.take_back(id);
-        if let Some(counter) = inner.counter(kind, root).filter(|counter| self.numbered && **counter == number) {
-            *counter -= 1;
+        if self.numbered {
+            inner.counters.take_back(kind, root, number);
         }
     }
 
@@ -175,7 +175,7 @@ impl ExternalOp {
             return;
         }
         if !well && self.carrier == Carrier::Delegate {
-            self.group.delegate_failed.store(true, Ordering::Relaxed);
+            self.group.faults.set_delegate_failed();
         }
         let state = if well { State::Done } else { State::Failed };
         let record = Record { state, timed, ended: clock::stamp(), ..self.record };
@@ -209,7 +209,7 @@ impl Drop for ExternalOp {
 impl Group {
     /// The error of a delegate's operation that failed with `words`; None if the ranks know nothing more about it.
     fn failed_external(&self, record: &Record, words: &str) -> Option<Error> {
-        self.standing().ok()?; // an abort ends operations, too
+        self.faults.standing().ok()?; // an abort ends operations, too
         let which = Which::External { id: record.id, issued: record.issued };
         let waiting = Subject::waiting(self, &which)?;
         self.watch.failed_delegate(self, &waiting, words)
@@ -226,19 +226,19 @@ impl Group {
         note: CallNote,
         timeout: Option<Duration>,
     ) -> ExternalOp {
-        let mut timeout = timeout.unwrap_or_else(|| Duration::from_millis(self.timeout_ms.load(Ordering::Relaxed)));
-        let mut inner = self.lock();
+        let mut timeout = timeout.unwrap_or_else(|| self.timeouts.usual());
+        let inner = &mut *self.lock();
         // A delegate applies its own timeouts.
-        let extends = carrier == Carrier::Device && self.extends.load(Ordering::Relaxed);
+        let extends = carrier == Carrier::Device && self.timeouts.extends();
         if extends {
-            timeout = self.extended(&mut inner, timeout);
+            timeout = self.timeouts.extended(&mut inner.extensions, |id| inner.external.get(id).is_some(), timeout);
         }
         let numbered = carrier == Carrier::Delegate && (kind.is_p2p() || inner.engine.delegate_reason().is_some());
         let number = match carrier {
-            Carrier::Composed => inner.number + 1, // its first operation is issued next and takes this number
-            Carrier::Device => self.device_number.load(Ordering::Relaxed), // taken before
-            Carrier::Delegate if numbered => inner.number_for(kind, root),
-            Carrier::Delegate => inner.number, // our engine's numbers have no gaps
+            Carrier::Composed => inner.counters.collectives() + 1, // its first operation is issued next and takes this number
+            Carrier::Device => self.launches.number(),             // taken before
+            Carrier::Delegate if numbered => inner.counters.next(kind, root),
+            Carrier::Delegate => inner.counters.collectives(), // our engine's numbers have no gaps
         };
         let choice = match carrier {
             Carrier::Delegate => Choice::DELEGATE,
@@ -256,7 +256,7 @@ impl Group {
             let external = External { id, kind, number, root, tag, bytes, site, on_device, issued, begun, timeout };
             inner.external.pending.push_back(external);
             if extends {
-                inner.own_extension(Owner::External(id));
+                inner.extensions.own(Owner::External(id));
             }
         }
         let group = self.this.upgrade().expect("a group that is used is alive");

@@ -1,46 +1,151 @@
-//! Peers that died or left, faults that they report, and the error texts about them.
+//! Why a group is unusable: the first fault, peers that died or left, faults that they report, and the error texts about them.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::Group;
-use crate::engine::{Ended, Engine};
-use crate::error::{Error, GO_ON, LEFT, laid_out};
+use once_cell::sync::OnceCell;
+
+use super::role::Role;
+use crate::engine::{Control, Ended, Engine, Told};
+use crate::error::{Error, GO_ON, LEFT, Result, laid_out};
+use crate::host::Host;
 use crate::op::Op;
 
-impl Group {
+/// The process of a rank on this host.
+pub(super) struct Peer {
+    pub pid: i32,
+    pub host: String,
+    /// Set by the watch thread when the process has ended (release), read by drivers (acquire).
+    dead: AtomicBool,
+}
+
+impl Peer {
+    pub fn new(pid: i32, host: String) -> Peer {
+        Peer { pid, host, dead: AtomicBool::new(false) }
+    }
+}
+
+pub(super) struct Faults {
+    rank: usize,
+    /// The group's.
+    name: String,
+    role: Role,
+    control: Arc<dyn Control>,
+    host: Arc<dyn Host>,
+    peers: Vec<Peer>,
+    /// Some peer is dead; while it is false, a pass need not look at each peer. The watch thread sets it (release)
+    /// after the peer's own flag, drivers read it (acquire).
+    any_dead: AtomicBool,
+    first: OnceCell<Error>,
+    /// A call of the delegate has failed, after which its group may be broken. Set by threads that learn of such an end,
+    /// read by any (relaxed: nothing else is read by it).
+    delegate_failed: AtomicBool,
+    /// The group was destroyed. Set by the thread that does it (acquire and release), read by any (acquire).
+    closed: AtomicBool,
+}
+
+impl Faults {
+    /// Of rank `rank` of the group with this name.
+    pub fn new(
+        (rank, name, role): (usize, String, Role),
+        control: Arc<dyn Control>,
+        host: Arc<dyn Host>,
+        peers: Vec<Peer>,
+    ) -> Faults {
+        let [any_dead, delegate_failed, closed] = [(); 3].map(|()| AtomicBool::new(false));
+        Faults { rank, name, role, control, host, peers, any_dead, first: OnceCell::new(), delegate_failed, closed }
+    }
+
+    pub fn role(&self) -> &Role {
+        &self.role
+    }
+
+    /// The group's first fault.
+    pub fn first(&self) -> Option<&Error> {
+        self.first.get()
+    }
+
+    /// Whether this is the first one; only that counts.
+    pub fn set(&self, fault: Error) -> bool {
+        self.first.set(fault).is_ok()
+    }
+
+    pub fn set_delegate_failed(&self) {
+        self.delegate_failed.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether the group failed, or a call of its delegate, which leaves no fault: its own engine may go on.
+    pub fn has_failed(&self) -> bool {
+        self.first.get().is_some() || self.delegate_failed.load(Ordering::Relaxed)
+    }
+
+    /// The group is destroyed. True where it was before.
+    pub fn close(&self) -> bool {
+        self.closed.swap(true, Ordering::AcqRel)
+    }
+
+    pub fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+
+    /// Fails where the group has failed or was destroyed. Takes no lock.
+    pub fn standing(&self) -> Result<()> {
+        if let Some(fault) = self.first.get() {
+            return Err(fault.clone());
+        }
+        if self.is_closed() {
+            return Err(Error::aborted(format!("sagellm: group '{}' was destroyed", self.name)));
+        }
+        Ok(())
+    }
+
     /// Called by the watch thread.
-    pub(super) fn peer_ended(&self, rank: usize) {
+    pub fn peer_ended(&self, rank: usize) {
         if let Some(peer) = self.peers.get(rank) {
             peer.dead.store(true, Ordering::Release);
             self.any_dead.store(true, Ordering::Release);
-            self.domain.announce_work();
         }
     }
 
-    pub(super) fn dead_ranks(&self) -> impl Iterator<Item = usize> + '_ {
+    pub fn any_dead(&self) -> bool {
+        self.any_dead.load(Ordering::Acquire)
+    }
+
+    pub fn dead_ranks(&self) -> impl Iterator<Item = usize> + '_ {
         (0..self.peers.len()).filter(|rank| self.peers[*rank].dead.load(Ordering::Acquire))
     }
 
-    pub(super) fn death_of(&self, rank: usize, during: &str) -> Error {
+    /// The first rank that died without leaving in order.
+    fn died(&self) -> Option<usize> {
+        self.dead_ranks().find(|rank| !self.control.left(*rank))
+    }
+
+    /// After a peer died without leaving in order every later operation fails, even one that does not need it.
+    pub fn death_before(&self, what: &str) -> Option<Error> {
+        let rank = self.dead_ranks().next().filter(|rank| !self.control.left(*rank))?;
+        Some(self.death_of(rank, &format!("calls {what}")))
+    }
+
+    pub fn death_of(&self, rank: usize, during: &str) -> Error {
         let peer = &self.peers[rank];
         let how =
             if self.control.left(rank) { LEFT } else { "ended (killed, crashed, or exited without leaving its group)" };
-        let head = format!("rank {rank} (pid {}, host {}) of group '{}' {how}", peer.pid, peer.host, self.config.name);
-        Error::rank_failed(rank, laid_out(&head, &[], GO_ON)).while_rank(self.config.rank, during)
+        let (rank, me) = (self.role.number(rank), self.role.number(self.rank));
+        let head = format!("rank {rank} (pid {}, host {}) of group '{}' {how}", peer.pid, peer.host, self.name);
+        Error::rank_failed(rank, laid_out(&head, &[], GO_ON)).while_rank(me, during)
     }
 
     /// What this rank was doing when a peer was found missing.
-    pub(super) fn within(&self, op: Option<&Arc<Op>>) -> String {
+    fn within(&self, op: Option<&Arc<Op>>) -> String {
         let Some(op) = op else { return "had nothing pending".to_string() };
         let called =
             self.host.call_site(op.request.note.site).map_or(String::new(), |site| format!(", called at {site}"));
         format!("is in {}{called}", op.what())
     }
 
-    /// Fails the group if a rank that died or left is still needed. Called with the lock held when nothing can advance.
-    pub(super) fn check_ended_peers(&self, engine: &mut dyn Engine, ended: &mut Ended) -> Option<Error> {
-        let others = || (0..self.peers.len()).filter(|rank| *rank != self.config.rank);
+    /// A fault if a rank that died or left is still needed. Called with the group's lock held when nothing can advance.
+    pub fn of_ended_peers(&self, engine: &mut dyn Engine, ended: &mut Ended) -> Option<Error> {
+        let others = || (0..self.peers.len()).filter(|rank| *rank != self.rank);
         // Blame ranks that died before ranks that left: a receive from any rank is missing the dead rank's message.
         let died = others().filter(|rank| !self.control.left(*rank));
         let left = others().filter(|rank| self.control.left(*rank));
@@ -71,21 +176,28 @@ impl Group {
         if self.peers.is_empty() {
             return self.control.watched();
         }
-        let others = (0..self.peers.len()).filter(|rank| *rank != self.config.rank);
+        let others = (0..self.peers.len()).filter(|rank| *rank != self.rank);
         others.map(|rank| (rank, self.is_gone(rank))).collect()
     }
-    /// The fault that a peer reported, as this rank's error; `engine` says which operation of this rank it ends.
-    pub(super) fn reported(&self, engine: Option<&dyn Engine>) -> Option<Error> {
-        let (rank, fault) = self.control.reported().or_else(|| self.watch.channel()?.told())?;
-        if let Some(own) = self.fault.get() {
+
+    /// The process of a rank on this host, in words.
+    pub fn process(&self, rank: usize) -> String {
+        self.peers.get(rank).map_or_else(String::new, |peer| format!("pid {}, host {}", peer.pid, peer.host))
+    }
+
+    /// The fault that a peer has told, to the engine or (`told`) elsewhere, as this rank's error; `engine` says which operation
+    /// of this rank it ends.
+    pub fn reported(&self, told: impl FnOnce() -> Option<Told>, engine: Option<&dyn Engine>) -> Option<Error> {
+        let (rank, fault) = self.control.reported().or_else(told)?;
+        if let Some(own) = self.first.get() {
             return Some(own.clone()); // another thread of this rank found it
         }
         // A death that this rank saw itself is more reliable than a peer's report.
-        if let Some(dead) = self.dead_ranks().find(|dead| !self.control.left(*dead)) {
+        if let Some(dead) = self.died() {
             let op = engine
                 .and_then(|engine| engine.needs(dead, &|rank| self.is_gone(rank)).or_else(|| engine.next_deadline()));
             return Some(self.death_of(dead, &self.within(op.as_ref())));
         }
-        Some(fault.as_told().reported_by(rank))
+        Some(fault.as_told().reported_by(self.role.number(rank)))
     }
 }

@@ -29,7 +29,7 @@ impl HostGroup for Group {
         self.control.reported()
     }
     fn process(&self, index: usize) -> String {
-        self.peers.get(index).map_or_else(String::new, |peer| format!("pid {}, host {}", peer.pid, peer.host))
+        self.faults.process(index)
     }
 }
 

@@ -6,7 +6,8 @@
 //! and on the peers: everything pending and later fails with it.
 //!
 //! `builder` makes a group, `handle` is an operation as its caller holds it, `check` refuses calls that do not fit
-//! together, `faults` names ranks that ended, `external` has the operations that no engine runs, `subject` is what the diagnosis
+//! together, `faults` says why the group is unusable and names ranks that ended, `counters` numbers the operations, `role` says
+//! whose group it is, `external` has the operations that no engine runs, `subject` is what the diagnosis
 //! of a hang (`crate::hang`) sees of the group, `extensions` adds to timeouts for a while, `barrier` is the monitored barrier, `explain` and `report` serve explanations
 //! and statistics, `devices` is the group as the engine of its devices sees it, `lanes` as the threads of a group over
 //! several hosts see it.
@@ -14,6 +15,7 @@
 mod barrier;
 mod builder;
 mod check;
+mod counters;
 mod devices;
 mod explain;
 mod extensions;
@@ -23,20 +25,21 @@ mod handle;
 mod lanes;
 mod launches;
 mod report;
+mod role;
 mod subject;
 
-use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 use std::time::Duration;
 
-use once_cell::sync::OnceCell;
-
+use self::counters::Counters;
 pub use self::explain::{StartRule, explain_without_group, start_rule, table_without_group};
-use self::extensions::{Extensions, Owner};
+use self::extensions::{Extensions, Owner, Timeouts};
 use self::external::Externals;
 pub use self::external::{Carrier, ExternalOp};
+use self::faults::Faults;
 pub use self::handle::Op;
+use self::launches::Launches;
 pub use self::report::NAMES;
 use crate::config::Config;
 use crate::engine::{Control, Ended, Engine, WakeAddress};
@@ -44,7 +47,6 @@ use crate::error::{Error, GO_ON, Result, contained, laid_out};
 use crate::hang;
 use crate::hang::Watch;
 use crate::hang::channel::Member;
-use crate::hang::difference::Launch;
 use crate::hang::responder::Responder;
 use crate::hang::waiting::Waiting;
 use crate::host::NoSignals;
@@ -59,32 +61,15 @@ use crate::progress::driver::Outcome;
 use crate::rendezvous::peers::Following;
 use crate::select::Policy;
 use crate::stats::Stats;
-use crate::types::{Kind, Request};
+use crate::types::Request;
 
 /// What the lock protects.
 struct Inner {
     engine: Box<dyn Engine>,
-    /// Number of the last collective.
-    number: u64,
-    /// Messages to and receives from each rank.
-    sent: Vec<u64>,
-    received: Vec<u64>,
+    counters: Counters,
     stats: Stats,
     external: Externals,
     extensions: Extensions,
-}
-
-struct Peer {
-    pid: i32,
-    host: String,
-    /// Set by the watch thread when the process has ended (release), read by drivers (acquire).
-    dead: AtomicBool,
-}
-
-impl Peer {
-    fn new(pid: i32, host: String) -> Peer {
-        Peer { pid, host, dead: AtomicBool::new(false) }
-    }
 }
 
 pub struct Group {
@@ -103,30 +88,14 @@ pub struct Group {
     /// How algorithms are chosen. Where ranks met, it is rank 0's.
     policy: Arc<Policy>,
     host: Arc<dyn Host>,
-    peers: Vec<Peer>,
-    /// Some peer is dead; while it is false, a pass need not look at each peer. The watch thread sets it (release)
-    /// after the peer's own flag, drivers read it (acquire).
-    any_dead: AtomicBool,
+    faults: Faults,
     inner: Mutex<Inner>,
     /// Operations that have not ended. Raised under `inner`, lowered after it; any thread reads it as a hint (relaxed).
     pending: AtomicUsize,
     /// Number of the last collective. Written under `inner`, read without it (relaxed: nothing else is read by it).
     last_number: AtomicU64,
-    /// Operations that were launched on devices, which have numbers of their own (`devices`). Written under `signed`, read
-    /// without it (relaxed: nothing else is read by it).
-    device_number: AtomicU64,
-    /// What the last of them signed, the newest last. Its lock is held while one takes its number, so that the numbers are
-    /// published in their order.
-    signed: Mutex<VecDeque<Launch>>,
-    timeout_ms: AtomicU64,
-    /// Timeouts are extended for a while. Written under `inner`, read without it as a hint (relaxed): an operation that is
-    /// issued while another thread extends them may go either way.
-    extends: AtomicBool,
-    fault: OnceCell<Error>,
-    /// A call of the delegate has failed, after which its group may be broken. Set by threads that learn of such an end,
-    /// read by any (relaxed: nothing else is read by it).
-    delegate_failed: AtomicBool,
-    closed: AtomicBool,
+    launches: Launches,
+    timeouts: Timeouts,
     /// Monitored barriers entered.
     monitored: AtomicU64,
     /// Asks the other ranks about operations that wait for long, and answers them.
@@ -199,23 +168,23 @@ impl Group {
 
     fn start(&self, request: Request, completion: Option<Box<dyn Completion>>) -> Result<Arc<CoreOp>> {
         self.usable(request.kind.name())?;
-        self.validate(&request)?;
-        let kernel = self.kernel(&request)?;
-        let mut timeout =
-            Duration::from_millis(request.timeout_ms.unwrap_or_else(|| self.timeout_ms.load(Ordering::Relaxed)));
+        let place = (self.config.rank, self.config.size);
+        check::validate(&request, place)?;
+        let kernel = check::kernel(&request, self.config.size)?;
+        let mut timeout = Duration::from_millis(request.timeout_ms.unwrap_or_else(|| self.timeouts.milliseconds()));
         let signature = op::signature(&request, self.config.size);
         let mut ended = Ended::new();
         let mut guard = self.lock();
-        self.standing()?; // a fault may have come while we waited for the lock
+        self.faults.standing()?; // a fault may have come while we waited for the lock
         let inner = &mut *guard;
-        let extends = self.extends.load(Ordering::Relaxed);
+        let extends = self.timeouts.extends();
         if extends {
-            timeout = self.extended(inner, timeout);
+            timeout = self.timeouts.extended(&mut inner.extensions, |id| inner.external.get(id).is_some(), timeout);
         }
-        let number = inner.number_for(request.kind, request.root);
+        let number = inner.counters.next(request.kind, request.root);
         let op = Arc::new(CoreOp::new(request, number, signature, timeout, completion));
         if extends {
-            inner.own_extension(Owner::Op(Arc::downgrade(&op)));
+            inner.extensions.own(Owner::Op(Arc::downgrade(&op)));
         }
         if !op.request.kind.is_p2p() {
             self.last_number.store(number, Ordering::Relaxed);
@@ -263,17 +232,6 @@ impl Group {
         self.domain.announce_ended();
     }
 
-    /// Fails where the group has failed or was destroyed. Takes no lock.
-    fn standing(&self) -> Result<()> {
-        if let Some(fault) = self.fault.get() {
-            return Err(fault.clone());
-        }
-        if self.closed.load(Ordering::Acquire) {
-            return Err(Error::aborted(format!("sagellm: group '{}' was destroyed", self.config.name)));
-        }
-        Ok(())
-    }
-
     /// Refuses what a forked child asks of its parent's group: the locks may be held by threads that it does not have.
     pub fn not_forked(&self) -> Result<()> {
         if watch::generation() != self.generation {
@@ -288,43 +246,60 @@ impl Group {
     /// Whether a new operation may start. Never under the lock, because a fault that it finds fails the group.
     fn usable(&self, what: &str) -> Result<()> {
         self.not_forked()?;
-        self.standing()?;
+        self.faults.standing()?;
         if self.control.is_poisoned() {
             // A peer found a fault in an operation that had ended well here.
             let fault = self.reported(None).unwrap_or_else(|| Error::aborted("sagellm: the group failed"));
             self.poison(fault.clone());
             return Err(fault);
         }
-        if self.any_dead.load(Ordering::Acquire) {
-            // After a peer died without leaving in order every later operation fails, even one that does not need it.
-            if let Some(rank) = self.dead_ranks().next()
-                && !self.control.left(rank)
-                && self.pending.load(Ordering::Relaxed) == 0
-            {
-                let fault = self.death_of(rank, &format!("calls {what}"));
-                self.poison(fault.clone());
-                return Err(fault);
-            }
+        if self.faults.any_dead()
+            && self.pending.load(Ordering::Relaxed) == 0
+            && let Some(fault) = self.faults.death_before(what)
+        {
+            self.poison(fault.clone());
+            return Err(fault);
         }
         Ok(())
     }
 
     pub fn sequence(&self) -> u64 {
-        self.last_number.load(Ordering::Relaxed) + self.device_number.load(Ordering::Relaxed)
+        self.last_number.load(Ordering::Relaxed) + self.launches.number()
     }
 
     pub fn set_timeout(&self, timeout: Duration) {
-        self.timeout_ms.store(timeout.as_millis() as u64, Ordering::Relaxed);
+        self.timeouts.set(timeout);
+    }
+
+    /// Adds to the timeouts of operations that are issued from now on, until the first of them has ended.
+    pub fn add_ephemeral_timeout(&self, more: Duration) {
+        self.timeouts.extend(&mut self.lock().extensions, more);
     }
 
     /// Why the group is unusable, if it is.
     pub fn fault(&self) -> Option<Error> {
-        self.fault.get().cloned()
+        self.faults.first().cloned()
+    }
+
+    /// The fault that a peer reported, as this rank's error; `engine` says which operation of this rank it ends.
+    fn reported(&self, engine: Option<&dyn Engine>) -> Option<Error> {
+        self.faults.reported(|| self.watch.channel()?.told(), engine)
+    }
+
+    /// Called by the watch thread.
+    fn peer_ended(&self, rank: usize) {
+        self.faults.peer_ended(rank);
+        self.domain.announce_work();
+    }
+
+    /// The other ranks on this host, whose end this rank detects, and whether each has died or left the group.
+    pub fn watched(&self) -> Vec<(usize, bool)> {
+        self.faults.watched()
     }
 
     /// Whether the group failed, or a call of its delegate, which leaves no fault: its own engine may go on.
     pub fn has_failed(&self) -> bool {
-        self.fault.get().is_some() || self.delegate_failed.load(Ordering::Relaxed)
+        self.faults.has_failed()
     }
 
     /// Fails everything pending here and on the peers. In a forked child it does nothing: the group is the parent's.
@@ -339,7 +314,7 @@ impl Group {
 
     /// Leaves in order: what was published stays readable for the peers, what is pending fails.
     pub fn shutdown(&self) {
-        if self.not_forked().is_err() || self.closed.swap(true, Ordering::AcqRel) {
+        if self.not_forked().is_err() || self.faults.close() {
             return;
         }
         let destroyed = Error::aborted(format!(
@@ -370,7 +345,7 @@ impl Group {
 
     /// The first fault wins; it is told to the peers and to everything pending.
     fn poison(&self, error: Error) {
-        let first = self.fault.set(error.clone()).is_ok();
+        let first = self.faults.set(error.clone());
         if first {
             let (name, rank) = (&self.config.name, self.config.rank);
             log::debug!("group '{name}' rank {rank} failed: {}", error.in_one_line());
@@ -380,7 +355,7 @@ impl Group {
             }
         }
         // Another thread may have been first: everything pending ends with its fault.
-        let fault = self.fault.get().unwrap_or(&error);
+        let fault = self.faults.first().unwrap_or(&error);
         self.fail_all(fault);
         if first {
             self.dump_records();
@@ -402,24 +377,6 @@ impl Inner {
         self.stats.ended(ended, at);
         Some(at)
     }
-
-    /// What numbers such an operation: collectives count in the group, messages per ordered pair; one that names no rank,
-    /// as a receive from anyone, has no number.
-    fn counter(&mut self, kind: Kind, root: u32) -> Option<&mut u64> {
-        match kind {
-            Kind::Send => self.sent.get_mut(root as usize),
-            Kind::Recv => self.received.get_mut(root as usize),
-            _ => Some(&mut self.number),
-        }
-    }
-
-    /// The next number of such an operation, or 0.
-    fn number_for(&mut self, kind: Kind, root: u32) -> u64 {
-        self.counter(kind, root).map_or(0, |counter| {
-            *counter += 1;
-            *counter
-        })
-    }
 }
 
 impl Group {
@@ -432,8 +389,8 @@ impl Group {
         if self.control.is_poisoned() {
             return self.reported(Some(engine)).map_or(Ok(true), Err);
         }
-        if self.any_dead.load(Ordering::Acquire) || self.control.has_leavers() {
-            self.check_ended_peers(engine, ended).map_or(Ok(()), Err)?;
+        if self.faults.any_dead() || self.control.has_leavers() {
+            self.faults.of_ended_peers(engine, ended).map_or(Ok(()), Err)?;
         }
         Ok(!ended.is_empty())
     }
@@ -441,7 +398,7 @@ impl Group {
     /// With the lock held: fails where a rank that ended is still needed. Returns the operation with the next deadline.
     fn look_at_peers(&self, engine: &mut dyn Engine, ended: &mut Ended) -> Result<Option<Arc<CoreOp>>> {
         if !self.control.is_poisoned() {
-            self.check_ended_peers(engine, ended).map_or(Ok(()), Err)?; // a reported fault is left to `drive`
+            self.faults.of_ended_peers(engine, ended).map_or(Ok(()), Err)?; // a reported fault is left to `drive`
         }
         Ok(engine.next_deadline())
     }
@@ -540,7 +497,7 @@ impl Driven for Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        if watch::generation() != self.generation || self.closed.load(Ordering::Acquire) {
+        if watch::generation() != self.generation || self.faults.is_closed() {
             return;
         }
         // Pending operations must not stay in the domain's count, and their owners must be told.

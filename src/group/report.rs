@@ -55,10 +55,12 @@ impl Group {
     pub(super) fn dump_records(&self) {
         let Some(folder) = config::dump_folder() else { return };
         let (rank, name) = (self.config.rank, &self.config.name);
-        // The groups inside a host of a larger group have none, because no program made them.
-        let Some(members) = self.watch.members() else { return };
+        if self.faults.role().is_inside() {
+            return; // no program has made it
+        }
+        let members = self.watch.members().map_or_else(|| (0..self.config.size as u32).collect(), <[u32]>::to_vec);
         let fault = self.fault().map(|error| error.text().to_string()).unwrap_or_default();
-        let text = export::dump(name, &fault, (rank, members), Moment::now(), self.records().iter(), NAMES);
+        let text = export::dump(name, &fault, (rank, &members), Moment::now(), self.records().iter(), NAMES);
         let safe: String = name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
         let whose = members.get(rank).copied().unwrap_or(rank as u32);
         let path = PathBuf::from(folder).join(format!("sagellm-{safe}-{whose}.json"));

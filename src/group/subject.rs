@@ -1,6 +1,5 @@
 //! The group as its watch sees it: the only place where the diagnosis of a hang meets the group.
 
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::Group;
@@ -56,10 +55,10 @@ impl Subject for Group {
         let named = |last: &Record| format!("{} number {}", last.kind, last.number);
         let last = history.collectives().find(|last| !on_device(last)).map(named);
         let launched_last = history.collectives().find(on_device).map(|last| format!("{} on a device", named(last)));
-        let issued = inner.number;
+        let issued = inner.counters.collectives();
         drop(inner);
-        let launched = self.device_number.load(Ordering::Relaxed);
-        Progress { issued, last, launched, launched_last, signed: self.own_launches().into(), idle }
+        let launched = self.launches.number();
+        Progress { issued, last, launched, launched_last, signed: self.launches.own().into(), idle }
     }
 
     fn ended_ago(&self, number: u64, on_device: bool) -> Option<u64> {
@@ -72,7 +71,7 @@ impl Subject for Group {
     }
 
     fn timeout(&self) -> Duration {
-        Duration::from_millis(self.timeout_ms.load(Ordering::Relaxed))
+        self.timeouts.usual()
     }
 
     fn fault(&self) -> Option<Error> {
@@ -80,7 +79,7 @@ impl Subject for Group {
     }
 
     fn has_ended(&self) -> bool {
-        self.standing().is_err()
+        self.faults.standing().is_err()
     }
 
     fn fail(&self, error: Error) {
@@ -107,7 +106,7 @@ impl Group {
         if late.is_empty() {
             let each = entered.iter().take(MOST).map(|(rank, _)| {
                 let process = self.watch.process_of(*rank);
-                let instead = self.called_instead(*rank, waiting.number);
+                let instead = self.launches.called_instead(*rank, waiting.number);
                 format!("rank {rank}{process} {}", instead.as_deref().unwrap_or("has issued it"))
             });
             return Blockers::Unknown(each.collect::<Vec<_>>().join("; "));

@@ -83,11 +83,10 @@ impl BatchRun<'_> {
         (request.in_blocks, request.out_blocks) = (call.in_blocks, call.out_blocks);
         inside.run(request).map_err(|error| match error.rank() {
             // This rank knows the process and what it was doing itself; what another one has told says both.
-            Some(rank) if error.reporter().is_none() => {
-                let failed = self.host_map.local_ranks().get(rank).copied().unwrap_or(rank);
-                self.transport.names().lost(failed, &self.header.during(), "")
+            Some(rank) if error.reporter().is_none() && self.host_map.local_ranks().contains(&rank) => {
+                self.transport.names().lost(rank, &self.header.during(), "")
             }
-            _ => error.renumbered(|place| self.host_map.local_ranks().get(place).copied()),
+            _ => error,
         })
     }
 
