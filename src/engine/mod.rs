@@ -1,10 +1,11 @@
 //! The engines that run the operations of a group: `shm` between the processes of one host, `multihost` for ranks on
 //! several hosts (over a link between them), `solo` for a group of one, `delegate` where another backend serves the
 //! group. A group uses them only as an [`Engine`] and its [`Control`]; `group/builder.rs` alone makes one. `device` has
-//! the libraries of accelerators, `local` areas and links for ranks that are threads (tests and tools).
+//! the libraries of accelerators, `local` areas and links for ranks that are threads (feature `testing`).
 
 pub mod delegate;
 pub mod device;
+#[cfg(feature = "testing")]
 pub mod local;
 pub mod multihost;
 pub mod order;

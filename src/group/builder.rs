@@ -1,10 +1,7 @@
-//! Builds a whole group from the decision of its ranks: the one place that knows the engines by name. It also builds
-//! groups whose ranks are threads of one process, for tests and tools.
+//! Builds a whole group from the decision of its ranks: the one place that knows the engines by name, but for `local`.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize};
 use std::sync::{Arc, Mutex, Weak};
-
-use std::time::Duration;
 
 use super::counters::Counters;
 use super::extensions::{Extensions, Timeouts};
@@ -15,45 +12,42 @@ use super::launches::Launches;
 use super::role::Role;
 use super::{Group, Inner};
 use crate::config;
-use crate::config::{Config, Settings};
+use crate::config::Config;
 use crate::engine::delegate::Delegate;
-use crate::engine::local;
 use crate::engine::multihost::host_map::HostMap;
 use crate::engine::multihost::link::Link;
 use crate::engine::multihost::{HostGroup, MultiHost, Opened};
 use crate::engine::shm::Shm;
-use crate::engine::shm::memory::area::Area;
 use crate::engine::solo::Solo;
 use crate::engine::{Engine, Report};
 use crate::error::{Error, Result};
-use crate::fusion::planner::LANES;
 use crate::hang;
 use crate::hang::channel::Member;
 use crate::hang::responder::Responder;
 use crate::hang::shm_channel::ShmChannel;
 use crate::hang::{Subject, Watch, Who};
-use crate::host::{Host, NoSignals, Store};
+use crate::host::{Host, Store};
+use crate::os::watch;
 use crate::os::watch::Alive;
-use crate::os::{topology, watch};
 use crate::progress::domain::{Domain, Driven, SpinPolicy};
 use crate::rendezvous::{Decision, Hosts, Rendezvous};
 use crate::select::Policy;
 use crate::stats::Stats;
 
 /// The parts of a group besides its engine.
-struct Parts {
-    config: Config,
+pub(super) struct Parts {
+    pub config: Config,
     /// As `Group::id`.
-    id: [u8; 16],
-    policy: Arc<Policy>,
+    pub id: [u8; 16],
+    pub policy: Arc<Policy>,
     /// The number of `Group::domain`.
-    domain: u64,
-    spin_policy: SpinPolicy,
-    peers: Vec<Peer>,
+    pub domain: u64,
+    pub spin_policy: SpinPolicy,
+    pub peers: Vec<Peer>,
     /// The other ranks of this host, with their processes, in a group over several hosts.
-    mates: Vec<(usize, i32)>,
-    role: Role,
-    host: Arc<dyn Host>,
+    pub mates: Vec<(usize, i32)>,
+    pub role: Role,
+    pub host: Arc<dyn Host>,
 }
 
 impl Group {
@@ -118,114 +112,10 @@ impl Group {
             ))),
         }
     }
-
-    /// `ranks` groups of one process, one for each rank that is a thread.
-    pub fn local(ranks: usize, timeout: Duration) -> Result<Vec<Arc<Group>>> {
-        Ok(Group::over(local::areas(ranks)?, timeout))
-    }
-
-    /// As `local`, over areas that the caller made and may inspect.
-    pub fn over(areas: Vec<Arc<Area>>, timeout: Duration) -> Vec<Arc<Group>> {
-        Group::over_with(areas, timeout, |_| Policy::default())
-    }
-
-    /// As `over`, with a policy for every rank; all must be equal, unless a test checks what happens otherwise.
-    pub fn over_with(areas: Vec<Arc<Area>>, timeout: Duration, policy: impl Fn(usize) -> Policy) -> Vec<Arc<Group>> {
-        let domains: Vec<u64> = (1..=areas.len() as u64).collect();
-        over_in(areas, &domains, (timeout, &Role::Program), policy)
-    }
-
-    /// Groups for ranks that are threads of one process and act as ranks on several hosts: `host_of` numbers hosts
-    /// without gaps.
-    pub fn local_hosts(
-        host_of: &[usize],
-        timeout: Duration,
-        settings: Settings,
-        links: Vec<Arc<dyn Link>>,
-    ) -> Result<Vec<Arc<Group>>> {
-        Group::local_hosts_with(host_of, timeout, settings, links, &Policy::default())
-    }
-
-    /// As `local_hosts`, with a policy.
-    pub fn local_hosts_with(
-        host_of: &[usize],
-        timeout: Duration,
-        settings: Settings,
-        links: Vec<Arc<dyn Link>>,
-        policy: &Policy,
-    ) -> Result<Vec<Arc<Group>>> {
-        let host_map = HostMap::new(host_of.to_vec(), 0);
-        let mut insides: Vec<Vec<Option<Arc<Group>>>> = vec![vec![None; LANES]; host_of.len()];
-        for ranks in host_map.hosts.iter().filter(|ranks| ranks.len() > 1) {
-            let domains: Vec<u64> = ranks.iter().map(|rank| *rank as u64 + 1).collect();
-            ranks.iter().for_each(|rank| insides[*rank].clear());
-            let role = Role::Inside(ranks.clone());
-            for _lane in 0..LANES {
-                let groups = over_in(local::areas(ranks.len())?, &domains, (timeout, &role), |_| policy.clone());
-                ranks.iter().zip(groups).for_each(|(rank, group)| insides[*rank].push(Some(group)));
-            }
-        }
-        // In parallel, because they measure the link with each other.
-        std::thread::scope(|scope| {
-            let ranks = insides.into_iter().zip(links).enumerate();
-            let building: Vec<_> = ranks
-                .map(|(rank, (insides, link))| {
-                    let host_map = HostMap::new(host_of.to_vec(), rank);
-                    let mut parts = local_parts((rank, host_of.len()), timeout, policy.clone(), rank as u64 + 1);
-                    parts.config.settings = settings;
-                    scope.spawn(move || over_hosts(parts, host_map, insides, "a simulation of hosts".to_string(), link))
-                })
-                .collect();
-            building.into_iter().map(|one| one.join().expect("building a group does not panic")).collect()
-        })
-    }
-}
-
-/// Groups over these areas, one per rank, each in the given domain: the groups of one rank share a domain, as in a
-/// process.
-fn over_in(
-    areas: Vec<Arc<Area>>,
-    domains: &[u64],
-    (timeout, role): (Duration, &Role),
-    policy: impl Fn(usize) -> Policy,
-) -> Vec<Arc<Group>> {
-    let (ranks, cores) = (areas.len(), topology::usable_cores());
-    let groups = areas.into_iter().enumerate().map(|(rank, area)| {
-        let parts = local_parts((rank, ranks), timeout, policy(rank), domains[rank]);
-        let peers = (0..ranks).map(|_| Peer::new(0, "this process".to_string())).collect();
-        let theirs = Arc::clone(&parts.policy);
-        let (role, spin_policy) = (role.clone(), SpinPolicy::for_ranks(ranks, cores));
-        let parts = Parts { spin_policy, peers, role, ..parts };
-        parts.group(|_| match ranks {
-            1 => Box::new(Solo::new(theirs)),
-            _ => Box::new(Shm::new(area, vec![std::process::id() as i32; ranks], cores, true, theirs)),
-        })
-    });
-    groups.collect()
-}
-
-fn local_parts((rank, size): (usize, usize), timeout: Duration, policy: Policy, domain: u64) -> Parts {
-    let config = Config {
-        rank,
-        size,
-        timeout,
-        name: "local".to_string(),
-        delegate_reason: None,
-        delegate: Config::LINK.to_string(),
-        algorithm: String::new(),
-        topology: String::new(),
-        policy: String::new(),
-        settings: Settings::default(),
-        soft_timeout: None,
-        addresses: String::new(),
-    };
-    let (policy, host) = (Arc::new(policy), Arc::new(NoSignals));
-    let (spin_policy, peers, mates) = (SpinPolicy::none(), Vec::new(), Vec::new());
-    Parts { config, id: [0; 16], policy, domain, spin_policy, peers, mates, role: Role::Program, host }
 }
 
 /// Opens the link and builds the group from it and the groups inside this host. If that fails, these leave.
-fn over_hosts(
+pub(super) fn over_hosts(
     parts: Parts,
     host_map: HostMap,
     insides: Vec<Option<Arc<Group>>>,
@@ -248,7 +138,7 @@ fn over_hosts(
 
 impl Parts {
     /// The group, with the engine that `engine` makes; the engine's threads call the given `Report`.
-    fn group(self, engine: impl FnOnce(Arc<dyn Report>) -> Box<dyn Engine>) -> Arc<Group> {
+    pub fn group(self, engine: impl FnOnce(Arc<dyn Report>) -> Box<dyn Engine>) -> Arc<Group> {
         let Parts { config, id, policy, domain: number, spin_policy, peers, mates, role, host } = self;
         let (ranks, domain) = (config.size, Domain::numbered(number));
         let group = Arc::new_cyclic(|this| {

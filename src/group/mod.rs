@@ -24,6 +24,8 @@ mod faults;
 mod handle;
 mod lanes;
 mod launches;
+#[cfg(feature = "testing")]
+mod local;
 mod report;
 mod role;
 mod subject;

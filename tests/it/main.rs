@@ -14,6 +14,7 @@ mod group_explain;
 mod group_extensions;
 mod group_external;
 mod group_panics;
+mod group_subject;
 mod layering;
 mod multihost;
 mod multihost_messages;

@@ -1,0 +1,128 @@
+//! Groups whose ranks are threads of one process: for tests and benchmarks alone (feature `testing`).
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::Group;
+use super::builder::{Parts, over_hosts};
+use super::faults::Peer;
+use super::role::Role;
+use crate::config::{Config, Settings};
+use crate::engine::local;
+use crate::engine::multihost::host_map::HostMap;
+use crate::engine::multihost::link::Link;
+use crate::engine::shm::Shm;
+use crate::engine::shm::memory::area::Area;
+use crate::engine::solo::Solo;
+use crate::error::Result;
+use crate::fusion::planner::LANES;
+use crate::host::NoSignals;
+use crate::os::topology;
+use crate::progress::domain::SpinPolicy;
+use crate::select::Policy;
+
+impl Group {
+    /// `ranks` groups of one process, one for each rank that is a thread.
+    pub fn local(ranks: usize, timeout: Duration) -> Result<Vec<Arc<Group>>> {
+        Ok(Group::over(local::areas(ranks)?, timeout))
+    }
+
+    /// As `local`, over areas that the caller made and may inspect.
+    pub fn over(areas: Vec<Arc<Area>>, timeout: Duration) -> Vec<Arc<Group>> {
+        Group::over_with(areas, timeout, |_| Policy::default())
+    }
+
+    /// As `over`, with a policy for every rank; all must be equal, unless a test checks what happens otherwise.
+    pub fn over_with(areas: Vec<Arc<Area>>, timeout: Duration, policy: impl Fn(usize) -> Policy) -> Vec<Arc<Group>> {
+        let domains: Vec<u64> = (1..=areas.len() as u64).collect();
+        over_in(areas, &domains, (timeout, &Role::Program), policy)
+    }
+
+    /// Groups for ranks that are threads of one process and act as ranks on several hosts: `host_of` numbers hosts
+    /// without gaps.
+    pub fn local_hosts(
+        host_of: &[usize],
+        timeout: Duration,
+        settings: Settings,
+        links: Vec<Arc<dyn Link>>,
+    ) -> Result<Vec<Arc<Group>>> {
+        Group::local_hosts_with(host_of, timeout, settings, links, &Policy::default())
+    }
+
+    /// As `local_hosts`, with a policy.
+    pub fn local_hosts_with(
+        host_of: &[usize],
+        timeout: Duration,
+        settings: Settings,
+        links: Vec<Arc<dyn Link>>,
+        policy: &Policy,
+    ) -> Result<Vec<Arc<Group>>> {
+        let host_map = HostMap::new(host_of.to_vec(), 0);
+        let mut insides: Vec<Vec<Option<Arc<Group>>>> = vec![vec![None; LANES]; host_of.len()];
+        for ranks in host_map.hosts.iter().filter(|ranks| ranks.len() > 1) {
+            let domains: Vec<u64> = ranks.iter().map(|rank| *rank as u64 + 1).collect();
+            ranks.iter().for_each(|rank| insides[*rank].clear());
+            let role = Role::Inside(ranks.clone());
+            for _lane in 0..LANES {
+                let groups = over_in(local::areas(ranks.len())?, &domains, (timeout, &role), |_| policy.clone());
+                ranks.iter().zip(groups).for_each(|(rank, group)| insides[*rank].push(Some(group)));
+            }
+        }
+        // In parallel, because they measure the link with each other.
+        std::thread::scope(|scope| {
+            let ranks = insides.into_iter().zip(links).enumerate();
+            let building: Vec<_> = ranks
+                .map(|(rank, (insides, link))| {
+                    let host_map = HostMap::new(host_of.to_vec(), rank);
+                    let mut parts = local_parts((rank, host_of.len()), timeout, policy.clone(), rank as u64 + 1);
+                    parts.config.settings = settings;
+                    scope.spawn(move || over_hosts(parts, host_map, insides, "a simulation of hosts".to_string(), link))
+                })
+                .collect();
+            building.into_iter().map(|one| one.join().expect("building a group does not panic")).collect()
+        })
+    }
+}
+
+/// Groups over these areas, one per rank, each in the given domain: the groups of one rank share a domain, as in a
+/// process.
+fn over_in(
+    areas: Vec<Arc<Area>>,
+    domains: &[u64],
+    (timeout, role): (Duration, &Role),
+    policy: impl Fn(usize) -> Policy,
+) -> Vec<Arc<Group>> {
+    let (ranks, cores) = (areas.len(), topology::usable_cores());
+    let groups = areas.into_iter().enumerate().map(|(rank, area)| {
+        let parts = local_parts((rank, ranks), timeout, policy(rank), domains[rank]);
+        let peers = (0..ranks).map(|_| Peer::new(0, "this process".to_string())).collect();
+        let theirs = Arc::clone(&parts.policy);
+        let (role, spin_policy) = (role.clone(), SpinPolicy::for_ranks(ranks, cores));
+        let parts = Parts { spin_policy, peers, role, ..parts };
+        parts.group(|_| match ranks {
+            1 => Box::new(Solo::new(theirs)),
+            _ => Box::new(Shm::new(area, vec![std::process::id() as i32; ranks], cores, true, theirs)),
+        })
+    });
+    groups.collect()
+}
+
+fn local_parts((rank, size): (usize, usize), timeout: Duration, policy: Policy, domain: u64) -> Parts {
+    let config = Config {
+        rank,
+        size,
+        timeout,
+        name: "local".to_string(),
+        delegate_reason: None,
+        delegate: Config::LINK.to_string(),
+        algorithm: String::new(),
+        topology: String::new(),
+        policy: String::new(),
+        settings: Settings::default(),
+        soft_timeout: None,
+        addresses: String::new(),
+    };
+    let (policy, host) = (Arc::new(policy), Arc::new(NoSignals));
+    let (spin_policy, peers, mates) = (SpinPolicy::none(), Vec::new(), Vec::new());
+    Parts { config, id: [0; 16], policy, domain, spin_policy, peers, mates, role: Role::Program, host }
+}
