@@ -6,11 +6,11 @@
 //! and on the peers: everything pending and later fails with it.
 //!
 //! `builder` makes a group, `handle` is an operation as its caller holds it, `check` refuses calls that do not fit
-//! together, `faults` says why the group is unusable and names ranks that ended, `counters` numbers the operations, `role` says
-//! whose group it is, `external` has the operations that no engine runs, `subject` is what the diagnosis
-//! of a hang (`crate::hang`) sees of the group, `extensions` adds to timeouts for a while, `barrier` is the monitored barrier, `explain` and `report` serve explanations
-//! and statistics, `devices` is the group as the engine of its devices sees it, `lanes` as the threads of a group over
-//! several hosts see it.
+//! together, `counters` numbers the operations, `faults` says why the group is unusable and names ranks that ended, `role`
+//! whose group it is, `external` has the operations that no engine runs, `launches` what was signed for those on devices,
+//! `extensions` the timeouts, `barrier` is the monitored barrier, `explain` and `report` serve explanations and statistics.
+//! Others see the group as a trait each: the diagnosis of a hang (`crate::hang`) in `subject`, the engine of its devices in
+//! `devices`, the threads of a group over several hosts in `lanes`. `local` makes groups of threads, for tests.
 
 mod barrier;
 mod builder;
