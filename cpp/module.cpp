@@ -4,7 +4,6 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <chrono>
 #include <limits>
 #include <string>
@@ -133,8 +132,10 @@ auto translated(Function function) {
   return torch::wrap_pybind_function(function);
 }
 
-Stats stats(const SageBackend& self, StatsPart part) {
-  return without_gil([&] { return self.stats(part); });
+// Asks the core without the GIL.
+template <class Question>
+auto ask(const SageBackend& self, const Question& question) {
+  return without_gil([&] { return checked([&] { return question(self.core()); }); });
 }
 
 // Python names a device by a text.
@@ -203,28 +204,35 @@ void bind_backend(py::module_& module) {
       .def_property_readonly("fault", [](const SageBackend& self) { return without_gil([&] { return self.fault(); }); })
       .def("_explain",
            translated([](const SageBackend& self, const std::string& kind, uint64_t bytes, const std::string& dtype) {
-             return to_dict(self.explain({-1, kind, bytes, dtype}));
+             return to_dict(checked([&] { return self.core().explain(kind, bytes, dtype); }));
            }),
            py::arg("kind"), py::arg("bytes"), py::arg("dtype"))
       .def("_explain_number", translated([](const SageBackend& self, uint64_t number) {
-             constexpr uint64_t kMost = std::numeric_limits<int64_t>::max();
-             return to_dict(self.explain({static_cast<int64_t>(std::min(number, kMost)), {}, 0, {}}));
+             return to_dict(checked([&] { return self.core().explain_number(number); }));
            }),
            py::arg("number"))
       .def("_device_library", &of_device<&SageBackend::device_library>, py::arg("device"))
       .def("_device_reason", &of_device<&SageBackend::device_reason>, py::arg("device"))
-      .def("_stats", [](const SageBackend& self) { return to_dict(stats(self, StatsPart::kCounts)); })
+      .def("_stats",
+           [](const SageBackend& self) {
+             return to_dict(ask(self, [](const RustGroup& core) { return core.stats(); }));
+           })
       .def(
           "_records",
-          [](const SageBackend& self, size_t last) { return to_list(stats(self, StatsPart::kRecords).records, last); },
+          [](const SageBackend& self, size_t last) {
+            return to_list(ask(self, [](const RustGroup& core) { return core.records(); }), last);
+          },
           py::arg("last") = std::numeric_limits<size_t>::max())
-      .def("_reset_stats", [](const SageBackend& self) { (void)stats(self, StatsPart::kReset); })
+      .def(
+          "_reset_stats", [](const SageBackend& self) { self.core().reset_stats(); },
+          py::call_guard<py::gil_scoped_release>())
       // As the classes of torch's own backends have it.
       .def("_set_default_timeout", &SageBackend::setTimeout, py::arg("timeout"),
            py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("_store", &SageBackend::store)
       .def("_has_failed", &SageBackend::has_failed, py::call_guard<py::gil_scoped_release>())
-      .def("_watched", &SageBackend::watched, py::arg("gone"), py::call_guard<py::gil_scoped_release>())
+      .def("_watched", &SageBackend::watched, py::call_guard<py::gil_scoped_release>())
+      .def("_gone", &SageBackend::gone, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly(
           "options",
           [](SageBackend& self) { return c10::static_intrusive_pointer_cast<Options>(self.getBackendOptions()); })

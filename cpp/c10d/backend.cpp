@@ -239,7 +239,7 @@ void SageBackend::shutdown() {
       if (!interrupted) interrupted = std::current_exception();
     }
   }
-  group_->leave(Leave::kInOrder, {});
+  group_->shutdown();
   // A signal handler that raised meanwhile made it return early.
   if (const auto raised = take_interrupt()) interrupted = raised;
   c10::intrusive_ptr<c10d::Backend> split;
@@ -277,7 +277,7 @@ void SageBackend::abort() {
 void SageBackend::abort_for(const std::string& reason) {
   if (::getpid() != process_) return;
   events_->call_abort_hooks();
-  group_->leave(Leave::kAtOnce, reason);
+  group_->abort(reason);
   for (const auto& each : opened_vendors()) each->abort();
   std::lock_guard<std::mutex> lock(delegate_mutex_);
   if (delegate_) delegate_->abort();
@@ -301,10 +301,14 @@ std::shared_ptr<VendorDevices> SageBackend::vendor_of(c10::DeviceType type) cons
   VendorFound made;
   try {
     auto& self = const_cast<SageBackend&>(*this);
-    const auto share = [&self](at::Tensor& bytes, int from, int to) { self.share(bytes, from, to); };
-    DeviceOwner owner{
-        *group_, getRank(), getSize(), events_, on_failure(options_->on_device_failure), options_->blocking_wait,
-        share};
+    DeviceOwner owner{*group_,
+                      getRank(),
+                      getSize(),
+                      events_,
+                      on_failure(options_->on_device_failure),
+                      options_->blocking_wait,
+                      [&self](at::Tensor& bytes) { self.broadcast_id(bytes); },
+                      [&self](at::Tensor& bytes, int from, int to) { self.pass_id(bytes, from, to); }};
     made.library = std::make_shared<VendorDevices>(std::move(owner), type, wanted.substr(0, colon), library,
                                                    options_->library_folders);
   } catch (const std::exception& error) {

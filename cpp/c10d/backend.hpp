@@ -117,23 +117,22 @@ class SageBackend final : public c10d::Backend {
   std::string describe() const { return options_->as_gloo ? description_ + ", asked for as gloo" : description_; }
   // The group's store, for keys beside those of the rendezvous.
   const c10::intrusive_ptr<c10d::Store>& store() const { return store_; }
-  // The other ranks whose end this rank detects, or (`gone`) those of them that have ended or left.
-  std::vector<uint32_t> watched(bool gone) const {
+  // The other ranks whose end this rank detects.
+  std::vector<uint32_t> watched() const {
     const GroupState state = group_->state();
-    const auto& ranks = gone ? state.gone : state.watched;
-    return {ranks.begin(), ranks.end()};
+    return {state.watched.begin(), state.watched.end()};
   }
-  Explanation explain(const OpDesc& asked) const {
-    return checked([&] { return group_->explain(asked); });
+  // Those of them that have ended or left.
+  std::vector<uint32_t> gone() const {
+    const GroupState state = group_->state();
+    return {state.gone.begin(), state.gone.end()};
   }
+  // The core's half, for explanations and statistics. Its errors are texts: call through `checked`.
+  const RustGroup& core() const { return *group_; }
   // Why tensors on devices of this kind travel through host memory.
   std::string device_reason(c10::DeviceType type) const;
   // The library that carries tensors on such devices, or empty.
   std::string device_library(c10::DeviceType type) const;
-  // The statistics of the group.
-  Stats stats(StatsPart part) const {
-    return checked([&] { return group_->stats(part); });
-  }
 
   // Programs that asked for gloo read its name here; `describe` says who serves the group.
   const std::string getBackendName() const override { return options_->as_gloo ? "gloo" : "sagellm"; }
@@ -316,8 +315,10 @@ class SageBackend final : public c10d::Backend {
   std::shared_ptr<VendorDevices> vendor_of(c10::DeviceType type) const;
   // Those that were found.
   std::vector<std::shared_ptr<VendorDevices>> opened_vendors() const;
-  // Hands bytes over the CPU side: from rank 0 to all (`from` is -1; all ranks call it), or from one rank to another.
-  void share(at::Tensor& bytes, int from, int to);
+  // Hands the bytes of a communicator's id over the CPU side: from rank 0 to all, which all call it.
+  void broadcast_id(at::Tensor& bytes);
+  // The same from one rank to another; both call it.
+  void pass_id(at::Tensor& bytes, int from, int to);
   c10::intrusive_ptr<c10d::Backend> delegate() const;
 
   void abort_for(const std::string& reason);

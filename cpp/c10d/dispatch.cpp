@@ -89,7 +89,7 @@ SageBackend::WorkPtr SageBackend::on_cpu(const CallDesc& call) {
 SageBackend::WorkPtr SageBackend::by_delegate(const CallDesc& call, bool host_staged) {
   const auto other = delegate();
   if (call.is_message()) check::message(call, own_engine(c10::kCPU));
-  const auto note = std::make_shared<rust::Box<RustExternalOp>>(group_->external_op(external_op(call, host_staged)));
+  const auto note = std::make_shared<rust::Box<RustExternalOp>>(group_->delegate_op(external_op(call, host_staged)));
   WorkPtr work;
   try {
     work = call.delegate(*other, call);
@@ -97,7 +97,7 @@ SageBackend::WorkPtr SageBackend::by_delegate(const CallDesc& call, bool host_st
     DelegatedWork::not_issued(note, other->getBackendName());
   }
   if (!work) {
-    (*note)->reached(ExternalStage::kUntimed, {});
+    (*note)->ended_unseen();
     return work;
   }
   return c10::make_intrusive<DelegatedWork>(getRank(), call.label.type, std::move(work), note, options_->timeout);

@@ -80,13 +80,16 @@ py::list explain_work(const c10::intrusive_ptr<c10d::Work>& work) {
   return found;
 }
 
-py::dict explain_without_group(Text kind, uint64_t bytes, Text dtype, size_t ranks, Text algorithm, Text topology) {
-  const OpDesc asked{-1, kind, bytes, dtype};
-  return to_dict(checked([&] { return Core::choices(ranks, algorithm, topology, {&asked, 1}); }).explained[0]);
+py::dict explain_without_group(Text kind, uint64_t bytes, Text dtype, size_t ranks, Text algorithm) {
+  return to_dict(checked([&] { return Core::explain_without_group(ranks, algorithm, kind, bytes, dtype); }));
 }
 
-py::dict choices(size_t ranks, Text algorithm) {
-  const ChoiceTable table = checked([&] { return Core::choices(ranks, algorithm, "", {}); });
+py::dict start_rule(Text kind, uint64_t bytes, size_t ranks, Text topology) {
+  return to_dict(checked([&] { return Core::start_rule(ranks, topology, kind, bytes); }));
+}
+
+py::dict table_without_group(size_t ranks, Text algorithm) {
+  const ChoiceTable table = checked([&] { return Core::table_without_group(ranks, algorithm); });
   return py::dict("note"_a = text(table.note), "rules"_a = list_of(table.rules, text),
                   "rows"_a = list_of(table.rows, of_row));
 }
@@ -95,7 +98,11 @@ py::str save_table(size_t ranks, Text made, Text lines) {
   return text(checked([&] { return Core::save_table(ranks, made, lines); }));
 }
 
-// By algorithm, seconds and segments at each size. `host` and `network` are alpha, overhead and beta.
+py::list algorithms_of(Text kind) {
+  return list_of(checked([&] { return Core::algorithms_of(kind); }), text);
+}
+
+// Seconds and segments at each size. `host` and `network` are alpha, overhead and beta.
 py::list predict(Text kind, Text algorithm, size_t ranks, const std::vector<double>& sizes,
                  const std::array<double, 3>& host, const std::array<double, 3>& network, double gamma,
                  size_t ranks_per_host) {
@@ -105,21 +112,14 @@ py::list predict(Text kind, Text algorithm, size_t ranks, const std::vector<doub
     const py::gil_scoped_release no_gil;
     found = checked([&] { return Core::predict(kind, algorithm, ranks, {sizes.data(), sizes.size()}, model); });
   }
-  return list_of(found, [](const Prediction& one) {
-    py::list prices;
-    for (size_t at = 0; at < one.seconds.size(); ++at) {
-      prices.append(py::make_tuple(one.seconds[at], one.segments[at]));
-    }
-    return py::make_tuple(text(one.algorithm), std::move(prices));
-  });
+  return list_of(found, [](const Prediction& one) { return py::make_tuple(one.seconds, one.segments); });
 }
 
 // The number of parts, and for each message whether the rank sends it, its peer, its parts, and what the receiver does
 // with them.
 py::tuple program(Text kind, Text algorithm, size_t ranks, size_t segments, size_t rank) {
-  size_t parts = 0;
-  const auto found = checked([&] { return Core::program(kind, algorithm, ranks, segments, rank, parts); });
-  return py::make_tuple(parts, list_of(found, [](const ProgramLine& one) {
+  const Program found = checked([&] { return Core::program(kind, algorithm, ranks, segments, rank); });
+  return py::make_tuple(found.parts, list_of(found.messages, [](const ProgramLine& one) {
                           const auto numbers = list_of(one.parts, [](size_t part) { return py::int_(part); });
                           return py::make_tuple(one.step, one.sends, one.peer, numbers, text(one.how));
                         }));
@@ -129,7 +129,7 @@ py::dict doctor() {
   rust::Vec<Fact> facts;
   {
     const py::gil_scoped_release no_gil;
-    facts = Core::facts(Facts::kMachine);
+    facts = Core::machine_facts();
   }
   py::dict found;
   for (const Fact& fact : facts) found[text(fact.name)] = text(fact.value);
@@ -170,19 +170,17 @@ py::list to_list(const rust::Vec<Record>& records, size_t last) {
 }
 
 void bind_observation(py::module_& module) {
-  const auto named = [](Facts of) {
-    return py::tuple(list_of(Core::facts(of), [](const Fact& fact) { return text(fact.name); }));
-  };
   const auto def = [&](const char* name, auto function, const auto&... arguments) {
     module.def(name, torch::wrap_pybind_function(function), arguments...);
   };
-  module.attr("KINDS") = named(Facts::kKinds);
-  module.attr("DTYPES") = named(Facts::kDtypes);
+  module.attr("KINDS") = py::tuple(list_of(Core::kind_names(), text));
+  module.attr("DTYPES") = py::tuple(list_of(Core::dtype_names(), text));
   def("explain_work", &explain_work, "work"_a);
-  def("explain_without_group", &explain_without_group, "kind"_a, "bytes"_a, "dtype"_a, "ranks"_a, "algorithm"_a = "",
-      "topology"_a = "");
-  def("table_without_group", &choices, "ranks"_a, "algorithm"_a = "");
+  def("explain_without_group", &explain_without_group, "kind"_a, "bytes"_a, "dtype"_a, "ranks"_a, "algorithm"_a = "");
+  def("start_rule", &start_rule, "kind"_a, "bytes"_a, "ranks"_a, "topology"_a);
+  def("table_without_group", &table_without_group, "ranks"_a, "algorithm"_a = "");
   def("save_table", &save_table, "ranks"_a, "made"_a, "lines"_a);
+  def("algorithms_of", &algorithms_of, "kind"_a);
   def("predict", &predict, "kind"_a, "algorithm"_a, "ranks"_a, "sizes"_a, "host"_a, "network"_a, "gamma"_a,
       "ranks_per_host"_a);
   def("program", &program, "kind"_a, "algorithm"_a, "ranks"_a, "segments"_a, "rank"_a);

@@ -161,9 +161,8 @@ SageBackend::WorkPtr SageBackend::allreduce_coo(const CallDesc& call) {
   // The statistics count the caller's call once, and none of its parts.
   plan.uncounted();
   ExternalOp told = external_op(call, false);
-  told.composed = true;
   told.read = told.written = job->indices.nbytes() + job->values.nbytes();
-  const auto note = std::make_shared<rust::Box<RustExternalOp>>(group_->external_op(told));
+  const auto note = std::make_shared<rust::Box<RustExternalOp>>(group_->composed_op(told));
   auto trace = Trace::start("sagellm:sparse_all_reduce", tensor);
   job->exchange = issue_part(plan, OpType::_ALLREDUCE_SPARSE, {header, job->headers});
   // Issued in the same order everywhere, as all collectives of a group are, so the tags of all ranks agree.
@@ -176,8 +175,11 @@ SageBackend::WorkPtr SageBackend::allreduce_coo(const CallDesc& call) {
                                             std::move(trace), known);
   return in_background(std::move(work), call.async, [job, note] {
     const std::exception_ptr failure = failure_of([&] { job->run(); });
-    (*note)->reached(failure ? ExternalStage::kFailed : ExternalStage::kDone, {});
-    if (failure) std::rethrow_exception(failure);
+    if (failure) {
+      (void)(*note)->failed({});
+      std::rethrow_exception(failure);
+    }
+    (*note)->ended();
   });
 }
 

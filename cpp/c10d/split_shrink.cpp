@@ -24,6 +24,9 @@ namespace {
 
 // c10d's only flag of a shrink.
 constexpr int kShrinkAbort = 1;
+// The calls that carry ids of communicators, in messages and traces.
+constexpr const char* kIdOp = "communicator";
+constexpr const char* kIdTitle = "sagellm:communicator";
 
 std::vector<uint32_t> unsigned_ranks(const std::vector<int>& ranks) {
   return {ranks.begin(), ranks.end()};
@@ -41,21 +44,21 @@ void SageBackend::run_own(const CallDesc& call, CallDesc::Delegate delegate) {
   run(plans[0], call.label, call.traced());
 }
 
-void SageBackend::share(at::Tensor& bytes, int from, int to) {
-  using c10d::OpType;
-  constexpr const char* kOp = "communicator";
-  constexpr const char* kTitle = "sagellm:communicator";
+void SageBackend::broadcast_id(at::Tensor& bytes) {
   Tensors tensors{bytes};
-  if (from < 0) {
-    const c10d::BroadcastOptions opts;
-    CallDesc call(kOp, Kind::kBroadcast, {kTitle, OpType::BROADCAST}, opts);
-    call.outputs = {tensors, getRank() == 0 ? Role::kRead : Role::kWrite};
-    return run_own(call, [&](c10d::Backend& other, const CallDesc&) { return other.broadcast(tensors, opts); });
-  }
+  const c10d::BroadcastOptions opts;
+  CallDesc call(kIdOp, Kind::kBroadcast, {kIdTitle, c10d::OpType::BROADCAST}, opts);
+  call.outputs = {tensors, getRank() == 0 ? Role::kRead : Role::kWrite};
+  run_own(call, [&](c10d::Backend& other, const CallDesc&) { return other.broadcast(tensors, opts); });
+}
+
+void SageBackend::pass_id(at::Tensor& bytes, int from, int to) {
+  using c10d::OpType;
+  Tensors tensors{bytes};
   // No user's message has this tag: c10d's are not negative, and ours are compared as unsigned.
   constexpr int kTag = std::numeric_limits<int>::max();
   const bool gives = getRank() == from;
-  CallDesc call(kOp, gives ? Kind::kSend : Kind::kRecv, {kTitle, gives ? OpType::SEND : OpType::RECV},
+  CallDesc call(kIdOp, gives ? Kind::kSend : Kind::kRecv, {kIdTitle, gives ? OpType::SEND : OpType::RECV},
                 gives ? to : from, kTag);
   call.outputs = {tensors, gives ? Role::kRead : Role::kWrite};
   run_own(call, [&](c10d::Backend& other, const CallDesc&) {

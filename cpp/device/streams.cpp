@@ -65,15 +65,14 @@ size_t Passage::enter() {
   drain(stream_);
   own_raw_ = checked([&] {
     const auto event = reinterpret_cast<size_t>(here.eventId());
-    return owner_.core_->raw_stream(RawStep::kBehind, device().index(), event, stream_key_, {told.data(), told.size()});
+    return owner_.core_->stream_behind(device().index(), stream_key_, event, {told.data(), told.size()});
   });
   return own_raw_;
 }
 
 void Passage::leave() {
   if (own_raw_ == 0) return;
-  const size_t event =
-      checked([&] { return owner_.core_->raw_stream(RawStep::kMark, device().index(), own_raw_, 0, {}); });
+  const size_t event = checked([&] { return owner_.core_->record_event(device().index(), own_raw_); });
   guard_of(device()).block(reinterpret_cast<void*>(event), stream_);
   const std::lock_guard<std::mutex> lock(owner_.mutex_);
   owner_.told_.push_back({stream_, event});

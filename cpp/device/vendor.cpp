@@ -36,11 +36,23 @@ class VendorDevices::Exchange final : public IdExchange {
  public:
   explicit Exchange(const DeviceOwner& owner) : owner_(owner) {}
 
-  void share(rust::Slice<uint8_t> id, int32_t from, int32_t to) const override {
+  void broadcast(rust::Slice<uint8_t> id) const override {
+    share(id, [&](at::Tensor& bytes) { owner_.broadcast(bytes); });
+  }
+  void pass(rust::Slice<uint8_t> id, int32_t from, int32_t to) const override {
+    share(id, [&](at::Tensor& bytes) { owner_.pass(bytes, from, to); });
+  }
+
+  // The exception of these, which the core only knows as text.
+  const std::exception_ptr& raised() const { return raised_; }
+
+ private:
+  template <class Function>
+  void share(rust::Slice<uint8_t> id, const Function& hand_over) const {
     try {
       at::Tensor bytes = at::empty({static_cast<int64_t>(id.size())}, at::kByte);
       std::memcpy(bytes.data_ptr(), id.data(), id.size());
-      owner_.share(bytes, from, to);
+      hand_over(bytes);
       std::memcpy(id.data(), bytes.data_ptr(), id.size());
     } catch (const std::exception&) {
       raised_ = std::current_exception();
@@ -48,10 +60,6 @@ class VendorDevices::Exchange final : public IdExchange {
     }
   }
 
-  // The exception of `share`, which the core only knows as text.
-  const std::exception_ptr& raised() const { return raised_; }
-
- private:
   const DeviceOwner& owner_;
   mutable std::exception_ptr raised_;
 };
@@ -73,18 +81,19 @@ auto VendorDevices::exchanging(Function function) {
 
 void VendorDevices::connect(c10::Device device) {
   const c10::DeviceGuard guard(device);
-  const DeviceTerms terms{device.index(), false, false, true};
-  exchanging([&](const IdExchange& exchange) { return devices_->begin({}, terms, exchange); });
+  exchanging([&](const IdExchange& exchange) { devices_->connect(device.index(), exchange); });
 }
 
 bool VendorDevices::can_split(c10::Device device, const std::vector<uint32_t>& ranks) {
-  return checked([&] { return devices_->split(true, *devices_, false, device.index(), slice(ranks)); });
+  return checked([&] { return devices_->can_split(device.index(), slice(ranks)); });
 }
 
 void VendorDevices::split(c10::Device device, const std::vector<uint32_t>& ranks, VendorDevices* child) {
   const c10::DeviceGuard guard(device);
-  VendorDevices& made = child ? *child : *this;
-  checked([&] { return devices_->split(false, *made.devices_, child != nullptr, device.index(), slice(ranks)); });
+  checked([&] {
+    child ? devices_->split(*child->devices_, device.index(), slice(ranks))
+          : devices_->split_without_child(device.index(), slice(ranks));
+  });
 }
 
 void VendorDevices::shrink_from(const RustRetired& old, c10::Device device, const std::vector<uint32_t>& excluded) {
@@ -113,7 +122,7 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::behind_all(bool by_itself) {
   for (auto other = std::next(last.begin()); other != last.end(); ++other) made.earlier.push_back(other->second);
   made.blocks_host = true;
   made.failure = failure_;
-  DeviceBegun begun = begin({}, {}, stream.device(), false, false);
+  DeviceBegun begun = checked([&] { return devices_->begin_barrier(stream.device_index()); });
   made.known.timeout = std::chrono::milliseconds(begun.timeout_ms);
   made.call = std::make_shared<DeviceCall>(std::move(begun.call));
   auto work = DeviceWork::make(owner_.rank, c10d::OpType::BARRIER, Tensors(), owner_.events, nullptr, std::move(made));
@@ -123,7 +132,7 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::behind_all(bool by_itself) {
 
 DeviceBegun VendorDevices::begin(c10::ArrayRef<Plan> calls, const Tensors& keep, c10::Device device, bool region,
                                  bool capturing) {
-  const DeviceTerms terms{device.index(), region, capturing, false};
+  const DeviceTerms terms{device.index(), region, capturing};
   const bool dense = std::all_of(keep.begin(), keep.end(), is_dense);
   std::vector<DeviceRequest> requests;
   for (const Plan& call : calls) requests.push_back(request(call, dense));
@@ -262,9 +271,7 @@ bool VendorDevices::is_capturing(const c10::Stream& stream) const {
   } catch (const c10::Error&) {
     return false;  // there is no raw stream to query
   }
-  return checked([&] {
-    return devices_->raw_stream(RawStep::kCapturing, stream.device_index(), reinterpret_cast<size_t>(raw), 0, {}) != 0;
-  });
+  return checked([&] { return devices_->is_capturing(stream.device_index(), reinterpret_cast<size_t>(raw)); });
 }
 
 bool VendorDevices::drain(std::chrono::milliseconds timeout) {
@@ -291,7 +298,7 @@ void VendorDevices::forget_captured() {
 void VendorDevices::abort() {
   forget_captured();
   failure_->deliberate(fault());
-  devices_->leave(Leave::kAtOnce, 0, false);
+  devices_->abort();
 }
 
 void VendorDevices::close(std::chrono::milliseconds timeout) {
@@ -309,7 +316,7 @@ void VendorDevices::close(std::chrono::milliseconds timeout) {
   forget_captured();
   const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(until - std::chrono::steady_clock::now());
   const int64_t patience = timeout.count() > 0 ? std::max<int64_t>(left.count(), 1) : 0;
-  if (devices_->leave(Leave::kInOrder, static_cast<uint64_t>(patience), drained)) return;
+  if (devices_->close(static_cast<uint64_t>(patience), drained)) return;
   if (const auto raised = take_interrupt()) std::rethrow_exception(raised);
 }
 

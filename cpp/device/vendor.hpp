@@ -38,9 +38,10 @@ struct DeviceOwner {
   OnFailure on_failure;
   // `wait()` returns when its call has ended, and a synchronous call, too.
   bool blocking_wait;
-  // Hands bytes over the CPU side: from rank 0 to all (`from` is -1), or from one rank to another. Called only during a
-  // call of the group.
-  std::function<void(at::Tensor& bytes, int from, int to)> share;
+  // Hands bytes over the CPU side: from rank 0 to all; from one rank to another. Called only during a call of the
+  // group.
+  std::function<void(at::Tensor& bytes)> broadcast;
+  std::function<void(at::Tensor& bytes, int from, int to)> pass;
 };
 
 class VendorDevices final {

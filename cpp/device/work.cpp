@@ -23,17 +23,18 @@ void DeviceCall::failed_here(const std::string& why) const {
 }
 
 DeviceCall::State DeviceCall::poll(const std::function<bool()>& has_passed) const {
-  const uint32_t mode = checked([&] { return core_->before_poll(); });
+  const uint32_t capture_mode = checked([&] { return core_->before_poll(); });
   bool passed = false;
   try {
     passed = has_passed();
   } catch (const std::exception&) {
-    const DevicePolled polled = core_->poll(DeviceSays::kRunning, mode);
-    if (polled.error.empty()) throw;
-    return {false, std::string(polled.error)};
+    std::string error(core_->poll_running(capture_mode));
+    if (error.empty()) throw;
+    return {false, std::move(error)};
   }
-  const DevicePolled polled = core_->poll(passed ? DeviceSays::kPassed : DeviceSays::kRunning, mode);
-  return {passed && !polled.undecided, std::string(polled.error)};
+  if (!passed) return {false, std::string(core_->poll_running(capture_mode))};
+  const DevicePassed found = core_->poll_passed(capture_mode);
+  return {!found.undecided, std::string(found.error)};
 }
 
 std::vector<Explanation> DeviceCall::explain() const {

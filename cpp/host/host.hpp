@@ -34,29 +34,33 @@ class Store {
 class IdExchange {
  public:
   virtual ~IdExchange() = default;
-  // Hands an id from rank `from` to rank `to`, or from rank 0 to all where both are negative.
-  virtual void share(rust::Slice<uint8_t> id, int32_t from, int32_t to) const = 0;
+  // Hands an id from rank 0 to all.
+  virtual void broadcast(rust::Slice<uint8_t> id) const = 0;
+  // Hands an id from one rank to another; both call it.
+  virtual void pass(rust::Slice<uint8_t> id, int32_t from, int32_t to) const = 0;
 };
 
-// In the bridge.
-enum class Moment : uint8_t;
-
-// The callbacks of one operation.
+// The callbacks of one operation, in this order. They may not throw, because no caller catches.
 class Completion {
  public:
   virtual ~Completion() = default;
-  // May not throw, because no caller catches. `error` is that of the end: empty, or with its code letter. The end runs
-  // no Python and does not block.
-  virtual void reached(Moment moment, rust::Str error) const = 0;
+  // The inputs are about to be read: strided ones are copied into their contiguous pieces.
+  virtual void prepare() const = 0;
+  // The outputs were written: contiguous results are copied into strided tensors.
+  virtual void store_back() const = 0;
+  // `error` is empty, or has its code letter. Runs no Python and does not block.
+  virtual void ended(rust::Str error) const = 0;
 };
 
 // True when a Python signal handler raised. The exception is kept for the thread that asked; see `take_interrupt`.
 bool check_interrupt() noexcept;
 
-// Where a thread of Python's is, or the place of a call (`call_site`): "FILE:LINE in FUNCTION", of the innermost frame
-// outside torch, this package and Python's library. `thread` is its pthread_self, 0 for the main thread; without a
-// `site` this waits for the GIL. Empty where there is none, and where the interpreter ends.
-rust::String python_place(uint64_t thread, uint32_t site) noexcept;
+// Where a thread of Python's is: "FILE:LINE in FUNCTION", of the innermost frame outside torch, this package and
+// Python's library. `thread` is its pthread_self, 0 for the main thread. Waits for the GIL. Empty where there is none,
+// and where the interpreter ends.
+rust::String place_of_thread(uint64_t thread) noexcept;
+// The same of a call, by its `call_site`. Waits for nothing.
+rust::String place_of_call(uint32_t site) noexcept;
 
 // Takes one line for Python's logging, under the name `sagellm`. Never runs Python here: the line is queued, and the
 // main thread writes it between two of its bytecodes, or at its next look for signals while it waits in the core.

@@ -48,8 +48,7 @@ class NeverUnwound {
   bool done_ = false;
 };
 
-// Where a thread of Python's is, as text.
-std::string place_of_thread(uint64_t thread) {
+std::string read_place(uint64_t thread) {
   NeverUnwound outside;
   std::string text;
   {
@@ -88,9 +87,16 @@ uint32_t call_site() {
   return number;
 }
 
-rust::String python_place(uint64_t thread, uint32_t site) noexcept {
+rust::String place_of_thread(uint64_t thread) noexcept {
   try {
-    if (site == 0) return rust::String::lossy(python_alive() ? place_of_thread(thread) : std::string());
+    return rust::String::lossy(python_alive() ? read_place(thread) : std::string());
+  } catch (const std::exception&) {
+    return {};  // a place that cannot be read is not known
+  }
+}
+
+rust::String place_of_call(uint32_t site) noexcept {
+  try {
     SeenPlaces& all = places();
     const std::lock_guard<std::mutex> lock(all.mutex);
     const auto found = all.texts.find(site);

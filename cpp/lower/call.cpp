@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "host/errors.hpp"
+#include "host/slices.hpp"
 #include "lower/checks.hpp"
 #include "lower/several.hpp"
 #include "sagellm/src/ffi/bridge.rs.h"
@@ -105,8 +106,8 @@ void add_combined_list(Plans& plans, const CallDesc& call, const Carrier& carrie
     bytes.push_back(tensor.nbytes());
   }
   const rust::Vec<uint32_t> operations = checked([&] {
-    return RustGroup::list_operations(call.kind, carrier.vendor, {elements.data(), elements.size()},
-                                      {bytes.data(), bytes.size()});
+    const auto of = carrier.vendor ? &RustDevices::list_operations : &RustGroup::list_operations;
+    return of(call.kind, slice(elements), slice(bytes));
   });
   // gloo combines copies of the tensors and stores them in the order of the list, so a tensor may be in it twice.
   const std::vector<bool> twice =

@@ -13,7 +13,7 @@ namespace {
 std::exception_ptr told(const DelegatedWork::Note& note, const std::exception_ptr& failure) {
   // Behind the letter of its class.
   const std::string words = coded_text(failure).substr(1);
-  const rust::String more = (*note)->reached(ExternalStage::kFailed, rust::String::lossy(words));
+  const rust::String more = (*note)->failed(rust::String::lossy(words));
   return more.empty() ? failure : to_exception(std::string(more));
 }
 
@@ -36,10 +36,10 @@ bool is_refusal(const std::exception_ptr& failure, const std::string& delegate) 
 // While it exists, this thread is known to wait.
 class Waiting {
  public:
-  explicit Waiting(const DelegatedWork::Note& note) : note_(note) { (*note_)->reached(ExternalStage::kAwaited, {}); }
+  explicit Waiting(const DelegatedWork::Note& note) : note_(note) { (*note_)->wait_begins(); }
   Waiting(const Waiting&) = delete;
   Waiting& operator=(const Waiting&) = delete;
-  ~Waiting() { (*note_)->reached(ExternalStage::kLeft, {}); }
+  ~Waiting() { (*note_)->wait_ends(); }
 
  private:
   const DelegatedWork::Note& note_;
@@ -62,7 +62,7 @@ DelegatedWork::DelegatedWork(int rank, c10d::OpType type, WorkPtr work, Note not
     if (ended.hasError()) {
       told(note, ended.exception_ptr());
     } else {
-      (*note)->reached(ExternalStage::kDone, {});
+      (*note)->ended();
       done->store(true, std::memory_order_release);
     }
   });
@@ -70,13 +70,13 @@ DelegatedWork::DelegatedWork(int rank, c10d::OpType type, WorkPtr work, Note not
 
 DelegatedWork::~DelegatedWork() {
   // Dropped before a thread waited for it. A holder of the future still learns of the end.
-  if (!inner_) (*note_)->reached(ExternalStage::kUntimed, {});
+  if (!inner_) (*note_)->ended_unseen();
 }
 
 void DelegatedWork::not_issued(const Note& note, const std::string& delegate) {
   const std::exception_ptr failure = std::current_exception();
   if (!is_refusal(failure, delegate)) std::rethrow_exception(told(note, failure));
-  (*note)->reached(ExternalStage::kRefused, {});
+  (*note)->refused();
   std::rethrow_exception(failure);
 }
 
@@ -96,7 +96,7 @@ bool DelegatedWork::wait(std::chrono::milliseconds timeout) {
   try {
     const bool well = work_->wait(!inner_ && timeout == kNoTimeout && timeout_.count() > 0 ? timeout_ : timeout);
     // It may have ended long before this wait.
-    if (!inner_) (*note_)->reached(ExternalStage::kUntimed, {});
+    if (!inner_) (*note_)->ended_unseen();
     return well;
   } catch (const std::exception&) {
     const std::exception_ptr failure = std::current_exception();

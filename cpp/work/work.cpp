@@ -289,10 +289,6 @@ Pending::Pending(c10::intrusive_ptr<SageWork> work, std::vector<at::Tensor> keep
       prepare_(std::move(plan.prepare)),
       copies_on_(plan.copies_on) {}
 
-void Pending::reached(Moment moment, rust::Str error) const {
-  moment == Moment::kEnded ? ended(error) : copy(moment == Moment::kHasResults);
-}
-
 void Pending::copy(bool back) const {
   try {
     const c10::OptionalStreamGuard on(copies_on_);

@@ -196,14 +196,15 @@ class Pending final : public Completion {
   // `work` is null for a synchronous call: its caller waits in the core and needs no notification.
   Pending(c10::intrusive_ptr<SageWork> work, std::vector<at::Tensor> keep, Plan& plan);
 
-  void reached(Moment moment, rust::Str error) const override;
+  void prepare() const override { copy(false); }
+  void store_back() const override { copy(true); }
+  void ended(rust::Str error) const override;
 
   // Why a copy failed, with its code letter, or empty. Read after the operation has ended.
   const std::string& copy_error() const { return copy_error_; }
 
  private:
   void copy(bool back) const;
-  void ended(rust::Str error) const;
 
   // The core promises the order of the moments, each at most once: no lock is needed.
   mutable c10::intrusive_ptr<SageWork> work_;

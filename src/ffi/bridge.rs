@@ -5,8 +5,11 @@
 //! runs an operation, `RustGroup::issue` starts one and `RustOp` answers for it. `RustDevices` makes a `RustCall` of each
 //! call on a device.
 //! Rust -> C++: `Store` (c10d's key-value store), `Completion` (what the shim wants to do when an operation starts and
-//! ends), `IdExchange` (ids of a vendor's communicators),
-//! `check_interrupt` (Python's pending signals), `python_place` (where the program is), `log_line` (Python's logging).
+//! ends), `IdExchange` (ids of a vendor's communicators), `check_interrupt` (Python's pending signals),
+//! `place_of_thread` and `place_of_call` (where the program is), `log_line` (Python's logging).
+//!
+//! A function has one meaning: no parameter selects what it does. `tests/it/layering.rs` lists each parameter that is a
+//! bool or an enum, with the reason why it is data.
 //!
 //! Errors cross as text whose first letter is their `ErrorKind`; `cpp/host/errors.cpp` alone reads and writes it on that
 //! side. This file declares; `convert` translates between these types and the core's, `handles` has the objects, `calls`,
@@ -128,8 +131,7 @@ pub mod ffi {
         tag: u32,
         /// Negative: the group's timeout.
         timeout_ms: i64,
-        /// `Completion::reached` copies: with `kBegins` before the inputs are read, with `kHasResults` before the end
-        /// is told.
+        /// `Completion::prepare` and `store_back` copy.
         staged: bool,
         /// `types::CallNote`.
         counts: bool,
@@ -151,10 +153,9 @@ pub mod ffi {
         also_touched: &'a [Strided],
     }
 
-    /// An operation that the core only counts: a delegate's, or one that the shim makes of several.
+    /// An operation that the core only counts.
     struct ExternalOp {
         kind: Kind,
-        composed: bool,
         root: u32,
         tag: u32,
         read: u64,
@@ -165,20 +166,6 @@ pub mod ffi {
         host_staged: bool,
         /// Negative: the group's timeout.
         timeout_ms: i64,
-    }
-
-    /// What becomes of an operation that the core only counts.
-    enum ExternalStage {
-        /// A thread of the program begins to wait for it, this one; it ends to wait.
-        kAwaited,
-        kLeft,
-        /// It has ended well, or nobody will see its end: it was issued.
-        kUntimed,
-        /// It has just ended well.
-        kDone,
-        kFailed,
-        /// Its carrier refused it, and sent nothing.
-        kRefused,
     }
 
     // ----------------------------------------------------------------------------------------------------- devices
@@ -203,36 +190,18 @@ pub mod ffi {
         can_shrink: bool,
     }
 
-    enum RawStep {
-        /// Whether what is put on the stream is being captured.
-        kCapturing,
-        /// The engine's own stream for a stream key, after it was made to wait for the event; `told` are events of
-        /// `kMark` for which no stream waits any more.
-        kBehind,
-        /// An event after all work that is on the stream now.
-        kMark,
-    }
-
     /// `engine::device::Terms`: how the calls of one launch are made.
     struct DeviceTerms {
         device: i8,
         region: bool,
         capturing: bool,
-        /// Without calls: makes the communicator of all ranks.
-        connects: bool,
     }
 
-    /// What the shim found when it asked the device about a call.
-    enum DeviceSays {
-        kRunning,
-        kPassed,
-    }
-
-    struct DevicePolled {
-        /// The error, with its code letter, by which the calls failed or will never end; empty while they run and when
-        /// they ended well.
+    /// Of calls that the device has passed.
+    struct DevicePassed {
+        /// The error, with its code letter, by which they failed; empty where they ended well, and while that is open.
         error: String,
-        /// It is not known yet whether they end well, even where the device has passed them.
+        /// It is not known yet whether they ended well.
         undecided: bool,
     }
 
@@ -357,12 +326,6 @@ pub mod ffi {
         gone: Vec<u32>,
     }
 
-    /// How a group ends for this rank.
-    enum Leave {
-        kInOrder,
-        kAtOnce,
-    }
-
     /// The state of an operation.
     struct OpFacts {
         /// It has ended, well or not.
@@ -376,15 +339,6 @@ pub mod ffi {
         timeout_ms: u64,
         /// With its code letter, or empty.
         error: String,
-    }
-
-    /// When the core calls `Completion::reached`.
-    enum Moment {
-        /// The inputs are about to be read: strided ones are copied into their contiguous pieces.
-        kBegins,
-        /// The outputs were written: contiguous results are copied into strided tensors.
-        kHasResults,
-        kEnded,
     }
 
     extern "Rust" {
@@ -419,21 +373,42 @@ pub mod ffi {
         fn set_timeout(self: &RustGroup, timeout_ms: u64);
         /// `Group::add_ephemeral_timeout`.
         fn add_ephemeral_timeout(self: &RustGroup, more_ms: u64);
-        /// In order: pending operations fail, peers still receive what was published. At once: everything pending here and on
-        /// the peers fails, for this reason.
-        fn leave(self: &RustGroup, how: Leave, reason: &str);
-        fn explain(self: &RustGroup, asked: &OpDesc) -> Result<Explanation>;
-        fn stats(self: &RustGroup, part: StatsPart) -> Result<Stats>;
-        /// Counts an operation from now until its end; dropped before, it counts as failed.
-        fn external_op(self: &RustGroup, call: &ExternalOp) -> Result<Box<RustExternalOp>>;
-        /// Any thread; a second end does nothing. `words`: the error with which it failed. Returns the error to report in its
-        /// place, with its code letter, where the group knows more; the same each time.
-        fn reached(self: &RustExternalOp, stage: ExternalStage, words: &str) -> String;
+        /// Leaves in order: pending operations fail, peers still receive what was published.
+        fn shutdown(self: &RustGroup);
+        /// Everything pending here and on the peers fails, for this reason.
+        fn abort(self: &RustGroup, reason: &str);
+        /// How the collective with this number is carried out, and what was recorded.
+        fn explain_number(self: &RustGroup, number: u64) -> Result<Explanation>;
+        /// How an operation of this kind, size and type (by their names) would be carried out.
+        fn explain(self: &RustGroup, kind: &str, bytes: u64, dtype: &str) -> Result<Explanation>;
+        /// All counts and times.
+        fn stats(self: &RustGroup) -> Result<Stats>;
+        /// The last operations, oldest first.
+        fn records(self: &RustGroup) -> Result<Vec<Record>>;
+        /// Resets all counts. Does nothing in a forked child.
+        fn reset_stats(self: &RustGroup);
+
+        /// Counts an operation of the group's delegate from now until its end; dropped before, it counts as failed.
+        fn delegate_op(self: &RustGroup, call: &ExternalOp) -> Result<Box<RustExternalOp>>;
+        /// The same for an operation that the shim makes of several, the first of which is issued next.
+        fn composed_op(self: &RustGroup, call: &ExternalOp) -> Result<Box<RustExternalOp>>;
+        /// This thread of the program waits for the operation from now on; and waits no longer.
+        fn wait_begins(self: &RustExternalOp);
+        fn wait_ends(self: &RustExternalOp);
+        /// It has just ended well. Of this and the next three only the first call counts, on any thread.
+        fn ended(self: &RustExternalOp);
+        /// It was issued, and its end is not seen: it may have been long ago.
+        fn ended_unseen(self: &RustExternalOp);
+        /// It failed with the error `words`. Returns the error to report in its place, with its code letter, where the group
+        /// knows more; the same each time.
+        fn failed(self: &RustExternalOp, words: &str) -> String;
+        /// Its carrier refused it, and sent nothing.
+        fn refused(self: &RustExternalOp);
 
         /// Negative: until the operation's own deadline. Ok: it ended well.
         fn wait(self: &RustOp, timeout_ms: i64) -> Result<()>;
         fn facts(self: &RustOp) -> OpFacts;
-        /// How it is carried out, and what was recorded, as `RustGroup::explain`.
+        /// As `RustGroup::explain_number`.
         fn explain(self: &RustOp) -> Explanation;
 
         /// Opens a vendor's libraries for tensors on devices of this type (torch's name); `vendor` is "auto" or a name. An
@@ -445,43 +420,46 @@ pub mod ffi {
             library: &str,
             folders: &[String],
         ) -> Result<DevicesOpened>;
+        /// Makes the communicator of all ranks, which all call this.
+        fn connect(self: &RustDevices, device: i32, exchange: &IdExchange) -> Result<()>;
         /// Checks and lowers calls that are one launch, and takes their numbers; an error sent nothing.
-        /// Waits for other ranks only where it makes their communicator. Without calls it begins a barrier after all
-        /// earlier calls on the device, which is watched like a call.
+        /// Waits for other ranks only where it makes their communicator.
         fn begin(
             self: &RustDevices,
             calls: &[DeviceRequest],
             terms: &DeviceTerms,
             exchange: &IdExchange,
         ) -> Result<DeviceBegun>;
-        /// A step with the raw stream or event `at`. Returns a raw stream or event, or 0 and 1 for no and yes.
-        fn raw_stream(
+        /// Begins a barrier after all earlier calls on the device; it launches nothing, and is watched like a call.
+        fn begin_barrier(self: &RustDevices, device: i32) -> Result<DeviceBegun>;
+        /// Whether what is put on the raw stream is being captured.
+        fn is_capturing(self: &RustDevices, device: i32, stream: usize) -> Result<bool>;
+        /// The engine's own raw stream for a stream key, after it was made to wait for the raw event. `recycled` are events
+        /// of `record_event` for which no stream waits any more.
+        fn stream_behind(
             self: &RustDevices,
-            step: RawStep,
             device: i32,
-            at: usize,
             stream_key: i32,
-            told: &[usize],
+            event: usize,
+            recycled: &[usize],
         ) -> Result<usize>;
-        /// Makes the communicator of these ranks, for their group `child`, out of the communicator of all ranks; all
-        /// ranks of this group call it together. A rank that is in no new group (`is_member` false) passes itself as
-        /// `child`, and the same members as a rank that is in one. With `asks` it only says whether the library can do
-        /// this.
-        fn split(
-            self: &RustDevices,
-            asks: bool,
-            child: &RustDevices,
-            is_member: bool,
-            device: i32,
-            members: &[u32],
-        ) -> Result<bool>;
+        /// A raw event after all work that is on the raw stream now.
+        fn record_event(self: &RustDevices, device: i32, stream: usize) -> Result<usize>;
+        /// Whether the library can make the communicator of these ranks out of the communicator of all ranks.
+        fn can_split(self: &RustDevices, device: i32, members: &[u32]) -> Result<bool>;
+        /// Makes that communicator, for the group `child` of these ranks; all ranks of this group call this or the next
+        /// together.
+        fn split(self: &RustDevices, child: &RustDevices, device: i32, members: &[u32]) -> Result<()>;
+        /// The same for a rank that is in no new group: with the members that a rank that is in one passes.
+        fn split_without_child(self: &RustDevices, device: i32, members: &[u32]) -> Result<()>;
         /// Takes the communicator of all ranks out of use; it ends when the returned object is dropped. `drained`:
         /// nothing is under way.
         fn retire(self: &RustDevices, device: i32, drained: bool) -> DevicesRetired;
-        /// In order: ends the communicators together with the other ranks; false where a signal handler raised
-        /// meanwhile. `drained` as above. At once: aborts them, which unblocks operations that hang; no operation can
-        /// be issued afterwards.
-        fn leave(self: &RustDevices, how: Leave, timeout_ms: u64, drained: bool) -> bool;
+        /// Ends the communicators together with the other ranks; false where a signal handler raised meanwhile.
+        /// `drained` as above.
+        fn close(self: &RustDevices, timeout_ms: u64, drained: bool) -> bool;
+        /// Aborts the communicators, which unblocks operations that hang; no operation can be issued afterwards.
+        fn abort(self: &RustDevices);
 
         /// Puts the calls on a raw stream, as one launch. Host memory that the library was given is kept until this is
         /// dropped. Calls that are captured count as ended, because no event reports their end.
@@ -489,12 +467,14 @@ pub mod ffi {
         /// The caller could not launch the calls, or not complete their launch: the group fails on all ranks, because
         /// others may have launched theirs. Calls that are dropped without a launch do so, too.
         fn failed_here(self: &RustCall, why: &str);
-        /// From here until `poll`, which takes the returned value, queries of this thread to the device break no
-        /// capture of another thread.
+        /// From here until `poll_running` or `poll_passed`, which take the returned value, queries of this thread to the
+        /// device break no capture of another thread.
         fn before_poll(self: &RustCall) -> Result<u32>;
-        /// Adds the end of the calls to the statistics. After an error the group has failed, and the caller calls
-        /// `abort` when it has told the program.
-        fn poll(self: &RustCall, says: DeviceSays, mode: u32) -> DevicePolled;
+        /// The device has not passed the calls. Empty, or the error, with its code letter, by which they will never end:
+        /// then the group has failed, and the caller calls `abort` when it has told the program.
+        fn poll_running(self: &RustCall, capture_mode: u32) -> String;
+        /// The device has passed the calls: adds their end to the statistics, once it is known. After an error as above.
+        fn poll_passed(self: &RustCall, capture_mode: u32) -> DevicePassed;
         /// Whether the library reads host memory that this keeps. Then captured calls are kept as long as their graph may
         /// be replayed.
         fn keeps_memory(self: &RustCall) -> bool;
@@ -514,18 +494,20 @@ pub mod ffi {
         /// call this.
         fn shrink(self: &RustRetired, child: &RustDevices, excluded: &[u32]) -> Result<()>;
 
-        /// `fusion::lists::operations`.
+        /// `fusion::lists::operations`, of our engines.
         #[Self = "RustGroup"]
-        fn list_operations(kind: Kind, by_vendor: bool, elements: &[u8], bytes: &[usize]) -> Result<Vec<u32>>;
+        fn list_operations(kind: Kind, elements: &[u8], bytes: &[usize]) -> Result<Vec<u32>>;
+        /// The same, of a vendor's library.
+        #[Self = "RustDevices"]
+        fn list_operations(kind: Kind, elements: &[u8], bytes: &[usize]) -> Result<Vec<u32>>;
     }
 
     extern "C++" {
         include!("sagellm/src/ffi/observe.rs.h");
 
-        type OpDesc<'a> = super::super::observe::ffi::OpDesc<'a>;
         type Explanation = super::super::observe::ffi::Explanation;
         type Stats = super::super::observe::ffi::Stats;
-        type StatsPart = super::super::observe::ffi::StatsPart;
+        type Record = super::super::observe::ffi::Record;
     }
 
     // SAFETY: the functions below take references and slices that live for the call, throw only where they return a
@@ -544,19 +526,28 @@ pub mod ffi {
         fn connection(self: &Store) -> usize;
 
         type IdExchange;
-        /// Hands an id from rank `from` to rank `to`, or from rank 0 to all where both are negative.
-        fn share(self: &IdExchange, id: &mut [u8], from: i32, to: i32) -> Result<()>;
+        /// Hands an id from rank 0 to all.
+        fn broadcast(self: &IdExchange, id: &mut [u8]) -> Result<()>;
+        /// Hands an id from one rank to another; both call this.
+        fn pass(self: &IdExchange, id: &mut [u8], from: i32, to: i32) -> Result<()>;
 
         type Completion;
-        /// A moment of the operation, on any thread, without the GIL. `error` is that of the end: empty, or with its code
-        /// letter. The end must run no Python and not block; it may queue work for other threads.
-        fn reached(self: &Completion, moment: Moment, error: &str);
+        // Moments of the operation, on any thread, without the GIL, in this order.
+        /// The inputs are about to be read: strided ones are copied into their contiguous pieces.
+        fn prepare(self: &Completion);
+        /// The outputs were written: contiguous results are copied into strided tensors.
+        fn store_back(self: &Completion);
+        /// The end. `error` is empty, or has its code letter. Must run no Python and not block; it may queue work for
+        /// other threads.
+        fn ended(self: &Completion, error: &str);
 
         /// True when a Python signal handler raised; the shim keeps the exception for the thread that asked.
         fn check_interrupt() -> bool;
-        /// Where a thread of Python's is (by its `pthread_self`; 0: the main thread), or the place `site` of a call: "FILE:LINE
-        /// in FUNCTION". Empty where there is none. Without a site it waits for the GIL.
-        fn python_place(thread: u64, site: u32) -> String;
+        /// Where a thread of Python's is, by its `pthread_self` (0: the main thread): "FILE:LINE in FUNCTION", or empty where
+        /// it is nowhere. Waits for the GIL.
+        fn place_of_thread(thread: u64) -> String;
+        /// The same of a call, by its `site`. Waits for nothing.
+        fn place_of_call(site: u32) -> String;
         /// Hands one line to Python's logging, on a thread where that is safe. Never blocks on the GIL.
         fn log_line(level: u8, text: &str);
     }

@@ -43,16 +43,16 @@ pub(super) struct CompletionHook {
 impl group::Completion for CompletionHook {
     fn prepare(&self) {
         if self.staged {
-            self.inner.reached(ffi::Moment::kBegins, "");
+            self.inner.prepare();
         }
     }
     fn store_back(&self) {
         if self.staged {
-            self.inner.reached(ffi::Moment::kHasResults, "");
+            self.inner.store_back();
         }
     }
     fn ended(&self, error: Option<&Error>) {
-        self.inner.reached(ffi::Moment::kEnded, &error.map(coded).unwrap_or_default());
+        self.inner.ended(&error.map(coded).unwrap_or_default());
     }
 }
 
@@ -63,10 +63,10 @@ impl group::Host for PythonHook {
         ffi::check_interrupt()
     }
     fn place(&self, thread: u64) -> Option<String> {
-        Some(ffi::python_place(thread, 0)).filter(|place| !place.is_empty())
+        Some(ffi::place_of_thread(thread)).filter(|place| !place.is_empty())
     }
     fn call_site(&self, site: u32) -> Option<String> {
-        (site != 0).then(|| ffi::python_place(0, site)).filter(|place| !place.is_empty())
+        (site != 0).then(|| ffi::place_of_call(site)).filter(|place| !place.is_empty())
     }
 }
 

@@ -7,7 +7,8 @@ use std::time::Duration;
 use super::bridge::ffi;
 use super::callbacks::{CompletionHook, PythonHook, PythonLog, StoreHook};
 use super::convert::{
-    Outcome, coded, dtype_named, explanation, guarded, kind, kind_named, record, request, start, stats, table,
+    Outcome, coded, dtype_named, elements_and_bytes, explanation, guarded, kind, kind_named, quietly, record, request,
+    start, stats, table,
 };
 use super::handles::{Core, RustExternalOp, RustGroup, RustOp, RustRendezvous};
 use super::observe::ffi as observed;
@@ -15,7 +16,7 @@ use crate::config::{Config, Settings};
 use crate::engine::device::Vendor;
 use crate::engine::multihost::link::Link;
 use crate::engine::multihost::wire::{Place, Wire, join};
-use crate::error::Result;
+use crate::fusion::lists;
 use crate::group;
 use crate::group::Group;
 use crate::rendezvous::Rendezvous;
@@ -126,48 +127,49 @@ impl RustGroup {
     pub(super) fn add_ephemeral_timeout(&self, more_ms: u64) {
         self.group.add_ephemeral_timeout(Duration::from_millis(more_ms));
     }
-    pub(super) fn leave(&self, how: ffi::Leave, reason: &str) {
-        let _ = guarded(|| {
-            match how {
-                ffi::Leave::kInOrder => self.group.shutdown(),
-                _ => self.group.abort(reason),
+    pub(super) fn shutdown(&self) {
+        quietly(|| self.group.shutdown());
+    }
+    pub(super) fn abort(&self, reason: &str) {
+        quietly(|| self.group.abort(reason));
+    }
+    pub(super) fn explain_number(&self, number: u64) -> Outcome<observed::Explanation> {
+        guarded(|| {
+            self.group.not_forked()?;
+            Ok(explanation(&self.group.explain_number(number)?))
+        })
+    }
+    pub(super) fn explain(&self, kind: &str, bytes: u64, dtype: &str) -> Outcome<observed::Explanation> {
+        guarded(|| Ok(explanation(&self.group.explain(kind_named(kind)?, bytes, dtype_named(dtype)?))))
+    }
+    pub(super) fn stats(&self) -> Outcome<observed::Stats> {
+        let group = &self.group;
+        guarded(|| {
+            group.not_forked()?;
+            let (counts, moment) = group.stats();
+            Ok(stats(&counts, group.rank(), group.size(), moment))
+        })
+    }
+    pub(super) fn records(&self) -> Outcome<Vec<observed::Record>> {
+        guarded(|| {
+            self.group.not_forked()?;
+            Ok(self.group.records().iter().map(record).collect())
+        })
+    }
+    pub(super) fn reset_stats(&self) {
+        quietly(|| {
+            if self.group.not_forked().is_ok() {
+                self.group.reset_stats();
             }
-            Ok(())
         });
     }
-    pub(super) fn explain(&self, asked: &observed::OpDesc<'_>) -> Outcome<observed::Explanation> {
-        guarded(|| {
-            let found = match u64::try_from(asked.number) {
-                Ok(number) => {
-                    self.group.not_forked()?;
-                    self.group.explain_number(number)?
-                }
-                Err(_) => self.group.explain(kind_named(asked.kind)?, asked.bytes, dtype_named(asked.dtype)?),
-            };
-            Ok(explanation(&found))
-        })
+    pub(super) fn delegate_op(&self, call: &ffi::ExternalOp) -> Outcome<Box<RustExternalOp>> {
+        self.external_op(call, group::Carrier::Delegate)
     }
-    pub(super) fn stats(&self, part: observed::StatsPart) -> Outcome<observed::Stats> {
-        let group = &self.group;
-        guarded(|| match part {
-            observed::StatsPart::kReset => {
-                if group.not_forked().is_ok() {
-                    group.reset_stats();
-                }
-                Ok(observed::Stats::default())
-            }
-            observed::StatsPart::kRecords => {
-                group.not_forked()?;
-                Ok(observed::Stats { records: group.records().iter().map(record).collect(), ..Default::default() })
-            }
-            _ => {
-                group.not_forked()?;
-                let (counts, moment) = group.stats();
-                Ok(stats(&counts, group.rank(), group.size(), moment))
-            }
-        })
+    pub(super) fn composed_op(&self, call: &ffi::ExternalOp) -> Outcome<Box<RustExternalOp>> {
+        self.external_op(call, group::Carrier::Composed)
     }
-    pub(super) fn external_op(&self, call: &ffi::ExternalOp) -> Outcome<Box<RustExternalOp>> {
+    fn external_op(&self, call: &ffi::ExternalOp, carrier: group::Carrier) -> Outcome<Box<RustExternalOp>> {
         guarded(|| {
             self.group.not_forked()?;
             let kind = kind(call.kind)?;
@@ -179,7 +181,6 @@ impl RustGroup {
                 host_staged: call.host_staged,
             };
             let (peer, bytes) = ((call.root, call.tag), (call.read, call.written));
-            let carrier = if call.composed { group::Carrier::Composed } else { group::Carrier::Delegate };
             let timeout = u64::try_from(call.timeout_ms).ok().map(Duration::from_millis);
             Ok(Box::new(RustExternalOp(self.group.external_op(kind, carrier, peer, bytes, note, timeout))))
         })
@@ -187,16 +188,8 @@ impl RustGroup {
 }
 
 impl RustGroup {
-    pub(super) fn list_operations(
-        of: ffi::Kind,
-        by_vendor: bool,
-        elements: &[u8],
-        bytes: &[usize],
-    ) -> Outcome<Vec<u32>> {
-        guarded(|| {
-            let list = elements.iter().copied().zip(bytes.iter().copied());
-            Ok(crate::fusion::lists::operations(kind(of)?, by_vendor, list))
-        })
+    pub(super) fn list_operations(of: ffi::Kind, elements: &[u8], bytes: &[usize]) -> Outcome<Vec<u32>> {
+        guarded(|| Ok(lists::operations(kind(of)?, false, elements_and_bytes(elements, bytes))))
     }
 }
 
@@ -220,19 +213,23 @@ impl RustOp {
 }
 
 impl RustExternalOp {
-    pub(super) fn reached(&self, stage: ffi::ExternalStage, words: &str) -> String {
-        let failure = guarded(|| {
-            match stage {
-                ffi::ExternalStage::kAwaited => self.0.awaited(true),
-                ffi::ExternalStage::kLeft => self.0.awaited(false),
-                ffi::ExternalStage::kUntimed => self.0.end(true, false),
-                ffi::ExternalStage::kDone => self.0.end(true, true),
-                ffi::ExternalStage::kRefused => self.0.refused(),
-                _ => return Ok(self.0.fail(words).as_ref().map(coded)),
-            }
-            Ok(None)
-        });
-        failure.ok().flatten().unwrap_or_default()
+    pub(super) fn wait_begins(&self) {
+        quietly(|| self.0.awaited(true));
+    }
+    pub(super) fn wait_ends(&self) {
+        quietly(|| self.0.awaited(false));
+    }
+    pub(super) fn ended(&self) {
+        quietly(|| self.0.end(true, true));
+    }
+    pub(super) fn ended_unseen(&self) {
+        quietly(|| self.0.end(true, false));
+    }
+    pub(super) fn failed(&self, words: &str) -> String {
+        guarded(|| Ok(self.0.fail(words).as_ref().map(coded))).ok().flatten().unwrap_or_default()
+    }
+    pub(super) fn refused(&self) {
+        quietly(|| self.0.refused());
     }
 }
 
@@ -250,51 +247,43 @@ impl Core {
     }
 
     pub(super) fn at_exit() {
-        let _ = guarded(|| {
-            group::at_exit();
-            Ok(())
-        });
+        quietly(group::at_exit);
     }
 
-    pub(super) fn facts(of: observed::Facts) -> Vec<observed::Fact> {
-        let named = |name: &str| observed::Fact { name: name.to_string(), value: String::new() };
-        match of {
-            observed::Facts::kKinds => Kind::ALL.iter().map(|kind| named(kind.name())).collect(),
-            observed::Facts::kDtypes => {
-                let combined = Dtype::ALL.iter().filter(|dtype| **dtype != Dtype::Bytes);
-                combined.map(|dtype| named(dtype.name())).collect()
-            }
-            _ => {
-                let kernels = crate::reduce::Level::available().last().map_or("", |level| level.name());
-                let facts = crate::os::topology::report().into_iter().chain([("kernels".into(), kernels.into())]);
-                facts.map(|(name, value)| observed::Fact { name, value }).collect()
-            }
-        }
+    pub(super) fn kind_names() -> Vec<String> {
+        Kind::ALL.iter().map(|kind| kind.name().to_string()).collect()
     }
 
-    pub(super) fn choices(
+    pub(super) fn dtype_names() -> Vec<String> {
+        let combined = Dtype::ALL.iter().filter(|dtype| **dtype != Dtype::Bytes);
+        combined.map(|dtype| dtype.name().to_string()).collect()
+    }
+
+    pub(super) fn machine_facts() -> Vec<observed::Fact> {
+        let kernels = crate::reduce::Level::available().last().map_or("", |level| level.name());
+        let facts = crate::os::topology::report().into_iter().chain([("kernels".into(), kernels.into())]);
+        facts.map(|(name, value)| observed::Fact { name, value }).collect()
+    }
+
+    pub(super) fn explain_without_group(
         ranks: usize,
         algorithm: &str,
-        topology: &str,
-        asked: &[observed::OpDesc<'_>],
-    ) -> Outcome<observed::ChoiceTable> {
+        kind: &str,
+        bytes: u64,
+        dtype: &str,
+    ) -> Outcome<observed::Explanation> {
         guarded(|| {
-            if asked.is_empty() {
-                return Ok(table(group::table_without_group(ranks, algorithm)?));
-            }
-            let explain = |one: &observed::OpDesc<'_>| {
-                let (kind, dtype) = (kind_named(one.kind)?, dtype_named(one.dtype)?);
-                if !topology.is_empty() {
-                    return group::start_rule(kind, one.bytes, ranks, topology)
-                        .map(|found| start(&found, one.bytes, ranks));
-                }
-                group::explain_without_group(kind, one.bytes, dtype, ranks, algorithm).map(|found| explanation(&found))
-            };
-            Ok(observed::ChoiceTable {
-                explained: asked.iter().map(explain).collect::<Result<_>>()?,
-                ..Default::default()
-            })
+            let (kind, dtype) = (kind_named(kind)?, dtype_named(dtype)?);
+            Ok(explanation(&group::explain_without_group(kind, bytes, dtype, ranks, algorithm)?))
         })
+    }
+
+    pub(super) fn table_without_group(ranks: usize, algorithm: &str) -> Outcome<observed::ChoiceTable> {
+        guarded(|| Ok(table(group::table_without_group(ranks, algorithm)?)))
+    }
+
+    pub(super) fn start_rule(ranks: usize, topology: &str, kind: &str, bytes: u64) -> Outcome<observed::Explanation> {
+        guarded(|| Ok(start(&group::start_rule(kind_named(kind)?, bytes, ranks, topology)?, bytes, ranks)))
     }
 
     pub(super) fn save_table(ranks: usize, made: &str, lines: &str) -> Outcome<String> {

@@ -52,6 +52,14 @@ pub(super) fn guarded<T>(body: impl FnOnce() -> Result<T>) -> Outcome<T> {
     contained(body).map_err(|error| coded(&error))
 }
 
+/// Runs `body`; a panic ends there: it is in the log, and has failed its group.
+pub(super) fn quietly(body: impl FnOnce()) {
+    let _ = contained(|| {
+        body();
+        Ok(())
+    });
+}
+
 pub(super) fn unknown(what: &str, value: u8) -> Error {
     Error::bug(format!("sagellm: unknown {what} {value} came over the bridge"))
 }
@@ -92,6 +100,11 @@ fn strided(tensor: &ffi::Strided) -> Strided {
 
 pub(super) fn listed(tensor: &ffi::Listed) -> Result<Listed> {
     Ok(Listed { dtype: dtype(tensor.dtype)?, bytes: tensor.bytes })
+}
+
+/// A list of tensors, by their types in the caller's numbers.
+pub(super) fn elements_and_bytes(elements: &[u8], bytes: &[usize]) -> impl Iterator<Item = (u8, usize)> {
+    elements.iter().copied().zip(bytes.iter().copied())
 }
 
 pub(super) fn request(asked: &ffi::Request<'_>) -> Result<Request> {
@@ -176,7 +189,7 @@ pub(super) fn table(found: Table) -> observed::ChoiceTable {
         measured_ns: row.measured_ns.unwrap_or(0),
     });
     let rows = rows.collect();
-    observed::ChoiceTable { explained: Vec::new(), note: found.note, rules: found.rules, rows }
+    observed::ChoiceTable { note: found.note, rules: found.rules, rows }
 }
 
 pub(super) fn stats(stats: &Stats, rank: usize, size: usize, Moment { now, wall }: Moment) -> observed::Stats {
@@ -212,7 +225,6 @@ pub(super) fn stats(stats: &Stats, rank: usize, size: usize, Moment { now, wall 
         host_staged_bytes: staged.bytes,
         waits: waits.map(|w| observed::PeerWait { count: w.count, total: w.total, longest: w.longest }).collect(),
         cells: cells.collect(),
-        records: Vec::new(),
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::bridge::ffi;
-use super::convert::{Outcome, dtype, guarded, kind, listed, spans, unknown};
+use super::convert::{Outcome, dtype, elements_and_bytes, guarded, kind, listed, quietly, spans, unknown};
 use super::handles::{RustCall, RustDevices, RustGroup, RustRetired, SharedStore};
 use super::observe::ffi as observed;
 use crate::engine::device::{
@@ -13,6 +13,7 @@ use crate::engine::device::{
     LoweringInput, Placed, Ranks, Stream, Terms,
 };
 use crate::error::{Error, Result};
+use crate::fusion::lists as tensor_lists;
 use crate::op::lists;
 use crate::types::{CallNote, Dtype, Listed, ReduceOp, Spans};
 
@@ -21,12 +22,12 @@ struct ExchangeHook<'a>(&'a ffi::IdExchange, &'a SharedStore);
 
 impl Exchange for ExchangeHook<'_> {
     fn share(&self, id: &mut [u8], ranks: Ranks) -> Result<()> {
-        let (from, to) = match ranks {
-            Ranks::All => (-1, -1),
-            Ranks::OneDirection { from, to } => (from.min(to) as i32, from.max(to) as i32),
+        let shared = match ranks {
+            Ranks::All => self.0.broadcast(id),
+            Ranks::OneDirection { from, to } => self.0.pass(id, from.min(to) as i32, from.max(to) as i32),
         };
         // The shim keeps its exception and raises that one.
-        self.0.share(id, from, to).map_err(|error| Error::system(error.what().to_string()))
+        shared.map_err(|error| Error::system(error.what().to_string()))
     }
     fn store(&self) -> SharedStore {
         Arc::clone(self.1)
@@ -96,75 +97,67 @@ fn begun(call: DeviceCall, captured: bool) -> ffi::DeviceBegun {
 }
 
 impl RustDevices {
+    pub(super) fn connect(&self, device: i32, exchange: &ffi::IdExchange) -> Outcome<()> {
+        let exchange = ExchangeHook(exchange, &self.store);
+        guarded(|| self.engine.communicator(device, Ranks::All, &exchange).map(drop))
+    }
     pub(super) fn begin(
         &self,
         calls: &[ffi::DeviceRequest<'_>],
         terms: &ffi::DeviceTerms,
         exchange: &ffi::IdExchange,
     ) -> Outcome<ffi::DeviceBegun> {
-        let ffi::DeviceTerms { device, region, capturing, connects } = *terms;
+        let ffi::DeviceTerms { device, region, capturing } = *terms;
         let terms = Terms { device: device.into(), region, capturing };
         let exchange = ExchangeHook(exchange, &self.store);
         guarded(|| {
-            if calls.is_empty() {
-                if connects {
-                    self.engine.communicator(terms.device, Ranks::All, &exchange)?;
-                }
-                return Ok(begun(self.engine.behind(terms.device), false));
-            }
             let parts: Vec<Parts> = calls.iter().map(Parts::of).collect();
             let calls =
                 calls.iter().zip(&parts).map(|(call, parts)| parts.request(call)).collect::<Result<Vec<_>>>()?;
             Ok(begun(self.engine.begin(&calls, &terms, &exchange)?, capturing))
         })
     }
-    pub(super) fn raw_stream(
-        &self,
-        step: ffi::RawStep,
-        device: i32,
-        at: usize,
-        stream_key: i32,
-        told: &[usize],
-    ) -> Outcome<usize> {
-        guarded(|| match step {
-            ffi::RawStep::kCapturing => Ok(self.engine.capturing(device, Stream(at))?.into()),
-            ffi::RawStep::kMark => Ok(self.engine.mark(device, Stream(at))?.0),
-            _ => {
-                let told: Vec<Event> = told.iter().copied().map(Event).collect();
-                Ok(self.engine.stream_behind(device, stream_key, Event(at), &told)?.0)
-            }
-        })
+    pub(super) fn begin_barrier(&self, device: i32) -> Outcome<ffi::DeviceBegun> {
+        guarded(|| Ok(begun(self.engine.behind(device), false)))
     }
-    pub(super) fn split(
+    pub(super) fn is_capturing(&self, device: i32, stream: usize) -> Outcome<bool> {
+        guarded(|| self.engine.capturing(device, Stream(stream)))
+    }
+    pub(super) fn stream_behind(
         &self,
-        asks: bool,
-        child: &RustDevices,
-        is_member: bool,
         device: i32,
-        members: &[u32],
-    ) -> Outcome<bool> {
-        let child = is_member.then_some(&*child.engine);
-        guarded(|| {
-            if asks {
-                return Ok(self.engine.can_split(device, members));
-            }
-            self.engine.split(child, device, members).map(|()| true)
-        })
+        stream_key: i32,
+        event: usize,
+        recycled: &[usize],
+    ) -> Outcome<usize> {
+        let recycled: Vec<Event> = recycled.iter().copied().map(Event).collect();
+        guarded(|| Ok(self.engine.stream_behind(device, stream_key, Event(event), &recycled)?.0))
+    }
+    pub(super) fn record_event(&self, device: i32, stream: usize) -> Outcome<usize> {
+        guarded(|| Ok(self.engine.mark(device, Stream(stream))?.0))
+    }
+    pub(super) fn can_split(&self, device: i32, members: &[u32]) -> Outcome<bool> {
+        guarded(|| Ok(self.engine.can_split(device, members)))
+    }
+    pub(super) fn split(&self, child: &RustDevices, device: i32, members: &[u32]) -> Outcome<()> {
+        guarded(|| self.engine.split(Some(&child.engine), device, members))
+    }
+    pub(super) fn split_without_child(&self, device: i32, members: &[u32]) -> Outcome<()> {
+        guarded(|| self.engine.split(None, device, members))
     }
     pub(super) fn retire(&self, device: i32, drained: bool) -> ffi::DevicesRetired {
         let retired = self.engine.retire(device, drained);
         let can_shrink = retired.can_shrink();
         ffi::DevicesRetired { communicator: Box::new(RustRetired(retired)), can_shrink }
     }
-    pub(super) fn leave(&self, how: ffi::Leave, timeout_ms: u64, drained: bool) -> bool {
-        let left = guarded(|| match how {
-            ffi::Leave::kInOrder => Ok(self.engine.close(Duration::from_millis(timeout_ms), drained)),
-            _ => {
-                self.engine.abort();
-                Ok(true)
-            }
-        });
-        left.unwrap_or(true)
+    pub(super) fn close(&self, timeout_ms: u64, drained: bool) -> bool {
+        guarded(|| Ok(self.engine.close(Duration::from_millis(timeout_ms), drained))).unwrap_or(true)
+    }
+    pub(super) fn abort(&self) {
+        quietly(|| self.engine.abort());
+    }
+    pub(super) fn list_operations(of: ffi::Kind, elements: &[u8], bytes: &[usize]) -> Outcome<Vec<u32>> {
+        guarded(|| Ok(tensor_lists::operations(kind(of)?, true, elements_and_bytes(elements, bytes))))
     }
 }
 
@@ -209,31 +202,36 @@ impl RustCall {
         })
     }
     pub(super) fn failed_here(&self, why: &str) {
-        let _ = guarded(|| {
-            self.call.failed_here(why);
-            Ok(())
-        });
+        quietly(|| self.call.failed_here(why));
     }
     pub(super) fn before_poll(&self) -> Outcome<u32> {
         guarded(|| self.call.before_poll())
     }
-    pub(super) fn poll(&self, says: ffi::DeviceSays, mode: u32) -> ffi::DevicePolled {
-        let passed = says == ffi::DeviceSays::kPassed;
-        let looked = guarded(|| {
-            let found = match self.call.poll(passed, mode)? {
-                Found::Nothing => Ok(false),
-                Found::Undecided => Ok(true),
-                Found::Failed(error) => Err(error),
-            };
-            let runs = says == ffi::DeviceSays::kRunning || found == Ok(true);
-            if found.is_err() || !runs {
-                self.call.ended(passed && found.is_ok(), true);
+    pub(super) fn poll_running(&self, capture_mode: u32) -> String {
+        let looked = guarded(|| match self.call.poll(false, capture_mode)? {
+            Found::Nothing | Found::Undecided => Ok(()),
+            Found::Failed(error) => {
+                self.call.ended(false, true);
+                Err(error)
             }
-            found
+        });
+        looked.err().unwrap_or_default()
+    }
+    pub(super) fn poll_passed(&self, capture_mode: u32) -> ffi::DevicePassed {
+        let looked = guarded(|| match self.call.poll(true, capture_mode)? {
+            Found::Undecided => Ok(true),
+            Found::Nothing => {
+                self.call.ended(true, true);
+                Ok(false)
+            }
+            Found::Failed(error) => {
+                self.call.ended(false, true);
+                Err(error)
+            }
         });
         match looked {
-            Ok(undecided) => ffi::DevicePolled { undecided, error: String::new() },
-            Err(error) => ffi::DevicePolled { undecided: false, error },
+            Ok(undecided) => ffi::DevicePassed { undecided, error: String::new() },
+            Err(error) => ffi::DevicePassed { undecided: false, error },
         }
     }
     pub(super) fn keeps_memory(&self) -> bool {
@@ -247,10 +245,7 @@ impl RustCall {
         looked.err().unwrap_or_default()
     }
     pub(super) fn abort(&self) {
-        let _ = guarded(|| {
-            self.call.abort();
-            Ok(())
-        });
+        quietly(|| self.call.abort());
     }
     pub(super) fn look_at_launch(&self) -> String {
         guarded(|| self.call.look_at_launch().map_or(Ok(()), Err)).err().unwrap_or_default()

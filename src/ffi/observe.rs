@@ -5,28 +5,9 @@ use super::handles::Core;
 
 #[cxx::bridge(namespace = "sagellm")]
 pub mod ffi {
-    enum Facts {
-        /// About this machine: cores, quota, kernel, memory limits.
-        kMachine,
-        /// The names that Python knows the kinds by, without values.
-        kKinds,
-        /// Those of the element types that every engine combines.
-        kDtypes,
-    }
-
     struct Fact {
         name: String,
         value: String,
-    }
-
-    /// The question to `explain`: about the collective with this number, how it is carried out and what was recorded;
-    /// or, where `number` is negative, how an operation of that kind, size and type (by their names) would be carried
-    /// out.
-    struct OpDesc<'a> {
-        number: i64,
-        kind: &'a str,
-        bytes: u64,
-        dtype: &'a str,
     }
 
     /// `select::explain::Explanation`. Nanoseconds are 0 where they are unknown.
@@ -78,10 +59,8 @@ pub mod ffi {
         bytes: i64,
     }
 
-    /// `select::explain::Table`, or what was asked.
-    #[derive(Default)]
+    /// `select::explain::Table`.
     struct ChoiceTable {
-        explained: Vec<Explanation>,
         note: String,
         rules: Vec<String>,
         rows: Vec<ChoiceRow>,
@@ -96,18 +75,7 @@ pub mod ffi {
         measured_ns: u64,
     }
 
-    /// Parts of the statistics of a group.
-    enum StatsPart {
-        /// Everything but the records.
-        kCounts,
-        /// The last operations, oldest first.
-        kRecords,
-        /// Returns nothing and resets all counts.
-        kReset,
-    }
-
     /// `stats::Stats` of a group. Times in nanoseconds.
-    #[derive(Default)]
     struct Stats {
         rank: usize,
         size: usize,
@@ -128,7 +96,6 @@ pub mod ffi {
         /// One a rank.
         waits: Vec<PeerWait>,
         cells: Vec<Cell>,
-        records: Vec<Record>,
     }
 
     /// `stats::Wait`.
@@ -205,11 +172,17 @@ pub mod ffi {
         ranks_per_host: usize,
     }
 
-    /// The fastest that one algorithm can do at each size, and in how many segments.
+    /// The fastest that one algorithm can do at one size, and in how many segments.
     struct Prediction {
-        algorithm: String,
-        seconds: Vec<f64>,
-        segments: Vec<usize>,
+        seconds: f64,
+        segments: usize,
+    }
+
+    /// The schedule of one rank.
+    struct Program {
+        /// The parts that the vector is cut into.
+        parts: usize,
+        messages: Vec<ProgramLine>,
     }
 
     /// One message of one rank's schedule.
@@ -223,6 +196,10 @@ pub mod ffi {
         how: String,
     }
 
+    // Lists of these cross in `bridge`, too.
+    impl Vec<Explanation> {}
+    impl Vec<Record> {}
+
     extern "Rust" {
         type Core;
 
@@ -232,18 +209,38 @@ pub mod ffi {
         /// Stops this process's threads of ours; called once, from atexit, with the GIL released.
         #[Self = "Core"]
         fn at_exit();
+        /// The names that Python knows the kinds by, in the order of their numbers.
         #[Self = "Core"]
-        fn facts(of: Facts) -> Vec<Fact>;
+        fn kind_names() -> Vec<String>;
+        /// Those of the element types that every engine combines.
+        #[Self = "Core"]
+        fn dtype_names() -> Vec<String>;
+        /// About this machine: cores, quota, kernel, memory limits.
+        #[Self = "Core"]
+        fn machine_facts() -> Vec<Fact>;
         /// As `RustGroup::explain` for a group that is not there: `ranks` ranks of this host, with the rules of `algorithm`
-        /// and of the environment, and the table on disk. Without a question, all choices that such a group would make.
-        /// With a `topology`, what the start rules say for `ranks` devices that are placed so.
+        /// and of the environment, and the table on disk.
         #[Self = "Core"]
-        fn choices(ranks: usize, algorithm: &str, topology: &str, asked: &[OpDesc]) -> Result<ChoiceTable>;
+        fn explain_without_group(
+            ranks: usize,
+            algorithm: &str,
+            kind: &str,
+            bytes: u64,
+            dtype: &str,
+        ) -> Result<Explanation>;
+        /// All choices that such a group would make.
+        #[Self = "Core"]
+        fn table_without_group(ranks: usize, algorithm: &str) -> Result<ChoiceTable>;
+        /// What the start rules say for `ranks` devices that are placed as `topology` says.
+        #[Self = "Core"]
+        fn start_rule(ranks: usize, topology: &str, kind: &str, bytes: u64) -> Result<Explanation>;
         /// Writes a decision table for `ranks` ranks on this machine; `lines` as in `select/table.rs`. Its path.
         #[Self = "Core"]
         fn save_table(ranks: usize, made: &str, lines: &str) -> Result<String>;
-        /// Predicted times at `sizes` in bytes, of one algorithm or, where `algorithm` is empty, of all that have a schedule
-        /// for the kind. Without sizes their names alone.
+        /// The algorithms that have a schedule for a kind.
+        #[Self = "Core"]
+        fn algorithms_of(kind: &str) -> Result<Vec<String>>;
+        /// Predicted times of one algorithm, one for each of `sizes` in bytes.
         #[Self = "Core"]
         fn predict(
             kind: &str,
@@ -252,15 +249,8 @@ pub mod ffi {
             sizes: &[f64],
             model: &CostModel,
         ) -> Result<Vec<Prediction>>;
-        /// The messages of one rank, step by step; `parts` is set to the number of parts of the vector.
+        /// The messages of one rank, step by step.
         #[Self = "Core"]
-        fn program(
-            kind: &str,
-            algorithm: &str,
-            ranks: usize,
-            segments: usize,
-            rank: usize,
-            parts: &mut usize,
-        ) -> Result<Vec<ProgramLine>>;
+        fn program(kind: &str, algorithm: &str, ranks: usize, segments: usize, rank: usize) -> Result<Program>;
     }
 }

@@ -48,9 +48,12 @@ impl Core {
                 gamma: model.gamma,
                 ranks_per_host: model.ranks_per_host,
             };
-            let names = if algorithm.is_empty() { serving(kind) } else { vec![algorithm] };
-            names.into_iter().map(|name| priced(kind, name, ranks, sizes, &costs)).collect()
+            priced(kind, algorithm, ranks, sizes, &costs)
         })
+    }
+
+    pub(super) fn algorithms_of(kind: &str) -> Outcome<Vec<String>> {
+        guarded(|| Ok(serving(collective_named(kind)?).into_iter().map(str::to_string).collect()))
     }
 
     pub(super) fn program(
@@ -59,25 +62,23 @@ impl Core {
         ranks: usize,
         segments: usize,
         rank: usize,
-        parts: &mut usize,
-    ) -> Outcome<Vec<observed::ProgramLine>> {
+    ) -> Outcome<observed::Program> {
         guarded(|| {
             let schedule = Schedule::new(algorithm_named(algorithm)?, collective_named(kind)?, ranks, 0, segments)
                 .filter(|_| rank < ranks)
                 .ok_or_else(|| not_served(kind, algorithm, ranks))?;
-            *parts = schedule.parts();
             let numbers = |ranges: Vec<std::ops::Range<usize>>| ranges.into_iter().flatten().collect();
-            let mut transfers = Vec::new();
+            let mut messages = Vec::new();
             for step in 0..schedule.steps() {
                 let algorithms::Step { sends, recvs } = schedule.step(rank, step);
-                transfers.extend(sends.into_iter().map(|send| observed::ProgramLine {
+                messages.extend(sends.into_iter().map(|send| observed::ProgramLine {
                     step,
                     sends: true,
                     peer: send.peer,
                     parts: numbers(send.parts),
                     how: "copy".to_string(),
                 }));
-                transfers.extend(recvs.into_iter().map(|recv| {
+                messages.extend(recvs.into_iter().map(|recv| {
                     observed::ProgramLine {
                         step,
                         sends: false,
@@ -93,7 +94,7 @@ impl Core {
                     }
                 }));
             }
-            Ok(transfers)
+            Ok(observed::Program { parts: schedule.parts(), messages })
         })
     }
 }
@@ -104,23 +105,18 @@ fn serving(kind: Kind) -> Vec<&'static str> {
     serving.chain((kind == Kind::AllReduce).then_some(TWO_LEVELS)).collect()
 }
 
-fn priced(kind: Kind, name: &str, ranks: usize, sizes: &[f64], costs: &Model) -> Result<observed::Prediction> {
+fn priced(kind: Kind, name: &str, ranks: usize, sizes: &[f64], costs: &Model) -> Result<Vec<observed::Prediction>> {
     let refused = || not_served(kind.name(), name, ranks);
-    let found: Vec<(f64, usize)> = if name == TWO_LEVELS && kind == Kind::AllReduce {
-        if sizes.is_empty() {
-            Vec::new()
-        } else {
-            let hierarchical = HierarchicalCosts::new(ranks, costs.ranks_per_host).ok_or_else(refused)?;
-            let one = |bytes: &f64| hierarchical.fastest(*bytes, costs);
-            sizes.iter().map(one).map(|(choice, seconds)| (seconds, choice.segments)).collect()
-        }
-    } else {
-        let only = [algorithm_named(name)?];
-        let candidates = cost::candidates(kind, ranks, 0, costs.ranks_per_host, &only);
-        let one = |bytes: &f64| cost::fastest(&candidates, *bytes, costs).ok_or_else(refused);
-        let all = sizes.iter().map(one).map(|found| found.map(|(priced, time)| (time, priced.schedule.segments)));
-        all.collect::<Result<_>>()?
-    };
-    let (seconds, segments) = found.into_iter().unzip();
-    Ok(observed::Prediction { algorithm: name.to_string(), seconds, segments })
+    if name == TWO_LEVELS && kind == Kind::AllReduce {
+        let hierarchical = HierarchicalCosts::new(ranks, costs.ranks_per_host).ok_or_else(refused)?;
+        let fastest = sizes.iter().map(|bytes| hierarchical.fastest(*bytes, costs));
+        return Ok(fastest
+            .map(|(choice, seconds)| observed::Prediction { seconds, segments: choice.segments })
+            .collect());
+    }
+    let candidates = cost::candidates(kind, ranks, 0, costs.ranks_per_host, &[algorithm_named(name)?]);
+    let fastest = sizes.iter().map(|bytes| cost::fastest(&candidates, *bytes, costs).ok_or_else(refused));
+    fastest
+        .map(|found| found.map(|(of, seconds)| observed::Prediction { seconds, segments: of.schedule.segments }))
+        .collect()
 }

@@ -1,6 +1,9 @@
 //! Holds the direction of the arrows: a file uses only what stands below it, and the floor (src/lib.rs); engines know
 //! nothing of each other, and no files use each other in a circle. The list of layers stands in `src/lib.rs`. The same of
-//! the folders of `cpp/`, by their includes, and of the Python package, by its imports. And the names of the tests.
+//! the folders of `cpp/`, by their includes, and of the Python package, by its imports. And the names of the tests, and what the
+//! functions of the bridge may take (`bridge`).
+
+mod bridge;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};

@@ -195,9 +195,7 @@ def select_all_reduce_algorithm(
                 f"sagellm select_all_reduce_algorithm: {name} is {value!r}, expected a whole number from {least} on"
             )
     given = TopologyInfo() if topology is None else topology
-    found = load.extension().explain_without_group(
-        "all_reduce", data_size, "float32", num_devices, topology=option_of(given, "topology")
-    )
+    found = load.extension().start_rule("all_reduce", data_size, num_devices, option_of(given, "topology"))
     choice: str = found["choice"]
     return choice
 

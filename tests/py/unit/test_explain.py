@@ -104,7 +104,7 @@ def test_the_core_names_the_operations_and_the_types_that_torch_combines() -> No
 
 
 #: Arguments of `predict` behind the kind.
-COSTS = ("", 2, [], (0, 0, 0), (0, 0, 0), 0, 1)
+COSTS = ("ring", 2, [], (0, 0, 0), (0, 0, 0), 0, 1)
 
 
 @pytest.mark.parametrize(

@@ -52,9 +52,7 @@ def test_the_start_rules(size: int, devices: int, given: Any, expected: str) -> 
 
 @own_choice
 def test_the_core_decides_and_says_why() -> None:
-    found = load.extension().explain_without_group(
-        "all_reduce", 8, "float32", 4, topology=TopologyInfo(hosts=2, full_nvlink=True).option()
-    )
+    found = load.extension().start_rule("all_reduce", 8, 4, TopologyInfo(hosts=2, full_nvlink=True).option())
     assert (found["choice"], found["reason"], found["hosts"]) == ("hierarchical", "full_nvlink", 2)
     assert found["decided"].startswith("start rule hierarchical (tree between the hosts)")
     assert found["decided"].endswith("the topology that was given says hosts=2,full_nvlink=true")
@@ -73,11 +71,11 @@ def test_the_start_rules_refuse_nonsense() -> None:
         torch_sagellm.select_all_reduce_algorithm(8, 2, {"hosts": 2})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="2 devices cannot be on the 3 hosts"):
         torch_sagellm.select_all_reduce_algorithm(8, 2, TopologyInfo(hosts=3))
-    ask = load.extension().explain_without_group
+    ask = load.extension().start_rule
     with pytest.raises(ValueError, match="start rules name algorithms of all_reduce, and were asked about broadcast"):
-        ask("broadcast", 8, "float32", 2, topology="hosts=1")
+        ask("broadcast", 8, 2, "hosts=1")
     with pytest.raises(ValueError, match='the field hosts: expected a whole number from 1 on, got "none"'):
-        ask("all_reduce", 8, "float32", 2, topology="hosts=none")
+        ask("all_reduce", 8, 2, "hosts=none")
 
 
 def test_a_topology_is_read_from_json_and_written_back(tmp_path: Path) -> None:

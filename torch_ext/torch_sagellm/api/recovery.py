@@ -233,7 +233,7 @@ class _Conversation:
 
     def _end_what_is_under_way(self) -> None:
         """Notifies the others: one may wait for this rank in an operation that does not need the dead ranks."""
-        if not self.faulty and not self.backend._watched(True):
+        if not self.faulty and not self.backend._gone():
             return
         if self.backend.delegate_reason:
             self.backend.shutdown()  # gloo cannot abort, but its connections close
@@ -323,7 +323,7 @@ class _Conversation:
     def _look(self, waited_for: set[int], since: float) -> None:
         """Asks the hosts of ranks that are waited for, and are not on this one, whether their processes are there."""
         if time.monotonic() >= since + QUIET:
-            here = {self.rank, *self.backend._watched(True), *self.backend._watched(False)}
+            here = {self.rank, *self.backend._gone(), *self.backend._watched()}
             for rank in waited_for - here - self.heard.gone:
                 if self.watch.asks(rank):
                     self.watch.follow(rank, self._get(f"{_alive.PREFIX}/{rank}") or "")
@@ -367,8 +367,8 @@ class _Conversation:
 
     def _tell(self, **facts: Any) -> None:
         """Tells the others, where it has changed: what this rank did, and whom it sees."""
-        gone = self.watch.gone.union(self.backend._watched(True))
-        sees = self.watch.alive.union(self.backend._watched(False))
+        gone = self.watch.gone.union(self.backend._gone())
+        sees = self.watch.alive.union(self.backend._watched())
         news = {"rank": self.rank, "gone": sorted(gone), "sees": sorted(sees), **facts}
         if news == self.told:
             return

@@ -145,30 +145,23 @@ def predict(
     """Predicted times by algorithm, one per size. `core` is the extension module."""
     found: dict[str, list[Prediction]] = {}
     for name in names:
-        for algorithm, times in _ask(core, op, name, ranks, sizes, machine):
-            found[algorithm] = [Prediction(seconds, segments) for seconds, segments in times]
+        times: list[tuple[float, int]] = core.predict(
+            op,
+            name,
+            ranks,
+            [float(size) for size in sizes],
+            machine.host.numbers(),
+            machine.network.numbers(),
+            machine.gamma,
+            machine.ranks_per_host,
+        )
+        found[name] = [Prediction(seconds, segments) for seconds, segments in times]
     return found
 
 
 def algorithms(core: Any, op: str) -> list[str]:
     """The algorithms with a schedule for the collective; ValueError where there is no such collective."""
-    link = Link(0.0, 0.0, 0.0)
-    return [name for name, _ in _ask(core, op, "", 1, [], Machine(link, link, 0.0, 1))]
-
-
-def _ask(
-    core: Any, op: str, name: str, ranks: int, sizes: Sequence[float], machine: Machine
-) -> list[tuple[str, list[tuple[float, int]]]]:
-    found: list[tuple[str, list[tuple[float, int]]]] = core.predict(
-        op,
-        name,
-        ranks,
-        [float(size) for size in sizes],
-        machine.host.numbers(),
-        machine.network.numbers(),
-        machine.gamma,
-        machine.ranks_per_host,
-    )
+    found: list[str] = core.algorithms_of(op)
     return found
 
 

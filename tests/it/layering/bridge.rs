@@ -1,0 +1,112 @@
+//! A bridged function has one meaning: no parameter selects what it does. A bool or an enum may be data all the same, so
+//! each one that crosses as a parameter, or in a struct that is one, is listed here with what it says.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+/// A function or struct of the bridge, its parameters or fields that are bools or enums, and what they say.
+const FACTS: [(&str, &[&str], &str); 15] = [
+    (
+        "RustGroup::monitored_barrier",
+        &["wait_all_ranks"],
+        "c10d's argument: whether the error names all that are missing",
+    ),
+    ("RustGroup::list_operations", &["kind"], "the operation that the list belongs to"),
+    ("RustDevices::list_operations", &["kind"], "the operation that the list belongs to"),
+    ("RustDevices::retire", &["drained"], "no operation is under way; the engine decides what follows from it"),
+    ("RustDevices::close", &["drained"], "no operation is under way; the engine decides what follows from it"),
+    ("Setup", &["fusion", "strict", "measure_link"], "options of the group"),
+    ("Call", &["kind", "dtype", "op"], "the operation"),
+    ("Call", &["counts", "host_staged", "staged"], "what the statistics count, and whether tensors are copied"),
+    ("Strided", &["written"], "whether the operation writes the memory"),
+    ("Listed", &["dtype"], "the type of a tensor"),
+    ("ExternalOp", &["kind"], "the operation"),
+    ("ExternalOp", &["host_staged"], "its tensors were on a device"),
+    ("DeviceRequest", &["dense"], "how its tensors lie in memory"),
+    ("DeviceTerms", &["region", "capturing"], "what is around the launch: a region, a capture"),
+    ("RowTable", &["own_last"], "how the rows lie"),
+];
+
+/// The files that have a bridge.
+const FILES: [&str; 4] = ["bridge", "observe", "arrays", "memory"];
+
+/// The code of a bridge, without comments, and its braces around names and types alone.
+fn code() -> String {
+    let ffi = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/ffi");
+    let mut code = String::new();
+    for file in FILES {
+        let text = std::fs::read_to_string(ffi.join(format!("{file}.rs"))).unwrap();
+        let bridge = text.split("#[cxx::bridge").nth(1).and_then(|rest| rest.split("\n}\n").next());
+        let lines = bridge.unwrap_or_else(|| panic!("{file}.rs has a bridge")).lines();
+        code.extend(lines.map(|line| line.split("//").next().unwrap().trim().to_string() + "\n"));
+    }
+    code
+}
+
+/// What `word` declares: its name, and what stands between `open` and `end` behind that.
+fn declared<'a>(code: &'a str, word: &str, (open, end): (char, char)) -> Vec<(&'a str, &'a str)> {
+    let word = format!("\n{word} ");
+    let found = code.split(&*word).skip(1).filter_map(|rest| rest.split_once(open));
+    let named = |(name, rest): (&'a str, &'a str)| (name.split(['<', ' ']).next(), rest.split(end).next());
+    found.map(named).map(|(name, inside)| (name.unwrap(), inside.unwrap())).collect()
+}
+
+/// For each function the type that an attribute in front of it names, or an empty text.
+fn without_receiver(code: &str) -> Vec<&str> {
+    let before = code.split("\nfn ").map(|text| text.rsplit('\n').next().unwrap());
+    before.map(|line| line.strip_prefix("#[Self = \"").and_then(|rest| rest.split('"').next()).unwrap_or("")).collect()
+}
+
+/// Names and types of parameters or fields; what is in front of a name is left out.
+fn typed(list: &str) -> Vec<(String, String)> {
+    let typed = list.split([',', '\n']).filter_map(|item| item.split_once(": "));
+    typed.map(|(name, of)| (name.trim().to_string(), of.trim().trim_end_matches(',').to_string())).collect()
+}
+
+/// The names of types in a type: `Call` for `&[Call]`, `Request` for `&Request<'a>`.
+fn names(of: &str) -> impl Iterator<Item = &str> {
+    of.split(|c: char| !c.is_alphanumeric()).filter(|name| !name.is_empty())
+}
+
+#[test]
+fn no_parameter_selects_what_a_bridged_function_does() {
+    let code = code();
+    let enums: BTreeSet<&str> = declared(&code, "enum", ('{', '}')).into_iter().map(|(name, _)| name).collect();
+    let structs: BTreeMap<&str, Vec<(String, String)>> =
+        declared(&code, "struct", ('{', '}')).into_iter().map(|(name, fields)| (name, typed(fields))).collect();
+    let functions = declared(&code, "fn", ('(', ')'));
+    assert!(
+        functions.len() > 60 && enums.contains("Kind") && structs["Piece"].len() == 2,
+        "the bridge is read wrongly"
+    );
+    let selects = |of: &str| names(of).any(|name| name == "bool" || enums.contains(name));
+    let mut found = BTreeSet::new();
+    let mut passed: Vec<String> = Vec::new();
+    for ((name, parameters), named) in functions.into_iter().zip(without_receiver(&code)) {
+        let parameters = typed(parameters);
+        let receiver = parameters.iter().find(|(name, _)| name == "self").map(|(_, of)| of.trim_start_matches('&'));
+        let whose = receiver.unwrap_or(named);
+        for (parameter, of) in parameters.iter().filter(|(name, _)| name != "self") {
+            if selects(of) {
+                found.insert(format!("{whose}::{name}: {parameter}"));
+            }
+            passed.push(of.clone());
+        }
+    }
+    // Structs inside of structs, too.
+    let mut seen = BTreeSet::new();
+    while let Some(of) = passed.pop() {
+        for (name, fields) in names(&of).filter_map(|name| structs.get_key_value(name)) {
+            if seen.insert(*name) {
+                passed.extend(fields.iter().map(|(_, of)| of.clone()));
+                let data = fields.iter().filter(|(_, of)| selects(of));
+                found.extend(data.map(|(field, _)| format!("{name}: {field}")));
+            }
+        }
+    }
+    let listed: BTreeSet<String> =
+        FACTS.iter().flat_map(|(of, names, _)| names.iter().map(move |name| format!("{of}: {name}"))).collect();
+    let (new, gone): (Vec<_>, Vec<_>) = (found.difference(&listed).collect(), listed.difference(&found).collect());
+    assert!(new.is_empty(), "name a function for each meaning, or say in FACTS why it is data: {new:#?}");
+    assert!(gone.is_empty(), "listed, and not in the bridge: {gone:#?}");
+}
