@@ -19,6 +19,7 @@
 #include "host/alarm.hpp"
 #include "host/errors.hpp"
 #include "host/python_host.hpp"
+#include "sagellm/src/ffi/observe.rs.h"
 #include "work/callbacks.hpp"
 
 namespace sagellm {
@@ -204,23 +205,22 @@ void bind_backend(py::module_& module) {
       .def_property_readonly("fault", [](const SageBackend& self) { return without_gil([&] { return self.fault(); }); })
       .def("_explain",
            translated([](const SageBackend& self, const std::string& kind, uint64_t bytes, const std::string& dtype) {
-             return to_dict(checked([&] { return self.core().explain(kind, bytes, dtype); }));
+             return parsed(checked([&] { return self.core().explain(kind, bytes, dtype); }));
            }),
            py::arg("kind"), py::arg("bytes"), py::arg("dtype"))
       .def("_explain_number", translated([](const SageBackend& self, uint64_t number) {
-             return to_dict(checked([&] { return self.core().explain_number(number); }));
+             return parsed(checked([&] { return self.core().explain_number(number); }));
            }),
            py::arg("number"))
       .def("_device_library", &of_device<&SageBackend::device_library>, py::arg("device"))
       .def("_device_reason", &of_device<&SageBackend::device_reason>, py::arg("device"))
-      .def("_stats",
-           [](const SageBackend& self) {
-             return to_dict(ask(self, [](const RustGroup& core) { return core.stats(); }));
-           })
+      .def(
+          "_stats",
+          [](const SageBackend& self) { return parsed(ask(self, [](const RustGroup& core) { return core.stats(); })); })
       .def(
           "_records",
           [](const SageBackend& self, size_t last) {
-            return to_list(ask(self, [](const RustGroup& core) { return core.records(); }), last);
+            return parsed(ask(self, [&](const RustGroup& core) { return core.records(last); }));
           },
           py::arg("last") = std::numeric_limits<size_t>::max())
       .def(

@@ -48,7 +48,7 @@
 //! op            an operation from issue to end; which memory it uses
 //! config host   settings; what the core needs from its caller (store, signals, completions)
 //! os            watching processes, cores and caches, clock, futex
-//! error types   used by all
+//! error types json  used by all
 //! ```
 //!
 //! The words are defined in `docs/words.md`, the rules by number in `docs/design.md`.
@@ -74,5 +74,6 @@ pub mod stats;
 pub mod config;
 pub mod error;
 pub mod host;
+pub mod json;
 pub mod op;
 pub mod types;

@@ -2,13 +2,14 @@
 
 #include <torch/csrc/Exceptions.h>
 
-#include <algorithm>
 #include <array>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "host/errors.hpp"
+#include "host/slices.hpp"
+#include "sagellm/src/ffi/observe.rs.h"
 #include "work/work.hpp"
 
 namespace sagellm {
@@ -30,68 +31,25 @@ py::list list_of(const rust::Vec<Item>& items, const Convert& convert) {
   return found;
 }
 
-py::object past(const Explanation& found) {
-  if (!found.past) return py::none();
-  const Batch& all = found.batch;
-  py::object batch = py::none();
-  if (all.operations > 0) {
-    batch =
-        py::dict("operations"_a = all.operations, "first"_a = all.first, "last"_a = all.last, "bytes"_a = all.bytes);
-  }
-  return py::dict("number"_a = found.number, "host_staged"_a = found.host_staged, "recorded"_a = found.recorded,
-                  "batch"_a = std::move(batch));
-}
-
-py::dict of_alternative(const Alternative& other) {
-  return py::dict("way"_a = text(other.way), "predicted_ns"_a = other.predicted_ns, "why_not"_a = text(other.why_not));
-}
-
-py::dict of_row(const ChoiceRow& row) {
-  return py::dict("kind"_a = text(row.kind), "sizes"_a = text(row.sizes), "way"_a = text(row.way),
-                  "reason"_a = text(row.reason), "measured_ns"_a = row.measured_ns);
-}
-
-py::dict of_cell(const Cell& cell) {
-  const auto bucket = [](const Bucket& each) { return py::make_tuple(each.bound, each.count); };
-  return py::dict("kind"_a = text(cell.kind), "path"_a = text(cell.path), "size_class"_a = cell.size_class,
-                  "count"_a = cell.count, "failed"_a = cell.failed, "tensors"_a = cell.tensors, "bytes"_a = cell.bytes,
-                  "whole"_a = cell.whole, "took"_a = cell.took, "waiting"_a = cell.waiting, "copying"_a = cell.copying,
-                  "reducing"_a = cell.reducing, "longest"_a = cell.longest, "times"_a = list_of(cell.times, bucket));
-}
-
-py::dict of_record(const Record& record) {
-  return py::dict("id"_a = record.id, "number"_a = record.number, "kind"_a = text(record.kind),
-                  "dtype"_a = text(record.dtype), "op"_a = text(record.op), "path"_a = text(record.path),
-                  "reason"_a = text(record.reason), "state"_a = text(record.state), "counts"_a = record.counts,
-                  "tensors"_a = record.tensors, "element"_a = record.element, "site"_a = record.site,
-                  "host_staged"_a = record.host_staged, "root"_a = record.root, "tag"_a = record.tag,
-                  "late"_a = record.late, "together"_a = record.together, "first"_a = record.first,
-                  "last"_a = record.last, "read"_a = record.read, "written"_a = record.written,
-                  "issued"_a = record.issued, "ended"_a = record.ended, "waiting"_a = record.waiting,
-                  "copying"_a = record.copying, "reducing"_a = record.reducing);
-}
-
 // None for the work of a delegate, or of a call for which the core has no operation.
 py::list explain_work(const c10::intrusive_ptr<c10d::Work>& work) {
   py::list found;
   const auto* const own = dynamic_cast<const SageWork*>(work.get());
   if (own == nullptr) return found;
-  for (const Explanation& each : own->explain()) found.append(to_dict(each));
+  for (const rust::String& each : own->explain()) found.append(parsed(each));
   return found;
 }
 
-py::dict explain_without_group(Text kind, uint64_t bytes, Text dtype, size_t ranks, Text algorithm) {
-  return to_dict(checked([&] { return Core::explain_without_group(ranks, algorithm, kind, bytes, dtype); }));
+py::object explain_without_group(Text kind, uint64_t bytes, Text dtype, size_t ranks, Text algorithm) {
+  return parsed(checked([&] { return Core::explain_without_group(ranks, algorithm, kind, bytes, dtype); }));
 }
 
-py::dict start_rule(Text kind, uint64_t bytes, size_t ranks, Text topology) {
-  return to_dict(checked([&] { return Core::start_rule(ranks, topology, kind, bytes); }));
+py::object start_rule(Text kind, uint64_t bytes, size_t ranks, Text topology) {
+  return parsed(checked([&] { return Core::start_rule(ranks, topology, kind, bytes); }));
 }
 
-py::dict table_without_group(size_t ranks, Text algorithm) {
-  const ChoiceTable table = checked([&] { return Core::table_without_group(ranks, algorithm); });
-  return py::dict("note"_a = text(table.note), "rules"_a = list_of(table.rules, text),
-                  "rows"_a = list_of(table.rows, of_row));
+py::object table_without_group(size_t ranks, Text algorithm) {
+  return parsed(checked([&] { return Core::table_without_group(ranks, algorithm); }));
 }
 
 py::str save_table(size_t ranks, Text made, Text lines) {
@@ -110,7 +68,7 @@ py::list predict(Text kind, Text algorithm, size_t ranks, const std::vector<doub
   rust::Vec<Prediction> found;
   {
     const py::gil_scoped_release no_gil;
-    found = checked([&] { return Core::predict(kind, algorithm, ranks, {sizes.data(), sizes.size()}, model); });
+    found = checked([&] { return Core::predict(kind, algorithm, ranks, slice(sizes), model); });
   }
   return list_of(found, [](const Prediction& one) { return py::make_tuple(one.seconds, one.segments); });
 }
@@ -125,48 +83,19 @@ py::tuple program(Text kind, Text algorithm, size_t ranks, size_t segments, size
                         }));
 }
 
-py::dict doctor() {
-  rust::Vec<Fact> facts;
+py::object doctor() {
+  rust::String facts;
   {
     const py::gil_scoped_release no_gil;
     facts = Core::machine_facts();
   }
-  py::dict found;
-  for (const Fact& fact : facts) found[text(fact.name)] = text(fact.value);
-  return found;
+  return parsed(facts);
 }
 
 }  // namespace
 
-py::dict to_dict(const Explanation& found) {
-  return py::dict("kind"_a = text(found.kind), "bytes"_a = found.bytes, "ranks"_a = found.ranks,
-                  "hosts"_a = found.hosts, "slot_bytes"_a = found.slot_bytes, "choice"_a = text(found.choice),
-                  "reason"_a = text(found.reason), "code"_a = found.code, "library"_a = text(found.library),
-                  "ran"_a = text(found.ran), "decided"_a = text(found.decided), "predicted_ns"_a = found.predicted_ns,
-                  "measured_ns"_a = found.measured_ns, "table"_a = text(found.table),
-                  "overruled"_a = list_of(found.overruled, text),
-                  "rejected"_a = list_of(found.rejected, of_alternative), "past"_a = past(found));
-}
-
-py::dict to_dict(const Stats& stats) {
-  const auto wait = [](const PeerWait& each) { return py::make_tuple(each.count, each.total, each.longest); };
-  return py::dict("rank"_a = stats.rank, "size"_a = stats.size, "now"_a = stats.now, "wall"_a = stats.wall,
-                  "since"_a = stats.since, "issued"_a = stats.issued, "batches"_a = stats.batches,
-                  "batched_ops"_a = stats.batched_ops, "largest_batch"_a = stats.largest_batch,
-                  "host_staged_count"_a = stats.host_staged_count, "host_staged_bytes"_a = stats.host_staged_bytes,
-                  "waits"_a = list_of(stats.waits, wait), "cells"_a = list_of(stats.cells, of_cell));
-}
-
-py::list to_list(const rust::Vec<Record>& records, size_t last) {
-  py::list found;
-  const size_t skipped = records.size() - std::min(last, records.size());
-  for (size_t at = 0; at < skipped; ++at) {
-    if (records[at].state != "pending") continue;
-    found.append(of_record(records[at]));
-    break;
-  }
-  for (size_t at = skipped; at < records.size(); ++at) found.append(of_record(records[at]));
-  return found;
+py::object parsed(const rust::String& json) {
+  return py::module_::import("json").attr("loads")(text(json));
 }
 
 void bind_observation(py::module_& module) {

@@ -4,9 +4,9 @@
 #include <torch/csrc/Exceptions.h>
 
 #include <cstdint>
-#include <string>
 #include <vector>
 
+#include "c10d/observe.hpp"
 #include "host/allocator.hpp"
 #include "sagellm/src/ffi/memory.rs.h"
 
@@ -30,11 +30,8 @@ bool share_raw(size_t bytes) {
   return found;
 }
 
-py::dict usage_of_shared() {
-  const SharedUsage usage = shared_usage();
-  return py::dict("limit"_a = usage.limit, "used"_a = usage.used, "cached"_a = usage.cached,
-                  "extents"_a = usage.extents, "refused"_a = usage.refused, "taken_out"_a = usage.taken_out,
-                  "why_not"_a = std::string(shared_why_not()));
+py::object usage_of_shared() {
+  return parsed(shared_usage());
 }
 
 }  // namespace

@@ -37,8 +37,8 @@ DeviceCall::State DeviceCall::poll(const std::function<bool()>& has_passed) cons
   return {!found.undecided, std::string(found.error)};
 }
 
-std::vector<Explanation> DeviceCall::explain() const {
-  const rust::Vec<Explanation> found = core_->explain();
+std::vector<rust::String> DeviceCall::explain() const {
+  const rust::Vec<rust::String> found = core_->explain();
   return {found.begin(), found.end()};
 }
 

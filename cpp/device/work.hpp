@@ -50,7 +50,7 @@ class DeviceCall {
   // the group has failed, and `abort` makes it return.
   std::string look_at_launch() const { return std::string(core_->look_at_launch()); }
   // How the library runs it, as `SageWork::explain`.
-  std::vector<Explanation> explain() const;
+  std::vector<rust::String> explain() const;
 
  private:
   const rust::Box<RustCall> core_;
@@ -158,7 +158,7 @@ class DeviceWork final : public SageWork {
   // Called by its run, once.
   void end_of_run(const std::string& error) { end(error); }
 
-  std::vector<Explanation> explain() const override { return run_->launched().call->explain(); }
+  std::vector<rust::String> explain() const override { return run_->launched().call->explain(); }
   void synchronize() override { order(); }
   void release_resources() override;
 

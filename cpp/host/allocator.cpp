@@ -37,10 +37,10 @@ void free_reported(void* at) {
 void tell_refusal(size_t bytes) {
   static std::atomic<bool> told{false};
   if (told.load(std::memory_order_relaxed)) return;
-  const SharedUsage usage = shared_usage();
-  if (usage.limit == 0 || told.exchange(true, std::memory_order_relaxed)) return;
+  const SharedRoom room = shared_room();
+  if (room.limit == 0 || told.exchange(true, std::memory_order_relaxed)) return;
   log_line(2, "a tensor of " + std::to_string(bytes) + " bytes is ordinary memory, which peers cannot reach: of " +
-                  std::to_string(usage.limit) + " bytes " + std::to_string(usage.used) +
+                  std::to_string(room.limit) + " bytes " + std::to_string(room.used) +
                   " are in use. Free tensors, or raise SAGELLM_SHARED_BYTES; this is said once");
 }
 

@@ -231,8 +231,8 @@ float SageWork::getDuration() const {
   return std::chrono::duration<float, std::milli>(duration()).count();
 }
 
-std::vector<Explanation> SageWork::explain() const {
-  std::vector<Explanation> found;
+std::vector<rust::String> SageWork::explain() const {
+  std::vector<rust::String> found;
   for (const auto& op : ops_) found.push_back(op->explain());
   return found;
 }

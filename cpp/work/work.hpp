@@ -107,8 +107,8 @@ class SageWork : public c10d::Work {
 #endif
   // Nobody refers to it any more, while an object that only knows of it lives. Called by its last holder.
   void release_resources() override;
-  // For each of its operations in the core: the algorithm and the record.
-  virtual std::vector<Explanation> explain() const;
+  // For each of its operations in the core the algorithm and the record, as JSON.
+  virtual std::vector<rust::String> explain() const;
 
  protected:
   // The end, once, on whatever thread, and everything that follows from it; false where it had ended. Runs no user code

@@ -1,5 +1,6 @@
-//! The contract between C++ and Rust; `observe` has the part for explanations and statistics, `arrays` and `memory` those
-//! for memory without a group. No logic lives here, and no panic crosses it.
+//! The contract between C++ and Rust; `observe` has the part for questions without a group, `arrays` and `memory` those for
+//! memory without one. No logic lives here, and no panic crosses it. What Python only reads (statistics, explanations)
+//! crosses as one JSON text, which C++ does not look into.
 //!
 //! C++ -> Rust: `RustRendezvous::meet` meets the other ranks, `RustGroup::build` makes the group, `RustGroup::run`
 //! runs an operation, `RustGroup::issue` starts one and `RustOp` answers for it. `RustDevices` makes a `RustCall` of each
@@ -377,14 +378,15 @@ pub mod ffi {
         fn shutdown(self: &RustGroup);
         /// Everything pending here and on the peers fails, for this reason.
         fn abort(self: &RustGroup, reason: &str);
-        /// How the collective with this number is carried out, and what was recorded.
-        fn explain_number(self: &RustGroup, number: u64) -> Result<Explanation>;
+        /// How the collective with this number is carried out, and what was recorded. This and the answers below are JSON
+        /// (`select::export`, `stats::export`), whose types `_C.pyi` has.
+        fn explain_number(self: &RustGroup, number: u64) -> Result<String>;
         /// How an operation of this kind, size and type (by their names) would be carried out.
-        fn explain(self: &RustGroup, kind: &str, bytes: u64, dtype: &str) -> Result<Explanation>;
+        fn explain(self: &RustGroup, kind: &str, bytes: u64, dtype: &str) -> Result<String>;
         /// All counts and times.
-        fn stats(self: &RustGroup) -> Result<Stats>;
-        /// The last operations, oldest first.
-        fn records(self: &RustGroup) -> Result<Vec<Record>>;
+        fn stats(self: &RustGroup) -> Result<String>;
+        /// The last operations, so many, oldest first, and before them the oldest one that is pending, if that is older.
+        fn records(self: &RustGroup, last: usize) -> Result<String>;
         /// Resets all counts. Does nothing in a forked child.
         fn reset_stats(self: &RustGroup);
 
@@ -409,7 +411,7 @@ pub mod ffi {
         fn wait(self: &RustOp, timeout_ms: i64) -> Result<()>;
         fn facts(self: &RustOp) -> OpFacts;
         /// As `RustGroup::explain_number`.
-        fn explain(self: &RustOp) -> Explanation;
+        fn explain(self: &RustOp) -> String;
 
         /// Opens a vendor's libraries for tensors on devices of this type (torch's name); `vendor` is "auto" or a name. An
         /// error says why that cannot be. `library` may be empty, `folders` are looked into.
@@ -487,8 +489,8 @@ pub mod ffi {
         /// Looks at a launch that has not returned. Empty, or the error, with its code letter, by which it shall not go on:
         /// the group has failed, and `abort` makes the launch return.
         fn look_at_launch(self: &RustCall) -> String;
-        /// How the library runs each of the calls, for `explain`.
-        fn explain(self: &RustCall) -> Vec<Explanation>;
+        /// How the library runs each of the calls: JSON for each.
+        fn explain(self: &RustCall) -> Vec<String>;
 
         /// Aborts operations that are under way, and makes the communicator of all ranks but `excluded`, which do not
         /// call this.
@@ -500,14 +502,6 @@ pub mod ffi {
         /// The same, of a vendor's library.
         #[Self = "RustDevices"]
         fn list_operations(kind: Kind, elements: &[u8], bytes: &[usize]) -> Result<Vec<u32>>;
-    }
-
-    extern "C++" {
-        include!("sagellm/src/ffi/observe.rs.h");
-
-        type Explanation = super::super::observe::ffi::Explanation;
-        type Stats = super::super::observe::ffi::Stats;
-        type Record = super::super::observe::ffi::Record;
     }
 
     // SAFETY: the functions below take references and slices that live for the call, throw only where they return a

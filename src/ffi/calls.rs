@@ -6,20 +6,19 @@ use std::time::Duration;
 
 use super::bridge::ffi;
 use super::callbacks::{CompletionHook, PythonHook, PythonLog, StoreHook};
-use super::convert::{
-    Outcome, coded, dtype_named, elements_and_bytes, explanation, guarded, kind, kind_named, quietly, record, request,
-    start, stats, table,
-};
+use super::convert::{Outcome, coded, dtype_named, elements_and_bytes, guarded, kind, kind_named, quietly, request};
 use super::handles::{Core, RustExternalOp, RustGroup, RustOp, RustRendezvous};
-use super::observe::ffi as observed;
 use crate::config::{Config, Settings};
 use crate::engine::device::Vendor;
 use crate::engine::multihost::link::Link;
 use crate::engine::multihost::wire::{Place, Wire, join};
 use crate::fusion::lists;
 use crate::group;
-use crate::group::Group;
+use crate::group::{Group, StartRule};
+use crate::json;
 use crate::rendezvous::Rendezvous;
+use crate::select::export as explained;
+use crate::stats::export as counted;
 use crate::types::{CallNote, Dtype, Kind};
 
 impl RustRendezvous {
@@ -133,27 +132,27 @@ impl RustGroup {
     pub(super) fn abort(&self, reason: &str) {
         quietly(|| self.group.abort(reason));
     }
-    pub(super) fn explain_number(&self, number: u64) -> Outcome<observed::Explanation> {
+    pub(super) fn explain_number(&self, number: u64) -> Outcome<String> {
         guarded(|| {
             self.group.not_forked()?;
-            Ok(explanation(&self.group.explain_number(number)?))
+            Ok(explained::explanation(&self.group.explain_number(number)?))
         })
     }
-    pub(super) fn explain(&self, kind: &str, bytes: u64, dtype: &str) -> Outcome<observed::Explanation> {
-        guarded(|| Ok(explanation(&self.group.explain(kind_named(kind)?, bytes, dtype_named(dtype)?))))
+    pub(super) fn explain(&self, kind: &str, bytes: u64, dtype: &str) -> Outcome<String> {
+        guarded(|| Ok(explained::explanation(&self.group.explain(kind_named(kind)?, bytes, dtype_named(dtype)?))))
     }
-    pub(super) fn stats(&self) -> Outcome<observed::Stats> {
+    pub(super) fn stats(&self) -> Outcome<String> {
         let group = &self.group;
         guarded(|| {
             group.not_forked()?;
             let (counts, moment) = group.stats();
-            Ok(stats(&counts, group.rank(), group.size(), moment))
+            Ok(counted::counts(&counts, (group.rank(), group.size()), moment, group::NAMES))
         })
     }
-    pub(super) fn records(&self) -> Outcome<Vec<observed::Record>> {
+    pub(super) fn records(&self, last: usize) -> Outcome<String> {
         guarded(|| {
             self.group.not_forked()?;
-            Ok(self.group.records().iter().map(record).collect())
+            Ok(counted::last_records(&self.group.records(), last, group::NAMES))
         })
     }
     pub(super) fn reset_stats(&self) {
@@ -207,8 +206,8 @@ impl RustOp {
             error: self.0.error().map(coded).unwrap_or_default(),
         }
     }
-    pub(super) fn explain(&self) -> observed::Explanation {
-        explanation(&self.0.explain())
+    pub(super) fn explain(&self) -> String {
+        explained::explanation(&self.0.explain())
     }
 }
 
@@ -259,10 +258,14 @@ impl Core {
         combined.map(|dtype| dtype.name().to_string()).collect()
     }
 
-    pub(super) fn machine_facts() -> Vec<observed::Fact> {
+    pub(super) fn machine_facts() -> String {
         let kernels = crate::reduce::Level::available().last().map_or("", |level| level.name());
-        let facts = crate::os::topology::report().into_iter().chain([("kernels".into(), kernels.into())]);
-        facts.map(|(name, value)| observed::Fact { name, value }).collect()
+        json::text(|to| {
+            for (name, value) in crate::os::topology::report() {
+                to.string(&name, &value);
+            }
+            to.string("kernels", kernels);
+        })
     }
 
     pub(super) fn explain_without_group(
@@ -271,19 +274,22 @@ impl Core {
         kind: &str,
         bytes: u64,
         dtype: &str,
-    ) -> Outcome<observed::Explanation> {
+    ) -> Outcome<String> {
         guarded(|| {
             let (kind, dtype) = (kind_named(kind)?, dtype_named(dtype)?);
-            Ok(explanation(&group::explain_without_group(kind, bytes, dtype, ranks, algorithm)?))
+            Ok(explained::explanation(&group::explain_without_group(kind, bytes, dtype, ranks, algorithm)?))
         })
     }
 
-    pub(super) fn table_without_group(ranks: usize, algorithm: &str) -> Outcome<observed::ChoiceTable> {
-        guarded(|| Ok(table(group::table_without_group(ranks, algorithm)?)))
+    pub(super) fn table_without_group(ranks: usize, algorithm: &str) -> Outcome<String> {
+        guarded(|| Ok(explained::table(&group::table_without_group(ranks, algorithm)?)))
     }
 
-    pub(super) fn start_rule(ranks: usize, topology: &str, kind: &str, bytes: u64) -> Outcome<observed::Explanation> {
-        guarded(|| Ok(start(&group::start_rule(kind_named(kind)?, bytes, ranks, topology)?, bytes, ranks)))
+    pub(super) fn start_rule(ranks: usize, topology: &str, kind: &str, bytes: u64) -> Outcome<String> {
+        guarded(|| {
+            let StartRule { start, topology, decided } = group::start_rule(kind_named(kind)?, bytes, ranks, topology)?;
+            Ok(explained::start_rule(bytes, ranks, start, &topology, &decided))
+        })
     }
 
     pub(super) fn save_table(ranks: usize, made: &str, lines: &str) -> Outcome<String> {

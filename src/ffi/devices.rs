@@ -7,10 +7,9 @@ use std::time::Duration;
 use super::bridge::ffi;
 use super::convert::{Outcome, dtype, elements_and_bytes, guarded, kind, listed, quietly, spans, unknown};
 use super::handles::{RustCall, RustDevices, RustGroup, RustRetired, SharedStore};
-use super::observe::ffi as observed;
 use crate::engine::device::{
-    Buffers, DeviceCall, DeviceEngine, DeviceGroup, DeviceRequest, Event, Exchange, Found, Hints, Local, Lowered,
-    LoweringInput, Placed, Ranks, Stream, Terms,
+    Buffers, Carried, DeviceCall, DeviceEngine, DeviceGroup, DeviceRequest, Event, Exchange, Found, Hints, Local,
+    Lowered, LoweringInput, Placed, Ranks, Stream, Terms,
 };
 use crate::error::{Error, Result};
 use crate::fusion::lists as tensor_lists;
@@ -250,20 +249,8 @@ impl RustCall {
     pub(super) fn look_at_launch(&self) -> String {
         guarded(|| self.call.look_at_launch().map_or(Ok(()), Err)).err().unwrap_or_default()
     }
-    pub(super) fn explain(&self) -> Vec<observed::Explanation> {
-        let found = self.call.explain().into_iter();
-        let found = found.map(|call| observed::Explanation {
-            kind: call.name,
-            bytes: call.bytes,
-            ranks: call.ranks,
-            past: true,
-            number: call.number,
-            library: call.library,
-            decided: call.why,
-            ran: call.ran,
-            ..Default::default()
-        });
-        found.collect()
+    pub(super) fn explain(&self) -> Vec<String> {
+        self.call.explain().iter().map(Carried::json).collect()
     }
 }
 

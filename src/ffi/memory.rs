@@ -8,15 +8,10 @@ use crate::engine::shm::memory::arena;
 
 #[cxx::bridge(namespace = "sagellm")]
 pub mod ffi {
-    /// `arena::Usage`.
-    #[derive(Default)]
-    struct SharedUsage {
+    /// Bytes of the memory that there is, and of it in use; zeros before the first tensor.
+    struct SharedRoom {
         limit: u64,
         used: u64,
-        cached: u64,
-        extents: u64,
-        refused: u64,
-        taken_out: u64,
     }
 
     extern "Rust" {
@@ -31,9 +26,9 @@ pub mod ffi {
         fn shared_owns(at: usize) -> bool;
         /// `arena::reaches`.
         fn shared_reaches(at: usize) -> bool;
-        fn shared_usage() -> SharedUsage;
-        /// Why this process cannot have such memory at all, once that is known, or empty.
-        fn shared_why_not() -> String;
+        fn shared_room() -> SharedRoom;
+        /// `arena::Usage`, as JSON.
+        fn shared_usage() -> String;
     }
 }
 
@@ -61,18 +56,13 @@ fn shared_reaches(at: usize) -> bool {
     guarded(|| Ok(arena::reaches(at as *const u8))).unwrap_or_default()
 }
 
-fn shared_usage() -> ffi::SharedUsage {
-    let found = guarded(|| Ok(arena::usage())).unwrap_or_default();
-    ffi::SharedUsage {
-        limit: found.limit,
-        used: found.used,
-        cached: found.cached,
-        extents: found.extents,
-        refused: found.refused,
-        taken_out: found.taken_out,
-    }
+fn shared_room() -> ffi::SharedRoom {
+    let usage = guarded(|| Ok(arena::usage())).unwrap_or_default();
+    ffi::SharedRoom { limit: usage.limit, used: usage.used }
 }
 
-fn shared_why_not() -> String {
-    guarded(|| Ok(arena::why_not())).ok().flatten().unwrap_or_default()
+fn shared_usage() -> String {
+    let usage = guarded(|| Ok(arena::usage())).unwrap_or_default();
+    let why_not = guarded(|| Ok(arena::why_not())).ok().flatten();
+    usage.json(why_not.as_deref())
 }

@@ -16,9 +16,11 @@
 //! | `table` | the measured table, as text and on disk |
 //! | `policy` | rules, table and topology that rank 0 sends to the others |
 //! | `explain` | the choice and its alternatives in words |
+//! | `export` | the same as JSON |
 
 pub mod cost;
 pub mod explain;
+pub mod export;
 pub mod inter;
 pub mod intra;
 pub mod policy;

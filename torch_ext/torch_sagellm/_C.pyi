@@ -1,7 +1,7 @@
 """The extension module that setup.py builds from ``cpp/`` and the Rust core."""
 
 from datetime import timedelta
-from typing import Any, TypedDict
+from typing import Any, TypedDict, final
 
 torch_version_built: str
 
@@ -9,7 +9,8 @@ torch_version_built: str
 KINDS: tuple[str, ...]
 DTYPES: tuple[str, ...]
 
-# The structs of the bridge (src/ffi/observe.rs) are dicts here; times are nanoseconds.
+# The core answers in JSON (src/stats/export.rs, src/select/export.rs), whose fields are named here and nowhere between.
+# Times are nanoseconds.
 
 class Alternative(TypedDict):
     way: str
@@ -31,6 +32,7 @@ class Past(TypedDict):
     recorded: int
     batch: Batch | None
 
+@final
 class Explanation(TypedDict):
     kind: str
     bytes: int
@@ -40,9 +42,6 @@ class Explanation(TypedDict):
     choice: str
     reason: str
     code: int
-    #: The library of a device's vendor, where it ran it; then only kind, bytes, ranks, ran, decided and past are valid.
-    library: str
-    ran: str
     decided: str
     #: 0 where it is unknown; the same for the next.
     predicted_ns: int
@@ -52,6 +51,28 @@ class Explanation(TypedDict):
     rejected: list[Alternative]
     #: None for a hypothetical operation.
     past: Past | None
+
+@final
+class Carried(TypedDict):
+    """A call that the library of a device's vendor ran."""
+
+    kind: str
+    bytes: int
+    ranks: int
+    number: int
+    library: str
+    decided: str
+    #: The algorithm that the library reports, or "".
+    ran: str
+
+class StartRule(TypedDict):
+    kind: str
+    bytes: int
+    ranks: int
+    hosts: int
+    choice: str
+    reason: str
+    decided: str
 
 class ChoiceRow(TypedDict):
     kind: str
@@ -84,7 +105,7 @@ class Cell(TypedDict):
     reducing: int
     longest: int
     #: The first value beyond each bucket, and its count.
-    times: list[tuple[int, int]]
+    times: list[list[int]]
 
 class Stats(TypedDict):
     rank: int
@@ -100,7 +121,7 @@ class Stats(TypedDict):
     host_staged_count: int
     host_staged_bytes: int
     #: By rank: number of waits, total time, longest wait.
-    waits: list[tuple[int, int, int]]
+    waits: list[list[int]]
     cells: list[Cell]
 
 class Record(TypedDict):
@@ -267,12 +288,11 @@ def rendezvous(
     global_ranks: list[int] = ...,
     options: Options | None = None,
 ) -> Rendezvous: ...
-def explain_work(work: Any) -> list[Explanation]: ...
+def explain_work(work: Any) -> list[Explanation] | list[Carried]: ...
 def explain_without_group(kind: str, bytes: int, dtype: str, ranks: int, algorithm: str = "") -> Explanation: ...
 
-#: The start rules for an all_reduce of `ranks` devices with a topology, as an option takes it; only kind, bytes, ranks,
-#: hosts, choice, reason and decided are valid.
-def start_rule(kind: str, bytes: int, ranks: int, topology: str) -> Explanation: ...
+#: The start rules for an all_reduce of `ranks` devices with a topology, as an option takes it.
+def start_rule(kind: str, bytes: int, ranks: int, topology: str) -> StartRule: ...
 def table_without_group(ranks: int, algorithm: str = "") -> ChoiceTable: ...
 def save_table(ranks: int, made: str, lines: str) -> str: ...
 def set_log_level(level: int) -> None: ...

@@ -14,6 +14,7 @@ use super::parts::Parts;
 use super::runtime::{SPARES_CAPTURES, Stream};
 use super::watchdog::{Found, Library, Seen};
 use crate::error::{Error, ErrorKind, GO_ON, Result, in_one_line, laid_out};
+use crate::json;
 
 /// The calls of one launch, from their check to their end.
 pub struct DeviceCall {
@@ -90,6 +91,17 @@ pub struct Carried {
     pub why: String,
     /// The algorithm that the library reports; empty where it reports none.
     pub ran: String,
+}
+
+impl Carried {
+    /// JSON: `Carried` of `_C.pyi`.
+    pub fn json(&self) -> String {
+        json::text(|to| {
+            to.string("kind", &self.name).number("bytes", self.bytes).number("ranks", self.ranks);
+            to.number("number", self.number).string("library", &self.library);
+            to.string("decided", &self.why).string("ran", &self.ran);
+        })
+    }
 }
 
 impl DeviceCall {

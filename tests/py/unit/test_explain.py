@@ -51,8 +51,6 @@ def answer(**changes: Any) -> Any:
         "choice": "direct(leaders=1)",
         "reason": "model",
         "code": 7,
-        "library": "",
-        "ran": "",
         "decided": "d",
         "predicted_ns": 50_000,
         "measured_ns": 0,

@@ -337,6 +337,18 @@ def _by_library(
     )
 
 
+def _read_carried(found: _C.Carried) -> Explanation:
+    return _by_library(
+        found["kind"],
+        found["bytes"],
+        found["ranks"],
+        found["library"],
+        found["decided"],
+        sequence=found["number"],
+        ran=found["ran"],
+    )
+
+
 def _staged(found: Explanation, device: str, why: str) -> Explanation:
     """The same for tensors on a device, which go through host memory."""
     return replace(found, staged=True, path=f"{STAGED} ({device}: {why}), then {found.path}")
@@ -345,7 +357,8 @@ def _staged(found: Explanation, device: str, why: str) -> Explanation:
 def _explain_work(work: Any) -> Explanation:
     from torch_sagellm._private import load
 
-    parts = [read(found) for found in load.extension().explain_work(work)]
+    answers: list[_C.Explanation | _C.Carried] = load.extension().explain_work(work)
+    parts = [_read_carried(found) if "library" in found else read(found) for found in answers]
     if not parts:
         raise ValueError(
             f"sagellm explain: {type(work).__name__} is no operation of the engine: gloo serves it, or it is one "
@@ -362,17 +375,6 @@ def _delegate_of(backend: Any) -> str:
 def read(found: _C.Explanation, delegate: str = "gloo") -> Explanation:
     """The core's answer, in the units and words of this module. ``delegate`` is the name of a delegate."""
     past = found["past"]
-    sequence = past["number"] if past else None
-    if found["library"]:
-        return _by_library(
-            found["kind"],
-            found["bytes"],
-            found["ranks"],
-            found["library"],
-            found["decided"],
-            sequence=sequence,
-            ran=found["ran"],
-        )
     served = found["reason"] == "delegated"
     hosts = found["hosts"]
     paths = {"local copy": "local copy, the group has one rank", "delegate": delegate}
@@ -399,7 +401,7 @@ def read(found: _C.Explanation, delegate: str = "gloo") -> Explanation:
         table=found["table"],
         code=found["code"],
         recorded=(past["recorded"] or None) if past else None,
-        sequence=sequence,
+        sequence=past["number"] if past else None,
         batch=_batch(past["batch"]) if past and past["batch"] else None,
         staged=staged,
     )

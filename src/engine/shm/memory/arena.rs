@@ -29,6 +29,7 @@ use once_cell::sync::OnceCell;
 use super::extents::Extents;
 use super::{forks, segment};
 use crate::config;
+use crate::json;
 use crate::os::topology;
 use crate::types::Span;
 
@@ -73,6 +74,17 @@ pub struct Usage {
     pub refused: u64,
     /// Became private after an operation had failed.
     pub taken_out: u64,
+}
+
+impl Usage {
+    /// JSON: `SharedUsage` of `_C.pyi`. `why_not`: why there is no arena, once that is known.
+    pub fn json(&self, why_not: Option<&str>) -> String {
+        json::text(|to| {
+            to.number("limit", self.limit).number("used", self.used).number("cached", self.cached);
+            to.number("extents", self.extents).number("refused", self.refused).number("taken_out", self.taken_out);
+            to.string("why_not", why_not.unwrap_or(""));
+        })
+    }
 }
 
 /// What a peer needs to open and recognise this process's file: its descriptor, inode and size.
