@@ -243,8 +243,8 @@ def cpp_files() -> list[Path]:
     Two files on two processors take 117 s of processor time, the thirty one by one, with a precompiled header, 430 s
     (2-core EPYC, 2026-11-25). Names inside the unnamed namespaces of cpp/ must differ for that.
     """
-    # module.cpp takes longest to compile: those of cpp/ itself come first.
-    files = [path for pattern in ("*.cpp", "*/*.cpp") for path in sorted((ROOT / "cpp").glob(pattern))]
+    # Those with bindings take longest to compile, and come first.
+    files = sorted((ROOT / "cpp").rglob("*.cpp"), key=lambda path: (path.parent.name != "python", path))
     if for_edits():
         return files
     parts: list[list[Path]] = [[] for _ in range(max(1, min(jobs(), 4)))]

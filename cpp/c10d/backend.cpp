@@ -19,103 +19,6 @@
 
 namespace sagellm {
 
-namespace {
-
-std::string first_reason(const SageBackend::Options& options) {
-  if (options.engine == "auto") return {};
-  if (options.engine == "delegate") return "the option engine=\"delegate\" asks for it";
-  value_error("init", c10::str("the option engine is \"", options.engine, "\", expected \"auto\" or \"delegate\""));
-}
-
-int64_t soft_timeout_ms(const SageBackend::Options& options) {
-  if (!options.soft_timeout) return -1;
-  const double seconds = *options.soft_timeout;
-  constexpr double kMost = 1e9;
-  if (!(seconds >= 0 && seconds < kMost)) {
-    value_error("init", c10::str("the option soft_timeout is ", seconds, " s, expected 0 (none) or more"));
-  }
-  return static_cast<int64_t>(seconds * 1e3);
-}
-
-Decision meet(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const SageBackend::Options& options) {
-  if (rank < 0 || rank >= size) value_error("init", c10::str("rank is ", rank, " in a group of ", size, " ranks"));
-  (void)on_failure(options.on_device_failure);
-  Setup setup;
-  setup.rank = static_cast<uint32_t>(rank);
-  setup.size = static_cast<uint32_t>(size);
-  setup.timeout_ms = static_cast<uint64_t>(std::max<int64_t>(options.timeout.count(), 0));
-  setup.name = rust::String::lossy(options.group_name);
-  setup.delegate_reason = first_reason(options);
-  setup.algorithm = rust::String::lossy(options.algorithm);
-  setup.topology = rust::String::lossy(options.topology);
-  setup.soft_timeout_ms = soft_timeout_ms(options);
-  setup.fusion = options.fusion;
-  setup.strict = options.strict;
-  setup.measure_link = options.measure_link;
-  setup.delegate = rust::String::lossy(options.delegate);
-  setup.vendor = rust::String::lossy(options.vendor);
-  setup.addresses = rust::String::lossy(options.addresses);
-  for (const uint64_t member : options.global_ranks_in_group) setup.members.push_back(static_cast<uint32_t>(member));
-  if (setup.members.empty()) {
-    for (uint32_t member = 0; member < setup.size; ++member) setup.members.push_back(member);
-  }
-  return checked([&] { return RustRendezvous::meet(setup, wrap_store(store)); });
-}
-
-}  // namespace
-
-Rendezvous::Rendezvous(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-                       c10::intrusive_ptr<SageBackend::Options> options)
-    : store_(std::move(store)),
-      rank_(rank),
-      size_(size),
-      options_(std::move(options)),
-      decided_(meet(store_, rank, size, *options_)) {}
-
-std::string Rendezvous::tell_failure(const std::string& text) {
-  // The first to come says it. A rank that dies in between leaves the place empty; the others then wait until their
-  // deadline.
-  const auto store = wrap_store(store_);
-  if (store->add(failure_key("count"), 1) == 1) {
-    store->set(failure_key("text"), {reinterpret_cast<const uint8_t*>(text.data()), text.size()});
-    return text;
-  }
-  return told_failure();
-}
-
-std::string Rendezvous::told_failure() {
-  rust::Vec<uint8_t> text;
-  return wrap_store(store_)->try_get(failure_key("text"), text) ? std::string(text.begin(), text.end()) : "";
-}
-
-std::string Rendezvous::failure_key(const char* part) const {
-  return c10::str("sagellm/failed/", id(), "/", part);
-}
-
-void Rendezvous::connect(const std::string& address) {
-  const auto timeout = static_cast<uint64_t>(std::max<int64_t>(options_->timeout.count(), 0));
-  checked([&] { decided_.rendezvous->connect(address, timeout); });
-}
-
-c10::intrusive_ptr<SageBackend> Rendezvous::build(BackendPtr delegate) {
-  const bool spans_hosts = decided_.spans_hosts;
-  const bool delegated = !decided_.delegate_reason.empty();
-  if (built_) value_error("build", "this group was built already");
-  if (delegated != static_cast<bool>(delegate)) {
-    value_error("build",
-                c10::str("the group ", delegated ? "needs a backend that serves it" : "takes no other backend"));
-  }
-  built_ = true;
-  try {
-    Built built = RustGroup::build(std::move(decided_.rendezvous));
-    SageBackend::Others others{std::move(delegate), delegate_reason(), spans_hosts};
-    return c10::make_intrusive<SageBackend>(rank_, size_, options_, std::move(built), store_, std::move(others));
-  } catch (const rust::Error& error) {
-    if (delegate) delegate->shutdown();
-    raise_coded(error.what());
-  }
-}
-
 SageBackend::SageBackend(int rank, int size, c10::intrusive_ptr<Options> options, Built built,
                          c10::intrusive_ptr<c10d::Store> store, Others others)
     : Backend(rank, size),
@@ -208,8 +111,7 @@ void SageBackend::leave_to_parent() {
   // Never freed: a forked child has none of the threads that serve these, and their destructors would wait for them. No
   // lock is taken, because a thread of the parent may have held it.
   new auto(std::move(delegate_));
-  new auto(std::move(beside_));
-  new auto(std::move(delegated_calls_));
+  side_calls_.leak();
 }
 
 at::Tensor SageBackend::allocateTensor(long size, at::TensorOptions options) {
@@ -220,35 +122,12 @@ at::Tensor SageBackend::allocateTensor(long size, at::TensorOptions options) {
 
 void SageBackend::shutdown() {
   if (::getpid() != process_) return leave_to_parent();
-  decltype(vendors_) vendors;
-  {
-    const std::lock_guard<std::mutex> lock(vendor_mutex_);
-    vendors.swap(vendors_);
-  }
-  std::exception_ptr interrupted;
-  for (const auto& each : vendors) {
-    const auto& library = each.second.library;
-    if (!library) continue;
-    try {
-      if (interrupted) {
-        library->abort();
-      } else {
-        library->close(options_->timeout);
-      }
-    } catch (const std::exception&) {
-      if (!interrupted) interrupted = std::current_exception();
-    }
-  }
+  const std::vector<Vendors::Library> vendors = vendors_.take();
+  std::exception_ptr interrupted = failure_of([&] { close_all(vendors, options_->timeout); });
   group_->shutdown();
   // A signal handler that raised meanwhile made it return early.
   if (const auto raised = take_interrupt()) interrupted = raised;
-  c10::intrusive_ptr<c10d::Backend> split;
-  {
-    const std::lock_guard<std::mutex> lock(split_mutex_);
-    split_store_.reset();
-    split.swap(split_child_);
-  }
-  split.reset();
+  splits_.clear();
   c10::intrusive_ptr<c10d::Backend> delegate;
   {
     std::lock_guard<std::mutex> lock(delegate_mutex_);
@@ -261,15 +140,6 @@ void SageBackend::shutdown() {
   if (interrupted) std::rethrow_exception(interrupted);
 }
 
-std::vector<std::shared_ptr<VendorDevices>> SageBackend::opened_vendors() const {
-  std::vector<std::shared_ptr<VendorDevices>> found;
-  const std::lock_guard<std::mutex> lock(vendor_mutex_);
-  for (const auto& each : vendors_) {
-    if (each.second.library) found.push_back(each.second.library);
-  }
-  return found;
-}
-
 void SageBackend::abort() {
   abort_for(c10::str("abort() was called on rank ", getRank()));
 }
@@ -278,62 +148,44 @@ void SageBackend::abort_for(const std::string& reason) {
   if (::getpid() != process_) return;
   events_->call_abort_hooks();
   group_->abort(reason);
-  for (const auto& each : opened_vendors()) each->abort();
+  for (const auto& each : vendors_.opened()) each->abort();
   std::lock_guard<std::mutex> lock(delegate_mutex_);
   if (delegate_) delegate_->abort();
 }
 
 bool SageBackend::supportsCoalescing() const {
   const auto accelerator = at::getAccelerator(false);
-  if (accelerator.has_value() && vendor_of(*accelerator)) return true;
+  if (accelerator.has_value() && vendors_.find(*accelerator)) return true;
   std::lock_guard<std::mutex> lock(delegate_mutex_);
   return delegate_ && delegate_->supportsCoalescing();
 }
 
-std::shared_ptr<VendorDevices> SageBackend::vendor_of(c10::DeviceType type) const {
-  const std::string& wanted = options_->vendor;
-  if (wanted == "host") return nullptr;
-  const std::lock_guard<std::mutex> lock(vendor_mutex_);
-  const auto found = vendors_.find(type);
-  if (found != vendors_.end()) return found->second.library;
-  const size_t colon = wanted.find(':');
-  const std::string library = colon == std::string::npos ? "" : wanted.substr(colon + 1);
-  VendorFound made;
-  try {
-    auto& self = const_cast<SageBackend&>(*this);
-    DeviceOwner owner{*group_,
-                      getRank(),
-                      getSize(),
-                      events_,
-                      on_failure(options_->on_device_failure),
-                      options_->blocking_wait,
-                      [&self](at::Tensor& bytes) { self.broadcast_id(bytes); },
-                      [&self](at::Tensor& bytes, int from, int to) { self.pass_id(bytes, from, to); }};
-    made.library = std::make_shared<VendorDevices>(std::move(owner), type, wanted.substr(0, colon), library,
-                                                   options_->library_folders);
-  } catch (const std::exception& error) {
-    // A user who names a library gets that one or an error.
-    if (wanted != "auto") throw;
-    made.missing = error.what();
-  }
-  return vendors_.emplace(type, std::move(made)).first->second.library;
+DeviceOwner SageBackend::device_owner() {
+  return {*group_,
+          getRank(),
+          getSize(),
+          events_,
+          on_failure(options_->on_device_failure),
+          options_->blocking_wait,
+          [this](at::Tensor& bytes) { broadcast_id(bytes); },
+          [this](at::Tensor& bytes, int from, int to) { pass_id(bytes, from, to); }};
 }
 
 std::string SageBackend::device_library(c10::DeviceType type) const {
-  const auto vendor = type == c10::DeviceType::CPU ? nullptr : vendor_of(type);
+  const auto vendor = type == c10::DeviceType::CPU ? nullptr : vendors_.find(type);
   return vendor ? vendor->describe() : std::string();
 }
 
 void SageBackend::eagerConnectSingleDevice(at::Device device) {
   if (!is_accelerator(device)) return;
-  if (const auto vendor = vendor_of(device.type())) vendor->connect(with_index(device));
+  if (const auto vendor = vendors_.find(device.type())) vendor->connect(with_index(device));
 }
 
 SageBackend::WorkPtr SageBackend::endCoalescing() {
   Region::Content content = region_.end();
   if (!content.plans.empty()) {
     try {
-      const auto vendor = vendor_of(content.device->type());
+      const auto vendor = vendors_.find(content.device->type());
       content.works.push_back(vendor->submit(content.plans, *content.label, std::move(content.keep),
                                              std::move(content.outputs), *content.device, true, true));
     } catch (const std::exception&) {

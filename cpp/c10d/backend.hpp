@@ -33,8 +33,11 @@
 #include <string>
 #include <vector>
 
-#include "c10d/beside.hpp"
+#include "c10d/options.hpp"
 #include "c10d/region.hpp"
+#include "c10d/side_calls.hpp"
+#include "c10d/splits.hpp"
+#include "c10d/vendors.hpp"
 #include "compat.hpp"
 #include "device/streams.hpp"
 #include "host/errors.hpp"
@@ -49,52 +52,7 @@ class SageBackend final : public c10d::Backend {
   using Tensors = std::vector<at::Tensor>;
   using Lists = std::vector<std::vector<at::Tensor>>;
 
-  struct Options final : c10d::Backend::Options {
-    explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout)
-        : c10d::Backend::Options("sagellm", timeout) {}
-
-    c10::intrusive_ptr<Options> copy() const { return c10::make_intrusive<Options>(*this); }
-#ifdef SAGELLM_HAS_OPTIONS_CLONE
-    c10::intrusive_ptr<c10d::Backend::Options> clone() const override { return copy(); }
-#endif
-
-    // "auto", or "delegate" to serve the group by torch's own backend although shared memory would do.
-    std::string engine = "auto";
-    // The built-in backend that serves what the engine cannot. Read by the Python package, which makes it.
-    std::string delegate = "gloo";
-    // Rules that assign algorithms to operations, in the syntax of src/select/rules.rs; they come before those of the
-    // environment.
-    std::string algorithm;
-    // What the user says about the machines, as `Topology` of src/select/start.rs reads it; empty where the user says
-    // nothing.
-    std::string topology;
-    // For groups whose ranks live on several hosts: small operations that wait anyway travel together; every element is
-    // combined in the order of the ranks, which gives the bits of one host. The same on all ranks.
-    bool fusion = true;
-    bool strict = false;
-    // Whether the link between hosts is measured when the group is made; if not, the start rules of src/select/start.rs
-    // choose the algorithms between them. Rank 0's value holds for the group.
-    bool measure_link = true;
-    // What carries tensors on a device: "auto"; "host" for copies through host memory; a vendor's library by its name,
-    // or by name and file ("name:/path/to/lib.so").
-    std::string vendor = "auto";
-    // How the program is told of a failed call on a device for which no thread waits: "raise", "exit" or "none". Local
-    // to this rank, as is the next.
-    std::string on_device_failure = "raise";
-    // `wait()` of a call on a device blocks the host until the call has ended, and throws where it failed.
-    bool blocking_wait = false;
-    // Where to look for libraries besides the usual places.
-    std::vector<std::string> library_folders;
-    // The program asked for the group under gloo's name: a list of tensors means what it means in gloo.
-    bool as_gloo = false;
-    // Seconds after which a line of the log reports a pending operation, 0 for none; without a value that of the
-    // process. Local to this rank.
-    std::optional<double> soft_timeout;
-    // Set in the options of a shrink: ranks meet only ranks with the same attempt.
-    std::string attempt;
-    // Where other ranks reach this process; see src/rendezvous/addresses.rs. Filled by the Python package.
-    std::string addresses;
-  };
+  using Options = BackendOptions;
 
   // Groups of torch's backends that were made for this group before it was built.
   struct Others {
@@ -130,7 +88,7 @@ class SageBackend final : public c10d::Backend {
   // The core's half, for explanations and statistics. Its errors are texts: call through `checked`.
   const RustGroup& core() const { return *group_; }
   // Why tensors on devices of this kind travel through host memory.
-  std::string device_reason(c10::DeviceType type) const;
+  std::string device_reason(c10::DeviceType type) const { return vendors_.missing(type); }
   // The library that carries tensors on such devices, or empty.
   std::string device_library(c10::DeviceType type) const;
 
@@ -286,16 +244,9 @@ class SageBackend final : public c10d::Backend {
   // Logs the first staged call of a group; the first one of the process is logged as a warning.
   void tell_of_staging(c10::Device device);
 
-  // Notes a collective that the core runs only in parts, or not at all: a later barrier waits for it.
-  WorkPtr beside(WorkPtr work);
-  std::vector<WorkPtr> pending_beside();
+  // A barrier that waits for these, too.
   WorkPtr barrier_behind(std::vector<WorkPtr> earlier, const CallDesc& call);
   WorkPtr allreduce_coo(const CallDesc& call);
-  // Waits for the delegate's calls through host memory that read or write this memory, where either side writes.
-  void follow_delegated(const std::vector<Strided>& touched);
-  void add_delegated(const WorkPtr& work, std::vector<Strided> touched);
-  // Runs `job` on a callback thread; `work` ends when the job ends. Waits for it unless the call is asynchronous.
-  static WorkPtr in_background(c10::intrusive_ptr<SageWork> work, bool async, std::function<void()> job);
 
   // A barrier also waits for the collectives of this rank on devices: torch does not say which device the barrier is
   // for unless the caller names its number.
@@ -311,22 +262,20 @@ class SageBackend final : public c10d::Backend {
   Carrier own_engine(c10::Device device) const {
     return {getRank(), getSize(), device, false, false, options_->as_gloo};
   }
-  // The library that carries tensors on such devices, or null where they go through host memory. Searched for once.
-  std::shared_ptr<VendorDevices> vendor_of(c10::DeviceType type) const;
-  // Those that were found.
-  std::vector<std::shared_ptr<VendorDevices>> opened_vendors() const;
   // Hands the bytes of a communicator's id over the CPU side: from rank 0 to all, which all call it.
   void broadcast_id(at::Tensor& bytes);
   // The same from one rank to another; both call it.
   void pass_id(at::Tensor& bytes, int from, int to);
   c10::intrusive_ptr<c10d::Backend> delegate() const;
 
+  // This group, as the devices of a vendor's library see it.
+  DeviceOwner device_owner();
   void abort_for(const std::string& reason);
   // True where all ranks pass true. Runs over the CPU side; all ranks call it.
   bool agree(bool yes);
   // The device that the group is bound to, if any, and the library that carries tensors on it, or null.
   std::optional<c10::Device> bound_device() const;
-  std::shared_ptr<VendorDevices> bound_vendor() const;
+  Vendors::Library bound_vendor() const;
   // Makes a group of some ranks of this group, this rank among them, whose keys begin with `prefix`. `given` are its
   // options, or null; `name` is its name where the options have none.
   c10::intrusive_ptr<SageBackend> part(const std::string& prefix, const std::vector<int>& ranks,
@@ -343,25 +292,12 @@ class SageBackend final : public c10d::Backend {
   DeviceStreams staging_streams_;
   std::atomic<bool> told_of_staging_{false};
   Region region_;
-  // The carrier of tensors on one kind of device: the library of its vendor, or, where that is null, why there is none.
-  struct VendorFound {
-    std::shared_ptr<VendorDevices> library;
-    std::string missing;
-  };
-  // Guards `vendors_`. It is held while a library is searched for, which waits for no other rank.
-  mutable std::mutex vendor_mutex_;
-  mutable std::map<c10::DeviceType, VendorFound> vendors_;
+  Vendors vendors_{options_, [this] { return device_owner(); }};
 
   // torch forgets the device of a group that was split off, as far as its backend is concerned.
   std::optional<c10::Device> parents_device_;
-  // Guards the next three, which hold the last `split`. torch calls it once for each kind of device that the backend
-  // serves (2.15 only on ranks outside of the new group), each time with the same store, and expects the same new
-  // backend. Cleared by the next `split` and by `shutdown`.
-  std::mutex split_mutex_;
-  c10::intrusive_ptr<c10d::Store> split_store_;
-  c10::intrusive_ptr<c10d::Backend> split_child_;
-  // Number of splits; the same on all ranks.
-  uint64_t splits_ = 0;
+  // Cleared by `shutdown`.
+  Splits splits_;
 
   // Throws in a forked child. Called before locks that a thread of the parent may have held at the fork; the core
   // refuses the calls that it carries.
@@ -374,10 +310,7 @@ class SageBackend final : public c10d::Backend {
 
   mutable std::mutex delegate_mutex_;
   c10::intrusive_ptr<c10d::Backend> delegate_;
-  // Guards the next two.
-  std::mutex beside_mutex_;
-  std::vector<WorkPtr> beside_;
-  std::vector<DelegatedCall> delegated_calls_;
+  SideCalls side_calls_;
   friend struct SparseJob;
   // A monitored barrier of the delegate has failed; the core, which counts its other calls, knows nothing of those. Set
   // and read by any thread (relaxed: nothing else is read by it).
@@ -388,48 +321,5 @@ class SageBackend final : public c10d::Backend {
 
 // The record for the statistics of a call that the core does not carry.
 ExternalOp external_op(const CallDesc& call, bool host_staged);
-
-// The decision of the ranks of a group about the engine that serves it, before the group is built. Dropping it without
-// `build` tells the other ranks that this one leaves.
-class Rendezvous {
- public:
-  using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
-
-  // Meets the other ranks, until all came or the timeout of the options. Call without the GIL.
-  Rendezvous(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-             c10::intrusive_ptr<SageBackend::Options> options);
-
-  // Why a delegate must serve the whole group, or empty.
-  std::string delegate_reason() const { return std::string(decided_.delegate_reason); }
-  // True when the group must be connected.
-  bool spans_hosts() const { return decided_.spans_hosts; }
-  // Equal on all ranks, and unique to this attempt to make a group.
-  std::string id() const { return std::string(decided_.id); }
-  // How the ranks reach each other; see src/rendezvous/addresses.rs.
-  std::string network() const { return std::string(decided_.network); }
-
-  // While ranks connect or make the delegate, one that fails tells the others: the text of the first one that does is
-  // the same for all, and is returned. It may still be empty for a moment. Requests to the store: call without the GIL.
-  std::string tell_failure(const std::string& text);
-  std::string told_failure();
-
-  // Connects to the other ranks of a group that spans hosts, which reach this process at `address`. Blocks until all
-  // have called it, or the timeout of the options. Call without the GIL.
-  void connect(const std::string& address);
-
-  // Builds the group, once. `delegate` is needed where there is a reason for one. Call without the GIL.
-  c10::intrusive_ptr<SageBackend> build(BackendPtr delegate);
-
- private:
-  std::string failure_key(const char* part) const;
-
-  const c10::intrusive_ptr<c10d::Store> store_;
-  const int rank_;
-  const int size_;
-  const c10::intrusive_ptr<SageBackend::Options> options_;
-  Decision decided_;
-  // True once `build` has consumed the decision.
-  bool built_ = false;
-};
 
 }  // namespace sagellm

@@ -177,7 +177,7 @@ SageBackend::WorkPtr SageBackend::barrier(const c10d::BarrierOptions& opts) {
 SageBackend::WorkPtr SageBackend::behind_devices(WorkPtr work, bool async) {
   if (region_.open()) return work;
   std::vector<WorkPtr> parts;
-  for (const auto& each : opened_vendors()) {
+  for (const auto& each : vendors_.opened()) {
     if (auto behind = each->behind_all(async)) parts.push_back(std::move(behind));
   }
   if (!async) {

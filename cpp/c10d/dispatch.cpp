@@ -69,19 +69,23 @@ SageBackend::WorkPtr SageBackend::carry(CallDesc& call) {
   const bool barrier = call.kind == Kind::kBarrier;
   if (barrier && !delegated()) {
     refuse_forked();
-    if (auto earlier = pending_beside(); !earlier.empty()) return barrier_behind(std::move(earlier), call);
+    if (auto earlier = side_calls_.collectives(); !earlier.empty()) return barrier_behind(std::move(earlier), call);
   }
   if (C10_LIKELY(!call.device && !call.on_device())) return on_cpu(call);
   const c10::Device device = barrier ? *call.device : check::device_of(call);
   // The barrier of a delegated group is the delegate's.
-  const auto vendor = barrier && delegated() ? nullptr : vendor_of(device.type());
+  const auto vendor = barrier && delegated() ? nullptr : vendors_.find(device.type());
   return vendor ? by_vendor(call, device, *vendor) : through_host(call, device);
 }
 
 SageBackend::WorkPtr SageBackend::on_cpu(const CallDesc& call) {
   if (delegated()) return by_delegate(call);
   // It is made of messages.
-  if (C10_UNLIKELY(call.is_sparse_all_reduce())) return beside(allreduce_coo(call));
+  if (C10_UNLIKELY(call.is_sparse_all_reduce())) {
+    WorkPtr work = allreduce_coo(call);
+    if (work) side_calls_.add_collective(work);
+    return work;
+  }
   Plans plans = lower(call, own_engine(c10::kCPU));
   return submit(plans, call);
 }
@@ -153,6 +157,18 @@ c10::intrusive_ptr<SageWork> SageBackend::issue_part(Plan& plan, c10d::OpType ty
   work->add(*group_, plan, std::move(keep));
   work->seal();
   return work;
+}
+
+SageBackend::WorkPtr SageBackend::barrier_behind(std::vector<WorkPtr> earlier, const CallDesc& call) {
+  Plan plan(call.op, call.kind, call.timeout);
+  auto own = issue_part(plan, c10d::OpType::BARRIER, {});
+  const SageWork::Known known{own->getSequencenumber(), call.timeout.count() < 0 ? options_->timeout : call.timeout};
+  auto work = c10::make_intrusive<SageWork>(getRank(), c10d::OpType::BARRIER, Tensors(), events_, nullptr, known);
+  return in_background(std::move(work), call.async, [own, earlier = std::move(earlier)] {
+    // Their own Works report how they ended.
+    for (const WorkPtr& each : earlier) (void)failure_of([&] { each->wait(kNoTimeout); });
+    own->wait(kNoTimeout);
+  });
 }
 
 SageBackend::WorkPtr SageBackend::submit_async(Plans& plans, const CallDesc& call, bool async) {

@@ -109,9 +109,9 @@ std::optional<c10::Device> SageBackend::bound_device() const {
   return own ? own : parents_device_;
 }
 
-std::shared_ptr<VendorDevices> SageBackend::bound_vendor() const {
+Vendors::Library SageBackend::bound_vendor() const {
   const auto device = bound_device();
-  return device && is_accelerator(*device) ? vendor_of(device->type()) : nullptr;
+  return device && is_accelerator(*device) ? vendors_.find(device->type()) : nullptr;
 }
 
 c10::intrusive_ptr<c10d::Backend> SageBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
@@ -122,18 +122,14 @@ c10::intrusive_ptr<c10d::Backend> SageBackend::split(const c10::intrusive_ptr<c1
       value_error("split", c10::str("rank is ", rank, ", expected 0 to ", getSize() - 1));
     }
   }
-  uint64_t turn = 0;
-  {
-    const std::lock_guard<std::mutex> lock(split_mutex_);
-    if (store == split_store_) return split_child_;
-    turn = splits_++;
-  }
+  if (const auto same = splits_.again(store)) return *same;
+  const uint64_t turn = splits_.next();
   const auto device = bound_device();
   const std::vector<uint32_t> members = unsigned_ranks(ranks);
   const bool member = std::find(ranks.begin(), ranks.end(), getRank()) != ranks.end();
   c10::intrusive_ptr<SageBackend> child;
-  std::shared_ptr<VendorDevices> parents;
-  std::shared_ptr<VendorDevices> childs;
+  Vendors::Library parents;
+  Vendors::Library childs;
   bool can = false;
   std::exception_ptr failed;
   try {
@@ -142,7 +138,7 @@ c10::intrusive_ptr<c10d::Backend> SageBackend::split(const c10::intrusive_ptr<c1
     const std::string prefix = c10::str("sagellm/split/", turn, "/", c10::Join(",", ranks));
     if (member) child = part(prefix, ranks, opts, c10::str(options_->group_name, " split ", turn));
     parents = bound_vendor();
-    if (parents && child) childs = child->vendor_of(device->type());
+    if (parents && child) childs = child->vendors_.find(device->type());
     // The operations that are under way have to end first.
     can = parents && (!member || childs) && parents->can_split(*device, members) && parents->drain(options_->timeout);
   } catch (const std::exception&) {
@@ -152,12 +148,7 @@ c10::intrusive_ptr<c10d::Backend> SageBackend::split(const c10::intrusive_ptr<c1
   // A rank that failed answers no instead of nothing, because the other ranks wait for its answer.
   if (device && is_accelerator(*device) && agree(can)) parents->split(*device, members, childs.get());
   if (failed) std::rethrow_exception(failed);
-  c10::intrusive_ptr<c10d::Backend> before = child;
-  {
-    const std::lock_guard<std::mutex> lock(split_mutex_);
-    split_store_ = store;
-    split_child_.swap(before);
-  }
+  splits_.keep(store, child);
   return child;
 }
 
@@ -195,7 +186,7 @@ c10::intrusive_ptr<c10d::Backend> SageBackend::shrink(const std::vector<int64_t>
   auto child = part(c10::str("sagellm/shrink/", c10::Join(",", ranks), attempt), ranks, opts_override,
                     c10::str(options_->group_name, " without ", without));
   if (vendor) {
-    const auto own = child->vendor_of(bound_device()->type());
+    const auto own = child->vendors_.find(bound_device()->type());
     if (child->agree(own && parent && parent->can_shrink))
       own->shrink_from(*parent->communicator, *bound_device(), excluded);
   }

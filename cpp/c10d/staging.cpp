@@ -41,14 +41,6 @@ class CarriedWork final : public SageWork {
 
 }  // namespace
 
-std::string SageBackend::device_reason(c10::DeviceType type) const {
-  if (options_->vendor == "host") return "the option vendor=\"host\" asks for it";
-  const std::lock_guard<std::mutex> lock(vendor_mutex_);
-  const auto found = vendors_.find(type);
-  if (found != vendors_.end() && !found->second.missing.empty()) return found->second.missing;
-  return c10::str("this build has no engine for ", c10::DeviceTypeName(type, true), " devices");
-}
-
 void SageBackend::tell_of_staging(c10::Device device) {
   static std::atomic<bool> warned{false};
   if (told_of_staging_.exchange(true)) return;
@@ -104,7 +96,7 @@ SageBackend::WorkPtr SageBackend::through_host_by_delegate(const CallDesc& call,
   DeferredRelease::instance().release();
   const c10::Stream side = staging_streams_.side(device);
   // A delegate promises no order between operations on the same memory, so this waits for the earlier ones.
-  follow_delegated(touched);
+  side_calls_.follow_delegated(touched);
   {
     const c10::StreamGuard on(side);
     copy_staged(before, false);
@@ -118,7 +110,7 @@ SageBackend::WorkPtr SageBackend::through_host_by_delegate(const CallDesc& call,
   // A single thread waits for the delegate's work: gloo's works take one waiter only, the works of some backends have
   // no future, and others complete the future on their own threads.
   auto work = c10::make_intrusive<CarriedWork>(getRank(), call, events_, options_->timeout, inner);
-  add_delegated(work, std::move(touched));
+  side_calls_.add_delegated(work, std::move(touched));
   return in_background(std::move(work), true, [inner, after = std::move(after), side] {
     inner->wait(kNoTimeout);
     const c10::StreamGuard on(side);

@@ -11,6 +11,7 @@
 #include <thread>
 #include <utility>
 
+#include "device/watch.hpp"
 #include "host/errors.hpp"
 #include "host/python_host.hpp"
 #include "host/slices.hpp"

@@ -2,13 +2,11 @@
 
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
-#include <pthread.h>
 
 #include <algorithm>
-#include <iterator>
-#include <thread>
 #include <utility>
 
+#include "device/watch.hpp"
 #include "host/errors.hpp"
 #include "work/callbacks.hpp"
 
@@ -207,154 +205,6 @@ void DeviceWork::on_result_stream(const std::function<void()>& body) const {
   const c10::DeviceGuard guard(run_->stream().device());
   const c10::StreamGuard on(run_->stream());
   body();
-}
-
-// ------------------------------------------------------------------------------------------------ the watching thread
-
-void DeviceWatch::add(RunPtr run) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  added_.push_back(std::move(run));
-  start();
-}
-
-void DeviceWatch::begin(const Launch& launch) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  launching_.push_back(launch);
-  start();
-}
-
-void DeviceWatch::end(const std::shared_ptr<DeviceCall>& call) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const auto is_it = [&](const Launch& launch) { return launch.call == call; };
-  const auto found = std::find_if(launching_.begin(), launching_.end(), is_it);
-  if (found != launching_.end()) launching_.erase(found);
-}
-
-bool DeviceWatch::ends(const Launch& launch) {
-  const std::string error = launch.call->look_at_launch();
-  if (error.empty()) return false;
-  // The launch raises it when it returns, and then takes back what is raised here; or it returns well, because it did
-  // so just now, and the thread has no other way to learn of it.
-  Failure::Threads threads = launch.failure->threads();
-  threads.push_back(launch.thread);
-  launch.failure->follow(error, std::move(threads), [call = launch.call] { call->abort(); }, true);
-  return true;
-}
-
-void DeviceWatch::add_captured(const std::shared_ptr<DeviceCall>& call, std::shared_ptr<Failure> failure) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  captured_.push_back({call, std::move(failure)});
-  start();
-}
-
-void DeviceWatch::look_at_replays(std::vector<Captured>& captured) {
-  std::vector<Captured> left;
-  for (Captured& each : captured) {
-    const auto call = each.call.lock();
-    if (!call) continue;
-    const std::string error = call->look_at_replays();
-    if (error.empty()) {
-      left.push_back(std::move(each));
-    } else {
-      each.failure->follow(error, each.failure->threads(), [call] { call->abort(); });
-    }
-  }
-  captured.swap(left);
-}
-
-void DeviceWatch::start() {
-  if (stopped_) return;
-  if (!running_) {
-    const BlockSignals block;
-    std::thread([this] { serve(); }).detach();
-    running_ = true;
-  } else if (idle_) {
-    changed_.notify_all();
-  }
-}
-
-void DeviceWatch::serve() {
-  pthread_setname_np(pthread_self(), "sagellm-device");
-  constexpr auto kShort = std::chrono::microseconds(100);
-  constexpr auto kLong = std::chrono::microseconds(5000);
-  constexpr auto kIdle = std::chrono::seconds(10);
-  constexpr auto kReplays = std::chrono::seconds(1);
-  auto pause = kShort;
-  // Leaked, with the calls that have not ended, when the process ends.
-  auto& runs = *new std::vector<RunPtr>();
-  std::unique_lock<std::mutex> lock(mutex_);
-  while (!stopped_) {
-    if (!captured_.empty() && std::chrono::steady_clock::now() - looked_ >= kReplays) {
-      std::vector<Captured> captured = std::exchange(captured_, {});
-      lock.unlock();
-      look_at_replays(captured);
-      lock.lock();
-      std::move(captured.begin(), captured.end(), std::back_inserter(captured_));
-      looked_ = std::chrono::steady_clock::now();
-    }
-    if (added_.empty() && runs.empty() && launching_.empty()) {
-      idle_ = true;
-      // What ended last is released first.
-      std::chrono::milliseconds rest = captured_.empty() ? kIdle : kReplays;
-      if (!DeferredRelease::instance().empty()) rest = DeferredRelease::kPatience;
-      const bool called =
-          changed_.wait_for(lock, rest, [this] { return stopped_ || !added_.empty() || !launching_.empty(); });
-      idle_ = false;
-      DeferredRelease::instance().post();
-      if (!called && rest == kIdle) break;
-      pause = kShort;
-      continue;
-    }
-    std::move(added_.begin(), added_.end(), std::back_inserter(runs));
-    added_.clear();
-    auto launching = launching_;
-    lock.unlock();
-    pause = look(runs) ? kShort : std::min(pause * 2, kLong);
-    for (const Launch& launch : launching) {
-      // One that shall not go on needs no second look.
-      if (ends(launch)) end(launch.call);
-    }
-    launching.clear();
-    DeferredRelease::instance().post();
-    lock.lock();
-    if (!runs.empty() || !launching_.empty()) changed_.wait_for(lock, pause, [this] { return stopped_; });
-  }
-  if (runs.empty()) delete &runs;
-  running_ = false;
-  changed_.notify_all();
-}
-
-bool DeviceWatch::look(std::vector<RunPtr>& runs) {
-  const auto has_ended = [](DeviceRun& run) {
-    try {
-      return run.poll();
-    } catch (const std::exception&) {
-      run.fail(std::current_exception());
-      return true;
-    }
-  };
-  std::vector<c10::Stream> busy;
-  std::vector<RunPtr> left;
-  for (RunPtr& run : runs) {
-    const bool behind_another = std::find(busy.begin(), busy.end(), run->stream()) != busy.end();
-    if ((!behind_another || run->overdue()) && has_ended(*run)) {
-      DeferredRelease::instance().add(nullptr, {}, std::move(run));
-      continue;
-    }
-    if (!behind_another) busy.push_back(run->stream());
-    left.push_back(std::move(run));
-  }
-  runs.swap(left);
-  return runs.size() < left.size();
-}
-
-void DeviceWatch::stop(std::chrono::milliseconds patience) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  stopped_ = true;
-  changed_.notify_all();
-  changed_.wait_for(lock, patience, [this] { return !running_; });
-  new std::vector<RunPtr>(std::move(added_));
-  added_.clear();
 }
 
 }  // namespace sagellm

@@ -6,7 +6,7 @@
 #include "host/errors.hpp"
 #include "host/slices.hpp"
 #include "lower/checks.hpp"
-#include "lower/several.hpp"
+#include "lower/gloo_lists.hpp"
 #include "sagellm/src/ffi/bridge.rs.h"
 
 namespace sagellm {
@@ -111,7 +111,7 @@ void add_combined_list(Plans& plans, const CallDesc& call, const Carrier& carrie
   });
   // gloo combines copies of the tensors and stores them in the order of the list, so a tensor may be in it twice.
   const std::vector<bool> twice =
-      carrier.several && !scatters ? in_overlaps(outputs) : std::vector<bool>(outputs.size());
+      carrier.gloo_lists && !scatters ? in_overlaps(outputs) : std::vector<bool>(outputs.size());
   // Blocks of a reduce_scatter interleave, so all tensors of an operation are needed at once.
   std::vector<Operand::Tensors> blocks;
   for (size_t i = 0; i < inputs.size(); ++i) {
@@ -147,8 +147,8 @@ void add_combined_list(Plans& plans, const CallDesc& call, const Carrier& carrie
 
 Plans lower(const CallDesc& call, const Carrier& carrier) {
   Plans plans;
-  if (C10_UNLIKELY(carrier.several) && has_several(call)) {
-    lower_several(add_plan(plans, call, carrier), call, carrier);
+  if (C10_UNLIKELY(carrier.gloo_lists) && is_gloo_list(call)) {
+    lower_gloo_list(add_plan(plans, call, carrier), call, carrier);
     return plans;
   }
   check::call(call, carrier);

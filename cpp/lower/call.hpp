@@ -166,8 +166,8 @@ struct Carrier {
   bool vendor = false;
   // A batch of messages on a device may hold messages of this rank to itself.
   bool to_itself = false;
-  // Several tensors in an all_reduce, broadcast or all_gather are taken as gloo takes them (lower/several.cpp).
-  bool several = false;
+  // Several tensors in an all_reduce, broadcast or all_gather are taken as gloo takes them (lower/gloo_lists.cpp).
+  bool gloo_lists = false;
 };
 
 using Plans = c10::SmallVector<Plan, 1>;

@@ -295,7 +295,7 @@ void call(const CallDesc& call, const Carrier& carrier) {
   check_pair(call, call.inputs.first(), call.outputs.first(), carrier);
 }
 
-void several(const CallDesc& call, const Carrier& carrier) {
+void gloo_list(const CallDesc& call, const Carrier& carrier) {
   const bool gathers = call.kind == Kind::kAllGather;
   const Tensors& own = gathers ? call.inputs.list() : call.outputs.list();
   for (const Operand* operand : {&call.inputs, &call.outputs}) {

@@ -14,8 +14,8 @@ namespace sagellm::check {
 // that fit the others.
 void call(const CallDesc& call, const Carrier& carrier);
 
-// The same for one whose lists hold several tensors of this rank (several.hpp).
-void several(const CallDesc& call, const Carrier& carrier);
+// The same for one whose lists hold several tensors of this rank (gloo_lists.hpp).
+void gloo_list(const CallDesc& call, const Carrier& carrier);
 
 // Checks the peer and the tag of a message alone: a delegate that carries it checks the rest.
 void message(const CallDesc& call, const Carrier& carrier);

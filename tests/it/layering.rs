@@ -1,9 +1,11 @@
 //! Holds the direction of the arrows: a file uses only what stands below it, and the floor (src/lib.rs); engines know
-//! nothing of each other, and no files use each other in a circle. The list of layers stands in `src/lib.rs`. The same of
-//! the folders of `cpp/`, by their includes, and of the Python package, by its imports. And the names of the tests, and what the
+//! nothing of each other, and no files use each other in a circle, by paths or by methods (`methods`). The list of layers stands in `src/lib.rs`. The same of
+//! the folders of `cpp/`, by their includes (`cpp`), and of the Python package, by its imports. And the names of the tests, and what the
 //! functions of the bridge may take (`bridge`).
 
 mod bridge;
+mod cpp;
+mod methods;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -184,12 +186,11 @@ fn engines_know_nothing_of_each_other() {
     assert_eq!(used.len(), listed, "listed, and not needed any more: only {used:?} are used");
 }
 
-#[test]
-fn no_files_use_each_other_in_a_circle() {
-    let uses = named_files();
-    // The files that each file reaches, one step more in each pass.
+/// The files that each file reaches.
+fn reached(uses: &BTreeMap<Module, BTreeSet<Module>>) -> BTreeMap<Module, BTreeSet<Module>> {
     let mut reached = uses.clone();
     loop {
+        // One step more in each pass.
         let mut more = reached.clone();
         for found in more.values_mut() {
             let next: Vec<Module> =
@@ -197,10 +198,15 @@ fn no_files_use_each_other_in_a_circle() {
             found.extend(next);
         }
         if more == reached {
-            break;
+            return reached;
         }
         reached = more;
     }
+}
+
+#[test]
+fn no_files_use_each_other_in_a_circle() {
+    let reached = reached(&named_files());
     let round: BTreeSet<String> =
         reached.iter().filter(|(me, found)| found.contains(*me)).map(|(me, _)| me.join("/")).collect();
     let listed: BTreeSet<String> =
@@ -428,36 +434,6 @@ fn the_engine_of_devices_reaches_a_library_by_its_row_alone() {
             assert!(!text.contains(&format!("libs::{library}")), "{} uses {library}'s own files", path.display());
         }
     }
-}
-
-/// Folders of `cpp/`, from top to bottom; a file includes headers of its folder and of the folders below. Every folder
-/// may include `compat.hpp`, the conditions on torch.
-const CPP_LAYERS: [&str; 5] = ["c10d", "device", "work", "lower", "host"];
-
-#[test]
-fn the_folders_of_the_cpp_half_include_only_those_below_them() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("cpp");
-    let layer = |name: &str| {
-        let folder = name.split('/').next().unwrap();
-        CPP_LAYERS.iter().position(|one| *one == folder).unwrap_or_else(|| panic!("cpp/{folder} has no layer"))
-    };
-    let mut wrong = Vec::new();
-    for folder in CPP_LAYERS {
-        for entry in std::fs::read_dir(root.join(folder)).unwrap() {
-            let path = entry.unwrap().path();
-            let name = format!("{folder}/{}", path.file_name().unwrap().to_str().unwrap());
-            let text = std::fs::read_to_string(&path).unwrap();
-            let included = text.lines().filter_map(|line| line.strip_prefix("#include \"")?.strip_suffix('"'));
-            for header in included.filter(|header| {
-                header.contains('/') && !["sagellm/", "rust/"].iter().any(|made| header.starts_with(made))
-            }) {
-                if layer(header) < layer(&name) {
-                    wrong.push(format!("cpp/{name} includes {header}"));
-                }
-            }
-        }
-    }
-    assert!(wrong.is_empty(), "upward includes:\n{}", wrong.join("\n"));
 }
 
 /// Parts of the Python package, from top to bottom: the command line, what observes, and what everything needs.

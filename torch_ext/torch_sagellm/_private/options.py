@@ -8,7 +8,7 @@ from typing import Any
 
 from torch_sagellm._private import delegate, nearest, variables
 
-#: The options of a group, and what each takes. The defaults stand in cpp/c10d/backend.hpp.
+#: The options of a group, and what each takes. The defaults stand in cpp/c10d/options.hpp.
 OPTIONS: dict[str, type] = {
     "engine": str,
     "delegate": str,

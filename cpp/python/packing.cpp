@@ -1,4 +1,4 @@
-#include "c10d/packing.hpp"
+#include "python/packing.hpp"
 
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Exceptions.h>

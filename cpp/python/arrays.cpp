@@ -1,4 +1,4 @@
-#include "c10d/arrays.hpp"
+#include "python/arrays.hpp"
 
 #include <torch/csrc/Exceptions.h>
 

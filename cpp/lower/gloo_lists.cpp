@@ -1,4 +1,4 @@
-#include "lower/several.hpp"
+#include "lower/gloo_lists.hpp"
 
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
@@ -103,7 +103,7 @@ void all_gather(Plan& plan, const CallDesc& call) {
 
 }  // namespace
 
-bool has_several(const CallDesc& call) {
+bool is_gloo_list(const CallDesc& call) {
   if (call.coalesced) return false;
   if (call.kind == Kind::kAllReduce || call.kind == Kind::kBroadcast) {
     return call.outputs.is_list() && call.outputs.list().size() > 1;
@@ -111,8 +111,8 @@ bool has_several(const CallDesc& call) {
   return call.kind == Kind::kAllGather && call.inputs.is_list() && call.inputs.list().size() > 1;
 }
 
-void lower_several(Plan& plan, const CallDesc& call, const Carrier& carrier) {
-  check::several(call, carrier);
+void lower_gloo_list(Plan& plan, const CallDesc& call, const Carrier& carrier) {
+  check::gloo_list(call, carrier);
   switch (call.kind) {
     case Kind::kAllReduce:
       return all_reduce(plan, call);

@@ -1,4 +1,4 @@
-#include "c10d/shared.hpp"
+#include "python/shared.hpp"
 
 #include <c10/core/CPUAllocator.h>
 #include <torch/csrc/Exceptions.h>
@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "c10d/observe.hpp"
 #include "host/allocator.hpp"
+#include "python/observe.hpp"
 #include "sagellm/src/ffi/memory.rs.h"
 
 namespace sagellm {

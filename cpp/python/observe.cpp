@@ -1,4 +1,4 @@
-#include "c10d/observe.hpp"
+#include "python/observe.hpp"
 
 #include <torch/csrc/Exceptions.h>
 

@@ -1,0 +1,54 @@
+// The libraries of vendors that carry a group's tensors on devices, one for each type of device.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "c10d/options.hpp"
+#include "device/vendor.hpp"
+
+namespace sagellm {
+
+class Vendors {
+ public:
+  using Library = std::shared_ptr<VendorDevices>;
+
+  // `owner`: the group whose tensors they are.
+  Vendors(c10::intrusive_ptr<BackendOptions> options, std::function<DeviceOwner()> owner)
+      : options_(std::move(options)), owner_(std::move(owner)) {}
+
+  // The library for devices of a type, or null where their tensors go through host memory. Searched for once; throws
+  // where the user has named one that cannot be used.
+  Library find(c10::DeviceType type) const;
+  // Why tensors on devices of this type go through host memory.
+  std::string missing(c10::DeviceType type) const;
+  // Those that were found.
+  std::vector<Library> opened() const;
+  // The same, which this then has no more: a later `find` searches again.
+  std::vector<Library> take();
+
+ private:
+  // The library of one type, or, where that is null, why there is none.
+  struct Found {
+    Library library;
+    std::string missing;
+  };
+  static std::vector<Library> libraries(const std::map<c10::DeviceType, Found>& found);
+
+  const c10::intrusive_ptr<BackendOptions> options_;
+  const std::function<DeviceOwner()> owner_;
+  // Guards `found_`. It is held while a library is searched for, which waits for no other rank.
+  mutable std::mutex mutex_;
+  mutable std::map<c10::DeviceType, Found> found_;
+};
+
+// Ends the communicators of these, within the timeout each. Throws the first exception, after which the others are
+// aborted.
+void close_all(const std::vector<Vendors::Library>& libraries, std::chrono::milliseconds timeout);
+
+}  // namespace sagellm

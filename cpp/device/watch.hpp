@@ -1,0 +1,92 @@
+// The thread that detects the ends of calls on devices, of launches that do not return, and of replays that will not
+// end.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "device/failure.hpp"
+#include "device/work.hpp"
+#include "host/alarm.hpp"
+#include "host/per_process.hpp"
+
+namespace sagellm {
+
+// Polls the events of calls on devices. It runs while there are such calls. It drops nothing
+// itself: tensors, Works and hooks may need the interpreter.
+class DeviceWatch {
+ public:
+  using RunPtr = std::shared_ptr<DeviceRun>;
+
+  static DeviceWatch& instance() { return per_process<DeviceWatch>(); }
+
+  void add(RunPtr run);
+  // Looks once a second whether replays of a captured call will end, as long as its owner has it.
+  void add_captured(const std::shared_ptr<DeviceCall>& call, std::shared_ptr<Failure> failure);
+  struct Launch {
+    std::shared_ptr<DeviceCall> call;
+    // What follows where it shall not go on.
+    std::shared_ptr<Failure> failure;
+    Alarm::Thread thread{Alarm::this_thread(), Alarm::Clock::now()};
+  };
+  // A launch that is known to the watch while this lives: one that does not return has a deadline as well. It costs two
+  // short holds of the lock; the thread wakes for the launch instead of for the call that follows.
+  class Launching {
+   public:
+    Launching(std::shared_ptr<DeviceCall> call, std::shared_ptr<Failure> failure)
+        : launch_{std::move(call), std::move(failure)} {
+      instance().begin(launch_);
+    }
+    Launching(const Launching&) = delete;
+    Launching& operator=(const Launching&) = delete;
+    ~Launching() { instance().end(launch_.call); }
+
+   private:
+    const Launch launch_;
+  };
+  // True when the thread has stopped, so that no further end is detected.
+  bool stopped() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return stopped_;
+  }
+  // Stops the thread: no event is queried from now on, and calls that have not ended are leaked. Call without the GIL.
+  void stop(std::chrono::milliseconds patience);
+
+ private:
+  void begin(const Launch& launch);
+  void end(const std::shared_ptr<DeviceCall>& call);
+  // Ends a launch that shall not go on; true where it does.
+  static bool ends(const Launch& launch);
+  void serve();
+  // Polls the first call of each stream, because a stream passes its calls in order, and calls whose deadline has
+  // passed. Removes those that have ended; true where there was one.
+  static bool look(std::vector<RunPtr>& runs);
+
+  // Captured calls of a group, of which one stands for all.
+  struct Captured {
+    std::weak_ptr<DeviceCall> call;
+    std::shared_ptr<Failure> failure;
+  };
+  // Without the lock; drops those that are gone, or whose group has failed.
+  static void look_at_replays(std::vector<Captured>& captured);
+  void start();
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<Captured> captured_;
+  std::chrono::steady_clock::time_point looked_;
+  // Calls that the thread has not taken over yet.
+  std::vector<RunPtr> added_;
+  // Launches that have not returned, and whose group has not failed.
+  std::vector<Launch> launching_;
+  // The thread sleeps until `changed_` is notified; otherwise it polls again soon.
+  bool idle_ = false;
+  bool running_ = false;
+  bool stopped_ = false;
+};
+
+}  // namespace sagellm

@@ -1,0 +1,86 @@
+//! Circles that need no `use`: a type whose methods stand in several files of a folder, which call each other by `self`. That
+//! a file names the type whose methods it has is no arrow here, because it must.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+use super::{Module, files, reached};
+
+/// Files that call each other's methods of one type on purpose.
+const ONE_TYPE_IN_TWO_FILES: [(&[&str], &str); 4] = [
+    (
+        &["engine/multihost/collectives", "engine/multihost/rails"],
+        "`BatchRun`: a batch, and its parts over several leaders",
+    ),
+    (&["engine/multihost/lanes", "engine/multihost/post"], "`Lanes`: the threads, and what they do about messages"),
+    (&["group/findings", "group/hang"], "`Group`: when the ranks are asked, and what is made of the answers"),
+    (&["rendezvous/coordinator", "rendezvous/serve"], "`Coordinator`: the decision, and handing over the memory"),
+];
+
+/// The types of which a file has `impl` blocks, each with the code inside.
+fn impls(text: &str) -> Vec<(&str, &str)> {
+    let blocks = text.split("\nimpl").skip(1).filter_map(|rest| rest.split_once(" {\n"));
+    let named = blocks.map(|(head, rest)| {
+        let of = head.rsplit(" for ").next().unwrap().trim_start_matches(|c| c != ' ').trim();
+        let name = of.split(|c: char| !(c.is_alphanumeric() || c == '_')).next().unwrap();
+        (name, rest.split("\n}\n").next().unwrap())
+    });
+    named.collect()
+}
+
+/// The words in `code` that stand between one of `before` and `end`.
+fn words<'a>(code: &'a str, before: &[&str], end: char) -> BTreeSet<&'a str> {
+    let follow = before.iter().flat_map(|before| code.split(before).skip(1));
+    let word = |rest: &'a str| {
+        let end_at = rest.find(|c: char| !(c.is_alphanumeric() || c == '_'))?;
+        rest[end_at..].starts_with([end, '<']).then(|| &rest[..end_at])
+    };
+    follow.filter_map(word).collect()
+}
+
+#[test]
+fn no_files_of_a_folder_call_each_others_methods_in_a_circle() {
+    let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut all = Vec::new();
+    files(&src, &mut all);
+    // A file and its folder's `mod.rs` know each other, which does not count.
+    let code = |path: &PathBuf| {
+        let text = std::fs::read_to_string(path).unwrap();
+        let lines = text.split("#[cfg(test)]").next().unwrap().lines();
+        lines
+            .filter(|line| !line.trim_start().starts_with("//"))
+            .fold("\n".to_string(), |text, line| text + line + "\n")
+    };
+    let codes: BTreeMap<Module, String> = all
+        .iter()
+        .filter(|path| !path.ends_with("mod.rs"))
+        .map(|path| {
+            let inside = path.strip_prefix(&src).unwrap().with_extension("");
+            (inside.iter().map(|name| name.to_str().unwrap().to_string()).collect(), code(path))
+        })
+        .collect();
+    // By folder and type, the files that define each method.
+    let mut defined: BTreeMap<(&[String], &str, &str), BTreeSet<&Module>> = BTreeMap::new();
+    for (file, code) in &codes {
+        for (of, inside) in impls(code) {
+            for name in words(inside, &["fn "], '(') {
+                defined.entry((&file[..file.len() - 1], of, name)).or_default().insert(file);
+            }
+        }
+    }
+    assert!(defined.len() > 500, "the methods were not found");
+    let mut uses: BTreeMap<Module, BTreeSet<Module>> = BTreeMap::new();
+    for (file, code) in &codes {
+        for (of, inside) in impls(code) {
+            for name in words(inside, &["self.", "Self::"], '(') {
+                let places = defined.get(&(&file[..file.len() - 1], of, name)).filter(|all| !all.contains(file));
+                uses.entry(file.clone()).or_default().extend(places.into_iter().flatten().copied().cloned());
+            }
+        }
+    }
+    let round: BTreeSet<String> =
+        reached(&uses).into_iter().filter(|(me, found)| found.contains(me)).map(|(me, _)| me.join("/")).collect();
+    let listed: BTreeSet<String> =
+        ONE_TYPE_IN_TWO_FILES.iter().flat_map(|(files, _)| files.iter().map(ToString::to_string)).collect();
+    assert_eq!(round, listed, "files that call each other's methods in a circle, found and listed");
+}
