@@ -14,7 +14,7 @@ from harness import Context, beyond_gloo, run_ranks
 from torch_sagellm._private import load
 from torch_sagellm.cli import strategies
 from torch_sagellm.cli.main import main
-from torch_sagellm.cli.simulate import Link, Machine
+from torch_sagellm.cli.predict import Link, Machine
 from torch_sagellm.cli.strategies import Model, Traffic
 
 pytestmark = beyond_gloo("counts nothing")

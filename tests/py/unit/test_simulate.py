@@ -14,7 +14,7 @@ import pytest
 from harness import warm_python
 
 from torch_sagellm._private import load
-from torch_sagellm.cli import measure, simulate
+from torch_sagellm.cli import measure, predict, simulate
 from torch_sagellm.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -47,7 +47,7 @@ def test_sizes_links_and_ranks_are_read_as_people_write_them() -> None:
     assert simulate.parse_size("1.5MB") == 1_500_000
     link = simulate.parse_link("1ms,1Gbit")
     assert (link.alpha, link.overhead, link.beta) == (1e-3, 5e-6, 8e-9)
-    assert simulate.parse_link("2us,10GB/s,100ns") == simulate.Link(2e-6, pytest.approx(1e-7), 1e-10)
+    assert simulate.parse_link("2us,10GB/s,100ns") == predict.Link(2e-6, pytest.approx(1e-7), 1e-10)
     assert simulate.parse_ranks("2,100000") == [2, 100_000]
 
 
@@ -91,11 +91,11 @@ def test_without_matplotlib_the_message_says_what_to_do(monkeypatch: pytest.Monk
 @pytest.mark.quick
 def test_every_collective_has_prices_that_grow_with_size_and_ranks() -> None:
     core = load.extension()
-    machine = simulate.Machine(simulate.Link(1e-6, 0, 1e-10), simulate.Link(1e-4, 1e-6, 1e-9), 1e-10, 4)
+    machine = predict.Machine(predict.Link(1e-6, 0, 1e-10), predict.Link(1e-4, 1e-6, 1e-9), 1e-10, 4)
     for kind in KINDS:
-        for name in simulate.algorithms(core, kind):
+        for name in predict.algorithms(core, kind):
             by_ranks = [
-                [one.seconds for one in simulate.predict(core, kind, [name], ranks, [8, 1 << 20], machine)[name]]
+                [one.seconds for one in predict.predict(core, kind, [name], ranks, [8, 1 << 20], machine)[name]]
                 for ranks in (1, 4, 64)
             ]
             assert by_ranks[0] == [0.0, 0.0], "one rank has nothing to exchange"
@@ -110,8 +110,8 @@ def test_every_collective_has_prices_that_grow_with_size_and_ranks() -> None:
 
 @pytest.mark.quick
 def test_crossovers_are_where_the_fastest_changes() -> None:
-    def times(*seconds: float) -> list[simulate.Prediction]:
-        return [simulate.Prediction(one, 1) for one in seconds]
+    def times(*seconds: float) -> list[predict.Prediction]:
+        return [predict.Prediction(one, 1) for one in seconds]
 
     found = simulate.crossovers({"a": times(1, 2, 3, 3), "b": times(2, 2, 2, 3)}, [1, 2, 4, 8])
     assert found == [(1, "a"), (4, "b")], "of two that are equal, who was ahead stays ahead"
@@ -151,7 +151,7 @@ def test_the_check_runs_the_schedules_and_prints_the_error(kind: str, monkeypatc
     done = run_simulate("--op", kind, "--ranks", "3", "--sizes", "60", "--check")
     assert done.returncode == 0, done.stderr
     shown = re.findall(r"^ +60 B +(\w+).* [+-]\d+%$", done.stdout, re.M)
-    wanted = set(simulate.algorithms(load.extension(), kind)) - {simulate.TWO_LEVELS}
+    wanted = set(predict.algorithms(load.extension(), kind)) - {predict.TWO_LEVELS}
     assert set(shown) == wanted, done.stdout
     assert re.search(r"error of the model, 3 ranks: median \d+%, worst [+-]\d+%", done.stdout)
 

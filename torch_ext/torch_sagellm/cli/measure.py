@@ -25,7 +25,7 @@ from typing import Any
 
 from torch_sagellm._private.units import show_size, show_time
 from torch_sagellm.cli import ranks as processes
-from torch_sagellm.cli.simulate import TWO_LEVELS, Link, Machine, Prediction, predict
+from torch_sagellm.cli.predict import TWO_LEVELS, Link, Machine, Prediction, predict
 
 MOST_RANKS, MOST_BYTES = 8, 16 << 20
 START_SECONDS = 60.0

@@ -11,7 +11,6 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch_sagellm._private import nearest
 from torch_sagellm._private.units import BINARY, DECIMAL, show_size, show_time
 from torch_sagellm.cli import arguments as checked
 from torch_sagellm.cli import chart
+from torch_sagellm.cli.predict import TWO_LEVELS, Link, Machine, Prediction, algorithms, predict, show_machine
 from torch_sagellm.cli.show import Bar
 
 HELP = "predicted times of collectives, by algorithm, size and number of ranks"
@@ -47,41 +47,8 @@ SPEED_UNITS |= {f"{prefix}bit": factor / 8 for prefix, factor in (("k", 1e3), ("
 #: The seconds of an overhead that is not given: about the processor time of a send over TCP.
 DEFAULT_OVERHEAD = 5e-6
 MOST_RANKS = 100_000
-#: all_reduce inside hosts and between leaders, as the engine does it; several schedules, so `--check` leaves it out.
-TWO_LEVELS = "hierarchical"
 #: Crossover points are searched at this many sizes per doubling.
 PER_DOUBLING = 4
-
-
-@dataclass(frozen=True)
-class Link:
-    """Seconds of an empty message, seconds of a further one at the same moment, seconds per byte."""
-
-    alpha: float
-    overhead: float
-    beta: float
-
-    def numbers(self) -> tuple[float, float, float]:
-        return self.alpha, self.overhead, self.beta
-
-    def __str__(self) -> str:
-        speed = f"{1e-9 / self.beta:.3g} GB/s" if self.beta else "no limit"
-        return f"{show_time(self.alpha)}, {speed}, {show_time(self.overhead)} a further message"
-
-
-@dataclass(frozen=True)
-class Machine:
-    host: Link
-    network: Link
-    #: Seconds per byte that is combined.
-    gamma: float
-    ranks_per_host: int
-
-
-@dataclass(frozen=True)
-class Prediction:
-    seconds: float
-    segments: int
 
 
 def _number(text: str, units: dict[str, float], what: str) -> float:
@@ -137,32 +104,6 @@ def parse_link(text: str) -> Link:
     alpha = _number(fields[0], dict(TIME_UNITS), "a time")
     overhead = _number(fields[2], dict(TIME_UNITS), "a time") if len(fields) == 3 else min(alpha, DEFAULT_OVERHEAD)
     return Link(alpha, overhead, parse_speed(fields[1]))
-
-
-def predict(
-    core: Any, op: str, names: Sequence[str], ranks: int, sizes: Sequence[float], machine: Machine
-) -> dict[str, list[Prediction]]:
-    """Predicted times by algorithm, one per size. `core` is the extension module."""
-    found: dict[str, list[Prediction]] = {}
-    for name in names:
-        times: list[tuple[float, int]] = core.predict(
-            op,
-            name,
-            ranks,
-            [float(size) for size in sizes],
-            machine.host.numbers(),
-            machine.network.numbers(),
-            machine.gamma,
-            machine.ranks_per_host,
-        )
-        found[name] = [Prediction(seconds, segments) for seconds, segments in times]
-    return found
-
-
-def algorithms(core: Any, op: str) -> list[str]:
-    """The algorithms with a schedule for the collective; ValueError where there is no such collective."""
-    found: list[str] = core.algorithms_of(op)
-    return found
 
 
 def fine_sizes(sizes: Sequence[int]) -> list[float]:
@@ -318,7 +259,7 @@ def _find(core: Any, arguments: argparse.Namespace, machine: Machine) -> dict[st
         from torch_sagellm.cli import measure
 
         return measure.check(arguments.op, names, arguments.ranks, arguments.sizes)
-    _show_machine(machine)
+    show_machine(machine)
     print(
         "* fastest; (n) segments of a pipeline. Predicted, not measured:\n--check tells how far off the model is here."
     )
@@ -344,12 +285,6 @@ def _about(machine: Machine) -> dict[str, Any]:
     links = {"host": machine.host, "network": machine.network}
     found: dict[str, Any] = {name: dict(vars(link)) for name, link in links.items()}
     return {"machine": found | {"combining": machine.gamma, "ranks_per_host": machine.ranks_per_host}}
-
-
-def _show_machine(machine: Machine) -> None:
-    print(f"inside a host    {machine.host}")
-    print(f"between hosts    {machine.network}")
-    print(f"combining        {1e-9 / machine.gamma:.3g} GB/s")
 
 
 def _show_times(

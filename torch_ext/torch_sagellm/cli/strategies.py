@@ -18,7 +18,7 @@ from typing import Any
 
 from torch_sagellm._private.units import show_size, show_time
 from torch_sagellm.cli import arguments, show
-from torch_sagellm.cli.simulate import Machine, _show_machine, algorithms, parse_size, predict
+from torch_sagellm.cli.predict import Machine, algorithms, predict, show_machine
 from torch_sagellm.observe.stats import BUS_FACTORS
 
 MESSAGE = "send"
@@ -191,7 +191,7 @@ DEFAULTS: dict[str, int | None] = {
 
 
 def _bucket(text: str) -> int:
-    found = parse_size(text)
+    found = arguments.size(text)
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r} is no size of a bucket: at least a byte")
     return found
@@ -245,7 +245,7 @@ def run(core: Any, parsed: argparse.Namespace, ranks: list[int], machine: Machin
     groups = []
     model = model_of(parsed)
     plans = {count: [each for each in STRATEGIES[parsed.strategy](model, count) if each.calls] for count in ranks}
-    _show_machine(machine)
+    show_machine(machine)
     for count, plan in plans.items():
         hosts = -(-count // machine.ranks_per_host)
         print(f"\n{WHAT[parsed.strategy]}: {count} ranks on {hosts} host{'s' if hosts > 1 else ''}, each in one step")

@@ -1,12 +1,17 @@
-//! The CUDA driver. Its types come from crate cudarc, its functions from our own table: cudarc ends the process by a panic
-//! where a symbol is missing, and its result type is a closed enum, which a newer driver's number would make undefined.
+//! The CUDA driver, as crate cudarc declares it: the types are cudarc's, and the compiler compares each function of the table
+//! with cudarc's declaration. They are called by the table: cudarc opens the library by its usual names alone, so no variable
+//! could name a file; it panics where the library or a symbol is missing; and its result type is a closed enum, which the
+//! number of a newer driver would make undefined.
 
 use std::collections::HashMap;
 use std::ffi::{c_char, c_int, c_uint};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use cudarc::driver::sys::{CUcontext, CUdevice, CUdeviceptr, CUevent, CUevent_flags, CUstream, CUstream_flags};
+use cudarc::driver::sys;
+use cudarc::driver::sys::{
+    CUcontext, CUdevice, CUdeviceptr, CUevent, CUevent_flags, CUresult, CUstream, CUstream_flags,
+};
 
 use crate::engine::device::communicator::text;
 use crate::engine::device::libs::loader::{Hints, Known, Library, symbols};
@@ -28,29 +33,45 @@ const NOT_READY: Code = 600;
 /// CU_STREAM_CAPTURE_STATUS_NONE as an integer; `SPARES_CAPTURES` is CU_STREAM_CAPTURE_MODE_RELAXED.
 const CAPTURES_NOTHING: c_int = 0;
 
-symbols! {
-    /// cuda.h; handles are cudarc's.
+/// A table of functions, each with its declaration in cudarc. A `_`: there an argument is a closed enum, here a number.
+macro_rules! driver {
+    ($table:ident { $($field:ident = $name:literal $declared:tt ($($argument:ty),*);)* }) => {
+        symbols! {
+            $table { $($field = $name($($argument),*) -> Code;)* }
+        }
+        $(declared!($declared, unsafe fn($($argument),*) -> CUresult);)*
+    };
+}
+
+macro_rules! declared {
+    (_, $function:ty) => {};
+    ($name:ident, $function:ty) => {
+        const _: $function = sys::$name;
+    };
+}
+
+driver! {
     Table {
-        init = "cuInit"(c_uint) -> Code;
-        driver_version = "cuDriverGetVersion"(*mut c_int) -> Code;
-        get_error_string = "cuGetErrorString"(Code, *mut *const c_char) -> Code;
-        device_count = "cuDeviceGetCount"(*mut c_int) -> Code;
-        device_get = "cuDeviceGet"(*mut CUdevice, c_int) -> Code;
-        primary_retain = "cuDevicePrimaryCtxRetain"(*mut CUcontext, CUdevice) -> Code;
-        set_current = "cuCtxSetCurrent"(CUcontext) -> Code;
-        stream_create = "cuStreamCreate"(*mut CUstream, c_uint) -> Code;
-        stream_destroy = "cuStreamDestroy_v2"(CUstream) -> Code;
-        stream_query = "cuStreamQuery"(CUstream) -> Code;
-        stream_is_capturing = "cuStreamIsCapturing"(CUstream, *mut c_int) -> Code;
-        exchange_capture_mode = "cuThreadExchangeStreamCaptureMode"(*mut c_int) -> Code;
-        stream_wait_event = "cuStreamWaitEvent"(CUstream, CUevent, c_uint) -> Code;
-        event_create = "cuEventCreate"(*mut CUevent, c_uint) -> Code;
-        event_destroy = "cuEventDestroy_v2"(CUevent) -> Code;
-        event_record = "cuEventRecord"(CUevent, CUstream) -> Code;
-        event_query = "cuEventQuery"(CUevent) -> Code;
-        event_elapsed = "cuEventElapsedTime"(*mut f32, CUevent, CUevent) -> Code;
-        allocate = "cuMemAlloc_v2"(*mut CUdeviceptr, usize) -> Code;
-        copy = "cuMemcpyDtoDAsync_v2"(CUdeviceptr, CUdeviceptr, usize, CUstream) -> Code;
+        init = "cuInit" cuInit(c_uint);
+        driver_version = "cuDriverGetVersion" cuDriverGetVersion(*mut c_int);
+        get_error_string = "cuGetErrorString" _(Code, *mut *const c_char);
+        device_count = "cuDeviceGetCount" cuDeviceGetCount(*mut c_int);
+        device_get = "cuDeviceGet" cuDeviceGet(*mut CUdevice, c_int);
+        primary_retain = "cuDevicePrimaryCtxRetain" cuDevicePrimaryCtxRetain(*mut CUcontext, CUdevice);
+        set_current = "cuCtxSetCurrent" cuCtxSetCurrent(CUcontext);
+        stream_create = "cuStreamCreate" cuStreamCreate(*mut CUstream, c_uint);
+        stream_destroy = "cuStreamDestroy_v2" cuStreamDestroy_v2(CUstream);
+        stream_query = "cuStreamQuery" cuStreamQuery(CUstream);
+        stream_is_capturing = "cuStreamIsCapturing" _(CUstream, *mut c_int);
+        exchange_capture_mode = "cuThreadExchangeStreamCaptureMode" _(*mut c_int);
+        stream_wait_event = "cuStreamWaitEvent" cuStreamWaitEvent(CUstream, CUevent, c_uint);
+        event_create = "cuEventCreate" cuEventCreate(*mut CUevent, c_uint);
+        event_destroy = "cuEventDestroy_v2" cuEventDestroy_v2(CUevent);
+        event_record = "cuEventRecord" cuEventRecord(CUevent, CUstream);
+        event_query = "cuEventQuery" cuEventQuery(CUevent);
+        event_elapsed = "cuEventElapsedTime" cuEventElapsedTime_v2(*mut f32, CUevent, CUevent);
+        allocate = "cuMemAlloc_v2" cuMemAlloc_v2(*mut CUdeviceptr, usize);
+        copy = "cuMemcpyDtoDAsync_v2" cuMemcpyDtoDAsync_v2(CUdeviceptr, CUdeviceptr, usize, CUstream);
     }
 }
 
