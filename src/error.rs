@@ -121,6 +121,11 @@ impl Error {
         self.0.rank
     }
 
+    /// The rank of which it says what it was doing: the one that found it, on that rank alone (`encode` makes text of it).
+    pub fn found_by(&self) -> Option<usize> {
+        self.0.operation.as_ref().map(|(rank, _)| *rank)
+    }
+
     /// The rank that found it, if that is another one.
     pub fn reporter(&self) -> Option<usize> {
         self.0.reporter
@@ -337,6 +342,8 @@ mod tests {
         assert_eq!(text.in_one_line(), "rank 0 is late; waiting at a.py:3; rank 1 has not entered it; Wait");
         assert_eq!(laid_out("rank 0 is late", &[], "").to_string(), "sagellm: rank 0 is late");
         let error = Error::rank_failed(1, text).while_rank(0, "is in barrier number 2");
+        assert_eq!(error.found_by(), Some(0));
+        assert_eq!(Error::decode(&error.encode(999)).unwrap().found_by(), None, "on another rank");
         assert!(
             error.text().starts_with("sagellm: rank 0 is late\n  rank 0 is in barrier number 2\n  waiting"),
             "{error}"

@@ -216,14 +216,14 @@ fn next_question(now: u64, age: u64, timeout: Duration) -> u64 {
 }
 
 #[cfg(test)]
-pub mod tests {
+mod tests {
     use super::*;
     use crate::types::Kind;
 
     const SECOND: u64 = 1_000_000_000;
 
     /// An all_reduce with this number that no engine runs and that has been pending for `age`.
-    pub fn all_reduce(number: u64, age: u64, timeout: Duration) -> Waiting {
+    fn all_reduce(number: u64, age: u64, timeout: Duration) -> Waiting {
         Waiting {
             which: Which::External { id: number, issued: 1 },
             kind: Kind::AllReduce,

@@ -82,8 +82,8 @@ impl BatchRun<'_> {
         request.timeout_ms = Some(left.as_millis() as u64 + 500); // the operation's own deadline is reported first
         (request.in_blocks, request.out_blocks) = (call.in_blocks, call.out_blocks);
         inside.run(request).map_err(|error| match error.rank() {
-            // This rank knows the process and what it was doing itself; what another one has told says both.
-            Some(rank) if error.reporter().is_none() && self.host_map.local_ranks().contains(&rank) => {
+            // What this rank has found itself, it says in the words of the whole group.
+            Some(rank) if error.found_by() == Some(self.host_map.me) && self.host_map.local_ranks().contains(&rank) => {
                 self.transport.names().lost(rank, &self.header.during(), "")
             }
             _ => error,
