@@ -4,6 +4,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
+use super::files;
+
 /// A function or struct of the bridge, its parameters or fields that are bools or enums, and what they say.
 const FACTS: [(&str, &[&str], &str); 15] = [
     (
@@ -27,18 +29,17 @@ const FACTS: [(&str, &[&str], &str); 15] = [
     ("RowTable", &["own_last"], "how the rows lie"),
 ];
 
-/// The files that have a bridge.
-const FILES: [&str; 4] = ["bridge", "observe", "arrays", "memory"];
-
-/// The code of a bridge, without comments, and its braces around names and types alone.
+/// The code of all bridges, without comments, a declaration at the beginning of each line.
 fn code() -> String {
-    let ffi = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/ffi");
+    let mut all = Vec::new();
+    files(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src/ffi"), &mut all);
     let mut code = String::new();
-    for file in FILES {
-        let text = std::fs::read_to_string(ffi.join(format!("{file}.rs"))).unwrap();
+    for text in all.iter().map(|path| std::fs::read_to_string(path).unwrap()) {
         let bridge = text.split("#[cxx::bridge").nth(1).and_then(|rest| rest.split("\n}\n").next());
-        let lines = bridge.unwrap_or_else(|| panic!("{file}.rs has a bridge")).lines();
-        code.extend(lines.map(|line| line.split("//").next().unwrap().trim().to_string() + "\n"));
+        let lines = bridge.unwrap_or_default().lines();
+        code.extend(
+            lines.map(|line| line.split("//").next().unwrap().trim().trim_start_matches("unsafe ").to_string() + "\n"),
+        );
     }
     code
 }
