@@ -13,7 +13,6 @@ const ONE_TYPE_IN_TWO_FILES: [(&[&str], &str); 4] = [
         "`BatchRun`: a batch, and its parts over several leaders",
     ),
     (&["engine/multihost/lanes", "engine/multihost/post"], "`Lanes`: the threads, and what they do about messages"),
-    (&["group/findings", "group/hang"], "`Group`: when the ranks are asked, and what is made of the answers"),
     (&["rendezvous/coordinator", "rendezvous/serve"], "`Coordinator`: the decision, and handing over the memory"),
 ];
 
