@@ -325,6 +325,9 @@ def test_the_dashboard_and_the_alerts_ask_for_metrics_that_exist() -> None:
     asked = re.findall(r"sagellm_\w+", " ".join(queries))
     assert len(queries) == len(panels) and len(asked) >= len(panels)
     asked += re.findall(r"(sagellm_\w+)\[", (ROOT / "docs/deployment.md").read_text())
+    rules = (ROOT / "docs/alerts.yml").read_text()
+    assert rules.count("- alert: ") == rules.count("expr: ") == rules.count("summary: ") == 3
+    asked += re.findall(r"(sagellm_\w+)[[)]", rules)
     assert {name.removesuffix("_bucket") for name in asked} <= made
 
 
