@@ -375,7 +375,7 @@ impl Request {
         Request { inputs: inputs.into(), outputs: outputs.into(), ..Request::without_memory(kind) }
     }
 
-    /// For tests of what only compares addresses: no engine may get it.
+    /// For tests of code that only compares addresses. It must not be issued, because the addresses need not be valid.
     #[cfg(test)]
     pub fn of_addresses(kind: Kind, inputs: Vec<Span>, outputs: Vec<Span>) -> Request {
         Request { inputs: inputs.into(), outputs: outputs.into(), ..Request::without_memory(kind) }

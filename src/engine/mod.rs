@@ -103,7 +103,7 @@ pub enum Blockers {
     Ranks(Vec<(usize, PeerProgress)>),
     /// An earlier operation of this rank, which it must follow.
     Earlier(Arc<Op>),
-    /// Text.
+    /// Neither can be named; the text says what is known.
     Unknown(String),
 }
 

@@ -21,7 +21,7 @@ pub struct Held {
     turn: u64,
     /// Earlier operations on its memory.
     pub predecessors: Vec<Arc<Op>>,
-    /// Those of them whose memory is in use, and the earlier messages that it may not overtake.
+    /// Number of predecessors whose memory is in use, plus that of earlier held messages that it may not overtake.
     waits_for: usize,
     /// Later messages that may not overtake it.
     followers: Vec<usize>,
@@ -49,7 +49,7 @@ pub struct Order {
 }
 
 impl Order {
-    /// No operation is known here, so that a new one follows none of these.
+    /// True if this holds no operations: a new operation then has none to follow.
     pub fn is_empty(&self) -> bool {
         self.in_use.is_empty() && self.held.is_empty()
     }
@@ -80,7 +80,7 @@ impl Order {
         self.followers.contains_key(&key(op))
     }
 
-    /// Holds a message where it must wait for these or may not overtake a held one. True if it is held.
+    /// Holds a message if it has predecessors or may not overtake a held message. True if it is held.
     pub fn hold(&mut self, op: &Arc<Op>, turn: u64, predecessors: Vec<Arc<Op>>) -> bool {
         let ahead = self.ahead_of(op);
         if predecessors.is_empty() && ahead.is_empty() {
@@ -138,7 +138,7 @@ impl Order {
         Some(held.op)
     }
 
-    /// A held message waits for one thing less.
+    /// Removes one of the things that a held message waits for; the message is ready if that was the last.
     fn let_on(&mut self, name: usize) {
         let Some(held) = self.held.get_mut(&name) else { return };
         held.waits_for -= 1;

@@ -15,7 +15,8 @@ pub mod ffi {
     }
 
     extern "Rust" {
-        /// The address of memory for a tensor, at the begin of a page and not set to anything; 0 where there is none.
+        /// Allocates memory for a tensor and returns its address, which is page-aligned; the memory is uninitialised. 0
+        /// if it cannot be allocated.
         fn shared_allocate(bytes: usize) -> usize;
         /// Frees what `shared_allocate` gave.
         ///

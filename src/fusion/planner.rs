@@ -21,7 +21,7 @@ use std::collections::VecDeque;
 
 use crate::types::Kind;
 
-/// Batches on their way at once.
+/// Number of batches that may be in progress at once, one on each lane.
 pub const LANES: usize = 2;
 
 /// What may share a batch: equal kind and reduce op.

@@ -87,7 +87,7 @@ impl Group {
         let desc = OpDesc::from_load(own.kind, route.load);
         let found = self.explain_op(desc, batched);
         let (count, (first, last)) = (route.fused_with.count(), route.fused_with.numbers(number));
-        // Between hosts the batch is known when it is made, on one host when the operation has ended.
+        // An operation between hosts has its batch recorded with its choice, one on a single host only when it ends.
         let known = well || choice.is_some_and(|choice| matches!(choice.path, Path::Hosts { .. }));
         let batch = Batch { count, first, last, bytes: batched.then_some(desc.bytes) };
         let past = Past { number, choice, batch: known.then_some(batch), host_staged };

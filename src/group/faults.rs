@@ -65,7 +65,7 @@ impl Faults {
         self.first.get()
     }
 
-    /// Whether this is the first one; only that counts.
+    /// Sets the group's fault if it has none; later ones are ignored. True if this is the first.
     pub fn set(&self, fault: Error) -> bool {
         self.first.set(fault).is_ok()
     }
@@ -74,7 +74,8 @@ impl Faults {
         self.delegate_failed.store(true, Ordering::Relaxed);
     }
 
-    /// Whether the group failed, or a call of its delegate, which leaves no fault: its own engine may go on.
+    /// Whether the group has failed or a call of its delegate has. A failed call of the delegate sets no fault, because
+    /// the group's own engine may go on.
     pub fn has_failed(&self) -> bool {
         self.first.get().is_some() || self.delegate_failed.load(Ordering::Relaxed)
     }

@@ -78,7 +78,7 @@ pub struct Group {
     config: Config,
     /// All groups of this rank: a thread that waits drives them together.
     domain: Arc<Domain>,
-    /// Random, the same on all ranks; zeros where they have not met.
+    /// Random, the same on all ranks; zeros if the ranks held no rendezvous.
     id: [u8; 16],
     /// How often the process had been forked when this group was made: a forked child must not touch it.
     generation: u32,
@@ -353,7 +353,7 @@ impl Group {
             log::debug!("group '{name}' rank {rank} failed: {}", error.in_one_line());
             self.control.announce(&error);
             if let Some(channel) = self.watch.channel() {
-                channel.look_again(); // the other ranks may read the fault there
+                channel.look_again(); // so that the fault is published in the store
             }
         }
         // Another thread may have been first: everything pending ends with its fault.

@@ -26,10 +26,12 @@ pub trait Channel: Send + Sync {
     /// How long the first answers about an operation with this timeout may take.
     fn takes(&self, timeout: Duration) -> Duration;
 
-    /// Whether an answer has room for what ranks with shared memory see there: signatures of launches, stopped processes.
+    /// Whether answers carry the signatures of launches and the stopped processes. Ranks with shared memory read these
+    /// directly, so their answers leave them out.
     fn is_detailed(&self) -> bool;
 
-    /// There is news: an operation has begun to wait for long, or the group has failed. Wakes who looks for it, if any.
+    /// Wakes the threads that answer questions and read stores, if there are any. Call it when an operation has begun
+    /// to wait for long, or when the group has failed.
     fn look_again(&self);
 
     /// Looks from now on whether another rank has told why its group failed. Returns how long that may take.

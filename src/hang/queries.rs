@@ -182,7 +182,8 @@ impl State {
         status.map_or(Ok(()), |status| keys.answer(me.rank(), &status))
     }
 
-    /// Takes part in a question: the last one that was asked, or the next one.
+    /// Claims a place in `question`, which is the last one asked or the next one. The first rank to claim it collects
+    /// the answers; it also asks and answers the question, unless it has answered that one or a later one already.
     fn begin(&mut self, keys: &StoreKeys, me: &dyn Participant, question: u32, now: u64) -> Result<()> {
         let place = keys.claim(question)?;
         let collects = place <= 1;

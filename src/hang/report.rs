@@ -149,7 +149,7 @@ impl StallReport {
 }
 
 impl MissingRank {
-    /// What it does. `complete` as in the report.
+    /// Describes what the missing rank is doing, in one line. `complete` is `StallReport::complete`.
     fn text(&self, complete: bool) -> String {
         let MissingRank { rank, process, progress, status, ages, .. } = self;
         let ended = match self.last_end {

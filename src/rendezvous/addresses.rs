@@ -31,7 +31,8 @@ impl Way {
 /// What a rank says about itself.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Addresses {
-    /// Best first; each with one address or more, of as many interfaces. Empty where the caller does not say.
+    /// Best first. Each has at least one address, and each address is on an interface of its own. Empty if the caller
+    /// does not specify any.
     pub ways: Vec<(Way, Vec<String>)>,
     /// Why there is none, as a text for the user, or empty.
     pub problem: String,
@@ -89,8 +90,8 @@ pub struct Rank<'a> {
     pub place: (&'a str, u64),
 }
 
-/// The first way of rank 0's that all ranks have; none where a rank does not say. The error names the first ranks that
-/// cannot be reached, and says what to do.
+/// The first way in rank 0's list that all ranks have; None if a rank has listed none. The error names a rank that has
+/// a problem or ranks that have no way in common, and says what to do.
 pub fn common(ranks: &[Rank]) -> Result<Option<Network>, String> {
     let who = |rank: usize| format!("rank {rank} on host {}", ranks[rank].hostname);
     if let Some(rank) = ranks.iter().position(|rank| !rank.addresses.problem.is_empty()) {

@@ -196,9 +196,9 @@ fn decide(
 /// The hosts of a group over several hosts, and the shared memory of this rank's host.
 pub struct Hosts {
     pub host_map: HostMap,
-    /// One rendezvous of this host's ranks for each lane; none where this rank is alone.
+    /// One rendezvous of this host's ranks for each lane; None if this rank is alone on its host.
     pub insides: Vec<Option<Rendezvous>>,
-    /// Why they count as several hosts.
+    /// Why the ranks count as several hosts.
     pub reason: String,
 }
 

@@ -263,7 +263,7 @@ pub enum Mode {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DecisionMessage {
     pub id: Nonce,
-    /// Indexed by rank; all zero for a rank that has not come.
+    /// Indexed by rank; all zero for a rank that has not joined.
     pub nonces: Vec<Nonce>,
     pub mode: Mode,
     /// Reason or error.

@@ -150,7 +150,7 @@ fn next_message(session: &mut Session, socket: &OwnedFd) -> Result<io::Result<Op
 struct Accepted {
     segment: Segment,
     local_cores: usize,
-    /// By rank; empty where the ranks are known peers.
+    /// Indexed by rank; empty if the ranks are known peers.
     peers: Vec<(Process, Option<OwnedFd>)>,
 }
 

@@ -233,7 +233,7 @@ pub fn save(directory: &Path, table: &Table) -> io::Result<PathBuf> {
     Ok(path)
 }
 
-/// Makes the table of this machine for `ranks` ranks from `lines`, each a `Line`, and writes it. Its path.
+/// Builds the table of this machine for `ranks` ranks from `lines`, each a `Line`, writes it and returns its path.
 pub fn make(ranks: usize, made: &str, lines: &str) -> Outcome<String> {
     let lines: Result<Vec<Line>, String> = lines.lines().map(Line::parse).collect();
     let lines = lines.map_err(|what| Error::invalid(format!("sagellm: the new table cannot be used: {what}")))?;

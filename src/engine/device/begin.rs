@@ -166,7 +166,8 @@ impl DeviceEngine {
         let mut number = 0;
         let mut numbers = Numbers::default();
         let mut notes = Vec::with_capacity(calls.len());
-        // Once, before the first number: a number that was taken is launched, or the group fails.
+        // Checked once, before the first number is assigned: a call that has a number must be launched, or the group
+        // fails.
         self.group.usable(calls[0].asked.kind.name())?;
         for (at, call) in calls.iter().enumerate() {
             let kind = call.asked.kind;

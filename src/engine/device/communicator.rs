@@ -79,7 +79,7 @@ pub struct Setup {
     pub go_on: GoOn,
     /// For the library's own messages and tools; at most `NAME_BYTES` of it are used.
     pub name: String,
-    /// An algorithm that the library takes for this communicator as a whole, in its own words; "" to let it choose.
+    /// Algorithm for every operation of this communicator, as the library spells it; "" lets the library choose.
     pub algorithm: String,
     /// Selects the device on a thread that we started.
     pub runtime: Arc<dyn Runtime>,
@@ -88,7 +88,8 @@ pub struct Setup {
 /// Longest name of a communicator.
 pub const NAME_BYTES: usize = 127;
 
-/// Which ranks of a communicator make a new one. All ranks of the old one call, members and others, with equal values.
+/// Which ranks of a communicator form a new one. All ranks of the old communicator make this call, whether or not they
+/// are members of the new one, with equal values.
 #[derive(Clone)]
 pub struct Split {
     /// Ranks in the old communicator, in the order of their ranks in the new one.

@@ -162,7 +162,8 @@ impl DeviceRequest<'_> {
 #[derive(Clone, Copy, Debug)]
 pub struct Terms {
     pub device: i32,
-    /// A coalescing region: all ranks know of its calls, messages among them, so these need no communicator of their own.
+    /// The calls form a coalescing region. All ranks know of its calls, so its sends and receives use the communicator
+    /// of the whole group and need none of their own.
     pub region: bool,
     /// The caller's stream is being captured into a graph.
     pub capturing: bool,

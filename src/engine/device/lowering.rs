@@ -51,11 +51,11 @@ impl Ops {
 /// How 64-bit floats are treated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Double {
-    /// The device has them; they travel unchanged.
+    /// The device supports 64-bit floats; they are passed to the library unchanged.
     Kept,
-    /// The device has none: refused.
+    /// The device does not support them, and a call with them is refused.
     Refused,
-    /// The device has none, and the user allows 32 bits.
+    /// The device does not support them, and the user allows 32-bit floats in their place.
     AsFloat,
 }
 

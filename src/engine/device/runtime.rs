@@ -22,14 +22,15 @@ pub const SPARES_CAPTURES: u32 = 2;
 pub trait Runtime: Send + Sync {
     fn describe(&self) -> String;
     fn device_count(&self) -> Result<u32>;
-    /// For this thread. Devices are a property of threads in every runtime, and no thread inherits one.
+    /// Selects the device of the calling thread. In every runtime the current device belongs to a thread, and a new
+    /// thread does not inherit it.
     fn set_device(&self, device: i32) -> Result<()>;
     /// A stream that runs beside all others of the device.
     fn stream_create(&self) -> Result<Stream>;
     fn stream_destroy(&self, stream: Stream) -> Result<()>;
     /// True when all its work is done. Never waits.
     fn stream_idle(&self, stream: Stream) -> Result<bool>;
-    /// True while what is put on the stream is captured for a graph, when nothing may be queried.
+    /// True while the stream is being captured into a graph. Nothing may be queried during a capture.
     fn capturing(&self, _stream: Stream) -> Result<bool> {
         Ok(false)
     }
@@ -40,7 +41,7 @@ pub trait Runtime: Send + Sync {
     }
     /// `timed` events can be compared by `elapsed`; others are cheaper.
     fn event_create(&self, timed: bool) -> Result<Event>;
-    /// After everything that uses it has been passed.
+    /// Call it only when the device has passed everything that uses the event.
     fn event_destroy(&self, event: Event) -> Result<()>;
     /// Marks the present end of the stream. An event may be recorded again.
     fn event_record(&self, event: Event, stream: Stream) -> Result<()>;
@@ -50,10 +51,10 @@ pub trait Runtime: Send + Sync {
     fn event_done(&self, event: Event) -> Result<bool>;
     /// Time between two timed events that are done.
     fn elapsed(&self, start: Event, end: Event) -> Result<Duration>;
-    /// Inside the device, in the order of the stream.
+    /// Copies `bytes` bytes within the device, in stream order.
     fn copy(&self, to: usize, from: usize, bytes: usize, stream: Stream) -> Result<()>;
-    /// Some bytes of a device, of which nobody needs what they hold: for messages that only connect ranks. Made when first
-    /// asked for, and kept for the life of the process: to give memory back waits for all work of the device.
+    /// Address of a small block of device memory whose contents do not matter, for messages that only connect ranks.
+    /// Allocated on first use and never freed, because freeing device memory waits for all work of the device.
     fn spare(&self, device: i32) -> Result<usize>;
 }
 

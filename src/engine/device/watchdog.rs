@@ -16,8 +16,9 @@ const LONG: Duration = Duration::from_millis(100);
 /// How long a peer's data may take to arrive after the peer itself is gone, and how long a library gets to report that
 /// peer's end itself.
 const ON_ITS_WAY: Duration = Duration::from_millis(500);
-/// Between two looks for the cause when a library has reported a failure: the library may notice a dead peer before the
-/// kernel reports it, and does not know which one died; or a peer has ended its communicators, and its reason is on its way.
+/// Interval between two searches for the cause after a library has reported a failure. The library may notice a dead
+/// peer before the kernel reports it, and does not know which one died; or a peer has ended its communicators, and its
+/// reason has not arrived yet.
 const TURN: Duration = Duration::from_millis(5);
 
 /// What is known of the communicator that an operation is on.
@@ -37,20 +38,21 @@ pub struct Watchdog(Mutex<State>);
 struct State {
     /// When the group was last asked for dead peers.
     asked: Option<Instant>,
-    /// When it was first seen to have failed, or a peer to be gone.
+    /// When the watchdog first saw that the group has failed or that a peer is gone.
     trouble_since: Option<Instant>,
-    /// Until when the cause is looked for after the library has reported a failure or its communicator has ended, and when
-    /// it last was.
+    /// Deadline of the search for the cause, which begins when the library reports a failure or its communicator has
+    /// ended.
     cause_until: Option<Instant>,
+    /// When the group was last asked for the cause of a failure that the library reported.
     asked_for_cause: Option<Instant>,
 }
 
-/// What a look at an operation found.
+/// The result of one check of an operation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Found {
     /// It runs, or has ended well.
     Nothing,
-    /// It may have ended badly: look again, also where the device has passed it.
+    /// It may have ended badly: check it again, even if the device has passed it.
     Undecided,
     /// It will not end, or ended badly. The group has failed with this.
     Failed(Error),

@@ -69,10 +69,10 @@ impl BatchRun<'_> {
         self.share_issued(0)
     }
 
-    /// Memory to work in, for `range` of the vector; 0 bytes where this rank needs none. Between two hosts of one rank it is
-    /// that of the operation, where its inputs are its outputs, in one piece, and need no factor: that saves two copies. After
-    /// a mismatch such memory is as it was, because nothing is combined before the other rank's header was compared, and
-    /// there is no third rank that could differ later. Return it with `keep`.
+    /// Working memory for `range` of the vector; `bytes` is 0 if this rank needs none. Between two hosts with one rank
+    /// each, an operation that is in place, contiguous and without a factor works in its own outputs, which saves two
+    /// copies. A mismatch leaves these unchanged, because nothing is combined before the other rank's header was
+    /// compared, and there is no third rank that could differ later. Return the memory with `keep`.
     #[allow(unsafe_code)] // memory of an operation
     fn room(&mut self, vector: &Vector, range: &Range<usize>, bytes: usize) -> Room {
         let outputs = cut(&vector.outputs, range);

@@ -24,9 +24,9 @@ use crate::types::{Kind, ReduceOp, Request, Span};
 
 /// Longest time that a leaving rank waits until its peers have received what it sent.
 const DELIVERY: Duration = Duration::from_secs(30);
-/// After that, the longest time that it waits for its peers' goodbyes.
+/// Longest time that a leaving rank waits for its peers' goodbyes, after `DELIVERY` at the latest.
 const FAREWELL: Duration = Duration::from_secs(1);
-/// A lane frees memory beyond this after the batch.
+/// A lane whose scratch memory is larger than this frees it after the batch.
 const KEPT: usize = 100 << 20;
 
 /// What the two lanes and the engine share.

@@ -11,15 +11,15 @@ pub const EAGER: usize = 16 << 10;
 pub enum Letter<'a> {
     /// A message of the program, whole.
     Eager { tag: u32, data: &'a [u8] },
-    /// A larger one, which stays at its sender until its receiver grants this number.
+    /// Announces a message larger than `EAGER`. Its body stays at the sender until the receiver grants this number.
     Large { tag: u32, bytes: u64, number: u64 },
-    /// The receiver has a place for the body with this number.
+    /// The receiver is ready to receive the body with this number.
     Granted { number: u64 },
-    /// The receiver cannot take it: its tensor has another size.
+    /// The receiver cannot receive the body with this number, because its tensor has another size.
     Refused { number: u64 },
     /// The sender leaves the group in order. Nothing that it sent before is under way any more when this arrives.
     Bye,
-    /// The answer to that.
+    /// The answer to `Bye`.
     Heard,
     /// The sender's group failed: `Error::encode`.
     Fault(Cow<'a, [u8]>),

@@ -72,7 +72,7 @@ pub(super) struct Messages {
     arrivals: u64,
     /// Large sends that were not granted, by peer and number.
     announced: HashMap<(usize, u64), Arc<Op>>,
-    /// The same sends by `pending::key`.
+    /// The sends in `announced`, by `pending::key`.
     unsent: HashSet<usize>,
     /// The operations whose memory the link uses, or is about to use. Only `end_body` takes them out.
     pub bodies: HashMap<Body, Arc<Op>>,

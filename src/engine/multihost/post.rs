@@ -132,7 +132,8 @@ impl Lanes {
         state.messages.end_body(body, outcome, fault.as_ref());
     }
 
-    /// As `run_errands`, for a thread that holds no lock of the group: reports what has ended.
+    /// Runs the errands (`run_errands`) and reports the messages that have ended and a fault that was found. The caller
+    /// must hold no lock of the group.
     pub fn settle(&self) {
         let (ended, failure) = self.run_errands();
         let report = &self.home().report;

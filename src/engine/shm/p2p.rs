@@ -60,7 +60,7 @@ struct Outgoing {
     queue: VecDeque<Arc<Op>>,
     /// In the ring buffer, waiting for a grant, by envelope number.
     waiting: VecDeque<(u64, Arc<Op>)>,
-    /// Granted, with the channel and the bytes already staged.
+    /// Sends that the receiver has granted, each with its channel and the number of bytes staged so far.
     bodies: VecDeque<(Arc<Op>, usize, usize)>,
 }
 
@@ -73,7 +73,7 @@ struct Incoming {
     unexpected: VecDeque<Message>,
     /// Grants (or rejections) that found the ring buffer of grants full.
     ungranted: VecDeque<u64>,
-    /// Granted, with the bytes already received.
+    /// Receives that this rank has granted, each with the number of bytes received so far.
     bodies: VecDeque<(Arc<Op>, usize)>,
 }
 

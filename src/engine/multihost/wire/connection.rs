@@ -103,7 +103,7 @@ struct Incoming {
     got: usize,
 }
 
-/// What a turn of reading came to.
+/// The result of one turn of reading.
 #[derive(PartialEq, Eq)]
 pub enum Turn {
     Nothing,

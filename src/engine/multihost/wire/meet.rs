@@ -29,7 +29,7 @@ const ANSWER: usize = 8 + 16;
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Most strangers at the door; beyond them the oldest one is turned away.
 const MOST: usize = 1024;
-/// Between two looks into the store.
+/// Interval between two reads of the store.
 const PAUSE: Duration = Duration::from_millis(1);
 
 /// One rank's place in a group that is being made.

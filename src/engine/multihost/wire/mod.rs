@@ -82,7 +82,7 @@ pub struct Wire {
     /// Threads in `wait`. Changed by them, read by the background thread and by the last of them (relaxed: a hint, and both
     /// look again after at most `NAP`).
     waiting: AtomicUsize,
-    /// What needs a driver although nobody waits (`Counted`). As `waiting`.
+    /// Number of things that must be driven even if no thread waits (`Counted`). Relaxed, a hint like `waiting`.
     pending: AtomicUsize,
     deferred: Mutex<Vec<(Event, Counted)>>,
     /// Rung when the background thread may be needed.
@@ -324,7 +324,7 @@ impl Wire {
         }
     }
 
-    /// One look at all connections, after at most `sleep`. True where something moved.
+    /// Handles the connections that are ready, after a sleep of at most `sleep`. True if something moved.
     fn pass(&self, ready: &mut Vec<Ready>, sleep: Duration) -> bool {
         self.epoll.wait(sleep.as_micros().div_ceil(1000) as i32, ready);
         let mut events = Events::default();

@@ -182,8 +182,10 @@ pub struct Lease {
     start: usize,
 }
 
-/// A lease on `span` for an operation of `group`. None where the memory is ordinary, was taken out, or is used by an
-/// operation of another group: two groups fail at different times, and taking pages out concerns all that is on them.
+/// A lease on `span` for an operation of `group`. None if the memory is not in the arena, if pages of its tensor were
+/// made private (`Lease::take_out`), or if an operation of another group uses it: two groups fail at different times,
+/// and making pages private affects everything on them. Also None in a forked child, and when too many ranges are
+/// private.
 pub fn lease(group: u64, span: Span) -> Option<Lease> {
     if !owns(span.addr as *const u8) || forks::is_child() {
         return None;

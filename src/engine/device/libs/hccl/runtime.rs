@@ -28,7 +28,7 @@ const SUCCESS: Code = 0;
 const INITIALISED_BEFORE: Code = 100002;
 /// aclrtStreamStatus
 const STREAM_COMPLETE: c_int = 0;
-/// aclrtEventRecordedStatus: the other way round.
+/// aclrtEventRecordedStatus, where 1 means complete, unlike in aclrtStreamStatus.
 const EVENT_COMPLETE: c_int = 1;
 /// ACL_EVENT_SYNC, ACL_EVENT_TIME_LINE
 const FLAG_SYNC: u32 = 1;
@@ -149,7 +149,7 @@ impl Runtime for Acl {
         self.check("aclrtStreamQuery", code).map(|()| status == STREAM_COMPLETE)
     }
 
-    /// No where the runtime, or the chip, knows no captures.
+    /// False if the runtime or the chip does not support capture.
     fn capturing(&self, stream: Stream) -> Result<bool> {
         let Some(ask) = self.table.capture_info.optional() else { return Ok(false) };
         let (mut status, mut model): (c_int, Handle) = (CAPTURES_NOTHING, std::ptr::null_mut());

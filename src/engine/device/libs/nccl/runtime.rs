@@ -33,7 +33,8 @@ const NOT_READY: Code = 600;
 /// CU_STREAM_CAPTURE_STATUS_NONE as an integer; `SPARES_CAPTURES` is CU_STREAM_CAPTURE_MODE_RELAXED.
 const CAPTURES_NOTHING: c_int = 0;
 
-/// A table of functions, each with its declaration in cudarc. A `_`: there an argument is a closed enum, here a number.
+/// A table of functions. Each signature is checked against a declaration in cudarc. `_` in its place skips the
+/// check, because that declaration has a closed enum for an argument that is an integer here.
 macro_rules! driver {
     ($table:ident { $($field:ident = $name:literal $declared:tt ($($argument:ty),*);)* }) => {
         symbols! {
