@@ -80,7 +80,7 @@ class SageBackend final : public c10d::Backend {
     const GroupState state = group_->state();
     return {state.watched.begin(), state.watched.end()};
   }
-  // Those of them that have ended or left.
+  // The ranks of `watched` that have ended or left the group.
   std::vector<uint32_t> gone() const {
     const GroupState state = group_->state();
     return {state.gone.begin(), state.gone.end()};
@@ -294,18 +294,18 @@ class SageBackend final : public c10d::Backend {
   Region region_;
   Vendors vendors_{options_, [this] { return device_owner(); }};
 
-  // torch forgets the device of a group that was split off, as far as its backend is concerned.
+  // The device to which the parent group is bound: torch binds none to the backend of a group that was split off.
   std::optional<c10::Device> parents_device_;
   // Cleared by `shutdown`.
   Splits splits_;
 
-  // Throws in a forked child. Called before locks that a thread of the parent may have held at the fork; the core
-  // refuses the calls that it carries.
+  // Throws in a forked child. Call it before taking a lock, because a thread of the parent may have held the lock at
+  // the fork. Calls that the core carries do not need it: the core refuses them itself.
   void refuse_forked() const;
   // In a forked child: leaks everything that belongs to the parent.
   void leave_to_parent();
 
-  // The process that made this group. A forked child only compares it.
+  // The process that made this group. A forked child recognizes by it that the group is its parent's.
   const pid_t process_ = ::getpid();
 
   mutable std::mutex delegate_mutex_;

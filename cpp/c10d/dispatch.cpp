@@ -80,7 +80,7 @@ SageBackend::WorkPtr SageBackend::carry(CallDesc& call) {
 
 SageBackend::WorkPtr SageBackend::on_cpu(const CallDesc& call) {
   if (delegated()) return by_delegate(call);
-  // It is made of messages.
+  // It consists of messages, so a later barrier waits for its Work (`barrier_behind`).
   if (C10_UNLIKELY(call.is_sparse_all_reduce())) {
     WorkPtr work = allreduce_coo(call);
     if (work) side_calls_.add_collective(work);

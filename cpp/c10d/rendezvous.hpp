@@ -26,8 +26,9 @@ class Rendezvous {
   // How the ranks reach each other; see src/rendezvous/addresses.rs.
   std::string network() const { return std::string(decided_.network); }
 
-  // While ranks connect or make the delegate, one that fails tells the others: the text of the first one that does is
-  // the same for all, and is returned. It may still be empty for a moment. Requests to the store: call without the GIL.
+  // While the ranks connect or create the delegate, a rank that fails publishes its error in the store. All ranks
+  // report the text of the first rank that did so; both functions return it. It may be empty for a moment, until that
+  // rank has written it. Requests to the store: call without the GIL.
   std::string tell_failure(const std::string& text);
   std::string told_failure();
 

@@ -29,7 +29,7 @@ class Vendors {
   std::string missing(c10::DeviceType type) const;
   // Those that were found.
   std::vector<Library> opened() const;
-  // The same, which this then has no more: a later `find` searches again.
+  // Returns these libraries and forgets them, so a later `find` searches again.
   std::vector<Library> take();
 
  private:
@@ -47,8 +47,8 @@ class Vendors {
   mutable std::map<c10::DeviceType, Found> found_;
 };
 
-// Ends the communicators of these, within the timeout each. Throws the first exception, after which the others are
-// aborted.
+// Ends the communicators of these libraries, those of each library within the timeout. After the first exception it
+// aborts the communicators of the remaining libraries, and throws that exception at the end.
 void close_all(const std::vector<Vendors::Library>& libraries, std::chrono::milliseconds timeout);
 
 }  // namespace sagellm

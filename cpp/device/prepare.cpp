@@ -18,8 +18,8 @@ at::TensorOptions on(c10::Device device, at::ScalarType type) {
   return at::TensorOptions().dtype(type).device(device);
 }
 
-// Only bits are moved below, and torch's kernels for lists know not every type: integers of the same width stand for
-// all.
+// The operations on lists below only copy bits, and torch's kernels for lists do not support every type. So a type of
+// the same width replaces it, an integer where there is one.
 at::ScalarType bits_of(at::ScalarType type) {
   switch (c10::elementSize(type)) {
     case 1:

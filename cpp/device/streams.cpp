@@ -60,7 +60,8 @@ size_t Passage::enter() {
   lock.unlock();
   c10::Event here(stream_.device_type());
   here.record(stream_);
-  // Waits that were queued before the queue is emptied have reached the device afterwards.
+  // `drain` empties the stream's queue on the host. After it every wait that was queued before has reached the device,
+  // so the core may reuse the events of these waits.
   const std::vector<size_t> told = owner_.take_told(stream_);
   drain(stream_);
   own_raw_ = checked([&] {

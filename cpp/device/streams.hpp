@@ -30,7 +30,7 @@ inline bool is_accelerator(c10::Device device) {
   return !device.is_cpu() && !device.is_meta();
 }
 
-// Names the current device of its type where no index says which.
+// Returns the device with its index: if it has none, the current device of its type.
 c10::Device with_index(c10::Device device);
 // The current stream of this thread.
 c10::Stream current_stream(c10::Device device);

@@ -136,10 +136,10 @@ class VendorDevices final {
   const DevicesOpened opened_;
   const rust::Box<RustDevices>& devices_ = opened_.devices;
   DeviceStreams streams_{&*devices_};
-  // Of the collectives that were put on streams.
+  // The end events of the collectives that were launched on streams.
   const std::shared_ptr<LastEnds> last_ = std::make_shared<LastEnds>();
   // Captured calls: the first, which stands for all where replays are looked at, and those whose memory replays need.
-  // Nobody says when a graph has ended, so they are kept as long as the group.
+  // torch does not report when a graph is destroyed, so they are kept as long as the group.
   std::mutex captured_mutex_;
   std::vector<std::shared_ptr<DeviceCall>> captured_;
   // Counts the works that are watched and have not ended, for `drain`. Shared, because a work may outlive this.

@@ -44,10 +44,10 @@ class DeviceCall {
   // end, or empty.
   bool keeps_memory() const { return core_->keeps_memory(); }
   std::string look_at_replays() const { return std::string(core_->look_at_replays()); }
-  // Ends the communicators of the group, which may last.
+  // Aborts the communicators of the group, which may take long.
   void abort() const { core_->abort(); }
-  // Looks at a launch that has not returned, on another thread. Empty, or the error by which it shall not go on; then
-  // the group has failed, and `abort` makes it return.
+  // Checks a launch that has not returned, from another thread. Empty, or the error for which the launch must not go
+  // on; then the group has failed, and `abort` makes the launch return.
   std::string look_at_launch() const { return std::string(core_->look_at_launch()); }
   // How the library runs it, as `SageWork::explain`.
   std::vector<rust::String> explain() const;
@@ -101,19 +101,22 @@ class DeviceRun final {
 
   DeviceRun(Launched launched, std::shared_ptr<Events> events);
 
-  // These two before any other thread sees this. `hold`: somebody besides the program wants to see the Work end.
+  // Call these two before any other thread sees this. `hold` keeps the Work alive until its end, for the profiler or a
+  // hook.
   void set_work(const c10::intrusive_ptr<SageWork>& work);
   void hold(const c10::intrusive_ptr<SageWork>& work) { held_ = work; }
   // True when it has ended; then the Work has, too. May be called on any thread. Polls the device for up to `spin`.
   bool poll(std::chrono::microseconds spin = std::chrono::microseconds(0));
   bool overdue() const;
-  // Ends it. `idle`: the device no longer uses the tensors.
+  // Ends the run and its Work. `idle`: the device no longer uses the tensors, so they are released; otherwise they are
+  // leaked.
   void end(const std::string& error, bool idle);
   // It failed, or will never end: waits throw `error` (with its code letter). The group has failed.
   void fail(const std::string& error, bool idle = false);
-  // The device cannot be asked for its end: the group fails.
+  // Querying the device for the end of the call threw `failure`: the call and the group fail.
   void fail(const std::exception_ptr& failure);
-  // The caller's stream is behind it: whoever allocates there may have the memory of its tensors.
+  // Releases the tensors. The caller's stream must be ordered after the run, because the allocator may then reuse their
+  // memory on that stream.
   void let_go();
 
   const Launched& launched() const { return launched_; }

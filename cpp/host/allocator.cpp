@@ -32,8 +32,8 @@ void free_reported(void* at) {
   shared_free(reinterpret_cast<uintptr_t>(at));
 }
 
-// One line, the first time that there was memory, and none is left. Why a process has none at all the core says itself,
-// and a forked child has none on purpose.
+// Logs one line in each process, the first time that shared memory exists but has no room for an allocation. If a
+// process has no shared memory at all, the core logs the reason; a forked child has none by design.
 void tell_refusal(size_t bytes) {
   static std::atomic<bool> told{false};
   if (told.load(std::memory_order_relaxed)) return;
@@ -135,7 +135,7 @@ at::Tensor shared_tensor(at::IntArrayRef sizes, at::IntArrayRef strides, at::Sca
 
 bool is_shared(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.has_storage() || tensor.layout() != at::kStrided) return false;
-  // Without the checks of `data()`, which raise for a tensor that only stands for one.
+  // Without the checks of `data()`, which throws for a tensor without data of its own, such as a FakeTensor.
   const void* const at = tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get();
   return at != nullptr && shared_reaches(reinterpret_cast<uintptr_t>(at));
 }

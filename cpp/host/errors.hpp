@@ -34,7 +34,7 @@ bool is_interrupt(const std::exception_ptr& failure);
 std::string coded_text(const std::exception_ptr& failure);
 
 [[noreturn]] void raise(ErrorKind kind, const std::string& text);
-// The same of an error that has its letter: the core's, or one that was kept.
+// The same for an error text that already begins with the letter of its kind: the core's, or one that was kept.
 [[noreturn]] void raise_coded(const std::string& coded);
 
 // Calls the core; its error is raised.

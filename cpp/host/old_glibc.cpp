@@ -33,14 +33,15 @@ timespec on_system_clock(clockid_t clock, const timespec& until) {
 
 }  // namespace
 
-// The list of what is exported (src/engine/device/exports.map) keeps these three inside.
+// These three stay local to the extension: src/engine/device/exports.map does not export them.
 extern "C" {
 
 // glibc 2.32. libstdc++ leaves out atomic operations where it is not 0; torch always has threads.
 char __libc_single_threaded = 0;
 
-// glibc 2.30: the library's own where it has one. Else the wait ends by the system's clock, and libstdc++ looks at the
-// steady one again: a clock that is set back meanwhile makes this wait longer.
+// In glibc from 2.30 on: if the loaded glibc has the function, that one is called. Otherwise the deadline is converted
+// to the system clock, and libstdc++ checks the steady clock after the wait: if the system clock is set back meanwhile,
+// this wait takes longer.
 int pthread_cond_clockwait(pthread_cond_t* condition, pthread_mutex_t* mutex, clockid_t clock, const timespec* until) {
   static const auto theirs = reinterpret_cast<ClockWait>(dlsym(RTLD_DEFAULT, "pthread_cond_clockwait"));
   if (theirs != nullptr) return theirs(condition, mutex, clock, until);

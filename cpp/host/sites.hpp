@@ -7,8 +7,8 @@
 
 namespace sagellm {
 
-// A number for the place this thread's Python program is at; 0 when that is not looked up or there is none. May run
-// Python, whose signal handlers may raise.
+// The number of the place in the Python program at which this thread is; 0 if call sites are off or there is no such
+// place. May run Python code, so a signal handler may raise.
 uint32_t call_site();
 
 }  // namespace sagellm

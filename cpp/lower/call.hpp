@@ -81,7 +81,7 @@ class Operand {
 
 struct CallDesc {
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-  // Makes the same call of another backend, with the tensors of the description that it is given.
+  // Issues the same call on another backend, with the tensors of the description that is passed to it.
   using Delegate = c10::function_ref<WorkPtr(c10d::Backend&, const CallDesc&)>;
 
   template <class Options>

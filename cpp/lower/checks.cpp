@@ -112,9 +112,9 @@ void elements(const char* op, const char* what, int64_t found, int64_t expected,
   }
 }
 
-// For a list whose calls are carried out together: none of `written` may share memory with another, nor with one of
-// `read` at another place of its list: together they would give another result than one after the other. The tensors
-// may be on any device.
+// Checks a list whose calls are carried out together: no tensor of `written` may share memory with another one of
+// `written`, nor with a tensor of `read` at another index, because then the result would differ from that of the calls
+// one after the other. The tensors may be on any device.
 void apart(const char* op, const std::vector<at::Tensor>& written, const std::vector<at::Tensor>& read = {}) {
   if (written.size() < 2) return;
   std::vector<at::Tensor> all = written;
@@ -170,7 +170,7 @@ std::vector<size_t> split(const char* op, const char* what, const at::Tensor& te
 
 // ------------------------------------------------------------------------------------------------ calls
 
-// The lengths of an argument's lists, and each of its tensors by itself.
+// Checks the lengths of an argument's lists, and each of its tensors by itself.
 void check_argument(const CallDesc& call, const Operand& operand, const Carrier& carrier) {
   const bool input = &operand == &call.inputs;
   const char* const name = call.has_one_argument() ? "tensor" : input ? "input tensor" : "output tensor";

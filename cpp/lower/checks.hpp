@@ -20,8 +20,8 @@ void gloo_list(const CallDesc& call, const Carrier& carrier);
 // Checks the peer and the tag of a message alone: a delegate that carries it checks the rest.
 void message(const CallDesc& call, const Carrier& carrier);
 
-// Checks that lists which are carried out together share no memory: together they would give another result than one
-// after the other.
+// Checks that lists which are carried out together share no memory, because then the result would differ from that of
+// the calls one after the other.
 void apart(const CallDesc& call);
 
 // The device of a call that has tensors on one: all must be on it, and it must be able to use them.

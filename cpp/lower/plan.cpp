@@ -110,7 +110,8 @@ bool overlap(const at::Tensor& left, const at::Tensor& right) {
 
 namespace {
 
-// All pairs of a list for which `overlap` holds, first the lower place; sparse tensors overlap none.
+// All pairs of tensors on the same device whose extents overlap, as indices with the lower one first. Sparse tensors
+// overlap with none.
 std::vector<Places> overlapping(c10::ArrayRef<at::Tensor> tensors) {
   struct Reach {
     size_t begin, end, place;

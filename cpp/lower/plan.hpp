@@ -42,7 +42,7 @@ bool overlap(const at::Tensor& left, const at::Tensor& right);
 bool overlap(const Piece& left, const Piece& right);
 // For each tensor of a list whether it overlaps another one.
 std::vector<bool> in_overlaps(c10::ArrayRef<at::Tensor> tensors);
-// The range from the first byte of the tensor to the end of its last, as addresses on its device.
+// The range of addresses, on the tensor's device, from its first byte to its last, both included.
 Piece extent(const at::Tensor& tensor);
 
 // The bytes of a strided tensor; from the first to the last where its layout has too many dimensions.

@@ -54,7 +54,8 @@ py::object runs(const py::list& tensors, bool written) {
   return found;
 }
 
-// Calls `copy(tensor, its place in the packed bytes, its bytes)` for each of the tensors from `begin` to before `end`.
+// Calls `copy(tensor, place, bytes)` for each tensor from index `begin` to before `end`: `place` is the tensor's
+// address in the packed bytes, `bytes` its size.
 template <class Copy>
 void each(const char* call, const py::list& tensors, size_t begin, size_t end, const at::Tensor& packed,
           const Copy& copy) {

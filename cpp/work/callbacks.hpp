@@ -49,7 +49,7 @@ class CallbackPool {
  public:
   static CallbackPool& instance() { return per_process<CallbackPool>(); }
 
-  // Most threads: so many callbacks may be blocked at a time before jobs have to wait for them.
+  // The largest number of threads: if that many callbacks are blocked, further jobs have to wait for them.
   static constexpr size_t kMostThreads = 256;
 
   // Runs `job` soon on a thread of the pool. Exceptions are logged. After `stop` the job is leaked, not run.
@@ -111,7 +111,8 @@ class DeferredRelease {
   bool empty() const { return !filled_.load(std::memory_order_relaxed); }
   // How long references lie here where the program calls nothing of ours.
   static constexpr auto kPatience = std::chrono::milliseconds(100);
-  // For a thread that may not take the GIL: has a callback thread drop what has lain here for so long.
+  // For a thread that may not take the GIL: makes a callback thread drop the references, if the oldest has lain here
+  // for `kPatience`.
   void post();
 
  private:

@@ -11,7 +11,7 @@ namespace {
 
 // The error to report: the core's, where that knows what the call waited for, otherwise the delegate's own.
 std::exception_ptr told(const DelegatedWork::Note& note, const std::exception_ptr& failure) {
-  // Behind the letter of its class.
+  // Without the first letter, which is the kind of the error.
   const std::string words = coded_text(failure).substr(1);
   const rust::String more = (*note)->failed(rust::String::lossy(words));
   return more.empty() ? failure : to_exception(std::string(more));
@@ -33,7 +33,7 @@ bool is_refusal(const std::exception_ptr& failure, const std::string& delegate) 
   }
 }
 
-// While it exists, this thread is known to wait.
+// While this object exists, the core knows that this thread waits for the call.
 class Waiting {
  public:
   explicit Waiting(const DelegatedWork::Note& note) : note_(note) { (*note_)->wait_begins(); }
@@ -89,7 +89,7 @@ bool DelegatedWork::wait(std::chrono::milliseconds timeout) {
   const bool done = done_->load(std::memory_order_acquire);
   if (inherited()) {
     if (!done) raise(ErrorKind::kInvalid, kInherited);
-    return true;  // its work would be waited for under a lock
+    return true;  // `work_->wait` would take a lock, which a thread of the parent may have held at the fork
   }
   if (done) return work_->wait(timeout);
   const Waiting waiting(note_);

@@ -80,11 +80,12 @@ class Events : public std::enable_shared_from_this<Events> {
  public:
   using WorkHook = std::function<void(std::shared_ptr<c10d::WorkInfo>)>;
 
-  // The failure of the group reaches this thread as an error of a call: it need not be raised there in another way.
+  // Call it when the failure of the group reaches this thread as the error of a call: then the failure need not be
+  // raised there in another way.
   void told();
-  // Whether it has reached a thread, which is named by its system's id.
+  // Whether the failure of the group has reached the thread with this system id as the error of a call.
   bool knows(pid_t thread) const;
-  // Of no other group in this process.
+  // A number that no other group of this process has.
   uint64_t key() const { return key_; }
 
   // True in a forked child of the process that made this: the threads that end works are the parent's.
@@ -96,7 +97,7 @@ class Events : public std::enable_shared_from_this<Events> {
   HookTable<AbortHook> abort_hooks;
   // Soon, on a callback thread: a hook may take seconds to write a trace, and the error must not wait for that.
   void call_abort_hooks();
-  // Does that where the error is the group's, as opposed to that of a wrong call.
+  // Calls the abort hooks if the error is a failure of the group, not the error of a wrong call.
   void tell_failure(const std::string& coded);
 
   HookTable<CompletionHook> completion_hooks;

@@ -108,8 +108,8 @@ class Facts:
 def make(name: str, options: Any, decided: Any, addresses: list[str]) -> list[Any]:
     """Connects the ranks of a group that spans hosts, or makes the delegate of one. Every rank of the group calls it.
 
-    All ranks get them, or all raise the same error, at the latest a second after the group's timeout: a rank that fails
-    tells the others through the store. gloo alone lets one wait for another for five timeouts.
+    It succeeds on all ranks, or all raise the same error, at the latest a second after the group's timeout, because a
+    rank that fails publishes its error in the store. With gloo alone, a rank could wait for a peer for five timeouts.
     """
     wanted = check(name)
 

@@ -135,9 +135,9 @@ def checked_op(what: str, op: Op) -> str:
 
 
 def operator_or_op(what: str, given: Any, backend: Any) -> tuple[AllReduceOperator | None, Op]:
-    """An argument that is an ``AllReduceOperator`` or a reduce op, as the operator or None, and the op.
+    """Returns (operator, "sum") for an ``AllReduceOperator``, and (None, op) for a reduce op.
 
-    An operator has a communicator, so it goes with no backend (ValueError).
+    An operator has its own communicator, so a backend beside it is refused (ValueError).
     """
     known = sys.modules.get("torch_sagellm.collective_ops")  # without that module there is no operator
     if known is None or not isinstance(given, known.AllReduceOperator):

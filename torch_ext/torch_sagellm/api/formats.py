@@ -134,7 +134,7 @@ class Int8(Compression):
         return sent
 
     def _between(self, flat: torch.Tensor, group: Any, divisor: int) -> int:
-        """Sums ``flat`` over the ranks, in place once all parts have come; returns the bytes."""
+        """Sums ``flat`` over the ranks; overwrites it once all parts are there; returns the encoded data's bytes."""
         ranks = dist.get_world_size(group)
         blocks = math.ceil(flat.numel() / self.block / ranks) * ranks
         encoded = encoding.encoded(flat, self.block, blocks)

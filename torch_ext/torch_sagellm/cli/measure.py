@@ -29,7 +29,7 @@ from torch_sagellm.cli.predict import TWO_LEVELS, Link, Machine, Prediction, pre
 
 MOST_RANKS, MOST_BYTES = 8, 16 << 20
 START_SECONDS = 60.0
-#: One schedule at one size takes at most this long, where many ranks share few cores.
+#: Time that the ranks' deadline allows for each schedule at one size; long, because many ranks may share few cores.
 CASE_SECONDS = 60.0
 #: One schedule at one size is repeated for this long, but at least `LEAST_TIMES` times.
 RUN_SECONDS, LEAST_TIMES = 0.2, 5

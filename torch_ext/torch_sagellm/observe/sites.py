@@ -1,4 +1,6 @@
-"""The place in the caller's program: of each call, by a number, and of a thread when another rank asks for it.
+"""Finds places in the user's program: from where a call is issued (as a number), and where a thread is.
+
+Another rank asks for the place of a thread when it waits for this rank.
 
 C++ asks for the number at each call only with ``SAGELLM_CALL_SITES=1``, because it takes the interpreter's lock.
 """

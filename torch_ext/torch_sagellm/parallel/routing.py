@@ -55,7 +55,7 @@ class Routing:
 
 
 class _Rows(NamedTuple):
-    """Rows to each rank, from each rank and of each expert of this rank; the others as in ``Routing``."""
+    """What ``_by_core`` and ``_by_torch`` compute for a ``Routing``; each field means the same as there."""
 
     sent: list[int]
     received: list[int]
