@@ -137,8 +137,8 @@ pub struct Domain {
     pub(crate) thread: Mutex<Option<JoinHandle<()>>>,
     /// Set (release) when the thread was started, read (acquire) by every asynchronous operation, to skip the lock.
     pub(crate) running: AtomicBool,
-    /// When a waiting thread last tried to leave a core that it shares (`clock::now`). Written and read by such threads,
-    /// relaxed: nothing else follows from it.
+    /// When a waiting thread last checked whether it shares its core with a peer (`clock::now`), so that it checks at most
+    /// every 5 ms. Written and read by waiting threads, relaxed: nothing else is read by it.
     pub(super) dodged: AtomicU64,
     /// Whether threads that wait yield their core or sleep.
     pub(super) yielding: Yielding,
