@@ -81,6 +81,15 @@ def one_start(args: argparse.Namespace, beside: int) -> tuple[int, list[Result]]
         return code, json.loads(part.read_text()) if part.exists() else []
 
 
+def kept(results: list[Result]) -> list[Result]:
+    """What the table needs of a start: two quantiles of each cell."""
+    cells = ("p10", "median")
+    return [
+        {**row, "times": {label: {cell: timed[cell] for cell in cells} for label, timed in row["times"].items()}}
+        for row in results
+    ]
+
+
 def of_cell(starts: list[list[Result]], index: int, label: str) -> list[tuple[float, float]]:
     """gloo's time over the other's in each start: by the 10th percentile and by the median."""
     found = [hosts.ratios(start[index], label) for start in starts]
@@ -139,14 +148,14 @@ def spawn(args: argparse.Namespace) -> int:
         if wrong:
             print(f"wrong: {wrong}", file=sys.stderr)
             return 1
-        runs.setdefault(str(beside), []).append(results)
+        runs.setdefault(str(beside), []).append(kept(results))
         left = (time.monotonic() - begin) / done * (total - done)
         print(f"[{done}/{total}] beside {beside} ({left:.0f} s left)", file=sys.stderr, flush=True)
     whole = {"date": date.today().isoformat(), "machine": machine, "ranks": args.ranks, "runs": runs}
     print(markdown(whole))
     folder = args.out / f"{whole['date']}-{machines.slug(machine)}"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "busy.json").write_text(json.dumps(whole, indent=1) + "\n")
+    (folder / "busy.json").write_text(json.dumps(whole) + "\n")
     (folder / "busy.md").write_text(markdown(whole) + "\n")
     print(f"written: {folder}/busy.json, busy.md", file=sys.stderr)
     return 0

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import busy
 import latency
 from measure import report
 from measure.stats import format_ratio, format_time
@@ -43,6 +44,8 @@ HOSTS = [
     f"{EPYC}/hosts-00001111-1ms-series", f"{EPYC}/hosts-00001111-1ms", f"{XEON}/hosts-00001111-1ms",
     f"{EPYC}/hosts-0011-1gbit", f"{EPYC}/hosts-0101-1gbit",
 ]  # fmt: skip
+#: Not one run of the ranks, as the others, but many starts of them.
+BUSY = "2026-11-25-amd-epyc-2c/busy"
 LEADERS = [f"{EPYC}/columns-0011-10gbit-direct", f"{EPYC}/columns-0011-1gbit-direct"]
 
 KiB, MiB = 1 << 10, 1 << 20
@@ -245,6 +248,17 @@ def leaders(runs: list[Run]) -> Table:
     return table
 
 
+def busy_cores(runs: list[Run]) -> Table:
+    """gloo's time over ours beside numbers of computing processes: of the median start and of the worst one."""
+    (run,) = runs
+    levels = run["runs"]
+    table = [["operation", "size", *(f"beside {beside}" if beside != "0" else "alone" for beside in levels)]]
+    for index, row in enumerate(levels["0"][0]):
+        cells = [busy.show(busy.of_cell(starts, index, OURS)) for starts in levels.values()]
+        table.append([row["op"], size_of(row), *cells])
+    return table
+
+
 TABLES: dict[str, tuple[Callable[[list[Run]], Table], list[str] | None]] = {
     "goals": (goals, None),
     "close": (close, CLOSE),
@@ -252,6 +266,7 @@ TABLES: dict[str, tuple[Callable[[list[Run]], Table], list[str] | None]] = {
     "fusion": (fusion, FUSION),
     "hosts": (hosts, HOSTS),
     "leaders": (leaders, LEADERS),
+    "busy": (busy_cores, [BUSY]),
 }
 
 
@@ -263,6 +278,7 @@ def markdown(table: Iterable[list[str]]) -> str:
 def filled(page: str) -> str:
     """The page with each of its tables written anew."""
     every = [str(path.relative_to(RUNS).with_suffix("")) for path in sorted(RUNS.glob("*/*.json"))]
+    every.remove(BUSY)
     for name, (write, names) in TABLES.items():
         begin, end = f"<!-- table: {name} -->", "<!-- end -->"
         text = markdown(write([load(run) for run in names or every]))

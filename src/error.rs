@@ -221,8 +221,8 @@ impl From<&str> for Text {
 }
 
 impl Text {
-    /// Head, lines and advice, each on a line of its own, in at most `room` bytes: facts are left out, the last ones first,
-    /// and neither what happened nor what to do, as far as these fit.
+    /// Joins head, lines and advice, each on its own line, in at most `room` bytes. If they do not fit, the last facts are
+    /// left out first; head and advice are kept as long as they fit.
     fn joined(&self, room: usize) -> String {
         const LEFT_OUT: &str = "\n(more was left out here)";
         let fitting = |text: &str, room: usize| {

@@ -16,7 +16,7 @@ pub fn object(out: &mut String, fill: impl FnOnce(&mut Object<'_>)) {
     out.push('}');
 }
 
-/// The object that `fill` writes, as a text of its own.
+/// Returns the JSON text of one object, whose fields `fill` writes.
 pub fn text(fill: impl FnOnce(&mut Object<'_>)) -> String {
     let mut out = String::new();
     object(&mut out, fill);

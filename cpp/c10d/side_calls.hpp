@@ -17,7 +17,7 @@ class SideCalls {
 
   // Notes a collective that the core runs only in parts, or not at all: a later barrier waits for it.
   void add_collective(const WorkPtr& work);
-  // Those that may be under way.
+  // Returns the noted collectives that may not have ended yet.
   std::vector<WorkPtr> collectives();
   // Notes a delegate's call that may be under way, and the memory that it reads or writes. Only the caller owns its
   // Work; a caller who drops it no longer waits for the call.

@@ -27,7 +27,7 @@ class Vendors {
   Library find(c10::DeviceType type) const;
   // Why tensors on devices of this type go through host memory.
   std::string missing(c10::DeviceType type) const;
-  // Those that were found.
+  // Returns the libraries that `find` has opened.
   std::vector<Library> opened() const;
   // Returns these libraries and forgets them, so a later `find` searches again.
   std::vector<Library> take();

@@ -63,15 +63,16 @@ class DeviceWatch {
   static bool ends(const Launch& launch);
   void serve();
   // Polls the first call of each stream, because a stream passes its calls in order, and calls whose deadline has
-  // passed. Removes those that have ended; true where there was one.
+  // passed. Removes the calls that have ended, and returns true if there was one.
   static bool look(std::vector<RunPtr>& runs);
 
-  // Captured calls of a group, of which one stands for all.
+  // The captured calls of one group, represented by one of them.
   struct Captured {
     std::weak_ptr<DeviceCall> call;
     std::shared_ptr<Failure> failure;
   };
-  // Without the lock; drops those that are gone, or whose group has failed.
+  // Checks the groups of captured calls; drops an entry if its call is gone or its group has failed. Call it without
+  // `mutex_`.
   static void look_at_replays(std::vector<Captured>& captured);
   void start();
 

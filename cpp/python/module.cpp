@@ -87,8 +87,8 @@ class Manager {
 };
 
 // True for a tensor whose memory receives what a call writes: torch brings no result to one that it conjugates or
-// negates when it is read, nor to one without data, and a sparse one has no memory of its own. A plain function of
-// Python's, because a small operation takes no longer than a few conversions of pybind11.
+// negates when it is read, nor to one without data, and a sparse one has no memory of its own. It uses
+// Python's C API directly, because a few conversions of pybind11 take as long as a small operation.
 PyObject* receives(PyObject* /*module*/, PyObject* argument) {
   if (!THPVariable_Check(argument)) Py_RETURN_FALSE;
   const at::Tensor& tensor = THPVariable_Unpack(argument);

@@ -32,8 +32,8 @@ pub fn start(responder: &Arc<Responder>) {
         .ok();
 }
 
-/// Ends the threads that answer, for the end of the process. Those that wait for the interpreter's lock or for a store are
-/// left behind.
+/// Ends the answering threads when the process ends. Waits at most `PATIENCE`, because the interpreter's lock or a store may
+/// block one of them.
 pub fn stop(responder: &Responder) {
     responder.stopping.store(true, Ordering::Release);
     let mut threads: Vec<_> =

@@ -12,7 +12,7 @@
 //! into each store (`store_threads`), one reads where the program is (`places`). So a store that is silent, or an interpreter's
 //! lock that is held, delays no answer in another group. `difference`: ranks that launched different operations on their devices.
 //!
-//! The lock of a watch is taken before that of its group, never the other way round: a group calls its watch without its lock.
+//! Lock order: the lock of a watch before the lock of its group, so a group holds no lock when it calls its watch.
 
 mod answer;
 mod answering;

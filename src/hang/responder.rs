@@ -42,7 +42,7 @@ pub struct Responder {
     /// The value of `removed` up to which the answering thread has dropped its references to the removed groups'
     /// memory. Written by it (release), read by `remove` (acquire).
     pub(super) released: AtomicU64,
-    /// Set at the end of the process (release), read by the answering thread and those that look into stores (acquire).
+    /// Set at the end of the process (release), read by the answering thread and by the threads of stores (acquire).
     pub(super) stopping: AtomicBool,
 }
 

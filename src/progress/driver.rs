@@ -95,7 +95,8 @@ pub fn wait_until(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, d
             yield_core(group, &done);
         } else {
             let pause = until.map_or(next_look, |until| (until - now).min(next_look));
-            // Reading the connections to other hosts itself saves the hand-over from the thread that reads them meanwhile.
+            // Reading the connections to other hosts itself saves the hand-over from the thread that reads them meanwhile. If
+            // another thread ends the operation just before this sleep, `done` is noticed when the sleep ends.
             let alone = group.domain().pending() == group.pending();
             if !(alone && group.rest(pause.min(SHORT_NAP))) {
                 sleep(group.domain(), Some(group), pause.max(Duration::from_micros(50)), &done);
