@@ -19,6 +19,7 @@ mod layering;
 mod multihost;
 mod multihost_messages;
 mod multihost_wire;
+mod op_instructions;
 mod op_order;
 mod reduce;
 mod reduce_int8;
