@@ -1,4 +1,4 @@
-//! The first step of a call on a device: it is checked, lowered, given its communicator and its number.
+//! The first step of a call on a device: it is checked and lowered, and gets its communicator and its number.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,8 +17,8 @@ use crate::error::{Error, Result};
 use crate::types::Kind;
 
 impl DeviceEngine {
-    /// Checks and lowers the calls of one launch, finds their communicator, and takes their numbers. Waits for peers
-    /// only in the first call that needs a communicator, until all its ranks have come to make it. After an error
+    /// Checks and lowers the calls of one launch, finds their communicator, and takes their numbers. Only the first
+    /// call that needs a communicator waits for peers, until all ranks of the communicator have called. If this fails,
     /// nothing was sent.
     pub fn begin(
         self: &Arc<Self>,
@@ -64,8 +64,8 @@ impl DeviceEngine {
         })
     }
 
-    /// A barrier after all collectives that were put on the streams of a device. It calls nothing in the library, and
-    /// is watched until those collectives have ended.
+    /// A barrier behind all collectives on the streams of a device. It calls no function of the library. The watchdog
+    /// watches it until those collectives have completed.
     pub fn behind(self: &Arc<Self>, device: i32) -> DeviceCall {
         DeviceCall {
             engine: Arc::clone(self),
@@ -90,7 +90,8 @@ impl DeviceEngine {
         }
     }
 
-    /// A single message has a communicator for its direction, so that two ranks that both send first do not lock up.
+    /// A single message uses a communicator of its own pair and direction, so that two ranks that both send first do
+    /// not deadlock.
     fn ranks_of(&self, first: &DeviceRequest<'_>, region: bool) -> Ranks {
         let me = self.group.rank() as u32;
         match first.asked.kind {
@@ -100,8 +101,8 @@ impl DeviceEngine {
         }
     }
 
-    /// The stream of a call. Each direction of messages has its own, so that two ranks that both send first do not
-    /// deadlock.
+    /// The key of the stream for a call. Each direction of messages between two ranks has its own stream, so that two
+    /// ranks that both send first do not deadlock.
     fn stream_key_of(&self, ranks: Ranks) -> i32 {
         match ranks {
             Ranks::All => 0,
@@ -109,7 +110,7 @@ impl DeviceEngine {
         }
     }
 
-    /// Refuses calls that must fail before anything is sent to a rank.
+    /// Refuses calls that must fail before anything is sent to a peer.
     fn check(&self, calls: &[DeviceRequest<'_>], terms: &Terms) -> Result<()> {
         let first = &calls[0];
         if terms.capturing && first.asked.kind == Kind::Barrier {
@@ -138,7 +139,7 @@ impl DeviceEngine {
         )))
     }
 
-    /// How the library is called for one operation, or the reason why it cannot be done.
+    /// Chooses the library calls for one operation. The error says why the library cannot run it.
     fn lower(&self, call: &DeviceRequest<'_>, ranks: Ranks) -> Result<Lowered> {
         let (me, size) = (self.group.rank() as u32, self.group.size());
         let asked = LoweringInput { ranks: ranks.count(size), ..call.asked };
@@ -147,7 +148,7 @@ impl DeviceEngine {
         if lowering.why.is_empty() && !decides.is_empty() {
             lowering.why = format!("one call of the library; {decides}");
         }
-        // In a pair the lower rank is 0.
+        // In the communicator of a pair, the lower rank is rank 0.
         let root = if ranks == Ranks::All { call.root } else { u32::from(call.root > me) };
         Ok(Lowered {
             name: call.name.to_string(),
@@ -161,12 +162,12 @@ impl DeviceEngine {
         })
     }
 
-    /// Takes the numbers of the calls and enters them into the statistics. Messages have none.
+    /// Takes the numbers of the calls and enters the calls into the statistics. Messages take no number.
     fn count(&self, calls: &[DeviceRequest<'_>]) -> Result<(Numbers, Vec<Box<dyn Counted>>)> {
         let mut number = 0;
         let mut numbers = Numbers::default();
         let mut notes = Vec::with_capacity(calls.len());
-        // Checked once, before the first number is assigned: a call that has a number must be launched, or the group
+        // Checked only here, before the first number is taken: if a call that has a number is not launched, the group
         // fails.
         self.group.usable(calls[0].asked.kind.name())?;
         for (at, call) in calls.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! The calls of one launch on a device: puts them on a raw stream, asks whether they have ended, and reports how the
+//! The calls of one launch on a device. Puts them on a raw stream, checks whether they have ended, and reports how the
 //! library ran them.
 
 use std::sync::Arc;
@@ -21,29 +21,29 @@ pub struct DeviceCall {
     pub(super) engine: Arc<DeviceEngine>,
     pub(super) device: i32,
     pub(super) stream_key: i32,
-    /// `None` for a barrier (`behind`) where the communicator of all ranks has ended in order, after all its
-    /// operations.
+    /// `None` for a barrier (`behind`) after the communicator of all ranks was closed: all its operations are complete
+    /// then.
     pub(super) communicator: Option<Arc<DeviceComm>>,
     pub(super) watched: Watched,
-    /// Kept until the device has passed the calls. Shared with the thread of a first launch.
+    /// Kept until the device has completed the calls. Shared with the thread that runs a first launch.
     pub(super) parts: Arc<Parts>,
     pub(super) notes: Vec<Box<dyn Counted>>,
     pub(super) numbers: Numbers,
     pub(super) stage: Stage,
-    /// Whether this launch connected ranks. The launching thread writes it before it gives the call to the threads that
-    /// read it; relaxed, because that hand-over orders it.
+    /// Whether this launch connected ranks. The launching thread writes it before it passes the call to the threads
+    /// that read it. Relaxed, because passing the call orders it.
     pub(super) connects: AtomicBool,
 }
 
-/// How far a call has come. Written by the thread that begins and launches it, read by the thread that drops it, to
-/// which it was handed over; relaxed, because nothing is ordered by it.
+/// State of a call. Written by the thread that begins and launches the call, read by the thread that drops it. Relaxed,
+/// because passing the call between these threads orders it.
 pub(super) struct Stage(AtomicU8);
 
 impl Stage {
-    /// It has its number, or its peer waits for its message.
+    /// The call has its number, or its peer waits for its message.
     const BEGUN: u8 = 0;
     const LAUNCHED: u8 = 1;
-    /// Nothing follows from its end.
+    /// No action is needed when the call ends or is dropped.
     const SETTLED: u8 = 2;
 
     pub(super) fn begun() -> Stage {
@@ -59,14 +59,14 @@ impl Stage {
     }
 }
 
-/// The numbers of a launch, and whether the other ranks called the same for them.
+/// The numbers of a launch, and whether the other ranks called the same operations under them.
 #[derive(Default)]
 pub(super) struct Numbers {
-    /// Zero where the launch has none.
+    /// Zero if the launch has no numbers.
     pub(super) first: u64,
     pub(super) last: u64,
-    /// All ranks that can be seen did. Written and read by the threads that look at the call (relaxed: nothing else is read
-    /// by it).
+    /// All ranks whose signatures can be seen called the same. Written and read by the threads that poll the call;
+    /// relaxed, because it guards no other data.
     agreed: AtomicBool,
 }
 
@@ -79,22 +79,22 @@ impl Numbers {
     }
 }
 
-/// How one call travelled, for `explain`.
+/// How one call was carried out, for `explain`.
 pub struct Carried {
     /// torch's name of the operation.
     pub name: String,
     pub bytes: u64,
     pub ranks: usize,
     pub number: u64,
-    /// The library, its version and file.
+    /// The library's name, version and file.
     pub library: String,
     pub why: String,
-    /// The algorithm that the library reports; empty where it reports none.
+    /// The algorithm that the library reported; empty if it reports none.
     pub ran: String,
 }
 
 impl Carried {
-    /// JSON: `Carried` of `_C.pyi`.
+    /// JSON of the type `Carried` in `_C.pyi`.
     pub fn json(&self) -> String {
         json::text(|to| {
             to.string("kind", &self.name).number("bytes", self.bytes).number("ranks", self.ranks);
@@ -114,8 +114,8 @@ impl DeviceCall {
         self.watched.timeout
     }
 
-    /// Which of the engine's streams of a device runs it. Calls that may wait for different peers have different
-    /// streams, so that they do not wait for one another. 0 is the stream of the collectives.
+    /// Key of the engine's stream that runs the call. Calls that may wait for different peers use different streams, so
+    /// that they do not wait for one another. 0 is the stream of the collectives.
     pub fn stream_key(&self) -> i32 {
         self.stream_key
     }
@@ -124,8 +124,8 @@ impl DeviceCall {
         &self.parts.calls
     }
 
-    /// Puts the calls on a raw stream, as one launch where there are several. Host memory that the library was given is
-    /// kept until this is dropped.
+    /// Puts the calls on a raw stream. Several calls become one launch. Host memory that was passed to the library is
+    /// kept until `self` is dropped.
     pub fn launch(&self, placed: &[Placed], stream: Stream) -> Result<()> {
         self.put(placed, stream)?;
         self.engine.under_way.fetch_add(1, Ordering::Relaxed);
@@ -133,9 +133,9 @@ impl DeviceCall {
         Ok(())
     }
 
-    /// The caller could not launch the calls, or not complete their launch. The other ranks may have launched theirs, and
-    /// the library has no signature by which it would notice that they then meet this rank's next ones: so the group
-    /// fails, on all ranks. The caller then ends the communicators, when the program has been told.
+    /// Fails the group on all ranks, because the caller could not launch the calls or could not complete their launch.
+    /// The other ranks may have launched theirs. The library has no signatures, so it would match those with this
+    /// rank's next calls. The caller reports the error to the program, then ends the communicators.
     pub fn failed_here(&self, why: &str) {
         let done = match self.stage.0.swap(Stage::SETTLED, Ordering::Relaxed) {
             Stage::SETTLED => return,
@@ -151,7 +151,7 @@ impl DeviceCall {
         group.fail(Error::system(laid_out(&head, &lines, GO_ON)));
     }
 
-    /// It is not under way any more.
+    /// Marks the call as no longer under way.
     fn leave(&self) {
         let left = self.stage.0.compare_exchange(Stage::LAUNCHED, Stage::SETTLED, Ordering::Relaxed, Ordering::Relaxed);
         if left.is_ok() {
@@ -173,11 +173,13 @@ impl DeviceCall {
             self.first_launch(communicator, placed, stream)
                 .inspect(|()| communicator.connected.add(missing, library.ranks()))
         };
-        // Where the watch has ended a launch that waited, the group knows why, and the library does not.
+        // If the watchdog ended the launch while it waited, only the group's fault has the reason; the library's error
+        // does not.
         put.map_err(|error| self.engine.group.fault().unwrap_or(error))
     }
 
-    /// A launch for which the library connects ranks: on a thread of its own, as long as the call may wait.
+    /// Runs a launch that makes the library connect ranks on its own thread, and waits for it as long as the call may
+    /// wait.
     fn first_launch(&self, communicator: &Arc<DeviceComm>, placed: &[Placed], stream: Stream) -> Result<()> {
         self.connects.store(true, Ordering::Relaxed);
         let (engine, own) = (Arc::clone(&self.engine), Arc::clone(communicator));
@@ -188,7 +190,8 @@ impl DeviceCall {
             &|| self.may_wait(),
             move || parts.put(&engine, &own, &placed, stream),
         );
-        // Where a signal ended the wait, the other ranks wait for this one in vain. The caller ends the communicators.
+        // If a signal ended the wait, the other ranks would wait for this rank in vain. The caller ends the
+        // communicators.
         launched.inspect_err(|error| {
             if error.kind() == ErrorKind::Interrupted {
                 self.engine.group.fail(error.clone());
@@ -197,15 +200,15 @@ impl DeviceCall {
         self.met_a_launch_that_was_let_go().map_or(Ok(()), Err)
     }
 
-    /// The group's fault, where these calls connected ranks. The caller of such a launch is let go where a signal or its
-    /// deadline ends it, and the library goes on until the abort, with memory that this caller may write again: so another
-    /// rank that comes then meets that launch, and gets anything from it. A caller is let go only after its group has
-    /// failed.
+    /// The group's fault, if these calls connected ranks. When a signal or the deadline ends such a launch, its caller
+    /// returns, but the library goes on until the abort. It then uses memory that the caller may already write again. A
+    /// rank that launches later can match that abandoned launch and receive wrong data. A caller returns early only
+    /// after its group has failed, so the fault tells this rank not to trust its result.
     fn met_a_launch_that_was_let_go(&self) -> Option<Error> {
         if self.connects.load(Ordering::Relaxed) { self.engine.group.fault() } else { None }
     }
 
-    /// An error where a launch shall not wait for other ranks any longer.
+    /// Fails if a launch must stop waiting for other ranks.
     fn may_wait(&self) -> Result<()> {
         let group = &self.engine.group;
         if group.interrupted() {
@@ -219,9 +222,9 @@ impl DeviceCall {
         self.look_at_launch().map_or(Ok(()), Err)
     }
 
-    /// Why a launch that has not returned shall not go on: its deadline has passed, the group has failed, a peer is gone, or
-    /// ranks called different operations. The group then has failed with it; the caller ends the communicators (`abort`), by
-    /// which a launch that waits in the library returns.
+    /// Why a launch that has not returned must end: its deadline has passed, the group has failed, a peer has died, or
+    /// ranks called different operations. The group then has failed with this error. The caller ends the communicators
+    /// (`abort`), which makes a launch that waits in the library return.
     pub fn look_at_launch(&self) -> Option<Error> {
         match self.look(self.seen()) {
             Found::Failed(error) => Some(error),
@@ -229,9 +232,9 @@ impl DeviceCall {
         }
     }
 
-    /// As long as the device has not passed the calls.
+    /// The watchdog's input while the device has not completed the calls.
     fn seen(&self) -> Seen {
-        // This one is among them, unless it is a barrier, which launches nothing.
+        // `under_way` includes this call, unless it is a barrier, which launches nothing.
         let own = u64::from(self.stage.is_under_way());
         let engine = &self.engine;
         let among_others = engine.under_way.load(Ordering::Relaxed) > own;
@@ -251,7 +254,7 @@ impl DeviceCall {
         engine.watchdog.look(&*engine.group, &self.watched, library, seen, Instant::now())
     }
 
-    /// Ranks called different operations as one of these numbers.
+    /// The error if ranks called different operations under one of these numbers.
     fn disagreement(&self) -> Option<Error> {
         let Numbers { first, last, agreed } = &self.numbers;
         if *first == 0 || agreed.load(Ordering::Relaxed) {
@@ -265,15 +268,15 @@ impl DeviceCall {
         None
     }
 
-    /// From here until `poll`, which takes the returned value, this thread's queries to its device break no capture of
-    /// another thread.
+    /// Between this and `poll`, this thread's device queries do not invalidate a graph capture of another thread. The
+    /// caller passes the returned mode to `poll`.
     pub fn before_poll(&self) -> Result<u32> {
         self.engine.runtime.set_device(self.device)?;
         self.engine.runtime.exchange_capture_mode(SPARES_CAPTURES)
     }
 
-    /// Why the calls will not end, or ended badly. `passed`: the device has executed them. After `Failed` the caller
-    /// ends the communicators (`abort`), which unblocks calls that hang, when the program has been told.
+    /// Why the calls will not complete, or failed. `passed`: the device has executed them. After `Failed` the caller
+    /// reports the error to the program, then ends the communicators (`abort`), which unblocks hanging calls.
     pub fn poll(&self, passed: bool, mode: u32) -> Result<Found> {
         self.engine.runtime.exchange_capture_mode(mode)?;
         if passed && let Some(error) = self.met_a_launch_that_was_let_go() {
@@ -282,14 +285,14 @@ impl DeviceCall {
         Ok(self.look(Seen { passed, ..self.seen() }))
     }
 
-    /// Whether the library reads host memory that this keeps: then it is needed as often as a graph with the calls is
-    /// replayed.
+    /// Whether the library reads host memory that `self` keeps. If so, a graph that captured the calls needs that
+    /// memory at every replay.
     pub fn keeps_memory(&self) -> bool {
         self.parts.keeps_memory()
     }
 
-    /// As `poll`, for replays of these captured calls, of which nobody knows when they begin and end: whether one would
-    /// not end, because a rank is gone, the group has failed, or the library reports an error.
+    /// Like `poll`, for replays of these captured calls; the host does not see when a replay begins or ends. Reports
+    /// whether a replay would hang, because a rank is gone, the group has failed, or the library reports an error.
     pub fn look_at_replays(&self) -> Result<Found> {
         let Some(communicator) = &self.communicator else { return Ok(Found::Nothing) };
         self.engine.runtime.set_device(self.device)?;
@@ -304,18 +307,18 @@ impl DeviceCall {
         Ok(engine.watchdog.look(&*engine.group, &watched, library, seen, now))
     }
 
-    /// Ends all communicators of the group, which unblocks calls that hang.
+    /// Ends all communicators of the group, which unblocks hanging calls.
     pub fn abort(&self) {
         self.engine.abort();
     }
 
-    /// For the statistics. `timed`: this is the moment of its end.
+    /// Records the end in the statistics. `timed`: the call ended at this moment.
     pub fn ended(&self, well: bool, timed: bool) {
         self.leave();
         self.notes.iter().for_each(|note| note.end(well, timed));
     }
 
-    /// How each call travels.
+    /// How each call is carried out.
     pub fn explain(&self) -> Vec<Carried> {
         let several = self.parts.calls.len();
         self.parts

@@ -1,5 +1,5 @@
-//! The interface to every vendor's library: [`Api`] for an open library, [`Communicator`] for one rank on one device,
-//! [`Call`] for an operation. All calls only put work on a stream; none waits for a device.
+//! The interface that every vendor's library implements: [`Api`] for an open library, [`Communicator`] for one rank on
+//! one device, [`Call`] for an operation. A call only puts work on a stream; none waits for a device.
 
 use std::any::Any;
 use std::ffi::{CStr, c_char};
@@ -17,29 +17,31 @@ use crate::types::{Dtype, Kind, ReduceOp};
 /// An open vendor library.
 pub trait Api: Send + Sync {
     fn capabilities(&self) -> &Capabilities;
-    /// "NCCL 2.30.7 (/path/libnccl.so.2)"
+    /// The library's name, version and file, such as "NCCL 2.30.7 (/path/libnccl.so.2)".
     fn describe(&self) -> String;
-    /// The id that rank 0 makes and all ranks need, `capabilities().id_bytes` long. Never of another length. The thread
-    /// has chosen its device (`Runtime::set_device`): HCCL puts the device's address into the id.
+    /// The id that rank 0 makes and all ranks pass to `create`; always `capabilities().id_bytes` long. The calling
+    /// thread must have selected its device (`Runtime::set_device`), because HCCL puts the device's address into the
+    /// id.
     fn unique_id(&self) -> Result<Vec<u8>>;
-    /// Joins the communicator of `setup.id`: returns when all its ranks have called, or at the deadline.
+    /// Joins the communicator of `setup.id`. Returns when all its ranks have called, or fails at the deadline.
     fn create(self: Arc<Self>, setup: Setup) -> Result<Arc<dyn Communicator>>;
-    /// A result code of the library in words.
+    /// The library's text for one of its result codes.
     fn describe_error(&self, code: i32) -> String;
 
-    // How a library learns the group's rules for algorithms, and how we learn which algorithm it chose. The default
-    // implementations serve a library that takes no rules and reports no choice.
+    // The functions below pass the group's rules for algorithms to the library, and read back which algorithm it chose.
+    // The default implementations are for a library that takes no rules and reports no choice.
 
-    /// The value of `Setup::algorithm`, where the policy names one algorithm for all operations of a communicator.
+    /// The value for `Setup::algorithm`, if the policy names one algorithm for all operations of a communicator;
+    /// otherwise "".
     fn algorithm(&self, _policy: &Policy) -> &'static str {
         ""
     }
-    /// Lets the library ask the policy about each operation of the communicator of this name, as long as the returned
-    /// object lives. Called before the communicator is made; no other communicator has its name.
+    /// Makes the library ask the policy about each operation of the communicator with this name, as long as the
+    /// returned object lives. Called before the communicator is made. The name must be unique among communicators.
     fn steer(&self, _name: &str, _policy: &Arc<Policy>) -> Option<Box<dyn Steering>> {
         None
     }
-    /// Whether the library asks us for the algorithm that follows from a topology given by the user.
+    /// Whether the library asks us for an algorithm when the user has given a topology.
     fn takes_topologies(&self) -> bool {
         false
     }
@@ -50,17 +52,18 @@ pub trait Api: Send + Sync {
     }
 }
 
-/// A communicator whose algorithms the library asks us for.
+/// A communicator for which the library asks us to choose the algorithms.
 pub trait Steering: Send + Sync {
-    /// Called when the communicator was made: why the library does not ask us, although it should.
+    /// Called after the communicator was made. Says why the library does not ask us although it should; `None` if it
+    /// does.
     fn problem(&self) -> Option<String>;
 }
 
-/// Called repeatedly by a thread that waits for a library; an error of it ends the wait with that error. So a signal,
-/// or the failure of the group, ends a wait long before its deadline.
+/// A thread that waits for a library calls this repeatedly. If it returns an error, the wait ends with that error. So a
+/// signal or the failure of the group can end a wait long before its deadline.
 pub type GoOn = Arc<dyn Fn() -> Result<()> + Send + Sync>;
 
-/// The `GoOn` of waits that only their deadline ends.
+/// A `GoOn` for waits that end only at their deadline.
 pub fn always() -> Result<()> {
     Ok(())
 }
@@ -71,13 +74,13 @@ pub struct Setup {
     pub id: Vec<u8>,
     pub rank: u32,
     pub ranks: u32,
-    /// Number of the device in this process.
+    /// Index of the device in this process.
     pub device: i32,
-    /// The time within which all ranks must come; also the limit of a call that blocks inside the library, where the
-    /// library takes one.
+    /// The time within which all ranks must join. Also the time limit of calls that block inside the library, if the
+    /// library accepts a limit.
     pub deadline: Duration,
     pub go_on: GoOn,
-    /// For the library's own messages and tools; at most `NAME_BYTES` of it are used.
+    /// Name for the library's messages and tools. Only the first `NAME_BYTES` bytes are used.
     pub name: String,
     /// Algorithm for every operation of this communicator, as the library spells it; "" lets the library choose.
     pub algorithm: String,
@@ -85,61 +88,62 @@ pub struct Setup {
     pub runtime: Arc<dyn Runtime>,
 }
 
-/// Longest name of a communicator.
+/// Longest name of a communicator, in bytes.
 pub const NAME_BYTES: usize = 127;
 
-/// Which ranks of a communicator form a new one. All ranks of the old communicator make this call, whether or not they
-/// are members of the new one, with equal values.
+/// Which ranks of a communicator form a new one. All ranks of the old communicator call `split`, whether or not they
+/// are members of the new one; the members of one new communicator pass equal values.
 #[derive(Clone)]
 pub struct Split {
     /// Ranks in the old communicator, in the order of their ranks in the new one.
     pub members: Vec<u32>,
-    /// Different for each of the communicators that are made by one call; below 2^31.
+    /// Distinguishes the communicators that one collective `split` makes; below 2^31.
     pub number: u32,
     pub deadline: Duration,
-    /// The next three are as in `Setup`.
+    /// The next three fields have the same meaning as in `Setup`.
     pub go_on: GoOn,
     pub name: String,
     pub algorithm: String,
 }
 
-/// One rank's part in a group of ranks with one device each.
+/// One rank of a communicator. Each rank has one device.
 pub trait Communicator: Send + Sync {
     fn api(&self) -> Arc<dyn Api>;
     fn rank(&self) -> u32;
     fn ranks(&self) -> u32;
     fn device(&self) -> i32;
-    /// Puts one call on the stream. The caller keeps the returned memory until the stream has passed the call.
+    /// Puts one call on the stream. The caller keeps the returned memory until the stream has completed the call.
     fn call(&self, call: &Call<'_>, stream: Stream) -> Result<Kept>;
-    /// As `call`, with the factor of its PREMUL_SUM in memory of the device, in the type of the numbers, read when the
-    /// stream comes to it. Only where the library has PREMUL_SUM by itself.
+    /// Like `call`, for a PREMUL_SUM whose factor is in device memory at address `_factor`, in the call's dtype. The
+    /// device reads it when the stream reaches the call. Only for libraries that have PREMUL_SUM themselves.
     fn call_by_factor(&self, call: &Call<'_>, _factor: usize, stream: Stream) -> Result<Kept> {
         self.call(call, stream)
     }
-    /// Calls of this thread until `group_end` are one launch. Does nothing where the library has no groups
+    /// This thread's calls until `group_end` are one launch. Does nothing if the library has no groups
     /// (`Capabilities`).
     fn group_start(&self) -> Result<()>;
     fn group_end(&self) -> Result<()>;
     /// Whether `split` can make a communicator of these ranks.
     fn can_split(&self, members: &[u32]) -> bool;
-    /// A communicator of some of the ranks; `None` for a rank that is no member. An error where the library cannot.
+    /// Makes a communicator of some of the ranks; `None` on a rank that is no member. Fails if the library cannot
+    /// split.
     fn split(&self, split: &Split) -> Result<Option<Arc<dyn Communicator>>>;
-    /// A communicator without the ranks in `exclude`, which do not call; pending operations are aborted first.
+    /// Makes a communicator without the ranks in `exclude`, which do not call. Pending operations are aborted first.
     fn shrink(&self, exclude: &[u32], deadline: Duration, go_on: GoOn, name: &str) -> Result<Arc<dyn Communicator>>;
-    /// An error of the network or the device since the communicator was made. Never waits.
+    /// Returns the error of the network or the device, if one occurred since the communicator was made. Never waits.
     fn poll(&self) -> Result<()>;
-    /// Ends it even while operations hang; these end, and their results are undefined. May be called by any thread,
+    /// Ends the communicator even while operations hang. These end too, with undefined results. Any thread may call it,
     /// more than once.
     fn abort(&self) -> Result<()>;
-    /// Ends it when its operations are done; all ranks call it. Where that lasts beyond the deadline, this returns and
-    /// a background thread goes on waiting.
+    /// Ends the communicator when its operations are complete; all ranks call it. If that takes longer than the
+    /// deadline, this returns and a background thread goes on waiting.
     fn close(&self, deadline: Duration) -> Result<()>;
 }
 
-/// Host memory that a call refers to.
+/// Host memory that the library reads until the call has completed; `None` if it reads none.
 pub type Kept = Option<Box<dyn Any + Send>>;
 
-/// A message to or from one peer. Its bytes lie on the device.
+/// A message to or from one peer. Its bytes are in device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Message {
     pub peer: u32,
@@ -148,7 +152,7 @@ pub struct Message {
     pub bytes: usize,
 }
 
-/// One operation, in counts of elements of `dtype`. Addresses are of the communicator's device.
+/// One operation. Counts are in elements of `dtype`; addresses are on the communicator's device.
 #[derive(Clone, Copy, Debug)]
 pub enum Call<'a> {
     AllReduce {
@@ -158,14 +162,14 @@ pub enum Call<'a> {
         dtype: Dtype,
         op: ReduceOp,
     },
-    /// In place, from the root's to the others' memory.
+    /// In place: copies the root's buffer to the buffers of all other ranks.
     Broadcast {
         buffer: usize,
         count: usize,
         dtype: Dtype,
         root: u32,
     },
-    /// Off the root `recv` is `send`.
+    /// On ranks other than the root, `recv` equals `send`.
     Reduce {
         send: usize,
         recv: usize,
@@ -174,7 +178,7 @@ pub enum Call<'a> {
         op: ReduceOp,
         root: u32,
     },
-    /// `count` is of one rank's block.
+    /// `count` is the number of elements in one rank's block.
     AllGather {
         send: usize,
         recv: usize,
@@ -188,7 +192,7 @@ pub enum Call<'a> {
         dtype: Dtype,
         op: ReduceOp,
     },
-    /// `recv` is read at the root only.
+    /// `recv` is used at the root only.
     Gather {
         send: usize,
         recv: usize,
@@ -196,7 +200,7 @@ pub enum Call<'a> {
         dtype: Dtype,
         root: u32,
     },
-    /// `send` is read at the root only.
+    /// `send` is used at the root only.
     Scatter {
         send: usize,
         recv: usize,
@@ -204,7 +208,7 @@ pub enum Call<'a> {
         dtype: Dtype,
         root: u32,
     },
-    /// One count for each rank; blocks lie behind each other.
+    /// One count for each rank. The blocks are contiguous, in the order of the ranks.
     AllToAllV {
         send: usize,
         recv: usize,
@@ -212,10 +216,10 @@ pub enum Call<'a> {
         recv_counts: &'a [u64],
         dtype: Dtype,
     },
-    /// All messages are under way together; those from one rank to another match in the order of the list. A rank sends
-    /// none to itself.
+    /// All messages are in flight together. Messages from one rank to another match in the order of the list. A rank
+    /// sends none to itself.
     Exchange(&'a [Message]),
-    /// Inside the device, by its runtime.
+    /// A copy inside the device, by the vendor's runtime.
     Copy {
         from: usize,
         to: usize,
@@ -240,17 +244,17 @@ impl Call<'_> {
     }
 }
 
-/// A text of a vendor library, which stays valid; empty for null.
+/// Copies a static text of a vendor library; null becomes an empty text.
 #[allow(unsafe_code)] // reads what the library returned
 pub(super) fn text(text: *const c_char) -> String {
     if text.is_null() {
         return String::new();
     }
-    // SAFETY: vendor libraries return static texts that end in a zero.
+    // SAFETY: vendor libraries return static texts that end in a zero byte.
     unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }
 
-/// The words for joining in error texts.
+/// Description of the attempt to join, for error texts.
 pub(super) fn joining(able: &Capabilities, setup: &Setup) -> String {
     let Setup { rank, ranks, device, .. } = setup;
     format!("{}: to join as rank {rank} of {ranks} with device {device}", able.name)
@@ -285,7 +289,7 @@ pub(super) fn no_split(able: &Capabilities) -> Error {
     ))
 }
 
-/// Start of a list of counts in the elements before it.
+/// For each count, the sum of the counts before it, which is where its block begins in elements.
 pub fn displacements(counts: &[u64]) -> Vec<u64> {
     counts
         .iter()
@@ -297,9 +301,9 @@ pub fn displacements(counts: &[u64]) -> Vec<u64> {
         .collect()
 }
 
-/// Messages in an order that cannot deadlock where each waits for its partner: all ranks go through all pairs in one
-/// order (round by round of a tournament, in each pair the lower rank's sends first) and leave out pairs without
-/// messages.
+/// Sorts messages so that the ranks cannot deadlock even if each message waits for its partner. All ranks go through
+/// all pairs in the same order and skip pairs without messages. That order is round by round of a tournament; within a
+/// pair, the lower rank's sends come first.
 pub fn without_deadlock(messages: &[Message], me: u32, ranks: u32) -> Vec<Message> {
     let mut sorted = messages.to_vec();
     sorted.sort_by_key(|message| {
@@ -310,11 +314,11 @@ pub fn without_deadlock(messages: &[Message], me: u32, ranks: u32) -> Vec<Messag
     sorted
 }
 
-/// The interval between two calls of `GoOn` during a wait.
+/// Interval between two calls of `GoOn` during a wait.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// Runs `work` on a new thread and waits for its result until `deadline`, or until `go_on` returns an error. A result
-/// that comes later is dropped by that thread, so its type must clean up on drop.
+/// Runs `work` on a new thread. Waits for its result until `deadline`, or until `go_on` returns an error. If the result
+/// comes later, that thread drops it, so its type must clean up on drop.
 pub fn within<T: Send + 'static>(
     deadline: Duration,
     what: &str,
@@ -323,7 +327,7 @@ pub fn within<T: Send + 'static>(
 ) -> Result<T> {
     let (done, result) = mpsc::sync_channel(1);
     let started = watch::spawn("sagellm-vendor", move || {
-        let _ = done.send(work()); // the receiver is gone where the deadline has passed: the result is dropped here
+        let _ = done.send(work()); // after the deadline the receiver is gone, and the result is dropped here
     });
     started.map_err(|error| Error::system(format!("sagellm: no thread for {what}: {error}")))?;
     let begin = Instant::now();
@@ -346,16 +350,18 @@ pub fn within<T: Send + 'static>(
     }
 }
 
-/// A communicator's handle and the count of calls that use it. A call enters and leaves. The thread that ends the
-/// communicator shuts the guard first, so that no further call enters, and waits a short time for the calls inside.
+/// A communicator's handle and the number of calls that currently use it. A call enters before it uses the handle and
+/// leaves afterwards. The thread that ends the communicator shuts the guard first, so that no further call enters. Then
+/// it waits a short time for the calls inside.
 #[derive(Debug)]
 pub struct HandleGuard {
     handle: usize,
-    /// Set once, by the thread that ends it; read by every call after it has counted itself. Both are sequentially
-    /// consistent: either the call sees it shut, or that thread sees the call.
+    /// Set once, by the thread that ends the communicator. Every call reads it after it has incremented `inside`. Both
+    /// accesses are sequentially consistent, so either the call sees `shut`, or the ending thread sees the call in
+    /// `inside`.
     shut: AtomicBool,
     inside: AtomicUsize,
-    /// How it was ended, for later calls.
+    /// How the communicator was ended, for the errors of later calls.
     why: Mutex<&'static str>,
 }
 
@@ -364,7 +370,7 @@ impl HandleGuard {
         HandleGuard { handle, shut: AtomicBool::new(false), inside: AtomicUsize::new(0), why: Mutex::new("") }
     }
 
-    /// Runs `body` with the handle unless the communicator has ended.
+    /// Runs `body` with the handle. Fails if the communicator has ended.
     pub fn enter<T>(&self, what: &str, body: impl FnOnce(usize) -> Result<T>) -> Result<T> {
         struct Inside<'a>(&'a AtomicUsize);
         impl Drop for Inside<'_> {
@@ -381,8 +387,8 @@ impl HandleGuard {
         body(self.handle)
     }
 
-    /// The handle for the thread that ends the communicator, when no call is inside or after `grace`; `None` if it was
-    /// ended before.
+    /// Shuts the guard and returns the handle, for the thread that ends the communicator. Waits until no call is
+    /// inside, at most `grace`. Returns `None` if the guard was shut before.
     pub fn shut(&self, why: &'static str, grace: Duration) -> Option<usize> {
         {
             let mut own = self.why.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -399,9 +405,9 @@ impl HandleGuard {
     }
 }
 
-/// How long an abort waits for running calls to return by themselves. Calls that take longer hang, and are aborted.
+/// How long an abort waits for running calls to return. Calls that take longer are taken to hang, and are aborted.
 pub const GRACE: Duration = Duration::from_millis(50);
-/// How long the end of a communicator may take before its thread is left behind.
+/// How long ending a communicator may take before its thread is left behind.
 pub const END: Duration = Duration::from_secs(10);
 
 #[cfg(test)]
@@ -424,7 +430,7 @@ mod tests {
                 })
             });
             entered.1.recv().unwrap();
-            // The call hangs: the thread that ends the communicator goes on after the grace.
+            // The call hangs, so the thread that ends the communicator goes on after the grace period.
             assert_eq!(guard.shut("aborted", Duration::from_millis(5)), Some(7));
             assert_eq!(guard.shut("closed", GRACE), None);
             leave.0.send(()).unwrap();
@@ -459,7 +465,7 @@ mod tests {
         go.send(()).unwrap();
     }
 
-    /// Every rank executes its list in order, each send waits for its receive: all lists must come to their end.
+    /// Every rank executes its list in order, and each send waits for its receive. All lists must run to completion.
     #[test]
     fn ordered_messages_meet_whatever_the_pattern() {
         let mut random = 12345u64;

@@ -1,5 +1,5 @@
-//! The communicators of a group by device and ranks. `making` makes them, `lifetime` makes others out of them and ends
-//! them. The thread that ends one sets `ended` first; no thread uses it from then on.
+//! The communicators of a group, by device and ranks. `making` makes them; `lifetime` splits, shrinks and ends them.
+//! The thread that ends a communicator sets `ended` first; after that no thread uses the communicator.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -20,7 +20,7 @@ use crate::os::watch;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Ranks {
     All,
-    /// Messages between two, one way.
+    /// Messages between two ranks, in one direction.
     OneDirection {
         from: u32,
         to: u32,
@@ -32,7 +32,7 @@ impl Ranks {
         if self == Ranks::All { size } else { 2 }
     }
 
-    /// A text that is the same on all of its ranks, and differs between the communicators of a group.
+    /// A text that is equal on all ranks of the communicator, and differs between the communicators of a group.
     pub(super) fn words(self) -> String {
         match self {
             Ranks::All => "all".to_string(),
@@ -41,11 +41,12 @@ impl Ranks {
     }
 }
 
-/// How the ranks of a communicator reach each other before it exists; implemented by the group's CPU side.
+/// How the ranks of a communicator reach each other before it exists. Implemented by the CPU side of the group.
 pub trait Exchange {
-    /// Hands the id from the first of its ranks to the others. A rank that does not come is named at the deadline.
+    /// Sends the id from the first of the communicator's ranks to the others. The error at the deadline names the
+    /// missing rank.
     fn share(&self, id: &mut [u8], ranks: Ranks) -> Result<()>;
-    /// The store that the group met in.
+    /// The store through which the group met.
     fn store(&self) -> Arc<dyn Counting + Send + Sync>;
 }
 
@@ -53,15 +54,18 @@ pub trait Exchange {
 pub struct DeviceComm {
     pub(super) communicator: Arc<dyn Communicator>,
     pub(super) name: String,
-    /// Number of times that communicators were made out of it; the same on all its ranks, which make them together.
+    /// Number of times that this communicator was split. All its ranks split it together, so the number is equal on
+    /// all.
     pub(super) parts: AtomicU32,
-    /// Set once, by the thread that ends it (release); read by every thread (acquire), which then sees `drained`.
+    /// Set once, by the thread that ends the communicator (release). Every other thread reads it (acquire), and then
+    /// sees `drained`.
     pub(super) ended: AtomicBool,
-    /// Nothing was under way in it when it ended, so calls that the device has passed ended well. Written before
-    /// `ended`.
+    /// No operation was pending when the communicator ended, so calls that the device has passed succeeded. Written
+    /// before `ended`.
     pub(super) drained: AtomicBool,
     pub(super) connected: Connected,
-    /// While this lives, the library gets its algorithms from our rules, if it asks for them.
+    /// If set, the library takes its algorithms from our rules as long as this object lives. `None` if the library does
+    /// not ask for rules.
     pub(super) _steering: Option<Box<dyn Steering>>,
 }
 
@@ -69,9 +73,9 @@ pub struct DeviceComm {
 #[derive(Default)]
 pub(super) struct Communicators {
     pub(super) known: Mutex<BTreeMap<(i32, Ranks), Arc<DeviceComm>>>,
-    /// Held while one is made. Set when the first communicator for messages is made.
+    /// Locked while a communicator is made. `None` until the first communicator for messages is made.
     pub(super) making: Mutex<Option<Pairs>>,
-    /// How many of each kind ("all", "0-1") were made so far, for their names.
+    /// How many communicators of each kind ("all", "0-1") were made so far; the number becomes part of the name.
     pub(super) made: Mutex<HashMap<String, u32>>,
 }
 
@@ -88,7 +92,7 @@ impl Communicators {
         lock(&self.known).entry((device, ranks)).or_insert(Arc::new(made));
     }
 
-    /// The ranks with which there are both ways on a device.
+    /// The ranks with which communicators for both directions exist on a device.
     pub fn partners(&self, device: i32, me: u32) -> Vec<u32> {
         let known = lock(&self.known);
         let both = |(on, ranks): &(i32, Ranks)| match *ranks {
@@ -101,7 +105,7 @@ impl Communicators {
     }
 }
 
-/// How long the making of a communicator may take: a year where there is no timeout (zero).
+/// How long a communicator may take to be made: one year if there is no timeout (zero).
 pub(super) fn patience(timeout: Duration) -> Duration {
     if timeout.is_zero() { Duration::from_secs(365 * 24 * 3600) } else { timeout }
 }
@@ -115,7 +119,7 @@ impl DeviceComm {
         &*self.communicator
     }
 
-    /// Whether it lives, and the error that the library reports. Never waits.
+    /// Whether the communicator lives, and if so, the error that the library reports. Never waits.
     pub(super) fn state(&self) -> Library {
         if self.ended.load(Ordering::Acquire) {
             return Library::Ended { drained: self.drained.load(Ordering::Relaxed) };
@@ -123,7 +127,7 @@ impl DeviceComm {
         Library::Lives(self.communicator.poll())
     }
 
-    /// Makes a communicator of some of its ranks; `None` on a rank that is no member.
+    /// Makes a communicator of some of the ranks; `None` on a rank that is no member.
     pub(super) fn part(
         &self,
         members: &[u32],
@@ -131,7 +135,7 @@ impl DeviceComm {
         go_on: GoOn,
         (name, algorithm): (String, String),
     ) -> Result<Option<Arc<dyn Communicator>>> {
-        // No other group that is made by this call has the same first member, and no earlier call the same turn.
+        // The number is unique: groups made by one call differ in their first member, and different calls in `turn`.
         let turn = self.parts.fetch_add(1, Ordering::Relaxed);
         let first = members.iter().min().copied().unwrap_or(0);
         let number = turn.wrapping_mul(self.communicator.ranks()).wrapping_add(first) & (i32::MAX as u32);
@@ -139,7 +143,7 @@ impl DeviceComm {
         self.communicator.split(&Split { members, number, deadline, go_on, name, algorithm })
     }
 
-    /// Ends it even while operations hang. Does nothing if it has ended.
+    /// Ends the communicator even while operations hang. Does nothing if it has already ended.
     pub(super) fn abort(&self) {
         if !self.ended.swap(true, Ordering::AcqRel) {
             self.end();
@@ -152,16 +156,16 @@ impl DeviceComm {
         }
     }
 
-    /// Ends it together with its other ranks, when its operations are done. Waits for the ranks as long as all of them
-    /// live, at most until the deadline, and no longer than `ALONE` once one is gone; after that a background thread
-    /// goes on waiting. False where a signal handler raised meanwhile.
+    /// Ends the communicator together with its other ranks, when its operations are complete. Waits at most until the
+    /// deadline, and at most `ALONE` after a rank is gone or the group has failed; after that a background thread goes
+    /// on waiting. Returns false if a signal handler raised an exception meanwhile.
     pub(super) fn close(&self, group: &dyn DeviceGroup, deadline: Duration) -> bool {
         const ALONE: Duration = Duration::from_secs(5);
         const LOOK: Duration = Duration::from_millis(50);
         let communicator = Arc::clone(&self.communicator);
         let (done, result) = mpsc::channel();
         let started = watch::spawn("sagellm-close", move || {
-            let _ = done.send(communicator.close(deadline)); // the receiver is gone where the caller no longer waits
+            let _ = done.send(communicator.close(deadline)); // the receiver is gone if the caller no longer waits
         });
         if let Err(error) = started {
             log::warn!("{}: no thread to end it: {error}", self.name);

@@ -1,14 +1,14 @@
-//! A group's devices of one type: its communicators over the vendor's library, its calls on them from their first check
-//! to their end, and the raw streams and events by which torch's streams and the library's work wait for one another.
-//! This layer knows the group only as a trait ([`DeviceGroup`]).
+//! A group's devices of one type. The engine owns the communicators over the vendor's library, the calls on them from
+//! first check to end, and the raw streams and events that order torch's streams and the library's work. This layer
+//! knows the group only as a trait ([`DeviceGroup`]).
 //!
-//! [`DeviceEngine::begin`] says what the shim must do to the tensors of a call before and after the library's call, and
-//! takes the call's number; `DeviceCall::launch` puts it on a raw stream, `before_poll` and `poll` say whether it
-//! failed, while C++ asks the device whether it has passed; `ended` tells the statistics.
+//! [`DeviceEngine::begin`] takes the call's number and returns what the shim must do to its tensors before and after
+//! the library's call. `DeviceCall::launch` puts the call on a raw stream. `before_poll` and `poll` report whether it
+//! failed, while C++ queries the device whether it has completed. `ended` records the end in the statistics.
 //!
-//! Operations on devices are numbered separately, because the numbers of the CPU's engine index shared memory and may
-//! have no gaps; c10d sees the sum of both. Nothing here waits for a device. Making or ending a communicator waits for
-//! its other ranks.
+//! Operations on devices have their own sequence of numbers, because the numbers of the CPU's engine index shared
+//! memory and may have no gaps. c10d sees the sum of both numbers. No function here waits for a device. Making or
+//! ending a communicator waits for its other ranks.
 
 use std::collections::HashMap;
 use std::sync::atomic::AtomicU64;
@@ -32,22 +32,22 @@ pub struct DeviceEngine {
     pub(super) api: Arc<dyn Api>,
     pub(super) runtime: Arc<dyn Runtime>,
     pub(super) communicators: Communicators,
-    /// Raw streams of ours by device and stream key, where torch hides its own.
+    /// The engine's raw streams by device and stream key, for device types whose torch streams expose no raw handle.
     streams: Mutex<HashMap<(i32, i32), Stream>>,
     /// Events that are free for reuse, by device.
     events: Mutex<HashMap<i32, Vec<Event>>>,
-    /// Number of the last call, for error texts. Written by `begin`, read by `behind`; relaxed, because nothing is
-    /// ordered by it.
+    /// Number of the last collective, for error texts. Written by `begin`, read by `behind`; relaxed, because it orders
+    /// nothing.
     pub(super) last_number: AtomicU64,
-    /// Calls that were launched and have not ended. Written by the threads that launch calls and see their ends, read by
-    /// the latter; relaxed, because nothing is ordered by it.
+    /// Number of calls that were launched and have not ended. The threads that launch calls and those that see calls
+    /// end write it; the latter also read it. Relaxed, because it orders nothing.
     pub(super) under_way: AtomicU64,
     pub(super) watchdog: Watchdog,
 }
 
 impl DeviceEngine {
-    /// Opens the libraries for tensors on devices of this type. `vendor` is "auto" or a vendor's name. An error says why
-    /// there are none, and what to do.
+    /// Opens the libraries for tensors on devices of this type. `vendor` is "auto" or a vendor's name. The error says
+    /// why no library was opened, and what to do.
     pub fn open(group: Arc<dyn DeviceGroup>, device_type: &str, vendor: &str, hints: &Hints) -> Result<DeviceEngine> {
         let known = || Vendor::ALL.map(|vendor| vendor.device()).join(", ");
         let vendor = match vendor {
@@ -63,7 +63,8 @@ impl DeviceEngine {
             }),
         }?;
         let api = open(vendor, hints)?;
-        // A path names the library of communicators; that of streams is found by its own variable or name.
+        // The path in `hints` names the library of communicators. The library of streams is found by its own variable
+        // or name.
         let runtime = open_runtime(vendor, &Hints { path: None, ..hints.clone() })?;
         let name = group.name();
         log::info!("group '{name}': {device_type} tensors by {}, {}", api.describe(), runtime.describe());
@@ -81,7 +82,7 @@ impl DeviceEngine {
         })
     }
 
-    /// The library, its version and file.
+    /// The library's name, version and file.
     pub fn describe(&self) -> String {
         self.api.describe()
     }
@@ -90,21 +91,21 @@ impl DeviceEngine {
         self.api.capabilities()
     }
 
-    /// "npu:0"
+    /// The device in error texts, such as "npu:0".
     pub(super) fn place(&self, device: i32) -> String {
         format!("{}:{device}", self.device_type)
     }
 
-    // The functions that the shim's streams call.
+    // The functions below are called by the shim's streams.
 
-    /// True while what is put on a raw stream is captured for a graph.
+    /// Whether the stream is being captured into a graph.
     pub fn capturing(&self, device: i32, stream: Stream) -> Result<bool> {
         self.runtime.set_device(device)?;
         self.runtime.capturing(stream)
     }
 
-    /// Our raw stream on a device, made when first asked for, behind an event. `told` are events of `mark` for which no
-    /// stream waits any more.
+    /// Makes the engine's raw stream on a device wait for an event, and returns the stream. Creates the stream at the
+    /// first call. `told` are events from `mark` that no stream waits for any more; they are reused.
     pub fn stream_behind(&self, device: i32, stream_key: i32, event: Event, told: &[Event]) -> Result<Stream> {
         self.runtime.set_device(device)?;
         lock(&self.events).entry(device).or_default().extend(told);
@@ -113,7 +114,7 @@ impl DeviceEngine {
         Ok(stream)
     }
 
-    /// Our raw stream on the device of this thread, made when first asked for.
+    /// The engine's raw stream on the device that this thread has selected. Creates it at the first call.
     pub(super) fn own_stream(&self, device: i32, stream_key: i32) -> Result<Stream> {
         let mut streams = lock(&self.streams);
         match streams.get(&(device, stream_key)) {
@@ -122,8 +123,8 @@ impl DeviceEngine {
         }
     }
 
-    /// An event after all work that is now on the stream that `stream_behind` gave to this thread. It belongs to the
-    /// caller until `stream_behind` gets it back in `told`.
+    /// Records an event behind all work now on `stream`, which this thread got from `stream_behind`. The caller owns
+    /// the event until it passes it back to `stream_behind` in `told`.
     pub fn mark(&self, device: i32, stream: Stream) -> Result<Event> {
         let free = lock(&self.events).get_mut(&device).and_then(Vec::pop);
         let event = free.map_or_else(|| self.runtime.event_create(false), Ok)?;

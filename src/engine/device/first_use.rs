@@ -1,16 +1,17 @@
-//! The first uses of a communicator. A library connects its ranks not when a communicator is made but when a call first needs
-//! it: NCCL by algorithm for collectives (`NCCL_RUNTIME_CONNECT`) and by peer and direction for messages, HCCL by operator.
-//! The launch of such a call then waits, on the host, until the other ranks have come to theirs; it takes no deadline, sees
+//! The first uses of a communicator. A library connects ranks not when a communicator is made, but when a call first
+//! needs the connection. NCCL connects by algorithm for collectives (`NCCL_RUNTIME_CONNECT`) and by peer and direction
+//! for messages; HCCL connects by operator. The launch of such a call blocks the host thread until the other ranks
+//! launch theirs. The library takes no deadline for this, does not return on a signal, and does not notice a dead peer.
 //! no signal and does not notice a dead peer.
+//! So a launch that may connect runs on its own thread, and its caller waits for that thread ([`within`]). The wait
+//! ends at the call's deadline, or earlier if a peer dies, a signal arrives or the group is aborted. `Connected`
+//! remembers what was connected. Later launches run on the caller's thread, because they no longer wait for a peer. The
+//! two ranks of a pair connect their message communicators in both directions while they make them (`making`), so that
+//! two ranks that both send first do not wait for each other.
 //!
-//! So a launch that may connect runs on a thread of its own, for which its caller waits ([`within`]): until the deadline of
-//! the call, and only as long as no peer dies, no signal comes and nobody aborts. What was connected is remembered, and later
-//! launches go directly: nothing is left that would wait for a peer on the host. Messages of a pair have communicators of
-//! their own, which are connected in both directions while they are made (`making`), so that two ranks that both send first
-//! do not wait for each other.
-//!
-//! Which algorithm a library takes follows from the size, so a collective counts as another one for each class of sizes.
-//! Where a launch waits all the same, the watch ends it at its deadline (`DeviceCall::look_at_launch`).
+//! A library chooses its algorithm by size, so each kind of collective is tracked separately for each class of sizes.
+//! If a launch on the caller's thread blocks all the same, the watchdog ends it at its deadline
+//! (`DeviceCall::look_at_launch`).
 
 use std::collections::BTreeSet;
 use std::sync::Mutex;
@@ -24,17 +25,18 @@ use super::lowering::Method;
 use crate::error::Result;
 use crate::types::{Kind, Span};
 
-/// Whom a message goes to or comes from, in the communicator, and whether this rank sends it.
+/// The peer's rank in the communicator, and whether this rank sends to it (true) or receives from it (false).
 type Way = (u32, bool);
 
-/// What of a communicator is connected.
+/// What is already connected in a communicator.
 #[derive(Default)]
 pub(super) struct Connected {
-    /// By kind, a bit for each class of sizes. Set by a launch that has returned, read before one; relaxed, because a
-    /// launch that finds a bit missing only takes the longer way.
+    /// For each kind of operation, a bit for each class of sizes. A launch sets bits after it has returned; later
+    /// launches read them first. Relaxed, because a launch that misses a set bit only runs on its own thread
+    /// unnecessarily.
     kinds: [AtomicU32; Kind::ALL.len() + 1],
     ways: Mutex<BTreeSet<Way>>,
-    /// All ways are, so that the set need not be asked. As `kinds`.
+    /// All ways are connected, so `ways` need not be locked. Relaxed for the same reason as `kinds`.
     whole: AtomicBool,
 }
 
@@ -57,7 +59,8 @@ fn class(bytes: u64) -> u32 {
 }
 
 impl Connected {
-    /// What these calls need and no earlier launch has connected, for the rank `me` of `ranks` in the communicator.
+    /// What these calls need and no earlier launch has connected. `me` is this rank and `ranks` the size of the
+    /// communicator.
     pub fn missing(&self, calls: &[Lowered], placed: &[Placed], (me, ranks): (u32, u32)) -> Missing {
         let mut missing = Missing::default();
         if ranks < 2 {
@@ -72,7 +75,7 @@ impl Connected {
                     missing.kinds.push((kind, class));
                 }
             }
-            // Libraries that have gathers and scatters make messages of them.
+            // Libraries that have gather and scatter implement them with messages.
             let rooted = matches!(kind, Kind::Gather | Kind::Scatter);
             if (rooted || call.lowering.method == Method::Exchange) && !self.whole.load(Ordering::Relaxed) {
                 call.ways(place, (me, ranks), &mut ways);
@@ -86,7 +89,7 @@ impl Connected {
         missing
     }
 
-    /// A launch has connected it.
+    /// Records what a launch has connected.
     pub fn add(&self, found: Missing, ranks: u32) {
         for (kind, class) in found.kinds {
             self.kinds[kind as usize].fetch_or(class, Ordering::Relaxed);
@@ -98,18 +101,18 @@ impl Connected {
         }
     }
 
-    /// Messages from here to the other rank of a pair, or from there.
+    /// Records that a direction between the two ranks of a pair is connected.
     pub fn add_way(&self, way: Way) {
         self.add(Missing { kinds: Vec::new(), ways: vec![way] }, 2);
     }
 }
 
 impl Lowered {
-    /// The messages of which the call consists on the rank `me`, those to itself and empty ones excepted.
+    /// Adds to `ways` the messages of which the call consists on rank `me`, except empty ones and those to itself.
     fn ways(&self, place: &Placed, (me, ranks): (u32, u32), ways: &mut Vec<Way>) {
         let (send, recv) = self.memory(place);
         let all = |spans: &[Span]| spans.iter().any(|span| span.bytes > 0);
-        // One span for each rank, or one for all.
+        // `spans` has one span for each rank, or one for all ranks.
         let some = |spans: &[Span], rank: u32| match spans {
             [] => false,
             [whole] => whole.bytes > 0,
@@ -133,15 +136,15 @@ impl Lowered {
     }
 }
 
-/// Runs a launch that may wait for other ranks on a thread of its own. `go_on` gives the error that ends the wait; the
-/// thread is left behind then, and the launch that it is in ends with its communicator.
+/// Runs a launch that may wait for other ranks on a new thread, and waits for it. An error of `go_on` ends the wait.
+/// The thread is then left behind, and its launch returns when the communicator ends.
 pub(super) fn watched(
     what: &str,
     patience: Duration,
     go_on: &dyn Fn() -> Result<()>,
     launch: impl FnOnce() -> Result<()> + Send + 'static,
 ) -> Result<()> {
-    // `go_on` knows the deadline, and gives the error that names who is missing. The time here is for where it fails.
+    // `go_on` knows the deadline and returns the error that names the missing ranks. The limit here is only a backstop.
     const SPARE: Duration = Duration::from_secs(10);
     within(patience + SPARE, what, go_on, launch)
 }
@@ -156,7 +159,7 @@ mod tests {
 
     const HERE: Placed = Placed { factor: 0, send: 0x1000, recv: 0x2000 };
 
-    /// A call of rank 0 of three, with blocks of so many bytes.
+    /// A call of rank 0 of three ranks, with blocks of `block` bytes.
     fn call(vendor: Vendor, kind: Kind, root: u32, block: usize) -> Lowered {
         let all = Span { addr: 0x10_0000, bytes: 3 * block };
         let one = Span { addr: 0x20_0000, bytes: block };

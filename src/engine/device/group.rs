@@ -1,4 +1,4 @@
-//! The interface between the engine of devices and the group that it serves, in both directions.
+//! The interface between the device engine and the group that it serves, in both directions.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,75 +17,79 @@ pub trait DeviceGroup: Send + Sync {
     fn name(&self) -> &str;
     fn rank(&self) -> usize;
     fn size(&self) -> usize;
-    /// Keeps the group's keys in the store apart from those of any other attempt to make it; `None` where the ranks have
-    /// not met.
+    /// Identifies this attempt to make the group, and is part of the group's keys in the store. `None` if the ranks
+    /// have not met.
     fn id(&self) -> Option<String>;
     fn policy(&self) -> &Arc<Policy>;
-    /// The timeout of calls that name none, and of making communicators; zero: no timeout.
+    /// Default timeout of calls, and the timeout for making a communicator; zero: no timeout.
     fn timeout(&self) -> Duration;
-    /// The timeout of a call that is made now and asks for this one; it was counted already.
+    /// Timeout of a call that begins now and whose caller asked for `asked`. The caller has passed the call to `count`
+    /// before.
     fn timeout_of_call(&self, asked: Option<Duration>) -> Duration {
         asked.unwrap_or_else(|| self.timeout())
     }
-    /// An error where no operation may start.
+    /// Fails if no operation may start.
     fn usable(&self, what: &str) -> Result<()>;
-    /// Why the group has failed, on this rank or on a peer that reported it.
+    /// The error with which the group failed, on this rank or on a peer that reported it.
     fn fault(&self) -> Option<Error>;
-    /// Fails it, on all ranks; the first error counts.
+    /// Fails the group on all ranks. Only the first error counts.
     fn fail(&self, error: Error);
-    /// Looks from now on whether another rank has told why it failed, where `fault` does not see that by itself. Returns
-    /// how long that may take. Never waits.
+    /// Starts to look whether another rank has reported why it failed, if `fault` does not see such reports by itself.
+    /// Returns how long that may take. Never waits.
     fn ask_for_fault(&self) -> Duration;
-    /// The error of an operation that its library has failed with these `words`: the ranks that have not issued it, what
-    /// they do, and where. `None` where none is known to be missing.
+    /// The error of an operation whose library call failed with the text `words`. It names the ranks that have not
+    /// issued the operation, what they do, and where. `None` if no rank is known to be missing.
     fn failed_within(&self, watched: &Watched, words: &str) -> Option<Error>;
-    /// True when a signal handler of the program raised.
+    /// Whether a signal handler of the program raised an exception.
     fn interrupted(&self) -> bool;
     /// Ranks whose process has ended.
     fn dead_ranks(&self) -> Vec<usize>;
     /// Whether a rank has left the group in order.
     fn left(&self, rank: usize) -> bool;
-    /// The number of the last collective that a rank has launched, where it can be seen: on one host.
+    /// Number of the last collective that a rank has launched; `None` if this rank cannot see it, because it is on
+    /// another host.
     fn launched(&self, rank: usize) -> Option<u64>;
     fn death_of(&self, rank: usize, during: &str) -> Error;
-    /// Takes the next number of a collective on a device, and publishes what it signs.
+    /// Takes the next number of a collective on a device, and publishes the signature for that number.
     fn next_number(&self, signed: Signed) -> u64;
-    /// Compares what this rank signed for numbers, those still kept, with what others have signed for them. Never waits.
+    /// Compares the signatures of this rank for the numbers `first` to `last` with those of other ranks, as far as both
+    /// are still kept. Never waits.
     fn compare(&self, first: u64, last: u64) -> Agreed;
-    /// Asks the ranks that an operation waits for what they do, once it has been under way for long. Cheap before that.
+    /// If an operation has been pending for long, asks the ranks it waits for what they do. Cheap before that.
     fn look_at_long_waits(&self);
-    /// The error at the deadline of an operation: the ranks that have not issued it, what they do, and where.
+    /// The error at an operation's deadline. It names the ranks that have not issued the operation, what they do, and
+    /// where.
     fn deadline_passed(&self, watched: &Watched) -> Error;
-    /// Enters a call into the statistics, after its number was taken.
+    /// Enters a call into the statistics. The call's number was taken before.
     fn count(&self, call: &DeviceRequest<'_>) -> Box<dyn Counted>;
 }
 
-/// Whether the ranks called the same operations as some numbers.
+/// Whether the ranks called the same operations under certain numbers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Agreed {
-    /// Those that can be seen have all launched theirs.
+    /// Every rank whose signatures can be seen has launched its operations, and they agree.
     WithAll,
-    /// Some have not launched theirs yet.
+    /// No disagreement yet; some ranks have not launched their operations.
     SoFar,
     Not(Error),
 }
 
-/// A call in the statistics. Dropped before `end`, it counts as failed.
+/// A call in the statistics. If it is dropped before `end`, the call counts as failed.
 pub trait Counted: Send + Sync {
-    /// `timed`: this is the moment in which it ended.
+    /// `well`: the call succeeded. `timed`: the call ended at this moment, so its duration can be recorded.
     fn end(&self, well: bool, timed: bool);
 }
 
-/// What is known of an operation that has not ended.
+/// Description of an operation that has not ended.
 #[derive(Clone, Debug)]
 pub struct Watched {
     /// The operation's name in error texts.
     pub op: String,
     pub kind: Kind,
     pub number: u64,
-    /// "npu:0"
+    /// The device in error texts, such as "npu:0".
     pub device: String,
-    /// The other rank of a message.
+    /// Peer of a send or a receive; `None` for a collective.
     pub peer: Option<u32>,
     /// Only this rank and `peer` take part in it.
     pub with_peer_alone: bool,
@@ -95,7 +99,7 @@ pub struct Watched {
 }
 
 impl Watched {
-    /// "all_reduce number 7 on npu:0"
+    /// The operation in error texts, such as "all_reduce number 7 on npu:0".
     pub fn what(&self) -> String {
         let Watched { op, number, device, .. } = self;
         match self.peer {
@@ -108,17 +112,17 @@ impl Watched {
 /// A call as its caller passed it.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceRequest<'a> {
-    /// The operation's name in messages.
+    /// The operation's name in error texts.
     pub name: &'a str,
-    /// `ranks` is filled in by the engine.
+    /// The engine sets the field `ranks`.
     pub asked: LoweringInput,
-    /// Root, or the peer of a message.
+    /// Rank of the root, or the peer of a message.
     pub root: u32,
     pub tag: u32,
-    /// `None`: the group's.
+    /// `None`: the group's timeout.
     pub timeout: Option<Duration>,
     pub buffers: Buffers<'a>,
-    /// Hash of the call's list of tensors (`op::lists::of_tensors`); 0 where it has one tensor.
+    /// Hash of the call's list of tensors (`op::lists::of_tensors`); 0 if the call has one tensor.
     pub list: u64,
     pub note: CallNote,
 }
@@ -139,7 +143,7 @@ impl DeviceRequest<'_> {
         op::signature_of(kind, (dtype, op), self.root, (self.read(), self.written()))
     }
 
-    /// What calls that have one number sign together.
+    /// The common signature of calls that share one number.
     pub(super) fn signed(calls: &[DeviceRequest<'_>]) -> Signed {
         const BYTES: u64 = (1 << 40) - 1;
         let mix = |hash: u64, word: u64| (hash.rotate_left(5) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -158,12 +162,12 @@ impl DeviceRequest<'_> {
     }
 }
 
-/// How the calls of one launch are made.
+/// Conditions under which the calls of one launch run.
 #[derive(Clone, Copy, Debug)]
 pub struct Terms {
     pub device: i32,
-    /// The calls form a coalescing region. All ranks know of its calls, so its sends and receives use the communicator
-    /// of the whole group and need none of their own.
+    /// The calls form a coalescing region. All ranks know the region's calls, so its sends and receives use the
+    /// communicator of the whole group and need no communicator for their pair.
     pub region: bool,
     /// The caller's stream is being captured into a graph.
     pub capturing: bool,

@@ -1,5 +1,5 @@
-//! From a lowering and the memory of one rank to calls of the library. `calls` is pure, so that tests can run it against a
-//! model of a library in plain memory; `launch` puts the calls on a stream.
+//! Turns a lowering and one rank's memory into calls of the library. `calls` is pure, so that tests can run it against
+//! a model of a library in plain memory. `launch` puts the calls on a stream.
 
 use super::communicator::{Call, Communicator, Kept, Message};
 use super::lowering::{Lowering, Method};
@@ -7,32 +7,34 @@ use super::runtime::{Runtime, Stream};
 use crate::error::{Error, Result};
 use crate::types::{Kind, Span};
 
-/// One rank's part in an operation. Memory is on the device, in the lowering's wire type, after `before` and before `after`.
+/// One rank's part in an operation. Addresses are on the device. The memory holds the lowering's wire type: after the
+/// steps `before`, and before the steps `after`.
 ///
-/// `send` and `recv` are as the table of `types::Request` has them, for the kind that the lowering names: one span a block,
-/// or, where blocks are equal and lie behind each other, a single span for all. Empty where a rank has none.
+/// `send` and `recv` follow the table of `types::Request`, for the kind that the lowering names. They have one span for
+/// each block, or a single span if the blocks are equal and contiguous. They are empty if the rank sends or receives
+/// nothing.
 #[derive(Clone, Copy, Debug)]
 pub struct Job<'a> {
     pub lowering: &'a Lowering,
     pub rank: u32,
     pub ranks: u32,
-    /// The peer of a send or receive.
+    /// Rank of the root, or the peer of a send or receive.
     pub root: u32,
-    /// Device address of the factor, in the lowering's wire type, where the library itself has PREMUL_SUM; 0 where the
-    /// factor is in the lowering.
+    /// Device address of the factor in the lowering's wire type, if the library itself has PREMUL_SUM. 0 if the
+    /// lowering contains the factor.
     pub factor: usize,
     pub send: &'a [Span],
     pub recv: &'a [Span],
 }
 
-/// Host memory that the calls refer to; to be kept until the stream has passed them.
+/// Host memory that the calls refer to. It must be kept until the stream has completed them.
 #[derive(Default)]
 pub struct Launched {
     kept: Vec<Box<dyn std::any::Any + Send>>,
 }
 
 impl Launched {
-    /// Of one call.
+    /// The memory of one call.
     pub fn of(kept: Kept) -> Launched {
         Launched { kept: kept.into_iter().collect() }
     }
@@ -69,12 +71,12 @@ pub fn launch(
     }
     communicator.group_start()?;
     let called = calls(job, &mut run);
-    // Also after an error: a group that stays open swallows whatever this thread calls next.
+    // Also after an error: a library group that stays open would include this thread's later calls.
     let ended = communicator.group_end();
     called.and(ended).map(|()| launched)
 }
 
-/// Gives the calls of one rank to `run`, in order, and ends at the first error.
+/// Passes the calls of one rank to `run` in order. Stops at the first error.
 pub fn calls(job: &Job<'_>, run: &mut dyn FnMut(&Call<'_>) -> Result<()>) -> Result<()> {
     let lowering = job.lowering;
     match (lowering.kind, lowering.method) {
@@ -107,11 +109,11 @@ impl Job<'_> {
         }
     }
 
-    /// The block for or from rank `q`.
+    /// The block that is sent to, or received from, rank `q`.
     fn block(&self, spans: &[Span], q: u32) -> Result<Span> {
         let ranks = self.ranks as usize;
         match spans {
-            [] => Ok(Span { addr: 0, bytes: 0 }), // all are empty
+            [] => Ok(Span { addr: 0, bytes: 0 }), // all blocks are empty
             _ if spans.len() == ranks => Ok(spans[q as usize]),
             [whole] if whole.bytes.is_multiple_of(ranks) => {
                 let bytes = whole.bytes / ranks;
@@ -121,9 +123,9 @@ impl Job<'_> {
         }
     }
 
-    /// All blocks as one run; a lowering that is `contiguous` promises it.
+    /// All blocks as one contiguous span. If the lowering is `contiguous`, the layout has made sure of that.
     fn run(&self, spans: &[Span]) -> Result<Span> {
-        // An empty block lies nowhere.
+        // Empty blocks are skipped, because their addresses mean nothing.
         let mut whole = Span { addr: spans.first().map_or(0, |first| first.addr), bytes: 0 };
         for span in spans.iter().filter(|span| span.bytes > 0) {
             if whole.bytes == 0 {
@@ -147,7 +149,7 @@ fn native(job: &Job<'_>, run: &mut dyn FnMut(&Call<'_>) -> Result<()>) -> Result
     let (send, recv, root) = (sent.addr, received.addr, job.root);
     let at_root = job.rank == root;
     let ranks = job.ranks as usize;
-    // Bytes of the smaller side, and how many times the other side is as large.
+    // Bytes of the smaller side, and whether the other side has the matching size.
     let (bytes, fits) = match kind {
         Kind::AllReduce => (sent.bytes, received.bytes == sent.bytes),
         Kind::Reduce => (sent.bytes, !at_root || received.bytes == sent.bytes),
@@ -164,7 +166,7 @@ fn native(job: &Job<'_>, run: &mut dyn FnMut(&Call<'_>) -> Result<()>) -> Result
     }
     let count = job.count(bytes)?;
     if count == 0 {
-        return Ok(()); // on every rank, as the sizes agree
+        return Ok(()); // on every rank, because the sizes agree
     }
     let call = match kind {
         Kind::AllReduce => Call::AllReduce { send, recv, count, dtype, op },
@@ -206,7 +208,7 @@ fn exchange(job: &Job<'_>, run: &mut dyn FnMut(&Call<'_>) -> Result<()>) -> Resu
     let mut own = None;
     let mut message = |sends: bool, peer: u32, span: Span| {
         if peer == me {
-            own = Some(span); // the other half is known by the caller
+            own = Some(span); // the caller has the matching span
         } else if span.bytes > 0 {
             messages.push(Message { peer, sends, addr: span.addr, bytes: span.bytes });
         }
@@ -231,7 +233,7 @@ fn exchange(job: &Job<'_>, run: &mut dyn FnMut(&Call<'_>) -> Result<()>) -> Resu
         }
         Kind::Scatter => message(false, job.root, whole(job.recv)?),
         _ => {
-            // Each rank begins with the rank after itself, so that not all send to rank 0 first.
+            // Each rank begins with its successor, so that not all ranks send to rank 0 first.
             for step in 1..job.ranks {
                 message(true, (me + step) % job.ranks, job.block(job.send, (me + step) % job.ranks)?);
                 let from = (me + job.ranks - step) % job.ranks;
@@ -256,7 +258,7 @@ fn exchange(job: &Job<'_>, run: &mut dyn FnMut(&Call<'_>) -> Result<()>) -> Resu
 fn per_root(job: &Job<'_>, run: &mut dyn FnMut(&Call<'_>) -> Result<()>) -> Result<()> {
     let Lowering { kind, dtype, op, .. } = *job.lowering;
     if kind == Kind::AllGather {
-        // The own block first, into the place that it is sent from.
+        // Copies the rank's own block first, to the place from which the broadcast sends it.
         let own = job.block(job.recv, job.rank)?;
         let send = job.run(job.send)?;
         if own.bytes != send.bytes {
@@ -268,7 +270,7 @@ fn per_root(job: &Job<'_>, run: &mut dyn FnMut(&Call<'_>) -> Result<()>) -> Resu
         let block = job.block(if kind == Kind::AllGather { job.recv } else { job.send }, root)?;
         let count = job.count(block.bytes)?;
         if count == 0 {
-            continue; // on every rank, as all know all sizes
+            continue; // on every rank, because all ranks know all sizes
         }
         let call = if kind == Kind::AllGather {
             Call::Broadcast { buffer: block.addr, count, dtype, root }

@@ -1,25 +1,26 @@
-//! Which memory the library gets for a call: the caller's where the library can use it, else temporaries, which the
-//! shim fills before the call and copies back after it. Pure; peers notice nothing of a rank's decision.
+//! Which memory is passed to the library for a call: the caller's memory if the library can use it, otherwise
+//! temporaries. The shim fills the temporaries before the call and copies them back after it. Pure. Ranks may decide
+//! differently, because the decision does not change what is transferred.
 
 use std::borrow::Cow;
 
 use super::lowering::{Local, Lowering};
 use crate::types::{Dtype, Kind, Span};
 
-/// The memory of a call as its caller passed it, in the order of the elements.
+/// The memory of a call as its caller passed it. The spans are in the order of the elements.
 #[derive(Clone, Copy, Debug)]
 pub struct Buffers<'a> {
     pub inputs: &'a [Span],
     pub outputs: &'a [Span],
-    /// Bytes of each rank's block; empty where all are equal.
+    /// Bytes of each rank's block; empty if all blocks are equal.
     pub in_blocks: &'a [usize],
     pub out_blocks: &'a [usize],
 }
 
-/// One side of a call, as the library gets it.
+/// One side of a call (input or output) as the library gets it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Side {
-    /// Bytes of the temporary; the spans are offsets into it. `None` where the spans are addresses of the caller's
+    /// Bytes of the temporary; the spans are then offsets into it. `None` if the spans are addresses of the caller's
     /// memory.
     pub temporary: Option<usize>,
     spans: Vec<Span>,
@@ -27,11 +28,11 @@ pub struct Side {
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Layout {
-    /// A temporary holds the inputs behind each other, after the steps before the call.
+    /// Input of the library. A temporary holds the inputs contiguously, after the steps before the call.
     pub send: Side,
-    /// A temporary is copied to the outputs, after the steps after the call.
+    /// Output of the library. A temporary is copied to the outputs, after the steps after the call.
     pub recv: Side,
-    /// The library receives into the temporary that it sends from.
+    /// The library receives into the same temporary that it sends from.
     pub in_place: bool,
 }
 
@@ -40,7 +41,7 @@ impl Side {
         Side { temporary: Some(bytes), spans: vec![Span { addr: 0, bytes }] }
     }
 
-    /// A temporary that holds these blocks behind each other.
+    /// A temporary that holds these blocks contiguously.
     fn of_blocks(blocks: &[usize]) -> Side {
         let mut bytes = 0;
         let place = |block: &usize| {
@@ -52,7 +53,7 @@ impl Side {
         Side { temporary: Some(bytes), spans }
     }
 
-    /// `base`: where the temporary lies, if there is one.
+    /// The spans as addresses. `base` is the address of the temporary, if there is one.
     pub fn at(&self, base: usize) -> Cow<'_, [Span]> {
         match self.temporary {
             None => Cow::Borrowed(&self.spans),
@@ -62,10 +63,10 @@ impl Side {
 }
 
 impl Layout {
-    /// For a call of `kind` on tensors of `dtype`, among so many ranks.
+    /// The layout of a call of `kind` on tensors of `dtype`, in a group of `ranks` ranks.
     pub fn of(kind: Kind, dtype: Dtype, ranks: usize, buffers: &Buffers<'_>, lowering: &Lowering) -> Layout {
         if kind == Kind::Barrier {
-            // A barrier sends one number, which the shim makes.
+            // A barrier sends one number, which the shim creates.
             return Layout { send: Side::whole(lowering.dtype.size()), recv: Side::default(), in_place: true };
         }
         let call =
@@ -77,13 +78,13 @@ impl Layout {
         Layout { send, recv, in_place }
     }
 
-    /// Where the library receives. `send` and `recv` are where the temporaries lie.
+    /// The memory that the library receives into. `send` and `recv` are the addresses of the temporaries.
     pub fn received(&self, send: usize, recv: usize) -> Cow<'_, [Span]> {
         if self.in_place { self.send.at(send) } else { self.recv.at(recv) }
     }
 }
 
-/// The type in which the elements travel.
+/// The element type that is transferred.
 fn wire_type(dtype: Dtype, lowering: &Lowering) -> Dtype {
     let cast = lowering.before.iter().rev().find_map(|step| match step {
         Local::Cast(to) => Some(*to),
@@ -97,7 +98,7 @@ struct Placing<'a> {
     ranks: usize,
     buffers: &'a Buffers<'a>,
     lowering: &'a Lowering,
-    /// Bytes of an element of the caller's tensors, and of what travels.
+    /// Element size in the caller's dtype and in the wire dtype.
     item: usize,
     wire: usize,
 }
@@ -136,7 +137,7 @@ impl Placing<'_> {
         if kind == asked {
             return self.temporary(outputs, out_blocks, cut);
         }
-        // All ranks' data come together here.
+        // The temporary receives the data of all ranks.
         let each = if kind == Kind::AllToAll { self.on_wire(total(outputs)) } else { total(&send.spans) };
         Side::of_blocks(&vec![each; self.ranks])
     }
@@ -154,8 +155,8 @@ impl Placing<'_> {
         if blocks.is_empty() { vec![total(spans) / self.ranks; self.ranks] } else { blocks.to_vec() }
     }
 
-    /// The caller's memory as the library can take it, or `None` where it needs a temporary; `cut`: one block for each
-    /// rank.
+    /// The caller's memory as spans that the library can use directly, or `None` if a temporary is needed. `cut`: the
+    /// memory consists of one block for each rank.
     fn as_they_lie(&self, spans: &[Span], blocks: &[usize], cut: bool) -> Option<Vec<Span>> {
         let run = as_run(spans);
         match run {
@@ -176,13 +177,13 @@ fn any_overlap(left: &[Span], right: &[Span]) -> bool {
     left.iter().any(|a| right.iter().any(|b| meet(a, b)))
 }
 
-/// All spans as one, where each begins at the end of the one before it; an empty list gives none.
+/// All spans as one, if each begins at the end of the one before it; otherwise `None`. An empty list stays empty.
 fn as_run(spans: &[Span]) -> Option<Vec<Span>> {
     let behind = spans.windows(2).all(|pair| pair[1].addr == pair[0].addr + pair[0].bytes);
     behind.then(|| spans.first().map(|first| Span { addr: first.addr, bytes: total(spans) }).into_iter().collect())
 }
 
-/// One span for each block, where each lies in one run.
+/// One span for each block, if every block is contiguous; otherwise `None`.
 fn per_rank(spans: &[Span], blocks: &[usize]) -> Option<Vec<Span>> {
     let mut rest = spans.iter().copied();
     let mut left = Span { addr: 0, bytes: 0 };
@@ -239,7 +240,7 @@ mod tests {
         let one = layout(Vendor::Nccl, SUM, &[(64, 8), (72, 8)], &[(64, 8), (72, 8)], &[]);
         assert_eq!((one.send.temporary, one.recv.temporary, one.in_place), (None, None, false));
         assert_eq!((&*one.send.at(5), &*one.received(5, 7)), (&spans(&[(64, 16)])[..], &spans(&[(64, 16)])[..]));
-        // Blocks may lie anywhere where the library gets each of them separately.
+        // Blocks need not be contiguous if the library gets each of them separately.
         let moved = (Kind::AllToAll, Dtype::F32, ReduceOp::Sum);
         let parts = [(64, 8), (512, 8)];
         assert_eq!(*layout(Vendor::Nccl, moved, &parts, &parts, &[]).send.at(0), spans(&parts)[..]);
@@ -253,12 +254,12 @@ mod tests {
         let list = layout(Vendor::Nccl, SUM, &[(64, 8), (128, 8)], &[(64, 8), (128, 8)], &[]);
         assert_eq!((list.send.temporary, list.in_place), (Some(16), true));
         assert_eq!(*list.received(1000, 0), spans(&[(1000, 16)])[..]);
-        // NCCL adds no 16-bit integers: they travel as 32 bits.
+        // NCCL does not reduce 16-bit integers, so they are sent as 32-bit integers.
         let short = (Kind::ReduceScatter, Dtype::I16, ReduceOp::Sum);
         let wide = layout(Vendor::Nccl, short, &[(64, 8)], &[(128, 4)], &[]);
         assert_eq!(*wide.send.at(0), spans(&[(0, 8), (8, 8)])[..]);
         assert_eq!((wide.recv.temporary, &*wide.received(0, 32)), (Some(8), &spans(&[(32, 8)])[..]));
-        // Composed by what all ranks send.
+        // Composed from an all_gather of what all ranks send.
         let fold = (Kind::AllReduce, Dtype::I32, ReduceOp::Band);
         assert_eq!(layout(Vendor::Nccl, fold, &[(64, 8)], &[(64, 8)], &[]).recv.temporary, Some(16));
     }
@@ -271,7 +272,7 @@ mod tests {
         assert_eq!(layout(Vendor::Hccl, moved, &[(64, 8)], &[(68, 8)], &[]).recv.temporary, Some(8));
         let uneven = layout(Vendor::Nccl, moved, &[(64, 8)], &[(128, 8)], &[2, 6]);
         assert_eq!(*uneven.send.at(0), spans(&[(64, 2), (66, 6)])[..]);
-        // A rank without data has an empty block for each.
+        // A rank without data has an empty block for each rank.
         assert_eq!(layout(Vendor::Nccl, moved, &[], &[], &[0, 0]).send.at(0).len(), 2);
     }
 }

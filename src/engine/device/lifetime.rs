@@ -1,5 +1,5 @@
-//! The later life of a group's communicators: others are made out of them when the group is split or shrinks, and all
-//! are ended.
+//! The later life of a group's communicators: splitting or shrinking a group makes new communicators out of them, and
+//! finally all are ended.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -22,8 +22,9 @@ impl DeviceEngine {
         self.living(device).is_some_and(|own| own.communicator.can_split(members))
     }
 
-    /// Makes that communicator for `child`, the devices of the group of `members`; `child` is `None` on a rank that is
-    /// in no new group. All ranks of this group call it together; the groups that they make have no rank in common.
+    /// Splits the group's communicator, and makes the communicator of `child`, the engine of the group of `members`.
+    /// `child` is `None` on a rank that is in no new group. All ranks of this group call it together. The new groups
+    /// have no rank in common.
     pub fn split(&self, child: Option<&DeviceEngine>, device: i32, members: &[u32]) -> Result<()> {
         let own = self
             .living(device)
@@ -42,8 +43,8 @@ impl DeviceEngine {
         Ok(())
     }
 
-    /// Takes the communicator of all ranks out of use, for a group that is about to shrink; it ends when the returned
-    /// object is dropped. `drained`: nothing is under way in it.
+    /// Takes the communicator of all ranks out of use, for a group that is about to shrink. The communicator ends when
+    /// the returned object is dropped. `drained`: no operation is pending in it.
     pub fn retire(self: &Arc<Self>, device: i32, drained: bool) -> Retired {
         let own = self.living(device).filter(|own| {
             own.drained.fetch_or(drained, Ordering::Relaxed);
@@ -52,8 +53,8 @@ impl DeviceEngine {
         Retired { engine: Arc::clone(self), device, communicator: own }
     }
 
-    /// Ends all communicators, which unblocks operations that hang; no operation can be issued afterwards. Returns when
-    /// all have ended: a library may take its time for each, so they end beside one another.
+    /// Ends all communicators, which unblocks hanging operations. No operation can be issued afterwards. Returns when
+    /// all have ended. A library may need long for each communicator, so they end in parallel.
     pub fn abort(&self) {
         let mut all: Vec<Arc<DeviceComm>> = lock(&self.communicators.known).values().cloned().collect();
         let last = all.pop();
@@ -66,20 +67,21 @@ impl DeviceEngine {
             last.abort();
         }
         for each in beside {
-            let _ = each.join(); // a panic there is in the log, and the communicator is out of use
+            let _ = each.join(); // a panic is in the log, and the communicator is already marked as ended
         }
     }
 
-    /// Ends all communicators together with the other ranks: within the timeout (zero: no limit) while all ranks live,
-    /// soon where one is gone. A communicator that does not end is aborted, or left to a thread that goes on waiting
-    /// for it. `drained`: no operation is under way. False where a signal handler raised meanwhile.
+    /// Ends all communicators together with the other ranks. Waits at most the timeout (zero: no limit) while all ranks
+    /// live, and only briefly if a rank is gone. A communicator that does not end in time is aborted, or left to a
+    /// background thread that goes on waiting. `drained`: no operation is pending. Returns false if a signal handler
+    /// raised an exception meanwhile.
     pub fn close(&self, timeout: Duration, drained: bool) -> bool {
         let begin = Instant::now();
         if !drained || !self.whole("the end of the group") {
             self.abort();
         }
         let all = std::mem::take(&mut *lock(&self.communicators.known));
-        // In one order on all ranks, so that ranks do not wait for each other in a circle.
+        // The order is the same on all ranks, so that ranks do not wait for each other in a circle.
         let mut interrupted = false;
         for each in all.values() {
             if interrupted {
@@ -92,8 +94,8 @@ impl DeviceEngine {
         !interrupted
     }
 
-    /// True while nobody has died and the group has not failed; with an error it fails. Who has left in order fails nobody:
-    /// the others may still have messages for each other.
+    /// True if no rank has died and the group has not failed; otherwise the group fails. A rank that left in order does
+    /// not make the group fail, because the remaining ranks may still have messages for each other.
     fn whole(&self, what: &str) -> bool {
         let died = || self.group.dead_ranks().into_iter().find(|rank| !self.group.left(*rank));
         let death = |rank| self.group.death_of(rank, &format!("waits for {what}"));
@@ -115,13 +117,13 @@ pub struct Retired {
 }
 
 impl Retired {
-    /// Whether there is a communicator, and the library can make one without the ranks that do not call.
+    /// Whether the communicator exists and the library can shrink it without calls by the excluded ranks.
     pub fn can_shrink(&self) -> bool {
         self.communicator.is_some() && self.engine.capabilities().shrink
     }
 
-    /// Makes the communicator of `child`, a group of all ranks but `excluded`; all ranks of that group call it at once.
-    /// Operations that are under way in the old one are aborted.
+    /// Makes the communicator of `child`, a group of all ranks except `excluded`. All ranks of that group call it
+    /// together. Operations that are pending in the old communicator are aborted.
     pub fn shrink(&self, child: &DeviceEngine, excluded: &[u32]) -> Result<()> {
         let own = self.communicator.as_ref().ok_or_else(|| Error::bug("sagellm: nothing to shrink"))?;
         let made = child.named("all", self.device, |name, _| {

@@ -1,4 +1,4 @@
-//! One call of a launch: how the library is called for it, and with which memory.
+//! One call of a launch: which library call runs it, and with which memory.
 
 use std::borrow::Cow;
 
@@ -10,9 +10,9 @@ use crate::types::{Kind, ReduceOp, Span};
 pub struct Lowered {
     pub(super) name: String,
     pub(super) kind: Kind,
-    /// In the communicator.
+    /// The root's rank in the communicator.
     pub(super) root: u32,
-    /// As the program's group counts ranks.
+    /// The peer's rank in the program's group.
     pub(super) peer: u32,
     pub(super) tensors: u32,
     pub(super) bytes: u64,
@@ -20,23 +20,23 @@ pub struct Lowered {
     pub layout: Layout,
 }
 
-/// Addresses of the temporaries that the layout of one call asks for, once the local steps before the call have filled
-/// them; 0 where it asks for none.
+/// Addresses of the temporaries that the layout of one call needs. The local steps before the call have filled them. 0
+/// if the layout needs none.
 #[derive(Clone, Copy, Debug)]
 pub struct Placed {
-    /// Address of the factor, where the library itself has PREMUL_SUM.
+    /// Address of the factor, if the library itself has PREMUL_SUM.
     pub factor: usize,
     pub send: usize,
     pub recv: usize,
 }
 
 impl Lowered {
-    /// Where the library sends from and receives to.
+    /// The memory that the library sends from, and the memory that it receives into.
     pub(super) fn memory(&self, place: &Placed) -> (Cow<'_, [Span]>, Cow<'_, [Span]>) {
         (self.layout.send.at(place.send), self.layout.received(place.send, place.recv))
     }
 
-    /// The library itself scales by a factor (its PREMUL_SUM), which the launch must pass.
+    /// Whether the library itself scales by a factor (its PREMUL_SUM), which the launch must pass.
     pub fn is_premul(&self) -> bool {
         matches!(self.lowering.op, ReduceOp::PremulSum(_))
     }

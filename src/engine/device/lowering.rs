@@ -1,18 +1,18 @@
-//! How to call a library so that the result is the one that torch defines, also for an operation that the library does
-//! not have: a pure function of facts that all ranks share. A missing operation is composed of others; where that would
-//! give another result, the call is refused with an advice.
+//! How a library is called so that the result is the one that torch defines, even for operations that the library
+//! lacks. A pure function of facts that all ranks share. A missing operation is composed of others. If the composition
+//! would give another result, the call is refused, and the error says what to do.
 //!
-//! Nothing here names a vendor: [`Capabilities`] say what a library can do. To add a vendor is to write its
-//! capabilities.
+//! No code here names a vendor: [`Capabilities`] say what a library can do. A new vendor only needs its capabilities.
 //!
-//! # What a [`Lowering`] says
-//! `before` is done to the input on the communication stream, in order, then the library moves and combines `dtype`, then
-//! `after` is done to the result, in order. Where neither is empty the caller works in temporary memory. `dtype` may be
-//! a view of the tensor's own bytes (complex numbers as pairs, bool as bytes); a change of the bytes is a `Cast`.
+//! # Meaning of a [`Lowering`]
+//! The steps `before` are applied to the input on the communication stream, in order. Then the library moves or reduces
+//! elements of type `dtype`. Then the steps `after` are applied to the result, in order. If either list is not empty,
+//! that side is in temporary memory. `dtype` may be a view of the tensor's bytes (complex numbers as pairs, bool as
+//! bytes); a conversion of the bytes is a `Cast`.
 
 use crate::types::{Dtype, Kind, ReduceOp};
 
-/// Reduce ops as a set: bit `ReduceOp::code`.
+/// A set of reduce ops: bit `ReduceOp::code` for each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ops(u16);
 
@@ -62,27 +62,27 @@ pub enum Double {
 /// The capabilities of one library, in the version found. Data, so that lowering needs no vendor's name.
 #[derive(Clone, Debug)]
 pub struct Capabilities {
-    /// For messages, with the version: "NCCL 2.30.7".
+    /// Name and version for error texts, such as "NCCL 2.30.7".
     pub name: String,
-    /// Element types that it combines, and by which ops.
+    /// The element types that the library reduces, and with which ops.
     pub reduces: &'static [(Dtype, Ops)],
     pub double: Double,
     pub gather: bool,
     pub scatter: bool,
-    /// all_to_all with a count for every peer, between two contiguous buffers that differ.
+    /// The library has an all_to_all with a count for each peer, between two distinct contiguous buffers.
     pub all_to_all_v: bool,
-    /// A reduce to one root may leave partial sums in the input of the others.
+    /// A reduce to one root may leave partial sums in the inputs of the other ranks.
     pub reduce_clobbers_input: bool,
-    /// Several calls between group start and group end are one launch.
+    /// The library makes one launch of the calls between group start and group end.
     pub group: bool,
-    /// Communicators can be made from a communicator.
+    /// The library can make a communicator out of another one.
     pub split: bool,
     pub shrink: bool,
-    /// A communicator can be ended while an operation hangs.
+    /// The library can end a communicator while an operation hangs.
     pub abort: bool,
-    /// Bytes of the id that rank 0 makes.
+    /// Size of the id that rank 0 makes.
     pub id_bytes: usize,
-    /// Functions that would be used and that the library lacks.
+    /// Names of functions that we would use and the library lacks.
     pub missing: Vec<&'static str>,
 }
 
@@ -92,30 +92,30 @@ impl Capabilities {
     }
 }
 
-/// An operation, as far as lowering depends on it. The same on all ranks.
+/// The properties of an operation on which its lowering depends. Equal on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LoweringInput {
     pub kind: Kind,
-    /// Of the tensors, also where they are only moved; `Bytes` where the type is none of ours (8-bit floats).
+    /// Element type of the tensors, even if they are only moved. `Bytes` if `Dtype` lacks the type.
     pub dtype: Dtype,
     pub op: ReduceOp,
     pub ranks: usize,
-    /// All ranks' blocks are equal, and all ranks know it from the form of the call.
+    /// All ranks' blocks are equal, and every rank knows that from the form of the call.
     pub equal_counts: bool,
-    /// The tensor's memory is its elements in order: false for internal formats, which torch_npu gives tensors.
+    /// The tensor's memory holds its elements in order. False for the internal formats of torch_npu.
     pub dense: bool,
 }
 
 /// A step that the shim applies to a tensor before or after the library's call, on the communication stream.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Local {
-    /// To another type as torch casts; integers wrap.
+    /// Casts to another type as torch does; integers wrap.
     Cast(Dtype),
-    /// Every element times the factor; for integers the factor without its fraction.
+    /// Multiplies every element by the factor. For integers, the factor is first truncated to an integer.
     Scale(f64),
-    /// Every element through the count; integers towards zero.
+    /// Divides every element by the count; integers round towards zero.
     Divide(usize),
-    /// The buffer holds one block for each rank: combined element by element, in the order of the ranks.
+    /// Reduces a buffer that holds one block for each rank, element by element and in the order of the ranks.
     Fold(ReduceOp),
 }
 
@@ -124,35 +124,35 @@ pub enum Local {
 pub enum Method {
     /// One call of the library for this kind.
     Native,
-    /// Sends and receives that are under way together, and a local copy of the own block.
+    /// Sends and receives that are in flight together, and a local copy of the rank's own block.
     Exchange,
-    /// One broadcast (all_gather) or reduce (reduce_scatter) for each rank, of that rank's block.
+    /// For each rank, one broadcast (all_gather) or one reduce (reduce_scatter) of that rank's block.
     PerRoot,
 }
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct Lowering {
-    /// What the library does, which may be another kind than the caller's.
+    /// The operation that the library runs. May differ from the caller's kind.
     pub kind: Kind,
     pub dtype: Dtype,
     pub op: ReduceOp,
     pub before: Vec<Local>,
     pub after: Vec<Local>,
     pub method: Method,
-    /// Blocks must lie behind each other in one buffer; otherwise each may lie anywhere.
+    /// The blocks must be contiguous in one buffer. If false, each block may be anywhere.
     pub contiguous: bool,
     /// The library must send from and receive into different memory.
     pub out_of_place: bool,
-    /// The input may be overwritten: hand over a copy where it must stay.
+    /// The library may overwrite its input, so an input that must be preserved is passed as a copy.
     pub clobbers_input: bool,
     /// The calls are one launch: `launch` puts them between group start and group end.
     pub grouped: bool,
-    /// Why it is not one plain call, for `explain`; empty if it is.
+    /// Why the operation is not one plain call, for `explain`; empty if it is one.
     pub why: String,
 }
 
 impl Lowering {
-    /// One call of the library's own, on memory as it lies.
+    /// One native call of the library, directly on the caller's memory.
     fn native(kind: Kind, dtype: Dtype, op: ReduceOp) -> Lowering {
         Lowering {
             kind,
@@ -170,7 +170,7 @@ impl Lowering {
     }
 }
 
-/// How to call the library for an operation, or why that cannot be done and what to do.
+/// How the library is called for an operation. The error says why it cannot be, and what to do instead.
 pub fn lower(asked: &LoweringInput, able: &Capabilities) -> Result<Lowering, String> {
     let name = &able.name;
     if !asked.dense {
@@ -200,7 +200,7 @@ pub fn lower(asked: &LoweringInput, able: &Capabilities) -> Result<Lowering, Str
     }
 }
 
-/// Of 64-bit floats the type with 32.
+/// The 32-bit type for a type of 64-bit floats.
 fn narrow_of(dtype: Dtype) -> Option<Dtype> {
     match dtype {
         Dtype::F64 => Some(Dtype::F32),
@@ -209,7 +209,7 @@ fn narrow_of(dtype: Dtype) -> Option<Dtype> {
     }
 }
 
-/// Kinds that move bytes and change none.
+/// Lowers kinds that only move bytes.
 fn moved(asked: &LoweringInput, able: &Capabilities) -> Lowering {
     let LoweringInput { kind, equal_counts, .. } = *asked;
     let native = Lowering::native(kind, Dtype::Bytes, ReduceOp::Sum);
@@ -224,7 +224,8 @@ fn moved(asked: &LoweringInput, able: &Capabilities) -> Lowering {
         },
         Kind::Gather if !able.gather => exchange(lacks()),
         Kind::Scatter if !able.scatter => exchange(lacks()),
-        // Which rank has equal blocks is known to that rank alone, so both forms of the call go one way.
+        // Only the rank itself knows whether its blocks are equal. So calls with equal and with unequal blocks use the
+        // same method.
         Kind::AllToAll if able.all_to_all_v => Lowering { out_of_place: true, ..native },
         Kind::AllToAll => exchange("all_to_all travels as sends and receives, equal blocks and others alike".into()),
         Kind::AllGather if !equal_counts => Lowering {
@@ -239,11 +240,11 @@ fn moved(asked: &LoweringInput, able: &Capabilities) -> Lowering {
     }
 }
 
-/// Kinds that combine numbers.
+/// Lowers kinds that reduce numbers.
 fn combined(asked: &LoweringInput, able: &Capabilities) -> Result<Lowering, String> {
     let LoweringInput { kind, dtype, op, .. } = *asked;
     let (wire, wire_op) = as_parts(kind, dtype, op)?;
-    // torch has no operators for these, so nothing can be composed.
+    // torch has no operators for these types, so a missing reduction cannot be composed from local steps.
     if matches!(dtype, Dtype::F8E4M3 | Dtype::F8E5M2) && !able.combines(dtype, op) {
         return Err(format!(
             "sagellm: {kind}: {} does not combine {}; convert to float16 or bfloat16 first",
@@ -264,7 +265,8 @@ fn combined(asked: &LoweringInput, able: &Capabilities) -> Result<Lowering, Stri
     Ok(lowering)
 }
 
-/// The type and op that torch defines the result by: complex numbers by their parts, truth values by their order.
+/// The type and op that define torch's result: complex numbers are reduced by their parts, bools as bytes by MIN or
+/// MAX.
 fn as_parts(kind: Kind, dtype: Dtype, op: ReduceOp) -> Result<(Dtype, ReduceOp), String> {
     let undefined = || {
         let name = ReduceOp::name_of(op.code());
@@ -278,7 +280,7 @@ fn as_parts(kind: Kind, dtype: Dtype, op: ReduceOp) -> Result<(Dtype, ReduceOp),
         )),
         Dtype::C32 | Dtype::C64 | Dtype::C128 => match op {
             ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PremulSum(_) => Ok((parts_of(dtype), op)),
-            // Parts do not multiply by themselves; `folded` does it on whole numbers.
+            // A complex product is not the product of the parts; `folded` multiplies complex numbers.
             ReduceOp::Product => Ok((dtype, op)),
             _ => undefined(),
         },
@@ -301,13 +303,14 @@ fn parts_of(dtype: Dtype) -> Dtype {
     }
 }
 
-/// As one call with what the library combines, if that is possible: `None` where all ranks' data must come together.
+/// Uses one reduction that the library has, possibly with local steps before and after. `None` if there is none, so
+/// that a rank needs the data of all ranks.
 fn numbers(base: Lowering, dtype: Dtype, op: ReduceOp, ranks: usize, able: &Capabilities) -> Option<Lowering> {
     let name = &able.name;
     if able.combines(base.dtype, base.op) {
         return Some(base);
     }
-    // A truth value is 0 or 1, with or without a sign.
+    // A bool is 0 or 1, which means the same in a signed and an unsigned byte.
     if dtype == Dtype::Bool && able.combines(Dtype::I8, base.op) {
         return Some(Lowering { dtype: Dtype::I8, ..base });
     }
@@ -332,8 +335,9 @@ fn numbers(base: Lowering, dtype: Dtype, op: ReduceOp, ranks: usize, able: &Capa
     Some(Lowering { dtype: wide, before: vec![Local::Cast(wide)], after: vec![Local::Cast(dtype)], why, ..base })
 }
 
-/// Types in which SUM, PRODUCT, MIN and MAX of this one give the same after the cast back: integers modulo their width,
-/// small floats rounded once. Not the same width with another sign: hardware may saturate.
+/// Wider types in which SUM, PRODUCT, MIN and MAX give the same result after the cast back: integers wrap to their
+/// width, and small floats are rounded once. A type of the same width with the other sign is no candidate, because
+/// hardware may saturate.
 fn wider(dtype: Dtype) -> impl Iterator<Item = Dtype> {
     let types: &[Dtype] = match dtype {
         Dtype::U8 | Dtype::I8 | Dtype::U16 | Dtype::I16 => &[Dtype::I32, Dtype::I64],
@@ -344,8 +348,9 @@ fn wider(dtype: Dtype) -> impl Iterator<Item = Dtype> {
     types.iter().copied()
 }
 
-/// Every rank (reduce: the root) gets all the inputs it needs and combines them itself, in the order of the ranks. Costs
-/// as many times the memory and the traffic as there are ranks, and can do everything.
+/// Composes a reduction that the library lacks. Every rank (for reduce: the root) receives all inputs that it needs and
+/// reduces them locally, in the order of the ranks. This works for every op, but needs memory and traffic in proportion
+/// to the number of ranks.
 fn folded(asked: &LoweringInput, able: &Capabilities) -> Result<Lowering, String> {
     let LoweringInput { kind, dtype, op, .. } = *asked;
     let moves = match kind {
@@ -353,7 +358,7 @@ fn folded(asked: &LoweringInput, able: &Capabilities) -> Result<Lowering, String
         Kind::Reduce => Kind::Gather,
         _ => Kind::AllToAll,
     };
-    // Every rank receives blocks of one size, its own, so they lie behind each other.
+    // Every rank receives blocks of equal size, that of its own block, so they are contiguous.
     let equal_counts = kind != Kind::ReduceScatter || asked.equal_counts;
     let mut lowering = moved(&LoweringInput { kind: moves, equal_counts, ..*asked }, able);
     let mut after = vec![Local::Fold(op)];
@@ -379,7 +384,7 @@ fn folded(asked: &LoweringInput, able: &Capabilities) -> Result<Lowering, String
     Ok(lowering)
 }
 
-/// Two reasons as one.
+/// Joins two reasons into one text.
 pub fn join(first: &str, second: &str) -> String {
     if second.is_empty() { first.to_string() } else { format!("{first}; {second}") }
 }

@@ -1,5 +1,6 @@
-//! How a communicator is made: when a call first needs it, one after the other, also where two threads ask. Messages of two
-//! ranks have two, one for each way, made in one order by both ([`Pairs`] agrees when).
+//! How a communicator is made. It is made when a call first needs it, and only one at a time, even if two threads ask.
+//! Two ranks that exchange messages have one communicator for each direction, and make both in the same order
+//! ([`Pairs`] agrees when).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32};
@@ -16,16 +17,16 @@ use super::runtime::SPARES_CAPTURES;
 use crate::error::{Error, ErrorKind, Result};
 use crate::os::watch;
 
-/// The key of our stream for the bytes that connect pairs; those of calls are not negative.
+/// Stream key of the engine's stream that carries the bytes which connect pairs. Stream keys of calls are not negative.
 const CONNECTS: i32 = -1;
 
-/// The longest pause between two looks at the store for a rank that has not come to its first message yet: all ranks that
-/// wait for a late one ask the same store.
+/// Longest pause between two polls of the store for a rank that has not begun its first message. It limits the load of
+/// the store, which every rank that waits for a late rank polls.
 const LONGEST_PAUSE: Duration = Duration::from_millis(100);
 
 impl DeviceEngine {
-    /// The communicator of these ranks for a device. Makes it where there is none yet, and then returns when all its
-    /// ranks have come.
+    /// Returns the communicator of these ranks for a device. If it does not exist, makes it, which returns when all its
+    /// ranks have joined.
     pub fn communicator(
         self: &Arc<Self>,
         device: i32,
@@ -50,7 +51,7 @@ impl DeviceEngine {
         own.find(device, ranks).ok_or_else(|| Error::aborted("sagellm: the group was destroyed meanwhile"))
     }
 
-    /// The communicators for both directions of messages with a rank.
+    /// Makes the communicators for both directions of messages with `peer`. May make those for other ranks first.
     fn make_pair(
         self: &Arc<Self>,
         device: i32,
@@ -65,7 +66,8 @@ impl DeviceEngine {
         loop {
             let next = self.next_pair(peer, &known, (begin, timeout), exchange, pairs)?;
             let (low, high) = (me.min(next), me.max(next));
-            // Two ranks may both begin with a send, so both directions are made together, the lower rank's sends first.
+            // Both ranks may begin with a send, so both directions are made together: first the direction in which the
+            // lower rank sends.
             let ways = [Ranks::OneDirection { from: low, to: high }, Ranks::OneDirection { from: high, to: low }];
             let up = self.make(device, ways[0], exchange, timeout)?;
             let down = self.make(device, ways[1], exchange, timeout)?;
@@ -79,9 +81,9 @@ impl DeviceEngine {
         }
     }
 
-    /// Connects the communicators of both directions by a byte each, in one order on both ranks. At the first message the
-    /// library would wait on the host until the other rank has come to its own, and two ranks that both send first would
-    /// wait for each other.
+    /// Connects the communicators of both directions with one byte each, in the same order on both ranks. Otherwise the
+    /// first message would block on the host until the peer launches its part, and two ranks that both send first would
+    /// deadlock.
     fn connect_pair(
         self: &Arc<Self>,
         device: i32,
@@ -100,11 +102,12 @@ impl DeviceEngine {
             move || {
                 let runtime = &engine.runtime;
                 runtime.set_device(device)?;
-                // To get memory breaks no capture of another thread.
+                // In this mode, allocating memory does not invalidate a capture on another thread.
                 runtime.exchange_capture_mode(SPARES_CAPTURES)?;
                 let (addr, stream) = (runtime.spare(device)?, engine.own_stream(device, CONNECTS)?);
                 for (each, sends) in communicators.iter().zip([is_low, !is_low]) {
-                    // The device may still be at it when this returns: what follows in the communicator comes behind it.
+                    // The transfer may still run when this returns. Later calls of the communicator are ordered behind
+                    // it.
                     each.call(&Call::Exchange(&[Message { peer: other, sends, addr, bytes: 1 }]), stream)?;
                 }
                 Ok(())
@@ -112,7 +115,7 @@ impl DeviceEngine {
         );
         if let Err(error) = connected {
             self.group.fail(error.clone());
-            // A library may need long for that.
+            // Runs on a new thread, because a library may need long for the abort.
             let _ = watch::spawn("sagellm-abort", move || [up, down].iter().for_each(DeviceComm::abort));
             return Err(error);
         }
@@ -121,8 +124,8 @@ impl DeviceEngine {
         Ok([up, down])
     }
 
-    /// The next rank to make the communicators of messages with: `peer`, or another rank that waits for this one already.
-    /// That rank makes its own at the same time. `known`: ranks for which this device has them.
+    /// The rank with which to make the next message communicators: `peer`, or another rank that already waits for this
+    /// rank. That rank makes them at the same time. `known`: ranks whose communicators exist for this device.
     fn next_pair(
         &self,
         peer: u32,
@@ -131,7 +134,7 @@ impl DeviceEngine {
         exchange: &dyn Exchange,
         pairs: &mut Option<Pairs>,
     ) -> Result<u32> {
-        // Without an id nothing keeps the group's keys apart from those of an earlier one.
+        // Without an id, the keys of this group cannot be distinguished from those of an earlier group.
         let Some(id) = self.group.id() else { return Ok(peer) };
         let pairs = match pairs {
             Some(pairs) => pairs,
@@ -151,8 +154,7 @@ impl DeviceEngine {
         match next {
             Ok(next) => Ok(next as u32),
             Err(error) if error.kind() == ErrorKind::System => {
-                // The store may have ended with the rank that served it; the kernel reports that rank's end a moment
-                // later.
+                // The rank that served the store may have died. The kernel reports its death a moment later.
                 for _ in 0..50 {
                     may_wait()?;
                     std::thread::sleep(Duration::from_millis(5));
@@ -164,7 +166,7 @@ impl DeviceEngine {
         }
     }
 
-    /// An error where a wait for the other rank of a pair shall end.
+    /// Fails if the wait for the other rank of a pair must end.
     fn may_wait_for(&self, peer: usize, waited: Duration, timeout: Duration) -> Result<()> {
         let group = &self.group;
         let (rank, name) = (group.rank(), group.name());
@@ -195,7 +197,7 @@ impl DeviceEngine {
         Ok(())
     }
 
-    /// Makes a communicator from an id; returns when all its ranks are there.
+    /// Makes a communicator from an id. Returns when all its ranks have joined.
     fn make(
         self: &Arc<Self>,
         device: i32,
@@ -208,7 +210,7 @@ impl DeviceEngine {
             Ranks::All => (me, size),
             Ranks::OneDirection { from, to } => (u32::from(me > from.min(to)), 2),
         };
-        // Some libraries make not even an id on a thread without a device.
+        // Some libraries need a selected device even to make an id.
         self.runtime.set_device(device)?;
         let mut id = vec![0; self.capabilities().id_bytes];
         if rank == 0 {
@@ -233,14 +235,15 @@ impl DeviceEngine {
         })
     }
 
-    /// Makes a communicator under a name by which the tuner finds this group's rules.
+    /// Makes a communicator under a unique name, by which the tuner finds this group's rules.
     pub(super) fn named(
         &self,
         whose: &str,
         device: i32,
         make: impl FnOnce(String, String) -> Result<Arc<dyn Communicator>>,
     ) -> Result<DeviceComm> {
-        // Some libraries want the same name from all its ranks. They make theirs in one order, but not those of others.
+        // Some libraries require the same name on all ranks of a communicator. Each value of `whose` has its own
+        // counter, because ranks agree on the order of makings only among communicators of the same ranks.
         let made = &self.communicators.made;
         let count = lock(made).entry(whose.to_string()).and_modify(|count| *count += 1).or_insert(0).to_owned();
         let group = self.group.name();
@@ -250,7 +253,7 @@ impl DeviceEngine {
         let steering = self.api.steer(&name, policy);
         self.runtime.set_device(device)?;
         let communicator = make(name.clone(), algorithm).inspect_err(|error| {
-            // It is unknown which ranks are still in the library's call.
+            // Some ranks may still be in the library's call, and it is unknown which.
             if matches!(error.kind(), ErrorKind::Timeout | ErrorKind::Interrupted) {
                 self.group.fail(error.clone());
             }
@@ -272,7 +275,7 @@ impl DeviceEngine {
         })
     }
 
-    /// Ends a wait for the other ranks of a communicator when a signal came or the group has failed.
+    /// Ends the wait for the other ranks of a communicator if a signal arrived or the group has failed.
     pub(super) fn joining(&self, whose: &str) -> GoOn {
         let (group, whose) = (Arc::downgrade(&self.group), whose.to_string());
         Arc::new(move || {

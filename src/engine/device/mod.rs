@@ -1,4 +1,5 @@
-//! Accelerators through their vendors' libraries, found while the program runs: nothing here needs a header or is linked.
+//! Accelerators through their vendors' libraries. This module loads each library with dlopen at run time, so the build
+//! needs no vendor header and links no vendor library.
 //!
 //! ```no_run
 //! use sagellm::engine::device::{LoweringInput, always, Hints, Job, Setup, Vendor, launch, lower, open, open_runtime, synchronize};
@@ -8,8 +9,8 @@
 //! let vendor = Vendor::of_device("cuda").expect("torch's name of a device type");
 //! let runtime = open_runtime(vendor, &Hints::default())?; // streams and events
 //! let api = open(vendor, &Hints::default())?; //             communicators
-//! runtime.set_device(0)?; // every thread for itself
-//! let id = api.unique_id()?; // on rank 0; the others get these bytes through the store of the group
+//! runtime.set_device(0)?; // the device is selected per thread
+//! let id = api.unique_id()?; // on rank 0; the other ranks get these bytes through the group's store
 //! let setup = Setup {
 //!     id,
 //!     rank,
@@ -21,39 +22,39 @@
 //!     algorithm: String::new(),
 //!     runtime: runtime.clone(),
 //! };
-//! let communicator = api.clone().create(setup)?; // when all ranks are there
-//! // What torch asks for, and what this library makes of it, or the reason why it cannot:
+//! let communicator = api.clone().create(setup)?; // returns when all ranks have called it
+//! // What torch asks for, and how this library carries it out; the error says why the library cannot:
 //! let asked = LoweringInput { kind: Kind::AllReduce, dtype: Dtype::F32, op: ReduceOp::Avg, ranks: ranks as usize, equal_counts: true, dense: true };
 //! let lowering = lower(&asked, api.capabilities()).map_err(sagellm::error::Error::invalid)?;
-//! // `lowering.before` and `lowering.after` are the caller's, in torch; here they are empty.
+//! // The caller runs `lowering.before` and `lowering.after` in torch; here they are empty.
 //! let memory = [Span { addr: address, bytes: 4096 }];
-//! let stream = runtime.stream_create()?; // or torch's own, as a number
+//! let stream = runtime.stream_create()?; // or the raw handle of a torch stream, as a number
 //! let job = Job { factor: 0, lowering: &lowering, rank, ranks, root: 0, send: &memory, recv: &memory };
 //! let launched = launch(&*communicator, &*runtime, &job, stream)?; // does not wait
-//! communicator.poll()?; // errors that come up later; when a deadline passes: `communicator.abort()`
+//! communicator.poll()?; // asynchronous errors; when a deadline passes: `communicator.abort()`
 //! synchronize(&*runtime, stream, minute)?;
-//! drop(launched); // not before
+//! drop(launched); // not earlier: the device may still read this memory
 //! communicator.close(minute)
 //! # }
 //! ```
 //!
 //! | file | |
 //! | --- | --- |
-//! | `communicator`, `runtime` | the interface to every vendor |
-//! | `lowering` | pure: what a library lacks and how it is composed, or why it is refused |
-//! | `launch` | pure but for its last step: from a lowered operation to calls |
-//! | `layout` | pure: which memory the library is given, and which temporaries that needs |
+//! | `communicator`, `runtime` | the interface that every vendor's library implements |
+//! | `lowering` | pure: what a library lacks, how it is composed from other calls, or why it is refused |
+//! | `launch` | pure except for its last step: turns a lowered operation into calls |
+//! | `layout` | pure: which memory is passed to the library, and which temporaries that needs |
 //! | `group` | the interface between the engine and its group |
 //! | `engine`, `begin`, `call`, `parts`, `lowered` | a group's devices of one type, and its calls on them |
-//! | `communicators`, `making`, `pairs` | the cache of communicators and their end; how one is made; the order in which pairs of ranks make theirs |
-//! | `first_use` | what of a communicator is connected, and the launches that wait for other ranks |
-//! | `rules` | pure: a group's rules and table, as a library is told them |
-//! | `watchdog` | whether a call will come to its end |
-//! | `libs/loader` | finds a library and its functions, says what was tried |
+//! | `communicators`, `making`, `pairs` | cache of communicators; how one is made; in which order ranks make pairs |
+//! | `first_use` | which ranks of a communicator are connected, and the launches that wait for other ranks |
+//! | `rules` | pure: how a group's rules and decision table are passed to a library |
+//! | `watchdog` | whether a call will complete |
+//! | `libs/loader` | finds a library and its functions, and reports what was tried |
 //! | `libs/nccl`, `hccl`, `cncl` | each library: `declarations` (NCCL's are the crate `nccl-sys`), `communicator`, `runtime` (streams and events) |
 //! | `libs/nccl/tuner`, `profiler` | NCCL's plugins: the tuner, which NCCL asks for an algorithm, and the profiler, to which it reports the one it ran |
 //!
-//! How to add a vendor stands in `CONTRIBUTING.md`.
+//! `CONTRIBUTING.md` says how to add a vendor.
 
 mod begin;
 mod call;
@@ -94,7 +95,8 @@ pub use self::watchdog::Found;
 use crate::error::{Error, Result};
 use crate::types::enumeration;
 
-/// A lock is taken also after a panic under it: no statement leaves a value half written.
+/// Locks the mutex even if a thread panicked while holding it, because no statement leaves a protected value half
+/// written.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -115,7 +117,8 @@ struct Row {
     open: fn(&Hints) -> Result<Arc<dyn Api>>,
     open_runtime: fn(&Hints) -> Result<Arc<dyn Runtime>>,
     capabilities: fn() -> Capabilities,
-    /// Every function that is looked up, in the library and in that of streams and events.
+    /// Every function that is looked up: here in the library of communicators, below in the library of streams and
+    /// events.
     symbols: &'static [&'static str],
     runtime_symbols: &'static [&'static str],
 }
@@ -163,8 +166,8 @@ impl Vendor {
         Vendor::ALL.into_iter().find(|vendor| vendor.name() == name)
     }
 
-    /// Refuses a value of the option vendor other than "auto", "host", or a vendor's name, which the file of its
-    /// library may follow.
+    /// Checks the option vendor. Valid values are "auto", "host", and a vendor's name, optionally followed by ":" and
+    /// the path of its library.
     pub fn check_option(option: &str) -> Result<()> {
         let (name, file) = option.split_once(':').map_or((option, None), |(name, file)| (name, Some(file)));
         let is_vendor = Vendor::from_name(name).is_some();
@@ -180,23 +183,24 @@ impl Vendor {
         )))
     }
 
-    /// By torch's name of a device type.
+    /// The vendor for torch's name of a device type.
     pub fn of_device(device: &str) -> Option<Vendor> {
         ROWS.iter().find(|row| row.device == device).map(|row| row.vendor)
     }
 
-    /// The capabilities of a current version; those of an open library follow from the library itself.
+    /// The capabilities of a current version of the library. `Api::capabilities` has those of the library that was
+    /// opened.
     pub fn capabilities(self) -> Capabilities {
         (self.row().capabilities)()
     }
 
-    /// The functions that are looked up, those of streams and events last.
+    /// The functions that are looked up: in the library of communicators, then in the library of streams and events.
     pub fn symbols(self) -> [&'static [&'static str]; 2] {
         [self.row().symbols, self.row().runtime_symbols]
     }
 }
 
-/// Opens the library of communicators. The error says what was tried and what to do. Cheap to call again.
+/// Opens the library of communicators. The error says what was tried and what to do. Opening it again is cheap.
 pub fn open(vendor: Vendor, hints: &Hints) -> Result<Arc<dyn Api>> {
     (vendor.row().open)(hints)
 }

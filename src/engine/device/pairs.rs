@@ -1,26 +1,26 @@
-//! Two ranks agree to make the communicator of their messages now.
+//! How two ranks agree when to make the communicators of their messages.
 //!
-//! A vendor's library makes a communicator while both its ranks are in the call, and a rank that is in the call answers
-//! no other rank. If ranks simply began, three ranks of which each first sends to the next in a ring would wait in a
-//! circle. So a rank that needs a communicator invites its peer through the group's store, and begins only when the
-//! peer has accepted. While it waits, it accepts the invitations of others to pairs that come before its own, in one
-//! order of all pairs:
+//! A vendor's library makes a communicator while both ranks are in its call, and a rank in that call answers no other
+//! rank. If ranks entered the call without agreement, three ranks that each send to the next in a ring would deadlock.
+//! So a rank that needs a communicator invites its peer through the group's store, and enters the call only after the
+//! peer has accepted. While it waits, it accepts invitations of other ranks to pairs that precede its own in one global
+//! order of pairs:
 //!
-//! - Ranks never wait in a circle. A rank that has accepted begins at once. The inviter is then in the call too, or is
-//!   still making a pair that it accepted while it waited, and that pair comes before this one in the order. Along a
-//!   circle of waiting ranks the pairs would come ever earlier, which is impossible. (An inviter whose wait was
-//!   interrupted is not in the call. The rank that has accepted then waits until the inviter comes to its next first
-//!   message with any rank, at most until its own deadline.)
-//! - No rank waits for ever, if its peer calls its own first message too: of all pairs that ranks wait for, the other
-//!   rank of the first one accepts it, whichever pair it waits for itself.
+//! - Ranks never wait in a circle. A rank that has accepted enters the call at once. The inviter is then either in the
+//!   call too, or still making a pair that it accepted while it waited, and that pair precedes this one in the order.
+//!   So along a circle of waiting ranks each pair would precede the one before it, which is impossible. (If the
+//!   inviter's wait was interrupted, the inviter is not in the call. The rank that accepted then waits until the
+//!   inviter begins its next first message with any rank, at most until its own deadline.)
+//! - No rank waits for ever, provided that its peer also begins a first message with it. Among all pairs that ranks
+//!   wait for, take the first in the order: its second rank accepts that pair, whichever pair it waits for itself.
 //!
-//! Keys, all behind a prefix that no other attempt to make this group has:
+//! Keys in the store, all with a prefix that is unique to this attempt to make the group:
 //!
 //! | key | |
 //! | --- | --- |
-//! | `pair/<low>-<high>/asked` | counts: an odd value is the first to ask, who invites; the next, even one is its peer |
-//! | `mail/<rank>/count`, `mail/<rank>/<n>` | invitations to a rank (inviter, number of the making), which it deletes |
-//! | `pair/<low>-<high>/<making>` | the invitation to this making was accepted |
+//! | `pair/<low>-<high>/asked` | counter: the rank with an odd value asked first and invites; its peer gets the next |
+//! | `mail/<rank>/count`, `mail/<rank>/<n>` | invitations to a rank, deleted by it: inviter, number of the making |
+//! | `pair/<low>-<high>/<making>` | set when the invitation to this making was accepted |
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -28,24 +28,24 @@ use std::sync::Arc;
 use crate::error::{Error, Result};
 use crate::host::Counting;
 
-/// The lower rank first.
+/// Two ranks, the lower first.
 type Pair = (usize, usize);
 
 fn pair(a: usize, b: usize) -> Pair {
     (a.min(b), a.max(b))
 }
 
-/// The state of one rank. One of its threads at a time uses it.
+/// The state of one rank. Used by one thread at a time.
 pub struct Pairs {
     store: Arc<dyn Counting + Send + Sync>,
     prefix: String,
     rank: usize,
-    /// Invitations read from this rank's mail.
+    /// Number of invitations that were read from this rank's mail.
     read: i64,
-    /// Invitations that were not accepted yet: the inviter, and the number of the making.
+    /// Invitations that this rank has not accepted yet: the inviter, and the number of the making.
     invited: BTreeMap<Pair, (usize, i64)>,
-    /// Pairs that this rank has asked for and not got yet: the number of the making, and whether this rank asked first
-    /// and so is the inviter. Outlives an interrupted wait.
+    /// Pairs that this rank has asked for and that are not made yet: the number of the making, and whether this rank
+    /// asked first and so is the inviter. An entry survives an interrupted wait.
     asked: BTreeMap<Pair, (i64, bool)>,
 }
 
@@ -54,9 +54,9 @@ impl Pairs {
         Pairs { store, prefix, rank, read: 0, invited: BTreeMap::new(), asked: BTreeMap::new() }
     }
 
-    /// The rank with which a communicator is to be made now, by both: `peer`, or another that is served first, after
-    /// which the caller asks again. Never a rank of `known`, with which this rank has one. `pause` is called between
-    /// two looks at the store; an error of it ends the wait.
+    /// Returns the rank with which both ranks now make their communicators: `peer`, or a rank that is served before it;
+    /// in that case the caller calls `next` again. Never returns a rank in `known`, except `peer`. `pause` is called
+    /// between two polls of the store; its error ends the wait.
     pub fn next(&mut self, peer: usize, known: &[u32], pause: &mut dyn FnMut() -> Result<()>) -> Result<usize> {
         let own = pair(self.rank, peer);
         self.ask(own, peer)?;
@@ -66,7 +66,7 @@ impl Pairs {
             let found = self.invited.range(..=own).find(|(_, (from, _))| serves(*from));
             if let Some((&other, &(from, making))) = found {
                 self.invited.remove(&other);
-                // As the second to ask, unless this rank has asked already.
+                // Count this rank as the second to ask, unless it has asked already.
                 if self.asked.remove(&other).is_none() {
                     self.store.add(&self.key(other, "asked"), 1)?;
                 }
@@ -85,7 +85,7 @@ impl Pairs {
         format!("{}/pair/{low}-{high}/{what}", self.prefix)
     }
 
-    /// A pair whose other rank has accepted this one's invitation, and has begun.
+    /// A pair whose other rank has accepted this rank's invitation, and so has entered the library's call.
     fn accepted(&self) -> Result<Option<Pair>> {
         for (pair, (making, first)) in &self.asked {
             if *first && self.store.try_get(&self.key(*pair, &making.to_string()))?.is_some() {
@@ -95,7 +95,7 @@ impl Pairs {
         Ok(None)
     }
 
-    /// Says that this rank needs the pair, and invites the other where it is the first to say so.
+    /// Announces that this rank needs the pair. If it is the first of the two ranks to do so, invites the other.
     fn ask(&mut self, own: Pair, peer: usize) -> Result<()> {
         if self.asked.contains_key(&own) {
             return Ok(());
@@ -114,7 +114,7 @@ impl Pairs {
     fn read_mail(&mut self) -> Result<()> {
         while let Some(mail) = self.store.try_get(&format!("{}/mail/{}/{}", self.prefix, self.rank, self.read + 1))? {
             self.read += 1;
-            // Nobody else reads it, and nobody writes this key again. A store that deletes nothing keeps it.
+            // No other rank reads this key, and no rank writes it again. If the store cannot delete, the key stays.
             let _ = self.store.remove(&format!("{}/mail/{}/{}", self.prefix, self.rank, self.read));
             let text = String::from_utf8_lossy(&mail);
             let words =
@@ -137,7 +137,7 @@ mod tests {
     use crate::error::ErrorKind;
     use crate::host::Memory;
 
-    /// A library whose call returns when both ranks of a pair are in it, and that has made a pair once.
+    /// A library whose call returns when both ranks of a pair are in it. It makes each pair at most once.
     #[derive(Default)]
     struct Library(Mutex<(HashMap<Pair, u32>, HashSet<Pair>)>, Condvar);
 
@@ -159,7 +159,7 @@ mod tests {
         }
     }
 
-    /// Ranks that need pairs in the given orders all get them.
+    /// Checks that ranks which need pairs in the given orders get all of them.
     fn run(wanted: &[Vec<usize>]) {
         let store = Memory::default();
         let library = Library::default();
@@ -205,8 +205,8 @@ mod tests {
         };
         for round in 0..200 {
             let ranks = 2 + round % 6;
-            // Each rank comes to each of its pairs at some time, so everything ends if ranks do not wait in a circle: a
-            // rank is accepted while its peer waits for another, or when the peer comes to it.
+            // Each rank asks for each of its pairs at some time. So the run ends if ranks do not wait in a circle: an
+            // invitation is accepted while the peer waits for another rank, or when the peer asks for the same pair.
             let wanted: Vec<Vec<usize>> = (0..ranks)
                 .map(|rank| {
                     let mut peers: Vec<usize> = (0..ranks).filter(|peer| *peer != rank).collect();
@@ -229,7 +229,7 @@ mod tests {
         }
         assert_eq!(high.next(0, &[], &mut stop).unwrap(), 0);
         assert_eq!(low.next(1, &[], &mut stop).unwrap(), 1);
-        // The next making of the same pair, for another device, begins from the other side.
+        // The next making of the same pair, for another device, is begun by the other rank.
         assert!(high.next(0, &[], &mut stop).is_err());
         assert_eq!(low.next(1, &[], &mut stop).unwrap(), 1);
         assert_eq!(high.next(0, &[], &mut stop).unwrap(), 0);
@@ -257,7 +257,7 @@ mod tests {
         let mut stop = || Err(Error::interrupted("stop"));
         assert!(low.next(2, &[], &mut stop).is_err());
         assert_eq!(last.next(0, &[], &mut stop).unwrap(), 0);
-        // Rank 2 is in the call now, so rank 0 goes there although it wants rank 1.
+        // Rank 2 is in the call now, so rank 0 must join it although rank 0 asks for rank 1.
         assert_eq!(low.next(1, &[], &mut stop).unwrap(), 2);
         assert!(low.next(1, &[2], &mut stop).is_err());
         assert_eq!(high.next(0, &[], &mut stop).unwrap(), 0);
@@ -272,7 +272,7 @@ mod tests {
         let mut stop = || Err(Error::interrupted("stop"));
         assert!(low.next(1, &[], &mut stop).is_err());
         assert!(last.next(1, &[], &mut stop).is_err());
-        // Rank 1 waits for rank 2; the pair with rank 0 comes before that one, but it has it.
+        // Rank 1 waits for rank 2. The pair with rank 0 precedes that pair, but rank 1 has it already on its device.
         assert_eq!(high.next(2, &[0], &mut stop).unwrap(), 2);
         assert_eq!(high.next(2, &[], &mut stop).unwrap(), 0);
     }

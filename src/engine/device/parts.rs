@@ -1,4 +1,4 @@
-//! The calls of one launch, and how they are put on a raw stream.
+//! The calls of one launch, and the code that puts them on a raw stream.
 
 use std::sync::{Arc, Mutex};
 
@@ -11,10 +11,10 @@ use super::lowered::{Lowered, Placed};
 use super::runtime::Stream;
 use crate::error::Result;
 
-/// The calls of one launch, and what the library was given for them.
+/// The calls of one launch, and the host memory that the library refers to for them.
 pub(super) struct Parts {
     pub calls: Vec<Lowered>,
-    /// Host memory that the library was given; it stays until the device has passed the calls.
+    /// Host memory that was passed to the library. It is kept until the device has completed the calls.
     launched: Mutex<Vec<Launched>>,
 }
 
@@ -23,12 +23,12 @@ impl Parts {
         Arc::new(Parts { calls, launched: Mutex::default() })
     }
 
-    /// Whether the library reads host memory that this keeps.
+    /// Whether the library reads host memory that `launched` keeps.
     pub fn keeps_memory(&self) -> bool {
         lock(&self.launched).iter().any(|launched| !launched.is_empty())
     }
 
-    /// Puts the calls on a raw stream, as one launch where there are several.
+    /// Puts the calls on a raw stream. Several calls become one launch.
     pub fn put(
         &self,
         engine: &DeviceEngine,
@@ -42,7 +42,7 @@ impl Parts {
         }
         communicator.library().group_start()?;
         let launched = self.several(engine, communicator, placed, stream);
-        // Also after an error: a group that stays open swallows whatever this thread calls next.
+        // Also after an error: a library group that stays open would include this thread's later calls.
         let ended = communicator.library().group_end();
         launched.and(ended)
     }
@@ -91,12 +91,12 @@ impl Parts {
                 }
             }
         }
-        // Messages of a rank to itself do not go through the library. The first send matches the first receive, as
-        // `begin` checked.
+        // A rank's messages to itself bypass the library. The n-th send matches the n-th receive, as `begin` checked.
         for (from, to) in sent.iter().zip(&received) {
             engine.runtime.copy(to.addr, from.addr, from.bytes, stream)?;
         }
-        // Messages under way together cannot wait for one another, whatever their order on the ranks.
+        // All messages of an exchange are in flight together, so none waits for another, whatever their order on the
+        // ranks.
         if !messages.is_empty() {
             let kept = communicator.library().call(&Call::Exchange(&messages), stream)?;
             lock(&self.launched).push(Launched::of(kept));

@@ -1,11 +1,12 @@
-//! The part of a group's rules and table that concerns a vendor's library. Pure.
+//! The part of a group's rules and decision table that applies to a vendor's library. Pure.
 
 use crate::select::Policy;
 use crate::select::rules::{AlgorithmChoice, Rule};
 use crate::types::Kind;
 
-/// The algorithm that they name for an operation: that of the first rule, else of the first line, which is for libraries.
-/// Rules of the engines for CPU tensors (`slots`, `rounds`) are passed over. `None` leaves the choice to the library.
+/// The algorithm that the policy names for an operation on a library. The first applicable rule decides; if no rule
+/// applies, the table's line decides. Rules of the engines for CPU tensors (`slots`, `rounds`) are skipped. `None`
+/// leaves the choice to the library.
 pub fn named(policy: &Policy, kind: Kind, bytes: u64) -> Option<AlgorithmChoice> {
     use AlgorithmChoice::{Hierarchical, Hosts, Start};
     let means = |rule: &&Rule| matches!(rule.way, Start | Hosts { .. } | Hierarchical { .. });
@@ -14,7 +15,7 @@ pub fn named(policy: &Policy, kind: Kind, bytes: u64) -> Option<AlgorithmChoice>
     rule.or_else(line).map(|rule| rule.way).filter(|way| *way != Start)
 }
 
-/// Which rule or line names the algorithm of an operation, for `explain`; empty where the library decides by itself.
+/// Which rule or line names the algorithm of an operation, for `explain`; empty if the library decides.
 /// `takes_topologies`: the library asks us for the algorithm that follows from the user's topology.
 pub fn decides(policy: &Policy, takes_topologies: bool, kind: Kind, bytes: u64) -> String {
     match (named(policy, kind, bytes), policy.topology) {
@@ -26,7 +27,7 @@ pub fn decides(policy: &Policy, takes_topologies: bool, kind: Kind, bytes: u64) 
     }
 }
 
-/// The algorithm that the first rule names for every operation and size.
+/// The algorithm of the first rule, if that rule applies to every operation and size.
 pub fn named_for_all(policy: &Policy) -> Option<AlgorithmChoice> {
     let all = |rule: &&Rule| rule.kind.is_none() && (rule.from, rule.to) == (0, u64::MAX);
     policy.rules.0.first().filter(all).map(|rule| rule.way)

@@ -1,5 +1,5 @@
-//! Streams and events of a device, through the runtime of its vendor. Used where the communication stream is our own:
-//! raw streams, and the raw events by which they and torch's streams wait for one another.
+//! Streams and events of a device, through its vendor's runtime. Used if the engine has its own communication stream:
+//! raw streams, and the raw events that order them and torch's streams.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -15,41 +15,42 @@ pub struct Stream(pub usize);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Event(pub usize);
 
-/// The mode in which a thread may query streams and events while others capture; CUDA calls it relaxed.
+/// Capture mode in which a thread may query streams and events without invalidating captures on other threads. CUDA
+/// calls this mode relaxed.
 pub const SPARES_CAPTURES: u32 = 2;
 
-/// The calls of a device runtime that the engine needs. Every thread must have called `set_device` before others.
+/// The calls of a device runtime that the engine needs. Every thread must call `set_device` before any other function.
 pub trait Runtime: Send + Sync {
     fn describe(&self) -> String;
     fn device_count(&self) -> Result<u32>;
     /// Selects the device of the calling thread. In every runtime the current device belongs to a thread, and a new
     /// thread does not inherit it.
     fn set_device(&self, device: i32) -> Result<()>;
-    /// A stream that runs beside all others of the device.
+    /// Creates a stream that runs concurrently with all other streams of the device.
     fn stream_create(&self) -> Result<Stream>;
     fn stream_destroy(&self, stream: Stream) -> Result<()>;
-    /// True when all its work is done. Never waits.
+    /// Whether all work on the stream is complete. Never waits.
     fn stream_idle(&self, stream: Stream) -> Result<bool>;
-    /// True while the stream is being captured into a graph. Nothing may be queried during a capture.
+    /// Whether the stream is being captured into a graph. A stream or event must not be queried while it is captured.
     fn capturing(&self, _stream: Stream) -> Result<bool> {
         Ok(false)
     }
-    /// Sets how queries of this thread affect another thread's capture, in the runtime's numbers; returns the value
-    /// before. With `SPARES_CAPTURES` they break none.
+    /// Sets how queries of this thread affect captures on other threads, as a mode of the runtime. Returns the previous
+    /// mode. In mode `SPARES_CAPTURES`, queries invalidate no capture.
     fn exchange_capture_mode(&self, mode: u32) -> Result<u32> {
         Ok(mode)
     }
-    /// `timed` events can be compared by `elapsed`; others are cheaper.
+    /// Creates an event. Only `timed` events can be passed to `elapsed`; the others are cheaper.
     fn event_create(&self, timed: bool) -> Result<Event>;
-    /// Call it only when the device has passed everything that uses the event.
+    /// Destroys an event. The device must have completed all work that uses it.
     fn event_destroy(&self, event: Event) -> Result<()>;
-    /// Marks the present end of the stream. An event may be recorded again.
+    /// Records the event behind all work now on the stream. An event may be recorded again.
     fn event_record(&self, event: Event, stream: Stream) -> Result<()>;
-    /// The stream's later work waits for the event; the host does not.
+    /// Makes later work on the stream wait for the event. The host does not wait.
     fn event_wait(&self, stream: Stream, event: Event) -> Result<()>;
-    /// True when the stream has passed it. Never waits.
+    /// Whether the stream has reached the recorded event. Never waits.
     fn event_done(&self, event: Event) -> Result<bool>;
-    /// Time between two timed events that are done.
+    /// Time between two timed events that have completed.
     fn elapsed(&self, start: Event, end: Event) -> Result<Duration>;
     /// Copies `bytes` bytes within the device, in stream order.
     fn copy(&self, to: usize, from: usize, bytes: usize, stream: Stream) -> Result<()>;
@@ -58,7 +59,7 @@ pub trait Runtime: Send + Sync {
     fn spare(&self, device: i32) -> Result<usize>;
 }
 
-/// The addresses of `Runtime::spare` by device.
+/// The addresses that `Runtime::spare` returns, by device.
 #[derive(Default)]
 pub(super) struct Spare(Mutex<HashMap<i32, usize>>);
 
@@ -74,7 +75,7 @@ impl Spare {
     }
 }
 
-/// Waits until the stream's work is done, by polling: the runtimes' own waiting calls take no deadline.
+/// Waits until the stream's work is complete. Polls, because the runtimes' own waiting functions take no deadline.
 pub fn synchronize(runtime: &dyn Runtime, stream: Stream, deadline: Duration) -> Result<()> {
     let end = Instant::now() + deadline;
     let mut pause = Duration::from_micros(10);
@@ -89,7 +90,7 @@ pub fn synchronize(runtime: &dyn Runtime, stream: Stream, deadline: Duration) ->
     Ok(())
 }
 
-/// Milliseconds as runtimes measure them.
+/// Converts a runtime's time in milliseconds.
 pub(super) fn milliseconds(time: f32) -> Duration {
     Duration::from_secs_f64(f64::from(time.max(0.0)) / 1000.0)
 }

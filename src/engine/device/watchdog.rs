@@ -1,7 +1,9 @@
-//! Whether an operation on a device will come to its end: its deadline, the library's own errors, peers that are gone.
+//! Decides whether an operation on a device will complete, from its deadline, the library's errors, and peers that are
+//! gone.
 //!
-//! The shim's thread asks the stream's event whether the device has passed an operation and asks here what that means.
-//! A group fails (`DeviceGroup::fail`) only with the error that this look gives, never with one that may yet be replaced.
+//! The shim's thread queries the stream's event whether the device has passed an operation, and calls `look` to
+//! interpret the answer. The group fails (`DeviceGroup::fail`) only with the error that `look` returns, and only after
+//! that error is final.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -9,28 +11,28 @@ use std::time::{Duration, Instant};
 use super::group::{DeviceGroup, Watched};
 use crate::error::{Error, GO_ON, Result, laid_out};
 
-/// How often the group is asked for dead peers while operations are under way.
+/// Interval at which the group is asked for dead peers while operations are pending.
 const ASK_EVERY: Duration = Duration::from_millis(10);
-/// The watch asks about an operation that has been pending for longer.
+/// For an operation that has been pending longer than this, the watchdog has the peers asked what they do.
 const LONG: Duration = Duration::from_millis(100);
-/// How long a peer's data may take to arrive after the peer itself is gone, and how long a library gets to report that
-/// peer's end itself.
+/// After a peer is gone: how long its data may still take to arrive, and how long the library gets to report the peer's
+/// end itself.
 const ON_ITS_WAY: Duration = Duration::from_millis(500);
-/// Interval between two searches for the cause after a library has reported a failure. The library may notice a dead
-/// peer before the kernel reports it, and does not know which one died; or a peer has ended its communicators, and its
+/// Interval between two searches for the cause of a failure that a library reported. The library may notice a dead peer
+/// before the kernel reports it, and does not know which peer died. Or a peer has ended its communicators, and its
 /// reason has not arrived yet.
 const TURN: Duration = Duration::from_millis(5);
 
-/// What is known of the communicator that an operation is on.
+/// State of the communicator that an operation uses.
 pub enum Library {
-    /// It is in use, and this is what it says of itself.
+    /// The communicator is in use; the result is what its `poll` returned.
     Lives(Result<()>),
-    /// It has ended; `drained` when nothing was under way in it.
+    /// The communicator has ended. `drained`: no operation was pending in it.
     Ended { drained: bool },
 }
 
-/// The watchdog of all operations of a group on its devices. It never waits: one thread looks at the operations of all
-/// groups.
+/// The watchdog of all operations of a group on its devices. It never waits, because one thread checks the operations
+/// of all groups.
 #[derive(Default)]
 pub struct Watchdog(Mutex<State>);
 
@@ -40,8 +42,8 @@ struct State {
     asked: Option<Instant>,
     /// When the watchdog first saw that the group has failed or that a peer is gone.
     trouble_since: Option<Instant>,
-    /// Deadline of the search for the cause, which begins when the library reports a failure or its communicator has
-    /// ended.
+    /// Deadline of the search for the cause. The search begins when the library reports a failure or the communicator
+    /// has ended. `None` before that.
     cause_until: Option<Instant>,
     /// When the group was last asked for the cause of a failure that the library reported.
     asked_for_cause: Option<Instant>,
@@ -50,27 +52,27 @@ struct State {
 /// The result of one check of an operation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Found {
-    /// It runs, or has ended well.
+    /// The operation is running or has succeeded.
     Nothing,
-    /// It may have ended badly: check it again, even if the device has passed it.
+    /// The operation may have failed. The caller must check it again, even if the device has passed it.
     Undecided,
-    /// It will not end, or ended badly. The group has failed with this.
+    /// The operation will not complete, or has failed. The group has failed with this error.
     Failed(Error),
 }
 
-/// What the device and the other operations say of one operation.
+/// State of one operation on the device, and whether others are pending.
 #[derive(Clone, Copy, Debug)]
 pub struct Seen {
-    /// The device has come past it.
+    /// The device has executed the operation.
     pub passed: bool,
-    /// Other operations of the group are under way as well.
+    /// Other operations of the group are pending too.
     pub among_others: bool,
-    /// An operation that fails does not end before its communicator is aborted.
+    /// A failed operation does not complete before its communicator is aborted.
     pub hangs_when_failed: bool,
 }
 
 impl Watchdog {
-    /// After `Failed` the caller ends all communicators, when the program has been told.
+    /// Checks one operation. After `Failed`, the caller reports the error to the program, then ends all communicators.
     pub fn look(
         &self,
         group: &dyn DeviceGroup,
@@ -86,11 +88,11 @@ impl Watchdog {
         match library {
             Library::Ended { drained: true } if passed => Found::Nothing,
             Library::Ended { .. } => self.ended(group, watched, now),
-            // It ended well, so another one has failed, which is looked at next.
+            // This operation succeeded, so another pending one has failed; that one is checked separately.
             Library::Lives(Err(_)) if passed && seen.among_others && seen.hangs_when_failed => Found::Nothing,
-            // Asked even when the device has passed it: some libraries tell of a failure only then.
+            // Checked even if the device has passed the operation, because some libraries report a failure only then.
             Library::Lives(Err(bad)) => self.library_failed(group, watched, &bad, seen, now),
-            // A peer that has left since then left after its part of this operation.
+            // A peer that has left since then had completed its part of this operation.
             Library::Lives(Ok(())) if passed => Found::Nothing,
             Library::Lives(Ok(())) => match self.peers(group, watched, now) {
                 Some(error) => Found::Failed(fail_group(group, error)),
@@ -103,8 +105,8 @@ impl Watchdog {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// An operation whose communicator has ended under it. `shrink` ends the communicator first and tells the group why right
-    /// after that, so the reason is waited for.
+    /// Handles an operation whose communicator has ended while it was pending. `shrink` ends the communicator first and
+    /// sets the group's fault right after that, so this waits up to `ON_ITS_WAY` for the fault.
     fn ended(&self, group: &dyn DeviceGroup, watched: &Watched, now: Instant) -> Found {
         if let Some(error) = fault_or_death_in(group, watched) {
             return Found::Failed(fail_group(group, error));
@@ -115,8 +117,8 @@ impl Watchdog {
         Found::Failed(Error::aborted(format!("sagellm: {}: the communicator was aborted", watched.what())))
     }
 
-    /// A peer may leave right after its last operation, while its data is still on the way: so the end of a peer counts
-    /// only after `ON_ITS_WAY`.
+    /// The error if the group has failed or a needed peer is gone. A peer may leave right after its last operation
+    /// while its data is still in flight. So the error counts only `ON_ITS_WAY` after it was first seen.
     fn peers(&self, group: &dyn DeviceGroup, watched: &Watched, now: Instant) -> Option<Error> {
         let mut state = self.state();
         if state.asked.is_some_and(|asked| now.saturating_duration_since(asked) < ASK_EVERY) {
@@ -131,9 +133,8 @@ impl Watchdog {
         (now.saturating_duration_since(since) >= ON_ITS_WAY).then_some(error)
     }
 
-    /// The library may report a failure once, so that it is kept for every later call. What a peer tells of its own
-    /// failure, or its death, explains more, so that is reported instead where it is found in time; then the ranks that
-    /// are missing.
+    /// Handles an error that the library reported. Until `cause_until`, looks for a better explanation: a fault that a
+    /// peer reported, or a peer's death. After that, reports the missing ranks, or else the library's own error.
     fn library_failed(
         &self,
         group: &dyn DeviceGroup,
@@ -167,20 +168,20 @@ impl Watchdog {
     }
 }
 
-/// The group fails with it, on all ranks.
+/// Fails the group with the error, on all ranks.
 fn fail_group(group: &dyn DeviceGroup, error: Error) -> Error {
     group.fail(error.clone());
     error
 }
 
-/// Why work that is under way will not end: the group has failed, or a peer is gone whose part of it may be missing.
-/// Fails nothing.
+/// Why a pending operation will not complete: the group has failed, or a peer is gone whose part may be missing. This
+/// does not fail the group.
 fn fault_or_death_in(group: &dyn DeviceGroup, watched: &Watched) -> Option<Error> {
     group.fault().or_else(|| {
         let is_needed = |rank: &usize| match watched.peer {
             Some(peer) if watched.with_peer_alone => *rank == peer as usize || !group.left(*rank),
             Some(_) => true,
-            // A rank that leaves in order has waited for the end of what it launched.
+            // A rank that leaves in order first waits until everything it launched has completed.
             None => !(group.left(*rank) && group.launched(*rank) >= Some(watched.number)),
         };
         let rank = group.dead_ranks().into_iter().find(is_needed)?;
@@ -198,19 +199,19 @@ mod tests {
     use crate::select::Policy;
     use crate::types::Kind;
 
-    /// For how long the cause of a library's error is looked for.
+    /// How long the search for the cause of a library's error lasts.
     const WHO_DIED: Duration = Duration::from_millis(250);
 
-    /// Rank 0 of three, of which rank 2 may have ended.
+    /// Rank 0 of three ranks. Rank 2 may have ended.
     #[derive(Default)]
     struct Three {
         dead: bool,
         left: bool,
-        /// The last number that rank 2 has launched.
+        /// Number of the last collective that rank 2 has launched.
         launched: Option<u64>,
-        /// Has not issued the operation.
+        /// The rank that has not issued the operation.
         missing: Option<usize>,
-        /// What a peer answers where it is asked for its fault.
+        /// The fault that a peer reports when it is asked.
         tells: Mutex<Option<Error>>,
         failed: Mutex<Option<Error>>,
         looked: Mutex<u32>,
@@ -247,7 +248,7 @@ mod tests {
         }
         fn ask_for_fault(&self) -> Duration {
             if let Some(fault) = self.tells.lock().unwrap().take() {
-                *self.failed.lock().unwrap() = Some(fault); // a peer's fault, which is seen only where it is asked for
+                *self.failed.lock().unwrap() = Some(fault); // the fault of a peer, seen only after it was asked for
             }
             WHO_DIED
         }
@@ -358,7 +359,7 @@ mod tests {
         );
         assert_eq!(dog.look(&group, &work, bad(), RUNS, work.issued), Found::Undecided);
         assert!(error(dog.look(&group, &work, bad(), RUNS, later)).is_some());
-        // Where a failed call ends by itself, each of those that the device has passed may be the one.
+        // If a failed call completes by itself, each call that the device has passed may be the failed one.
         let (dog, ends) = (Watchdog::default(), Seen { hangs_when_failed: false, ..first });
         let fault = group.fault().unwrap();
         assert_eq!(dog.look(&group, &work, bad(), ends, work.issued), Found::Failed(fault));

@@ -1,6 +1,6 @@
-//! What the communicators of all vendors' libraries share: which thread may still use the handle, how a call is written
-//! in the library's numbers, on which thread a communicator is joined and ended. Each library implements the rest as
-//! [`Calls`].
+//! The code that the communicators of all vendors' libraries share: which thread may still use the handle, how a call
+//! is translated into the library's numbers, and on which thread a communicator is joined and ended. Each library
+//! implements the rest as [`Calls`].
 
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
@@ -12,15 +12,15 @@ use crate::engine::device::runtime::{Runtime, Stream};
 use crate::error::{Error, Result};
 use crate::types::{Dtype, ReduceOp};
 
-/// The numbers that a library has for element types and ops.
+/// A library's numbers for element types and reduce ops.
 pub struct Numbers {
-    /// Of the library, for messages.
+    /// The library's name in error texts.
     pub name: &'static str,
     pub types: &'static [(Dtype, c_int)],
     pub ops: &'static [(ReduceOp, c_int)],
 }
 
-/// A call in the numbers of a library; 0 where the call has no such argument.
+/// Arguments of a call, translated into a library's numbers. 0 or null if the call has no such argument.
 pub struct Arguments {
     pub send: *mut c_void,
     pub recv: *mut c_void,
@@ -41,7 +41,7 @@ impl Numbers {
         found.ok_or_else(|| no_op(self.name, op))
     }
 
-    /// `made`: the number of an op that the library has made for this call.
+    /// `made`: the number of an op that the library created for this call.
     pub fn arguments(&self, call: &Call<'_>, made: Option<c_int>, able: &Capabilities) -> Result<Arguments> {
         let (send, recv, count, dtype, op, root) = match *call {
             Call::AllReduce { send, recv, count, dtype, op } | Call::ReduceScatter { send, recv, count, dtype, op } => {
@@ -66,12 +66,13 @@ impl Numbers {
     }
 }
 
-/// The calls of one library. Handles are those of its communicators, as numbers, and live until the call returns.
+/// The calls of one library. `handle` is one of its communicator handles as a number, and is valid until the call
+/// returns.
 pub trait Calls: Api + Sized + 'static {
     /// Further state of a communicator of this library.
     type Own: Send + Sync + 'static;
 
-    /// Puts one call on the stream. `factor` as in `Communicator::call_by_factor`, or 0.
+    /// Puts one call on the stream. `factor` has the meaning in `Communicator::call_by_factor`, or is 0.
     fn put(&self, comm: &Joined<Self>, handle: usize, call: &Call<'_>, factor: usize, stream: Stream) -> Result<Kept>;
     fn group_start(&self) -> Result<()>;
     fn group_end(&self, comm: &Joined<Self>) -> Result<()>;
@@ -81,7 +82,7 @@ pub trait Calls: Api + Sized + 'static {
     fn split(&self, _: &Arc<Joined<Self>>, _: &Split) -> Result<Option<Arc<dyn Communicator>>> {
         Err(no_split(self.capabilities()))
     }
-    /// `waits`: the deadline, and the function that may end the wait earlier.
+    /// `_waits`: the deadline, and the function that may end the wait earlier.
     fn shrink(
         &self,
         _: &Arc<Joined<Self>>,
@@ -96,7 +97,7 @@ pub trait Calls: Api + Sized + 'static {
     fn close(comm: &Arc<Joined<Self>>, deadline: Duration) -> Result<()>;
 }
 
-/// One rank's part in a communicator of library `L`. Threads that end it keep it, too.
+/// One rank of a communicator of library `L`. Threads that end the communicator also hold it.
 pub struct Joined<L: Calls> {
     pub api: Arc<L>,
     pub guard: HandleGuard,
@@ -108,8 +109,8 @@ pub struct Joined<L: Calls> {
 }
 
 impl<L: Calls> Joined<L> {
-    /// Ends it by `destroy` on a new thread, unless it has ended. By then no other thread uses the handle, except for
-    /// calls that have not returned after `grace`.
+    /// Ends the communicator by calling `destroy` on a new thread. Does nothing if it has already ended. When `destroy`
+    /// runs, no other thread uses the handle, except for calls that have not returned after `grace`.
     pub fn end(
         self: &Arc<Self>,
         (why, grace): (&'static str, Duration),
@@ -124,17 +125,17 @@ impl<L: Calls> Joined<L> {
         })
     }
 
-    /// Messages as one group of the library. `one` puts one of them on the stream.
+    /// Puts the messages on the stream as one group of the library. `one` puts a single message.
     pub fn exchange(&self, messages: &[Message], one: impl FnMut(&Message) -> Result<()>) -> Result<()> {
         self.api.group_start()?;
         let called = messages.iter().try_for_each(one);
-        // Also after an error: a group that stays open swallows whatever this thread calls next.
+        // Also after an error: a library group that stays open would include this thread's later calls.
         let ended = self.api.group_end(self);
         ended.and(called)
     }
 }
 
-/// Joins a communicator on a new thread, which uses the device of `setup`.
+/// Joins a communicator on a new thread, which first selects the device of `setup`.
 pub fn join<const BYTES: usize>(
     able: &Capabilities,
     setup: Setup,
@@ -148,14 +149,14 @@ pub fn join<const BYTES: usize>(
     })
 }
 
-/// The error of a failed call of the library; `more` follows the library's own text.
+/// The error of a failed library call. `more` is appended to the library's own text.
 pub fn failure(api: &dyn Api, what: &str, code: c_int, more: &str) -> Error {
     let name = &api.capabilities().name;
     Error::system(format!("sagellm: {name} failed in {what}: {}{more}", api.describe_error(code)))
 }
 
-/// The communicator as the rest of the engine uses it. Dropped without `close` or `abort`, it is aborted: ending it in
-/// order would make the drop wait for the other ranks.
+/// The communicator as the rest of the engine uses it. If it is dropped without `close` or `abort`, it is aborted,
+/// because an orderly end would make the drop wait for the other ranks.
 pub struct LibraryComm<L: Calls>(pub Arc<Joined<L>>);
 
 impl<L: Calls> Communicator for LibraryComm<L> {

@@ -1,14 +1,14 @@
-//! One way to find any vendor's library while the program runs, and to take functions from it.
+//! Finds a vendor's library at run time, and looks up functions in it. The same code serves all vendors.
 //!
-//! The places that are searched, in this order. The first file that opens is taken; the error lists every file that was
-//! tried:
+//! The following places are searched in this order. The first file that opens is used; the error lists every file that
+//! was tried:
 //! 1. the path that the user names (option `vendor`, else the variable `SAGELLM_<KEY>_LIBRARY`). If it does not open,
-//!    no other is tried, because the user wants that one;
-//! 2. the copy that this process has already loaded, usually torch's own, so that there are never two;
-//! 3. the folders of the hints (the `site-packages` of Python) and of `SAGELLM_VENDOR_DIR`;
-//! 4. the bare name, as the loader finds it.
+//!    no other file is tried, because the user chose this one;
+//! 2. the copy that this process has already loaded, usually by torch, so that there are never two copies;
+//! 3. the folders of the hints (Python's `site-packages`), and `SAGELLM_VENDOR_DIR`;
+//! 4. the bare file name, which the dynamic loader searches for.
 //!
-//! Every symbol is optional. A library is never closed again: the destructors of vendor libraries end processes.
+//! Every symbol is optional. A library is never closed, because destructors of vendor libraries may end the process.
 
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::path::{Path, PathBuf};
@@ -16,37 +16,37 @@ use std::path::{Path, PathBuf};
 use crate::config;
 use crate::error::{Error, Result};
 
-/// A library as it is known to the world.
+/// Names of a library, and the advice if it is not found.
 #[derive(Clone, Copy, Debug)]
 pub struct Known {
-    /// In `SAGELLM_<KEY>_LIBRARY`.
+    /// Part of the variable `SAGELLM_<KEY>_LIBRARY`.
     pub key: &'static str,
-    /// In messages.
+    /// Name in error texts.
     pub title: &'static str,
-    /// File names, the best first.
+    /// File names, the preferred first.
     pub names: &'static [&'static str],
-    /// Its folder below a folder of the hints, where packages put it.
+    /// Path of the library's folder relative to a folder of the hints, as its Python package installs it.
     pub package: &'static str,
-    /// A second library that may hold a part of the symbols, with its own key.
+    /// A second library that may contain some of the symbols. It has its own key.
     pub companion: Option<&'static Known>,
-    /// What to do when it is not found.
+    /// What the user can do if the library is not found.
     pub fix: &'static str,
 }
 
-/// Places to search that the caller knows.
+/// Places to search, which the caller knows.
 #[derive(Clone, Debug, Default)]
 pub struct Hints {
-    /// A path or a name that is the only one to try.
+    /// Path or name of the library. If set, no other file is tried.
     pub path: Option<PathBuf>,
-    /// Folders to look into, the `site-packages` of Python among them.
+    /// Folders to search, including Python's `site-packages`.
     pub folders: Vec<PathBuf>,
 }
 
-/// An open library. Its handles stay valid for the life of the process.
+/// An open library. Its handles are valid until the process ends.
 #[derive(Debug)]
 pub struct Library {
     pub title: &'static str,
-    /// The file, as the loader names it; the name that was asked for where it does not say.
+    /// File of the library as the loader reports it; if the loader does not report it, the name that was opened.
     pub path: String,
     handles: Vec<Handle>,
 }
@@ -54,13 +54,13 @@ pub struct Library {
 #[derive(Clone, Copy, Debug)]
 struct Handle(*mut c_void);
 
-// SAFETY: a handle of dlopen is valid in every thread, and never closed.
+// SAFETY: a dlopen handle is valid in every thread, and this one is never closed.
 unsafe impl Send for Handle {}
-// SAFETY: as above; dlsym may be called by several threads at once.
+// SAFETY: as above; several threads may call dlsym concurrently.
 unsafe impl Sync for Handle {}
 
 impl Library {
-    /// Opens it, or says what was tried and what to do.
+    /// Opens the library. The error says what was tried and what to do.
     pub fn open(known: &'static Known, hints: &Hints) -> Result<Library> {
         let named = hints.path.clone().or_else(|| config::library(known.key).map(PathBuf::from));
         let mut tried = Vec::new();
@@ -84,21 +84,21 @@ impl Library {
         Ok(Library { title: known.title, path, handles })
     }
 
-    /// The address of a function or of data, from the library or its companion.
+    /// Address of a function or of data, in the library or its companion.
     pub fn address(&self, name: &str) -> Option<*mut c_void> {
         let name = CString::new(name).ok()?;
-        // SAFETY: handles of dlopen that are never closed; `name` ends in a zero.
+        // SAFETY: dlopen handles that are never closed; `name` ends in a zero byte.
         let found = |handle: &Handle| unsafe { libc::dlsym(handle.0, name.as_ptr()) };
         self.handles.iter().map(found).find(|address| !address.is_null())
     }
 
-    /// A function by its name.
+    /// Looks up a function by its name.
     ///
     /// # Safety
-    /// `F` is the type of a function pointer with the library's own declaration of it.
+    /// `F` must be a function pointer type that matches the library's declaration of the function.
     pub unsafe fn symbol<F: Copy>(&self, name: &'static str) -> Symbol<F> {
         const { assert!(size_of::<F>() == size_of::<*mut c_void>()) };
-        // SAFETY: the caller's promise; sizes are equal as asserted, and the address is not null.
+        // SAFETY: the caller guarantees the type; the sizes are equal, as asserted above, and the address is not null.
         let function =
             self.address(name).map(|address| unsafe { std::mem::transmute_copy::<*mut c_void, F>(&address) });
         Symbol { function, name }
@@ -108,12 +108,12 @@ impl Library {
         self.address(name).is_some()
     }
 
-    /// The names that the library lacks.
+    /// Those of `names` that the library does not have.
     pub fn missing(&self, names: &[&'static str]) -> Vec<&'static str> {
         names.iter().copied().filter(|name| !self.has(name)).collect()
     }
 
-    /// The error for a library that is older than the caller needs.
+    /// The error for a library that is too old to have a function that the caller needs.
     pub fn lacks(&self, name: &str) -> Error {
         Error::system(format!(
             "sagellm: {} ({}) has no {name}; a newer version of the library has it",
@@ -122,7 +122,7 @@ impl Library {
     }
 }
 
-/// A function that the library may have or not.
+/// A function that the library may lack.
 #[derive(Clone, Copy, Debug)]
 pub struct Symbol<F> {
     function: Option<F>,
@@ -138,15 +138,15 @@ impl<F: Copy> Symbol<F> {
         self.function
     }
 
-    /// The function, or an error that names it.
+    /// The function; if the library lacks it, an error that names it.
     pub fn of(&self, library: &Library) -> Result<F> {
         self.function.ok_or_else(|| library.lacks(self.name))
     }
 }
 
-/// The same for a function of `nccl_sys`.
+/// `Symbol::of` for a function of `nccl_sys`.
 pub trait Needed<F> {
-    /// The function, or an error that names it.
+    /// The function; if the library lacks it, an error that names it.
     fn of(&self, library: &Library) -> Result<F>;
 }
 
@@ -156,7 +156,7 @@ impl<F: Copy> Needed<F> for nccl_sys::Symbol<F> {
     }
 }
 
-/// The functions of one vendor: a struct with one optional symbol a line, `load`, and `NAMES`.
+/// Declares the functions of one vendor: a struct with one optional symbol on each line, `load`, and `NAMES`.
 macro_rules! symbols {
     ($(#[$meta:meta])* $table:ident { $($field:ident = $name:literal ($($argument:ty),* $(,)?) -> $result:ty;)* }) => {
         $(#[$meta])*
@@ -166,7 +166,7 @@ macro_rules! symbols {
             pub const NAMES: &'static [&'static str] = &[$($name),*];
             pub fn load(library: &$crate::engine::device::libs::loader::Library) -> $table {
                 $table {
-                    // SAFETY: each declaration is the vendor's own, see the head of this file.
+                    // SAFETY: each declaration matches the vendor's, as the comment at the top of the file says.
                     $($field: unsafe { library.symbol($name) },)*
                 }
             }
@@ -180,7 +180,7 @@ fn search(known: &'static Known, hints: &Hints, tried: &mut Vec<String>) -> Opti
     if loaded.is_some() {
         return loaded;
     }
-    tried.clear(); // that no copy is loaded yet is no failure
+    tried.clear(); // a copy that is not loaded yet is not a failure
     let own = config::vendor_folder().map(PathBuf::from);
     for folder in hints.folders.iter().chain(own.iter()) {
         for inside in [folder.clone(), folder.join(known.package)] {
@@ -194,8 +194,8 @@ fn search(known: &'static Known, hints: &Hints, tried: &mut Vec<String>) -> Opti
     known.names.iter().find_map(|name| open(name.as_bytes(), false, tried))
 }
 
-/// Beside a library that the user named, only a companion that is named too or lies in the same folder: never one of
-/// another installation.
+/// Opens the companion of a library. If the user named the main library, the companion must be named too or be in the
+/// same folder, so that it is never taken from another installation.
 fn open_companion(known: &'static Known, beside: Option<&Path>, hints: &Hints) -> Option<Handle> {
     let mut tried = Vec::new();
     match (config::library(known.key), beside) {
@@ -212,12 +212,12 @@ fn open_companion(known: &'static Known, beside: Option<&Path>, hints: &Hints) -
 fn open(name: &[u8], loaded_only: bool, tried: &mut Vec<String>) -> Option<Handle> {
     let c_name = CString::new(name).ok()?;
     let flags = libc::RTLD_LAZY | libc::RTLD_LOCAL | if loaded_only { libc::RTLD_NOLOAD } else { 0 };
-    // SAFETY: a name that ends in a zero. Initialisers of the library run here: it is the one that the user installed.
+    // SAFETY: the name ends in a zero byte. The library's initialisers run here; the user installed that library.
     let handle = unsafe { libc::dlopen(c_name.as_ptr(), flags) };
     if !handle.is_null() {
         return Some(Handle(handle));
     }
-    // SAFETY: dlerror gives null or a text that is valid until the next call of this thread.
+    // SAFETY: dlerror returns null or a text that is valid until this thread's next call of dlerror.
     let why = unsafe {
         let text = libc::dlerror();
         if text.is_null() { String::new() } else { CStr::from_ptr(text).to_string_lossy().into_owned() }
@@ -226,9 +226,9 @@ fn open(name: &[u8], loaded_only: bool, tried: &mut Vec<String>) -> Option<Handl
     None
 }
 
-/// The file behind a handle.
+/// The file that a handle belongs to.
 fn path_of(handle: Handle) -> Option<String> {
-    /// The first fields of glibc's and musl's `struct link_map`.
+    /// The first fields of `struct link_map` in glibc and musl.
     #[repr(C)]
     struct LinkMap {
         base: usize,
@@ -236,7 +236,7 @@ fn path_of(handle: Handle) -> Option<String> {
     }
     const RTLD_DI_LINKMAP: libc::c_int = 2;
     let mut map: *const LinkMap = std::ptr::null();
-    // SAFETY: an open handle; dlinfo writes one pointer, to a record that lives as long as the library.
+    // SAFETY: the handle is open; dlinfo writes one pointer to a record that lives as long as the library.
     let status = unsafe { libc::dlinfo(handle.0, RTLD_DI_LINKMAP, (&raw mut map).cast()) };
     if status != 0 || map.is_null() {
         return None;

@@ -1,4 +1,4 @@
-#![allow(unsafe_code)] // calls of functions that were found at run time in a library of a vendor
+#![allow(unsafe_code)] // calls functions of a vendor's library, which are looked up at run time
 
 pub mod cncl;
 mod common;

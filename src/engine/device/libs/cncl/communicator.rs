@@ -1,4 +1,5 @@
-//! CNCL. One communicator at a time is made, outside of any group: one that is made inside is not usable before its end.
+//! CNCL. Communicators are made one at a time and outside any CNCL group, because a communicator that is made inside a
+//! group is usable only after the group has ended.
 
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
@@ -44,7 +45,7 @@ pub struct Cncl {
     able: Capabilities,
 }
 
-/// The capabilities of a current version, for documents and tests that have no library.
+/// The capabilities of a current version, for documents and tests, which have no library.
 pub fn capabilities() -> Capabilities {
     Capabilities {
         name: "CNCL".into(),
@@ -103,7 +104,7 @@ impl Api for Cncl {
 
     fn unique_id(&self) -> Result<Vec<u8>> {
         let mut id = CliqueId { data: [0; 128], hash: 0 };
-        // SAFETY: the vendor's function; it writes 136 bytes.
+        // SAFETY: the vendor's function; it writes 136 bytes to `id`.
         let code = unsafe { self.table.get_clique_id.of(&self.library)?(&mut id) };
         self.check("cnclGetCliqueId", code)?;
         Ok([&id.data[..], &id.hash.to_ne_bytes()].concat())
@@ -118,7 +119,7 @@ impl Api for Cncl {
             let Setup { rank, ranks, device, runtime, .. } = setup;
             let mut comm: Comm = std::ptr::null_mut();
             let init = self.table.init_comms.of(&self.library)?;
-            // SAFETY: the vendor's function; lists of one entry, which live until it returns.
+            // SAFETY: the vendor's function; the lists have one entry each and live until it returns.
             let code = unsafe { init(&mut comm, 1, &device, &(rank as c_int), ranks as c_int, &id) };
             self.check("cnclInitComms", code)?;
             let guard = HandleGuard::new(comm as usize);
@@ -179,11 +180,13 @@ impl Calls for Cncl {
             return self.exchange(own, messages, comm, queue).map(|()| None);
         }
         let Arguments { send, recv, count, dtype, op, root } = NUMBERS.arguments(call, None, &self.able)?;
-        // Off the root the library takes no receive buffer, so it cannot write to the input.
+        // The library ignores the receive buffer on ranks other than the root. Null keeps it from writing to the input
+        // there.
         let at_root = if root == own.rank { recv } else { std::ptr::null_mut() };
         let root = root as c_int;
-        // SAFETY: each call below is the vendor's own declaration; the caller's addresses are memory of this device for
-        // as many elements as it says, until the queue has passed the call; `comm` lives while the guard is entered.
+        // SAFETY: each function below is declared as the vendor declares it. The caller's addresses point to memory of
+        // this device, with as many elements as the call says, until the queue has completed the call. `comm` lives
+        // while the guard is entered.
         let code = unsafe {
             match call {
                 Call::AllReduce { .. } => table.all_reduce.of(library)?(send, recv, count, dtype, op, comm, queue),
@@ -211,7 +214,7 @@ impl Calls for Cncl {
 
     fn poll(&self, handle: usize) -> Result<()> {
         let Some(get) = self.table.get_comm_async_error.optional() else { return Ok(()) };
-        // SAFETY: the vendor's function; the state is what it returns.
+        // SAFETY: the vendor's function; it returns the state and writes nothing.
         match unsafe { get(handle as Comm) } {
             sys::ASYNC_IN_PROGRESS => Ok(()),
             state => self.check("an operation that was launched earlier", state),
@@ -221,17 +224,17 @@ impl Calls for Cncl {
     fn abort(comm: &Arc<Joined<Cncl>>) -> Result<()> {
         comm.end(("aborted", GRACE), ("cnclAbortComm", END), |own, handle| {
             let call = own.api.table.abort_comm.of(&own.api.library)?;
-            // SAFETY: the guard is shut: the last use of the handle.
+            // SAFETY: the guard is shut, so this is the last use of the handle.
             own.api.check("cnclAbortComm", unsafe { call(handle as Comm) })
         })
     }
 
-    /// All ranks of a clique must do this together; one that does it alone would wait for the others.
+    /// All ranks of a clique must call this together: a rank that calls it alone would wait for the others.
     fn close(comm: &Arc<Joined<Cncl>>, deadline: Duration) -> Result<()> {
         comm.end(("closed", deadline), ("the end of a CNCL communicator", deadline), |own, handle| {
             let destroy = own.api.table.destroy_comms.of(&own.api.library)?;
             let mut comm = handle as Comm;
-            // SAFETY: the guard is shut: the last use of the handle, as a list of one.
+            // SAFETY: the guard is shut, so this is the last use of the handle. It is passed as a list of one entry.
             own.api.check("cnclDestroyComms", unsafe { destroy(&mut comm, 1) })
         })
     }

@@ -1,5 +1,6 @@
-//! CNCL's C interface, as far as it is used (cncl.h 1.25). Enums are integers. Not shaped like NCCL's: communicators are
-//! made from arrays, out-parameters come first, and the state of a communicator is a return value.
+//! The part of CNCL's C interface that we use (cncl.h 1.25). Enums are integers. The interface differs from NCCL's:
+//! communicators are made from arrays, out-parameters come first, and a function returns a communicator's state as its
+//! result.
 
 use std::ffi::{c_char, c_int, c_void};
 
@@ -9,10 +10,10 @@ pub type Comm = *mut c_void;
 pub type Code = c_int;
 
 pub const SUCCESS: Code = 0;
-/// Work is under way: no error.
+/// Work is in progress; not an error.
 pub const ASYNC_IN_PROGRESS: Code = 0x06;
 
-/// cnclDataType_t
+/// Values of cnclDataType_t.
 pub const FLOAT16: c_int = 0x10;
 pub const BFLOAT16: c_int = 0x11;
 pub const FLOAT32: c_int = 0x12;
@@ -25,7 +26,7 @@ pub const UINT16: c_int = 0x31;
 pub const UINT32: c_int = 0x32;
 pub const UINT64: c_int = 0x33;
 
-/// cnclReduceOp_t
+/// Values of cnclReduceOp_t.
 pub const SUM: c_int = 0;
 pub const PROD: c_int = 1;
 pub const MAX: c_int = 2;
@@ -33,7 +34,7 @@ pub const MIN: c_int = 3;
 
 pub const ID_BYTES: usize = 136;
 
-/// cnclCliqueId
+/// The struct cnclCliqueId.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct CliqueId {
@@ -44,7 +45,7 @@ const _: () = assert!(size_of::<CliqueId>() == ID_BYTES && align_of::<CliqueId>(
 const _: () = assert!(std::mem::offset_of!(CliqueId, hash) == 128);
 
 symbols! {
-    /// Counts are elements; queues are pointers.
+    /// Counts are in elements; queues are pointers.
     Table {
         get_clique_id = "cnclGetCliqueId"(*mut CliqueId) -> Code;
         init_comms = "cnclInitComms"(*mut Comm, c_int, *const c_int, *const c_int, c_int, *const CliqueId) -> Code;

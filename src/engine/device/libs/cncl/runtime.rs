@@ -1,5 +1,5 @@
-//! Cambricon's runtime (cnrt.h 6). "Still running" has two numbers, and both leave an error behind that must be taken away;
-//! events are called notifiers, streams queues, and the order of arguments is its own.
+//! Cambricon's runtime (cnrt.h 6). Two result codes mean "still running", and each also leaves an error behind that
+//! must be cleared. Events are called notifiers and streams queues. The order of arguments differs from other runtimes.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::sync::Arc;
@@ -22,7 +22,7 @@ pub static KNOWN: Known = Known {
 type Code = c_int;
 type Handle = *mut c_void;
 const SUCCESS: Code = 0;
-/// cnrtErrorNotReady and cnrtErrorBusy: which one comes depends on the version.
+/// cnrtErrorNotReady and cnrtErrorBusy; the runtime's version decides which of them is returned.
 const RUNNING: [Code; 2] = [1, 632014];
 /// CNRT_NOTIFIER_DISABLE_TIMING_ALL
 const UNTIMED: c_uint = 4;
@@ -69,7 +69,7 @@ impl Cnrt {
         let table = Table::load(&library);
         for needed in ["cnrtSetDevice", "cnrtQueueCreate", "cnrtQueueWaitNotifier"] {
             if !library.has(needed) {
-                return Err(library.lacks(needed)); // a header older than 5 had other names
+                return Err(library.lacks(needed)); // headers older than 5 used other names
             }
         }
         Ok(Arc::new(Cnrt { library, table, spare: Spare::default() }))
@@ -79,26 +79,27 @@ impl Cnrt {
         if code == SUCCESS {
             return Ok(());
         }
-        // SAFETY: the runtime's function; it takes any number.
+        // SAFETY: the runtime's function; it accepts any number.
         let words = self.table.get_error_str.optional().map(|get| text(unsafe { get(code) })).unwrap_or_default();
         Err(Error::system(format!("sagellm: the Cambricon runtime failed in {what}: {words} (cnrtRet_t {code})")))
     }
 
-    /// True for success, false for "running", which the runtime remembers as an error until it is asked.
+    /// True for success, false for "still running". The runtime keeps the latter as the thread's last error, so this
+    /// clears it.
     fn ready(&self, what: &str, code: Code) -> Result<bool> {
         if !RUNNING.contains(&code) {
             return self.check(what, code).map(|()| true);
         }
         if let Some(clear) = self.table.get_last_error.optional() {
-            // SAFETY: the runtime's function; state of this thread.
+            // SAFETY: the runtime's function; it uses only state of this thread.
             unsafe { clear() };
         }
         Ok(false)
     }
 }
 
-// SAFETY of the calls below: each is the runtime's own declaration; handles were made by this runtime and are alive, as
-// the caller promises by holding them; out-parameters are valid for the time of the call.
+// SAFETY of the calls below: each function is declared as the runtime declares it. Handles were made by this runtime
+// and are alive, which the caller guarantees by holding them. Out-parameters are valid during the call.
 impl Runtime for Cnrt {
     fn describe(&self) -> String {
         let (mut major, mut minor, mut patch) = (0, 0, 0);
@@ -141,7 +142,7 @@ impl Runtime for Cnrt {
         self.ready("cnrtQueueQuery", code)
     }
 
-    /// No where the runtime knows no captures.
+    /// False if the runtime does not support capture.
     fn capturing(&self, stream: Stream) -> Result<bool> {
         let Some(ask) = self.table.is_capturing.optional() else { return Ok(false) };
         let mut status = CAPTURES_NOTHING;
@@ -175,7 +176,7 @@ impl Runtime for Cnrt {
 
     fn event_wait(&self, stream: Stream, event: Event) -> Result<()> {
         let wait = self.table.queue_wait_notifier.of(&self.library)?;
-        // SAFETY: see above. The event comes first here.
+        // SAFETY: see above. The event is the first argument here.
         let code = unsafe { wait(event.0 as Handle, stream.0 as Handle, 0) };
         self.check("cnrtQueueWaitNotifier", code)
     }
@@ -199,7 +200,8 @@ impl Runtime for Cnrt {
         let newest = copy_v3.optional().or(copy_v2.optional());
         let call = newest.map_or_else(|| copy.of(&self.library), Ok)?;
         let (to, from) = (to as *mut c_void, from as *mut c_void);
-        // SAFETY: see above; both addresses are of this device for as many bytes, until the queue has passed the copy.
+        // SAFETY: see above; both addresses point to `bytes` bytes of this device's memory until the queue has
+        // completed the copy.
         let code = unsafe { call(to, from, bytes, stream.0 as Handle, DEVICE_TO_DEVICE) };
         self.check("cnrtMemcpyAsync", code)
     }

@@ -1,5 +1,6 @@
-//! HCCL. In CANN 9 two libraries; before, one. It has no groups that would help here (its own may not mix kinds, and not
-//! hold a batch of messages), no abort and no gather: see `lowering` and docs/internals/vendors.md.
+//! HCCL. CANN 9 has it in two libraries, older versions in one. Its groups are not used, because one group may not mix
+//! kinds and may not contain a batch of messages. It has no abort and no gather: see `lowering` and
+//! docs/internals/vendors.md.
 
 use std::collections::HashMap;
 use std::ffi::{c_int, c_void};
@@ -38,7 +39,8 @@ pub static KNOWN: Known = Known {
     fix: "It is a part of CANN: run `source .../ascend-toolkit/set_env.sh` in this shell first.",
 };
 
-/// As documented for A2 and A3. No integers without sign, no 64-bit floats; PROD neither for int16 nor for bfloat16.
+/// The documented values for A2 and A3. No unsigned integers and no 64-bit floats; PROD supports neither int16 nor
+/// bfloat16.
 const REDUCES: [(Dtype, Ops); 7] = [
     (Dtype::I8, Ops::BASIC),
     (Dtype::I16, Ops::NO_PRODUCT),
@@ -53,11 +55,12 @@ pub struct Hccl {
     library: Library,
     table: sys::Table,
     able: Capabilities,
-    /// Communicators of one device must not be made at the same time; those of different devices may.
+    /// A lock for each device: communicators of one device must not be made concurrently; those of different devices
+    /// may.
     making: Mutex<HashMap<i32, Arc<Mutex<()>>>>,
 }
 
-/// The capabilities of a current version, for documents and tests that have no library.
+/// The capabilities of a current version, for documents and tests, which have no library.
 pub fn capabilities() -> Capabilities {
     Capabilities {
         name: "HCCL".into(),
@@ -103,7 +106,7 @@ impl Hccl {
         Err(failure(self, what, code, "; plog files below ~/ascend/log say more"))
     }
 
-    /// An algorithm can be set where the config of the library has a field for it.
+    /// Whether the library's config has a field for the algorithm.
     fn takes_algorithm(&self) -> bool {
         // SAFETY: the vendor's function.
         self.table.config_capability.optional().is_some_and(|ask| unsafe { ask() } > sys::CAN_TAKE_ALGORITHM)
@@ -119,7 +122,8 @@ impl Hccl {
     }
 }
 
-/// The word of the communicator config for an algorithm that holds for every operation and size, else "".
+/// The value of the config's algorithm field, if the policy names one algorithm for every operation and size; otherwise
+/// "".
 fn algorithm_word(policy: &Policy) -> &'static str {
     match rules::named_for_all(policy) {
         Some(AlgorithmChoice::Hosts { algorithm: Algorithm::Ring, .. }) => "level0:NA;level1:ring",
@@ -128,7 +132,7 @@ fn algorithm_word(policy: &Policy) -> &'static str {
     }
 }
 
-/// With the version, if the runtime tells it: major * 10^7 + minor * 10^5 + patch * 10^3.
+/// The library's name, with its version if the runtime reports it as major * 10^7 + minor * 10^5 + patch * 10^3.
 fn name(table: &sys::Table) -> String {
     let mut number = 0;
     let known = table.version_of.optional().is_some_and(|ask| {
@@ -156,7 +160,7 @@ impl Api for Hccl {
 
     fn unique_id(&self) -> Result<Vec<u8>> {
         let mut id = Box::new(RootInfo([0; sys::ID_BYTES]));
-        // SAFETY: the vendor's function; it writes 4108 bytes.
+        // SAFETY: the vendor's function; it writes 4108 bytes to `id`.
         let code = unsafe { self.table.get_root_info.of(&self.library)?(&mut *id) };
         self.check("HcclGetRootInfo", code)?;
         Ok(id.0.to_vec())
@@ -170,7 +174,8 @@ impl Api for Hccl {
             let Setup { rank, ranks, device, runtime, .. } = setup;
             let mut comm: Comm = std::ptr::null_mut();
             let code = match self.table.init_config.optional() {
-                // SAFETY: the vendor's function; id and config live until it returns, and say their own sizes.
+                // SAFETY: the vendor's function. The id and the config live until it returns, and the config contains
+                // its own size.
                 Some(init) => unsafe { init(ranks, &RootInfo(id), rank, &*config, &mut comm) },
                 // SAFETY: the vendor's function.
                 None => unsafe { self.table.init.of(&self.library)?(ranks, &RootInfo(id), rank, &mut comm) },
@@ -189,7 +194,7 @@ impl Api for Hccl {
 }
 
 pub struct Own {
-    /// It was made out of another one, so none can be made out of it.
+    /// Whether this communicator was made out of another one. The library makes none out of such a communicator.
     child: bool,
 }
 
@@ -225,13 +230,13 @@ impl Hccl {
         let kept = Box::new([send_counts.to_vec(), sent, recv_counts.to_vec(), received]);
         let list = |which: usize| kept[which].as_ptr().cast::<c_void>();
         let f = self.table.all_to_all_v.of(&self.library)?;
-        // SAFETY: as in `put`; the lists stay where they are until the stream has passed the call.
+        // SAFETY: as in `put`; the lists do not move or change until the stream has completed the call.
         let code = unsafe { f(*send, list(0), list(1), *dtype, *recv, list(2), list(3), *dtype, comm, stream) };
         Ok((code, Some(kept)))
     }
 
-    /// A send waits on the stream for its receive, so several messages go as one batch; a library without batches gets
-    /// them one by one in an order that cannot deadlock.
+    /// On the stream, a send waits for its receive, so several messages are passed to the library as one batch. If the
+    /// library has no batches, it gets the messages one by one, in an order that cannot deadlock.
     fn exchange(
         &self,
         own: &Joined<Hccl>,
@@ -249,7 +254,7 @@ impl Hccl {
                 peer: message.peer,
             };
             let mut items: Box<Vec<SendRecvItem>> = Box::new(messages.iter().map(item).collect());
-            // SAFETY: as in `put`; the list stays where it is until the stream has passed the call.
+            // SAFETY: as in `put`; the list does not move or change until the stream has completed the call.
             let code = unsafe { batch(items.as_mut_ptr(), items.len() as u32, comm, stream) };
             return Ok((code, Some(items)));
         }
@@ -267,15 +272,15 @@ impl Hccl {
         Ok((sys::SUCCESS, None))
     }
 
-    /// Asks the library to destroy it until it is no longer busy: the only end that HCCL has. It makes operations that
-    /// are stuck fail, where it can.
+    /// Calls the library's destroy function until it no longer reports that the communicator is busy. HCCL has no other
+    /// way to end a communicator. If the library can, it makes stuck operations fail.
     fn destroy(comm: &Arc<Joined<Hccl>>, why: &'static str, grace: Duration, deadline: Duration) -> Result<()> {
         comm.end((why, grace), ("the end of an HCCL communicator", deadline + GRACE), move |own, handle| {
             let destroy = own.api.table.destroy.of(&own.api.library)?;
-            // A little before this thread would be left behind.
+            // Ends before `comm.end` gives up and leaves this thread behind.
             let until = Instant::now() + deadline;
             loop {
-                // SAFETY: the guard is shut: the last use, once the library accepts it.
+                // SAFETY: the guard is shut, and this is the last use of the handle when the library accepts the call.
                 let code = unsafe { destroy(handle as Comm) };
                 if code != sys::AGAIN || Instant::now() >= until {
                     return own.api.check("HcclCommDestroy", code);
@@ -285,7 +290,7 @@ impl Hccl {
         })
     }
 
-    /// As `split`, on a new thread, which uses the device of `own`.
+    /// Does the work of `split`. Runs on a new thread, which has selected the device of `own`.
     fn part(own: &Arc<Joined<Hccl>>, split: Split) -> Result<Option<Arc<dyn Communicator>>> {
         let (api, device) = (&own.api, own.device);
         let make = api.table.create_sub.of(&api.library)?;
@@ -300,7 +305,7 @@ impl Hccl {
                 Some(place) => (members.as_mut_ptr(), u64::from(number), place as u32),
                 None => (std::ptr::null_mut(), u64::from(u32::MAX), 0),
             };
-            // SAFETY: the vendor's function; list and config live until it returns.
+            // SAFETY: the vendor's function; the list and the config live until it returns.
             let code = unsafe { make(&mut parent, ranks, list, number, rank, &mut *config, &mut comm) };
             api.check("HcclCreateSubCommConfig", code)?;
             let (api, runtime, guard) = (api.clone(), own.runtime.clone(), HandleGuard::new(comm as usize));
@@ -322,8 +327,9 @@ impl Calls for Hccl {
         let arguments = NUMBERS.arguments(call, None, &self.able)?;
         let Arguments { send, recv, count, dtype, op, root } = arguments;
         let count = count as u64;
-        // SAFETY: each call below is the vendor's own declaration; the caller's addresses are memory of this device for
-        // as many elements as it says, until the stream has passed the call; `comm` lives while the guard is entered.
+        // SAFETY: each function below is declared as the vendor declares it. The caller's addresses point to memory of
+        // this device, with as many elements as the call says, until the stream has completed the call. `comm` lives
+        // while the guard is entered.
         let code = unsafe {
             match *call {
                 Call::AllReduce { .. } => table.all_reduce.of(library)?(send, recv, count, dtype, op, comm, stream),
@@ -352,13 +358,13 @@ impl Calls for Hccl {
         Ok(())
     }
 
-    /// The library wants the members in ascending order, and no communicator made out of one that was made so.
+    /// The library requires members in ascending order, and a parent that was not itself made by a split.
     fn can_split(&self, own: &Joined<Hccl>, members: &[u32]) -> bool {
         self.able.split && !own.own.child && members.is_sorted()
     }
 
     fn split(&self, own: &Arc<Joined<Hccl>>, split: &Split) -> Result<Option<Arc<dyn Communicator>>> {
-        self.table.create_sub.of(&self.library)?; // or the error names it
+        self.table.create_sub.of(&self.library)?; // fails with an error that names the function, if it is missing
         if !self.can_split(own, &split.members) {
             return Err(no_split(&self.able));
         }
@@ -375,7 +381,7 @@ impl Calls for Hccl {
         let mut state = sys::SUCCESS;
         // SAFETY: the vendor's function; it writes one int.
         match unsafe { get(handle as Comm, &mut state) } {
-            sys::NOT_SUPPORT => Ok(()), // this chip has no such query
+            sys::NOT_SUPPORT => Ok(()), // this chip does not support the query
             sys::SUCCESS => self.check("an operation that was launched earlier", state),
             code => self.check("HcclGetCommAsyncError", code),
         }

@@ -1,5 +1,5 @@
-//! HCCL's C interface, as far as it is used (hccl.h, hccl_types.h, hccl_comm.h of CANN; in CANN 9 split over libhccl and
-//! libhcomm). Enums are integers.
+//! The part of HCCL's C interface that we use (hccl.h, hccl_types.h, hccl_comm.h of CANN; in CANN 9 split over libhccl
+//! and libhcomm). Enums are integers.
 
 use std::ffi::{c_char, c_int, c_void};
 
@@ -12,7 +12,7 @@ pub const SUCCESS: Code = 0;
 pub const NOT_SUPPORT: Code = 5;
 pub const AGAIN: Code = 20;
 
-/// HcclDataType
+/// Values of HcclDataType.
 pub const INT8: c_int = 0;
 pub const INT16: c_int = 1;
 pub const INT32: c_int = 2;
@@ -21,25 +21,25 @@ pub const FP32: c_int = 4;
 pub const INT64: c_int = 5;
 pub const BFP16: c_int = 11;
 
-/// HcclReduceOp
+/// Values of HcclReduceOp.
 pub const SUM: c_int = 0;
 pub const PROD: c_int = 1;
 pub const MAX: c_int = 2;
 pub const MIN: c_int = 3;
 
-/// HcclSendRecvType
+/// Values of HcclSendRecvType.
 pub const SEND: c_int = 0;
 pub const RECV: c_int = 1;
 
 pub const ID_BYTES: usize = 4108;
 
-/// HcclRootInfo; any alignment, and no multiple of 8.
+/// The struct HcclRootInfo. Its alignment is 1, and its size is not a multiple of 8.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct RootInfo(pub [u8; ID_BYTES]);
 const _: () = assert!(size_of::<RootInfo>() == 4108 && align_of::<RootInfo>() == 1);
 
-/// HcclSendRecvItem
+/// The struct HcclSendRecvItem.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct SendRecvItem {
@@ -49,7 +49,7 @@ pub struct SendRecvItem {
     pub dtype: c_int,
     pub peer: u32,
 }
-// SAFETY: addresses of device memory, which this process does not follow.
+// SAFETY: the pointers are addresses of device memory, which this process never dereferences.
 unsafe impl Send for SendRecvItem {}
 const _: () = {
     use std::mem::offset_of;
@@ -63,8 +63,8 @@ const ALGORITHM_BYTES: usize = 1600;
 const CONFIG_MAGIC: u32 = 0xf0f0_f0f0;
 const NOT_SET: u32 = u32::MAX;
 
-/// HcclCommConfig, as of version 8. We pass version 2, which ends after the name, unless the library reports that it
-/// takes an algorithm. Never version 10, which has two layouts.
+/// The struct HcclCommConfig as of version 8. We pass version 2, which ends after the name, unless an algorithm is set;
+/// then we pass version 8. We never pass version 10, because two different layouts have that number.
 #[repr(C)]
 pub struct Config {
     size: usize,
@@ -101,11 +101,11 @@ const _: () = {
     assert!(VERSION_2_BYTES == 160 && VERSION_8_BYTES == 2104);
 };
 
-/// Of HcclGetCommConfigCapability: present where the number that it returns is larger.
+/// The library takes an algorithm if HcclGetCommConfigCapability returns a larger number.
 pub const CAN_TAKE_ALGORITHM: u32 = 9;
 
 impl Config {
-    /// Names are cut to what fits with a zero at the end.
+    /// Makes a config. Texts are truncated to fit with a terminating zero.
     pub fn new(name: &str, algorithm: &str) -> Box<Config> {
         let (version, size) = if algorithm.is_empty() { (2, VERSION_2_BYTES) } else { (8, VERSION_8_BYTES) };
         let mut config = Box::new(Config {
@@ -140,7 +140,7 @@ fn put(field: &mut [u8], text: &str) {
 }
 
 symbols! {
-    /// Buffers are `void*`, streams `aclrtStream`, counts elements of 64 bits.
+    /// Buffers are `void*`, streams are `aclrtStream`, and counts are 64-bit numbers of elements.
     Table {
         get_root_info = "HcclGetRootInfo"(*mut RootInfo) -> Code;
         init_config = "HcclCommInitRootInfoConfig"(u32, *const RootInfo, u32, *const Config, *mut Comm) -> Code;

@@ -1,6 +1,6 @@
-//! Ascend's runtime (acl_rt.h). Two sorts of events: the newer ("Ex") may be recorded again as they are; the older must be
-//! reset on a stream first, and are taken only where the newer are missing. The status of a recorded event is the other
-//! way round from all other states.
+//! Ascend's runtime (acl_rt.h). It has two kinds of events. The newer ("Ex") may be recorded again directly. The older
+//! must be reset on a stream before it is recorded again, and is used only if the runtime lacks the newer. In the
+//! status of a recorded event 1 means complete, while in the other statuses 0 does.
 
 use std::collections::HashSet;
 use std::ffi::{c_char, c_int, c_void};
@@ -24,21 +24,21 @@ pub static KNOWN: Known = Known {
 type Code = c_int;
 type Handle = *mut c_void;
 const SUCCESS: Code = 0;
-/// aclInit was called before, by torch_npu: as good as success.
+/// aclInit was called before, by torch_npu. Treated as success.
 const INITIALISED_BEFORE: Code = 100002;
-/// aclrtStreamStatus
+/// Value of aclrtStreamStatus.
 const STREAM_COMPLETE: c_int = 0;
-/// aclrtEventRecordedStatus, where 1 means complete, unlike in aclrtStreamStatus.
+/// Value of aclrtEventRecordedStatus, where 1 means complete, unlike in aclrtStreamStatus.
 const EVENT_COMPLETE: c_int = 1;
-/// ACL_EVENT_SYNC, ACL_EVENT_TIME_LINE
+/// ACL_EVENT_SYNC and ACL_EVENT_TIME_LINE.
 const FLAG_SYNC: u32 = 1;
 const FLAG_TIME_LINE: u32 = 8;
-/// ACL_STREAM_FAST_LAUNCH and ACL_STREAM_FAST_SYNC, as torch_npu has them.
+/// ACL_STREAM_FAST_LAUNCH | ACL_STREAM_FAST_SYNC; torch_npu uses the same flags.
 const STREAM_FAST: u32 = 1 | 2;
 const DEVICE_TO_DEVICE: c_int = 3;
 /// ACL_MEM_MALLOC_HUGE_FIRST
 const HUGE_FIRST: c_int = 0;
-/// aclmdlRICaptureStatus
+/// Value of aclmdlRICaptureStatus.
 const CAPTURES_NOTHING: c_int = 0;
 
 symbols! {
@@ -69,7 +69,7 @@ symbols! {
 pub struct Acl {
     library: Library,
     table: Table,
-    /// Events of the older sort that have been recorded: the next record needs a reset.
+    /// Events of the older kind that have been recorded. They need a reset before the next record.
     used: Mutex<HashSet<usize>>,
     spare: Spare,
 }
@@ -79,7 +79,7 @@ impl Acl {
         let library = Library::open(&KNOWN, hints)?;
         let table = Table::load(&library);
         let acl = Acl { library, table, used: Mutex::default(), spare: Spare::default() };
-        // SAFETY: the runtime's function; null is "no configuration".
+        // SAFETY: the runtime's function; null means no configuration.
         let code = unsafe { acl.table.init.of(&acl.library)?(std::ptr::null()) };
         if code != INITIALISED_BEFORE {
             acl.check("aclInit", code)?;
@@ -91,7 +91,7 @@ impl Acl {
         if code == SUCCESS {
             return Ok(());
         }
-        // SAFETY: the runtime's function; null or a text.
+        // SAFETY: the runtime's function; it returns null or a text.
         let words = self.table.recent_message.optional().map(|get| text(unsafe { get() })).unwrap_or_default();
         Err(Error::system(format!("sagellm: the Ascend runtime failed in {what}: aclError {code} {words}")))
     }
@@ -105,8 +105,8 @@ impl Acl {
     }
 }
 
-// SAFETY of the calls below: each is the runtime's own declaration; handles were made by this runtime and are alive, as
-// the caller promises by holding them; out-parameters are valid for the time of the call.
+// SAFETY of the calls below: each function is declared as the runtime declares it. Handles were made by this runtime
+// and are alive, which the caller guarantees by holding them. Out-parameters are valid during the call.
 impl Runtime for Acl {
     fn describe(&self) -> String {
         format!("Ascend runtime ({})", self.library.path)
@@ -209,7 +209,8 @@ impl Runtime for Acl {
     fn copy(&self, to: usize, from: usize, bytes: usize, stream: Stream) -> Result<()> {
         let copy = self.table.copy.of(&self.library)?;
         let (to, from) = (to as *mut c_void, from as *const c_void);
-        // SAFETY: see above; both addresses are of this device for as many bytes, until the stream has passed the copy.
+        // SAFETY: see above; both addresses point to `bytes` bytes of this device's memory until the stream has
+        // completed the copy.
         let code = unsafe { copy(to, bytes, from, bytes, DEVICE_TO_DEVICE, stream.0 as Handle) };
         self.check("aclrtMemcpyAsync", code)
     }

@@ -1,5 +1,6 @@
-//! NCCL. Communicators are blocking ones: with non-blocking ones the library starts a thread for every launched group
-//! (NVIDIA/nccl, src/group.cc), which costs more than the launch. Joining gets its deadline from a thread of ours.
+//! NCCL. Communicators are blocking, because for non-blocking ones the library starts a thread for every launched group
+//! (NVIDIA/nccl, src/group.cc), which costs more than the launch. A separate thread joins a communicator, so that the
+//! wait for it has a deadline.
 
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::sync::Arc;
@@ -26,13 +27,14 @@ pub static KNOWN: Known = Known {
     fix: "A PyTorch with CUDA brings it: pip install torch, or pip install nvidia-nccl-cu13.",
 };
 
-/// 2.18 has split, non-blocking abort and every call that is not optional here.
+/// Oldest supported version: 2.18 has split, non-blocking abort, and every function that is not optional here.
 const OLDEST: c_int = 21800;
 
-/// Since 2.24 8-bit floats are combined; before sm_90 the library refuses them itself, in every rank's call.
+/// Since 2.24 the library reduces 8-bit floats. On devices before sm_90, each rank's call is refused by the library
+/// itself.
 const FLOATS_OF_8_BITS: c_int = 22400;
 
-/// Integers of 16 bits are missing. The 8-bit floats are last.
+/// The library has no 16-bit integers. The 8-bit floats must be last, because `open` drops the last two entries.
 const REDUCES: [(Dtype, Ops); 12] = [
     (Dtype::U8, Ops::BASIC_AVG),
     (Dtype::I8, Ops::BASIC_AVG),
@@ -48,7 +50,7 @@ const REDUCES: [(Dtype, Ops); 12] = [
     (Dtype::F8E5M2, Ops::BASIC_AVG),
 ];
 
-/// Where scaled sums cannot be made.
+/// The same list for libraries that lack scaled sums.
 const REDUCES_UNSCALED: [(Dtype, Ops); 12] = {
     let mut list = REDUCES;
     let mut at = 0;
@@ -65,7 +67,7 @@ pub struct Nccl {
     able: Capabilities,
 }
 
-/// The capabilities of a current version, for documents and tests that have no library.
+/// The capabilities of a current version, for documents and tests, which have no library.
 pub fn capabilities() -> Capabilities {
     Capabilities {
         name: "NCCL".into(),
@@ -91,7 +93,7 @@ pub fn version_text(code: c_int) -> String {
 impl Nccl {
     pub fn open(hints: &Hints) -> Result<Arc<dyn Api>> {
         let library = Library::open(&KNOWN, hints)?;
-        // SAFETY: the addresses are those of this library, which is never closed.
+        // SAFETY: the addresses are from this library, which is never closed.
         let table = unsafe { sys::Table::load(|name| library.address(name).and_then(std::ptr::NonNull::new)) };
         let mut version = 0;
         // SAFETY: the vendor's function; it writes one int.
@@ -120,8 +122,9 @@ impl Nccl {
         Ok(Arc::new(Nccl { library, table, able }))
     }
 
-    /// As `check`, for a call on a communicator. Ours are blocking, but `NCCL_COMM_BLOCKING=0` has the last word in the
-    /// library: then a call is in progress when it returns, and nothing else may be called before it is done.
+    /// Like `check`, for a call on a communicator that may still be in progress. We make blocking communicators, but
+    /// the variable `NCCL_COMM_BLOCKING=0` overrides that inside the library. Then a call may still be in progress when
+    /// it returns, and no other call is allowed before it is complete.
     fn settle(&self, what: &str, code: c_int, comm: Comm, patience: Duration) -> Result<()> {
         if code != sys::IN_PROGRESS {
             return self.check(what, code, comm);
@@ -151,17 +154,17 @@ impl Nccl {
             return Ok(());
         }
         let last = self.table.get_last_error.optional().map(|get| {
-            // SAFETY: the vendor's function; it takes a null communicator, and gives null or a text.
+            // SAFETY: the vendor's function; it accepts a null communicator, and returns null or a text.
             text(unsafe { get(comm) })
         });
         let last = last.filter(|last| !last.is_empty()).map(|last| format!("; it says: {last}")).unwrap_or_default();
         Err(failure(self, what, code, &last))
     }
 
-    /// Rank and number of ranks, which a new communicator knows.
+    /// Rank and size of a new communicator, as the library reports them.
     fn place(&self, comm: Comm) -> Result<(u32, u32)> {
         let (mut rank, mut ranks) = (0, 0);
-        // SAFETY: the vendor's function on a communicator it has just made; it writes one int.
+        // SAFETY: the vendor's function, on a communicator that it has just made; it writes one int.
         let code = unsafe { self.table.comm_user_rank.of(&self.library)?(comm, &mut rank) };
         self.check("ncclCommUserRank", code, comm)?;
         // SAFETY: as above.
@@ -182,7 +185,7 @@ impl Api for Nccl {
 
     fn unique_id(&self) -> Result<Vec<u8>> {
         let mut id = UniqueId([0; sys::ID_BYTES]);
-        // SAFETY: the vendor's function; it writes 128 bytes.
+        // SAFETY: the vendor's function; it writes 128 bytes to `id`.
         let code = unsafe { self.table.get_unique_id.of(&self.library)?(&mut id) };
         self.check("ncclGetUniqueId", code, std::ptr::null_mut())?;
         Ok(id.0.to_vec())
@@ -195,7 +198,8 @@ impl Api for Nccl {
             let name = c_name(&setup.name);
             let mut config = Config::blocking(&name);
             let code = match self.table.init_rank_config.optional() {
-                // SAFETY: the vendor's function; the config lives until it returns, the name as long as the communicator.
+                // SAFETY: the vendor's function. The config lives until it returns, and the name as long as the
+                // communicator.
                 Some(init) => unsafe { init(&mut comm, ranks, UniqueId(id), rank, &mut config) },
                 // SAFETY: the vendor's function.
                 None => unsafe { self.table.init_rank.of(&self.library)?(&mut comm, ranks, UniqueId(id), rank) },
@@ -214,7 +218,7 @@ impl Api for Nccl {
 
     fn describe_error(&self, code: i32) -> String {
         let words = self.table.get_error_string.optional().map(|get| {
-            // SAFETY: the vendor's function; it takes any number.
+            // SAFETY: the vendor's function; it accepts any number.
             text(unsafe { get(code) })
         });
         format!("{} (ncclResult_t {code})", words.unwrap_or_default())
@@ -235,7 +239,7 @@ impl Api for Nccl {
 }
 
 impl Nccl {
-    /// The communicator of a call that makes one, when it is ready.
+    /// Wraps the handle that a library call has made, and waits until the communicator is ready.
     fn made(
         self: &Arc<Nccl>,
         what: &str,
@@ -249,23 +253,23 @@ impl Nccl {
             self.check(what, code, std::ptr::null_mut())?;
         }
         let (guard, patience) = (HandleGuard::new(comm as usize), own.patience);
-        // Aborted when it is dropped, also where it does not come to be ready.
+        // Aborted on drop, even if it does not become ready.
         let made = LibraryComm(Arc::new(Joined { api: self.clone(), guard, rank, ranks, device, runtime, own }));
         self.settle(what, code, comm, patience)?;
         Ok(Arc::new(made))
     }
 }
 
-/// A name as C has it.
+/// The name as a C string, truncated to `NAME_BYTES`.
 fn c_name(name: &str) -> CString {
     let bytes: Vec<u8> = name.bytes().filter(|byte| *byte != 0).take(NAME_BYTES).collect();
     CString::new(bytes).unwrap_or_default()
 }
 
 pub struct Own {
-    /// The library reads it as long as the communicator lives.
+    /// Kept here, because the library reads it as long as the communicator lives.
     _name: CString,
-    /// How long a call of a communicator that does not block may be in progress.
+    /// How long a call may be in progress on a non-blocking communicator.
     patience: Duration,
 }
 
@@ -295,7 +299,7 @@ const NUMBERS: Numbers = Numbers {
     ],
 };
 
-/// The factor of a scaled sum in the type of the numbers, little end first.
+/// The factor of a scaled sum in the call's element type, little-endian.
 fn factor_bytes(dtype: Dtype, factor: f64) -> Result<[u8; 8]> {
     let mut bytes = [0; 8];
     match dtype {
@@ -310,7 +314,7 @@ fn factor_bytes(dtype: Dtype, factor: f64) -> Result<[u8; 8]> {
 
 type DestroyOp = unsafe extern "C" fn(c_int, Comm) -> c_int;
 
-/// The factor of a call's PREMUL_SUM, and the type of its numbers.
+/// The factor of a call's PREMUL_SUM, and the call's element type; `None` for other ops.
 fn premul(call: &Call<'_>) -> Option<(f64, Dtype)> {
     match *call {
         Call::AllReduce { op: ReduceOp::PremulSum(factor), dtype, .. }
@@ -321,7 +325,8 @@ fn premul(call: &Call<'_>) -> Option<(f64, Dtype)> {
 }
 
 impl Nccl {
-    /// A scaled sum, and what gives it back when it was used. `on_device`: where its factor lies, or 0.
+    /// Creates an op for a scaled sum. Returns its number and the function that destroys it after use. `on_device`:
+    /// device address of the factor, or 0 if the factor is in host memory.
     fn make_premul(&self, (factor, dtype): (f64, Dtype), on_device: usize, comm: Comm) -> Result<(c_int, DestroyOp)> {
         let mut bytes = factor_bytes(dtype, factor)?;
         let (scalar, residence) = match on_device {
@@ -331,19 +336,20 @@ impl Nccl {
         let mut made: c_int = 0;
         let create = self.table.create_premul_sum.of(&self.library)?;
         let destroy = self.table.destroy_op.of(&self.library)?;
-        // SAFETY: the vendor's function; it reads a scalar of the host before it returns, and the caller keeps one of the
-        // device until the stream has passed the call.
+        // SAFETY: the vendor's function. It reads a host scalar before it returns; the caller keeps a device scalar
+        // until the stream has completed the call.
         let code = unsafe { create(&mut made, scalar, NUMBERS.dtype(dtype)?, residence, comm) };
         self.check("ncclRedOpCreatePreMulSum", code, comm).map(|()| (made, destroy))
     }
 
-    /// One call of the library; its result code.
+    /// Makes one call of the library, and returns its result code.
     fn one(&self, call: &Call<'_>, made: Option<c_int>, comm: Comm, stream: *mut c_void) -> Result<c_int> {
         let (table, library) = (&self.table, &self.library);
         let Arguments { send, recv, count, dtype, op, root } = NUMBERS.arguments(call, made, &self.able)?;
         let root = root as c_int;
-        // SAFETY: each call below is the vendor's own declaration; the caller's addresses are memory of this device for
-        // as many elements as it says, until the stream has passed the call; `comm` lives while the guard is entered.
+        // SAFETY: each function below is declared as the vendor declares it. The caller's addresses point to memory of
+        // this device, with as many elements as the call says, until the stream has completed the call. `comm` lives
+        // while the guard is entered.
         Ok(unsafe {
             match call {
                 Call::AllReduce { .. } => table.all_reduce.of(library)?(send, recv, count, dtype, op, comm, stream),
@@ -372,12 +378,12 @@ impl Nccl {
                     recv(at, message.bytes, sys::UINT8, peer, comm, stream)
                 }
             };
-            // Calls in progress are done when the group has ended.
+            // The end of the group waits for calls that are in progress.
             if code == sys::IN_PROGRESS { Ok(()) } else { self.check("exchange", code, comm) }
         })
     }
 
-    /// Makes a communicator out of another by `make`; `None` where this rank is in no new one.
+    /// Makes a communicator out of another one by `make`; `None` if this rank is in no new communicator.
     fn child(
         own: &Arc<Joined<Nccl>>,
         what: &'static str,
@@ -396,7 +402,7 @@ impl Nccl {
                 if comm.is_null() {
                     return api.settle(what, code, parent as Comm, deadline).map(|()| None);
                 }
-                // Its rank is known when it is ready.
+                // The rank can be queried only when the communicator is ready.
                 api.settle(what, code, comm, deadline)?;
                 let (place, device) = (api.place(comm)?, (own.device, own.runtime.clone()));
                 api.made(what, sys::SUCCESS, comm, place, device, Own { _name: name, patience: deadline }).map(Some)
@@ -416,20 +422,21 @@ impl Calls for Nccl {
         let made = premul(call).map(|premul| self.make_premul(premul, factor, comm)).transpose()?;
         let code = self.one(call, made.map(|(number, _)| number), comm, stream);
         if let Some((number, destroy)) = made {
-            // SAFETY: made above for this communicator; allowed at once after the last call that uses it, also in a group.
+            // SAFETY: the op was made above for this communicator. NCCL allows this right after the last call that uses
+            // it, even in a group.
             unsafe { destroy(number, comm) };
         }
         self.settle(call.name(), code?, comm, own.own.patience).map(|()| None)
     }
 
     fn group_start(&self) -> Result<()> {
-        // SAFETY: the vendor's function; state of this thread.
+        // SAFETY: the vendor's function; it uses only state of this thread.
         let code = unsafe { self.table.group_start.of(&self.library)?() };
         self.check("ncclGroupStart", code, std::ptr::null_mut())
     }
 
     fn group_end(&self, own: &Joined<Nccl>) -> Result<()> {
-        // SAFETY: the vendor's function; state of this thread.
+        // SAFETY: the vendor's function; it uses only state of this thread.
         let code = unsafe { self.table.group_end.of(&self.library)?() };
         if code != sys::IN_PROGRESS {
             return self.check("ncclGroupEnd", code, std::ptr::null_mut());
@@ -448,7 +455,8 @@ impl Calls for Nccl {
         let waits = (split.deadline, split.go_on.clone());
         Nccl::child(own, "ncclCommSplit", waits, c_name(&split.name), move |parent, name, comm| {
             let mut config = Config::blocking(name);
-            // SAFETY: the vendor's function; the config lives until it returns, the name as long as the communicator.
+            // SAFETY: the vendor's function. The config lives until it returns, and the name as long as the
+            // communicator.
             unsafe { call(parent, color, key, comm, &mut config) }
         })
     }
@@ -466,7 +474,8 @@ impl Calls for Nccl {
         let made = Nccl::child(own, "ncclCommShrink", waits, c_name(name), move |parent, name, comm| {
             let mut config = Config::blocking(name);
             let count = exclude.len() as c_int;
-            // SAFETY: the vendor's function; list and config live until it returns, the name as long as the communicator.
+            // SAFETY: the vendor's function. The list and the config live until it returns, and the name as long as the
+            // communicator.
             unsafe { call(parent, exclude.as_mut_ptr(), count, comm, &mut config, sys::SHRINK_ABORT) }
         })?;
         made.ok_or_else(|| Error::bug("sagellm: ncclCommShrink succeeded and gave no communicator"))
@@ -479,7 +488,7 @@ impl Calls for Nccl {
         let code = unsafe { get(comm, &mut state) };
         self.check("ncclCommGetAsyncError", code, comm)?;
         match state {
-            sys::IN_PROGRESS => Ok(()), // another thread's call, which waits for its end
+            sys::IN_PROGRESS => Ok(()), // a call of another thread, which waits for its completion
             state => self.check("an operation that was launched earlier", state, comm),
         }
     }
@@ -487,7 +496,8 @@ impl Calls for Nccl {
     fn abort(comm: &Arc<Joined<Nccl>>) -> Result<()> {
         comm.end(("aborted", GRACE), ("ncclCommAbort", END), |own, handle| {
             let call = own.api.table.abort.of(&own.api.library)?;
-            // SAFETY: the guard is shut, so this is the last use; the library lets abort run beside a call that hangs.
+            // SAFETY: the guard is shut, so this is the last use of the handle. The library allows abort while another
+            // call hangs.
             let code = unsafe { call(handle as Comm) };
             own.api.check("ncclCommAbort", code, std::ptr::null_mut())
         })
@@ -498,11 +508,11 @@ impl Calls for Nccl {
             let (api, comm) = (&own.api, handle as Comm);
             let destroy = api.table.destroy.of(&api.library)?;
             if let Some(finalize) = api.table.finalize.optional() {
-                // SAFETY: the guard is shut: no other use of the handle.
+                // SAFETY: the guard is shut, so there is no other use of the handle.
                 let code = unsafe { finalize(comm) };
                 api.settle("ncclCommFinalize", code, comm, deadline)?;
             }
-            // SAFETY: as above, and the last use.
+            // SAFETY: as above; this is the last use of the handle.
             api.check("ncclCommDestroy", unsafe { destroy(comm) }, std::ptr::null_mut())
         })
     }

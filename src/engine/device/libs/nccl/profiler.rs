@@ -1,10 +1,11 @@
-//! What NCCL really did: the profiler plugin to which NCCL reports every collective, exported as `ncclProfiler_v5` and
-//! `_v6` (NVIDIA/nccl, src/include/plugin/profiler). It keeps, by communicator, kind and size class, the algorithm, the
-//! protocol and the channels of the last one and how many there were, in memory of fixed size, so that `explain` can
-//! say it.
+//! The profiler plugin, to which NCCL reports every collective that it runs, exported as `ncclProfiler_v5` and `_v6`
+//! (NVIDIA/nccl, src/include/plugin/profiler). For each communicator, kind and size class it keeps the algorithm, the
+//! protocol and the number of channels of the last collective, and a count. It uses a fixed amount of memory. `explain`
+//! reports what it keeps.
 //!
-//! NCCL calls it when a collective is launched, on the thread that launches. It never waits there: a collective that is
-//! launched while another thread writes is not counted. It also learns the names of communicators, for the tuner.
+//! NCCL calls the plugin when a collective is launched, on the launching thread. The plugin never waits there: if
+//! another thread holds the lock, the collective is not recorded. It also learns the names of communicators, for the
+//! tuner.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::Mutex;
@@ -13,15 +14,15 @@ use super::tuner::{communicator_is, numbers_of, quietly};
 use crate::stats;
 use crate::types::Kind;
 
-/// What NCCL did with the collectives of one kind and size class.
+/// How NCCL ran the collectives of one kind and size class.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ran {
-    /// NCCL's words: "RING", "TREE", "NVLS", ...
+    /// NCCL's name of the algorithm: "RING", "TREE", "NVLS", ...
     pub algorithm: Word,
-    /// "LL", "LL128", "SIMPLE".
+    /// NCCL's name of the protocol: "LL", "LL128" or "SIMPLE".
     pub protocol: Word,
     pub channels: u8,
-    /// Count since the algorithm last changed or the entry was reused.
+    /// Number of collectives since the algorithm last changed or the entry was reused.
     pub times: u64,
 }
 
@@ -46,7 +47,8 @@ struct Line {
     communicator: u64,
     kind: Kind,
     class: u8,
-    /// `Seen::clock` when it was last written; the oldest gives way.
+    /// `Seen::clock` at the last write of the entry. If all entries are in use, the one with the lowest value is
+    /// replaced.
     last: u64,
     ran: Ran,
 }
@@ -71,15 +73,16 @@ impl Seen {
             (line.ran, line.last) = (Ran { times, ..ran }, last);
             return;
         }
-        // An empty one comes before any other.
+        // An empty entry counts as the oldest.
         if let Some(line) = self.lines.iter_mut().min_by_key(|line| line.map_or(0, |line| line.last)) {
             *line = Some(Line { communicator, kind, class, last, ran });
         }
     }
 }
 
-/// What ran last for collectives of this kind and about this size, in communicators of that name; `None` if NCCL has
-/// reported none: no plugin, sends and receives, other kernels, or not yet. `bytes` as `select` counts them.
+/// How the last collective of this kind and about this size ran, in communicators of that name. `None` if NCCL has
+/// reported none: the plugin is not loaded, the operation consists of sends and receives or runs another kernel, or
+/// none has run yet. `bytes` are counted as in `select`.
 pub fn ran(name: &str, kind: Kind, bytes: u64) -> Option<Ran> {
     let numbers = numbers_of(name);
     let class = stats::class(bytes);
@@ -89,10 +92,10 @@ pub fn ran(name: &str, kind: Kind, bytes: u64) -> Option<Ran> {
     fits.max_by_key(|line| line.last).map(|line| line.ran)
 }
 
-/// ncclProfileColl
+/// The value ncclProfileColl.
 const COLLECTIVE: u64 = 2;
 
-/// ncclProfiler_v5_t and _v6_t, which differ only in descriptors of events that are not asked for.
+/// The structs ncclProfiler_v5_t and _v6_t. They differ only in descriptors of events that we do not request.
 #[repr(C)]
 pub struct Profiler {
     pub name: *const c_char,
@@ -103,13 +106,14 @@ pub struct Profiler {
     pub finalize: unsafe extern "C" fn(*mut c_void) -> c_int,
 }
 
-/// Context, number of the communicator, which events, name, nodes, ranks, rank, logger.
+/// Arguments: context, number of the communicator, requested events, name, nodes, ranks, rank, logger.
 type Init =
     unsafe extern "C" fn(*mut *mut c_void, u64, *mut c_int, *const c_char, c_int, c_int, c_int, *const c_void) -> c_int;
-/// Context, the event's handle, its descriptor.
+/// Arguments: context, handle of the event, descriptor of the event.
 type StartEvent = unsafe extern "C" fn(*mut c_void, *mut *mut c_void, *const Descriptor) -> c_int;
 
-/// The beginning of ncclProfilerEventDescr_v5_t and _v6_t: what all events have, then the member of a collective.
+/// The beginning of ncclProfilerEventDescr_v5_t and _v6_t: the fields that all events have, then the member for
+/// collectives.
 #[repr(C)]
 pub struct Descriptor {
     pub kind: u64,
@@ -143,14 +147,14 @@ const _: () = {
     assert!(offset_of!(Collective, protocol) == 72);
 };
 
-// SAFETY: constant after the start: a static text and functions that may be called by any thread.
+// SAFETY: never written after initialisation; it contains a static text and functions that any thread may call.
 unsafe impl Sync for Profiler {}
 
 const NAME: *const c_char = c"sagellm".as_ptr();
 
-// SAFETY: no other symbol of these names is in our library.
+// SAFETY: our library has no other symbols with these names.
 #[unsafe(no_mangle)]
-#[allow(non_upper_case_globals)] // the names that NCCL looks for
+#[allow(non_upper_case_globals)] // the names that NCCL looks up
 pub static ncclProfiler_v5: Profiler =
     Profiler { name: NAME, init, start_event, stop_event, record_event_state, finalize };
 
@@ -160,16 +164,16 @@ pub static ncclProfiler_v5: Profiler =
 pub static ncclProfiler_v6: Profiler =
     Profiler { name: NAME, init, start_event, stop_event, record_event_state, finalize };
 
-/// A text that NCCL keeps for the time of the call; empty for null.
+/// A text that NCCL keeps valid during the call; null becomes an empty text.
 fn text<'a>(text: *const c_char) -> &'a str {
     if text.is_null() {
         return "";
     }
-    // SAFETY: NCCL gives texts that end in a zero and outlive the call; nothing of them is kept.
+    // SAFETY: NCCL passes texts that end in a zero byte and outlive the call; no reference is kept.
     unsafe { CStr::from_ptr(text) }.to_str().unwrap_or_default()
 }
 
-/// ncclFuncToString
+/// The kind for a name that ncclFuncToString returns.
 fn kind_of(function: &str) -> Option<Kind> {
     Some(match function {
         "AllGather" => Kind::AllGather,
@@ -181,7 +185,8 @@ fn kind_of(function: &str) -> Option<Kind> {
     })
 }
 
-/// Bytes of an element by ncclDatatypeToString: "ncclFloat32"; bytes themselves have no name there.
+/// Element size for a name that ncclDatatypeToString returns, such as "ncclFloat32". It has no name for types of one
+/// byte.
 fn element_bytes(dtype: &str) -> u64 {
     match dtype.trim_start_matches(|c: char| !c.is_ascii_digit()) {
         "16" => 2,
@@ -191,7 +196,7 @@ fn element_bytes(dtype: &str) -> u64 {
     }
 }
 
-/// The pointer of ours that NCCL passes with every event.
+/// Our state of one communicator, which NCCL passes back with every event.
 struct Context {
     number: u64,
     ranks: u64,
@@ -210,7 +215,7 @@ unsafe extern "C" fn init(
     quietly(|| {
         communicator_is(number, text(name));
         let own = Box::into_raw(Box::new(Context { number, ranks: u64::try_from(ranks).unwrap_or(1) }));
-        // SAFETY: NCCL gives places for both; `finalize` takes the box back.
+        // SAFETY: `context` and `events` point to variables that NCCL owns; `finalize` frees the box.
         unsafe {
             *context = own.cast();
             *events = COLLECTIVE as c_int;
@@ -224,13 +229,14 @@ unsafe extern "C" fn start_event(
     descriptor: *const Descriptor,
 ) -> c_int {
     quietly(|| {
-        // SAFETY: NCCL gives a place for the handle. Null: it then says nothing more about this event.
+        // SAFETY: `handle` points to a variable that NCCL owns. With a null handle, NCCL reports nothing more about
+        // this event.
         unsafe { *handle = std::ptr::null_mut() };
-        // SAFETY: every descriptor begins with its kind; only that of a collective is read further.
+        // SAFETY: every descriptor begins with its kind; more is read only of a descriptor of a collective.
         if context.is_null() || descriptor.is_null() || unsafe { (*descriptor).kind } != COLLECTIVE {
             return;
         }
-        // SAFETY: a descriptor of a collective, by its kind; `init` made the context, and nothing changes it.
+        // SAFETY: by its kind, the descriptor is that of a collective. `init` made the context, and nothing changes it.
         let (told, context) = unsafe { (&(*descriptor).collective, &*context.cast::<Context>()) };
         let Some(kind) = kind_of(text(told.function)) else { return };
         let blocks = if kind == Kind::ReduceScatter { context.ranks } else { 1 };
@@ -255,7 +261,7 @@ unsafe extern "C" fn record_event_state(_: *mut c_void, _: c_int, _: *const c_vo
 unsafe extern "C" fn finalize(context: *mut c_void) -> c_int {
     quietly(|| {
         if !context.is_null() {
-            // SAFETY: made by `init`, and NCCL ends it once.
+            // SAFETY: `init` made the pointer, and NCCL passes it here once.
             drop(unsafe { Box::from_raw(context.cast::<Context>()) });
         }
     })
@@ -265,7 +271,7 @@ unsafe extern "C" fn finalize(context: *mut c_void) -> c_int {
 mod tests {
     use super::*;
 
-    /// As NCCL calls it: tells of one collective of `count` numbers.
+    /// Reports one collective of `count` elements, with the calls that NCCL makes.
     fn tell(number: u64, name: &CStr, function: &CStr, count: usize, dtype: &CStr, algorithm: &CStr, kind: u64) {
         let (mut context, mut handle, mut events) = (std::ptr::null_mut(), 7 as *mut c_void, 0);
         let collective = Collective {
@@ -284,7 +290,7 @@ mod tests {
         };
         let descriptor = Descriptor { kind, parent: std::ptr::null_mut(), rank: 0, collective };
         let profiler = &ncclProfiler_v6;
-        // SAFETY: all pointers are valid for the calls, in the order in which NCCL makes them.
+        // SAFETY: all pointers are valid for these calls, which are in NCCL's order.
         let codes = unsafe {
             [
                 (profiler.init)(&mut context, number, &mut events, name.as_ptr(), 1, 4, 0, std::ptr::null()),
@@ -318,7 +324,7 @@ mod tests {
         assert_eq!(ran("profiler test", Kind::AllReduce, 40), None);
         tell(501, name, c"AllReduce", 1000, c"ncclFloat32", c"RING", COLLECTIVE);
         assert_eq!(told(Kind::AllReduce).as_deref(), Some("RING 4 1"));
-        tell(501, name, c"AllReduce", 1000, c"ncclFloat32", c"TREE", 4); // no collective
+        tell(501, name, c"AllReduce", 1000, c"ncclFloat32", c"TREE", 4); // not the kind of a collective
         tell(501, name, c"Sideways", 1000, c"ncclFloat32", c"TREE", COLLECTIVE);
         assert_eq!(told(Kind::AllReduce).as_deref(), Some("RING 4 1"));
     }

@@ -1,7 +1,7 @@
-//! The CUDA driver, as crate cudarc declares it: the types are cudarc's, and the compiler compares each function of the table
-//! with cudarc's declaration. They are called by the table: cudarc opens the library by its usual names alone, so no variable
-//! could name a file; it panics where the library or a symbol is missing; and its result type is a closed enum, which the
-//! number of a newer driver would make undefined.
+//! The CUDA driver. Types are those of the crate cudarc, and the compiler compares each function of the table with
+//! cudarc's declaration. The functions are called through our table, not through cudarc, for three reasons. cudarc
+//! opens the library only by its usual names, so no variable could name a file. It panics if the library or a symbol is
+//! missing. And its result type is a closed enum, so an unknown code of a newer driver would be undefined behaviour.
 
 use std::collections::HashMap;
 use std::ffi::{c_char, c_int, c_uint};
@@ -30,11 +30,12 @@ pub static KNOWN: Known = Known {
 type Code = c_int;
 const SUCCESS: Code = 0;
 const NOT_READY: Code = 600;
-/// CU_STREAM_CAPTURE_STATUS_NONE as an integer; `SPARES_CAPTURES` is CU_STREAM_CAPTURE_MODE_RELAXED.
+/// CU_STREAM_CAPTURE_STATUS_NONE as an integer. `SPARES_CAPTURES` is CU_STREAM_CAPTURE_MODE_RELAXED.
 const CAPTURES_NOTHING: c_int = 0;
 
-/// A table of functions. Each signature is checked against a declaration in cudarc. `_` in its place skips the
-/// check, because that declaration has a closed enum for an argument that is an integer here.
+/// Declares a table of functions. Each signature is checked against cudarc's declaration, which is named after the
+/// string. `_` in its place skips the check, for functions whose declaration in cudarc has a closed enum as an argument
+/// that is an integer here.
 macro_rules! driver {
     ($table:ident { $($field:ident = $name:literal $declared:tt ($($argument:ty),*);)* }) => {
         symbols! {
@@ -80,7 +81,7 @@ pub struct Cuda {
     library: Library,
     table: Table,
     version: c_int,
-    /// Primary contexts by device, kept for the life of the process: torch uses the same ones.
+    /// Primary contexts by device. They are kept until the process ends, because torch uses the same contexts.
     contexts: Mutex<HashMap<i32, usize>>,
     spare: Spare,
 }
@@ -105,13 +106,13 @@ impl Cuda {
         }
         let mut words = std::ptr::null();
         if let Some(get) = self.table.get_error_string.optional() {
-            // SAFETY: the driver's function; it writes a pointer to a static text, or null.
+            // SAFETY: the driver's function; it writes null or a pointer to a static text.
             unsafe { get(code, &mut words) };
         }
         Err(Error::system(format!("sagellm: the CUDA driver failed in {what}: {} (CUresult {code})", text(words))))
     }
 
-    /// True for success, false for "not ready", else the error.
+    /// True for success, false for "not ready"; any other code is an error.
     fn ready(&self, what: &str, code: Code) -> Result<bool> {
         if code == NOT_READY { Ok(false) } else { self.check(what, code).map(|()| true) }
     }
@@ -125,8 +126,8 @@ fn event(event: Event) -> CUevent {
     event.0 as CUevent
 }
 
-// SAFETY of the calls below: each is the driver's own declaration; handles were made by this driver and are alive, as the
-// caller promises by holding them; out-parameters are valid for the time of the call.
+// SAFETY of the calls below: each function is declared as the driver declares it. Handles were made by this driver and
+// are alive, which the caller guarantees by holding them. Out-parameters are valid during the call.
 impl Runtime for Cuda {
     fn describe(&self) -> String {
         let Cuda { version, library, .. } = self;
@@ -149,7 +150,7 @@ impl Runtime for Cuda {
                 // SAFETY: see above.
                 let code = unsafe { self.table.device_get.of(&self.library)?(&mut handle, device) };
                 self.check("cuDeviceGet", code)?;
-                // SAFETY: see above. Never released: the context stays as long as torch's, which is for ever.
+                // SAFETY: see above. The context is never released, because torch's also lives until the process ends.
                 let code = unsafe { self.table.primary_retain.of(&self.library)?(&mut made, handle) };
                 self.check("cuDevicePrimaryCtxRetain", code)?;
                 *contexts.entry(device).or_insert(made as usize)
@@ -235,7 +236,8 @@ impl Runtime for Cuda {
 
     fn copy(&self, to: usize, from: usize, bytes: usize, on: Stream) -> Result<()> {
         let copy = self.table.copy.of(&self.library)?;
-        // SAFETY: see above; both addresses are of this device for as many bytes, until the stream has passed the copy.
+        // SAFETY: see above; both addresses point to `bytes` bytes of this device's memory until the stream has
+        // completed the copy.
         let code = unsafe { copy(to as CUdeviceptr, from as CUdeviceptr, bytes, stream(on)) };
         self.check("cuMemcpyDtoDAsync", code)
     }

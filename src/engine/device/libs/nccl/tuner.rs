@@ -1,29 +1,32 @@
-//! Our rules and tables steer NCCL: the tuner plugin that NCCL asks before each collective which algorithm to take, as data
-//! that our own library exports under the names `ncclTunerPlugin_v5` and `_v6` (NVIDIA/nccl, src/include/plugin/tuner).
+//! The tuner plugin, through which our rules and tables steer NCCL: before each collective, NCCL asks it which
+//! algorithm to use. It is data that our own library exports as `ncclTunerPlugin_v5` and `_v6` (NVIDIA/nccl,
+//! src/include/plugin/tuner).
 //!
-//! NCCL is told by the variable `NCCL_TUNER_PLUGIN`, and of the profiler beside this file by `NCCL_PROFILER_PLUGIN`: the
-//! absolute path of our library. They are set before a communicator is made for a group that has a topology, a rule or a line
-//! for NCCL, or with `SAGELLM_EXPLAIN=1`, and never otherwise, because every communicator of the process and its
-//! children then calls the plugin, also communicators that are not ours. Ours are recognized by their name, which NCCL passes to the
-//! profiler together with the number that it passes to the tuner. For all others, and where no rule or line fits,
-//! nothing is changed.
+//! NCCL finds the tuner by the variable `NCCL_TUNER_PLUGIN` and the profiler (`profiler.rs`) by `NCCL_PROFILER_PLUGIN`;
+//! each contains the absolute path of our library. We set them before a communicator is made for a group that has a
+//! topology, or a rule or table line for NCCL, or if `SAGELLM_EXPLAIN=1`. Otherwise we never set them, because every
+//! communicator of the process and of its children then calls the plugin, including communicators that are not ours.
+//! The plugin recognizes ours by name: NCCL passes the name to the profiler together with a number, and the same number
+//! to the tuner. For all other communicators, and if no rule or line fits, the plugin changes nothing.
 //!
-//! # From our ways to NCCL's
+//! # Our algorithms in NCCL
 //!
-//! | way | algorithm of NCCL |
+//! | algorithm that the policy names | algorithm of NCCL |
 //! | --- | --- |
 //! | `ring` | Ring |
 //! | `double_tree`, `binomial_tree`, `tree`, `hierarchical` | Tree: a chain inside each host, a tree between hosts |
 //! | any other | NCCL's own choice |
-//! | `start`, none: all_reduce of a group with a topology | by the start rules (`select/start.rs`); NCCL's Tree has few steps |
-//! | `start`, none: all else | NCCL's own choice |
+//! | `start` or none: all_reduce of a group with a topology | start rules (`select/start.rs`); few steps mean Tree |
+//! | `start` or none, for any other operation | NCCL's own choice |
 //!
-//! Ways inside a host (`slots`, `rounds`) are not for libraries: rules that name them are passed over.
+//! Algorithms inside a host (`slots`, `rounds`) are not for libraries: rules that name them are skipped.
 //!
-//! The protocol (LL, LL128, Simple) is the one that NCCL itself expects to be fastest with that algorithm at that size, and
-//! so is the number of channels. An algorithm that NCCL has ruled out for a communicator is not forced on it.
+//! The protocol (LL, LL128, Simple) is the one that NCCL expects to be fastest with that algorithm at that size. NCCL
+//! also chooses the number of channels. If NCCL has ruled out an algorithm for a communicator, the plugin does not
+//! force it.
 //!
-//! NCCL's promise to go on by itself after an error is not kept by 2.30 (src/enqueue.cc), so nothing here ever returns one.
+//! NCCL documents that it falls back to its own choice after a plugin error, but 2.30 does not (src/enqueue.cc). So no
+//! function here returns an error.
 
 use std::collections::VecDeque;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
@@ -42,12 +45,12 @@ use crate::select::rules::{AlgorithmChoice, Rule};
 use crate::select::start::Start;
 use crate::types::Kind;
 
-/// NCCL_ALGO_*
+/// Indices of NCCL_ALGO_*.
 const TREE: usize = 0;
 const RING: usize = 1;
 const SUCCESS: c_int = 0;
 
-/// ncclFunc_t
+/// The kind for a value of ncclFunc_t.
 fn kind_of(function: c_int) -> Option<Kind> {
     Some(match function {
         0 => Kind::Broadcast,
@@ -59,17 +62,17 @@ fn kind_of(function: c_int) -> Option<Kind> {
     })
 }
 
-/// NCCL's algorithm for an operation by the first rule that fits, else by the first line of the table, else by the start
-/// rules where the user gave a topology; `None` leaves the choice to NCCL. `bytes` as `select` counts them; `nodes` are the
-/// hosts as NCCL counts them.
+/// NCCL's algorithm for an operation. The first rule that fits decides, else the first line of the table, else the
+/// start rules if the user gave a topology. `None` leaves the choice to NCCL. `bytes` are counted as in `select`;
+/// `nodes` is NCCL's number of hosts.
 fn algorithm(policy: &Policy, kind: Kind, bytes: u64, ranks: usize, nodes: usize) -> Option<usize> {
     match rules::named(policy, kind, bytes) {
         Some(AlgorithmChoice::Hosts { algorithm: Algorithm::Ring, .. }) => Some(RING),
         Some(AlgorithmChoice::Hosts { algorithm: Algorithm::DoubleTree | Algorithm::Binomial, .. }) => Some(TREE),
         Some(AlgorithmChoice::Hierarchical { .. }) => Some(TREE),
         None if kind == Kind::AllReduce => policy.topology.map(|topology| {
-            // The user may count several hosts that NVLink joins as one; and a group may be on fewer hosts than the
-            // job.
+            // The user's topology may count several hosts that NVLink joins as one host. And a group may be on fewer
+            // hosts than the job.
             let start = Start::of(bytes, ranks, nodes.min(topology.hosts), topology.full_nvlink);
             if !start.hierarchical && start.algorithm == Algorithm::Ring { RING } else { TREE }
         }),
@@ -77,7 +80,7 @@ fn algorithm(policy: &Policy, kind: Kind, bytes: u64, ranks: usize, nodes: usize
     }
 }
 
-/// Whether the policy may name an algorithm of NCCL, so that it has to ask.
+/// Whether the policy may name an algorithm of NCCL, so that NCCL must ask the plugin.
 fn steers(policy: &Policy) -> bool {
     let lines = policy.table.iter().flat_map(|table| table.lines.iter().map(|line| &line.rule));
     let names = |rule: &Rule| match rule.way {
@@ -89,18 +92,18 @@ fn steers(policy: &Policy) -> bool {
     policy.topology.is_some() || policy.rules.0.iter().chain(lines).any(names)
 }
 
-/// The communicators that we steer, and what NCCL has reported about its communicators. Small, and searched once for
-/// each communicator.
+/// The communicators that we steer, and what NCCL has reported about communicators. The lists are small, and are
+/// searched only once for each communicator.
 struct Registry {
-    /// By name of the communicator; written by `steer`.
+    /// Policies by communicator name. Written by `steer`.
     policies: Vec<(String, Arc<Policy>)>,
-    /// Number and name of the communicators made last; written by the profiler.
+    /// Number and name of the communicators made last. Written by the profiler.
     names: VecDeque<(u64, String)>,
-    /// `announce` has run.
+    /// Whether `announce` has run.
     announced: bool,
 }
 
-/// More communicators than any process has; the oldest are forgotten first.
+/// Limit of `Registry::names`, larger than the number of communicators in any process. The oldest are dropped first.
 const MOST_NAMES: usize = 1024;
 
 fn registry() -> MutexGuard<'static, Registry> {
@@ -109,14 +112,15 @@ fn registry() -> MutexGuard<'static, Registry> {
     REGISTRY.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-/// While it lives, communicators of this name go by this policy. All ranks must steer alike, as with every policy.
+/// While this lives, communicators of this name use the policy given to `steer`. All ranks must steer in the same way,
+/// as with every policy.
 pub struct Steered {
     name: String,
-    /// NCCL is expected to ask about it.
+    /// Whether NCCL is expected to call the plugins for this communicator.
     asks: bool,
 }
 
-/// To be called before the communicator of that name is made, with a name that no other has.
+/// Must be called before the communicator is made, with a name that no other communicator has.
 pub fn steer(name: &str, policy: &Arc<Policy>) -> Steered {
     registry().policies.push((name.to_string(), Arc::clone(policy)));
     let asks = steers(policy) || config::explains_devices();
@@ -134,7 +138,7 @@ impl Drop for Steered {
 
 impl Steering for Steered {
     fn problem(&self) -> Option<String> {
-        let told = !self.asks || !numbers_of(&self.name).is_empty(); // the profiler is told when one is made
+        let told = !self.asks || !numbers_of(&self.name).is_empty(); // made ones were reported to the profiler
         let file = || {
             own_file()
                 .map_or_else(|| "the extension module of sagellm".into(), |file| file.to_string_lossy().into_owned())
@@ -150,7 +154,7 @@ impl Steering for Steered {
     }
 }
 
-/// The profiler has heard that communicator `number` is called `name`.
+/// Records that communicator `number` has this name. Called by the profiler.
 pub(super) fn communicator_is(number: u64, name: &str) {
     let mut registry = registry();
     registry.names.retain(|(own, _)| *own != number);
@@ -160,7 +164,7 @@ pub(super) fn communicator_is(number: u64, name: &str) {
     registry.names.push_back((number, name.to_string()));
 }
 
-/// Numbers of the communicators of that name, in this process.
+/// The numbers of this process's communicators with that name.
 pub(super) fn numbers_of(name: &str) -> Vec<u64> {
     registry().names.iter().filter(|(_, own)| own == name).map(|(number, _)| *number).collect()
 }
@@ -175,29 +179,30 @@ fn policy_of(number: u64) -> Option<Arc<Policy>> {
 struct Context {
     number: u64,
     ranks: usize,
-    /// Hosts, as NCCL counts them.
+    /// Number of hosts, as NCCL counts them.
     nodes: usize,
-    /// Looked up at the first collective, when the profiler has been told the name for sure.
+    /// Looked up at the first collective, because by then NCCL has reported the name to the profiler.
     policy: OnceCell<Option<Arc<Policy>>>,
 }
 
 impl Context {
-    /// Steers one collective: the times that NCCL expects, by algorithm and protocol, negative where impossible.
+    /// Steers one collective. `times` has NCCL's expected times by algorithm and protocol; a negative time means
+    /// impossible.
     fn choose(&self, function: c_int, bytes: usize, times: &mut [f32], protocols: usize) {
         let policy = self.policy.get_or_init(|| policy_of(self.number));
         let (Some(policy), Some(kind)) = (policy, kind_of(function)) else { return };
-        // NCCL counts all ranks' blocks of an all_gather, and we one.
+        // For an all_gather, NCCL counts the blocks of all ranks, while our rules count one block.
         let bytes = if kind == Kind::AllGather { bytes / self.ranks.max(1) } else { bytes };
         let Some(algorithm) = algorithm(policy, kind, bytes as u64, self.ranks, self.nodes) else { return };
         let Some(row) = times.get_mut(algorithm * protocols..(algorithm + 1) * protocols) else { return };
         let possible = row.iter_mut().filter(|time| **time >= 0.0);
         if let Some(best) = possible.min_by(|a, b| a.total_cmp(b)) {
-            *best = 0.0; // less than any other: this one is taken
+            *best = 0.0; // lower than all others, so NCCL chooses this entry
         }
     }
 }
 
-/// ncclTuner_v5_t
+/// The struct ncclTuner_v5_t.
 #[repr(C)]
 pub struct TunerV5 {
     pub name: *const c_char,
@@ -206,37 +211,37 @@ pub struct TunerV5 {
     pub finalize: Finalize,
 }
 
-/// ncclTuner_v6_t
+/// The struct ncclTuner_v6_t.
 #[repr(C)]
 pub struct TunerV6 {
     pub name: *const c_char,
     pub init: Init,
     pub get_coll_info: GetCollInfo,
     pub finalize: Finalize,
-    /// Null: NCCL's own sizes.
+    /// Null: NCCL uses its own chunk sizes.
     pub get_chunk_size: *const c_void,
 }
 
-/// Context, number of the communicator, ranks, nodes, logger, NVLink domains, constants.
+/// Arguments: context, number of the communicator, ranks, nodes, logger, NVLink domains, constants.
 type Init =
     unsafe extern "C" fn(*mut *mut c_void, u64, usize, usize, *const c_void, *const c_void, *mut c_void) -> c_int;
-/// Context, function, bytes, operations in the group, times, algorithms, protocols, registered, channels.
+/// Arguments: context, function, bytes, operations in the group, times, algorithms, protocols, registered, channels.
 type GetCollInfo =
     unsafe extern "C" fn(*mut c_void, c_int, usize, c_int, *mut *mut f32, c_int, c_int, c_int, *mut c_int) -> c_int;
 type Finalize = unsafe extern "C" fn(*mut c_void) -> c_int;
 
 const _: () = assert!(size_of::<TunerV5>() == 32 && size_of::<TunerV6>() == 40);
 
-// SAFETY: constant after the start: a static text and functions that may be called by any thread.
+// SAFETY: never written after initialisation; it contains a static text and functions that any thread may call.
 unsafe impl Sync for TunerV5 {}
 // SAFETY: as above.
 unsafe impl Sync for TunerV6 {}
 
 const NAME: *const c_char = c"sagellm".as_ptr();
 
-// SAFETY: no other symbol of these names is in our library.
+// SAFETY: our library has no other symbols with these names.
 #[unsafe(no_mangle)]
-#[allow(non_upper_case_globals)] // the names that NCCL looks for
+#[allow(non_upper_case_globals)] // the names that NCCL looks up
 pub static ncclTunerPlugin_v5: TunerV5 = TunerV5 { name: NAME, init, get_coll_info, finalize };
 
 // SAFETY: as above.
@@ -245,10 +250,11 @@ pub static ncclTunerPlugin_v5: TunerV5 = TunerV5 { name: NAME, init, get_coll_in
 pub static ncclTunerPlugin_v6: TunerV6 =
     TunerV6 { name: NAME, init, get_coll_info, finalize, get_chunk_size: std::ptr::null() };
 
-/// Tells NCCL where its plugins are: in the file of this code, if that is a library that exports them (the extension
-/// module, and no test program). Variables that the user has set stay. Once a process, before a communicator is made.
+/// Sets the variables by which NCCL finds its plugins to the file of this code, if that file is a library that exports
+/// the plugins (the extension module, but not a test program). Variables that the user has set keep their values. Runs
+/// once in a process, before a communicator is made.
 fn announce() {
-    // Held to the end: no other thread makes a communicator before NCCL knows.
+    // Locked until the end, so that no other thread makes a communicator before the variables are set.
     let mut registry = registry();
     if std::mem::replace(&mut registry.announced, true) {
         return;
@@ -262,10 +268,10 @@ fn announce() {
 /// The file that this code was loaded from, if NCCL would find the plugins in it.
 fn own_file() -> Option<CString> {
     const NAME: &CStr = c"ncclTunerPlugin_v5";
-    // Not the plugin's: the loader may have given that name to another library.
+    // The address of `init`, not of the plugin: the loader may have bound the plugin's name to another library.
     let own = (init as Init as *const ()).cast::<c_void>();
-    // SAFETY: zero is a value of every field; dladdr fills them for an address of ours, and the name lives as long as the
-    // file is loaded. The handle is used for one look-up while it is open.
+    // SAFETY: zero is a valid value of every field of `Dl_info`. dladdr fills them for an address in our library, and
+    // the name lives as long as the file is loaded. The handle is used for one lookup while it is open.
     unsafe {
         let mut info: libc::Dl_info = std::mem::zeroed();
         if libc::dladdr(own, &raw mut info) == 0 || info.dli_fname.is_null() {
@@ -284,7 +290,7 @@ fn own_file() -> Option<CString> {
     }
 }
 
-/// Runs `body`; NCCL never hears of an error or a panic.
+/// Runs `body` and always returns success, so that NCCL gets neither an error nor a panic.
 pub(super) fn quietly(body: impl FnOnce()) -> c_int {
     let _ = catch_unwind(AssertUnwindSafe(body));
     SUCCESS
@@ -301,7 +307,7 @@ unsafe extern "C" fn init(
 ) -> c_int {
     quietly(|| {
         let own = Box::into_raw(Box::new(Context { number, ranks, nodes, policy: OnceCell::new() }));
-        // SAFETY: NCCL gives a place for the pointer; `finalize` takes the box back.
+        // SAFETY: `context` points to a variable that NCCL owns; `finalize` frees the box.
         unsafe { *context = own.cast() };
     })
 }
@@ -322,8 +328,8 @@ unsafe extern "C" fn get_coll_info(
         if context.is_null() || times.is_null() {
             return;
         }
-        // SAFETY: `init` made the context and nothing changes it but its own lock; the table is one block of floats,
-        // algorithms times protocols, whatever its type says (src/enqueue.cc).
+        // SAFETY: `init` made the context, and only its `policy` changes, which has its own lock. `times` is one block
+        // of algorithms times protocols floats, although its type says otherwise (src/enqueue.cc).
         let (context, times) = unsafe {
             (&*context.cast::<Context>(), std::slice::from_raw_parts_mut(times.cast::<f32>(), algorithms * protocols))
         };
@@ -334,7 +340,7 @@ unsafe extern "C" fn get_coll_info(
 unsafe extern "C" fn finalize(context: *mut c_void) -> c_int {
     quietly(|| {
         if !context.is_null() {
-            // SAFETY: made by `init`, and NCCL ends it once.
+            // SAFETY: `init` made the pointer, and NCCL passes it here once.
             drop(unsafe { Box::from_raw(context.cast::<Context>()) });
         }
     })
@@ -353,7 +359,7 @@ mod tests {
         Arc::new(Policy { rules: Rules::parse(RULES).unwrap(), ..Policy::default() })
     }
 
-    /// Seven algorithms, three protocols; NVLS and PAT are impossible.
+    /// Times for seven algorithms and three protocols; NVLS and PAT are impossible.
     fn times() -> [[f32; 3]; 7] {
         let mut times = [[-1.0; 3]; 7];
         times[TREE] = [30.0, 20.0, 40.0];
@@ -361,13 +367,13 @@ mod tests {
         times
     }
 
-    /// As NCCL calls it, through the C interface.
+    /// Makes the calls that NCCL makes, through the C interface.
     fn ask(tuner: &TunerV6, number: u64, function: c_int, bytes: usize) -> [[f32; 3]; 7] {
         let mut context = std::ptr::null_mut();
         let mut times = times();
         let mut channels = 0;
         let nothing = std::ptr::null_mut::<c_void>();
-        // SAFETY: all pointers are valid for the calls, in the order in which NCCL makes them.
+        // SAFETY: all pointers are valid for these calls, which are in NCCL's order.
         let codes = unsafe {
             [
                 (tuner.init)(&mut context, number, 8, 1, nothing, nothing, nothing),
@@ -392,13 +398,13 @@ mod tests {
         communicator_is(11, "tuner test one");
         communicator_is(12, "torch's own");
         let v6 = &ncclTunerPlugin_v6;
-        // Tree's fastest protocol is the second, ring's the third; ring's first is impossible.
+        // Tree's fastest protocol is the second and Ring's the third; Ring's first protocol is impossible.
         assert_eq!(chosen(ask(v6, 11, 4, 4096)), Some((TREE, 1)));
         assert_eq!(chosen(ask(v6, 11, 4, 1 << 20)), Some((RING, 2)));
         for (number, function, bytes) in [(11, 4, 100 << 10), (11, 1, 8), (11, 77, 8), (12, 4, 4096), (13, 4, 4096)] {
             assert_eq!(ask(v6, number, function, bytes), times(), "{number} {function} {bytes}: left alone");
         }
-        // 8 ranks: 8 KiB of all blocks are 1 KiB of one.
+        // With 8 ranks, NCCL's 8 KiB for all blocks are 1 KiB for one block.
         assert_eq!(chosen(ask(v6, 11, 2, 8 << 10)), Some((RING, 2)));
         assert_eq!(chosen(ask(v6, 11, 2, 9 << 10)), None);
     }
@@ -435,12 +441,12 @@ mod tests {
             assert_eq!(algorithm(&one, Kind::Broadcast, bytes, 8, 1), None);
             assert_eq!(algorithm(&given(1, "*:0-=start"), Kind::AllReduce, bytes, 8, 1), Some(expected));
         }
-        // NVLink joins the hosts that NCCL counts; or the group is on one of the hosts of the job.
+        // NVLink joins the hosts that NCCL counts, or the group is on one of the hosts of the job.
         assert_eq!(algorithm(&one, Kind::AllReduce, 1 << 30, 8, 2), Some(RING));
         assert_eq!(algorithm(&given(2, ""), Kind::AllReduce, 1 << 30, 8, 1), Some(RING));
         assert_eq!(algorithm(&given(2, ""), Kind::AllReduce, 1 << 30, 8, 2), Some(TREE), "hierarchical");
         assert_eq!(algorithm(&given(2, ""), Kind::AllReduce, 1 << 30, 2, 2), Some(RING), "one rank on each host");
-        // Rules come first, also one that leaves the choice to NCCL.
+        // A rule decides before the topology, even a rule that leaves the choice to NCCL.
         assert_eq!(algorithm(&given(1, "*:0-=tree"), Kind::AllReduce, 1 << 30, 8, 1), Some(TREE));
         assert_eq!(algorithm(&given(1, "*:0-=hierarchical"), Kind::AllReduce, 1 << 30, 8, 1), Some(TREE));
         assert_eq!(algorithm(&given(1, "*:0-=bruck"), Kind::AllReduce, 8, 8, 1), None);
@@ -456,7 +462,7 @@ mod tests {
         context.choose(4, 1, &mut short, 3);
         assert_eq!(short, [5.0; 2]);
         let null = std::ptr::null_mut();
-        // SAFETY: null pointers are what is tested.
+        // SAFETY: the functions must accept null pointers, which this test checks.
         let codes = unsafe {
             [get_coll_info(null, 4, 1, 1, std::ptr::null_mut(), -1, 3, 0, std::ptr::null_mut()), finalize(null)]
         };
