@@ -1,5 +1,5 @@
-//! What a watch says to other ranks: about itself when one asks (`Speaker`), in the queries over the store (`Participant`), and to
-//! the threads of the process (`Member`).
+//! How a `Watch` answers: other ranks that ask about this rank (`Speaker`), queries over the store (`Participant`), and
+//! the threads of its process (`Member`).
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -24,12 +24,12 @@ impl Speaker for Watch {
     fn status(&self, question: u32) -> (Status, u64) {
         let members = self.responder.members();
         let mut long_waits = self.responder.long_waits();
-        long_waits.sort_by_key(|wait| wait.watch != self.id); // one in this group first
+        long_waits.sort_by_key(|wait| wait.watch != self.id); // waits in this group come first
         let waits = long_waits.iter().find_map(|wait| {
             let member = members.iter().find(|member| member.id() == wait.watch)?;
             Some((wait.thread, member.waits(Some(wait))?))
         });
-        // A device may wait although no thread waits.
+        // A device can have a pending operation while no thread waits.
         let on_device = || members.iter().find_map(|member| Some((0, member.waits(None)?)));
         let waits = waits.or_else(on_device);
         let thread = waits.as_ref().map_or(0, |(thread, _)| *thread);
@@ -46,7 +46,7 @@ impl Watch {
         self.subject.upgrade()
     }
 
-    /// `waits`: what one of this rank's threads waits for, if any does.
+    /// `waits`: what one of this rank's threads waits for, if any.
     fn status_while(&self, question: u32, mut waits: Option<Waits>) -> Status {
         let Progress { issued, last, launched, launched_last, signed, idle } =
             self.subject().map_or_else(Progress::default, |subject| subject.progress());
@@ -120,7 +120,7 @@ impl Member for Watch {
     fn waits(&self, wait: Option<&LongWait>) -> Option<Waits> {
         let subject = self.subject()?;
         if self.who.is_inside {
-            return None; // the larger group waits for it
+            return None; // the larger group waits for this one
         }
         let waiting = match wait.map(|wait| wait.external) {
             Some(Some(id)) => subject.external(id),

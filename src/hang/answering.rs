@@ -1,8 +1,8 @@
-//! The thread that answers for a rank when another one asks what it is doing, in memory that they share. It sleeps until then: a
-//! rank whose peers never wait for long never wakes it.
+//! The thread that answers for a rank when a peer asks, through shared memory, what the rank is doing. It sleeps until
+//! a question arrives. If no peer ever waits for long, nothing wakes it.
 //!
-//! It waits for nothing but questions: each is answered at once as far as this rank knows, and again when the place that the
-//! program is at is known (`places`). Groups whose ranks share no memory are asked over their stores (`store_threads`).
+//! It waits only for questions. It answers each question at once with what this rank knows, and again when `places` has
+//! found where the program is. Ranks that share no memory are asked through their store (`store_threads`).
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
@@ -14,12 +14,13 @@ use super::{places, store_threads};
 use crate::error::contained;
 use crate::os::{futex, watch};
 
-/// Between two looks at the questions where the kernel cannot watch the words of all groups.
+/// Interval between two checks for questions if the kernel cannot wait on the words of all groups at once.
 const LOOK: Duration = Duration::from_millis(250);
-/// How long the end of the process waits for its threads that give answers.
+/// How long the end of the process waits for the threads that answer.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Starts the answering thread, unless it runs. Without it the rank answers nothing, which its peers can live with.
+/// Starts the answering thread, unless it runs. If it cannot be started, the rank answers no questions; peers must cope
+/// with that.
 pub fn start(responder: &Arc<Responder>) {
     let mut thread = responder.thread.lock().unwrap_or_else(PoisonError::into_inner);
     if thread.as_ref().is_some_and(|thread| !thread.is_finished()) {
@@ -32,8 +33,8 @@ pub fn start(responder: &Arc<Responder>) {
         .ok();
 }
 
-/// Ends the answering threads when the process ends. Waits at most `PATIENCE`, because the interpreter's lock or a store may
-/// block one of them.
+/// Ends the answering threads at the end of the process. Waits at most `PATIENCE`, because a thread may be blocked by
+/// the interpreter's lock or by a store.
 pub fn stop(responder: &Responder) {
     responder.stopping.store(true, Ordering::Release);
     let mut threads: Vec<_> =
@@ -47,18 +48,18 @@ pub fn stop(responder: &Responder) {
     }
 }
 
-/// A question to a group, behind the channel that holds it.
+/// The channel of a group, and the number of the last question to it.
 type Question = (Arc<dyn Channel>, u32);
 
 fn answer(responder: &Responder) {
     loop {
         let changed = responder.changed.word().load(Ordering::Acquire);
-        // What was held in the last turn has been dropped.
+        // All references to removed groups from the last iteration have been dropped by now.
         responder.released.store(responder.removed.load(Ordering::Acquire), Ordering::Release);
         if responder.stopping.load(Ordering::Acquire) {
             return;
         }
-        // The channels and not the groups, so that this thread keeps no group alive while it sleeps.
+        // Holds channels, not groups, so that this thread keeps no group alive while it sleeps.
         let asked: Vec<Question> = responder.members().iter().filter_map(|member| serve(&**member)).collect();
         let words = asked.iter().filter_map(|(channel, seen)| Some((channel.question()?, *seen)));
         let mut words: Vec<_> = std::iter::once((responder.changed.word(), changed)).chain(words).collect();
@@ -68,8 +69,8 @@ fn answer(responder: &Responder) {
     }
 }
 
-/// Looks at the questions to one group and answers them. Returns the question that it has answered. A panic does not keep
-/// the other groups from being served.
+/// Reads the last question to one group and answers it. Returns that question. Contains a panic, so that the other
+/// groups are still served.
 fn serve(me: &dyn Member) -> Option<Question> {
     let channel = me.channel()?;
     let question = channel.question()?.load(Ordering::Acquire);
@@ -78,7 +79,7 @@ fn serve(me: &dyn Member) -> Option<Question> {
         Ok(())
     });
     served.unwrap_or_else(|bug| log::error!("{bug}"));
-    Some((channel, question)) // also where the answer panics: the same question is not tried for ever
+    Some((channel, question)) // also after a panic, so that this question is not retried for ever
 }
 
 #[cfg(test)]
@@ -97,16 +98,16 @@ mod tests {
     use crate::hang::store_keys::{Outcome, QueryResult};
     use crate::host::Host;
 
-    /// How a rank is kept from answering in a group.
+    /// What keeps a rank from answering in a group.
     #[derive(Clone, Copy, PartialEq)]
     enum Trouble {
         None,
         Panics,
-        /// The store in which the group's ranks ask does not answer.
+        /// The store through which the group's ranks ask does not respond.
         StoreIsStopped,
     }
 
-    /// A question to one group, and the answers to it.
+    /// The last question to one group, and the answers to it.
     struct Words {
         trouble: Trouble,
         host: Arc<dyn Host>,
@@ -119,7 +120,7 @@ mod tests {
     }
 
     impl Words {
-        /// Asks as a peer does, whose wake of the shared word this stands for.
+        /// Asks as a peer would. The wake stands for a peer's wake of the word in shared memory.
         fn ask(&self) {
             self.question.fetch_add(1, Ordering::Release);
             futex::wake_all(&self.question);
@@ -172,7 +173,7 @@ mod tests {
             self.looks.fetch_add(1, Ordering::Relaxed);
             assert!(self.trouble != Trouble::Panics, "a bug in one group");
             if self.trouble == Trouble::StoreIsStopped {
-                std::thread::sleep(Duration::from_secs(3600)); // its thread is left behind
+                std::thread::sleep(Duration::from_secs(3600)); // blocks for ever, so its thread is left behind
             }
             Some(Duration::from_millis(1))
         }
@@ -190,7 +191,7 @@ mod tests {
         }
     }
 
-    /// Native code keeps the interpreter's lock until it is told to give it back.
+    /// A program in which native code holds the interpreter's lock until `give_back`.
     #[derive(Default)]
     struct Program(Mutex<bool>, std::sync::Condvar);
 
@@ -288,7 +289,7 @@ mod tests {
         }
         let words: Vec<&Words> = groups.iter().map(|group| &*group.0).collect();
         words.iter().for_each(|group| group.ask());
-        // The interpreter's lock is kept: every group says so, the one that was asked last as well.
+        // The interpreter's lock is held, so every group answers that it is, including the group that is asked last.
         words[1..].iter().for_each(|group| group.hears("1 locked"));
         words[3].ask();
         words[3].hears("2 locked");

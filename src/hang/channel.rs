@@ -1,5 +1,5 @@
-//! How ranks ask each other what they do. Ranks that share memory have words and pages there (`shm_channel`), others a few
-//! keys in their store (`store_channel`). This is the only place where the two differ.
+//! How ranks ask each other what they do. Ranks that share memory use words and pages in it (`shm_channel`); other
+//! ranks use a few keys in their store (`store_channel`). Only this trait hides the difference.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
@@ -13,80 +13,85 @@ use crate::engine::Told;
 use crate::error::Error;
 
 pub trait Channel: Send + Sync {
-    /// Asks `rank`. Returns the number of the question; None where the channel itself asks all ranks while one waits.
+    /// Asks `rank`. Returns the number of the question. `None` if the channel itself asks all ranks while one rank
+    /// waits.
     fn ask(&self, rank: usize) -> Option<u32>;
 
-    /// What `rank` has answered to this question or a later one, where that can be read at any time. Other answers come by
-    /// `Participant::receive`.
+    /// The last answer of `rank`, if it answers this question or a later one. `None` if the channel delivers answers by
+    /// `Participant::receive` instead.
     fn answer(&self, rank: usize, question: u32) -> Option<Status>;
 
-    /// Whether every answer about an operation has come.
+    /// Whether every answer about an operation has arrived.
     fn has_all(&self, watched: &Watched) -> bool;
 
-    /// How long the first answers about an operation with this timeout may take.
+    /// How long the first answers may take, for an operation with this timeout.
     fn takes(&self, timeout: Duration) -> Duration;
 
-    /// Whether answers carry the signatures of launches and the stopped processes. Ranks with shared memory read these
-    /// directly, so their answers leave them out.
+    /// Whether answers contain the signatures of launches and the stopped processes. Ranks with shared memory read both
+    /// directly, so their answers omit them.
     fn is_detailed(&self) -> bool;
 
-    /// Wakes the threads that answer questions and read stores, if there are any. Call it when an operation has begun
-    /// to wait for long, or when the group has failed.
+    /// Wakes the threads that answer questions and read stores, if there are any. Called when an operation begins to
+    /// wait for long, or when the group has failed.
     fn look_again(&self);
 
-    /// Looks from now on whether another rank has told why its group failed. Returns how long that may take.
+    /// Starts to look whether another rank has published why its group failed. Returns how long that may take.
     fn ask_for_fault(&self) -> Duration;
 
-    /// What another rank has told about that, where the engine does not know.
+    /// The fault that another rank has published, if the engine does not see it by itself.
     fn told(&self) -> Option<Told> {
         None
     }
 
-    /// For the answering thread (`responder`): the number of the last question to this rank, on which that thread sleeps.
+    /// The word with the number of the last question to this rank. The answering thread (`responder`) sleeps on it.
+    /// `None` if the channel has no such word.
     fn question(&self) -> Option<&AtomicU32> {
         None
     }
 
-    /// Answers all questions up to this one, as far as that was not done and can be done now. Never waits.
+    /// Answers all questions up to `_question` that can be answered now and were not answered before. Never waits.
     fn reply(&self, _me: &dyn Speaker, _question: u32) {}
 
-    /// For the threads that look into stores (`store_threads`): the connection to the store.
+    /// The connection to the store, for the threads that read stores (`store_threads`). `None` if the channel has no
+    /// store.
     fn connection(&self) -> Option<usize> {
         None
     }
 
-    /// Looks into the store where the time has come. Returns when to look next. Waits for the store, and for nothing else.
+    /// Reads the store if it is time. Returns how long to wait until the next call; `None` if no further call is
+    /// needed. Waits for the store, but for nothing else.
     fn look(&self, _me: &dyn Member) -> Option<Duration> {
         None
     }
 }
 
-/// A thread that has waited for long in a group, or waits there for what no engine runs.
+/// A thread that has waited for long in the engine of a group, or for an operation that no engine runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LongWait {
-    /// `os::watch::this_thread`.
+    /// The thread, as `os::watch::this_thread` numbers it.
     pub thread: u64,
-    /// `Member::id` of the group's.
+    /// `Member::id` of the group.
     pub watch: u64,
-    /// The record of what it waits for, where no engine runs that.
+    /// Record of the operation that the thread waits for, if no engine runs it.
     pub external: Option<u64>,
 }
 
-/// The watch of a group, as its channel and the threads of the process see it.
+/// The watch of a group, as used by the group's channel and by the threads of the process.
 pub trait Member: Speaker + Participant + Send + Sync {
-    /// Its number in the process.
+    /// Number of the watch in the process.
     fn id(&self) -> u64;
     fn channel(&self) -> Option<Arc<dyn Channel>>;
-    /// What a thread waits for in the group or, for none, a device that has been at it for long.
+    /// What a thread waits for in the group. Without a thread (`None`): a device operation that has been pending for
+    /// long.
     fn waits(&self, wait: Option<&LongWait>) -> Option<Waits>;
-    /// An operation has been pending for long.
+    /// Whether an operation has been pending for long.
     fn waits_long(&self) -> bool;
-    /// Looks at the operation that no engine runs and whose deadline is the next.
+    /// Checks the operation with the next deadline among those that no engine runs.
     fn look_external(&self);
-    /// Of operations that name none.
+    /// The group's timeout, for operations that name none.
     fn timeout(&self) -> Duration;
-    /// Why the group has failed.
+    /// The fault of the group.
     fn fault(&self) -> Option<Error>;
-    /// It has failed, or was destroyed.
+    /// Whether the group has failed or was destroyed.
     fn has_ended(&self) -> bool;
 }

@@ -1,19 +1,20 @@
-//! Which rank waits for which, over all groups of a job, and the cycle in which ranks wait for each other.
+//! The graph of which rank waits for which, over all groups of a job, and the search for a cycle in it.
 
 use std::collections::{BTreeMap, VecDeque};
 
-/// A rank waits, in an operation of a group, for a call that another rank has not made. Ranks are those of the default
-/// group, because two ranks may meet in several groups.
+/// Rank `from` waits, in an operation of a group, for a call that rank `to` has not made. Ranks are numbered as in the
+/// default group, because two ranks may meet in several groups.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Edge {
     pub from: u32,
     pub to: u32,
     pub group: String,
-    /// The operation and its number.
+    /// The operation and its number, as text.
     pub what: String,
 }
 
-/// The shortest cycle that `rank` is part of or waits for, in its order; it begins with `rank` where that is a part.
+/// The shortest cycle that `rank` is part of, or else one that it waits for. The edges are in the order of the cycle,
+/// and begin with `rank` if it is part of the cycle.
 pub fn cycle(edges: &[Edge], rank: u32) -> Option<Vec<Edge>> {
     let reached = reach(edges, rank);
     let mut starts: Vec<u32> = reached.keys().copied().filter(|start| *start != rank).collect();
@@ -21,8 +22,8 @@ pub fn cycle(edges: &[Edge], rank: u32) -> Option<Vec<Edge>> {
     starts.into_iter().find_map(|start| path_back(edges, start))
 }
 
-/// The edge by which each rank is first reached from `start`, nearest ranks first. The map holds `start` itself only
-/// where a cycle leads back to it.
+/// Breadth-first search: for each rank, the edge by which it is first reached from `start`. The map contains `start`
+/// only if a cycle leads back to it.
 fn reach(edges: &[Edge], start: u32) -> BTreeMap<u32, &Edge> {
     let mut reached = BTreeMap::new();
     let mut next = VecDeque::from([start]);

@@ -1,5 +1,5 @@
-//! What the ranks have signed for their launches on devices, and two of them that differ. `group/launches.rs` publishes and
-//! compares it.
+//! The signatures of the ranks' launches on devices, and a difference between two ranks. `group/launches.rs` publishes
+//! and compares signatures.
 
 use std::collections::BTreeMap;
 
@@ -8,10 +8,10 @@ use crate::error::{Error, SAME_CALLS, laid_out};
 use crate::op;
 use crate::op::words::MOVED;
 
-/// A launch by its number, and what was signed for it.
+/// Number of a launch, and its signature.
 pub type Launch = (u64, Signed);
 
-/// Two ranks that signed different calls for one number.
+/// Two ranks that signed different calls under one number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Difference {
     pub number: u64,
@@ -20,7 +20,7 @@ pub struct Difference {
 }
 
 impl Difference {
-    /// The first one among the answers of the ranks.
+    /// The difference with the lowest number among the ranks' answers.
     pub fn among<'a>(answers: impl Iterator<Item = (usize, &'a [Launch])>) -> Option<Difference> {
         let mut first: BTreeMap<u64, (usize, Signed)> = BTreeMap::new();
         let mut found: Option<Difference> = None;

@@ -1,5 +1,5 @@
-//! When to ask the other ranks about an operation, when to log a line about it, and what is known of it: pure, and told the
-//! time. `Watch` does what it says.
+//! Decides when to ask the other ranks about an operation and when to log a line about it, and keeps what is known of
+//! it. Pure: the caller passes the time. `Watch` acts on the decisions.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -10,27 +10,27 @@ use super::waiting::{Waiting, Which, first_question, nanoseconds};
 use super::{LAST, LONGEST, SHORTEST};
 use crate::engine::{Blockers, LastCall, PeerProgress};
 
-/// What is known of one operation that has been pending for long. Times are on `clock::now`.
+/// What is known of one operation that has been pending for long. Times are in nanoseconds of `clock::now`.
 #[derive(Clone, Default)]
 pub struct Watched {
     which: Option<Which>,
-    /// The ranks that were asked one by one, this one included, each with the number of its first question.
+    /// Ranks that were asked individually, including this one, each with the number of its first question.
     pub asked: Vec<(usize, u32)>,
-    /// When the ranks were asked first and last, and when they will be asked next.
+    /// `since`: time of the first question. `last`: time of the last question. `next`: time of the next question.
     pub since: u64,
     pub last: u64,
     next: u64,
     warned: bool,
-    /// The answers that were read.
+    /// Per rank: the last answer that was read.
     pub statuses: BTreeMap<usize, Status>,
-    /// Over the store only: the result of all answers, and whether there is one.
+    /// Only over the store: the result of all answers, and whether it has arrived.
     pub result: QueryResult,
     pub complete: bool,
-    /// Per rank: when the last result arrived that included its answer.
+    /// Per rank: time of the last result that included its answer.
     pub answered: BTreeMap<usize, u64>,
-    /// The processes of ranks that have not answered, as far as they are known.
+    /// The processes of ranks that have not answered, as far as known.
     pub silent: BTreeMap<usize, Process>,
-    /// When the last line was logged.
+    /// Time of the last log line.
     line: Option<u64>,
 }
 
@@ -40,17 +40,17 @@ impl Watched {
     }
 }
 
-/// What to do now about an operation that waits.
+/// What to do now about a waiting operation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Step {
-    /// It is watched from now on.
+    /// This is the first step of the operation.
     pub begins: bool,
-    /// Ask the ranks that it waits for.
+    /// Ask the ranks that the operation waits for.
     pub asks: bool,
 }
 
-/// The operations of a group that have been pending longest, once that is longer than the first look: one of its engine, and
-/// one that no engine runs.
+/// The longest pending operations of a group, if they have been pending longer than the time of the first question: one
+/// operation of the engine, and one that no engine runs.
 #[derive(Default)]
 pub struct Monitor {
     engine: Watched,
@@ -58,7 +58,7 @@ pub struct Monitor {
 }
 
 impl Monitor {
-    /// What is known of this operation; of one that is not watched, nothing.
+    /// What is known of this operation; `None` if it is not watched.
     pub fn of(&self, which: &Which) -> Option<&Watched> {
         Some(match which {
             Which::Engine(_) => &self.engine,
@@ -88,7 +88,7 @@ impl Monitor {
         self.external.which.as_ref()
     }
 
-    /// Says what to do at the time `now`; None while it is too early for anything.
+    /// Decides what to do at time `now`. `None` before the time of the first question.
     pub fn step(&mut self, waiting: &Waiting, soft: Duration, now: u64) -> Option<Step> {
         if waiting.age < first_question(waiting.timeout, soft) {
             return None;
@@ -107,7 +107,8 @@ impl Monitor {
         Some(Step { begins, asks })
     }
 
-    /// A rank was asked. An answer to any question since the first one is about this operation.
+    /// Records that a rank was asked. Any answer to this question or a later one is about this operation, so only the
+    /// first question is kept.
     pub fn asked(&mut self, which: &Which, rank: usize, question: u32) {
         let asked = &mut self.slot(which).asked;
         if !asked.iter().any(|(asked, _)| *asked == rank) {
@@ -115,8 +116,9 @@ impl Monitor {
         }
     }
 
-    /// Whether to log a line now about an operation after its `step`: once, when all answers have come (`has_all`) or those
-    /// that do not have had the time that they take. One line per soft limit, however many operations are pending.
+    /// Whether to log a line now about an operation, called after its `step`. True once for each operation: when all
+    /// answers have arrived (`has_all`), or when missing answers had their time (`takes`). At most one line is logged
+    /// per soft limit, however many operations are pending.
     pub fn warns(&mut self, which: &Which, soft: Duration, (has_all, takes): (bool, Duration), now: u64) -> bool {
         let watched = self.slot(which);
         let heard = has_all || now.saturating_sub(watched.since) >= nanoseconds(takes);
@@ -131,7 +133,7 @@ impl Monitor {
         true
     }
 
-    /// A rank has answered a question about an operation.
+    /// Records a rank's answer to a question about an operation.
     pub fn answered(&mut self, which: &Which, rank: usize, status: Status) {
         self.slot(which).statuses.insert(rank, status);
     }
@@ -139,7 +141,7 @@ impl Monitor {
     /// Stores the result of a query over the store for the watched operations in `pending`. `me` is this rank.
     pub fn receive(&mut self, outcome: &Outcome, pending: &[Waiting], me: usize, now: u64) {
         let own = outcome.answers.get(&me).map(|status| (status.issued, status.launched));
-        // Answers that are older than the operation say nothing about it.
+        // Skip operations that this rank issued after its answer, because the answers may be older than the operation.
         let asked_in_it =
             |waiting: &&Waiting| waiting.kind.is_p2p() || own.is_some_and(|own| waiting.is_entered_by(own));
         for waiting in pending.iter().filter(asked_in_it) {
@@ -151,7 +153,8 @@ impl Monitor {
         }
     }
 
-    /// The ranks that an operation waits for: as `seen` without asking or, where that knows none, as the ranks have answered.
+    /// The ranks that an operation waits for: `seen` if the engine knows them without asking, otherwise from the ranks'
+    /// answers.
     pub fn blockers(&self, waiting: &Waiting, seen: Blockers, (ranks, me): (usize, usize)) -> Blockers {
         let watched = self.of(&waiting.which);
         if !matches!(seen, Blockers::Unknown(_)) || !(watched.is_some() || waiting.kind.is_p2p()) {
@@ -172,9 +175,9 @@ impl Monitor {
     }
 }
 
-/// The ranks that have not called a collective that is pending on rank `me`, as their answers over the store show. Ranks that
-/// have not answered come first, then the others in order of the last collective they called. `statuses`: the answers that this
-/// rank has read.
+/// The ranks that have not called a collective that is pending on rank `me`, according to their answers over the store.
+/// Ranks that have not answered come first, then the others in the order of the last collective they called.
+/// `statuses`: the answers that this rank has read.
 pub fn late_for(
     waiting: &Waiting,
     result: &QueryResult,
@@ -202,8 +205,8 @@ pub fn late_for(
     all.filter(|(rank, _)| *rank != me).filter_map(progress).collect()
 }
 
-/// When to ask next, on `clock::now`, about an operation that has been pending for `age`: repeatedly, and a last time before
-/// its deadline.
+/// Time of the next question, on `clock::now`, about an operation that has been pending for `age`. Ranks are asked
+/// repeatedly, and a last time before the deadline.
 fn next_question(now: u64, age: u64, timeout: Duration) -> u64 {
     let interval = (timeout / 16).clamp(SHORTEST, LONGEST);
     let next = now.saturating_add(nanoseconds(interval));
@@ -222,7 +225,7 @@ mod tests {
 
     const SECOND: u64 = 1_000_000_000;
 
-    /// An all_reduce with this number that no engine runs and that has been pending for `age`.
+    /// An all_reduce that no engine runs, with this number, pending for `age`.
     fn all_reduce(number: u64, age: u64, timeout: Duration) -> Waiting {
         Waiting {
             which: Which::External { id: number, issued: 1 },
@@ -240,7 +243,7 @@ mod tests {
     #[test]
     fn each_waiting_rank_names_those_that_its_own_operation_lacks() {
         let reduce = |number| all_reduce(number, 0, Duration::ZERO);
-        // Of 16 ranks number 0 has issued 10, number 15 has issued 2, and 14 has not answered.
+        // Of 16 ranks, rank 0 has issued 10 operations, rank 15 has issued 2, and rank 14 has not answered.
         let status = |issued| Status { issued, ..Status::default() };
         let issued = (0..14).map(|rank| (rank, status(if rank == 0 { 10 } else { 9 })));
         let mut answers: BTreeMap<usize, Status> = issued.chain([(15, status(2))]).collect();
@@ -253,7 +256,7 @@ mod tests {
         let all = late_for(&reduce(10), &result, &none, 0);
         assert_eq!(all[..3], [(14, PeerProgress::Unknown), (15, before(2)), (1, before(9))]);
         assert_eq!(all.len(), 15);
-        // An answer that came after the result was published replaces what the result says.
+        // An answer that was read after the result was published replaces the result's entry for its rank.
         let later =
             BTreeMap::from([(14, status(3)), (15, Status { last: Some("barrier number 2".into()), ..status(2) })]);
         let named = PeerProgress::NotEntered(Some(LastCall { number: 2, text: "barrier number 2".into() }));

@@ -1,6 +1,7 @@
-//! The thread that reads where a thread of the program is, for answers to other ranks. It takes the interpreter's lock,
-//! which native code may keep for minutes, so nothing else runs on it: whoever asks goes on at once and is woken when the
-//! place is there. It holds no lock of ours while it waits, and no thread waits for it.
+//! The thread that finds where a thread of the program is (its source line), for answers to other ranks. It takes the
+//! interpreter's lock, which native code may hold for minutes, so it does nothing else. A thread that asks continues at
+//! once and is woken when the place is known. This thread holds no lock of ours while it waits for the interpreter's,
+//! and no thread waits for it.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -11,23 +12,23 @@ use crate::error::contained;
 use crate::host::Host;
 use crate::os::watch;
 
-/// A place that was asked for.
+/// A request for a place; shared between the threads that asked.
 #[derive(Clone, Default)]
 pub struct Asked(Arc<OnceCell<Option<String>>>);
 
 impl Asked {
-    /// `None` while it is not known; then the place, where there is one.
+    /// `None` until the place was read. Then the place, or `Some(None)` if there is none.
     pub fn place(&self) -> Option<Option<String>> {
         self.0.get().cloned()
     }
 
-    /// The place is known; only the first call counts.
+    /// Sets the place. Only the first call has an effect.
     pub fn is_at(&self, place: Option<String>) {
         let _ = self.0.set(place);
     }
 }
 
-/// The places that are asked for in one rank, the one being read first.
+/// The pending requests of one rank. The first one is being read.
 #[derive(Default)]
 pub struct Places {
     state: Mutex<State>,
@@ -39,7 +40,7 @@ struct Wanted {
     thread: u64,
     host: Arc<dyn Host>,
     asked: Asked,
-    /// Wakes the threads that answer.
+    /// Wakes the threads that answer questions.
     wake: Arc<dyn Fn() + Send + Sync>,
 }
 
@@ -47,7 +48,8 @@ struct Wanted {
 struct State {
     wanted: Vec<Wanted>,
     thread: Option<JoinHandle<()>>,
-    /// How many threads were stopped: one that was left behind must not go on beside its successor.
+    /// How many times the thread was stopped. A thread that was left behind compares it with its own number, so that it
+    /// does not go on in parallel with its successor.
     stopped: u32,
 }
 
@@ -57,8 +59,8 @@ impl Places {
     }
 }
 
-/// Asks `host` for the place that a thread is at; `wake` is called when it is known. All who ask for the same thread share
-/// one reading: a place that comes after a question is an answer to it.
+/// Asks `host` for the place of a thread; calls `wake` when it is known. All requests for the same thread share one
+/// reading, because a place that is read after a question answers that question.
 pub fn ask(places: &Arc<Places>, thread: u64, host: &Arc<dyn Host>, wake: Arc<dyn Fn() + Send + Sync>) -> Asked {
     let mut state = places.lock();
     if let Some(known) = state.wanted.iter().find(|wanted| wanted.thread == thread) {
@@ -82,7 +84,8 @@ pub fn ask(places: &Arc<Places>, thread: u64, host: &Arc<dyn Host>, wake: Arc<dy
     asked
 }
 
-/// Tells the thread to end and returns it. One that waits for the interpreter's lock cannot end.
+/// Asks the thread to end and returns it. A thread that waits for the interpreter's lock cannot end before it gets that
+/// lock.
 pub fn stop(places: &Places) -> Option<JoinHandle<()>> {
     let mut state = places.lock();
     state.stopped += 1;
@@ -106,7 +109,7 @@ fn read(places: &Places, number: u32) {
             None
         });
         drop(host);
-        // Under the lock: whoever asks from now on starts another reading.
+        // Set under the lock: requests from now on must start a new reading.
         state = places.lock();
         state.wanted.retain(|other| !Arc::ptr_eq(&other.asked.0, &asked.0));
         asked.is_at(place);
@@ -124,7 +127,7 @@ mod tests {
 
     use super::*;
 
-    /// A program whose interpreter's lock is kept until `free`.
+    /// A program in which the interpreter's lock is held until `free` is set.
     #[derive(Default)]
     struct Program {
         free: AtomicBool,

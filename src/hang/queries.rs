@@ -1,13 +1,14 @@
-//! A question over the store, from the first look to its result: which rank asks it, which collects the answers, and what
-//! the others read.
+//! A question over the store, from the first check to its result: which rank asks, which rank collects the answers, and
+//! what the other ranks read.
 //!
-//! A rank that waits, and knows of no young question, claims the next number; the first to claim it asks the question and
-//! collects the answers. Ranks pass the soft limit together, so many may claim one number: all but the first wait for the
-//! result of that one. A question that another rank has just asked serves as well. Where the rank that collects ends
-//! or is stopped before it has published the result, the rank that claimed second takes over, and after that the rest.
+//! A rank that waits and knows of no recent question claims the next number. The first rank to claim a number asks the
+//! question and collects the answers. Ranks pass the soft limit at the same time, so many may claim one number; all
+//! except the first wait for the first rank's result. A question that another rank has just asked is also used. If the
+//! collecting rank dies or is stopped before it has published the result, the rank that claimed second takes over, and
+//! after it the others.
 //!
-//! A question costs each rank one answer, each rank that waits one claim and a look at the answers of a few ranks, and the
-//! rank that collects a look at each answer: the number of requests grows with the ranks and not with their square.
+//! A question costs each rank one answer. It costs each waiting rank one claim and reads of a few ranks' answers, and
+//! the collecting rank a read of each answer. So the number of requests grows linearly with the number of ranks.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
@@ -21,21 +22,21 @@ use super::{SHORTEST, SILENCE};
 use crate::engine::Told;
 use crate::error::{Error, Result};
 
-/// The rank that takes part.
+/// This rank, as a participant in queries.
 pub trait Participant {
     fn speaker(&self) -> &dyn Speaker;
     fn rank(&self) -> usize;
     fn ranks(&self) -> usize;
-    /// The ranks whose answers this one describes in its texts.
+    /// The ranks whose answers this rank needs for its texts.
     fn concerned(&self, result: &QueryResult) -> Vec<usize>;
-    /// Takes the result of a question.
+    /// Processes the result of a question.
     fn receive(&self, outcome: &Outcome);
 }
 
-/// A question that this rank wants answered.
+/// A question whose result this rank waits for.
 struct Query {
     question: u32,
-    /// How many ranks had claimed the question with this one.
+    /// How many ranks had claimed the question, including this one, when this rank claimed it: 1 for the first.
     place: u32,
     collects: bool,
     begun: u64,
@@ -43,46 +44,46 @@ struct Query {
     answers: BTreeMap<usize, Status>,
 }
 
-/// All times are on `clock::stamp`.
+/// All times are in nanoseconds of `clock::stamp`.
 #[derive(Default)]
 struct State {
-    /// The last question that this rank answered, if any, and when.
+    /// The last question that this rank answered, and the time of that answer. `None`: it has answered none.
     answered: Option<u32>,
     answered_at: u64,
     reply: Reply,
     query: Option<Query>,
-    /// The others can read which process this rank is.
+    /// Whether this rank has published its process.
     introduced: bool,
-    /// When to look next.
+    /// Time of the next check.
     next: u64,
-    /// The store has failed.
+    /// Whether the store has failed.
     ended: bool,
-    /// This rank has told why the group failed.
+    /// Whether this rank has published why the group failed.
     fault_told: bool,
-    /// A question has come since a fault was last looked for.
+    /// Whether a question has arrived since this rank last looked for a fault.
     asked_anew: bool,
 }
 
 pub struct Queries {
     keys: StoreKeys,
     connection: usize,
-    /// Used by the thread that looks at the store alone; the lock is for the compiler.
+    /// Used only by the thread that reads the store. The lock is never contended; it only makes the type `Sync`.
     state: Mutex<State>,
 }
 
 impl Queries {
-    /// `id`: unique to this attempt to make the group.
+    /// `id` is unique to this attempt to make the group.
     pub fn new(store: SharedStore, id: &str) -> Queries {
         let connection = store.connection();
         Queries { keys: StoreKeys::new(store, id), connection, state: Mutex::default() }
     }
 
-    /// Of the store.
+    /// The connection to the store.
     pub fn connection(&self) -> usize {
         self.connection
     }
 
-    /// Tells the other ranks, once, why the group of this rank failed.
+    /// Publishes, once, why the group failed on this rank.
     pub fn publish_fault(&self, rank: usize, fault: &Error) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if !state.ended && !state.fault_told {
@@ -93,8 +94,8 @@ impl Queries {
         }
     }
 
-    /// Why the group failed, where another rank has told it. Looks for that where this rank `asks`, or was asked since it
-    /// last did.
+    /// The fault that another rank has published. Reads the store only if `asks` is set, or if a question has arrived
+    /// since the last read.
     pub fn fault(&self, asks: bool) -> Option<Told> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let looks = std::mem::take(&mut state.asked_anew) || asks;
@@ -106,8 +107,9 @@ impl Queries {
         fault.ok().flatten()
     }
 
-    /// Where the time has come or this rank `waits`: answers, asks, and collects answers. Returns when to look next. An
-    /// error of the store ends it, without a request from then on: the ranks do without.
+    /// If it is time or this rank `waits`: answers a new question, asks, and collects answers. Returns how long to wait
+    /// until the next call. After an error of the store it makes no further requests, and the ranks work without
+    /// answers.
     pub fn look(&self, me: &dyn Participant, waits: bool, now: u64, pause: Duration) -> Option<Duration> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.ended {
@@ -150,7 +152,8 @@ impl State {
             self.asked_anew = true;
             self.answer(keys, me, question, now)?;
         }
-        // Others wait for the result of a question that this rank collects, also where its own operation has ended.
+        // Other ranks wait for the result of a question that this rank collects, even if this rank's own operation has
+        // ended.
         let collects = self.query.as_ref().is_some_and(|query| query.collects && !query.done);
         if !waits && !collects {
             self.query = None;
@@ -176,14 +179,14 @@ impl State {
         self.give_place(keys, me)
     }
 
-    /// Answers again where the place that the program is at is known now.
+    /// Answers again if the place of the program has become known.
     fn give_place(&mut self, keys: &StoreKeys, me: &dyn Participant) -> Result<()> {
         let status = self.reply.with_place(me.speaker());
         status.map_or(Ok(()), |status| keys.answer(me.rank(), &status))
     }
 
-    /// Claims a place in `question`, which is the last one asked or the next one. The first rank to claim it collects
-    /// the answers; it also asks and answers the question, unless it has answered that one or a later one already.
+    /// Claims `question`, which is the last one asked or the next one. The first rank to claim it collects the answers.
+    /// That rank also asks the question and answers it, unless it has already answered this question or a later one.
     fn begin(&mut self, keys: &StoreKeys, me: &dyn Participant, question: u32, now: u64) -> Result<()> {
         let place = keys.claim(question)?;
         let collects = place <= 1;
@@ -197,8 +200,8 @@ impl State {
 }
 
 impl Query {
-    /// Reads the answers, or the result, that have come. `last`: the last question that was asked. `limit`: for how long a
-    /// rank may be silent.
+    /// Reads the answers that have arrived, or the result. `last`: the last question that this rank answered. `limit`:
+    /// how long a rank may be silent, in nanoseconds.
     fn go_on(&mut self, keys: &StoreKeys, me: &dyn Participant, last: Option<u32>, now: u64, limit: u64) -> Result<()> {
         let waited = now.saturating_sub(self.begun);
         let found = if self.collects {
@@ -208,11 +211,11 @@ impl Query {
             self.answers = keys.answers(self.question, read)?;
             Some(found)
         } else {
-            // The second rank to claim it waits for the first, and further ones for the second.
+            // The second rank waits `limit * 2` for the first rank's result; further ranks wait `limit * 4`.
             if waited > limit * if self.place == 2 { 2 } else { 4 } {
                 self.collects = true;
                 if last.is_none_or(|last| !is_since(last, self.question)) {
-                    keys.ask()?; // the first rank has claimed the question and not asked it
+                    keys.ask()?; // the first rank claimed the question but did not ask it
                     self.begun = now;
                 }
             }
@@ -226,7 +229,8 @@ impl Query {
         Ok(())
     }
 
-    /// Reads the answers that have come. Publishes and returns their result once all are there, or it is `late`.
+    /// Reads the answers that have arrived. When all have arrived, or `late` is set, publishes their result and returns
+    /// it.
     fn collect(&mut self, keys: &StoreKeys, ranks: usize, late: bool) -> Result<Option<QueryResult>> {
         let whole = |status: &Status| status.place != Place::Locked;
         let open = |answers: &BTreeMap<usize, Status>| -> Vec<usize> {
@@ -255,14 +259,14 @@ mod tests {
     use crate::host::{Counting, Memory, Store};
 
     const PAUSE: Duration = Duration::from_millis(500);
-    /// Between two looks of a rank that waits.
+    /// Interval between two checks of a waiting rank.
     const TICK: u64 = SHORTEST.as_nanos() as u64 / 2;
     const LIMIT: u64 = (PAUSE.as_nanos() + SILENCE.as_nanos()) as u64;
 
-    /// What happens at a rank's request.
+    /// Called at each request of a rank; its error fails the request.
     type Rule = dyn Fn(&str) -> Result<()> + Send + Sync;
 
-    /// A rank's connection to the store that all share.
+    /// A rank's connection to the store, which all ranks share.
     struct Connection {
         store: Memory,
         rule: Box<Rule>,
@@ -301,13 +305,13 @@ mod tests {
         }
     }
 
-    /// A rank that has issued some operations and, if it waits, does so in the last of them.
+    /// A rank that has issued some operations. If it waits, it waits in the last of them.
     struct Rank {
         rank: usize,
         ranks: usize,
         issued: u64,
         waits: bool,
-        /// Native code keeps its interpreter's lock.
+        /// Native code holds the interpreter's lock.
         locked: bool,
         requests: Arc<AtomicUsize>,
         queries: Queries,
@@ -358,8 +362,8 @@ mod tests {
         }
     }
 
-    /// Makes `issued.len()` ranks; rank r has issued `issued[r]` operations. The ranks with the highest number wait for the
-    /// others. `rule` makes each rank's rule.
+    /// Makes `issued.len()` ranks; rank r has issued `issued[r]` operations. The ranks that have issued most wait for
+    /// the others. `rule` makes the rule of each rank.
     fn ranks(store: &Memory, issued: &[u64], rule: impl Fn(usize) -> Box<Rule>) -> Vec<Rank> {
         let most = *issued.iter().max().unwrap();
         let rank = |(rank, issued_here): (usize, &u64)| {
@@ -382,7 +386,7 @@ mod tests {
         }
     }
 
-    /// All ranks look from `from` on, again and again, until each that waits and is not `gone` has learned something.
+    /// All ranks except `gone` check repeatedly from time `from`, until each waiting one has received a result.
     fn go_on(ranks: &[Rank], from: u64, gone: Option<usize>) {
         let left: Vec<&Rank> = ranks.iter().filter(|rank| Some(rank.rank) != gone).collect();
         let mut now = from;
@@ -393,8 +397,8 @@ mod tests {
         }
     }
 
-    /// Forces the requests of two ranks, each on its thread, into a given order. Once one rank has made its last request,
-    /// the other goes on freely.
+    /// Forces the requests of two ranks, each on its own thread, into a given order. After one rank has made its last
+    /// request, the other continues without order.
     #[derive(Default)]
     struct Turns(Mutex<(Vec<usize>, BTreeSet<usize>)>, Condvar);
 
@@ -415,7 +419,8 @@ mod tests {
 
     #[test]
     fn of_two_ranks_that_ask_at_once_one_collects_and_no_rank_that_answers_is_called_silent() {
-        // The first look of a rank that asks has up to 17 requests; those before its answer can be in any order.
+        // The first check of a rank that asks makes up to 17 requests. The requests before its answer can be in any
+        // order.
         for order in 0..1 << 10 {
             let turns = Arc::new(Turns::default());
             turns.0.lock().unwrap().0 = (0..10).map(|turn| order >> turn & 1).collect();
@@ -458,7 +463,7 @@ mod tests {
     #[test]
     fn ranks_that_ask_at_once_make_requests_by_their_number_and_not_by_its_square() {
         for (asking, silent) in [(2, 0), (8, 1), (40, 3), (40, 9)] {
-            // Each has looked whether there is a question before any of them asks.
+            // All ranks check for a question before any of them asks one.
             let looked = Arc::new(std::sync::Barrier::new(asking));
             let rule = |rank| -> Box<Rule> {
                 let (looked, first) = (Arc::clone(&looked), AtomicUsize::new(0));
@@ -480,8 +485,8 @@ mod tests {
             go_on(&all, 2 * TICK, None);
             let expected: BTreeSet<usize> = (asking..asking + silent).collect();
             assert!(all.iter().all(|rank| rank.learned.borrow()[0].silent == expected));
-            // Until the silent ranks are given up, a rank that waits makes two requests a look, the collecting one reads
-            // the answers of those.
+            // Until the silent ranks are given up, each check of a waiting rank makes two requests, and the collecting
+            // rank also reads the answers of the silent ranks.
             let looks = if silent == 0 { 3 } else { (LIMIT / TICK) as usize + 3 };
             let requests: usize = all.iter().map(|rank| rank.requests.load(Ordering::Relaxed)).sum();
             let most = asking * (2 * looks + 30) + silent * looks;
@@ -495,7 +500,7 @@ mod tests {
         look(&all[..3], TICK);
         assert!(all[0].collects());
         all[0].waits = false;
-        // Rank 3 does not look, so the result comes when it has been silent for long.
+        // Rank 3 makes no checks, so the result is published when it has been silent for the limit.
         for tick in 2..LIMIT / TICK + 4 {
             look(&all[..3], tick * TICK);
         }
@@ -510,7 +515,7 @@ mod tests {
         let issued = [5, 5, 5, 4, 4, 4, 4, 4, 4, 4];
         let mut requests = 0;
         loop {
-            // Rank 0 asks first, and makes only so many requests.
+            // Rank 0 asks first, and its store fails after `requests` requests.
             let (left, ended) = (AtomicUsize::new(requests), Arc::new(AtomicUsize::new(0)));
             let left = Arc::new(left);
             let rule = |rank| -> Box<Rule> {
@@ -532,7 +537,7 @@ mod tests {
             go_on(&all, 4 * TICK, Some(0));
             for rank in &all[1..3] {
                 let found = &rank.learned.borrow()[0];
-                // It may have answered before.
+                // Rank 0 may have answered before its store failed.
                 assert!(found.silent.iter().all(|rank| *rank == 0), "{requests} requests: {found:?}");
                 assert_eq!(
                     found.behind.keys().copied().collect::<Vec<_>>(),
@@ -556,7 +561,7 @@ mod tests {
         (1..6).for_each(|turn| look(&all, turn * TICK));
         assert!(all[0].collects() && !all[1].collects());
         assert_eq!((all[0].learned.borrow().len(), all[1].learned.borrow().len()), (1, 1));
-        // Rank 1 is the first to find it old.
+        // Rank 1 is the first rank that finds the question old.
         all[1].look(two + 2 * TICK);
         (3..7).for_each(|turn| look(all.iter().rev(), two + turn * TICK));
         assert!(!all[0].collects() && all[1].collects());
@@ -581,7 +586,7 @@ mod tests {
 
     #[test]
     fn after_an_error_of_the_store_no_further_request_is_made() {
-        // Each request of the first two looks is once the one that fails.
+        // For each request of the first two checks, a run in which that request fails.
         for well in 0..20 {
             let rule = |_| -> Box<Rule> {
                 let made = AtomicUsize::new(0);

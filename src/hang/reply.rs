@@ -1,27 +1,28 @@
-//! The answers of a rank on one channel: at once without the place that its program is at, and again when that is known.
+//! A rank's answers on one channel: first without the place of its program, and again when the place is known.
 
 use super::places::Asked;
 use super::status::{Place, Status};
 
-/// The rank that answers.
+/// A rank that answers questions.
 pub trait Speaker {
-    /// What this rank says about itself without the place, and the thread of the program whose place belongs to it.
+    /// This rank's status without the place, and the thread whose place belongs to it.
     fn status(&self, question: u32) -> (Status, u64);
-    /// Asks for the place that a thread is at.
+    /// Requests the place of a thread.
     fn ask(&self, thread: u64) -> Asked;
 }
 
 #[derive(Default)]
 pub struct Reply {
-    /// The last question.
+    /// Number of the last question.
     last: u32,
-    /// The first question since the place was asked for.
+    /// The pending request for the place, and the number of the question that caused it.
     owed: Option<(u32, Asked)>,
 }
 
 impl Reply {
-    /// The answer to a question that has come. Where the place was asked for before and is not known, because native code
-    /// keeps the interpreter's lock, it carries the number of the question from that time: this tells the reader since when.
+    /// The immediate answer to a question. If the place was requested for an earlier question and is still unknown,
+    /// native code holds the interpreter's lock. Then the answer has the number of that earlier question, so that the
+    /// reader sees how long the lock has been held.
     pub fn at_once(&mut self, speaker: &dyn Speaker, question: u32) -> Status {
         self.last = question;
         let (status, thread) = speaker.status(question);
@@ -29,7 +30,7 @@ impl Reply {
         Status { question: *question, place: Place::Locked, ..status }
     }
 
-    /// The answer to the last question with the place, if that is owed and known now.
+    /// The answer to the last question with the place, if a request is pending and the place is now known.
     pub fn with_place(&mut self, speaker: &dyn Speaker) -> Option<Status> {
         let place = self.owed.as_ref()?.1.place()?;
         self.owed = None;
@@ -44,7 +45,7 @@ mod tests {
 
     use super::*;
 
-    /// Its thread 7 waits; the places that it was asked for, of which the test makes some known.
+    /// A rank whose thread 7 waits, with its requests for places. The test sets the places of some.
     #[derive(Default)]
     struct Rank(RefCell<Vec<(u64, Asked)>>);
 

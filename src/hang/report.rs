@@ -1,6 +1,6 @@
-//! What is known of an operation that waits: where this rank is, the ranks that it waits for and what they do, and the cycle of
-//! ranks that wait for each other. Data first (`StallReport`), then the lines of the error at the deadline and of the log line at
-//! the soft limit.
+//! What is known of a waiting operation: where this rank is, which ranks it waits for and what they do, and the cycle
+//! of ranks that wait for each other. First as data (`StallReport`), then as the lines of the error at the deadline and
+//! of the log line at the soft limit.
 
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ pub fn life_of(pid: i32) -> Option<Life> {
     }
 }
 
-/// A rank's process in words, and why it makes no progress, if this rank can see that.
+/// Description of a rank's process, and why the process makes no progress, if this rank can see that.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProcessReport {
     pub who: String,
@@ -33,7 +33,7 @@ pub struct ProcessReport {
 }
 
 impl ProcessReport {
-    /// As a part of a sentence, behind the rank.
+    /// The description in parentheses, to follow the rank in a sentence.
     pub fn text(&self) -> String {
         let ProcessReport { who, life } = self;
         match life {
@@ -44,62 +44,62 @@ impl ProcessReport {
     }
 }
 
-/// Times of a watched operation and of a rank that it waits for; 0 if the operation is not watched.
+/// Ages for a watched operation and one rank that it waits for; all 0 if the operation is not watched.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Ages {
-    /// Since the ranks were first asked.
+    /// Since this rank first asked.
     pub asked: Duration,
-    /// Since they were last asked.
+    /// Since this rank last asked.
     pub asked_again: Duration,
-    /// Since the rank's last answer over the store or, if it has not answered, since it was first asked.
+    /// Since the rank's last answer over the store; if it has not answered, since it was first asked.
     pub answered: Duration,
 }
 
-/// When the last operation of a missing rank ended.
+/// How long ago the last operation of a missing rank ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LastEnd {
     Unknown,
-    /// So many milliseconds ago, as the rank says itself.
+    /// Milliseconds since its end on the missing rank, as that rank reports.
     There(u64),
-    /// On this rank.
+    /// Milliseconds since its end on this rank.
     Here(u64),
 }
 
-/// A rank that has to do something before the operation can end.
+/// A rank that must still do its part before the operation can complete.
 #[derive(Clone, Debug)]
 pub struct MissingRank {
     pub rank: usize,
     pub process: ProcessReport,
     pub progress: PeerProgress,
     pub last_end: LastEnd,
-    /// What it has answered.
+    /// The rank's last answer.
     pub status: Option<Status>,
-    /// The question that its answer is about was the first one.
+    /// Whether the answer has the number of the first question to this rank.
     pub answers_first: bool,
     pub ages: Ages,
 }
 
 #[derive(Clone, Debug)]
 pub enum WaitsFor {
-    /// At most `MOST`, and the numbers of the others.
+    /// At most `MOST` missing ranks, and the numbers of further ones.
     Ranks(Vec<MissingRank>, Vec<usize>),
-    /// An earlier operation of this rank.
+    /// An earlier operation of this rank, as text.
     Earlier(String),
     Unknown(String),
 }
 
 #[derive(Clone, Debug)]
 pub struct StallReport {
-    /// Where the operation was called.
+    /// Source line at which the operation was called.
     pub called: Option<String>,
-    /// What this rank has said about itself.
+    /// This rank's own status.
     pub own: Option<Status>,
     pub on_device: bool,
     pub waits_for: WaitsFor,
-    /// Whether all ranks were asked and had time to answer, over the store.
+    /// Only over the store: whether all ranks were asked and had time to answer.
     pub complete: bool,
     pub cycle: Vec<Edge>,
-    /// The group has the ranks of the default group, by their numbers there.
+    /// Whether the group's ranks have the same numbers in the default group.
     pub in_default_numbers: bool,
 }
 
@@ -120,12 +120,12 @@ impl StallReport {
         std::iter::once(self.here()).chain(missing).chain([self.deadlock()]).collect()
     }
 
-    /// Where the operation was called, and where this rank is now.
+    /// Where the operation was called, and where this rank's program is now.
     fn here(&self) -> String {
         let text = self.called.as_ref().map_or_else(String::new, |site| format!("called at {site}"));
         match &self.own {
             Some(Status { place: Place::At(place), waits, .. }) if self.called.as_ref() != Some(place) => {
-                // The device waits, and the program may be doing something else.
+                // If the device waits, the program may be doing something else.
                 let how = if waits.is_some() && !self.on_device { "waiting" } else { "while its program is" };
                 let text = if text.is_empty() { text } else { text + ", " };
                 format!("{text}{how} at {place}")
@@ -149,7 +149,7 @@ impl StallReport {
 }
 
 impl MissingRank {
-    /// Describes what the missing rank is doing, in one line. `complete` is `StallReport::complete`.
+    /// One line about what the missing rank is doing. `complete` is `StallReport::complete`.
     fn text(&self, complete: bool) -> String {
         let MissingRank { rank, process, progress, status, ages, .. } = self;
         let ended = match self.last_end {
@@ -183,7 +183,8 @@ impl MissingRank {
             }
             Some(Status { place: Place::At(place), .. }) => format!(", and it is at {place}"),
             Some(Status { place: Place::Locked, .. }) => {
-                // Since it was first asked, unless it has answered since then.
+                // The lock has been held since the rank was first asked, unless the rank has answered in between; then
+                // since it was last asked.
                 let held = if self.answers_first { ages.asked } else { ages.asked.min(ages.asked_again) };
                 let held = seconds(held.as_millis() as u64);
                 format!(", and native code has kept its interpreter's lock for {held}, so that its line is not known")
@@ -194,7 +195,7 @@ impl MissingRank {
     }
 }
 
-/// The ranks that a report describes, and the numbers of the others.
+/// The ranks that a report describes, and the numbers of further ranks.
 pub fn described<T>(ranks: Vec<(usize, T)>) -> (Vec<(usize, T)>, Vec<usize>) {
     let others = ranks.iter().skip(MOST).map(|(rank, _)| *rank).collect();
     (ranks.into_iter().take(MOST).collect(), others)

@@ -1,5 +1,6 @@
-//! What the groups of a process share in the diagnosis: who waits for long, which rank waits for which, and the words on which
-//! the threads sleep that answer other ranks. In tests, where ranks are threads of one process, each rank has its own.
+//! State of the diagnosis that the groups of a process share: which threads wait for long, which rank waits for which,
+//! and the words on which the answering threads sleep. In tests, where ranks are threads of one process, each rank has
+//! its own `Responder`.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -20,36 +21,38 @@ const RELEASE: Duration = Duration::from_millis(50);
 
 #[derive(Default)]
 pub struct Responder {
-    /// The groups, in the order in which they were made. Weak: a dropped group leaves by itself.
+    /// The groups, in the order in which they were made. Weak, so that a dropped group disappears by itself.
     members: RwLock<Vec<Weak<dyn Member>>>,
-    /// The number of watches made so far. Any thread raises it (relaxed: nothing else is read by it).
+    /// Number of watches made so far. Any thread may increment it. Relaxed, because it guards no other data.
     watches: AtomicU64,
-    /// The threads that have waited for long, the first one first.
+    /// The threads that have waited for long, in the order in which they began.
     long_waits: Mutex<Vec<LongWait>>,
-    /// Which rank waits for which, as other ranks have answered, and the time of each answer (`clock::now`).
+    /// Which rank waits for which, from the answers of other ranks, with the time of each answer (`clock::now`).
     edges: Mutex<Vec<(Edge, u64)>>,
-    /// Signalled when a group was made or has ended, a place is known (`places`), or `stopping` was set: wakes the answering
-    /// thread.
+    /// Wakes the answering thread. Signalled when a group was made or has ended, when a place is known (`places`), or
+    /// when `stopping` was set.
     pub(super) changed: EventCount,
     pub(super) thread: Mutex<Option<JoinHandle<()>>>,
     pub(super) places: Arc<Places>,
-    /// The same for the threads that look into stores (`store_threads`), which are listed by their connections.
+    /// The event count and the list of the threads that read stores (`store_threads`). The list has the connection of
+    /// each.
     pub(super) stores_changed: EventCount,
     pub(super) store_threads: Mutex<Vec<(usize, JoinHandle<()>)>>,
-    /// Groups that were removed. Raised by `remove` (release), read by the answering thread (acquire) before it looks at
-    /// the groups.
+    /// Number of groups that were removed. `remove` increments it (release); the answering thread reads it (acquire)
+    /// before it lists the groups.
     pub(super) removed: AtomicU64,
-    /// The value of `removed` up to which the answering thread has dropped its references to the removed groups'
-    /// memory. Written by it (release), read by `remove` (acquire).
+    /// Value of `removed` up to which the answering thread has dropped its references to the removed groups' memory.
+    /// That thread writes it (release); `remove` reads it (acquire).
     pub(super) released: AtomicU64,
-    /// Set at the end of the process (release), read by the answering thread and by the threads of stores (acquire).
+    /// Set at the end of the process (release). Read by the answering thread and by the threads that read stores
+    /// (acquire).
     pub(super) stopping: AtomicBool,
 }
 
 static RESPONDERS: PerProcess<Mutex<HashMap<u64, Arc<Responder>>>> = PerProcess::new();
 
 impl Responder {
-    /// The responder with this number: 0 is that of the process; tests give their ranks others.
+    /// The responder with this number. Number 0 belongs to the process; tests give each rank another number.
     pub fn numbered(number: u64) -> Arc<Responder> {
         Arc::clone(RESPONDERS.get().lock().unwrap_or_else(PoisonError::into_inner).entry(number).or_default())
     }
@@ -76,8 +79,8 @@ impl Responder {
         drop(members);
         let removed = self.removed.fetch_add(1, Ordering::Release) + 1;
         self.look_again();
-        // Waits, so that the memory of a group is unmapped when its end returns. Where the thread is giving an answer,
-        // this may time out.
+        // Waits, so that the group's memory is unmapped when its end returns. The wait may time out if the thread is
+        // writing an answer.
         let until = Instant::now() + RELEASE;
         while self.answers() && self.released.load(Ordering::Acquire) < removed && Instant::now() < until {
             std::thread::sleep(Duration::from_micros(50));
@@ -90,13 +93,14 @@ impl Responder {
         thread.as_ref().is_some_and(|thread| !thread.is_finished())
     }
 
-    /// Wakes the threads that answer: they must drop a group that has ended, a group has a question, or a place is known.
+    /// Wakes the threads that answer, because they must drop a group that has ended, or a group has a question, or a
+    /// place is known.
     pub fn look_again(&self) {
         self.changed.wake(0);
         self.stores_changed.wake(0);
     }
 
-    /// Asks for the place that a thread of the program is at, and wakes the threads that answer when it is known.
+    /// Requests the place of a thread of the program. When the place is known, the threads that answer are woken.
     pub fn ask_place(self: &Arc<Responder>, thread: u64, host: &Arc<dyn Host>) -> Asked {
         let this = Arc::clone(self);
         places::ask(&self.places, thread, host, Arc::new(move || this.look_again()))
@@ -110,7 +114,7 @@ impl Responder {
         self.long_waits.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Counts a thread that has waited for long, or (`more` is false) has stopped waiting.
+    /// Records that a thread has waited for long (`more`), or that it has stopped waiting (not `more`).
     pub fn count_long_wait(&self, wait: LongWait, more: bool) {
         let mut waits = self.long_waits.lock().unwrap_or_else(PoisonError::into_inner);
         match waits.iter().position(|one| *one == wait).filter(|_| !more) {
@@ -120,8 +124,8 @@ impl Responder {
         }
     }
 
-    /// Stores what `speaker` said about which rank waits for which, each edge with its age in milliseconds. It
-    /// replaces all edges from the speaker, and older ones from other ranks.
+    /// Stores the edges in an answer of rank `speaker`, each with its age in milliseconds. They replace all known edges
+    /// from the speaker, and older edges from other ranks.
     pub fn receive(&self, speaker: u32, edges: &[(Edge, u64)], now: u64) {
         let mut known = self.edges.lock().unwrap_or_else(PoisonError::into_inner);
         known.retain(|(edge, _)| edge.from != speaker);
@@ -135,7 +139,7 @@ impl Responder {
         }
     }
 
-    /// The edges that are at most `within` nanoseconds old, with their age in milliseconds.
+    /// The edges that are at most `within` nanoseconds old, each with its age in milliseconds.
     pub fn edges(&self, now: u64, within: u64) -> Vec<(Edge, u64)> {
         let known = self.edges.lock().unwrap_or_else(PoisonError::into_inner);
         let young = known.iter().filter(|(_, at)| now.saturating_sub(*at) <= within);

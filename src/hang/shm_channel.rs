@@ -1,4 +1,4 @@
-//! Questions and answers through the memory that the ranks of a host share (`engine::Inquiry`).
+//! The channel through the memory that the ranks of a host share (`engine::Inquiry`).
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,16 +12,16 @@ use super::{FAULT_SEEN, LAST};
 use crate::engine::{Control, Inquiry};
 
 pub struct ShmChannel {
-    /// What holds the memory, which therefore stays mapped while the answering thread sleeps on a word in it.
+    /// Owns the shared memory, which therefore stays mapped while the answering thread sleeps on a word in it.
     control: Arc<dyn Control>,
-    /// The last question that this rank has answered. Written and read by the thread that answers alone (relaxed).
+    /// Number of the last question that this rank has answered. Used only by the answering thread (relaxed).
     answered: AtomicU32,
-    /// Used by that thread alone; the lock is for the compiler.
+    /// Used only by the answering thread. The lock is never contended; it only makes the type `Sync`.
     reply: Mutex<Reply>,
 }
 
 impl ShmChannel {
-    /// None where the engine has no such memory.
+    /// `None` if the engine has no shared memory for questions.
     pub fn over(control: &Arc<dyn Control>) -> Option<Arc<dyn Channel>> {
         control.inquiry()?;
         Some(Arc::new(ShmChannel {
@@ -68,7 +68,7 @@ impl Channel for ShmChannel {
         Some(self.inquiry().question())
     }
 
-    /// Answers with what is known now, and once more when the place that the program is at is known.
+    /// Answers with what is known now, and again when the place of the program is known.
     fn reply(&self, me: &dyn Speaker, question: u32) {
         let mut reply = self.reply.lock().unwrap_or_else(PoisonError::into_inner);
         if self.answered.swap(question, Ordering::Relaxed) != question {

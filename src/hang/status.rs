@@ -1,11 +1,12 @@
-//! What a rank says about itself when another one asks, and that as text: each line is one fact, with tabs between its fields. A reader skips lines
-//! that it does not understand, because the text may be cut, or come from shared memory that another process wrote.
+//! A rank's answer to a question (`Status`), and its text form. Each line is one fact, with tabs between its fields. A
+//! reader skips lines that it does not understand, because the text may be truncated, or comes from shared memory that
+//! another process wrote.
 
 use super::cycle::Edge;
 use super::difference::Launch;
 use crate::engine::Signed;
 
-/// Longest place or name in an answer. A path is cut at its front, because its end says more.
+/// Most bytes of a place or name in an answer. A longer text loses its beginning, because the end of a path says more.
 const LONGEST: usize = 240;
 
 /// Where a rank is in its program.
@@ -22,11 +23,11 @@ pub enum Place {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Waits {
     pub group: String,
-    /// The operation and its number.
+    /// The operation and its number, as text.
     pub what: String,
-    /// Since its issue.
+    /// Time since the operation was issued.
     pub milliseconds: u64,
-    /// One for each rank that has yet to make its call.
+    /// One edge for each rank that has yet to make its call.
     pub edges: Vec<Edge>,
 }
 
@@ -36,23 +37,25 @@ pub struct Status {
     pub question: u32,
     /// Number of the last collective that the rank issued in the group of the question.
     pub issued: u64,
-    /// That collective, in words; None if the history no longer holds it.
+    /// That collective as text; `None` if the history no longer contains it.
     pub last: Option<String>,
-    /// The same for its collectives on devices, which are numbered separately.
+    /// Number of the last collective that the rank launched on a device; these are numbered separately. Below, that
+    /// collective as text.
     pub launched: u64,
     pub launched_last: Option<String>,
-    /// Signature of the last collective on a device; empty if the ranks read it from the memory that they share.
+    /// Signatures of the last collectives on devices; empty if the ranks read them from shared memory.
     pub signed: Vec<Launch>,
-    /// The rank's process and host.
+    /// The rank's process and host, as text.
     pub who: String,
     /// Ranks on its host whose processes are stopped.
     pub stopped: Vec<usize>,
-    /// Milliseconds since its last operation in that group ended; None if there was none, or one is pending.
+    /// Milliseconds since the rank's last operation in that group ended; `None` if there was none or one is pending.
     pub idle: Option<u64>,
     pub place: Place,
-    /// What one of its threads waits for, in any group. The edges are in `edges`.
+    /// What one of the rank's threads waits for, in any group. Its edges are in the field below.
     pub waits: Option<Waits>,
-    /// Which rank waits for which, as far as this rank knows, its own waits first; with their age in milliseconds.
+    /// Which rank waits for which, as far as this rank knows, each with its age in milliseconds. The rank's own waits
+    /// come first.
     pub edges: Vec<(Edge, u64)>,
 }
 
@@ -81,7 +84,7 @@ impl Status {
         lines.into_iter().map(|line| line + "\n").collect()
     }
 
-    /// None if the text is not an answer. A last line without its end was cut.
+    /// Reads an answer; `None` if the text is not one. A last line without a line end was truncated and is skipped.
     pub fn decode(text: &str) -> Option<Status> {
         let mut status = Status::default();
         let mut answers = false;
@@ -123,18 +126,19 @@ impl Status {
         answers.then_some(status)
     }
 
-    /// Whether this answers `question` or a later one. A rank that waits for the interpreter's lock cannot answer later ones.
+    /// Whether this answers `question` or a later one. A rank that waits for the interpreter's lock keeps an older
+    /// number, so its answer always counts.
     pub fn answers(&self, question: u32) -> bool {
         self.place == Place::Locked || is_since(self.question, question)
     }
 }
 
-/// Whether a question is this one or a later one. The numbers wrap around.
+/// Whether `question` is `this` or a later one. The numbers wrap around.
 pub fn is_since(question: u32, this: u32) -> bool {
     question.wrapping_sub(this) < u32::MAX / 2
 }
 
-/// A text as one field: without tabs and line ends, and cut at its front.
+/// The text as one field: control characters become spaces, and a long text loses its beginning.
 fn field(text: &str) -> String {
     let clean: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
     if clean.len() <= LONGEST {
@@ -173,7 +177,7 @@ mod tests {
             assert_eq!(Status::decode(&status.encode()), Some(status));
         }
         assert_eq!(Status::decode(&Status::default().encode()), Some(Status::default()));
-        // The history may hold neither call any more.
+        // The history may no longer contain either call.
         let forgotten = Status { last: None, launched_last: None, ..example() };
         assert_eq!(Status::decode(&forgotten.encode()), Some(forgotten));
     }

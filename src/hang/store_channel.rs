@@ -1,5 +1,6 @@
-//! Questions and answers through the store in which the ranks met, for ranks that share no memory. A thread looks into it
-//! (`store_threads`), because a store may keep its caller for minutes; `queries` says who asks, and who collects the answers.
+//! The channel through the store in which the ranks met, for ranks that share no memory. A thread reads the store
+//! (`store_threads`), because a store may block its caller for minutes. `queries` decides which rank asks and which
+//! collects the answers.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,14 +24,14 @@ const WHY: Duration = Duration::from_millis(25);
 pub struct StoreChannel {
     queries: Queries,
     responder: Arc<Responder>,
-    /// A thread of this rank wants to know whether another one has failed the group, and why. Set by such a thread, read
-    /// by the one that looks at the store (relaxed: nothing else is read by it).
+    /// Set if a thread of this rank wants to know whether another rank has failed the group, and why. That thread sets
+    /// it, and the thread that reads the store reads it. Relaxed, because it guards no other data.
     asks_why: AtomicBool,
     told: OnceCell<Told>,
 }
 
 impl StoreChannel {
-    /// `id`: unique to this attempt to make the group.
+    /// `id` is unique to this attempt to make the group.
     pub fn over(store: SharedStore, id: &str, responder: &Arc<Responder>) -> Arc<dyn Channel> {
         let (queries, responder) = (Queries::new(store, id), Arc::clone(responder));
         Arc::new(StoreChannel { queries, responder, asks_why: AtomicBool::new(false), told: OnceCell::new() })
@@ -78,7 +79,7 @@ impl Channel for StoreChannel {
 
     fn look(&self, me: &dyn Member) -> Option<Duration> {
         if let Some(fault) = me.fault() {
-            // A rank that got the fault from another one would only repeat it.
+            // A rank that read the fault from another rank would only repeat it.
             if self.told.get().is_none() {
                 self.queries.publish_fault(me.rank(), &fault);
             }
@@ -88,15 +89,16 @@ impl Channel for StoreChannel {
             return None;
         }
         let pause = interval(me.timeout());
-        me.look_external(); // what a delegate runs has no other thread that would
+        me.look_external(); // no other thread does this for a delegate's operations
         let waits = me.waits_long();
         let next = self.queries.look(me, waits, clock::stamp(), pause);
         let asks_why = self.asks_why.load(Ordering::Relaxed) && self.told.get().is_none();
         if let Some(told) = self.queries.fault(asks_why) {
             let _ = self.told.set(told);
         }
-        me.look_external(); // for the line of the soft limit, which comes without the store, too
-        // This thread reads the clock often while something waits: the clock takes a long gap between readings for a stop.
+        me.look_external(); // again, for the line at the soft limit, which is due even if the store fails
+        // While an operation waits, this thread reads the clock often, because the clock takes a long gap between two
+        // readings for a time in which the process was stopped.
         let next = next.unwrap_or(if waits { SHORTEST } else { pause });
         Some(if asks_why { next.min(WHY) } else { next })
     }

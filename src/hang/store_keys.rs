@@ -1,14 +1,14 @@
-//! Questions and answers between ranks on several hosts, which share no memory: a few keys in the store in which the ranks
-//! met. `queries` says which rank asks, collects and reads.
+//! The store keys for questions and answers between ranks that share no memory. The store is the one in which the ranks
+//! met. `queries` decides which rank asks, collects and reads.
 //!
 //! | key | |
 //! | --- | --- |
-//! | `count` | a counter: the number of the last question. Every rank reads it from time to time |
-//! | `claimed/<question>` | a counter: the rank that raises it first asks the question and collects the answers |
-//! | `who/<rank>` | a rank's process, set when it first reads `count`: it names the rank if that never answers |
+//! | `count` | a counter: the number of the last question. Every rank reads it at intervals |
+//! | `claimed/<question>` | a counter: the first rank to increment it asks the question and collects the answers |
+//! | `who/<rank>` | a rank's process. Set at its first read of `count`; describes the rank if it never answers |
 //! | `said/<rank>` | a rank's last answer (`status`) |
-//! | `found/<question>` | the result of all answers (`QueryResult`), from the rank that collected them |
-//! | `fault` | why the group failed, from the rank that failed first |
+//! | `found/<question>` | the result of all answers (`QueryResult`), written by the rank that collected them |
+//! | `fault` | why the group failed, written by the first rank that failed |
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -40,7 +40,7 @@ pub struct Process {
     pid: i32,
     /// Boot id of the machine, and the namespace of the process id.
     place: String,
-    /// In words.
+    /// Description in texts.
     pub who: String,
 }
 
@@ -72,13 +72,14 @@ impl Process {
 /// The result of a question, from all its answers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct QueryResult {
-    /// Ranks that have issued fewer collectives than others: number of the last one, and of the last one on a device.
+    /// Ranks that have issued fewer collectives than another rank: the number of their last collective on the CPU, and
+    /// on a device.
     pub behind: BTreeMap<usize, (u64, u64)>,
-    /// The ranks that have said nothing.
+    /// The ranks that have not answered.
     pub silent: BTreeSet<usize>,
-    /// The ranks whose processes are stopped, as seen by other ranks on their hosts.
+    /// Ranks whose processes are stopped, as reported by ranks on their hosts.
     pub stopped: BTreeSet<usize>,
-    /// Two ranks that called different operations on their devices.
+    /// Two ranks that called different operations on their devices under one number.
     pub difference: Option<Difference>,
 }
 
@@ -114,7 +115,7 @@ impl QueryResult {
         behind.chain(silent).chain(stopped).chain(difference).collect()
     }
 
-    /// Entries for ranks outside `0..ranks` are skipped, because anyone who reaches the store can write them.
+    /// Entries for ranks outside `0..ranks` are skipped, because anyone with access to the store can write them.
     fn decode(text: &str, ranks: usize) -> QueryResult {
         let in_group = |rank: u64| usize::try_from(rank).ok().filter(|rank| *rank < ranks);
         let mut found = QueryResult::default();
@@ -141,18 +142,19 @@ impl QueryResult {
     }
 }
 
-/// The result of a question, as one rank knows it.
+/// The result of a question, as one rank receives it.
 pub struct Outcome {
     pub result: QueryResult,
-    /// All answers; on a rank that did not collect them, its own and those of the ranks that `found` names.
+    /// On the rank that collected: all answers. On other ranks: their own answer and those of the ranks that
+    /// `Participant::concerned` lists.
     pub answers: BTreeMap<usize, Status>,
-    /// The processes of the ranks that have not answered, as far as they are known.
+    /// The processes of the listed ranks that have not answered, as far as known.
     pub silent: BTreeMap<usize, Process>,
 }
 
 pub struct StoreKeys {
     store: SharedStore,
-    /// Prefix of all keys.
+    /// Common prefix of all keys.
     prefix: String,
 }
 
@@ -168,7 +170,7 @@ impl StoreKeys {
 
     fn text(&self, key: &str) -> Result<Option<String>> {
         let value = self.store.try_get(&self.key(key))?;
-        // Statuses are lines of fields; their fields have neither character.
+        // Keeps tabs and line ends, which separate the fields and lines of a status; a field contains neither.
         Ok(value.map(|bytes| cleaned(&String::from_utf8_lossy(&bytes), &['\t', '\n'])))
     }
 
@@ -176,12 +178,12 @@ impl StoreKeys {
         self.store.set(&self.key(key), text.as_bytes())
     }
 
-    /// The number of the last question; none before the first.
+    /// Number of the last question; `None` before the first.
     pub fn question(&self) -> Result<Option<u32>> {
         Ok(self.text("count")?.and_then(|text| text.parse::<i64>().ok()).map(|count| count as u32))
     }
 
-    /// Claims the question with this number. Returns how many ranks have claimed it, this one included.
+    /// Claims the question with this number. Returns how many ranks have claimed it, including this one.
     pub fn claim(&self, question: u32) -> Result<u32> {
         Ok(self.store.add(&format!("{}/claimed/{question}", self.prefix), 1)? as u32)
     }
@@ -229,8 +231,8 @@ impl StoreKeys {
         Ok(self.text(&format!("found/{question}"))?.map(|text| QueryResult::decode(&text, ranks)))
     }
 
-    /// Publishes why this rank's group failed, unless another rank has already done so, and asks a question, so that the
-    /// others read it. If two ranks fail at the same moment, either text may remain.
+    /// Publishes why the group failed on this rank, unless another rank has already published a fault. Then asks a
+    /// question, so that the other ranks read the fault. If two ranks fail at the same time, either fault may remain.
     pub fn publish_fault(&self, rank: usize, fault: &Error) -> Result<()> {
         match self.fault()? {
             Some(_) => Ok(()),
@@ -242,7 +244,7 @@ impl StoreKeys {
         }
     }
 
-    /// Why the group failed, as published by the first rank that failed.
+    /// The published fault, and the rank that published it.
     pub fn fault(&self) -> Result<Option<Told>> {
         let stored = self.store.try_get(&self.key("fault"))?;
         let read = |bytes: Vec<u8>| {
@@ -259,7 +261,7 @@ mod tests {
     use crate::hang::status::Place;
 
     proptest::proptest! {
-        /// Anyone who reaches the store can write this key.
+        /// Anyone with access to the store can write this key.
         #[test]
         fn random_bytes_in_the_store_are_read_without_panic_or_control_characters(
             kind in 0..6usize, bytes in proptest::prelude::any::<Vec<u8>>()

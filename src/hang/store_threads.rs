@@ -1,6 +1,7 @@
-//! The threads that look for questions, and for answers, in the stores of groups whose ranks share no memory: one for
-//! each connection to a store, because a store that is stopped or slow keeps its caller for minutes. The words in shared
-//! memory (`responder`) and the other stores do not wait for it. No thread waits for these.
+//! The threads that read questions and answers in the stores of groups whose ranks share no memory. There is one thread
+//! for each connection, because a store that is stopped or slow blocks its caller for minutes. So it delays neither the
+//! answering thread (`responder`) nor the reads of other stores. No thread waits for these threads, except the end of
+//! the process for a limited time.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError, Weak};
@@ -12,7 +13,7 @@ use super::responder::Responder;
 use crate::error::contained;
 use crate::os::{futex, watch};
 
-/// Starts the thread of a connection, unless it runs. Called when a group of the rank has begun to use it.
+/// Starts the thread of a connection, unless it runs. Called after a group of the rank has begun to use the connection.
 pub fn start(responder: &Arc<Responder>, connection: usize) {
     let mut threads = responder.store_threads.lock().unwrap_or_else(PoisonError::into_inner);
     responder.stopping.store(false, Ordering::Release);
@@ -24,10 +25,11 @@ pub fn start(responder: &Arc<Responder>, connection: usize) {
         }
     }
     drop(threads);
-    responder.look_again(); // the thread may have looked before the group used the connection
+    responder.look_again(); // the thread may have listed the groups before this one used the connection
 }
 
-/// The threads, which end when `stopping` is set and they are woken. One that waits for its store is left behind.
+/// Returns the threads. Each ends when `stopping` is set and it is woken; a thread that waits for its store is left
+/// behind.
 pub fn stop(responder: &Responder) -> Vec<JoinHandle<()>> {
     let mut threads = responder.store_threads.lock().unwrap_or_else(PoisonError::into_inner);
     std::mem::take(&mut *threads).into_iter().map(|(_, thread)| thread).collect()
@@ -40,7 +42,8 @@ fn look(responder: &Responder, connection: usize) {
             return;
         }
         let mut pause = Duration::from_secs(3600);
-        // Weak: the memory of a group that ends meanwhile must not wait for the store of another one.
+        // Weak references: while this thread waits for one group's store, it must not keep the memory of another group
+        // that ends.
         let members = responder.members();
         let users: Vec<_> = members.iter().filter(|group| uses(group, connection)).map(Arc::downgrade).collect();
         drop(members);
@@ -63,7 +66,8 @@ fn uses(member: &Arc<dyn Member>, connection: usize) -> bool {
     member.channel().and_then(|channel| channel.connection()) == Some(connection)
 }
 
-/// Whether the thread of a connection that no group used may end. Under the lock under which a group starts it.
+/// Removes the thread of a connection, if no group uses the connection. Holds the lock under which `start` starts it,
+/// so a group that is added later finds no thread and starts one.
 fn leaves(responder: &Responder, connection: usize) -> bool {
     let mut threads = responder.store_threads.lock().unwrap_or_else(PoisonError::into_inner);
     if responder.members().iter().any(|group| uses(group, connection)) {

@@ -1,4 +1,4 @@
-//! What the diagnosis needs of a group, and nothing else of it: what it has pending, what that waits for, how far it has come.
+//! The only interface of a group that the diagnosis uses: its pending operations, what they wait for, and its progress.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -8,59 +8,59 @@ use super::waiting::{Waiting, Which};
 use crate::engine::Blockers;
 use crate::error::Error;
 
-/// A group, as its watch sees it. Called without the group's lock; the calls take it for a moment.
+/// A group, as used by its watch. The caller must not hold the group's lock, because the functions take it briefly.
 pub trait Subject: Send + Sync {
-    /// The operation that no engine runs and whose deadline is the next.
+    /// The operation with the next deadline among those that no engine runs.
     fn next_external(&self) -> Option<Waiting>;
-    /// The operation of the engine whose deadline is the next.
+    /// The operation of the engine with the next deadline.
     fn next_of_engine(&self) -> Option<Waiting>;
-    /// An operation as it stands now; None once it has ended.
+    /// The current state of an operation; `None` after it has ended.
     fn waiting(&self, which: &Which) -> Option<Waiting>;
-    /// The operation that no engine runs with this id.
+    /// The operation with this id, among those that no engine runs.
     fn external(&self, id: u64) -> Option<Waiting>;
-    /// What an operation waits for, as far as this rank sees without asking.
+    /// What an operation waits for, as far as this rank can see without asking.
     fn blockers(&self, waiting: &Waiting) -> Blockers;
     fn progress(&self) -> Progress;
-    /// How many milliseconds ago the collective with this number ended on this rank.
+    /// Milliseconds since the collective with this number ended on this rank; `None` if that is unknown.
     fn ended_ago(&self, number: u64, on_device: bool) -> Option<u64>;
-    /// Of operations that name none.
+    /// The group's timeout, for operations that name none.
     fn timeout(&self) -> Duration;
-    /// Why the group has failed.
+    /// The fault of the group.
     fn fault(&self) -> Option<Error>;
-    /// It has failed, or was destroyed.
+    /// Whether the group has failed or was destroyed.
     fn has_ended(&self) -> bool;
     /// Fails the group.
     fn fail(&self, error: Error);
 }
 
-/// What a rank has done in a group so far.
+/// What a rank has issued in a group so far.
 #[derive(Clone, Debug, Default)]
 pub struct Progress {
-    /// Number of the last collective, and it in words while the history holds it.
+    /// Number of the last collective on the CPU, and its text if the history contains it.
     pub issued: u64,
     pub last: Option<String>,
-    /// The same on devices, which have numbers of their own, and what the last of them signed.
+    /// The same for collectives on devices, which are numbered separately, and the signatures of the last ones.
     pub launched: u64,
     pub launched_last: Option<String>,
     pub signed: Vec<Launch>,
-    /// Milliseconds since the last operation ended; None if there was none, or one is pending.
+    /// Milliseconds since the last operation ended; `None` if there was none or one is pending.
     pub idle: Option<u64>,
 }
 
-/// What never changes about a group's rank.
+/// The constant facts about a rank of a group.
 #[derive(Clone, Debug, Default)]
 pub struct Who {
     pub rank: usize,
     pub ranks: usize,
     pub name: String,
-    /// What carries operations that the engine does not, in texts.
+    /// Name in texts of the backend that runs operations which the engine cannot run.
     pub delegate: String,
-    /// The processes of ranks on this host, where they are known.
+    /// Process ids of the ranks on this host, as far as known.
     pub processes: BTreeMap<usize, i32>,
-    /// A process that is not among them is on another host.
+    /// Whether a rank that is missing in `processes` is on another host.
     pub spans_hosts: bool,
-    /// A group inside a host of a larger one: that one asks.
+    /// Whether this group is the part of a larger group on one host. Then the larger group asks.
     pub is_inside: bool,
-    /// The option `soft_timeout`; zero: no line.
+    /// The option `soft_timeout`; zero: no log line.
     pub soft: Duration,
 }

@@ -1,5 +1,5 @@
-//! The watch over the operations of one group while this rank waits: it asks, logs a line after the soft limit, and makes the
-//! error at the deadline. `answer` is what it says to other ranks.
+//! The watch over the operations of one group while this rank waits. It asks other ranks, logs a line after the soft
+//! limit, and makes the error at the deadline. `answer` makes its answers to other ranks.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
@@ -27,16 +27,16 @@ const LATE: &str = "Every rank must call the same operations in the same order; 
 
 /// Watches the operations of one group.
 pub struct Watch {
-    /// Of this watch among those of its responder.
+    /// Number of this watch in its responder.
     pub(super) id: u64,
     pub who: Who,
     pub(super) host: Arc<dyn Host>,
     pub(super) responder: Arc<Responder>,
     channel: OnceCell<Arc<dyn Channel>>,
     monitor: Mutex<Monitor>,
-    /// For each rank its rank in the default group; set after the group was made.
+    /// For each rank of this group, its rank in the default group. Set after the group was made.
     members: OnceCell<Vec<u32>>,
-    /// The group, which owns this.
+    /// The group, which owns this watch.
     pub(super) subject: Weak<dyn Subject>,
 }
 
@@ -65,32 +65,33 @@ impl Watch {
         self.channel.get()
     }
 
-    /// False where there is one already.
+    /// Returns false if the watch already has a channel.
     pub fn set_channel(&self, channel: Arc<dyn Channel>) -> bool {
         self.channel.set(channel).is_ok()
     }
 
-    /// Only the first call counts.
+    /// Only the first call has an effect.
     pub fn set_members(&self, members: Vec<u32>) {
         let _ = self.members.set(members);
     }
 
-    /// For each rank its rank in the default group, where the program has made the group.
+    /// For each rank, its rank in the default group. `None` if the program has not set it.
     pub fn members(&self) -> Option<&[u32]> {
         self.members.get().map(Vec::as_slice)
     }
 
-    /// The rank in the default group of a rank of this group.
+    /// The rank in the default group for a rank of this group.
     pub(super) fn global(&self, rank: usize) -> u32 {
         self.members.get().and_then(|members| members.get(rank).copied()).unwrap_or(rank as u32)
     }
 
-    /// How long it takes until another rank's fault is seen, from now on (`Channel::ask_for_fault`).
+    /// Starts to look for another rank's fault. Returns how long that may take (`Channel::ask_for_fault`).
     pub fn ask_for_fault(&self) -> Duration {
         self.channel().map_or(FAULT_SEEN, |channel| channel.ask_for_fault())
     }
 
-    /// A thread begins (`more`) or stops waiting for long: for an operation that no engine runs, or in the engine.
+    /// Records that a thread begins (`more`) or stops waiting for long. `external` is the operation, if no engine runs
+    /// it.
     pub fn count_long_wait(&self, thread: u64, external: Option<u64>, more: bool) {
         self.responder.count_long_wait(LongWait { thread, watch: self.id, external }, more);
     }
@@ -139,7 +140,7 @@ impl Watch {
         log::warn!("{}", laid_out(&head, &report.lines(), &end).in_one_line());
     }
 
-    /// The same for the operation that no engine runs and whose deadline is the next.
+    /// The same for the operation with the next deadline among those that no engine runs.
     pub fn look_external(&self, subject: &dyn Subject) {
         if let Some(waiting) = subject.next_external() {
             self.look(subject, &waiting, clock::now());
@@ -161,7 +162,7 @@ impl Watch {
         }
     }
 
-    /// Reads the answers of the ranks that were asked one by one.
+    /// Reads the answers of the ranks that were asked individually.
     fn read_answers(&self, monitor: &mut Monitor, which: &Which) {
         let Some(channel) = self.channel() else { return };
         let asked = monitor.of(which).map_or_else(Vec::new, |watched| watched.asked.clone());
@@ -195,13 +196,13 @@ impl Watch {
         monitor.blockers(waiting, seen, (self.who.ranks, self.who.rank))
     }
 
-    /// The error of an operation of the engine whose deadline has passed.
+    /// The error of an engine's operation whose deadline has passed.
     pub fn late(&self, subject: &dyn Subject, waiting: &Waiting, now: u64) -> Error {
         Error::timeout(self.story(subject, waiting, (&waiting.what, &timed_out(waiting.timeout)), "", now))
     }
 
-    /// The text of an operation that failed: `how` it ended, what the missing ranks do, and where. `what` is the operation in
-    /// words; `words` is the name and the message of what carried it, or empty.
+    /// The text for an operation that failed: how it ended (`how`), and what the missing ranks do and where. `what`
+    /// describes the operation. `words` is the name and message of the delegate or library that ran it, or empty.
     pub fn story(
         &self,
         subject: &dyn Subject,
@@ -221,12 +222,13 @@ impl Watch {
         laid_out(&head, &lines, &format!("{LATE} {GO_ON}"))
     }
 
-    /// The error of a delegate's operation that failed with `words`; None if the ranks know nothing more about it.
+    /// The error of a delegate's operation that failed with the text `words`; `None` if the ranks know nothing more
+    /// about it.
     pub fn failed_delegate(&self, subject: &dyn Subject, waiting: &Waiting, words: &str) -> Option<Error> {
         let (now, age) = (clock::now(), Duration::from_nanos(waiting.age));
         let says = Says::of(words);
         let words = format!("{}: {}", self.who.delegate, words.lines().next().unwrap_or_default());
-        // If another rank's deadline came first, a delegate reports a lost connection instead of a deadline.
+        // If another rank's deadline passed first, the delegate reports a lost connection here instead of a timeout.
         let is_late = says == Says::TimedOut || age > waiting.timeout * 9 / 10;
         if self.lock().of(&waiting.which).is_some_and(|watched| watched.complete) {
             let how = if is_late { timed_out(age) } else { format!("failed after {}", in_seconds(age)) };
@@ -245,8 +247,9 @@ impl Watch {
         })
     }
 
-    /// The error of an operation on a device that failed with `words` of its library, called `what`; None where no rank is
-    /// known to be missing. Before the ranks were asked, one that has not come yet may merely be on its way.
+    /// The error of an operation on a device whose library failed with the text `words`; `what` describes the
+    /// operation. `None` if no rank is known to be missing. Also `None` if the ranks were not asked yet, because a rank
+    /// that has not issued the operation may merely be late.
     pub fn failed_on_device(
         &self,
         subject: &dyn Subject,
@@ -267,7 +270,7 @@ impl Watch {
         Some(if is_late { Error::timeout(text) } else { Error::system(text) })
     }
 
-    /// What is known about an operation that waits.
+    /// What is known about a waiting operation.
     fn report(&self, subject: &dyn Subject, monitor: &Monitor, waiting: &Waiting, now: u64) -> StallReport {
         let nothing = Watched::default();
         let known = monitor.of(&waiting.which);
@@ -331,12 +334,12 @@ impl Watch {
         ProcessReport { who, life }
     }
 
-    /// A rank's process as a part of a sentence, as far as this rank knows it without asking.
+    /// A rank's process as part of a sentence, as far as this rank knows it without asking.
     pub fn process_of(&self, rank: usize) -> String {
         self.process(&Watched::default(), rank, None).text()
     }
 
-    /// The cycle of ranks that wait for each other, if this rank is in it or waits for one of them.
+    /// The cycle of ranks that wait for each other, if this rank is in it or waits for one of its ranks.
     fn cycle(&self, blockers: &Blockers, waiting: &Waiting, now: u64) -> Vec<Edge> {
         let mut edges = self.edges(blockers, waiting);
         let me = self.global(self.who.rank);
@@ -346,7 +349,7 @@ impl Watch {
     }
 
     pub(super) fn edges(&self, blockers: &Blockers, waiting: &Waiting) -> Vec<Edge> {
-        // A receive from anyone waits for none of them in particular.
+        // A receive from any rank waits for no particular rank, so it gives no edge.
         let Blockers::Ranks(ranks) = blockers else { return Vec::new() };
         let anyone = waiting.kind == Kind::Recv && waiting.root == ANY_RANK;
         let absent = ranks.iter().filter(|(_, progress)| progress.is_absent() && !anyone);
@@ -360,8 +363,8 @@ impl Watch {
     }
 }
 
-/// When the last operation of a missing rank ended: from the rank's answer or, without one, when its last collective ended on
-/// this rank.
+/// How long ago the last operation of a missing rank ended: from that rank's answer; without an answer, when its last
+/// collective ended on this rank.
 fn last_end(subject: &dyn Subject, waiting: &Waiting, progress: &PeerProgress, status: Option<&Status>) -> LastEnd {
     if let Some(idle) = status.and_then(|status| status.idle) {
         return LastEnd::There(idle);
