@@ -1,5 +1,5 @@
-//! The part of the contract between C++ and Rust for functions over plain memory, which need no group: the formats of
-//! compressed sums, and the rows of a mixture of experts. The rules of `bridge` hold here too.
+//! The part of the bridge for functions on plain memory, which need no group: the formats of compressed sums, and the
+//! rows of a mixture of experts. The rules of `bridge` apply here too.
 
 use super::convert::{Outcome, guarded};
 use crate::error::Result;
@@ -8,7 +8,7 @@ use crate::routing;
 
 #[cxx::bridge(namespace = "sagellm")]
 pub mod ffi {
-    /// What each rank sends to each expert, and which rank this is.
+    /// The fields of `routing::Table`: how many rows each rank sends to each expert, and which rank this is.
     struct RowTable<'a> {
         taken: &'a [i64],
         experts: usize,
@@ -17,18 +17,19 @@ pub mod ffi {
     }
 
     extern "Rust" {
-        /// Whole blocks of `encoded`, each a scale and `block` numbers; what is behind the values is 0.
+        /// Fills `encoded` with blocks, each a scale and `block` numbers. Numbers after the last value are 0.
         fn int8_encode(values: &[f32], block: usize, encoded: &mut [u8]) -> Result<()>;
-        /// Adds addends of the size of `summed`, which lie one behind the other, with scales divided by `divisor`.
+        /// Adds the addends, each of the size of `summed` and stored one after the other. Their scales are divided by
+        /// `divisor` first.
         fn int8_sum(addends: &[u8], block: usize, divisor: f32, summed: &mut [u8]) -> Result<()>;
         fn int8_decode(encoded: &[u8], block: usize, values: &mut [f32]) -> Result<()>;
-        /// The places of the `places.len()` elements of largest magnitude, ascending.
+        /// Indices of the `places.len()` elements with the largest magnitude, ascending.
         fn largest(values: &[f32], places: &mut [i32]) -> Result<()>;
-        /// Assignments by expert, and how many each has.
+        /// Sorts assignments by expert, and counts the assignments of each expert.
         fn sort_assignments(experts: &[i64], counts: &mut [i64], order: &mut [i64]) -> Result<()>;
-        /// Rows to each rank, from each rank, and of each expert of this rank.
+        /// Number of rows to each rank, from each rank, and for each expert of this rank.
         fn row_figures(taken: &[i64], experts: usize, rank: usize, found: &mut [i64]) -> Result<()>;
-        /// `routing::Table::leaving`.
+        /// See `routing::Table::leaving`.
         fn rows_leaving(
             table: &RowTable,
             order: &[i64],
@@ -36,7 +37,7 @@ pub mod ffi {
             rows: &mut [i64],
             places: &mut [i64],
         ) -> Result<()>;
-        /// `routing::Table::coming`.
+        /// See `routing::Table::coming`.
         fn rows_coming(table: &RowTable, sorting: &mut [i64], unsorted: &mut [i64]) -> Result<()>;
     }
 }

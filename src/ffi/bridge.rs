@@ -1,20 +1,20 @@
-//! The contract between C++ and Rust; `observe` has the part for questions without a group, `arrays` and `memory` those for
-//! memory without one. No logic lives here, and no panic crosses it. What Python only reads (statistics, explanations)
-//! crosses as one JSON text, which C++ does not look into.
+//! The contract between C++ and Rust. `observe` has the part for questions that need no group; `arrays` and `memory`
+//! have the parts for plain memory. This file contains no logic, and no panic crosses the bridge. Data that only Python
+//! reads (statistics, explanations) crosses as one JSON text, which C++ does not parse.
 //!
-//! C++ -> Rust: `RustRendezvous::meet` meets the other ranks, `RustGroup::build` makes the group, `RustGroup::run`
-//! runs an operation, `RustGroup::issue` starts one and `RustOp` answers for it. `RustDevices` makes a `RustCall` of each
-//! call on a device.
-//! Rust -> C++: `Store` (c10d's key-value store), `Completion` (what the shim wants to do when an operation starts and
-//! ends), `IdExchange` (ids of a vendor's communicators), `check_interrupt` (Python's pending signals),
+//! C++ -> Rust: `RustRendezvous::meet` meets the other ranks, and `RustGroup::build` makes the group. `RustGroup::run`
+//! runs an operation; `RustGroup::issue` starts one and returns a `RustOp` for it. `RustDevices` makes a `RustCall` for
+//! each launch on a device.
+//! Rust -> C++: `Store` (c10d's key-value store), `Completion` (the shim's steps when an operation starts and ends),
+//! `IdExchange` (exchanges ids of a vendor's communicators), `check_interrupt` (Python's pending signals),
 //! `place_of_thread` and `place_of_call` (where the program is), `log_line` (Python's logging).
 //!
-//! A function has one meaning: no parameter selects what it does. `tests/it/layering.rs` lists each parameter that is a
-//! bool or an enum, with the reason why it is data.
+//! Each function has one meaning: no parameter selects what it does. `tests/it/layering.rs` lists each parameter that
+//! is a bool or an enum, with the reason why it is data.
 //!
-//! Errors cross as text whose first letter is their `ErrorKind`; `cpp/host/errors.cpp` alone reads and writes it on that
-//! side. This file declares; `convert` translates between these types and the core's, `handles` has the objects, `calls`,
-//! `devices` and `simulate` their functions.
+//! Errors cross as text whose first letter is their `ErrorKind`; in C++ only `cpp/host/errors.cpp` reads and writes
+//! that letter. This file has declarations only. `convert` translates between these types and the core's, `handles` has
+//! the objects, and `calls`, `devices` and `simulate` have their functions.
 
 use super::handles::{RustCall, RustDevices, RustExternalOp, RustGroup, RustOp, RustRendezvous, RustRetired};
 
@@ -22,11 +22,11 @@ use super::handles::{RustCall, RustDevices, RustExternalOp, RustGroup, RustOp, R
 pub mod ffi {
     // ---------------------------------------------------------------------------------------------- shared numbers
 
-    /// `types::Kind`; `convert` checks that the numbers are equal, as of the three below.
+    /// `types::Kind`. `convert` checks that the numbers of this enum and of the next three equal the core's.
     #[repr(u8)]
     #[derive(Debug)]
     enum Kind {
-        /// Of a struct that is not filled in yet; refused.
+        /// Value of a struct that is not filled in yet; refused.
         kUnset = 0,
         kAllReduce = 1,
         kBroadcast = 2,
@@ -41,7 +41,7 @@ pub mod ffi {
         kRecv = 11,
     }
 
-    /// `types::Dtype`; `cpp/lower/types.hpp` says which of torch's types each is.
+    /// `types::Dtype`. `cpp/lower/types.hpp` maps torch's types to these.
     #[repr(u8)]
     #[derive(Debug)]
     enum Dtype {
@@ -66,7 +66,7 @@ pub mod ffi {
         kF8E5M2 = 18,
     }
 
-    /// `types::ReduceOp` without its factor; `cpp/lower/types.hpp` checks that torch has the same numbers.
+    /// `types::ReduceOp` without its factor. `cpp/lower/types.hpp` checks that torch uses the same numbers.
     #[repr(u8)]
     #[derive(Debug)]
     enum ReduceOp {
@@ -81,7 +81,7 @@ pub mod ffi {
         kPremulSum = 8,
     }
 
-    /// `error::ErrorKind`; the numbers are letters.
+    /// `error::ErrorKind`; the numbers are ASCII letters.
     #[repr(u8)]
     #[derive(Debug)]
     enum ErrorKind {
@@ -127,14 +127,14 @@ pub mod ffi {
         op: ReduceOp,
         /// The factor of PREMUL_SUM.
         factor: f64,
-        /// Root, or the peer of a send or receive (4294967295: from anyone).
+        /// Rank of the root, or the peer of a send or receive (4294967295: receive from any rank).
         root: u32,
         tag: u32,
         /// Negative: the group's timeout.
         timeout_ms: i64,
-        /// `Completion::prepare` and `store_back` copy.
+        /// Whether `Completion::prepare` and `store_back` have tensors to copy.
         staged: bool,
-        /// `types::CallNote`.
+        /// The fields below are those of `types::CallNote`.
         counts: bool,
         tensors: u32,
         element: u8,
@@ -147,14 +147,14 @@ pub mod ffi {
         call: Call,
         inputs: &'a [Piece],
         outputs: &'a [Piece],
-        /// Sizes of the ranks' blocks in bytes; empty where all are equal.
+        /// Sizes of the ranks' blocks in bytes; empty if all blocks are equal.
         in_blocks: &'a [usize],
         out_blocks: &'a [usize],
         list: &'a [Listed],
         also_touched: &'a [Strided],
     }
 
-    /// An operation that the core only counts.
+    /// An operation that the core does not run and only records.
     struct ExternalOp {
         kind: Kind,
         root: u32,
@@ -171,42 +171,43 @@ pub mod ffi {
 
     // ----------------------------------------------------------------------------------------------------- devices
 
-    /// `engine::device::DeviceRequest`: one call on a device, whose memory is there.
+    /// `engine::device::DeviceRequest`: one call on tensors in device memory.
     struct DeviceRequest<'a> {
         name: &'a str,
         request: Request<'a>,
-        /// The memory of its tensors is their elements in order.
+        /// Whether each tensor's memory holds its elements in order.
         dense: bool,
     }
 
     struct DevicesOpened {
         devices: Box<RustDevices>,
-        /// The library, its version and file.
+        /// The library's name, version and file.
         description: String,
     }
 
     struct DevicesRetired {
         communicator: Box<RustRetired>,
-        /// Whether the library can leave ranks out that do not call.
+        /// Whether the library can make a communicator without calls by the excluded ranks.
         can_shrink: bool,
     }
 
-    /// `engine::device::Terms`: how the calls of one launch are made.
+    /// `engine::device::Terms`: the conditions under which the calls of one launch run.
     struct DeviceTerms {
         device: i8,
         region: bool,
         capturing: bool,
     }
 
-    /// Of calls that the device has passed.
+    /// State of calls that the device has executed.
     struct DevicePassed {
-        /// The error, with its code letter, by which they failed; empty where they ended well, and while that is open.
+        /// The error with which the calls failed, with its code letter. Empty if they succeeded, and while that is
+        /// unknown.
         error: String,
-        /// It is not known yet whether they ended well.
+        /// Whether it is still unknown if the calls succeeded.
         undecided: bool,
     }
 
-    /// Calls that were checked and have their number.
+    /// Calls that were checked and have their numbers.
     struct DeviceBegun {
         call: Box<RustCall>,
         number: u64,
@@ -214,13 +215,14 @@ pub mod ffi {
         timeout_ms: u64,
         /// 0 for collectives; each direction of messages between two ranks has a separate stream.
         stream_key: i32,
-        /// One for each call.
+        /// One entry for each call.
         lowerings: Vec<DeviceLowering>,
     }
 
-    /// `engine::device::Placed`: device addresses of the temporaries of one call; 0 where it has none.
+    /// `engine::device::Placed`: device addresses of one call's temporaries; 0 if the call does not need that
+    /// temporary.
     struct DevicePlaced {
-        /// Address of the factor, where the library itself has PREMUL_SUM.
+        /// Address of the factor, if the library itself has PREMUL_SUM.
         factor: usize,
         send: usize,
         recv: usize,
@@ -228,13 +230,13 @@ pub mod ffi {
 
     /// `lowering::Local`: a step that the shim applies to a tensor before or after the library's call.
     enum LocalStep {
-        /// To `dtype`.
+        /// Cast to `dtype`.
         Cast,
-        /// Times `factor`.
+        /// Multiply by `factor`.
         Scale,
-        /// Through `count`.
+        /// Divide by `count`.
         Divide,
-        /// The blocks of all ranks, combined by `op`.
+        /// Reduce the blocks of all ranks with `op`.
         Fold,
     }
 
@@ -248,15 +250,15 @@ pub mod ffi {
 
     /// The part of `lowering::Lowering` and `layout::Layout` that the shim needs.
     struct DeviceLowering {
-        /// The element type of the library's call.
+        /// Element type of the library's call.
         dtype: Dtype,
-        /// The library itself has PREMUL_SUM, and gets the factor.
+        /// Whether the library itself has PREMUL_SUM, so that it gets the factor.
         premul: bool,
-        /// A temporary holds the inputs behind each other, after these steps.
+        /// Whether a temporary holds the inputs contiguously, after the steps `before`.
         gathers: bool,
         before: Vec<Local>,
-        /// The result is received in a temporary of so many bytes, or in that of the inputs, and copied to the outputs
-        /// after these steps.
+        /// The library receives into a temporary of `receives` bytes or, if `in_place`, into the temporary of the
+        /// inputs. The result is copied to the outputs after the steps `after`.
         receives: usize,
         in_place: bool,
         after: Vec<Local>,
@@ -264,54 +266,56 @@ pub mod ffi {
 
     // ------------------------------------------------------------------------------------------------------ groups
 
-    /// What a group is made from.
+    /// The parameters of a group.
     struct Setup {
         rank: u32,
         size: u32,
         timeout_ms: u64,
-        /// Name for messages.
+        /// The group's name in messages.
         name: String,
-        /// Why this group must not use shared memory, or empty. Tests and the option `engine="delegate"` set it.
+        /// Why this group must not use shared memory; empty if it may. Set by tests and by the option
+        /// `engine="delegate"`.
         delegate_reason: String,
         /// The option `delegate`.
         delegate: String,
-        /// The option `vendor`, which is only checked here.
+        /// The option `vendor`. It is only checked here.
         vendor: String,
         /// The option `algorithm`, in the syntax of `select/rules.rs`.
         algorithm: String,
-        /// The option `topology`, as `select::start::Topology` reads it.
+        /// The option `topology`, in the syntax of `select::start::Topology`.
         topology: String,
-        /// The option `soft_timeout`; negative: that of the process.
+        /// The option `soft_timeout`; negative: the setting of the process.
         soft_timeout_ms: i64,
-        /// `config::Settings`.
+        /// The next three fields are those of `config::Settings`.
         fusion: bool,
         strict: bool,
         measure_link: bool,
-        /// Which ranks of the default group its ranks are, for records.
+        /// For each rank of the group, its rank in the default group; for records.
         members: Vec<u32>,
-        /// Where other ranks reach this process, as `rendezvous::addresses` reads it.
+        /// Addresses at which other ranks reach this process, in the format of `rendezvous::addresses`.
         addresses: String,
     }
 
     /// What the ranks decided.
     struct Decision {
         rendezvous: Box<RustRendezvous>,
-        /// Equal on all ranks and unique to this attempt to make a group; zeros where the ranks have not met, because
-        /// there is one or too many.
+        /// Equal on all ranks, and unique to this attempt to make a group. Zeros if the ranks have not met, because
+        /// there is only one rank or there are too many.
         id: String,
-        /// Why the whole group must be served by a delegate (its ranks cannot share memory, say), or empty.
+        /// Why a delegate must serve the whole group, for example because its ranks cannot share memory; empty
+        /// otherwise.
         delegate_reason: String,
-        /// Ranks live on several hosts and shared memory serves the inside of each: `build` needs a link, and
-        /// point-to-point calls go to a delegate.
+        /// Whether the group spans hosts, and shared memory serves the ranks of each host. Then `build` needs a link,
+        /// and a delegate serves point-to-point calls.
         spans_hosts: bool,
-        /// How the ranks of a group that needs a delegate or a link reach each other, as `rendezvous::addresses` writes it;
-        /// empty where they have not agreed on it.
+        /// How the ranks of a group that needs a delegate or a link reach each other, in the format of
+        /// `rendezvous::addresses`. Empty if the ranks have not agreed on it.
         network: String,
     }
 
     struct Built {
         group: Box<RustGroup>,
-        /// Which engine serves it and why, for logs: one line.
+        /// One line for logs: which engine serves the group and why.
         description: String,
     }
 
@@ -320,25 +324,26 @@ pub mod ffi {
         sequence: u64,
         /// The group's fault with its code letter, or empty.
         fault: String,
-        /// It has a fault, or a call of its delegate failed.
+        /// Whether the group has a fault or a call of its delegate failed.
         failed: bool,
-        /// The other ranks whose end this rank detects, and those of them that have ended or left.
+        /// `watched`: the other ranks whose end this rank detects. `gone`: the ranks of `watched` that have ended or
+        /// left.
         watched: Vec<u32>,
         gone: Vec<u32>,
     }
 
     /// The state of an operation.
     struct OpFacts {
-        /// It has ended, well or not.
+        /// Whether the operation has ended, with or without an error.
         done: bool,
-        /// Sequence number within the group (collectives) or the ordered pair (point to point).
+        /// Sequence number within the group (collectives) or within the ordered pair of ranks (point-to-point).
         number: u64,
-        /// The rank a receive took from, or -1.
+        /// The rank from which a receive took its message, or -1.
         source: i32,
-        /// Nanoseconds from issue to end, 0 while it runs.
+        /// Nanoseconds from issue to end; 0 while the operation is pending.
         duration_ns: u64,
         timeout_ms: u64,
-        /// With its code letter, or empty.
+        /// The error with its code letter, or empty.
         error: String,
     }
 
@@ -351,70 +356,78 @@ pub mod ffi {
         type RustCall;
         type RustRetired;
 
-        /// Meets the other ranks through the store and decides with them what serves the group. Blocks until all came, or
-        /// the timeout. Dropping the result without `build` tells the other ranks that this one leaves.
+        /// Meets the other ranks through the store, and decides with them what serves the group. Blocks until all ranks
+        /// have called, or until the timeout. If the result is dropped without `build`, the other ranks learn that this
+        /// rank leaves.
         #[Self = "RustRendezvous"]
         fn meet(setup: &Setup, store: SharedPtr<Store>) -> Result<Decision>;
-        /// Connects to the other ranks of a group that spans hosts, which reach this process at `address`. Blocks until all
-        /// have called it, or the timeout.
+        /// Connects to the other ranks of a group that spans hosts. They reach this process at `address`. Blocks until
+        /// all ranks have called, or until the timeout.
         fn connect(self: &RustRendezvous, address: &str, timeout_ms: u64) -> Result<()>;
-        /// Builds the group, whole. One that spans hosts must be connected; then all ranks measure the link together.
+        /// Builds the complete group. A group that spans hosts must be connected; its ranks then measure the link
+        /// together.
         #[Self = "RustGroup"]
         fn build(decided: Box<RustRendezvous>) -> Result<Built>;
 
-        /// Starts one operation; never waits for a peer. Errors here used no sequence number and sent nothing.
-        /// `completion` may be null.
+        /// Starts one operation; never waits for a peer. If this fails, it has used no sequence number and sent
+        /// nothing. `completion` may be null.
         fn issue(self: &RustGroup, request: &Request, completion: SharedPtr<Completion>) -> Result<Box<RustOp>>;
-        /// Starts one operation and finishes it on this thread; the cheapest path.
-        /// After any error the group is in the state that the error names, and no longer uses the caller's memory.
+        /// Starts one operation and completes it on this thread; the path with the least overhead. After an error the
+        /// group is in the state that the error names, and no longer uses the caller's memory.
         fn run(self: &RustGroup, request: &Request, completion: SharedPtr<Completion>) -> Result<()>;
-        /// Rank 0 learns who is missing; the others wait for rank 0. Uses no sequence number, poisons nothing.
+        /// Rank 0 finds out which ranks are missing; the other ranks wait for rank 0. Uses no sequence number and does
+        /// not poison the group.
         fn monitored_barrier(self: &RustGroup, timeout_ms: i64, wait_all_ranks: bool) -> Result<()>;
         fn state(self: &RustGroup) -> GroupState;
         fn set_timeout(self: &RustGroup, timeout_ms: u64);
-        /// `Group::add_ephemeral_timeout`.
+        /// See `Group::add_ephemeral_timeout`.
         fn add_ephemeral_timeout(self: &RustGroup, more_ms: u64);
-        /// Leaves in order: pending operations fail, peers still receive what was published.
+        /// Leaves the group in order: pending operations fail, but peers still receive what this rank has published.
         fn shutdown(self: &RustGroup);
-        /// Everything pending here and on the peers fails, for this reason.
+        /// Fails everything that is pending here and on the peers, with this reason.
         fn abort(self: &RustGroup, reason: &str);
-        /// How the collective with this number is carried out, and what was recorded. This and the answers below are JSON
-        /// (`select::export`, `stats::export`), whose types `_C.pyi` has.
+        /// How the collective with this number is carried out, and its record. This function and those below that return
+        /// explanations, statistics or records return JSON (`select::export`, `stats::export`); `_C.pyi` has the types.
         fn explain_number(self: &RustGroup, number: u64) -> Result<String>;
-        /// How an operation of this kind, size and type (by their names) would be carried out.
+        /// How an operation of this kind, size and element type (both by name) would be carried out.
         fn explain(self: &RustGroup, kind: &str, bytes: u64, dtype: &str) -> Result<String>;
-        /// All counts and times.
+        /// All counters and times.
         fn stats(self: &RustGroup) -> Result<String>;
-        /// The last operations, so many, oldest first, and before them the oldest one that is pending, if that is older.
+        /// The last `last` operations, oldest first. If the oldest pending operation is older than these, it precedes
+        /// them.
         fn records(self: &RustGroup, last: usize) -> Result<String>;
         /// Resets all counts. Does nothing in a forked child.
         fn reset_stats(self: &RustGroup);
 
-        /// Counts an operation of the group's delegate from now until its end; dropped before, it counts as failed.
+        /// Counts an operation of the group's delegate from now until its end. If the result is dropped before, the
+        /// operation counts as failed.
         fn delegate_op(self: &RustGroup, call: &ExternalOp) -> Result<Box<RustExternalOp>>;
-        /// The same for an operation that the shim makes of several, the first of which is issued next.
+        /// The same for an operation that the shim composes of several. The caller must issue the first of these next.
         fn composed_op(self: &RustGroup, call: &ExternalOp) -> Result<Box<RustExternalOp>>;
-        /// This thread of the program waits for the operation from now on; and waits no longer.
+        /// Called when a thread of the program begins to wait for the operation, and when it stops waiting.
         fn wait_begins(self: &RustExternalOp);
         fn wait_ends(self: &RustExternalOp);
-        /// It has just ended well. Of this and the next three only the first call counts, on any thread.
+        /// The operation has just succeeded. Of `ended`, `ended_unseen`, `failed` and `refused`, only the first call on
+        /// any thread has an effect.
         fn ended(self: &RustExternalOp);
-        /// It was issued, and its end is not seen: it may have been long ago.
+        /// The operation was issued, and its end cannot be observed; it may have ended long ago.
         fn ended_unseen(self: &RustExternalOp);
-        /// It failed with the error `words`. Returns the error to report in its place, with its code letter, where the group
-        /// knows more; the same each time.
+        /// The operation failed with the text `words`. If the group knows more about the failure, returns the error to
+        /// report instead, with its code letter; otherwise empty. Repeated calls return the same text.
         fn failed(self: &RustExternalOp, words: &str) -> String;
-        /// Its carrier refused it, and sent nothing.
+        /// The carrier of the operation refused it and sent nothing.
         fn refused(self: &RustExternalOp);
 
-        /// Negative: until the operation's own deadline. Ok: it ended well.
+        /// Waits until the operation ends, or until the timeout; negative: until the operation's own deadline. Ok: it
+        /// succeeded.
         fn wait(self: &RustOp, timeout_ms: i64) -> Result<()>;
         fn facts(self: &RustOp) -> OpFacts;
-        /// As `RustGroup::explain_number`.
+        /// Like `RustGroup::explain_number`.
         fn explain(self: &RustOp) -> String;
 
-        /// Opens a vendor's libraries for tensors on devices of this type (torch's name); `vendor` is "auto" or a name. An
-        /// error says why that cannot be. `library` may be empty, `folders` are looked into.
+        /// Opens a vendor's libraries for tensors on devices of this type (torch's name). `vendor` is "auto" or a
+        /// vendor's name. `library` may be empty; `folders` are searched. The error says why no library could be
+        /// opened.
         fn open_devices(
             self: &RustGroup,
             device_type: &str,
@@ -422,22 +435,22 @@ pub mod ffi {
             library: &str,
             folders: &[String],
         ) -> Result<DevicesOpened>;
-        /// Makes the communicator of all ranks, which all call this.
+        /// Makes the communicator of all ranks; all ranks call this.
         fn connect(self: &RustDevices, device: i32, exchange: &IdExchange) -> Result<()>;
-        /// Checks and lowers calls that are one launch, and takes their numbers; an error sent nothing.
-        /// Waits for other ranks only where it makes their communicator.
+        /// Checks and lowers the calls of one launch, and takes their numbers. If this fails, nothing was sent. Waits
+        /// for other ranks only if it must make a communicator.
         fn begin(
             self: &RustDevices,
             calls: &[DeviceRequest],
             terms: &DeviceTerms,
             exchange: &IdExchange,
         ) -> Result<DeviceBegun>;
-        /// Begins a barrier after all earlier calls on the device; it launches nothing, and is watched like a call.
+        /// Begins a barrier behind all earlier calls on the device. It launches nothing, and is watched like a call.
         fn begin_barrier(self: &RustDevices, device: i32) -> Result<DeviceBegun>;
-        /// Whether what is put on the raw stream is being captured.
+        /// Whether the raw stream is being captured into a graph.
         fn is_capturing(self: &RustDevices, device: i32, stream: usize) -> Result<bool>;
-        /// The engine's own raw stream for a stream key, after it was made to wait for the raw event. `recycled` are events
-        /// of `record_event` for which no stream waits any more.
+        /// Makes the engine's raw stream for a stream key wait for the raw event, and returns the stream. `recycled`
+        /// are events of `record_event` for which no stream waits any more.
         fn stream_behind(
             self: &RustDevices,
             device: i32,
@@ -445,109 +458,114 @@ pub mod ffi {
             event: usize,
             recycled: &[usize],
         ) -> Result<usize>;
-        /// A raw event after all work that is on the raw stream now.
+        /// Records a raw event behind all work that is now on the raw stream.
         fn record_event(self: &RustDevices, device: i32, stream: usize) -> Result<usize>;
-        /// Whether the library can make the communicator of these ranks out of the communicator of all ranks.
+        /// Whether the library can make a communicator of these ranks out of the communicator of all ranks.
         fn can_split(self: &RustDevices, device: i32, members: &[u32]) -> Result<bool>;
-        /// Makes that communicator, for the group `child` of these ranks; all ranks of this group call this or the next
-        /// together.
+        /// Makes that communicator for the group `child` of these ranks. All ranks of this group call this or the next
+        /// function together.
         fn split(self: &RustDevices, child: &RustDevices, device: i32, members: &[u32]) -> Result<()>;
-        /// The same for a rank that is in no new group: with the members that a rank that is in one passes.
+        /// The same on a rank that is in no new group. `members` must equal the list that some rank of a new group
+        /// passes to `split`.
         fn split_without_child(self: &RustDevices, device: i32, members: &[u32]) -> Result<()>;
-        /// Takes the communicator of all ranks out of use; it ends when the returned object is dropped. `drained`:
-        /// nothing is under way.
+        /// Takes the communicator of all ranks out of use. It ends when the returned object is dropped. `drained`: no
+        /// operation is pending in it.
         fn retire(self: &RustDevices, device: i32, drained: bool) -> DevicesRetired;
-        /// Ends the communicators together with the other ranks; false where a signal handler raised meanwhile.
-        /// `drained` as above.
+        /// Ends the communicators together with the other ranks. Returns false if a signal handler raised an exception
+        /// meanwhile. `drained`: no operation is pending in them.
         fn close(self: &RustDevices, timeout_ms: u64, drained: bool) -> bool;
-        /// Aborts the communicators, which unblocks operations that hang; no operation can be issued afterwards.
+        /// Aborts the communicators, which unblocks hanging operations. No operation can be issued afterwards.
         fn abort(self: &RustDevices);
 
-        /// Puts the calls on a raw stream, as one launch. Host memory that the library was given is kept until this is
-        /// dropped. Calls that are captured count as ended, because no event reports their end.
+        /// Puts the calls on a raw stream as one launch. Host memory that was passed to the library is kept until
+        /// `self` is dropped. Captured calls count as ended, because no event reports their end.
         fn launch(self: &RustCall, placed: &[DevicePlaced], stream: usize) -> Result<()>;
-        /// The caller could not launch the calls, or not complete their launch: the group fails on all ranks, because
-        /// others may have launched theirs. Calls that are dropped without a launch do so, too.
+        /// Fails the group on all ranks, because the caller could not launch the calls or could not complete their
+        /// launch, while other ranks may have launched theirs. Dropping calls that were not launched has the same
+        /// effect.
         fn failed_here(self: &RustCall, why: &str);
-        /// From here until `poll_running` or `poll_passed`, which take the returned value, queries of this thread to the
-        /// device break no capture of another thread.
+        /// Between this and `poll_running` or `poll_passed`, this thread's device queries do not invalidate a graph
+        /// capture of another thread. The caller passes the returned mode to that function.
         fn before_poll(self: &RustCall) -> Result<u32>;
-        /// The device has not passed the calls. Empty, or the error, with its code letter, by which they will never end:
-        /// then the group has failed, and the caller calls `abort` when it has told the program.
+        /// Polls calls that the device has not completed. Empty, or the error with its code letter because of which
+        /// they will never complete. After an error the group has failed; the caller reports the error to the program,
+        /// then calls `abort`.
         fn poll_running(self: &RustCall, capture_mode: u32) -> String;
-        /// The device has passed the calls: adds their end to the statistics, once it is known. After an error as above.
+        /// Polls calls that the device has completed. Adds their end to the statistics when their result is known.
+        /// After an error, the caller does the same as after `poll_running`.
         fn poll_passed(self: &RustCall, capture_mode: u32) -> DevicePassed;
-        /// Whether the library reads host memory that this keeps. Then captured calls are kept as long as their graph may
-        /// be replayed.
+        /// Whether the library reads host memory that `self` keeps. If so, captured calls must be kept as long as their
+        /// graph may be replayed.
         fn keeps_memory(self: &RustCall) -> bool;
-        /// For captured calls: the error, with its code letter, by which a replay would not end; then the group has
-        /// failed, and the caller calls `abort` when it has told the program.
+        /// For captured calls: the error with its code letter because of which a replay would not complete, or empty.
+        /// After an error the group has failed; the caller reports the error to the program, then calls `abort`.
         fn look_at_replays(self: &RustCall) -> String;
-        /// Ends the communicators of the calls' group, which unblocks calls that hang. May last as long as the library
+        /// Ends the communicators of the calls' group, which unblocks hanging calls. May take as long as the library
         /// needs.
         fn abort(self: &RustCall);
-        /// Looks at a launch that has not returned. Empty, or the error, with its code letter, by which it shall not go on:
-        /// the group has failed, and `abort` makes the launch return.
+        /// Checks a launch that has not returned. Empty, or the error with its code letter because of which it must
+        /// end. After an error the group has failed, and `abort` makes the launch return.
         fn look_at_launch(self: &RustCall) -> String;
-        /// How the library runs each of the calls: JSON for each.
+        /// How the library runs the calls: one JSON text for each.
         fn explain(self: &RustCall) -> Vec<String>;
 
-        /// Aborts operations that are under way, and makes the communicator of all ranks but `excluded`, which do not
-        /// call this.
+        /// Makes the communicator of all ranks except `excluded`, which do not call this. Pending operations are
+        /// aborted.
         fn shrink(self: &RustRetired, child: &RustDevices, excluded: &[u32]) -> Result<()>;
 
-        /// `fusion::lists::operations`, of our engines.
+        /// `fusion::lists::operations` for our engines.
         #[Self = "RustGroup"]
         fn list_operations(kind: Kind, elements: &[u8], bytes: &[usize]) -> Result<Vec<u32>>;
-        /// The same, of a vendor's library.
+        /// The same for a vendor's library.
         #[Self = "RustDevices"]
         fn list_operations(kind: Kind, elements: &[u8], bytes: &[usize]) -> Result<Vec<u32>>;
     }
 
-    // SAFETY: the functions below take references and slices that live for the call, throw only where they return a
-    // Result, and may be called from any thread (cpp/host/host.hpp says so).
+    // SAFETY: the functions below use references and slices only during the call, throw only if they return a Result,
+    // and may be called from any thread (cpp/host/host.hpp says so).
     unsafe extern "C++" {
         include!("host/host.hpp");
 
         type Store;
         fn set(self: &Store, key: &str, value: &[u8]) -> Result<()>;
-        /// Does not wait: false when the key is not there.
+        /// Does not wait. False if the key does not exist.
         fn try_get(self: &Store, key: &str, value: &mut Vec<u8>) -> Result<bool>;
         fn add(self: &Store, key: &str, by: i64) -> Result<i64>;
-        /// Deletes a key that this rank alone reads, where the store can do so.
+        /// Deletes a key that only this rank reads. Does nothing if the store cannot delete.
         fn remove(self: &Store, key: &str) -> Result<()>;
-        /// The same number for all stores over one connection.
+        /// The same number for all stores that share a connection.
         fn connection(self: &Store) -> usize;
 
         type IdExchange;
-        /// Hands an id from rank 0 to all.
+        /// Sends an id from rank 0 to all ranks.
         fn broadcast(self: &IdExchange, id: &mut [u8]) -> Result<()>;
-        /// Hands an id from one rank to another; both call this.
+        /// Sends an id from one rank to another; both call this.
         fn pass(self: &IdExchange, id: &mut [u8], from: i32, to: i32) -> Result<()>;
 
         type Completion;
-        // Moments of the operation, on any thread, without the GIL, in this order.
-        /// The inputs are about to be read: strided ones are copied into their contiguous pieces.
+        // The steps of an operation. They are called in this order, on any thread and without the GIL.
+        /// Before the inputs are read: copies strided inputs into contiguous pieces.
         fn prepare(self: &Completion);
-        /// The outputs were written: contiguous results are copied into strided tensors.
+        /// After the outputs were written: copies contiguous results into strided tensors.
         fn store_back(self: &Completion);
-        /// The end. `error` is empty, or has its code letter. Must run no Python and not block; it may queue work for
-        /// other threads.
+        /// After the operation has ended. `error` is empty or begins with its code letter. Must not run Python and must
+        /// not block; may queue work for other threads.
         fn ended(self: &Completion, error: &str);
 
-        /// True when a Python signal handler raised; the shim keeps the exception for the thread that asked.
+        /// Whether a Python signal handler raised an exception. The shim keeps the exception for the calling thread.
         fn check_interrupt() -> bool;
-        /// Where a thread of Python's is, by its `pthread_self` (0: the main thread): "FILE:LINE in FUNCTION", or empty where
-        /// it is nowhere. Waits for the GIL.
+        /// Where a Python thread is, by its `pthread_self` (0: the main thread): "FILE:LINE in FUNCTION", or empty if
+        /// it runs no Python code. Waits for the GIL.
         fn place_of_thread(thread: u64) -> String;
-        /// The same of a call, by its `site`. Waits for nothing.
+        /// The same for the place of a call, by its `site`. Does not wait.
         fn place_of_call(site: u32) -> String;
-        /// Hands one line to Python's logging, on a thread where that is safe. Never blocks on the GIL.
+        /// Queues one line for Python's logging, which writes it on a thread where that is safe. Never blocks on the
+        /// GIL.
         fn log_line(level: u8, text: &str);
     }
 }
 
-// SAFETY: the shim's `Store` and `Completion` are written to be called from any thread (cpp/host/host.hpp says so).
+// SAFETY: the shim's `Store` and `Completion` may be used from any thread (cpp/host/host.hpp says so).
 unsafe impl Send for ffi::Store {}
 // SAFETY: as above.
 unsafe impl Sync for ffi::Store {}

@@ -1,5 +1,4 @@
-//! The core's interfaces to its caller (`host`), implemented by the shim's classes of
-//! `cpp/host/host.hpp`.
+//! Implements the core's interfaces to its caller (`host`) by the shim's classes in `cpp/host/host.hpp`.
 
 use super::bridge::ffi;
 use super::convert::coded;

@@ -1,5 +1,5 @@
-//! The functions of the bridge that C++ calls, except those of devices and simulation. Each calls the core, and turns
-//! errors and panics into text.
+//! The bridge functions that C++ calls, except those for devices and simulation. Each calls the core, and turns errors
+//! and panics into text.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;

@@ -1,14 +1,14 @@
-//! Between the bridge's types and the core's. The numbers of the shared enums are checked here, when this is compiled.
+//! Converts between the bridge's types and the core's. The numbers of the shared enums are checked at compile time.
 
 use super::bridge::ffi;
 use crate::error::{Error, ErrorKind, Result, contained};
 use crate::types::{CallNote, Dtype, Kind, Listed, ReduceOp, Request, Span, Spans, Strided};
 
-/// A result as it crosses to C++: a value, or an error as text.
+/// A result that crosses to C++: a value, or an error as text.
 pub(super) type Outcome<T> = std::result::Result<T, String>;
 
-/// Fails to compile where an enum of the bridge and one of the core have different numbers, or the core's has a variant
-/// that is not listed.
+/// Fails to compile if a bridge enum and a core enum have different numbers, or if the core's enum has a variant that
+/// is not listed.
 macro_rules! same_numbers {
     ($shared:ident, $core:ident: $($theirs:ident = $ours:ident),+) => {
         const _: () = { $(assert!(ffi::$shared::$theirs.repr == $core::$ours as u8);)+ };
@@ -36,17 +36,17 @@ const _: () = {
     assert!(ffi::ReduceOp::kPremulSum.repr == ReduceOp::PremulSum(1.0).code());
 };
 
-/// Text of an error as it crosses the bridge.
+/// The text of an error in the form in which it crosses the bridge: code letter, then message.
 pub(super) fn coded(error: &Error) -> String {
     format!("{}{}", error.code(), error.text())
 }
 
-/// Runs `body`; an error or a panic becomes the text that `cpp/host/errors.cpp` reads.
+/// Runs `body`. An error or a panic becomes the text that `cpp/host/errors.cpp` reads.
 pub(super) fn guarded<T>(body: impl FnOnce() -> Result<T>) -> Outcome<T> {
     contained(body).map_err(|error| coded(&error))
 }
 
-/// Runs `body`; a panic ends there: it is in the log, and has failed its group.
+/// Runs `body`. A panic goes no further; it was logged, and has failed its group.
 pub(super) fn quietly(body: impl FnOnce()) {
     let _ = contained(|| {
         body();
@@ -58,7 +58,7 @@ pub(super) fn unknown(what: &str, value: u8) -> Error {
     Error::bug(format!("sagellm: unknown {what} {value} came over the bridge"))
 }
 
-/// A shared enum may hold any number, if C++ casts one.
+/// Checks the number, because C++ can cast any number to a shared enum.
 pub(super) fn kind(kind: ffi::Kind) -> Result<Kind> {
     Kind::from_u8(kind.repr).ok_or_else(|| unknown("kind", kind.repr))
 }
@@ -96,7 +96,7 @@ pub(super) fn listed(tensor: &ffi::Listed) -> Result<Listed> {
     Ok(Listed { dtype: dtype(tensor.dtype)?, bytes: tensor.bytes })
 }
 
-/// A list of tensors, by their types in the caller's numbers.
+/// The tensors of a list, each as its element type in the caller's numbers and its size in bytes.
 pub(super) fn elements_and_bytes(elements: &[u8], bytes: &[usize]) -> impl Iterator<Item = (u8, usize)> {
     elements.iter().copied().zip(bytes.iter().copied())
 }
@@ -104,9 +104,8 @@ pub(super) fn elements_and_bytes(elements: &[u8], bytes: &[usize]) -> impl Itera
 pub(super) fn request(asked: &ffi::Request<'_>) -> Result<Request> {
     let ffi::Request { call, inputs, outputs, in_blocks, out_blocks, list, also_touched } = *asked;
     let kind = kind(call.kind)?;
-    // SAFETY: the pieces are memory of tensors that the shim holds in its `Completion` until the last `reached`, or, of a
-    // call to `run`, on its stack until that returns. That the program does not write them meanwhile is c10d's rule for
-    // its callers.
+    // SAFETY: the pieces are memory of tensors that the shim holds in its `Completion` until `ended` or, for a call of
+    // `run`, on its stack until `run` returns. c10d's rules forbid the program to write them meanwhile.
     let mut request = unsafe { Request::new(kind, spans(inputs), spans(outputs)) };
     request.dtype = dtype(call.dtype)?;
     request.op = ReduceOp::from_u8(call.op.repr, call.factor).ok_or_else(|| unknown("reduce op", call.op.repr))?;

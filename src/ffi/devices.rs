@@ -1,4 +1,4 @@
-//! Devices of a group over the bridge: handles are plain numbers, the steps of a lowering are lists.
+//! The bridge functions for a group's devices. Handles are plain numbers, and the steps of a lowering are lists.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use crate::fusion::lists as tensor_lists;
 use crate::op::lists;
 use crate::types::{CallNote, Dtype, Listed, ReduceOp, Spans};
 
-/// Answers the engine by the shim's group.
+/// Implements the engine's `Exchange` by functions of the shim's group.
 struct ExchangeHook<'a>(&'a ffi::IdExchange, &'a SharedStore);
 
 impl Exchange for ExchangeHook<'_> {
@@ -25,7 +25,7 @@ impl Exchange for ExchangeHook<'_> {
             Ranks::All => self.0.broadcast(id),
             Ranks::OneDirection { from, to } => self.0.pass(id, from.min(to) as i32, from.max(to) as i32),
         };
-        // The shim keeps its exception and raises that one.
+        // The shim keeps its exception and raises that exception instead of this error.
         shared.map_err(|error| Error::system(error.what().to_string()))
     }
     fn store(&self) -> SharedStore {
@@ -54,7 +54,7 @@ impl RustGroup {
     }
 }
 
-/// A call with its memory, which `buffers` refers to.
+/// The memory of a call. `buffers` of the request made by `request` refers to it.
 struct Parts {
     inputs: Spans,
     outputs: Spans,
@@ -160,7 +160,7 @@ impl RustDevices {
     }
 }
 
-/// The numbers are equal: `convert` checks that.
+/// The enums have equal numbers; `convert` checks that.
 fn shared_dtype(dtype: Dtype) -> ffi::Dtype {
     ffi::Dtype { repr: dtype as u8 }
 }

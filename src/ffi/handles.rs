@@ -1,4 +1,4 @@
-//! The core's objects as C++ holds them. Their functions are in `calls`, `devices` and `simulate`.
+//! The core's objects that C++ holds. Their functions are in `calls`, `devices` and `simulate`.
 
 use std::sync::{Arc, Mutex};
 
@@ -9,19 +9,19 @@ use crate::group::{Group, Op};
 use crate::host::Counting;
 use crate::rendezvous::Rendezvous;
 
-/// The store that the ranks meet in. Its connection lives as long as a clone of this; later groups over the same store
-/// of the user share the connection.
+/// The store through which the ranks meet. Its connection lives as long as a clone of this. Later groups over the same
+/// user store share the connection.
 pub(super) type SharedStore = Arc<dyn Counting + Send + Sync>;
 
-/// For the functions that need no group.
+/// Namespace of the functions that need no group.
 pub struct Core;
 
-/// What the ranks decided, until the group is built, and the ranks' numbers in the default group.
+/// The ranks' decisions, kept until the group is built, and the ranks' numbers in the default group.
 pub struct RustRendezvous {
     pub(super) decided: Rendezvous,
     pub(super) store: SharedStore,
     pub(super) members: Vec<u32>,
-    /// The channel to the other ranks of a group that spans hosts, once they are connected.
+    /// The link to the other ranks of a group that spans hosts; `None` until they are connected.
     pub(super) link: Mutex<Option<WireLink>>,
 }
 

@@ -1,5 +1,5 @@
-//! The part of the contract between C++ and Rust for tensors that peers can reach (`engine::shm::memory::arena`), which
-//! needs no group. The rules of `bridge` hold here too.
+//! The part of the bridge for tensors that peers can reach (`engine::shm::memory::arena`). It needs no group. The rules
+//! of `bridge` apply here too.
 
 use std::ptr::NonNull;
 
@@ -8,27 +8,27 @@ use crate::engine::shm::memory::arena;
 
 #[cxx::bridge(namespace = "sagellm")]
 pub mod ffi {
-    /// Bytes of the memory that there is, and of it in use; zeros before the first tensor.
+    /// Size of the memory and bytes of it in use; zeros before the first tensor is allocated.
     struct SharedRoom {
         limit: u64,
         used: u64,
     }
 
     extern "Rust" {
-        /// Allocates memory for a tensor and returns its address, which is page-aligned; the memory is uninitialised. 0
-        /// if it cannot be allocated.
+        /// Allocates uninitialised memory for a tensor and returns its address, which is page-aligned. 0 if it cannot
+        /// be allocated.
         fn shared_allocate(bytes: usize) -> usize;
-        /// Frees what `shared_allocate` gave.
+        /// Frees memory that `shared_allocate` returned.
         ///
         /// # Safety
-        /// It was not freed before, and nobody uses it any more.
+        /// The memory was not freed before, and no code uses it any more.
         unsafe fn shared_free(at: usize);
-        /// Whether `shared_allocate` gives addresses like this one, freed or not.
+        /// Whether the address is in the memory from which `shared_allocate` allocates, allocated or not.
         fn shared_owns(at: usize) -> bool;
-        /// `arena::reaches`.
+        /// See `arena::reaches`.
         fn shared_reaches(at: usize) -> bool;
         fn shared_room() -> SharedRoom;
-        /// `arena::Usage`, as JSON.
+        /// `arena::Usage` as JSON.
         fn shared_usage() -> String;
     }
 }
@@ -39,11 +39,11 @@ fn shared_allocate(bytes: usize) -> usize {
 }
 
 /// # Safety
-/// As the bridge says.
+/// The requirements are in the bridge.
 unsafe fn shared_free(at: usize) {
     let Some(at) = NonNull::new(at as *mut u8) else { return };
     let _ = guarded(|| {
-        // SAFETY: the caller's promise is that of `arena::free`.
+        // SAFETY: the caller guarantees what `arena::free` requires.
         unsafe { arena::free(at) };
         Ok(())
     });

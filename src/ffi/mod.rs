@@ -1,4 +1,4 @@
-#![allow(unsafe_code)] // calls between Rust and C++; what cxx makes of the bridge is unsafe code, too
+#![allow(unsafe_code)] // calls between Rust and C++; the code that cxx generates for the bridge is unsafe
 
 pub mod arrays;
 pub mod bridge;

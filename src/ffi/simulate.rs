@@ -1,4 +1,5 @@
-//! What `torch-sagellm simulate` asks for: predicted times, and one rank's messages. Names become numbers, and back.
+//! The functions behind `torch-sagellm simulate`: predicted times, and one rank's messages. Names are translated to
+//! enums and back.
 
 use super::convert::{Outcome, guarded};
 use super::handles::Core;
@@ -11,7 +12,7 @@ use crate::select::cost::HierarchicalCosts;
 use crate::select::cost::{Link, Model};
 use crate::types::Kind;
 
-/// Beside the algorithms: all_reduce in two levels, as the engine does it over several hosts.
+/// A further name in addition to the algorithms: the all_reduce in two levels that the engine uses over several hosts.
 const TWO_LEVELS: &str = "hierarchical";
 
 fn collective_named(name: &str) -> Result<Kind> {
@@ -99,7 +100,7 @@ impl Core {
     }
 }
 
-/// Names of what has a schedule for a kind.
+/// Names of the algorithms that have a schedule for a kind.
 fn serving(kind: Kind) -> Vec<&'static str> {
     let serving = Algorithm::ALL.into_iter().filter(|algorithm| algorithm.serves(kind)).map(Algorithm::name);
     serving.chain((kind == Kind::AllReduce).then_some(TWO_LEVELS)).collect()
