@@ -1,4 +1,4 @@
-//! Monitored barrier: it has its own channel, uses no sequence number and poisons nothing.
+//! The monitored barrier. It has its own channel, uses no sequence number and does not poison the group.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -10,7 +10,7 @@ use crate::progress::driver;
 use crate::progress::driver::Outcome;
 
 impl Group {
-    /// Rank 0 waits for all and names the missing ranks; the others wait for rank 0's answer.
+    /// Rank 0 waits for all ranks and names the missing ones. The other ranks wait for rank 0's decision.
     pub fn monitored_barrier(&self, timeout: Option<Duration>, all: bool) -> Result<()> {
         self.usable("monitored_barrier")?;
         let timeout = timeout.unwrap_or_else(|| self.timeouts.usual());
@@ -25,13 +25,13 @@ impl Group {
         outcome
     }
 
-    /// True when the missing ranks will never come.
+    /// Whether the missing ranks can no longer enter the barrier.
     fn is_broken(&self, monitor: &dyn Monitor, turn: u64) -> bool {
         let failed = self.faults.any_dead() || self.faults.first().is_some() || self.control.is_poisoned();
         failed || monitor.hopeless(turn).is_some()
     }
 
-    /// Rank 0: waits for the others, and tells them the outcome.
+    /// On rank 0: waits for the other ranks, and publishes the decision.
     fn collect(&self, monitor: &dyn Monitor, turn: u64, timeout: Duration, all: bool) -> Result<()> {
         let ranks = self.config.size;
         let here = |rank: usize| monitor.has_come(rank, turn);
@@ -57,7 +57,7 @@ impl Group {
         }
     }
 
-    /// The other ranks: wait for rank 0's outcome.
+    /// On the other ranks: waits for rank 0's decision.
     fn hear(&self, monitor: &dyn Monitor, turn: u64, timeout: Duration) -> Result<()> {
         let me = self.config.rank;
         let told = || monitor.decision(turn).is_some();

@@ -1,4 +1,4 @@
-//! Builds a whole group from the decision of its ranks: the one place that knows the engines by name, but for `local`.
+//! Builds a complete group from the decision of its ranks. Only this file and `local` know the engines by name.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize};
 use std::sync::{Arc, Mutex, Weak};
@@ -34,17 +34,17 @@ use crate::rendezvous::{Decision, Hosts, Rendezvous};
 use crate::select::Policy;
 use crate::stats::Stats;
 
-/// The parts of a group besides its engine.
+/// All parts of a group except its engine.
 pub(super) struct Parts {
     pub config: Config,
-    /// As `Group::id`.
+    /// See `Group::id`.
     pub id: [u8; 16],
     pub policy: Arc<Policy>,
-    /// The number of `Group::domain`.
+    /// Number of the group's domain (`Group::domain`).
     pub domain: u64,
     pub spin_policy: SpinPolicy,
     pub peers: Vec<Peer>,
-    /// The other ranks of this host, with their processes, in a group over several hosts.
+    /// For a group over several hosts: the other ranks on this host, with their process ids.
     pub mates: Vec<(usize, i32)>,
     pub role: Role,
     pub host: Arc<dyn Host>,
@@ -56,8 +56,8 @@ impl Group {
         Group::build(Rendezvous::new(config, store, host)?, None)
     }
 
-    /// Builds the group that its ranks have decided on. Where it spans hosts, all ranks must call this, because they
-    /// measure `link` together.
+    /// Builds the group that its ranks have decided on. If the group spans hosts, all ranks must call this, because
+    /// they measure `link` together.
     pub fn build(rendezvous: Rendezvous, link: Option<Arc<dyn Link>>) -> Result<Arc<Group>> {
         Group::build_as(rendezvous, link, Role::Program)
     }
@@ -114,7 +114,8 @@ impl Group {
     }
 }
 
-/// Opens the link and builds the group from it and the groups inside this host. If that fails, these leave.
+/// Opens the link, and builds the group from it and from the groups inside this host. If that fails, the groups inside
+/// this host leave.
 pub(super) fn over_hosts(
     parts: Parts,
     host_map: HostMap,
@@ -137,7 +138,7 @@ pub(super) fn over_hosts(
 }
 
 impl Parts {
-    /// The group, with the engine that `engine` makes; the engine's threads call the given `Report`.
+    /// Makes the group with the engine that `engine` returns. The engine's threads call the given `Report`.
     pub fn group(self, engine: impl FnOnce(Arc<dyn Report>) -> Box<dyn Engine>) -> Arc<Group> {
         let Parts { config, id, policy, domain: number, spin_policy, peers, mates, role, host } = self;
         let (ranks, domain) = (config.size, Domain::numbered(number));

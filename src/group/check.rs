@@ -1,4 +1,4 @@
-//! Local checks of a request: what the memory safety of the engine rests on. torch's own rules were checked before.
+//! Local checks of a request, on which the engine's memory safety depends. torch's own rules were checked before.
 
 use crate::error::{Error, Result};
 use crate::reduce;
@@ -9,7 +9,7 @@ fn wrong(kind: Kind, text: String) -> Error {
     Error::invalid(format!("sagellm {kind}: {text}"))
 }
 
-/// Refuses a request of rank `me` of `ranks` whose parts do not fit together, before it is numbered or sent.
+/// Refuses a request of rank `me` of `ranks` ranks whose parts are inconsistent, before it is numbered or sent.
 pub(super) fn validate(request: &Request, (me, ranks): (usize, usize)) -> Result<()> {
     let wrong = |text| wrong(request.kind, text);
     check_peer(request, (me, ranks)).map_err(wrong)?;
@@ -34,7 +34,7 @@ pub(super) fn validate(request: &Request, (me, ranks): (usize, usize)) -> Result
     Ok(())
 }
 
-/// The kernel of a reduction; refuses types and reduce ops that have none.
+/// The kernel of a reduction. Fails for element types and reduce ops that have none.
 pub(super) fn kernel(request: &Request, ranks: usize) -> Result<Option<Kernel>> {
     if !request.kind.reduces() {
         return Ok(None);
@@ -43,7 +43,7 @@ pub(super) fn kernel(request: &Request, ranks: usize) -> Result<Option<Kernel>> 
     kernel.map(Some).map_err(|error| wrong(request.kind, error.text().to_string()))
 }
 
-/// The root of a collective, or the other rank of a message.
+/// Checks the root of a collective, or the peer of a message.
 fn check_peer(request: &Request, (me, ranks): (usize, usize)) -> std::result::Result<(), String> {
     let kind = request.kind;
     let peer = request.root as usize;
@@ -56,10 +56,10 @@ fn check_peer(request: &Request, (me, ranks): (usize, usize)) -> std::result::Re
     Ok(())
 }
 
-/// Whether the bytes that are read and written, and the sizes of the blocks, are those of the kind.
+/// Whether the bytes read and written and the block sizes are consistent with the kind.
 fn fits(request: &Request, (bytes_in, bytes_out): (usize, usize), (me, ranks): (usize, usize)) -> bool {
     let root = request.root as usize == me;
-    // Without sizes the blocks are equal.
+    // Without sizes, all blocks are equal.
     let blocks = |sizes: &[usize], total: usize| match sizes.is_empty() {
         true => total.is_multiple_of(ranks),
         false => sizes.iter().sum::<usize>() == total,

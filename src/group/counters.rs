@@ -1,13 +1,13 @@
-//! The numbers of a group's operations.
+//! Assigns the sequence numbers of a group's operations.
 
 use crate::types::Kind;
 
-/// Collectives count in the group, messages per ordered pair of ranks. Used under the group's lock. Launches on devices have
-/// numbers of their own (`launches`).
+/// Collectives are counted in the group, and messages for each ordered pair of ranks. Protected by the group's lock.
+/// Launches on devices are numbered separately (`launches`).
 pub(super) struct Counters {
     /// Number of the last collective.
     collectives: u64,
-    /// Messages to and receives from each rank.
+    /// Number of messages sent to each rank, and received from each rank.
     sent: Vec<u64>,
     received: Vec<u64>,
 }
@@ -21,7 +21,7 @@ impl Counters {
         self.collectives
     }
 
-    /// What numbers such an operation; one that names no rank, as a receive from anyone, has no number.
+    /// The counter for such an operation. A receive from any rank names no rank, so it has no counter.
     fn of(&mut self, kind: Kind, root: u32) -> Option<&mut u64> {
         match kind {
             Kind::Send => self.sent.get_mut(root as usize),
@@ -30,7 +30,7 @@ impl Counters {
         }
     }
 
-    /// The next number of such an operation, or 0.
+    /// The next number for such an operation; 0 if it has no counter.
     pub fn next(&mut self, kind: Kind, root: u32) -> u64 {
         self.of(kind, root).map_or(0, |counter| {
             *counter += 1;
@@ -38,7 +38,7 @@ impl Counters {
         })
     }
 
-    /// Takes back a number, if it is the last one of its kind.
+    /// Makes a number available again, if it is the last one of its counter.
     pub fn take_back(&mut self, kind: Kind, root: u32, number: u64) {
         if let Some(counter) = self.of(kind, root).filter(|counter| **counter == number) {
             *counter -= 1;

@@ -1,4 +1,4 @@
-//! The group, as the engine of its devices uses it.
+//! Implements the interface through which the device engine uses its group.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,7 +24,7 @@ impl DeviceGroup for Group {
         self.config.size
     }
     fn id(&self) -> Option<String> {
-        // A group too large for a rendezvous has none.
+        // A group that is too large for a rendezvous has no id.
         (self.id != [0; 16]).then(|| Group::id(self))
     }
     fn policy(&self) -> &Arc<Policy> {
@@ -101,7 +101,7 @@ impl DeviceGroup for Group {
 }
 
 impl Group {
-    /// The operation that the thread of the devices watches.
+    /// The pending operation that the device thread watches.
     fn on_device(&self, watched: &Watched) -> Option<Waiting> {
         self.lock().external.on_device(watched.number, watched.peer).map(External::waiting)
     }

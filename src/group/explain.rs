@@ -1,4 +1,4 @@
-//! Explains the algorithm choices of a group and of its operations.
+//! Explains which algorithms a group chooses, and which were chosen for its operations.
 
 use super::{CoreOp, Group, Op};
 use crate::error::{Error, Result};
@@ -11,7 +11,7 @@ use crate::select::{Choice, Class, OpDesc, Path, Policy};
 use crate::stats::history::{History, Record, State};
 use crate::types::{Dtype, Kind};
 
-/// As `Group::explain`, for a hypothetical group of `ranks` ranks of this host.
+/// Like `Group::explain`, for a hypothetical group of `ranks` ranks on this host.
 pub fn explain_without_group(
     kind: Kind,
     bytes: u64,
@@ -24,14 +24,14 @@ pub fn explain_without_group(
     Ok(explain::explain(desc, &shape, &policy))
 }
 
-/// The algorithm by the start rules, and why.
+/// The algorithm that the start rules choose, and why.
 pub struct StartRule {
     pub start: Start,
     pub topology: Topology,
     pub decided: String,
 }
 
-/// The start rules for an operation of `bytes` over `ranks` devices that are placed as `topology` says, as text.
+/// What the start rules choose for an operation of `bytes` bytes over `ranks` devices. `topology` is in text form.
 pub fn start_rule(kind: Kind, bytes: u64, ranks: usize, topology: &str) -> Result<StartRule> {
     let wrong = |what: String| Err(Error::invalid(format!("sagellm: {what}")));
     let topology = match Topology::parse(topology) {
@@ -50,20 +50,20 @@ pub fn start_rule(kind: Kind, bytes: u64, ranks: usize, topology: &str) -> Resul
     Ok(StartRule { start, topology, decided: explain::by_start_rule(start, &policy) })
 }
 
-/// All choices of such a group.
+/// All choices that a hypothetical group of `ranks` ranks on this host would make.
 pub fn table_without_group(ranks: usize, algorithm: &str) -> Result<explain::Table> {
     let (shape, policy) = on_this_host(ranks, algorithm)?;
     Ok(explain::table(&shape, &policy))
 }
 
 impl Group {
-    /// Explains the choice for an operation. `bytes` are those of one rank: its block of an all_gather or gather, the
-    /// whole input of a scatter or reduce_scatter.
+    /// Explains the choice for an operation. `bytes` is the size on one rank: its block for an all_gather or gather,
+    /// the whole input for a scatter or reduce_scatter.
     pub fn explain(&self, kind: Kind, bytes: u64, dtype: Dtype) -> Explanation {
         self.explain_op(OpDesc { kind, bytes, class: Class::of(kind, dtype) }.normal(), false)
     }
 
-    /// Explains the collective with this number: while it runs, and afterwards as long as the history has its record.
+    /// Explains the collective with this number, while it is pending and as long as the history contains its record.
     pub fn explain_number(&self, number: u64) -> Result<Explanation> {
         let inner = self.lock();
         let history = inner.stats.history();
@@ -79,7 +79,7 @@ impl Group {
         Ok(self.explain_called(called))
     }
 
-    /// Computes the choice again from the recorded description.
+    /// Computes the choice again, from the recorded description.
     fn explain_called(&self, called: Called) -> Explanation {
         let Called { number, own, route, well, host_staged } = called;
         let choice = (route.choice != 0).then(|| Choice::from_code(route.choice));
@@ -87,7 +87,8 @@ impl Group {
         let desc = OpDesc::from_load(own.kind, route.load);
         let found = self.explain_op(desc, batched);
         let (count, (first, last)) = (route.fused_with.count(), route.fused_with.numbers(number));
-        // An operation between hosts has its batch recorded with its choice, one on a single host only when it ends.
+        // Over several hosts, an operation's batch is recorded together with its choice. On one host, it is recorded
+        // only when the operation ends.
         let known = well || choice.is_some_and(|choice| matches!(choice.path, Path::Hosts { .. }));
         let batch = Batch { count, first, last, bytes: batched.then_some(desc.bytes) };
         let past = Past { number, choice, batch: known.then_some(batch), host_staged };
@@ -104,7 +105,7 @@ struct Called {
     number: u64,
     own: OpDesc,
     route: Route,
-    /// It ended without an error.
+    /// Whether it ended without an error.
     well: bool,
     host_staged: bool,
 }
@@ -128,21 +129,21 @@ impl Called {
         let called = Called { number, own, route, well, host_staged: record.note.host_staged };
         match Choice::from_code(route.choice) {
             Choice::DELEGATE => Called { own: sizes, route: Route { load: sizes.load(), ..route }, ..called },
-            _ if called.batched() => Called { own: sizes, ..called }, // the load is that of all
+            _ if called.batched() => Called { own: sizes, ..called }, // the recorded load is that of the whole batch
             _ => called,
         }
     }
 
-    /// The algorithm was chosen for a whole batch.
+    /// Whether the algorithm was chosen for a whole batch.
     fn batched(&self) -> bool {
         let path = Choice::from_code(self.route.choice).path;
         self.route.fused_with.count() > 1 && matches!(path, Path::Hosts { .. })
     }
 }
 
-/// The record of a collective that has started or ended. Where only some operations are delegated (not the `whole`
-/// group), a delegated one has the number of the operation before it, and a composed call has the number of its first
-/// operation.
+/// The record of a collective that has started or ended. If only some operations are delegated (not the `whole` group),
+/// the record of a delegated operation has the number of the operation before it, so it is skipped. A composed call has
+/// the number of its first operation, so it is skipped too.
 fn recorded(history: &History, number: u64, whole: bool) -> Option<&Record> {
     let ours = |record: &&Record| {
         let choice = Choice::from_code(record.route.choice);
@@ -151,7 +152,7 @@ fn recorded(history: &History, number: u64, whole: bool) -> Option<&Record> {
     history.collectives().find(ours).filter(|record| record.route.choice != 0 || record.state != State::Pending)
 }
 
-/// The error for a missing record of `number` in a group that has issued collectives up to `last`.
+/// The error for a missing record of collective `number`. `last` is the number of the last collective that was issued.
 fn not_there(history: &History, number: u64, last: u64, group: &str) -> Error {
     let kept = history.collectives().map(|record| record.number).min();
     Error::invalid(match kept {
@@ -172,12 +173,13 @@ fn not_there(history: &History, number: u64, last: u64, group: &str) -> Error {
 }
 
 impl Op {
-    /// Explains the choice, computed again from the operation's description and the batch it was fused with.
+    /// Explains the choice. It is computed again from the operation's description and from the batch that the operation
+    /// was fused with.
     pub fn explain(&self) -> Explanation {
         self.group.explain_called(Called::of_op(&self.core, self.group.config.size))
     }
 
-    /// The choice that was recorded when it started; `Unknown` before.
+    /// The choice that was recorded when the operation started; `Unknown` before.
     pub fn choice(&self) -> Choice {
         Choice::from_code(self.core.route().choice)
     }

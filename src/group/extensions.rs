@@ -1,6 +1,6 @@
-//! Timeouts of operations that name none, and time that is added to the timeouts of new operations for a while (c10d's ephemeral
-//! timeouts): to all that are issued from the addition on until the first of them has ended, which owns it. Several additions add
-//! up, each with an owner.
+//! Timeouts of operations that name none, and c10d's ephemeral timeouts. An ephemeral timeout is added to the timeouts
+//! of all operations that are issued after the addition, until the first of them has ended. That first operation owns
+//! the addition. Several additions accumulate, each with its own owner.
 
 use std::sync::Weak;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -8,12 +8,12 @@ use std::time::Duration;
 
 use super::CoreOp;
 
-/// What any thread may read without the group's lock.
+/// The part that any thread may read without the group's lock.
 pub(super) struct Timeouts {
-    /// Written and read by any thread (relaxed: nothing else is read by it).
+    /// Default timeout. Written and read by any thread. Relaxed, because it guards no other data.
     milliseconds: AtomicU64,
-    /// Timeouts are extended for a while. Written under the group's lock, read without it as a hint (relaxed): an operation that
-    /// is issued while another thread extends them may go either way.
+    /// Whether an ephemeral timeout may apply. Written under the group's lock, read without it as a hint (relaxed). An
+    /// operation that is issued while another thread adds an ephemeral timeout may be extended or not.
     extends: AtomicBool,
 }
 
@@ -39,14 +39,15 @@ impl Timeouts {
         self.extends.load(Ordering::Relaxed)
     }
 
-    /// Adds to the timeouts of operations that are issued from now on, until the first of them has ended.
+    /// Adds to the timeouts of operations issued from now on, until the first of these operations has ended.
     pub fn extend(&self, extensions: &mut Extensions, more: Duration) {
         extensions.unowned += more;
         self.extends.store(true, Ordering::Relaxed);
     }
 
-    /// The timeout of an operation that is issued now, with what is added to it; `extends` was true. Zero is no timeout, and
-    /// stays that. `is_pending`: whether an operation on a device has not ended.
+    /// The timeout of an operation that is issued now, including all additions. Called only if `extends` returned true.
+    /// A zero timeout means none and stays zero. `is_pending`: whether the device operation with this record id is
+    /// pending.
     #[cold]
     pub fn extended(
         &self,
@@ -60,23 +61,23 @@ impl Timeouts {
     }
 }
 
-/// The operation whose end ends an addition.
+/// The operation that owns an addition; the addition ends with it.
 pub(super) enum Owner {
     Op(Weak<CoreOp>),
-    /// On a device, by the id of its record.
+    /// An operation on a device, by the id of its record.
     External(u64),
 }
 
-/// Used under the group's lock.
+/// The additions. Protected by the group's lock.
 #[derive(Default)]
 pub(super) struct Extensions {
-    /// What was added since the last operation was issued.
+    /// Sum of the additions since the last operation was issued; they have no owner yet.
     unowned: Duration,
     owned: Vec<(Owner, Duration)>,
 }
 
 impl Extensions {
-    /// What is added to the timeout of an operation that is issued now.
+    /// Sum of the additions for an operation that is issued now. Drops those whose owner has ended.
     fn sum(&mut self, is_pending: impl Fn(u64) -> bool) -> Duration {
         self.owned.retain(|(owner, _)| match owner {
             Owner::Op(op) => op.upgrade().is_some_and(|op| !op.is_done()),
@@ -85,7 +86,7 @@ impl Extensions {
         self.owned.iter().map(|(_, more)| *more).sum::<Duration>() + self.unowned
     }
 
-    /// The operation that was issued first after an addition owns it.
+    /// Makes an operation the owner of the additions that have none: it is the first one issued after them.
     pub fn own(&mut self, owner: Owner) {
         let unowned = std::mem::take(&mut self.unowned);
         if !unowned.is_zero() {

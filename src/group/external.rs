@@ -1,5 +1,6 @@
-//! External operations, which no engine runs: a delegate's operations, operations on devices, and operations that the shim
-//! composes from several. The group counts them and knows which are pending, so that its watch can say what a slow one waits for.
+//! External operations, which no engine runs: operations of a delegate, operations on devices, and operations that the
+//! shim composes of several. The group records them and keeps a list of the pending ones, so that its watch can report
+//! what a slow one waits for.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -23,38 +24,40 @@ use crate::types::{CallNote, Kind};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Carrier {
     Delegate,
-    /// The shim composes it from several operations.
+    /// The shim composes the operation of several others.
     Composed,
-    /// The library of a device's vendor (`devices`).
+    /// A vendor's library, on a device (`devices`).
     Device,
 }
 
 /// A pending operation of a delegate or on a device.
 #[derive(Clone, Debug)]
 pub(super) struct External {
-    /// Its record's id.
+    /// Id of the operation's record.
     pub id: u64,
     pub kind: Kind,
     pub number: u64,
-    /// The root, or the peer of a message.
+    /// Rank of the root, or the peer of a message.
     pub root: u32,
     pub tag: u32,
     pub bytes: u64,
     pub site: u32,
     pub on_device: bool,
-    /// On `clock::stamp`.
+    /// Time of issue, on `clock::stamp`.
     pub issued: u64,
-    /// When its timeout began, on `clock::stamp`: at its issue. A delegate's message has `None` until a thread waits for it.
+    /// Time at which the timeout began, on `clock::stamp`: the time of issue. For a delegate's message it is `None`
+    /// until a thread waits for the message.
     pub begun: Option<u64>,
-    /// Zero means none.
+    /// Zero: no timeout.
     pub timeout: Duration,
 }
 
 impl External {
-    /// Without a record: for texts about an operation that has ended meanwhile.
+    /// `id` of an `External` without a record, which is made only for the text about an operation that has already
+    /// ended.
     pub const NO_RECORD: u64 = u64::MAX;
 
-    /// The operation as its rank called it, and its number.
+    /// The operation as called on this rank, and its number, as text.
     fn what(&self) -> String {
         let External { kind, number, root, tag, bytes, on_device, .. } = self;
         let text = op::words::in_words(*kind, *root, *tag, || match *kind {
@@ -64,7 +67,7 @@ impl External {
         if *on_device { format!("{text} on a device") } else { text }
     }
 
-    /// As the diagnosis of a hang knows it.
+    /// The operation in the form that the diagnosis of hangs uses.
     pub fn waiting(&self) -> Waiting {
         let External { id, kind, number, root, site, on_device, issued, begun, timeout, .. } = *self;
         let which = Which::External { id, issued };
@@ -78,7 +81,7 @@ impl External {
     }
 }
 
-/// The pending external operations of a group, in the order of their issue. Used under the group's lock.
+/// The pending external operations of a group, in the order of their issue. Protected by the group's lock.
 #[derive(Default)]
 pub(super) struct Externals {
     pending: VecDeque<External>,
@@ -90,7 +93,7 @@ impl Externals {
     }
 
     fn remove(&mut self, id: u64) -> Option<External> {
-        // Operations end roughly in the order of their issue, so few are looked at and few are moved.
+        // Operations end roughly in the order of their issue, so the search and the removal touch few entries.
         let at = self.pending.iter().position(|external| external.id == id)?;
         self.pending.remove(at)
     }
@@ -100,7 +103,7 @@ impl Externals {
         self.pending.iter().filter(|external| external.begun.is_some()).min_by_key(|external| external.deadline())
     }
 
-    /// The operation on a device with this number, or the message with this peer.
+    /// The device operation with this number or, if `peer` is given, the message with this peer.
     pub fn on_device(&self, number: u64, peer: Option<u32>) -> Option<&External> {
         let is_meant = |external: &&External| {
             external.on_device
@@ -113,33 +116,34 @@ impl Externals {
     }
 }
 
-/// An external operation, until it ends. If it is dropped before that, it counts as failed.
+/// An external operation, until it ends. If it is dropped before, it counts as failed.
 pub struct ExternalOp {
     group: Arc<Group>,
     record: Record,
     carrier: Carrier,
-    /// Whether it took the number of its record from the group.
+    /// Whether `number` was taken from the group's counters for this operation.
     numbered: bool,
-    /// Set under the group's lock by the thread that ends it; its results are under that lock, or in `failure`. Read
-    /// without the lock as a hint (relaxed).
+    /// Set under the group's lock by the thread that ends the operation. The results are protected by that lock, or are
+    /// in `failure`. Read without the lock as a hint (relaxed).
     ended: AtomicBool,
-    /// The error to report, if the group knows more than the carrier. Made by the first thread that learns of the failure; others
-    /// wait for it.
+    /// The error to report, if the group knows more than the carrier. Made by the first thread that learns of the
+    /// failure; other threads wait for it.
     failure: OnceCell<Option<Error>>,
 }
 
 impl ExternalOp {
-    /// Marks it as ended; a second call does nothing. `timed` is false if only its issue was seen.
+    /// Marks the operation as ended; a second call does nothing. `well`: it succeeded. `timed` is false if its end was
+    /// not observed.
     pub fn end(&self, well: bool, timed: bool) {
         if !self.ended.load(Ordering::Relaxed) {
             self.end_with(well, timed);
         }
     }
 
-    /// Marks it as failed, with the carrier's error text. If the group knows what it waited for, returns the error to report
-    /// instead, which is the same in every call.
+    /// Marks the operation as failed with the carrier's error text `words`. If the group knows what the operation
+    /// waited for, returns the error to report instead, which is the same in every call.
     pub fn fail(&self, words: &str) -> Option<Error> {
-        // In a forked child the lock may be held for ever by a thread of the parent.
+        // In a forked child, a thread of the parent may hold the lock for ever.
         if self.group.not_forked().is_err() {
             return None;
         }
@@ -148,8 +152,8 @@ impl ExternalOp {
         failure.clone()
     }
 
-    /// The carrier refused the call and sent nothing: it leaves no trace, like a call that the core refuses. If another thread
-    /// has issued an operation meanwhile, with the next number, the number stays used.
+    /// Removes the record of an operation that the carrier refused without sending anything, as if the core had refused
+    /// it. If another thread has meanwhile issued an operation with the next number, the number stays used.
     pub fn refused(&self) {
         if self.group.not_forked().is_err() {
             return;
@@ -183,7 +187,7 @@ impl ExternalOp {
         inner.external.remove(record.id);
     }
 
-    /// A thread of the program begins (`more`) or stops waiting for it.
+    /// Records that a thread of the program begins (`more`) or stops waiting for the operation.
     pub fn awaited(&self, more: bool) {
         if self.group.not_forked().is_err() || more && self.ended.load(Ordering::Relaxed) {
             return;
@@ -207,16 +211,17 @@ impl Drop for ExternalOp {
 }
 
 impl Group {
-    /// The error of a delegate's operation that failed with `words`; None if the ranks know nothing more about it.
+    /// The error of a delegate's operation that failed with the text `words`; `None` if the ranks know nothing more
+    /// about it.
     fn failed_external(&self, record: &Record, words: &str) -> Option<Error> {
-        self.faults.standing().ok()?; // an abort ends operations, too
+        self.faults.standing().ok()?; // an abort also ends operations
         let which = Which::External { id: record.id, issued: record.issued };
         let waiting = Subject::waiting(self, &which)?;
         self.watch.failed_delegate(self, &waiting, words)
     }
 
-    /// Records an operation that `carrier` runs. `root` is that of a request, `bytes` are those read and written; without a
-    /// `timeout` the group's is used.
+    /// Records an operation that `carrier` runs. `root` has the meaning of `Request::root`. Without a `timeout`, the
+    /// group's timeout applies.
     pub fn external_op(
         &self,
         kind: Kind,
@@ -228,7 +233,7 @@ impl Group {
     ) -> ExternalOp {
         let mut timeout = timeout.unwrap_or_else(|| self.timeouts.usual());
         let inner = &mut *self.lock();
-        // A delegate applies its own timeouts.
+        // A delegate applies its own timeouts, so they are not extended.
         let extends = carrier == Carrier::Device && self.timeouts.extends();
         if extends {
             timeout = self.timeouts.extended(&mut inner.extensions, |id| inner.external.get(id).is_some(), timeout);
@@ -236,9 +241,9 @@ impl Group {
         let numbered = carrier == Carrier::Delegate && (kind.is_p2p() || inner.engine.delegate_reason().is_some());
         let number = match carrier {
             Carrier::Composed => inner.counters.collectives() + 1, // its first operation is issued next and takes this number
-            Carrier::Device => self.launches.number(),             // taken before
+            Carrier::Device => self.launches.number(),             // taken before the call
             Carrier::Delegate if numbered => inner.counters.next(kind, root),
-            Carrier::Delegate => inner.counters.collectives(), // our engine's numbers have no gaps
+            Carrier::Delegate => inner.counters.collectives(), // engine numbers must have no gaps
         };
         let choice = match carrier {
             Carrier::Delegate => Choice::DELEGATE,

@@ -1,4 +1,5 @@
-//! Why a group is unusable: the first fault, peers that died or left, faults that they report, and the error texts about them.
+//! Why a group is unusable: its first fault, peers that died or left, faults that peers report, and the texts of these
+//! errors.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,7 +16,7 @@ use crate::op::Op;
 pub(super) struct Peer {
     pub pid: i32,
     pub host: String,
-    /// Set by the watch thread when the process has ended (release), read by drivers (acquire).
+    /// Set when the process has ended, by the thread that watches processes (release). Read by drivers (acquire).
     dead: AtomicBool,
 }
 
@@ -27,25 +28,26 @@ impl Peer {
 
 pub(super) struct Faults {
     rank: usize,
-    /// The group's.
+    /// The group's name.
     name: String,
     role: Role,
     control: Arc<dyn Control>,
     host: Arc<dyn Host>,
     peers: Vec<Peer>,
-    /// Some peer is dead; while it is false, a pass need not look at each peer. The watch thread sets it (release)
-    /// after the peer's own flag, drivers read it (acquire).
+    /// Whether some peer is dead. While it is false, a pass need not check each peer. The thread that watches processes
+    /// sets it (release) after the peer's own flag; drivers read it (acquire).
     any_dead: AtomicBool,
     first: OnceCell<Error>,
-    /// A call of the delegate has failed, after which its group may be broken. Set by threads that learn of such an end,
-    /// read by any (relaxed: nothing else is read by it).
+    /// Whether a call of the delegate has failed, after which the delegate's group may be broken. Set by threads that
+    /// see a call fail, read by any thread. Relaxed, because it guards no other data.
     delegate_failed: AtomicBool,
-    /// The group was destroyed. Set by the thread that does it (acquire and release), read by any (acquire).
+    /// Whether the group was destroyed. Set by the thread that destroys it (acquire and release), read by any thread
+    /// (acquire).
     closed: AtomicBool,
 }
 
 impl Faults {
-    /// Of rank `rank` of the group with this name.
+    /// For rank `rank` of the group with this name.
     pub fn new(
         (rank, name, role): (usize, String, Role),
         control: Arc<dyn Control>,
@@ -65,7 +67,7 @@ impl Faults {
         self.first.get()
     }
 
-    /// Sets the group's fault if it has none; later ones are ignored. True if this is the first.
+    /// Sets the group's fault if it has none, and returns whether it did. Later faults are ignored.
     pub fn set(&self, fault: Error) -> bool {
         self.first.set(fault).is_ok()
     }
@@ -74,13 +76,13 @@ impl Faults {
         self.delegate_failed.store(true, Ordering::Relaxed);
     }
 
-    /// Whether the group has failed or a call of its delegate has. A failed call of the delegate sets no fault, because
-    /// the group's own engine may go on.
+    /// Whether the group has failed or a call of its delegate has. A failed delegate call sets no fault, because the
+    /// group's own engine may go on.
     pub fn has_failed(&self) -> bool {
         self.first.get().is_some() || self.delegate_failed.load(Ordering::Relaxed)
     }
 
-    /// The group is destroyed. True where it was before.
+    /// Marks the group as destroyed. Returns whether it already was.
     pub fn close(&self) -> bool {
         self.closed.swap(true, Ordering::AcqRel)
     }
@@ -89,7 +91,7 @@ impl Faults {
         self.closed.load(Ordering::Acquire)
     }
 
-    /// Fails where the group has failed or was destroyed. Takes no lock.
+    /// Fails if the group has failed or was destroyed. Takes no lock.
     pub fn standing(&self) -> Result<()> {
         if let Some(fault) = self.first.get() {
             return Err(fault.clone());
@@ -100,7 +102,7 @@ impl Faults {
         Ok(())
     }
 
-    /// Called by the watch thread.
+    /// Called by the thread that watches processes.
     pub fn peer_ended(&self, rank: usize) {
         if let Some(peer) = self.peers.get(rank) {
             peer.dead.store(true, Ordering::Release);
@@ -121,7 +123,8 @@ impl Faults {
         self.dead_ranks().find(|rank| !self.control.left(*rank))
     }
 
-    /// After a peer died without leaving in order every later operation fails, even one that does not need it.
+    /// The error for a new operation after a peer died without leaving in order. Such an operation fails even if it
+    /// does not need that peer.
     pub fn death_before(&self, what: &str) -> Option<Error> {
         let rank = self.dead_ranks().next().filter(|rank| !self.control.left(*rank))?;
         Some(self.death_of(rank, &format!("calls {what}")))
@@ -136,7 +139,7 @@ impl Faults {
         Error::rank_failed(rank, laid_out(&head, &[], GO_ON)).while_rank(me, during)
     }
 
-    /// What this rank was doing when a peer was found missing.
+    /// Text: what this rank was doing when a peer was found missing.
     fn within(&self, op: Option<&Arc<Op>>) -> String {
         let Some(op) = op else { return "had nothing pending".to_string() };
         let called =
@@ -144,15 +147,16 @@ impl Faults {
         format!("is in {}{called}", op.what())
     }
 
-    /// A fault if a rank that died or left is still needed. Called with the group's lock held when nothing can advance.
+    /// The fault if a rank that died or left is still needed. Called with the group's lock held, when nothing can
+    /// advance.
     pub fn of_ended_peers(&self, engine: &mut dyn Engine, ended: &mut Ended) -> Option<Error> {
         let others = || (0..self.peers.len()).filter(|rank| *rank != self.rank);
-        // Blame ranks that died before ranks that left: a receive from any rank is missing the dead rank's message.
+        // Check ranks that died before ranks that left: a receive from any rank misses the dead rank's message.
         let died = others().filter(|rank| !self.control.left(*rank));
         let left = others().filter(|rank| self.control.left(*rank));
         for rank in died.chain(left).filter(|rank| self.is_gone(*rank)) {
-            // The peer's last data may have arrived after our last pass: complete the operations that it satisfies. It fits
-            // into the shared memory, so a bounded number of passes is enough.
+            // The peer's last data may have arrived after this rank's last pass, so complete the operations that it
+            // satisfies. The data fits into the shared memory, so a bounded number of passes is enough.
             for _ in 0..1024 {
                 match engine.poll(ended) {
                     Ok(true) => (),
@@ -167,12 +171,12 @@ impl Faults {
         None
     }
 
-    /// Whether nothing more comes from `rank`, because it left or died.
+    /// Whether `rank` sends nothing more, because it left or died.
     fn is_gone(&self, rank: usize) -> bool {
         self.peers[rank].dead.load(Ordering::Acquire) || self.control.left(rank)
     }
 
-    /// The other ranks on this host, whose end this rank detects, and whether each has died or left the group.
+    /// The other ranks on this host whose end this rank detects, and for each whether it has died or left the group.
     pub fn watched(&self) -> Vec<(usize, bool)> {
         if self.peers.is_empty() {
             return self.control.watched();
@@ -181,17 +185,17 @@ impl Faults {
         others.map(|rank| (rank, self.is_gone(rank))).collect()
     }
 
-    /// The process of a rank on this host, in words.
+    /// Description of the process of a rank on this host.
     pub fn process(&self, rank: usize) -> String {
         self.peers.get(rank).map_or_else(String::new, |peer| format!("pid {}, host {}", peer.pid, peer.host))
     }
 
-    /// The fault that a peer has told, to the engine or (`told`) elsewhere, as this rank's error; `engine` says which operation
-    /// of this rank it ends.
+    /// The fault that a peer reported, as an error of this rank. The report came through the engine, or elsewhere
+    /// (`told`). With `engine`, the error names the operation of this rank that the fault ends.
     pub fn reported(&self, told: impl FnOnce() -> Option<Told>, engine: Option<&dyn Engine>) -> Option<Error> {
         let (rank, fault) = self.control.reported().or_else(told)?;
         if let Some(own) = self.first.get() {
-            return Some(own.clone()); // another thread of this rank found it
+            return Some(own.clone()); // another thread of this rank has set it
         }
         // A death that this rank saw itself is more reliable than a peer's report.
         if let Some(dead) = self.died() {

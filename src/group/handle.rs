@@ -1,4 +1,4 @@
-//! An operation as its caller holds it: together with its group, in which the caller waits for it.
+//! An operation as held by its caller, with the group in which the caller waits for it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -18,7 +18,7 @@ impl Op {
         self.core.is_done()
     }
 
-    /// Waits until it ends, or `timeout` passes, which leaves it running.
+    /// Waits until the operation ends or `timeout` passes. After a timeout the operation is still pending.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<()> {
         if self.core.is_done() {
             return self.core.outcome();

@@ -1,5 +1,5 @@
-//! What the lanes (the threads of a group over several hosts) call: the group inside this host, in which they run
-//! operations, and the group over several hosts, to which they report.
+//! The functions that the lanes (the threads of a group over several hosts) call: in the group inside this host, to run
+//! operations, and in the group over several hosts, to report their results.
 
 use std::sync::{Arc, Weak};
 
@@ -11,7 +11,7 @@ use crate::os::clock;
 use crate::progress::domain::Domain;
 use crate::types::Request;
 
-/// A group inside a host, as a lane of a group over several hosts uses it.
+/// A group inside a host, as used by a lane of a group over several hosts.
 impl HostGroup for Group {
     fn run(&self, request: Request) -> Result<()> {
         Group::run(self, request, None)
@@ -33,7 +33,7 @@ impl HostGroup for Group {
     }
 }
 
-/// Reports from a lane's thread to the group. Weak: the group owns the engine, which owns this.
+/// Passes reports of the lanes' threads to the group. Weak, because the group owns the engine, which owns this.
 pub(super) struct LaneReport {
     pub group: Weak<Group>,
     pub domain: Arc<Domain>,

@@ -1,7 +1,7 @@
-//! What the launches on devices sign. A vendor's library compares nothing: where two ranks call different operations as one
-//! number it hangs, or gives numbers that mean nothing. So each rank publishes what its last launches signed (`Signed`), in the
-//! memory that the ranks share, or in its answers over the store; and the thread that watches a launch compares it with what
-//! the others have signed for its number.
+//! The signatures of launches on devices. A vendor's library does not compare calls: if two ranks call different
+//! operations under one number, it hangs or returns garbage. So each rank publishes the signatures (`Signed`) of its
+//! last launches, in the memory that the ranks share or in its answers over the store. The thread that watches a launch
+//! compares its signature with those of the other ranks for the same number.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,18 +12,18 @@ use crate::engine::{Control, LAUNCHES_KEPT, Signed};
 use crate::hang::difference::{Difference, Launch};
 use crate::op;
 
-/// Of this rank in one group.
+/// The launches of this rank in one group.
 pub(super) struct Launches {
     rank: usize,
     ranks: usize,
-    /// The group's.
+    /// The group's name.
     name: String,
     control: Arc<dyn Control>,
-    /// How many there were; they have numbers of their own. Written under `signed`, read without it (relaxed: nothing else is
-    /// read by it).
+    /// Number of launches so far; they are numbered separately from other operations. Written under the lock of
+    /// `signed`, read without it. Relaxed, because it guards no other data.
     number: AtomicU64,
-    /// What the last of them signed, the newest last. Its lock is held while one takes its number, so that the numbers are
-    /// published in their order.
+    /// Signatures of the last launches, the newest last. The lock is held while a launch takes its number, so that
+    /// numbers are published in order.
     signed: Mutex<VecDeque<Launch>>,
 }
 
@@ -32,12 +32,12 @@ impl Launches {
         Launches { rank, ranks, name, control, number: AtomicU64::new(0), signed: Mutex::default() }
     }
 
-    /// The number of the last one.
+    /// Number of the last launch.
     pub fn number(&self) -> u64 {
         self.number.load(Ordering::Relaxed)
     }
 
-    /// Takes the next number of a launch, and publishes what it signs.
+    /// Takes the next number of a launch, and publishes its signature.
     pub fn sign(&self, signed: Signed) -> u64 {
         let mut kept = self.signed.lock().unwrap_or_else(PoisonError::into_inner);
         let number = self.number.fetch_add(1, Ordering::Relaxed) + 1;
@@ -49,12 +49,12 @@ impl Launches {
         number
     }
 
-    /// The last launches of this rank.
+    /// The last launches of this rank, with their signatures.
     pub fn own(&self) -> VecDeque<Launch> {
         self.signed.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// What this rank signed for the numbers of a launch, as far as that is kept.
+    /// This rank's signatures for the numbers `first` to `last`, as far as they are kept, and their count.
     fn of(&self, first: u64, last: u64) -> ([Launch; LAUNCHES_KEPT as usize], usize) {
         let (mut found, mut count) = ([Launch::default(); LAUNCHES_KEPT as usize], 0);
         let kept = self.signed.lock().unwrap_or_else(PoisonError::into_inner);
@@ -65,10 +65,10 @@ impl Launches {
         (found, count)
     }
 
-    /// Compares launches of this rank with those of the ranks on its host.
+    /// Compares signatures of this rank with those of the ranks on its host.
     pub fn compare(&self, first: u64, last: u64) -> Agreed {
         if self.control.inquiry().is_none() {
-            return Agreed::WithAll; // nothing of theirs is seen here
+            return Agreed::WithAll; // the signatures of other ranks cannot be seen here
         }
         let (own, count) = self.of(first, last);
         let me = self.rank;
@@ -88,7 +88,7 @@ impl Launches {
         agreed
     }
 
-    /// What a rank of this host has called as a number instead of what this rank called, where they differ.
+    /// The call of a rank on this host under this number, if it differs from this rank's call.
     pub fn called_instead(&self, rank: usize, number: u64) -> Option<String> {
         let (own, count) = self.of(number, number);
         let (_, signed) = own[..count].first()?;

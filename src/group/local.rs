@@ -1,4 +1,4 @@
-//! Groups whose ranks are threads of one process: for tests and benchmarks alone (feature `testing`).
+//! Groups whose ranks are threads of one process. Only for tests and benchmarks (feature `testing`).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,24 +22,24 @@ use crate::progress::domain::SpinPolicy;
 use crate::select::Policy;
 
 impl Group {
-    /// `ranks` groups of one process, one for each rank that is a thread.
+    /// Makes one group for each of `ranks` ranks, which are threads of this process.
     pub fn local(ranks: usize, timeout: Duration) -> Result<Vec<Arc<Group>>> {
         Ok(Group::over(local::areas(ranks)?, timeout))
     }
 
-    /// As `local`, over areas that the caller made and may inspect.
+    /// Like `local`, over areas that the caller made and may inspect.
     pub fn over(areas: Vec<Arc<Area>>, timeout: Duration) -> Vec<Arc<Group>> {
         Group::over_with(areas, timeout, |_| Policy::default())
     }
 
-    /// As `over`, with a policy for every rank; all must be equal, unless a test checks what happens otherwise.
+    /// Like `over`, with a policy for each rank. All policies must be equal, except in tests of what happens otherwise.
     pub fn over_with(areas: Vec<Arc<Area>>, timeout: Duration, policy: impl Fn(usize) -> Policy) -> Vec<Arc<Group>> {
         let domains: Vec<u64> = (1..=areas.len() as u64).collect();
         over_in(areas, &domains, (timeout, &Role::Program), policy)
     }
 
-    /// Groups for ranks that are threads of one process and act as ranks on several hosts: `host_of` numbers hosts
-    /// without gaps.
+    /// Makes groups for ranks that are threads of this process and act as ranks on several hosts. `host_of` has the
+    /// host of each rank; hosts are numbered without gaps.
     pub fn local_hosts(
         host_of: &[usize],
         timeout: Duration,
@@ -49,7 +49,7 @@ impl Group {
         Group::local_hosts_with(host_of, timeout, settings, links, &Policy::default())
     }
 
-    /// As `local_hosts`, with a policy.
+    /// Like `local_hosts`, with a policy.
     pub fn local_hosts_with(
         host_of: &[usize],
         timeout: Duration,
@@ -68,7 +68,7 @@ impl Group {
                 ranks.iter().zip(groups).for_each(|(rank, group)| insides[*rank].push(Some(group)));
             }
         }
-        // In parallel, because they measure the link with each other.
+        // In parallel, because the ranks measure the link with each other.
         std::thread::scope(|scope| {
             let ranks = insides.into_iter().zip(links).enumerate();
             let building: Vec<_> = ranks
@@ -84,7 +84,7 @@ impl Group {
     }
 }
 
-/// Groups over these areas, one per rank, each in the given domain: the groups of one rank share a domain, as in a
+/// Makes one group per rank over these areas, each in the given domain. The groups of one rank share a domain, as in a
 /// process.
 fn over_in(
     areas: Vec<Arc<Area>>,

@@ -1,16 +1,17 @@
-//! One process group: numbers, signatures, deadlines, faults, and its end.
+//! One process group: sequence numbers, signatures, deadlines, faults, and the group's end.
 //!
-//! `start`, of both `run` and `issue`, checks an operation, gives it the group's next number and hands it to the engine.
-//! The thread that holds the group's lock also drives the engine (`progress::driver`). Owners are told of the end
-//! of their operations outside that lock, because they may issue others then. The first fault poisons the group, here
-//! and on the peers: everything pending and later fails with it.
+//! Both `run` and `issue` call `start`, which checks an operation, gives it the group's next number and passes it to
+//! the engine. A thread that holds the group's lock also drives the engine (`progress::driver`). The ends of operations
+//! are reported to their owners outside that lock, because an owner may then issue further operations. The first fault
+//! poisons the group here and on the peers: all pending and later operations fail with it.
 //!
-//! `builder` makes a group, `handle` is an operation as its caller holds it, `check` refuses calls that do not fit
-//! together, `counters` numbers the operations, `faults` says why the group is unusable and names ranks that ended, `role`
-//! whose group it is, `external` has the operations that no engine runs, `launches` what was signed for those on devices,
-//! `extensions` the timeouts, `barrier` is the monitored barrier, `explain` and `report` serve explanations and statistics.
-//! Others see the group as a trait each: the diagnosis of a hang (`crate::hang`) in `subject`, the engine of its devices in
-//! `devices`, the threads of a group over several hosts in `lanes`. `local` makes groups of threads, for tests.
+//! `builder` makes a group. `handle` is an operation as held by its caller. `check` refuses inconsistent calls.
+//! `counters` numbers the operations. `faults` keeps why the group is unusable, and names ranks that ended. `role` says
+//! whether the program or another group made the group. `external` has the operations that no engine runs, `launches`
+//! the signatures of launches on devices, and `extensions` the timeouts. `barrier` is the monitored barrier. `explain`
+//! and `report` serve explanations and statistics. Other modules see the group only through a trait: the diagnosis of
+//! hangs (`crate::hang`) through `subject`, the device engine through `devices`, and the threads of a group over
+//! several hosts through `lanes`. `local` makes groups of threads, for tests.
 
 mod barrier;
 mod builder;
@@ -65,7 +66,7 @@ use crate::select::Policy;
 use crate::stats::Stats;
 use crate::types::Request;
 
-/// What the lock protects.
+/// The state that the group's lock protects.
 struct Inner {
     engine: Box<dyn Engine>,
     counters: Counters,
@@ -76,52 +77,55 @@ struct Inner {
 
 pub struct Group {
     config: Config,
-    /// All groups of this rank: a thread that waits drives them together.
+    /// The domain of all groups of this rank. A thread that waits drives all of them.
     domain: Arc<Domain>,
-    /// Random, the same on all ranks; zeros if the ranks held no rendezvous.
+    /// Random, equal on all ranks; zeros if the ranks held no rendezvous.
     id: [u8; 16],
-    /// How often the process had been forked when this group was made: a forked child must not touch it.
+    /// Number of forks of the process before this group was made. In a forked child the current number differs, and the
+    /// child must not use the group.
     generation: u32,
     spin_policy: SpinPolicy,
-    /// `Control::has_threads`.
+    /// Cached `Control::has_threads`.
     has_threads: bool,
-    /// The engine's part that is used without the group's lock.
+    /// The part of the engine that is used without the group's lock.
     control: Arc<dyn Control>,
-    /// How algorithms are chosen. Where ranks met, it is rank 0's.
+    /// How algorithms are chosen. If the ranks met, this is rank 0's policy.
     policy: Arc<Policy>,
     host: Arc<dyn Host>,
     faults: Faults,
     inner: Mutex<Inner>,
-    /// Operations that have not ended. Raised under `inner`, lowered after it; any thread reads it as a hint (relaxed).
+    /// Number of operations that have not ended. Incremented under the lock of `inner`, decremented after that lock was
+    /// released. Any thread reads it as a hint (relaxed).
     pending: AtomicUsize,
-    /// Number of the last collective. Written under `inner`, read without it (relaxed: nothing else is read by it).
+    /// Number of the last collective. Written under the lock of `inner`, read without it. Relaxed, because it guards no
+    /// other data.
     last_number: AtomicU64,
     launches: Launches,
     timeouts: Timeouts,
-    /// Monitored barriers entered.
+    /// Number of monitored barriers that this rank has entered.
     monitored: AtomicU64,
-    /// Asks the other ranks about operations that wait for long, and answers them.
+    /// Asks the other ranks about operations that wait for long, and answers their questions.
     watch: Arc<Watch>,
-    /// Reports peers whose process ended.
+    /// Reports peers whose process has ended.
     following: Mutex<Option<Following>>,
-    /// Until the group was shut down.
+    /// While it is set, a child that the process forks is `orphaned`. `None` after the group was shut down.
     alive: Mutex<Option<Alive>>,
-    /// A reference to itself, for the operations that it hands out.
+    /// A reference to the group itself, for the operations that it returns.
     this: Weak<Group>,
 }
 
 impl Group {
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        // After a panic under the lock the group has failed, and can still be ended.
+        // If a thread panicked under the lock, the group has failed but can still be ended.
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// `Group::id` as text, for keys in a store.
+    /// `Group::id` as text, for keys in the store.
     pub fn id(&self) -> String {
         self.id.iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
-    /// Why another backend serves the whole group, if so.
+    /// Why another backend serves the whole group; `None` if none does.
     pub fn delegate_reason(&self) -> Option<String> {
         self.lock().engine.delegate_reason().map(str::to_string)
     }
@@ -136,7 +140,7 @@ impl Group {
         format!("group '{name}' rank {rank} of {size}: {engine}{waits}")
     }
 
-    /// Starts an operation; never waits for a peer.
+    /// Starts an operation. Never waits for a peer.
     pub fn issue(&self, request: Request, completion: Option<Box<dyn Completion>>) -> Result<Arc<Op>> {
         let core = self.start(request, completion)?;
         if !core.is_done() {
@@ -145,11 +149,11 @@ impl Group {
         Ok(Arc::new(Op { core, group: self.this.upgrade().expect("a group that is used is alive") }))
     }
 
-    /// Starts an operation and finishes it on this thread.
+    /// Starts an operation and completes it on this thread.
     pub fn run(&self, request: Request, completion: Option<Box<dyn Completion>>) -> Result<()> {
         let core = self.start(request, completion)?;
         if core.is_done() {
-            return core.outcome(); // usual for the rank that comes last; waiting would read the clock
+            return core.outcome(); // usual for the last rank that enters; waiting would read the clock
         }
         let error = match contained(|| Ok(driver::wait_until(self, &*self.host, None, || core.is_done()))) {
             Ok(Outcome::Done) => return core.outcome(),
@@ -159,10 +163,10 @@ impl Group {
             )),
             Err(bug) => bug,
         };
-        // The caller gets an exception and may free the tensors: the group cannot go on with this operation.
+        // The caller gets an error and may free the tensors, so the group cannot continue this operation.
         self.poison(error.clone());
         if self.has_threads {
-            // One may be in the middle of a copy; poison has cut what it waits for.
+            // A thread of the engine may be in the middle of a copy. `poison` has ended everything that it waits for.
             driver::wait_until(self, &NoSignals, None, || core.is_done());
         }
         Err(error)
@@ -177,7 +181,7 @@ impl Group {
         let signature = op::signature(&request, self.config.size);
         let mut ended = Ended::new();
         let mut guard = self.lock();
-        self.faults.standing()?; // a fault may have come while we waited for the lock
+        self.faults.standing()?; // the group may have failed while this thread waited for the lock
         let inner = &mut *guard;
         let extends = self.timeouts.extends();
         if extends {
@@ -197,7 +201,7 @@ impl Group {
         let begun = contained(|| inner.engine.submit(Arc::clone(&op), kernel, &mut ended));
         if !contains(&ended, &op) {
             match &begun {
-                // It failed before the engine had it, so the engine will not end it.
+                // The operation failed before the engine took it, so the engine will not end it.
                 Err(fault) if !inner.engine.holds(&op) => ended.push((Arc::clone(&op), Err(fault.clone()))),
                 _ => op.timing.set_blocked(),
             }
@@ -211,30 +215,32 @@ impl Group {
         Ok(op)
     }
 
-    /// Records operations that a thread of the engine has ended, and tells their owners.
+    /// Records operations that a thread of the engine has ended, and reports the ends to their owners.
     fn finish(&self, ended: Ended) {
         let at = self.lock().record_end(&ended);
         self.tell_owners(ended, at);
     }
 
-    /// Tells the owners of operations that they ended at the time `at` (`Inner::record_end`). Never under the lock.
+    /// Reports to the owners that their operations ended at time `at` (`Inner::record_end`). Must not be called under
+    /// the lock.
     fn tell_owners(&self, ended: Ended, at: Option<u64>) {
         let Some(at) = at else { return };
         self.pending.fetch_sub(ended.len(), Ordering::Relaxed);
         self.domain.remove_pending(ended.len());
         for (op, outcome) in ended {
-            // A panic in one owner's code must not keep the others from being told.
+            // If one owner's code panics, the other owners must still get their reports.
             let told = contained(|| {
                 op.end(outcome, at);
                 Ok(())
             });
             told.unwrap_or_else(|bug| log::error!("{bug}"));
         }
-        // Other threads of this rank may sleep, waiting for one of them.
+        // Other threads of this rank may sleep while they wait for one of these operations.
         self.domain.announce_ended();
     }
 
-    /// Refuses what a forked child asks of its parent's group: the locks may be held by threads that it does not have.
+    /// Fails in a forked child, which must not use its parent's group: threads that do not exist in the child may hold
+    /// the locks.
     pub fn not_forked(&self) -> Result<()> {
         if watch::generation() != self.generation {
             return Err(Error::invalid(
@@ -245,12 +251,13 @@ impl Group {
         Ok(())
     }
 
-    /// Whether a new operation may start. Never under the lock, because a fault that it finds fails the group.
+    /// Fails if no new operation may start. Must not be called under the lock, because it fails the group if it finds a
+    /// fault.
     fn usable(&self, what: &str) -> Result<()> {
         self.not_forked()?;
         self.faults.standing()?;
         if self.control.is_poisoned() {
-            // A peer found a fault in an operation that had ended well here.
+            // A peer found a fault in an operation that had succeeded on this rank.
             let fault = self.reported(None).unwrap_or_else(|| Error::aborted("sagellm: the group failed"));
             self.poison(fault.clone());
             return Err(fault);
@@ -273,38 +280,41 @@ impl Group {
         self.timeouts.set(timeout);
     }
 
-    /// Adds to the timeouts of operations that are issued from now on, until the first of them has ended.
+    /// Adds to the timeouts of operations issued from now on, until the first of these operations has ended.
     pub fn add_ephemeral_timeout(&self, more: Duration) {
         self.timeouts.extend(&mut self.lock().extensions, more);
     }
 
-    /// Why the group is unusable, if it is.
+    /// The group's fault, if it has failed.
     pub fn fault(&self) -> Option<Error> {
         self.faults.first().cloned()
     }
 
-    /// The fault that a peer reported, as this rank's error; `engine` says which operation of this rank it ends.
+    /// The fault that a peer reported, as an error of this rank. With `engine`, the error names the operation of this
+    /// rank that the fault ends.
     fn reported(&self, engine: Option<&dyn Engine>) -> Option<Error> {
         self.faults.reported(|| self.watch.channel()?.told(), engine)
     }
 
-    /// Called by the watch thread.
+    /// Called by the thread that watches processes.
     fn peer_ended(&self, rank: usize) {
         self.faults.peer_ended(rank);
         self.domain.announce_work();
     }
 
-    /// The other ranks on this host, whose end this rank detects, and whether each has died or left the group.
+    /// The other ranks on this host whose end this rank detects, and for each whether it has died or left the group.
     pub fn watched(&self) -> Vec<(usize, bool)> {
         self.faults.watched()
     }
 
-    /// Whether the group failed, or a call of its delegate, which leaves no fault: its own engine may go on.
+    /// Whether the group has failed, or a call of its delegate has. A failed delegate call sets no fault, because the
+    /// group's own engine may go on.
     pub fn has_failed(&self) -> bool {
         self.faults.has_failed()
     }
 
-    /// Fails everything pending here and on the peers. In a forked child it does nothing: the group is the parent's.
+    /// Fails everything that is pending here and on the peers. Does nothing in a forked child, because the group
+    /// belongs to the parent.
     pub fn abort(&self, reason: &str) {
         if self.not_forked().is_err() {
             return;
@@ -314,7 +324,7 @@ impl Group {
         self.poison(Error::aborted(laid_out(&head, &[], GO_ON)));
     }
 
-    /// Leaves in order: what was published stays readable for the peers, what is pending fails.
+    /// Leaves the group in order: published data stays readable for the peers, and pending operations fail.
     pub fn shutdown(&self) {
         if self.not_forked().is_err() || self.faults.close() {
             return;
@@ -331,7 +341,7 @@ impl Group {
         }
         let member: Arc<dyn Member> = Arc::<Watch>::clone(&self.watch);
         self.watch.responder().remove(&member);
-        // Outside of any lock: dropping the last group of a set of processes ends the watch over them.
+        // Not under any lock: dropping the last group of a set of processes stops watching these processes.
         let following = self.following.lock().unwrap().take();
         drop(following);
         *self.alive.lock().unwrap_or_else(PoisonError::into_inner) = None;
@@ -345,7 +355,8 @@ impl Group {
         self.tell_owners(ended, at);
     }
 
-    /// The first fault wins; it is told to the peers and to everything pending.
+    /// Sets the group's fault, unless it has one, and announces it to the peers. Then all pending operations fail with
+    /// the group's fault.
     fn poison(&self, error: Error) {
         let first = self.faults.set(error.clone());
         if first {
@@ -353,10 +364,10 @@ impl Group {
             log::debug!("group '{name}' rank {rank} failed: {}", error.in_one_line());
             self.control.announce(&error);
             if let Some(channel) = self.watch.channel() {
-                channel.look_again(); // so that the fault is published in the store
+                channel.look_again(); // so that the thread that reads the store publishes the fault
             }
         }
-        // Another thread may have been first: everything pending ends with its fault.
+        // If another thread has set its fault first, the pending operations fail with that fault.
         let fault = self.faults.first().unwrap_or(&error);
         self.fail_all(fault);
         if first {
@@ -370,7 +381,8 @@ fn contains(ended: &Ended, op: &Arc<CoreOp>) -> bool {
 }
 
 impl Inner {
-    /// Adds operations that ended to the statistics, before their owners are told; returns the time of their end.
+    /// Adds operations that ended to the statistics, before the ends are reported to their owners. Returns the time of
+    /// their end, or `None` if there are none.
     fn record_end(&mut self, ended: &Ended) -> Option<u64> {
         if ended.is_empty() {
             return None;
@@ -382,12 +394,13 @@ impl Inner {
 }
 
 impl Group {
-    /// One pass over the engine, with the lock held. True when something moved; an error is the group's fault.
+    /// One pass over the engine, with the lock held. Returns true if something advanced. An error is the group's fault.
     fn advance(&self, engine: &mut dyn Engine, ended: &mut Ended) -> Result<bool> {
         if engine.poll(ended)? {
             return Ok(true);
         }
-        // A fault that a peer reported comes first: ranks that leave after it leave because of it.
+        // Checked before the peers' ends: a rank that leaves after it has reported a fault leaves because of that
+        // fault.
         if self.control.is_poisoned() {
             return self.reported(Some(engine)).map_or(Ok(true), Err);
         }
@@ -397,15 +410,16 @@ impl Group {
         Ok(!ended.is_empty())
     }
 
-    /// With the lock held: fails where a rank that ended is still needed. Returns the operation with the next deadline.
+    /// With the lock held: fails if a rank that ended is still needed. Returns the operation with the next deadline.
     fn look_at_peers(&self, engine: &mut dyn Engine, ended: &mut Ended) -> Result<Option<Arc<CoreOp>>> {
         if !self.control.is_poisoned() {
-            self.faults.of_ended_peers(engine, ended).map_or(Ok(()), Err)?; // a reported fault is left to `drive`
+            self.faults.of_ended_peers(engine, ended).map_or(Ok(()), Err)?; // `drive` handles a reported fault
         }
         Ok(engine.next_deadline())
     }
 
-    /// Without the lock: fails where the deadline of an operation has passed, and asks about it where it waits for long.
+    /// Without the lock: fails if the deadline of an operation has passed. If the operation has waited for long, asks
+    /// the other ranks about it.
     fn look_at_deadline(&self, op: &Arc<CoreOp>, now: u64) -> Result<()> {
         let waiting = Waiting::of(op, now);
         if now < op.deadline {
@@ -427,7 +441,7 @@ impl Driven for Group {
         }
         let mut inner = match self.inner.try_lock() {
             Ok(inner) => inner,
-            // Another thread is driving or issuing, and releases the lock after one pass.
+            // Another thread is driving or issuing. It releases the lock after one pass.
             Err(TryLockError::WouldBlock) => return false,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
         };
@@ -502,7 +516,7 @@ impl Drop for Group {
         if watch::generation() != self.generation || self.faults.is_closed() {
             return;
         }
-        // Pending operations must not stay in the domain's count, and their owners must be told.
+        // Pending operations must be removed from the domain's count, and their owners must get a report.
         let dropped = Error::aborted(format!("sagellm: group '{}' was dropped", self.config.name));
         self.control.leave(&dropped, &|| self.host.interrupted());
         self.fail_all(&dropped);
@@ -510,11 +524,11 @@ impl Drop for Group {
     }
 }
 
-/// Stops our threads in this process; groups that are still open leave their peers in order.
+/// Ends the core's threads in this process. Groups that are still open leave in order.
 pub fn at_exit() {
-    // In a forked child these are its own groups and threads, if any.
+    // In a forked child, only groups and threads that the child itself has made are in these lists.
     for domain in Domain::all() {
-        // The newest first: a group over several hosts is made after the groups inside its host, which it uses.
+        // Newest first, because a group over several hosts is made after the groups inside its host, which it uses.
         domain.groups().iter().rev().for_each(|group| group.leave());
         driver::stop(&domain);
     }

@@ -1,4 +1,4 @@
-//! Gives out the statistics of a group: copies for callers, and a file when the group fails.
+//! Exports the statistics of a group: copies for callers, and a file when the group fails.
 
 use std::path::PathBuf;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -11,7 +11,7 @@ use crate::stats::export::{Moment, Names};
 use crate::stats::history::History;
 use crate::{config, select};
 
-/// The names of codes, for turning records into text.
+/// Functions that return the names of codes in records.
 pub const NAMES: Names = Names { path: select::path_name, reason: select::reason_name };
 
 impl Moment {
@@ -22,13 +22,13 @@ impl Moment {
 }
 
 impl Group {
-    /// Counts, times and waits, and the time at which they were read. The lock is held only for a copy.
+    /// Counters, times and waits, and the time at which they were read. Holds the lock only while it copies them.
     pub fn stats(&self) -> (Stats, Moment) {
         let stats = self.lock().stats.counts();
         (stats, Moment::now())
     }
 
-    /// The last operations.
+    /// A copy of the history of the last operations.
     pub fn records(&self) -> History {
         self.lock().stats.history().clone()
     }
@@ -41,22 +41,22 @@ impl Group {
         self.config.size
     }
 
-    /// Resets all counts.
+    /// Resets all counters.
     pub fn reset_stats(&self) {
         self.lock().stats.reset();
     }
 
-    /// The ranks of the default group that these ranks are; for records only. Only the first call counts.
+    /// For each rank of the group, its rank in the default group; only for records. Only the first call has an effect.
     pub fn set_members(&self, members: Vec<u32>) {
         self.watch.set_members(members);
     }
 
-    /// Writes the records of a group that has just failed into the folder named by the environment, if any.
+    /// Writes the records of a group that has just failed to the folder that the environment names, if any.
     pub(super) fn dump_records(&self) {
         let Some(folder) = config::dump_folder() else { return };
         let (rank, name) = (self.config.rank, &self.config.name);
         if self.faults.role().is_inside() {
-            return; // no program has made it
+            return; // the program has not made this group
         }
         let members = self.watch.members().map_or_else(|| (0..self.config.size as u32).collect(), <[u32]>::to_vec);
         let fault = self.fault().map(|error| error.text().to_string()).unwrap_or_default();

@@ -1,11 +1,11 @@
-//! Whose group it is.
+//! Whether the program or another group has made a group.
 
 #[derive(Clone, Debug)]
 pub(super) enum Role {
-    /// The program has made it.
+    /// The program has made the group.
     Program,
-    /// It is inside a host of a larger group, which asks and tells for it. For each rank its rank there: the ranks of its
-    /// errors have these numbers, because the user knows no others.
+    /// The group is the part of a larger group on one host. The larger group asks and answers for it. Element r is the
+    /// rank of rank r in the larger group. Errors use these numbers, because the user knows no others.
     Inside(Vec<usize>),
 }
 
@@ -14,7 +14,7 @@ impl Role {
         matches!(self, Role::Inside(_))
     }
 
-    /// The number of a rank in errors.
+    /// The number by which errors name a rank.
     pub fn number(&self, rank: usize) -> usize {
         match self {
             Role::Program => rank,

@@ -1,4 +1,5 @@
-//! The group as its watch sees it: the only place where the diagnosis of a hang meets the group.
+//! Implements the interface through which the watch sees the group. No other code connects the diagnosis of hangs with
+//! the group.
 
 use std::time::Duration;
 
@@ -88,8 +89,8 @@ impl Subject for Group {
 }
 
 impl Group {
-    /// The ranks that an operation on a device waits for. The number of each rank's last collective on a device is in the
-    /// memory that the ranks share.
+    /// The ranks that an operation on a device waits for. The number of each rank's last collective on a device is in
+    /// the memory that the ranks share.
     fn blockers_on_device(&self, waiting: &Waiting) -> Blockers {
         let described = |number: u64, kind: u8| {
             let kind = Kind::from_u8(kind).filter(|_| number > 0);
@@ -118,9 +119,9 @@ impl Group {
         Blockers::Ranks(late.into_iter().map(before).collect())
     }
 
-    /// Lets ranks that share no memory ask each other over this store.
+    /// Lets ranks that share no memory ask each other through this store.
     pub fn set_board(&self, store: SharedStore) {
-        // Without the id that ranks agree on when they meet, the keys of two groups could not be told apart.
+        // Without the id on which the ranks agree at the rendezvous, the keys of two groups would collide.
         let needs_one = self.config.size > 1 && self.watch.channel().is_none() && self.id != [0; 16];
         let (connection, responder) = (store.connection(), self.watch.responder());
         if needs_one && self.watch.set_channel(StoreChannel::over(store, &self.id(), responder)) {

@@ -1,5 +1,5 @@
-//! All groups of one rank, and the words by which its threads share the driving of them (`roles`). A process is one
-//! domain; in tests, where ranks are threads of one process, each rank has its own.
+//! All groups of one rank, and the words through which its threads share the driving of these groups (`roles`). A
+//! process is one domain; in tests, where ranks are threads of one process, each rank has its own domain.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -16,31 +16,32 @@ use crate::os::futex;
 use crate::os::watch::PerProcess;
 use crate::os::yielding::Yielding;
 
-/// A group, as its drivers see it.
+/// A group, as used by its drivers.
 pub trait Driven: Send + Sync {
-    /// Advances what can advance without waiting; false when nothing did, or another thread is driving it. Never
-    /// panics.
+    /// Advances what can advance without waiting. Returns false if nothing advanced or another thread is driving the
+    /// group. Never panics.
     fn drive(&self) -> bool;
-    /// Sleeps for at most `pause` where only this thread can then advance the group, and advances it; false when nothing moved
-    /// or the group has no such sleep.
+    /// If only the calling thread can advance the group, sleeps at most `_pause` for events and then advances it.
+    /// Returns false if nothing advanced, or if the group does not support such a sleep.
     fn rest(&self, _pause: Duration) -> bool {
         false
     }
-    /// Checks deadlines and peers that left; called between sleeps, at least every 50 ms while something is pending.
+    /// Checks deadlines, and peers that left. Called between sleeps, at least every 50 ms while something is pending.
     fn check_deadlines_and_peers(&self);
-    /// Operations that have not ended.
+    /// Number of operations that have not ended.
     fn pending(&self) -> usize;
-    /// The word on which peers wake this rank, if they can.
+    /// The word on which peers wake this rank; `None` if they cannot.
     fn wake_address(&self) -> Option<WakeAddress<'_>>;
-    /// The rank that this group belongs to.
+    /// The domain of the rank that this group belongs to.
     fn domain(&self) -> &Arc<Domain>;
-    /// Spin and yield budgets.
+    /// How long a waiting thread spins and yields.
     fn spin_policy(&self) -> SpinPolicy;
-    /// True when a lower rank was last seen waiting on the core that this thread runs on.
+    /// Whether a lower rank was last seen waiting on the core on which this thread runs.
     fn shares_core(&self) -> bool;
-    /// The process ends: fails pending operations and tells the peers.
+    /// Called at the end of the process: fails pending operations and leaves the group.
     fn leave(&self);
-    /// A thread (`os::watch::this_thread`) has waited for long in this group, or (`more` is false) has stopped waiting.
+    /// Records that a thread (`os::watch::this_thread`) has waited for long in this group (`more`), or that it has
+    /// stopped waiting.
     fn count_long_wait(&self, thread: u64, more: bool);
 }
 
@@ -48,12 +49,12 @@ pub trait Driven: Send + Sync {
 pub struct SpinPolicy {
     pub spin: Duration,
     pub yield_for: Duration,
-    /// Every rank could have its own core.
+    /// Whether there are enough cores for every rank to have its own.
     pub own_cores: bool,
 }
 
 impl SpinPolicy {
-    /// For `ranks` ranks of one host that may use `cores` cores together.
+    /// The budgets for `ranks` ranks on one host that may together use `cores` cores.
     pub fn for_ranks(ranks: usize, cores: usize) -> SpinPolicy {
         if ranks <= cores {
             SpinPolicy { spin: Duration::from_micros(3), yield_for: Duration::from_micros(200), own_cores: true }
@@ -62,14 +63,14 @@ impl SpinPolicy {
         }
     }
 
-    /// The budgets of a wait that another thread of this process must end: that thread may need this core.
+    /// The budgets of a wait that another thread of this process must end, because that thread may need this core.
     pub fn none() -> SpinPolicy {
         SpinPolicy { spin: Duration::ZERO, yield_for: Duration::ZERO, own_cores: false }
     }
 }
 
 impl SpinPolicy {
-    /// The budgets of a wait for another host, which a thread of this process may end as well.
+    /// The budgets of a wait for another host, which a thread of this process may also end.
     pub fn yielding() -> SpinPolicy {
         SpinPolicy { spin: Duration::ZERO, yield_for: Duration::from_micros(200), own_cores: false }
     }
@@ -82,12 +83,12 @@ impl fmt::Display for SpinPolicy {
     }
 }
 
-/// An event count inside one process. Its one "rank" is this process.
+/// An event count inside one process. As `WakeWords` it has one rank, this process.
 #[derive(Default)]
 pub struct EventCount {
-    /// Futex word: incremented (release) by the waking thread, read (acquire) before a sleep.
+    /// Futex word. The waking thread increments it (release); a sleeper reads it before it sleeps (acquire).
     word: AtomicU32,
-    /// Threads that sleep on it or are about to. Relaxed, ordered by the fences of `event_count`.
+    /// Number of threads that sleep on the word or are about to. Relaxed, because the fences of `event_count` order it.
     sleepers: AtomicU32,
 }
 
@@ -121,33 +122,36 @@ impl WakeWords for EventCount {
 
 #[derive(Default)]
 pub struct Domain {
-    /// Its groups, in the order in which they were made. Weak: a dropped group leaves by itself.
+    /// Groups of the domain, in the order in which they were made. Weak, so that a dropped group disappears by itself.
     groups: RwLock<Vec<Weak<dyn Driven>>>,
-    /// Operations of all its groups that have not ended. Raised by groups at issue, lowered when they end.
+    /// Number of operations of all groups that have not ended. Groups increment it at issue and decrement it at the
+    /// end.
     pending: AtomicUsize,
-    /// Number of threads in `driver::wait_until`. Changed by these threads, read by the progress thread and by the last
-    /// of them that leaves.
+    /// Number of threads in `driver::wait_until`. These threads change it. The progress thread reads it, and so does
+    /// each of these threads when it leaves.
     drivers: AtomicUsize,
-    /// Signalled when there may be something new to drive.
+    /// Signalled when there may be new work for drivers.
     pub work: EventCount,
-    /// Signalled when an operation ended on another thread than the one that waits for it.
+    /// Signalled when an operation has ended on a thread that is not the one waiting for it.
     pub ended: EventCount,
-    /// Set once, at the end of the process; read by the progress thread.
+    /// Set by `driver::stop` at the end of the process, and reset after the thread has ended. Read by the progress
+    /// thread.
     pub(crate) stopping: AtomicBool,
     pub(crate) thread: Mutex<Option<JoinHandle<()>>>,
-    /// Set (release) when the thread was started, read (acquire) by every asynchronous operation, to skip the lock.
+    /// Whether the progress thread was started. Set with release; every asynchronous operation reads it with acquire,
+    /// to skip the lock of `thread`.
     pub(crate) running: AtomicBool,
-    /// When a waiting thread last checked whether it shares its core with a peer (`clock::now`), so that it checks at most
-    /// every 5 ms. Written and read by waiting threads, relaxed: nothing else is read by it.
+    /// Time at which a waiting thread last checked whether it shares its core with a peer (`clock::now`); limits these
+    /// checks to one in 5 ms. Written and read by waiting threads. Relaxed, because it guards no other data.
     pub(super) dodged: AtomicU64,
-    /// Whether threads that wait yield their core or sleep.
+    /// Decides whether waiting threads yield their core or sleep.
     pub(super) yielding: Yielding,
 }
 
 static DOMAINS: PerProcess<Mutex<HashMap<u64, Arc<Domain>>>> = PerProcess::new();
 
 impl Domain {
-    /// The domain with this number: 0 is that of the process; tests give their ranks others.
+    /// The domain with this number. Number 0 belongs to the process; tests give each rank another number.
     pub fn numbered(number: u64) -> Arc<Domain> {
         Arc::clone(DOMAINS.get().lock().unwrap_or_else(PoisonError::into_inner).entry(number).or_default())
     }
@@ -171,7 +175,7 @@ impl Domain {
         self.groups.read().unwrap_or_else(PoisonError::into_inner).iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// Groups with something pending.
+    /// The groups that have pending operations.
     pub fn busy(&self) -> Vec<Arc<dyn Driven>> {
         let groups = self.groups.read().unwrap_or_else(PoisonError::into_inner);
         groups.iter().filter_map(Weak::upgrade).filter(|group| group.pending() > 0).collect()
@@ -187,12 +191,12 @@ impl Domain {
         self.pending.fetch_sub(operations, Ordering::Relaxed);
     }
 
-    /// Operations ended: wakes the threads that may wait for them.
+    /// Wakes the threads that may wait for operations that have just ended.
     pub fn announce_ended(&self) {
         event_count::announce(&self.ended, 1);
     }
 
-    /// A condition that drivers check has changed: a peer ended.
+    /// Wakes drivers, because a condition that they check has changed, such as the end of a peer.
     pub fn announce_work(&self) {
         event_count::announce(&self.work, 1);
     }

@@ -1,16 +1,16 @@
-//! The threads that make progress: a thread that waits drives every group of its process; when none waits, the progress
-//! thread does. No thread owns a group for longer than one pass: `Driven::drive` takes the group's lock if it is free,
-//! advances what it can, and releases it.
+//! The threads that make progress. A thread that waits drives every group of its process; if no thread waits, the
+//! progress thread drives them. No thread keeps a group for longer than one pass: `Driven::drive` takes the group's
+//! lock if it is free, advances what it can, and releases the lock.
 //!
 //! A waiting thread first spins, then yields, then sleeps on the wake words of all groups that it drives. The budgets
-//! are measured: a futex wake across cores costs 14 to 26 us, so yielding for several times that before sleeping pays.
-//! Spinning is short even where every rank could have its own core: when other work pushes two ranks onto one core, 25
-//! us of spinning keep the peer off it and cost 70 us in every operation; 3 us cost nothing where the ranks do have
-//! their own cores, because a yield with no other thread to run takes 0.4 us (docs/internals/benchmarks.md). Where yields
-//! take long, it sleeps after spinning (`os::yielding`).
+//! were measured. A futex wake across cores costs 14 to 26 us, so it pays to yield for several times as long before a
+//! sleep. Spinning is short even if every rank can have its own core. When other work pushes two ranks onto one core,
+//! 25 us of spinning keep the peer off the core and cost 70 us in every operation. 3 us of spinning cost nothing while
+//! the ranks do have their own cores, because a yield with no other runnable thread takes 0.4 us
+//! (docs/internals/benchmarks.md). If yields take long, the thread sleeps directly after spinning (`os::yielding`).
 //!
-//! `roles` says which event wakes which thread: this file knows groups, clocks and the kernel, and holds no shared word
-//! itself.
+//! `roles` defines which event wakes which thread. This file handles groups, clocks and the kernel, and has no shared
+//! word of its own.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -28,7 +28,7 @@ use crate::os::{futex, watch};
 
 /// Longest sleep between two checks of deadlines and signals.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// The longest sleep where more groups are busy than one sleep can watch, or other threads cannot end it.
+/// Longest sleep if more groups are busy than one futex wait can watch, or if no other thread can end the sleep.
 const SHORT_NAP: Duration = Duration::from_millis(1);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,12 +38,12 @@ pub enum Outcome {
     Interrupted,
 }
 
-/// Drives until `done`, or `until` passes, or the host was interrupted. The groups check the deadlines of operations
-/// themselves: they end them, which makes `done` true.
+/// Drives until `done` returns true, or `until` passes, or the host was interrupted. It does not check deadlines of
+/// operations: the groups do, and end late operations, so that `done` becomes true.
 pub fn wait_until(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, done: impl Fn() -> bool) -> Outcome {
     let driving = roles::Driving::new(&**group.domain());
     let spin_policy = group.spin_policy();
-    // Time since nothing has moved, as far as the clock was read.
+    // Time since something last advanced, as of the last reading of the clock.
     let mut idle_since: Option<Instant> = None;
     let mut idle = Duration::ZERO;
     let mut last_look = Instant::now();
@@ -58,7 +58,8 @@ pub fn wait_until(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, d
             return Outcome::Done;
         }
         turns = turns.wrapping_add(1);
-        // Other groups of this process, whose peers may wait for this rank: every few turns, and always before a sleep.
+        // Drives the other groups of this process, whose peers may wait for this rank: every eighth turn, and always
+        // before a sleep.
         if turns & 7 == 0 && group.domain().pending() > group.pending() {
             moved |= drive_others(group);
         }
@@ -67,7 +68,7 @@ pub fn wait_until(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, d
         } else {
             std::hint::spin_loop();
         }
-        // Reading the clock costs as much as a pass, so it is read in every eighth turn while spinning.
+        // Reading the clock costs as much as a pass, so a spinning thread reads it only in every eighth turn.
         if idle < spin_policy.spin && turns & 7 != 0 {
             continue;
         }
@@ -75,8 +76,8 @@ pub fn wait_until(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, d
         if until.is_some_and(|until| now >= until) {
             return Outcome::Elapsed;
         }
-        // Checked while things move, too: a long transfer, or a peer that breaks the protocol, must not hide deadlines
-        // and signals.
+        // Checked even while things advance: a long transfer, or a peer that violates the protocol, must not delay
+        // deadlines and signals.
         if now - last_look >= POLL_INTERVAL {
             last_look = now;
             long_wait.get_or_insert_with(|| Registered::new(group));
@@ -95,8 +96,9 @@ pub fn wait_until(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, d
             yield_core(group, &done);
         } else {
             let pause = until.map_or(next_look, |until| (until - now).min(next_look));
-            // Reading the connections to other hosts itself saves the hand-over from the thread that reads them meanwhile. If
-            // another thread ends the operation just before this sleep, `done` is noticed when the sleep ends.
+            // If this thread reads the connections to other hosts itself (`rest`), it saves the wake from the thread
+            // that would read them. If another thread ends the operation just before `rest`, `done` is checked only
+            // when `rest` returns.
             let alone = group.domain().pending() == group.pending();
             if !(alone && group.rest(pause.min(SHORT_NAP))) {
                 sleep(group.domain(), Some(group), pause.max(Duration::from_micros(50)), &done);
@@ -105,21 +107,21 @@ pub fn wait_until(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, d
     }
 }
 
-/// Checks signals, and the deadlines and peers of all groups of the process. False when a signal ends the wait.
+/// Checks signals, and the deadlines and peers of all groups of the process. Returns false if a signal ends the wait.
 fn look_around(group: &dyn Driven, host: &dyn Host, driving: &roles::Driving<'_, Domain>) -> bool {
-    // `interrupted` may wait for the interpreter's lock, for seconds: meanwhile this thread drives nothing and must not
-    // count as a driver, so another thread must be able to take over.
+    // `interrupted` may wait seconds for the interpreter's lock. Meanwhile this thread drives nothing, so it must not
+    // count as a driver, and the progress thread must be able to take over.
     start_progress(group.domain());
     if driving.pause(|| host.interrupted()) {
         return false;
     }
     group.check_deadlines_and_peers();
-    // Of the other groups, too: while a thread waits, the progress thread checks no deadlines.
+    // Also those of the other groups, because the progress thread checks no deadlines while a thread waits.
     group.domain().busy().iter().for_each(|other| other.check_deadlines_and_peers());
     true
 }
 
-/// Gives the core to another thread; where it is a peer's, by a short sleep (`may_dodge`).
+/// Yields the core to another thread. If this rank shares the core with a peer, sleeps briefly instead (`may_dodge`).
 fn yield_core(group: &dyn Driven, done: &impl Fn() -> bool) {
     let spin_policy = group.spin_policy();
     if spin_policy.own_cores && may_dodge(group.domain()) && group.shares_core() {
@@ -129,7 +131,7 @@ fn yield_core(group: &dyn Driven, done: &impl Fn() -> bool) {
     }
 }
 
-/// While it lives, the group counts this thread as one that has waited for long. Shorter waits do not pay for that.
+/// While this lives, the group counts this thread as one that has waited for long. Shorter waits do not pay this cost.
 struct Registered<'a>(&'a dyn Driven, u64);
 
 impl<'a> Registered<'a> {
@@ -146,9 +148,9 @@ impl Drop for Registered<'_> {
     }
 }
 
-/// Two ranks that landed on one core stay there as long as they only yield to each other, at 20 us an operation. A real
-/// sleep lets the kernel wake the thread on an idle core. At most one try in five milliseconds: where no core is idle
-/// it does not help.
+/// Whether a thread may try to leave a core that it shares with a peer. Two ranks on one core stay there as long as
+/// they only yield to each other, at 20 us per operation. A real sleep lets the kernel wake the thread on an idle core.
+/// Tried at most once in five milliseconds, because it does not help if no core is idle.
 fn may_dodge(domain: &Domain) -> bool {
     const EVERY: u64 = 5_000_000;
     let now = crate::os::clock::now();
@@ -167,18 +169,18 @@ fn drive_others(group: &dyn Driven) -> bool {
     moved
 }
 
-/// Sleeps until a peer wakes this rank in one of the busy groups or in `own`, an operation is issued anywhere in the
-/// domain, or `stop` may have become true, unless something moves in a last pass. A waiting thread (`own` is given) is
-/// also woken when another thread ends an operation.
+/// Makes a last pass over the busy groups, and sleeps unless something advanced. The sleep ends when a peer wakes this
+/// rank in one of the busy groups or in `own`, when an operation is issued anywhere in the domain, or when `stop` may
+/// have become true. A waiting thread (`own` is given) is also woken when another thread ends an operation.
 fn sleep(domain: &Arc<Domain>, own: Option<&dyn Driven>, pause: Duration, stop: impl Fn() -> bool) {
-    // This must come first: an operation issued from here on wakes this thread, one issued before is among the busy
-    // groups.
+    // Must come first: an operation that is issued after this wakes the thread, and one that was issued before is in a
+    // busy group.
     let work = Listening::new(&domain.work, 0);
     let ended = own.map(|_| Listening::new(&domain.ended, 0));
     let busy = domain.busy();
     let others =
         busy.iter().map(|group| &**group).filter(|group| !own.is_some_and(|own| std::ptr::addr_eq(*group, own)));
-    // The word of `own` first: where only one word can be watched, it is the first.
+    // The word of `own` comes first, because it must be watched even if only one word can be.
     let groups: Vec<&dyn Driven> = own.into_iter().chain(others).collect();
     let addresses = groups.iter().filter_map(|group| group.wake_address());
     let doors: Vec<(&AtomicU32, Listening<dyn WakeWords>)> =
@@ -201,7 +203,7 @@ fn sleep(domain: &Arc<Domain>, own: Option<&dyn Driven>, pause: Duration, stop: 
     futex::wait(&words, pause);
 }
 
-/// Call it after an operation was issued that did not end at once and that its caller does not wait for now.
+/// Must be called after an operation was issued that did not end at once and that its caller does not wait for now.
 pub fn issued(domain: &Arc<Domain>) {
     start_progress(domain);
     roles::issued(&**domain);
@@ -221,7 +223,7 @@ fn start_progress(domain: &Arc<Domain>) {
     }
 }
 
-/// Ends the progress thread; operations that are still pending stay pending.
+/// Ends the progress thread. Pending operations stay pending.
 pub fn stop(domain: &Domain) {
     domain.stopping.store(true, Ordering::Relaxed);
     event_count::announce(&domain.work, 1);
@@ -233,18 +235,18 @@ pub fn stop(domain: &Domain) {
     domain.stopping.store(false, Ordering::Relaxed);
 }
 
-/// A thread that just issued usually waits at once, so the progress thread lets this time pass before it takes over.
+/// A thread that has just issued usually waits at once, so the progress thread sleeps this long before it takes over.
 const GRACE: Duration = Duration::from_micros(50);
-/// The longest such time, after it was woken in vain again and again.
+/// Longest such sleep, after repeated wakes for which the progress thread was not needed.
 const LONGEST_GRACE: Duration = Duration::from_micros(500);
 
-/// The progress thread of a domain: drives while operations are pending and no thread waits. Ends when the domain
-/// stops.
+/// The progress thread of a domain. It drives while operations are pending and no thread waits, and ends when the
+/// domain stops.
 fn progress(domain: &Arc<Domain>) {
     let mut grace = GRACE;
     let looked = Cell::new(Instant::now());
-    // Threads that wait one after the other, each for less than a pause, check no deadlines themselves. Each of them
-    // that leaves operations behind wakes this thread.
+    // Threads that wait one after another, each for less than `POLL_INTERVAL`, check no deadlines themselves. Each of
+    // them that leaves pending operations behind wakes this thread.
     let look = || {
         if domain.pending() > 0 && looked.get().elapsed() >= POLL_INTERVAL {
             looked.set(Instant::now());
@@ -263,7 +265,7 @@ fn progress(domain: &Arc<Domain>) {
             continue;
         }
         grace = GRACE;
-        // A panic that a group did not catch is our own bug: the operations of all groups still need a driver.
+        // A panic that a group did not contain is a bug of ours. The operations of all groups still need a driver.
         if catch_unwind(AssertUnwindSafe(|| drive_while_needed(domain))).is_err() {
             log::error!("internal error in the progress thread, please report it with the text above");
         }

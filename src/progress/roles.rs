@@ -1,46 +1,48 @@
 //! Which thread drives the groups of a rank, and which event wakes which thread. A thread that waits drives; the
-//! progress thread drives while operations are pending and no thread waits. Nothing here sleeps or knows groups: it is
-//! generic over the words, so that `tests/loom.rs` runs this code on loom's atomics, which try every interleaving.
+//! progress thread drives while operations are pending and no thread waits. This code does not sleep and knows no
+//! groups. It is generic over the shared words, so that `tests/loom.rs` can run it on loom's atomics, which try every
+//! interleaving.
 //!
 //! | event | woken threads | by |
 //! | --- | --- | --- |
-//! | an operation is issued that did not end at once | every sleeping driver, so that it watches that group too; or the progress thread | `issued` |
+//! | an operation that does not end at once is issued | every sleeping driver, or the progress thread | `issued` |
 //! | the last driver leaves with operations pending | the progress thread | `Driving`'s drop |
-//! | an operation ends or fails | waiting threads that sleep | `event_count::announce` on `ended` |
+//! | an operation ends or fails | sleeping threads that wait for operations | `event_count::announce` on `ended` |
 //! | a peer publishes something | every thread that sleeps on this rank's wake word | `event_count::announce` on the segment |
 //!
-//! Each of the four is the same handshake (`event_count`): the sleeper counts itself, fences and checks once more; a
-//! publisher publishes, fences and reads the sleepers. One of the two sees the other.
+//! All four use the same handshake (`event_count`). The sleeper counts itself, fences and checks once more. The
+//! publisher publishes, fences and reads the number of sleepers. So either the sleeper sees what was published, or the
+//! publisher sees the sleeper.
 
 use crate::os::event_count;
 use crate::os::event_count::{Listening, WakeWords};
 
-/// The words of one rank. Reads and writes are relaxed; `fence` and the fences of `event_count` order them.
+/// The shared words of one rank. Reads and writes are relaxed; `fence` and the fences of `event_count` order them.
 pub trait Words {
     type Work: WakeWords;
-    /// Signalled for drivers, the progress thread included.
+    /// Signalled for drivers and for the progress thread.
     fn work(&self) -> &Self::Work;
-    /// Operations of all groups that have not ended. Raised before an operation is passed to its engine.
+    /// Number of operations of all groups that have not ended. Incremented before an operation is passed to its engine.
     fn pending(&self) -> usize;
-    /// Threads that wait and therefore drive.
+    /// Number of threads that wait and therefore drive.
     fn drivers(&self) -> usize;
     fn count_driver(&self, more: bool);
-    /// The process ends, and so must the progress thread.
+    /// Whether the process ends, so that the progress thread must end.
     fn stopping(&self) -> bool;
 }
 
-/// Call it after an operation was issued that did not end at once.
+/// Must be called after an operation was issued that did not end at once.
 pub fn issued<W: Words>(words: &W) {
     event_count::announce(words.work(), 1);
 }
 
-/// True when only the progress thread can advance the pending operations.
+/// Whether only the progress thread can advance the pending operations.
 pub fn needs_progress<W: Words>(words: &W) -> bool {
     words.pending() > 0 && words.drivers() == 0 && !words.stopping()
 }
 
-/// Held by a thread that waits, and therefore drives. Its drop wakes the progress thread for the pending operations,
-/// also when the wait ends in a panic.
+/// Held by a thread while it waits and therefore drives. Dropping it wakes the progress thread if operations are
+/// pending, even if the wait ends in a panic.
 pub struct Driving<'a, W: Words>(&'a W);
 
 impl<'a, W: Words> Driving<'a, W> {
@@ -49,7 +51,7 @@ impl<'a, W: Words> Driving<'a, W> {
         Driving(words)
     }
 
-    /// Runs `body`; meanwhile this thread does not count as a driver.
+    /// Runs `body`. Meanwhile this thread does not count as a driver.
     pub fn pause<T>(&self, body: impl FnOnce() -> T) -> T {
         let pause = Pause::new(self.0);
         let value = body();
@@ -87,8 +89,8 @@ impl<W: Words> Drop for Pause<'_, W> {
     }
 }
 
-/// The progress thread waits until it is needed (true) or must end (false). `sleep` puts the thread to sleep while
-/// `work` has the given value, and may return early for no reason.
+/// The progress thread waits in this until it is needed (true) or must end (false). `sleep` sleeps while `work` has the
+/// given value, and may return spuriously.
 pub fn await_work<W: Words>(words: &W, sleep: impl Fn(u32)) -> bool {
     loop {
         let listening = Listening::new(words.work(), 0);
