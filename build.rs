@@ -1,5 +1,5 @@
-//! Builds the cxx glue into the static library when the feature `torch` is on. The headers it generates are what
-//! `cpp/` includes; `setup.py` finds them below `target/cxxbridge`.
+//! Builds the cxx glue into the static library if the feature `torch` is on. cxx also generates the headers that `cpp/`
+//! includes; `setup.py` finds them below `target/cxxbridge`.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");

@@ -1,4 +1,4 @@
-//! The settings of a group, and the environment variables of the core. Read once, plain data.
+//! The settings of a group, and the environment variables of the core. Plain data.
 
 use std::time::Duration;
 
@@ -8,48 +8,48 @@ use once_cell::sync::Lazy;
 pub struct Config {
     pub rank: usize,
     pub size: usize,
-    /// Deadline of operations without a timeout.
+    /// Timeout of operations that name none.
     pub timeout: Duration,
     /// Name in error texts and logs.
     pub name: String,
-    /// The reason why this group must not use shared memory, if there is one.
+    /// Why this group must not use shared memory; `None` if it may.
     pub delegate_reason: Option<String>,
     /// The option `delegate`: the backend of torch that serves groups and operations that this engine cannot. Equal on
     /// all ranks.
     pub delegate: String,
-    /// The option `algorithm`: rules with priority over those of the environment (`select::rules`).
+    /// The option `algorithm`: rules that take precedence over those of the environment (`select::rules`).
     pub algorithm: String,
-    /// The option `topology`: what the user says about the machines (`select::start::Topology` as text), or empty.
+    /// The option `topology`: the user's description of the machines (`select::start::Topology` as text), or empty.
     pub topology: String,
-    /// Rank 0's policy of algorithm choice (`select::policy`), as text; filled when the group is made.
+    /// Rank 0's policy of algorithm choice (`select::policy`) as text; filled in when the group is made.
     pub policy: String,
     pub settings: Settings,
-    /// The option `soft_timeout`; none: that of the process (`soft_timeout`).
+    /// The option `soft_timeout`; `None`: the setting of the process (`soft_timeout`).
     pub soft_timeout: Option<Duration>,
-    /// Where other ranks reach this process, for groups that need a delegate or a link, as `rendezvous::addresses` reads
-    /// it. Empty where the caller does not say.
+    /// Addresses at which other ranks reach this process, for groups that need a delegate or a link, in the format of
+    /// `rendezvous::addresses`. Empty if the caller names none.
     pub addresses: String,
 }
 
-/// Options on which all ranks of a group must agree. Between hosts a difference is reported as a mismatch; inside one
-/// host `fusion` is a local matter that no peer notices, and the others change nothing.
+/// Options on which all ranks of a group must agree. Over several hosts, a difference is reported as a mismatch. On one
+/// host, `fusion` only has local effects that peers do not notice, and the other options have no effect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Settings {
     /// Fuses small operations that are pending at the same time.
     pub fusion: bool,
-    /// Gives the bits of one host: every element is combined in the order of the ranks.
+    /// Gives the same bits as on one host: every element is reduced in the order of the ranks.
     pub strict: bool,
-    /// Measures the link between hosts when the group is made; if not, the start rules decide (`select::start`). Rank 0's
-    /// holds for the group, by its policy.
+    /// Measures the link between hosts when the group is made. If false, the start rules decide (`select::start`). Rank
+    /// 0's value applies to the whole group, as part of its policy.
     pub measure_link: bool,
 }
 
 impl Config {
-    /// The delegate that can also be a link for our own schedules between hosts. Other backends do not offer what a
-    /// link needs: receives posted ahead, and aborting a wait. They serve such groups as a whole.
+    /// The delegate that can also be a link for our own schedules between hosts. Other backends lack what a link needs:
+    /// receives that are posted in advance, and aborting a wait. They serve such groups as a whole.
     pub const LINK: &'static str = "gloo";
 
-    /// What serves this group where the engine does not, as texts name it.
+    /// Name in texts of the backend that serves this group if the engine cannot.
     pub fn served_by(&self) -> &str {
         if self.delegate.is_empty() { Config::LINK } else { &self.delegate }
     }
@@ -61,15 +61,16 @@ impl Default for Settings {
     }
 }
 
-/// The folder for the last operations of a group that fails: the variable `SAGELLM_DUMP_DIR`; none if it is unset.
+/// The folder for the last operations of a group that fails: the variable `SAGELLM_DUMP_DIR`; `None` if it is unset.
 pub fn dump_folder() -> Option<&'static str> {
     static FOLDER: Lazy<Option<String>> =
         Lazy::new(|| std::env::var("SAGELLM_DUMP_DIR").ok().filter(|folder| !folder.is_empty()));
     FOLDER.as_deref()
 }
 
-/// How long an operation may take before its group logs a line and asks the ranks that it waits for what they are doing:
-/// the variable `SAGELLM_SOFT_TIMEOUT` in seconds, 30 if unset or no number. 0: no line; they are asked before the deadline.
+/// How long an operation may take before its group asks the ranks that it waits for what they are doing, and logs a
+/// line. The variable `SAGELLM_SOFT_TIMEOUT` in seconds; 30 if it is unset or not a number. With 0, no line is logged,
+/// and the ranks are asked only before the deadline.
 pub fn soft_timeout() -> Duration {
     const UNSET: f64 = 30.0;
     static SOFT: Lazy<Duration> = Lazy::new(|| {
@@ -80,8 +81,8 @@ pub fn soft_timeout() -> Duration {
     *SOFT
 }
 
-/// Smallest number of operations of which each group keeps a record: the variable `SAGELLM_RING`, 1024 if unset or no
-/// number.
+/// Number of operations of which each group keeps a record, at least. The variable `SAGELLM_RING`; 1024 if it is unset
+/// or not a number.
 pub fn ring() -> usize {
     const MOST: usize = 1 << 20;
     static RING: Lazy<usize> = Lazy::new(|| {
@@ -90,8 +91,8 @@ pub fn ring() -> usize {
     *RING
 }
 
-/// Size of the memory in which tensors lie that peers can reach: the variable `SAGELLM_SHARED_BYTES`; None if it is unset
-/// or no number.
+/// Size of the memory for tensors that peers can reach: the variable `SAGELLM_SHARED_BYTES`; `None` if it is unset or
+/// not a number.
 pub fn shared_bytes() -> Option<usize> {
     std::env::var("SAGELLM_SHARED_BYTES").ok().and_then(|text| text.trim().parse().ok())
 }
@@ -101,22 +102,23 @@ pub fn kernels() -> Option<String> {
     std::env::var("SAGELLM_KERNELS").ok().filter(|name| !name.trim().is_empty())
 }
 
-/// The file of a vendor's library: the variable `SAGELLM_<KEY>_LIBRARY`. Read when a library is opened, which is once.
+/// Path of a vendor's library: the variable `SAGELLM_<KEY>_LIBRARY`. Read when a library is opened, which happens once.
 pub fn library(key: &str) -> Option<String> {
     std::env::var(format!("SAGELLM_{key}_LIBRARY")).ok().filter(|path| !path.is_empty())
 }
 
-/// A folder with vendor libraries under their usual names: the variable `SAGELLM_VENDOR_DIR`.
+/// A folder that contains vendor libraries under their usual names: the variable `SAGELLM_VENDOR_DIR`.
 pub fn vendor_folder() -> Option<String> {
     std::env::var("SAGELLM_VENDOR_DIR").ok().filter(|folder| !folder.is_empty())
 }
 
-/// Whether 64-bit floats may travel as 32 bits where a device has no others: the variable `SAGELLM_DOUBLE_AS_FLOAT`.
+/// Whether 64-bit floats may be sent as 32-bit floats to devices that have no others: the variable
+/// `SAGELLM_DOUBLE_AS_FLOAT`.
 pub fn double_as_float() -> bool {
     std::env::var("SAGELLM_DOUBLE_AS_FLOAT").is_ok_and(|value| value == "1")
 }
 
-/// Whether `explain` reports the algorithm that NCCL used, for which it loads a plugin of ours: the variable
+/// Whether `explain` reports the algorithm that NCCL used, for which NCCL must load our plugin: the variable
 /// `SAGELLM_EXPLAIN`.
 pub fn explains_devices() -> bool {
     std::env::var("SAGELLM_EXPLAIN").is_ok_and(|value| value == "1")

@@ -1,50 +1,51 @@
-//! Errors, in two classes: the fault of the caller or of the system (every kind but one), and our own bugs. The texts are
-//! golden files (`tests/golden`): who, what was expected, what came, what to do. [`laid_out`] gives those about a group
-//! their lines. [`Error::encode`] is how an error travels to another rank.
+//! Errors. There are two classes: errors of the caller or of the system (all kinds except `Bug`), and our own bugs. The
+//! texts are golden files (`tests/golden`); each says which rank or call failed, what was expected, what was found, and
+//! what to do. [`laid_out`] lays out the texts about a group in lines. [`Error::encode`] encodes an error for another
+//! rank.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// What went wrong, as facts: of which kind, which rank it is about, who reported it, what a rank was doing, and what else
-/// there is to say. They become text where the error is shown ([`Error::text`]), and nothing reads that text again. Ranks
-/// are numbered as in the group whose error it is; a group inside a host uses the numbers of the whole group.
+/// An error as facts: its kind, the rank that it is about, the rank that reported it, what a rank was doing, and
+/// further text. The facts become one text only where the error is shown ([`Error::text`]), and no code parses that
+/// text. Ranks are numbered as in the group that failed; a group inside a host uses the numbers of the whole group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Error(Box<Facts>);
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Facts {
     kind: ErrorKind,
-    /// The operation continues: only a `wait(t)` has elapsed.
+    /// Only a `wait(t)` has elapsed, and the operation is still pending.
     goes_on: bool,
-    /// The rank whose process ended, or that left.
+    /// The rank whose process ended, or that left the group.
     rank: Option<usize>,
-    /// The rank that found it, if that is another one.
+    /// The rank that found the error, if it is not this rank.
     reporter: Option<usize>,
-    /// What a rank was doing meanwhile: its number, and what, as "is in all_reduce(...) number 3".
+    /// What a rank was doing meanwhile: its number, and a text such as "is in all_reduce(...) number 3".
     operation: Option<(usize, String)>,
     text: Text,
 }
 
-/// The class of an error, from which C++ picks the exception. The number is the letter in front of an error's text
-/// where it leaves the core: over the C++ bridge, in shared memory and in frames between hosts.
+/// The class of an error. C++ chooses the exception by it. Its number is a letter, which precedes the error's text
+/// outside the core: over the C++ bridge, in shared memory, and in frames between hosts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum ErrorKind {
-    /// The call itself is wrong; nothing was sent and no sequence number was used.
+    /// The call itself is wrong. Nothing was sent and no sequence number was used.
     Invalid = b'V',
-    /// The operation's own deadline passed, which poisons the group, or `wait(t)` elapsed, which does not.
+    /// The operation's own deadline passed, which poisons the group; or `wait(t)` elapsed, which does not.
     Timeout = b'T',
     /// A peer's process ended.
     RankFailed = b'D',
     /// Ranks called different operations under one sequence number.
     Mismatch = b'M',
-    /// Someone called abort, or the group was shut down.
+    /// The program called abort, or the group was shut down.
     Aborted = b'A',
-    /// A Python signal handler raised while the caller was waiting.
+    /// A Python signal handler raised an exception while the caller was waiting.
     Interrupted = b'P',
-    /// The operating system refused something the engine needs.
+    /// The operating system refused a request of the engine.
     System = b'S',
-    /// A broken assumption of ours; the text carries both values.
+    /// An assumption of our code is violated. The text contains the expected and the actual value.
     Bug = b'B',
 }
 
@@ -72,13 +73,13 @@ impl Error {
     pub fn timeout(text: impl Into<Text>) -> Error {
         Error::new(ErrorKind::Timeout, text)
     }
-    /// `wait(t)` elapsed; the operation continues.
+    /// `wait(t)` elapsed; the operation is still pending.
     pub fn wait_elapsed(text: impl Into<Text>) -> Error {
         let mut error = Error::timeout(text);
         error.0.goes_on = true;
         error
     }
-    /// The process of `rank` ended, or it left.
+    /// The process of `rank` ended, or the rank left the group.
     pub fn rank_failed(rank: usize, text: impl Into<Text>) -> Error {
         let mut error = Error::new(ErrorKind::RankFailed, text);
         error.0.rank = Some(rank);
@@ -100,7 +101,7 @@ impl Error {
         Error::new(ErrorKind::Bug, text)
     }
 
-    /// With what `rank` was doing, which becomes the first of its lines.
+    /// Adds what `rank` was doing. It becomes the first line after the head.
     #[must_use]
     pub fn while_rank(mut self, rank: usize, does: &str) -> Error {
         self.0.operation = Some((rank, does.to_string()));
@@ -111,33 +112,34 @@ impl Error {
         self.0.kind
     }
 
-    /// True where only a `wait(t)` has elapsed, and the operation continues.
+    /// Whether only a `wait(t)` has elapsed, and the operation is still pending.
     pub fn is_elapsed_wait(&self) -> bool {
         self.0.goes_on
     }
 
-    /// The rank that it is about.
+    /// The rank that the error is about.
     pub fn rank(&self) -> Option<usize> {
         self.0.rank
     }
 
-    /// The rank of which it says what it was doing: the one that found it, on that rank alone (`encode` makes text of it).
+    /// The rank whose activity the error describes, which is the rank that found the error. Known only on that rank,
+    /// because `encode` turns the activity into text.
     pub fn found_by(&self) -> Option<usize> {
         self.0.operation.as_ref().map(|(rank, _)| *rank)
     }
 
-    /// The rank that found it, if that is another one.
+    /// The rank that found the error, if it is not this rank.
     pub fn reporter(&self) -> Option<usize> {
         self.0.reporter
     }
 
-    /// The letter of its kind.
+    /// The letter of the error's kind.
     pub fn code(&self) -> char {
         self.kind() as u8 as char
     }
 
-    /// An error of another rank, as the error of this one: an abort, unless it names a failed rank, a deadline or mismatched
-    /// calls.
+    /// Converts an error of another rank to an error of this rank. It becomes an abort, unless it is about a failed
+    /// rank, a deadline or mismatched calls.
     #[must_use]
     pub fn as_told(mut self) -> Error {
         if !matches!(self.0.kind, ErrorKind::Timeout | ErrorKind::RankFailed | ErrorKind::Mismatch) {
@@ -146,15 +148,15 @@ impl Error {
         self
     }
 
-    /// As the rank `by` has told it, which may have it from another one.
+    /// Adds that rank `by` reported the error, unless the error already names the rank that reported it first.
     #[must_use]
     pub fn reported_by(mut self, by: usize) -> Error {
         self.0.reporter.get_or_insert(by);
         self
     }
 
-    /// It in at most `room` bytes, for another rank (`decode`): the letter, the ranks plus one (0: none), and the text without
-    /// its layout, shortened if it does not fit.
+    /// Encodes the error for another rank (`decode`), in at most `room` bytes: the letter, the two ranks plus one (0:
+    /// none), and the text without its layout, shortened if it does not fit.
     pub fn encode(&self, room: usize) -> Vec<u8> {
         let number = |rank: Option<usize>| rank.map_or(0, |rank| rank as u32 + 1).to_le_bytes();
         let begin = [&[self.kind() as u8][..], &number(self.0.rank), &number(self.0.reporter)].concat();
@@ -162,7 +164,8 @@ impl Error {
         [&begin[..], rest.as_bytes()].concat()
     }
 
-    /// The error that another rank has encoded, which anyone may have changed on the way. None if it is none.
+    /// Decodes an error that another rank has encoded. `None` if the bytes are not an error. The bytes may have been
+    /// changed by anyone with access to the store.
     pub fn decode(bytes: &[u8]) -> Option<Error> {
         let (code, rest) = bytes.split_first()?;
         let kind = ErrorKind::ALL.into_iter().find(|kind| *kind as u8 == *code)?;
@@ -174,25 +177,25 @@ impl Error {
         Some(error)
     }
 
-    /// What is shown, but for the reporter: with what a rank was doing as one of the lines.
+    /// The text that is shown, except for the reporter. What a rank was doing is one of the lines.
     fn whole_text(&self) -> Text {
         let mut text = self.0.text.clone();
         text.lines.splice(0..0, self.0.operation.iter().map(|(rank, does)| format!("rank {rank} {does}")));
         text
     }
 
-    /// What is shown.
+    /// The text that is shown.
     pub fn text(&self) -> String {
         self.to_string()
     }
 
-    /// What is shown, as a part of another sentence of the package.
+    /// The text that is shown, without the prefix, for use inside another sentence of the package.
     pub fn reason(&self) -> String {
         let text = self.to_string();
         text.strip_prefix(PREFIX).map_or(text.clone(), str::to_string)
     }
 
-    /// What is shown as one line, for a log, which names its logger.
+    /// The text that is shown, as one line for a log. Without the prefix, because the log names its logger.
     pub fn in_one_line(&self) -> String {
         in_one_line(&self.to_string())
     }
@@ -200,7 +203,7 @@ impl Error {
 
 const PREFIX: &str = "sagellm: ";
 
-/// A text for eyes: what happened, a line for each fact, and what to do.
+/// A text for people: what happened, one line for each fact, and what to do.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Text {
     head: String,
@@ -221,8 +224,8 @@ impl From<&str> for Text {
 }
 
 impl Text {
-    /// Joins head, lines and advice, each on its own line, in at most `room` bytes. If they do not fit, the last facts are
-    /// left out first; head and advice are kept as long as they fit.
+    /// Joins head, lines and advice, each on its own line, in at most `room` bytes. If they do not fit, the last facts
+    /// are omitted first; head and advice are kept as long as they fit.
     fn joined(&self, room: usize) -> String {
         const LEFT_OUT: &str = "\n(more was left out here)";
         let fitting = |text: &str, room: usize| {
@@ -246,8 +249,8 @@ impl Text {
         text + &end
     }
 
-    /// What `joined` has made, on another rank: nothing in it steers a terminal, and no line of it but the first looks like one
-    /// of a log's own.
+    /// Reads on another rank what `joined` has made there. Removes control characters, so that the text can neither
+    /// steer a terminal nor forge a line of the log: all lines except the first are indented when shown.
     fn from_elsewhere(joined: &str) -> Text {
         let text = cleaned(joined, &['\n']);
         let mut lines: Vec<String> = text.split('\n').map(|line| line.trim().to_string()).collect();
@@ -256,7 +259,7 @@ impl Text {
         Text { head, lines, advice }
     }
 
-    /// As one line, for a log, which names its logger.
+    /// The text as one line for a log. Without the prefix, because the log names its logger.
     pub fn in_one_line(&self) -> String {
         in_one_line(&self.to_string())
     }
@@ -270,8 +273,8 @@ impl fmt::Display for Text {
     }
 }
 
-/// A text that came from elsewhere (the store, to which anyone may write who reaches it), without characters that a
-/// terminal obeys or a log line ends at. Characters of `kept` stay.
+/// A text from outside this process, for example from the store, which anyone with access can write. Replaces control
+/// characters, so that the text can neither steer a terminal nor end a log line. Characters in `kept` stay.
 pub fn cleaned(text: &str, kept: &[char]) -> String {
     let clean = |c: char| match c {
         _ if kept.contains(&c) => c,
@@ -282,30 +285,31 @@ pub fn cleaned(text: &str, kept: &[char]) -> String {
     text.chars().map(clean).collect()
 }
 
-/// What to do where a group has failed and its ranks can go on without those that are gone.
+/// Advice for a group that has failed, if the remaining ranks can go on without the lost ones.
 pub const GO_ON: &str = "To go on: torch_sagellm.recover() on all ranks that are left, or a new group";
-/// What a rank did that is gone and told so.
+/// Text about a rank that left the group and announced it.
 pub const LEFT: &str = "left the group (destroy_process_group or the end of its program)";
-/// What to do about calls that differ.
+/// Advice for ranks that made different calls.
 pub const SAME_CALLS: &str = "Every rank must call the same collectives in the same order with the same sizes";
 
-/// The text of an error about a group: what happened, then a line for each fact, and what to do. An empty line is left out.
+/// Makes the text of an error about a group: what happened, one line for each fact, and what to do. Empty lines are
+/// omitted.
 pub fn laid_out(head: &str, lines: &[String], advice: &str) -> Text {
     Text { head: format!("{PREFIX}{head}"), lines: lines.to_vec(), advice: advice.to_string() }
 }
 
-/// A text as one line, for a log, which names its logger.
+/// The text as one line for a log. Without the prefix, because the log names its logger.
 pub fn in_one_line(text: &str) -> String {
     text.trim_start_matches(PREFIX).lines().map(str::trim).collect::<Vec<_>>().join("; ")
 }
 
-/// A text that came from elsewhere: nothing in it steers a terminal, and no line of it but the first looks like one of
-/// its own.
+/// A text from outside this process. Removes control characters, and indents all lines except the first, so that the
+/// text can neither steer a terminal nor forge a line of the log.
 pub fn relaid(text: &str) -> String {
     cleaned(text, &['\n']).lines().map(str::trim).collect::<Vec<_>>().join("\n  ")
 }
 
-/// Runs `body`; a panic in it is a bug of ours and becomes an error.
+/// Runs `body`. A panic in it is a bug of ours and becomes an error.
 pub fn contained<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| {
         let text = panic.downcast_ref::<String>().map(String::as_str);

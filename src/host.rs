@@ -6,43 +6,44 @@ use std::sync::{Mutex, PoisonError};
 use crate::error::{Error, Result};
 use crate::os::watch::PerProcess;
 
-/// The key-value store for the rendezvous of a group. Keys of an earlier incarnation may still be in it.
+/// The key-value store for the rendezvous of a group. It may still contain keys of an earlier run.
 pub trait Store {
     fn set(&self, key: &str, value: &[u8]) -> Result<()>;
-    /// Does not wait for the key: `None` when it is not there.
+    /// Does not wait for the key. `None` if the key does not exist.
     fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>>;
 }
 
 /// A store with counters.
 pub trait Counting: Store {
-    /// Adds to the key and returns the sum.
+    /// Adds `by` to the key's value and returns the sum.
     fn add(&self, key: &str, by: i64) -> Result<i64>;
-    /// Deletes a key that this rank alone reads, where the store can do so.
+    /// Deletes a key that only this rank reads. Does nothing if the store cannot delete.
     fn remove(&self, key: &str) -> Result<()>;
-    /// The same number for all stores that one request delays, those over one connection.
+    /// Identifies the connection. Stores with the same number share a connection, so a slow request of one delays the
+    /// others.
     fn connection(&self) -> usize;
 }
 
 /// The calling process.
 pub trait Host: Send + Sync {
-    /// True when a signal handler of the caller raised, so that the wait must end with `ErrorKind::Interrupted`. Called at
-    /// least every 100 ms while waiting, never with a lock held.
+    /// Whether a signal handler of the caller raised an exception. If so, the wait must end with
+    /// `ErrorKind::Interrupted`. Called at least every 100 ms during a wait, never while a lock is held.
     fn interrupted(&self) -> bool;
 
-    /// The place in the program that a thread is at (`os::watch::this_thread`; 0: the main thread), as text. Waits for the
-    /// interpreter's lock, however long native code keeps it. `None` where there is no such place.
+    /// The place in the program where a thread is (`os::watch::this_thread`; 0: the main thread), as text. Waits for
+    /// the interpreter's lock, however long native code holds it. `None` if the thread runs no code of the program.
     fn place(&self, _thread: u64) -> Option<String> {
         None
     }
 
-    /// The place in the program where an operation was called, by its `CallNote::site`; `None` where places are not
+    /// The place in the program where an operation was called, by its `CallNote::site`; `None` if places are not
     /// recorded.
     fn call_site(&self, _site: u32) -> Option<String> {
         None
     }
 }
 
-/// A caller without signals: a rank that is a thread, or a wait that no signal may end.
+/// A caller without signals: for a rank that is a thread, or for a wait that no signal may end.
 pub struct NoSignals;
 
 impl Host for NoSignals {
@@ -51,18 +52,18 @@ impl Host for NoSignals {
     }
 }
 
-/// The steps of an operation outside the engine. Called on any thread.
+/// The caller's steps before and after an operation. Called on any thread.
 pub trait Completion: Send + Sync {
-    /// Before the inputs are read.
+    /// Called before the inputs are read.
     fn prepare(&self);
-    /// After the outputs were written, before the end is reported.
+    /// Called after the outputs were written, before the end is reported.
     fn store_back(&self);
-    /// The operation has ended, with or without (`None`) an error.
+    /// Called when the operation has ended; `None`: without an error.
     fn ended(&self, error: Option<&Error>);
 }
 
-/// Whether this is the first call in the process that names `what`: for a warning about something that concerns all
-/// groups alike, however many of them a process makes.
+/// Whether this is the first call in the process with this `what`. Used to log a warning only once, however many groups
+/// the process makes.
 pub fn first_time(what: &'static str) -> bool {
     static TOLD: PerProcess<Mutex<Vec<&'static str>>> = PerProcess::new();
     let mut told = TOLD.get().lock().unwrap_or_else(PoisonError::into_inner);
@@ -73,14 +74,14 @@ pub fn first_time(what: &'static str) -> bool {
     first
 }
 
-/// A store of this process alone, for tests.
+/// A store in the memory of this process, for tests.
 #[cfg(test)]
 #[derive(Clone, Default)]
 pub struct Memory(std::sync::Arc<Mutex<std::collections::HashMap<String, Vec<u8>>>>);
 
 #[cfg(test)]
 impl Memory {
-    /// Those that begin so, in order.
+    /// The keys that begin with `begin`, sorted.
     pub fn keys(&self, begin: &str) -> Vec<String> {
         let all = self.0.lock().unwrap();
         let mut keys: Vec<String> = all.keys().filter(|key| key.starts_with(begin)).cloned().collect();

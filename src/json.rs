@@ -1,29 +1,29 @@
-//! Writes JSON: what Python asks the core, and the file of a failed group. An answer is one text, so that a new field of it
-//! is written here in the core and named in the package's types, and nowhere between.
+//! Writes JSON: the answers to Python's queries, and the file of a failed group. An answer is one text, so a new field
+//! must be added only here in the core and in the package's types, but not in the bridge between them.
 
 use std::fmt::{Display, Write as _};
 
-/// An object that is being written into a text.
+/// A JSON object that is being written to a text.
 pub struct Object<'a> {
     out: &'a mut String,
     first: bool,
 }
 
-/// Appends the object that `fill` writes.
+/// Appends an object; `fill` writes its fields.
 pub fn object(out: &mut String, fill: impl FnOnce(&mut Object<'_>)) {
     out.push('{');
     fill(&mut Object { out, first: true });
     out.push('}');
 }
 
-/// Returns the JSON text of one object, whose fields `fill` writes.
+/// Returns the JSON text of one object; `fill` writes its fields.
 pub fn text(fill: impl FnOnce(&mut Object<'_>)) -> String {
     let mut out = String::new();
     object(&mut out, fill);
     out
 }
 
-/// Appends the list of what `each` writes.
+/// Appends a list; `each` writes one item.
 pub fn list<T>(out: &mut String, items: impl IntoIterator<Item = T>, mut each: impl FnMut(&mut String, T)) {
     out.push('[');
     for (at, item) in items.into_iter().enumerate() {
@@ -59,7 +59,7 @@ pub fn string(out: &mut String, text: &str) {
 }
 
 impl Object<'_> {
-    /// Names of fields are words of ours, which need no quoting.
+    /// Names of fields are constants of ours that need no escaping.
     fn name(&mut self, name: &str) -> &mut String {
         self.out.push_str(if self.first { "\"" } else { ",\"" });
         self.first = false;
@@ -67,7 +67,7 @@ impl Object<'_> {
         self.out.push_str("\":");
         self.out
     }
-    /// A whole number.
+    /// Writes a whole number.
     pub fn number(&mut self, name: &str, value: impl Display) -> &mut Self {
         let _ = write!(self.name(name), "{value}");
         self

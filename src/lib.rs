@@ -4,29 +4,29 @@
 //! package. Four calls, each followed from top to bottom:
 //!
 //! **A CPU tensor, one host.** `cpp/c10d/collectives.cpp` describes the call, `cpp/c10d/dispatch.cpp` decides which
-//! engine runs it, `cpp/lower/` checks it and turns its tensors into spans of memory. `ffi/calls.rs` passes it on as a
-//! [`crate::types::Request`] (`ffi/convert.rs`); no panic crosses there. [`group`] refuses what does not fit together
-//! (`group/check.rs`), gives the rest a sequence number, signature and deadline as an [`op`], and submits it to the group's
-//! [`crate::engine::Engine`]. [`crate::engine::shm`] enqueues it, publishes it and advances it (`engine/shm/engine.rs`): it
-//! asks [`select`] whether it uses slots or rounds, writes its slot in shared memory (`small.rs`, `bulk.rs`, messages in
-//! `p2p.rs`) and combines the ranks' numbers with [`reduce`], in the order of the ranks. On the way back [`group`] records
-//! its end in [`stats`] and tells its owner (`Op::end`). Where a peer has not come yet, [`progress`] drives the groups of
-//! this process: on the thread that waits, or on the progress thread when no thread waits. `docs/internals/calls.md`
-//! lists the files of this way in order.
+//! engine runs it, and `cpp/lower/` checks it and turns its tensors into spans of memory. `ffi/calls.rs` passes it on
+//! as a [`crate::types::Request`] (`ffi/convert.rs`); no panic crosses there. [`group`] refuses inconsistent calls
+//! (`group/check.rs`), gives the others a sequence number, signature and deadline as an [`op`], and submits the op to
+//! the group's [`crate::engine::Engine`]. [`crate::engine::shm`] enqueues, publishes and advances it
+//! (`engine/shm/engine.rs`): it asks [`select`] whether to use slots or rounds, writes the rank's slot in shared memory
+//! (`small.rs`, `bulk.rs`, messages in `p2p.rs`), and reduces the ranks' data with [`reduce`], in the order of the
+//! ranks. Finally [`group`] records the op's end in [`stats`] and reports it to its owner (`Op::end`). If a peer has
+//! not entered the op yet, [`progress`] drives the groups of this process: on the thread that waits, or on the progress
+//! thread if no thread waits. `docs/internals/calls.md` lists the files of this path in order.
 //!
-//! **A tensor on a device.** `dispatch.cpp` turns the same description into addresses on the device.
-//! [`crate::engine::device`] checks and numbers it, finds or makes the communicator and decides what to call in the
-//! vendor's library (`begin`); C++ prepares the tensors on torch's stream; the library is called (`launch`); a thread
-//! checks whether the call has ended or never will (`poll`); the statistics record its end (`ended`). Without a
-//! library, copies in host memory replace the tensors in the description, which is then run as above.
+//! **A tensor on a device.** `dispatch.cpp` turns the same description into device addresses. [`crate::engine::device`]
+//! checks and numbers the call, finds or makes the communicator, and decides what to call in the vendor's library
+//! (`begin`). C++ prepares the tensors on torch's stream. The library is called (`launch`). A thread checks whether the
+//! call has ended or will never end (`poll`), and the statistics record its end (`ended`). If there is no library, the
+//! tensors in the description are replaced by copies in host memory, and the call runs as above.
 //!
-//! **A fused batch between hosts.** [`crate::engine::multihost`] queues the operation and tells [`fusion`] its size. A
-//! lane takes the next batch, asks [`select`] for its algorithm, combines inside the host by operations of a
-//! shared-memory group, and runs a schedule of [`algorithms`] with the other hosts over its transport.
+//! **A fused batch between hosts.** [`crate::engine::multihost`] queues the operation and passes its size to
+//! [`fusion`]. A lane takes the next batch and asks [`select`] for its algorithm. It reduces inside the host with
+//! operations of a shared-memory group, and runs a schedule of [`algorithms`] with the other hosts over its transport.
 //!
 //! **Making a group.** In [`rendezvous`] the ranks find each other through the store, prove that they share a host, and
 //! decide once what serves the group: nothing (one rank), shared memory, several hosts, or a delegate. The caller opens
-//! the link or delegate that the decision requires, and `group/builder.rs` makes the whole group.
+//! the link or delegate that the decision requires, and `group/builder.rs` makes the complete group.
 //!
 //! ## Layers
 //!
@@ -51,9 +51,10 @@
 //! error types json  used by all
 //! ```
 //!
-//! The words are defined in `docs/words.md`, the rules by number in `docs/design.md`.
+//! `docs/words.md` defines our words; `docs/design.md` has the rules by number.
 
-// Modules that touch bytes or call the system allow it, each with a reason; `tests/it/layering.rs` has the list.
+// Modules that access raw memory or call the system allow unsafe code, each with a reason; `tests/it/layering.rs` has
+// the list.
 #![deny(unsafe_code)]
 
 pub mod algorithms;

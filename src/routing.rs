@@ -1,12 +1,13 @@
-//! Where the rows of a mixture of experts go: which tokens are sent to which rank, and where each row lies then.
+//! Computes where the rows of a mixture of experts go: which tokens are sent to which rank, and at which place each row
+//! is then.
 //!
-//! An assignment is a token sent to one of its experts. Experts are numbered over the ranks: rank r has those from
-//! r * experts / ranks on. Everything follows from the experts of this rank's tokens and from the table of what each rank
-//! sends to each expert, in one pass over the assignments and one over the rows that come.
+//! An assignment is a token sent to one of its experts. Experts are numbered over all ranks: rank r has those from r *
+//! experts / ranks on. The inputs are the experts of this rank's tokens, and a table of how many rows each rank sends
+//! to each expert. One pass over the assignments and one over the received rows are enough.
 
 use crate::error::{Error, Result};
 
-/// Sorts assignments by expert, and counts those of each. Those of one expert stay in their order.
+/// Sorts assignments by expert, and counts the assignments of each expert. Assignments of one expert keep their order.
 pub fn sort(experts: &[i64], counts: &mut [i64], order: &mut [i64]) -> Result<()> {
     sizes("order", order.len(), experts.len())?;
     counts.fill(0);
@@ -28,17 +29,17 @@ pub fn sort(experts: &[i64], counts: &mut [i64], order: &mut [i64]) -> Result<()
     Ok(())
 }
 
-/// The first place of each of several parts that lie one behind the other.
+/// The index at which each part begins, for parts of these sizes that are stored one after the other.
 fn begins(counts: &[i64]) -> Vec<usize> {
     counts.iter().scan(0, |next, &count| Some(std::mem::replace(next, *next + count as usize))).collect()
 }
 
-/// What each rank sends to each expert, rank after rank; and which rank this is.
+/// The table of how many rows each rank sends to each expert (`taken`, one rank after the other), and this rank.
 pub struct Table<'a> {
     taken: &'a [i64],
     experts: usize,
     rank: usize,
-    /// Rows that stay on this rank come behind those for others, which then lie together.
+    /// Rows that stay on this rank are stored after the rows for other ranks, so that the latter are contiguous.
     own_last: bool,
 }
 
@@ -59,19 +60,19 @@ impl<'a> Table<'a> {
         self.taken.len() / self.experts
     }
 
-    /// What `from` sends to the experts of `to`.
+    /// How many rows rank `from` sends to each expert of rank `to`.
     fn counts(&self, from: usize, to: usize) -> &'a [i64] {
         let each = self.experts / self.ranks();
         &self.taken[from * self.experts + to * each..][..each]
     }
 
-    /// The ranks in the order in which rows for them, or from them, lie.
+    /// The ranks in the order in which the rows for them, or from them, are stored.
     fn order(&self) -> impl Iterator<Item = usize> {
         let own = self.own_last.then_some(self.rank);
         (0..self.ranks()).filter(move |rank| Some(*rank) != own).chain(own)
     }
 
-    /// The rows for each rank, those from each rank, and those of each expert of this rank, one behind the other.
+    /// Number of rows for each rank, from each rank, and for each expert of this rank, in this order.
     pub fn figures(&self, found: &mut [i64]) -> Result<()> {
         let ranks = self.ranks();
         sizes("figures", found.len(), 2 * ranks + self.experts / ranks)?;
@@ -88,8 +89,8 @@ impl<'a> Table<'a> {
         Ok(())
     }
 
-    /// For each row that is sent its assignment, -1 where it is padding; and for each assignment its row, -1 where it is
-    /// sent nowhere. `order` and `wanted` are what `sort` has found.
+    /// `rows`: for each row that is sent, its assignment; -1 for padding. `places`: for each assignment, its row; -1 if
+    /// it is not sent. `order` and `wanted` are the order and the counts that `sort` has written.
     pub fn leaving(&self, order: &[i64], wanted: &[i64], rows: &mut [i64], places: &mut [i64]) -> Result<()> {
         sizes("wanted", wanted.len(), self.experts)?;
         sizes("places", places.len(), order.len())?;
@@ -115,8 +116,8 @@ impl<'a> Table<'a> {
         Ok(())
     }
 
-    /// The rows that come lie in the order of the ranks; `sorting` has them by expert and then by rank, and `unsorted` says
-    /// for each row that comes where it is in that order.
+    /// Received rows are stored in the order of the ranks that sent them. `sorting` lists their places sorted by expert
+    /// and then by rank. `unsorted` is the inverse: for each received row, its place in that sorted order.
     pub fn coming(&self, sorting: &mut [i64], unsorted: &mut [i64]) -> Result<()> {
         let total: i64 = (0..self.ranks()).map(|from| self.counts(from, self.rank).iter().sum::<i64>()).sum();
         sizes("sorting", sorting.len(), total as usize)?;

@@ -1,9 +1,10 @@
-//! Plain data that every layer shares: what an operation is, which numbers it carries, where they lie.
-//! Nothing here has an effect; every value is checked where it enters (`ffi/convert.rs`, `group/check.rs`).
+//! Plain data that every layer shares: what an operation does, which of its data it carries, and where its memory is.
+//! No code here has an effect. Every value is checked where it enters the core (`ffi/convert.rs`, `group/check.rs`).
 
 use std::fmt;
 
-/// An enum whose variants have a number and a name each: one row a variant, so that none can be left out of `ALL`.
+/// Declares an enum whose variants each have a number and a name. Each variant is one row, so that `ALL` cannot omit
+/// one.
 macro_rules! enumeration {
     ($(#[$meta:meta])* $name:ident { $($variant:ident = $number:literal, $text:literal;)* }) => {
         $(#[$meta])*
@@ -24,8 +25,8 @@ macro_rules! enumeration {
 pub(crate) use enumeration;
 
 enumeration! {
-    /// What a collective or point-to-point call does, and the name by which users of torch.distributed know it. The numbers
-    /// travel in signatures and over the C++ bridge.
+    /// What a collective or point-to-point call does, with its name in torch.distributed. The numbers are part of
+    /// signatures and of the C++ bridge.
     Kind {
         AllReduce = 1, "all_reduce";
         Broadcast = 2, "broadcast";
@@ -42,7 +43,7 @@ enumeration! {
 }
 
 impl Kind {
-    /// All but the two of messages.
+    /// All kinds except the two of messages.
     pub const COLLECTIVES: [Kind; Kind::ALL.len() - 2] = {
         let mut found = [Kind::Barrier; Kind::ALL.len() - 2];
         let (mut at, mut next) = (0, 0);
@@ -65,12 +66,12 @@ impl Kind {
         Kind::ALL.into_iter().find(|kind| kind.name() == name)
     }
 
-    /// True where elements are combined, so that dtype and reduce op must agree between ranks.
+    /// Whether the kind reduces elements, so that dtype and reduce op must agree between ranks.
     pub fn reduces(self) -> bool {
         matches!(self, Kind::AllReduce | Kind::Reduce | Kind::ReduceScatter)
     }
 
-    /// True where one rank has a special role (`Request::root`).
+    /// Whether one rank has a special role (`Request::root`).
     pub fn rooted(self) -> bool {
         matches!(self, Kind::Broadcast | Kind::Reduce | Kind::Gather | Kind::Scatter)
     }
@@ -86,11 +87,11 @@ impl fmt::Display for Kind {
     }
 }
 
-/// Element type of an operation that combines elements. Operations that only move data use `Bytes`.
+/// Element type of an operation that reduces elements. Operations that only move data use `Bytes`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Dtype {
-    /// Data that is moved and never combined; counts are bytes.
+    /// Data that is moved and never reduced; counts are in bytes.
     Bytes = 0,
     Bool = 1,
     U8 = 2,
@@ -111,13 +112,13 @@ pub enum Dtype {
     C64 = 15,
     /// Two f64: real, imaginary.
     C128 = 16,
-    /// These two are combined only on devices whose library supports them; the CPU moves them as bytes.
+    /// The next two types are reduced only on devices whose library supports them; the CPU moves them as bytes.
     F8E4M3 = 17,
     F8E5M2 = 18,
 }
 
 impl Dtype {
-    /// The types that every engine knows.
+    /// The types that every engine supports.
     pub const ALL: [Dtype; 17] = [
         Dtype::Bytes,
         Dtype::Bool,
@@ -143,12 +144,12 @@ impl Dtype {
         all.into_iter().find(|dtype| *dtype as u8 == value)
     }
 
-    /// One of `Dtype::ALL` by its name.
+    /// The type of `Dtype::ALL` with this name.
     pub fn from_name(name: &str) -> Option<Dtype> {
         Dtype::ALL.into_iter().find(|dtype| dtype.name() == name)
     }
 
-    /// Bytes of one element.
+    /// Size of one element in bytes.
     pub fn size(self) -> usize {
         match self {
             Dtype::Bytes | Dtype::Bool | Dtype::U8 | Dtype::I8 | Dtype::F8E4M3 | Dtype::F8E5M2 => 1,
@@ -159,7 +160,7 @@ impl Dtype {
         }
     }
 
-    /// torch's name.
+    /// torch's name of the type.
     pub fn name(self) -> &'static str {
         match self {
             Dtype::Bytes => "bytes",
@@ -185,7 +186,7 @@ impl Dtype {
     }
 }
 
-/// The reduction of elements. `PremulSum` multiplies each rank's input by that rank's factor first.
+/// How elements are reduced. `PremulSum` first multiplies each rank's input by that rank's factor.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum ReduceOp {
     Sum,
@@ -200,7 +201,7 @@ pub enum ReduceOp {
 }
 
 impl ReduceOp {
-    /// torch's `ReduceOp.RedOpType` numbers. `factor` is read by `PREMUL_SUM` only.
+    /// The op for one of torch's `ReduceOp.RedOpType` numbers. `factor` is used only for `PREMUL_SUM`.
     pub fn from_u8(value: u8, factor: f64) -> Option<ReduceOp> {
         Some(match value {
             0 => ReduceOp::Sum,
@@ -237,8 +238,8 @@ impl ReduceOp {
     }
 }
 
-/// A piece of memory by its address: the caller's, in this process or on a device, or a buffer of ours. A number, not a
-/// pointer, because most code only compares it, and device addresses must not be dereferenced here; code that
+/// A piece of memory: the caller's memory in this process or on a device, or a buffer of ours. The address is a number,
+/// not a pointer, because most code only compares it, and a device address must not be dereferenced here. Code that
 /// dereferences it (`engine::pieces`, a vendor's library) relies on the contract of `Request::new`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
@@ -252,7 +253,7 @@ impl Span {
     }
 }
 
-/// The spans on one side of a call. Most calls have one, which needs no allocation.
+/// The spans on one side of a call. Most calls have one span, which needs no allocation.
 #[derive(Clone, Debug)]
 pub enum Spans {
     One(Span),
@@ -282,42 +283,43 @@ impl std::ops::Deref for Spans {
     }
 }
 
-/// Caller memory in runs of equal length and distance: a strided tensor.
+/// A strided tensor: caller memory in runs of equal length and distance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Strided {
     pub addr: usize,
-    /// Bytes of one run.
+    /// Length of one run in bytes.
     pub run: usize,
-    /// Number of repetitions and their distance in bytes; 1 and 0 for an unused dimension.
+    /// Per dimension: number of repetitions, and their distance in bytes; 1 and 0 for an unused dimension.
     pub counts: [usize; Strided::DIMENSIONS],
     pub strides: [usize; Strided::DIMENSIONS],
-    /// The call writes it; otherwise it reads it.
+    /// True if the call writes this memory, false if it reads it.
     pub written: bool,
 }
 
 impl Strided {
     pub const DIMENSIONS: usize = 4;
 
-    /// The span from its first byte to its last one.
+    /// The span from the first to the last byte.
     pub fn extent(&self) -> Span {
         let last: usize = self.counts.iter().zip(&self.strides).map(|(count, stride)| (count - 1) * stride).sum();
         Span { addr: self.addr, bytes: last + self.run }
     }
 }
 
-/// A tensor of a call's list: its element type where the call combines numbers, else `Bytes`.
+/// A tensor of a call's list: its size, and its element type if the call reduces, else `Bytes`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Listed {
     pub dtype: Dtype,
     pub bytes: usize,
 }
 
-/// The peer of a receive that takes from anyone.
+/// `root` of a receive from any rank.
 pub const ANY_RANK: u32 = u32::MAX;
 
-/// One call, as C++ passes it: checked there against torch's rules, here against the group's.
+/// One call as C++ passes it. C++ has checked it against torch's rules; the core checks it against the group's.
 ///
-/// `inputs` and `outputs` are lists of contiguous spans that are read and written as if they were one run of bytes:
+/// `inputs` and `outputs` are lists of contiguous spans. The spans of a list are read or written as if they were
+/// contiguous:
 ///
 /// | kind | inputs | outputs |
 /// | --- | --- | --- |
@@ -332,56 +334,57 @@ pub const ANY_RANK: u32 = u32::MAX;
 /// | barrier | empty | empty |
 /// | send / recv | the data / empty | empty / the data |
 ///
-/// An output may be the same memory as the input that it belongs to (in place), but may not overlap it otherwise.
+/// An output may be the same memory as its input (in place), but must not overlap it otherwise.
 #[derive(Clone, Debug)]
 pub struct Request {
     pub kind: Kind,
     pub dtype: Dtype,
     pub op: ReduceOp,
-    /// Group rank of the root; the peer of a send or receive (`ANY_RANK` to take from anyone).
+    /// Group rank of the root, or the peer of a send or receive (`ANY_RANK`: receive from any rank).
     pub root: u32,
-    /// Point to point only.
+    /// Used only for point-to-point calls.
     pub tag: u32,
-    /// Milliseconds from issue until the operation fails; `None` means the group's timeout.
+    /// Milliseconds from issue until the operation fails; `None`: the group's timeout.
     pub timeout_ms: Option<u64>,
     /// See `Request::new`.
     inputs: Spans,
     outputs: Spans,
-    /// Bytes of each rank's block, one entry per rank, or empty where all blocks are equal.
+    /// Bytes of each rank's block, one entry per rank; empty if all blocks are equal.
     pub in_blocks: Vec<usize>,
     pub out_blocks: Vec<usize>,
-    /// The tensors of the call's list, empty ones too, in the caller's order; every operation of the call has the whole
-    /// list. Empty where the call has one tensor.
+    /// All tensors of the call's list, including empty ones, in the caller's order. Every operation of the call has the
+    /// whole list. Empty if the call has one tensor.
     pub list: Vec<Listed>,
-    /// Caller memory that is read or written beyond `inputs` and `outputs`: the strided tensors behind staged copies.
-    /// Used only to keep operations on the same memory in order.
+    /// Caller memory that is read or written in addition to `inputs` and `outputs`: the strided tensors behind staged
+    /// copies. Used only to keep operations on the same memory in order.
     pub also_touched: Vec<Strided>,
     pub note: CallNote,
 }
 
 impl Request {
-    /// A call over caller memory. The other fields get the usual values, which the caller may change: bytes
-    /// that are moved or summed, root 0, tag 0, the group's timeout, equal blocks.
+    /// A call on caller memory. The other fields get default values, which the caller may change: bytes that are moved
+    /// or summed, root 0, tag 0, the group's timeout, equal blocks.
     ///
     /// # Safety
     ///
-    /// If the call is given to a group, all bytes of `inputs` must stay readable and those of `outputs` writable, and
-    /// nothing else may write the inputs or touch the outputs, until the operation has ended: until `Group::run`
-    /// returns, or `Op::is_done`, `Op::wait` (with anything but `Error::wait_elapsed`) or `Completion::ended` say so. If
-    /// `issue` refuses the call, the contract ends at once. (Two calls of one group over the same memory are put in
-    /// order.)
+    /// If the call is passed to a group, then until the operation has ended all bytes of `inputs` must stay readable
+    /// and all bytes of `outputs` writable, and no other code may write the inputs or access the outputs. The operation
+    /// has ended when `Group::run` returns, or when `Op::is_done`, `Op::wait` (with any result except
+    /// `Error::wait_elapsed`) or `Completion::ended` reports it. If `issue` refuses the call, the contract ends at
+    /// once. (The group orders two of its calls on the same memory.)
     #[allow(unsafe_code)] // declares the contract; nothing is read or written here
     pub unsafe fn new(kind: Kind, inputs: impl Into<Spans>, outputs: impl Into<Spans>) -> Request {
         Request { inputs: inputs.into(), outputs: outputs.into(), ..Request::without_memory(kind) }
     }
 
-    /// For tests of code that only compares addresses. It must not be issued, because the addresses need not be valid.
+    /// For tests of code that only compares addresses. The request must not be issued, because the addresses may be
+    /// invalid.
     #[cfg(test)]
     pub fn of_addresses(kind: Kind, inputs: Vec<Span>, outputs: Vec<Span>) -> Request {
         Request { inputs: inputs.into(), outputs: outputs.into(), ..Request::without_memory(kind) }
     }
 
-    /// The same without memory: a barrier, or a call in which this rank neither gives nor receives data.
+    /// A call without memory: a barrier, or a call in which this rank neither sends nor receives data.
     pub fn without_memory(kind: Kind) -> Request {
         Request {
             kind,
@@ -409,18 +412,19 @@ impl Request {
     }
 }
 
-/// Facts about a call for the statistics, which are not needed to run it.
+/// Facts about a call for statistics and texts, which are not needed to run it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CallNote {
-    /// False for all but the first operation of a call that was split into several.
+    /// False for every operation of a split call except the first.
     pub counts: bool,
-    /// Tensors of the call's list in this operation; 1 where it takes no list, 0 in an operation that no caller asked for.
+    /// Number of tensors of the call's list in this operation. 1 if the call takes no list, 0 for an operation that no
+    /// caller requested.
     pub tensors: u32,
-    /// Element type of the caller's tensors, torch's number; `CallNote::NO_TYPE` if unknown.
+    /// Element type of the caller's tensors as torch's number; `CallNote::NO_TYPE` if unknown.
     pub element: u8,
-    /// Number of the call site in the caller's program, assigned by the shim; 0 if not looked up.
+    /// Number of the call site in the caller's program, assigned by the shim; 0 if it was not looked up.
     pub site: u32,
-    /// The caller's tensors are on a device, and copies of them in host memory are moved.
+    /// The caller's tensors are on a device, and copies of them in host memory are transferred.
     pub host_staged: bool,
 }
 

@@ -1,7 +1,7 @@
-//! NCCL's C interface, as far as sagellm uses it, and a table of its functions that is filled at run time: nothing is
-//! linked, and no header is needed to build. `tests/header.rs` compares sizes, offsets, values and the way each argument
-//! is passed with an installed `nccl.h` (last: 2.30.7). Enums are integers, since a library may return numbers that these
-//! declarations do not know.
+//! The part of NCCL's C interface that sagellm uses, and a table of its functions that is filled at run time. So no
+//! library is linked, and no header is needed to build. `tests/header.rs` compares sizes, offsets, values and how each
+//! argument is passed with an installed `nccl.h` (last: 2.30.7). Enums are integers, because a library may return
+//! numbers that these declarations do not know.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr::NonNull;
@@ -12,7 +12,7 @@ pub type Code = c_int;
 pub const SUCCESS: Code = 0;
 pub const IN_PROGRESS: Code = 7;
 
-/// ncclDataType_t
+/// Values of ncclDataType_t.
 pub const INT8: c_int = 0;
 pub const UINT8: c_int = 1;
 pub const INT32: c_int = 2;
@@ -26,15 +26,15 @@ pub const BFLOAT16: c_int = 9;
 pub const FLOAT8E4M3: c_int = 10;
 pub const FLOAT8E5M2: c_int = 11;
 
-/// ncclRedOp_t; larger numbers are made by ncclRedOpCreatePreMulSum.
+/// Values of ncclRedOp_t. ncclRedOpCreatePreMulSum returns larger numbers.
 pub const SUM: c_int = 0;
 pub const PROD: c_int = 1;
 pub const MAX: c_int = 2;
 pub const MIN: c_int = 3;
 pub const AVG: c_int = 4;
 
-/// ncclScalarDevice: the scalar lies on the device and is read when the operation runs. ncclScalarHostImmediate: it is
-/// read before the call returns.
+/// ncclScalarDevice: the scalar is in device memory, and is read when the operation runs. ncclScalarHostImmediate: the
+/// scalar is in host memory, and is read before the call returns.
 pub const SCALAR_DEVICE: c_int = 0;
 pub const SCALAR_HOST: c_int = 1;
 pub const NO_COLOR: c_int = -1;
@@ -42,14 +42,15 @@ pub const SHRINK_ABORT: c_int = 1;
 
 pub const ID_BYTES: usize = 128;
 
-/// ncclUniqueId; passed by value.
+/// The struct ncclUniqueId. It is passed by value.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct UniqueId(pub [u8; ID_BYTES]);
 const _: () = assert!(size_of::<UniqueId>() == 128 && align_of::<UniqueId>() == 1);
 
-/// ncclConfig_t as of 2.27, with the version that this layout has. Newer libraries fill in what they know beyond it; the
-/// version of the library itself must never stand here, or it reads fields that were never written.
+/// The struct ncclConfig_t as of 2.27. `version` must be the version of this layout: a newer library fills in the
+/// fields that follow. It must never be the library's own version, or the library would read fields that were never
+/// written.
 #[repr(C)]
 pub struct Config {
     pub size: usize,
@@ -69,14 +70,14 @@ pub struct Config {
     pub nvls_ctas: c_int,
 }
 
-/// What NCCL_CONFIG_INITIALIZER writes.
+/// The values that NCCL_CONFIG_INITIALIZER writes.
 pub const CONFIG_MAGIC: u32 = 0xcafe_beef;
 const CONFIG_VERSION: u32 = 22700;
 pub const UNDEFINED: c_int = c_int::MIN;
 
 const _: () = {
     use std::mem::offset_of;
-    assert!(size_of::<Config>() == 72); // no padding at its end: every byte is a field
+    assert!(size_of::<Config>() == 72); // no padding at the end: every byte belongs to a field
     assert!(offset_of!(Config, magic) == 8 && offset_of!(Config, version) == 12 && offset_of!(Config, blocking) == 16);
     assert!(offset_of!(Config, net_name) == 32 && offset_of!(Config, split_share) == 40);
     assert!(offset_of!(Config, comm_name) == 48 && offset_of!(Config, collnet_enable) == 56);
@@ -84,9 +85,9 @@ const _: () = {
 };
 
 impl Config {
-    /// The configuration of a blocking communicator of that name, which shares no resources with its parent; every
-    /// other field has the library's default. The name must live as long as the communicator: the library keeps the
-    /// pointer and copies nothing.
+    /// The config of a blocking communicator with this name, which shares no resources with its parent. All other
+    /// fields have the library's defaults. The name must live as long as the communicator, because the library keeps
+    /// the pointer and does not copy the name.
     pub fn blocking(name: &CStr) -> Config {
         Config {
             size: size_of::<Config>(),
@@ -108,7 +109,7 @@ impl Config {
     }
 }
 
-/// A function that the library may have or not.
+/// A function that the library may lack.
 #[derive(Clone, Copy, Debug)]
 pub struct Symbol<F> {
     pub function: Option<F>,
@@ -125,7 +126,7 @@ impl<F: Copy> Symbol<F> {
     }
 }
 
-/// How the C ABI passes a value of this type: what the test compares with the header.
+/// How the C ABI passes a value of this type, as text. The test compares it with the header.
 pub trait Passed {
     const HOW: &'static str;
 }
@@ -153,21 +154,21 @@ macro_rules! functions {
         impl $table {
             /// Every name that is looked up.
             pub const NAMES: &'static [&'static str] = &[$($name),*];
-            /// For each name how the result and the arguments are passed.
+            /// For each name, how the result and then the arguments are passed.
             pub const SIGNATURES: &'static [(&'static str, &'static [&'static str])] =
                 &[$(($name, &[<$result as Passed>::HOW, $(<$argument as Passed>::HOW),*])),*];
 
-            /// Looks every function up with `address`.
+            /// Looks up every function with `address`.
             ///
             /// # Safety
-            /// `address` returns addresses of the functions of one NCCL library, which is never unloaded.
+            /// `address` must return addresses of functions of one NCCL library, which is never unloaded.
             pub unsafe fn load(mut address: impl FnMut(&'static str) -> Option<NonNull<c_void>>) -> $table {
                 $table {
                     $($field: Symbol {
                         name: $name,
-                        // SAFETY: the address is that of this function, by the caller's promise, and the type is the
-                        // header's declaration of it. Pointers to functions and to data have one size on every
-                        // platform that has dlsym.
+                        // SAFETY: the caller guarantees that this is the function's address, and the type is the
+                        // header's declaration. Function and data pointers have the same size on every platform that
+                        // has dlsym.
                         function: address($name).map(|found| unsafe {
                             std::mem::transmute::<NonNull<c_void>, unsafe extern "C" fn($($argument),*) -> $result>(found)
                         }),
@@ -179,7 +180,7 @@ macro_rules! functions {
 }
 
 functions! {
-    /// Streams are pointers; counts are elements.
+    /// Streams are pointers; counts are in elements.
     #[derive(Clone, Copy, Debug)]
     Table {
         get_version = "ncclGetVersion"(*mut c_int) -> Code;

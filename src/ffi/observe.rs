@@ -54,7 +54,7 @@ pub mod ffi {
         /// Python's names of the kinds, in the order of their numbers.
         #[Self = "Core"]
         fn kind_names() -> Vec<String>;
-        /// The names of the element types except `Bytes`, in the order of their numbers.
+        /// The names of the element types that every engine can reduce.
         #[Self = "Core"]
         fn dtype_names() -> Vec<String>;
         /// Facts about this machine: cores, quota, kernel, memory limits. The results of this and the next three
