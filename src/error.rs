@@ -165,7 +165,7 @@ impl Error {
     }
 
     /// Decodes an error that another rank has encoded. `None` if the bytes are not an error. The bytes may have been
-    /// changed by anyone with access to the store.
+    /// changed on the way.
     pub fn decode(bytes: &[u8]) -> Option<Error> {
         let (code, rest) = bytes.split_first()?;
         let kind = ErrorKind::ALL.into_iter().find(|kind| *kind as u8 == *code)?;

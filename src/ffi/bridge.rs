@@ -387,7 +387,8 @@ pub mod ffi {
         /// Fails everything that is pending here and on the peers, with this reason.
         fn abort(self: &RustGroup, reason: &str);
         /// How the collective with this number is carried out, and its record. This function and those below that
-        /// return explanations, statistics or records return JSON (`select::export`, `stats::export`) of types in `_C.pyi`.
+        /// return explanations, statistics or records return JSON (`select::export`, `stats::export`). `_C.pyi` has the
+        /// types.
         fn explain_number(self: &RustGroup, number: u64) -> Result<String>;
         /// How an operation of this kind, size and element type (both by name) would be carried out.
         fn explain(self: &RustGroup, kind: &str, bytes: u64, dtype: &str) -> Result<String>;
