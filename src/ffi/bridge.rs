@@ -203,7 +203,7 @@ pub mod ffi {
         /// The error with which the calls failed, with its code letter. Empty if they succeeded, and while that is
         /// unknown.
         error: String,
-        /// Whether it is still unknown if the calls succeeded.
+        /// Whether the result of the calls is still unknown.
         undecided: bool,
     }
 

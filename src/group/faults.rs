@@ -139,7 +139,7 @@ impl Faults {
         Error::rank_failed(rank, laid_out(&head, &[], GO_ON)).while_rank(me, during)
     }
 
-    /// Text: what this rank was doing when a peer was found missing.
+    /// Describes, for an error text, what this rank was doing when a peer was found missing.
     fn within(&self, op: Option<&Arc<Op>>) -> String {
         let Some(op) = op else { return "had nothing pending".to_string() };
         let called =

@@ -78,7 +78,7 @@ pub struct LongWait {
 
 /// The watch of a group, as used by the group's channel and by the threads of the process.
 pub trait Member: Speaker + Participant + Send + Sync {
-    /// Number of the watch in the process.
+    /// Number of this watch, unique in the process.
     fn id(&self) -> u64;
     fn channel(&self) -> Option<Arc<dyn Channel>>;
     /// What a thread waits for in the group. Without a thread (`None`): a device operation that has been pending for

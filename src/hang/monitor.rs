@@ -117,8 +117,8 @@ impl Monitor {
     }
 
     /// Whether to log a line now about an operation, called after its `step`. True once for each operation: when all
-    /// answers have arrived (`has_all`), or when missing answers had their time (`takes`). At most one line is logged
-    /// per soft limit, however many operations are pending.
+    /// answers have arrived (`has_all`), or when the time that answers may take (`takes`) has passed. At most one line
+    /// is logged per soft limit, however many operations are pending.
     pub fn warns(&mut self, which: &Which, soft: Duration, (has_all, takes): (bool, Duration), now: u64) -> bool {
         let watched = self.slot(which);
         let heard = has_all || now.saturating_sub(watched.since) >= nanoseconds(takes);

@@ -200,8 +200,8 @@ impl State {
 }
 
 impl Query {
-    /// Reads the answers that have arrived, or the result. `last`: the last question that this rank answered. `limit`:
-    /// how long a rank may be silent, in nanoseconds.
+    /// Reads what has arrived: the answers, if this rank collects them, or else the result. `last`: the last question
+    /// that this rank answered. `limit`: how long a rank may be silent, in nanoseconds.
     fn go_on(&mut self, keys: &StoreKeys, me: &dyn Participant, last: Option<u32>, now: u64, limit: u64) -> Result<()> {
         let waited = now.saturating_sub(self.begun);
         let found = if self.collects {

@@ -39,8 +39,8 @@ pub struct Status {
     pub issued: u64,
     /// That collective as text; `None` if the history no longer contains it.
     pub last: Option<String>,
-    /// Number of the last collective that the rank launched on a device; these are numbered separately. Below, that
-    /// collective as text.
+    /// `launched`: number of the last collective that the rank launched on a device; these are numbered separately.
+    /// `launched_last`: that collective as text.
     pub launched: u64,
     pub launched_last: Option<String>,
     /// Signatures of the last collectives on devices; empty if the ranks read them from shared memory.

@@ -134,8 +134,9 @@ impl DeviceCall {
     }
 
     /// Fails the group on all ranks, because the caller could not launch the calls or could not complete their launch.
-    /// The other ranks may have launched theirs. The library has no signatures, so it would match those with this
-    /// rank's next calls. The caller reports the error to the program, then ends the communicators.
+    /// The other ranks may have launched theirs. The library does not compare calls, so it would match the calls of
+    /// those ranks with this rank's next calls. The caller reports the error to the program, then ends the
+    /// communicators.
     pub fn failed_here(&self, why: &str) {
         let done = match self.stage.0.swap(Stage::SETTLED, Ordering::Relaxed) {
             Stage::SETTLED => return,
@@ -222,9 +223,9 @@ impl DeviceCall {
         self.look_at_launch().map_or(Ok(()), Err)
     }
 
-    /// Why a launch that has not returned must end: its deadline has passed, the group has failed, a peer has died, or
-    /// ranks called different operations. The group then has failed with this error. The caller ends the communicators
-    /// (`abort`), which makes a launch that waits in the library return.
+    /// Why a launch that has not returned must end; `None` if it may go on. The reason is that its deadline has passed,
+    /// the group has failed, a peer has died, or ranks called different operations. The group has then failed with this
+    /// error. The caller ends the communicators (`abort`), which makes a launch that waits in the library return.
     pub fn look_at_launch(&self) -> Option<Error> {
         match self.look(self.seen()) {
             Found::Failed(error) => Some(error),

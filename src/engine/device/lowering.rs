@@ -12,7 +12,7 @@
 
 use crate::types::{Dtype, Kind, ReduceOp};
 
-/// A set of reduce ops: bit `ReduceOp::code` for each.
+/// A set of reduce ops. For each member, the bit with number `ReduceOp::code` is set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ops(u16);
 

@@ -30,8 +30,7 @@ pub static KNOWN: Known = Known {
 /// Oldest supported version: 2.18 has split, non-blocking abort, and every function that is not optional here.
 const OLDEST: c_int = 21800;
 
-/// Since 2.24 the library reduces 8-bit floats. On devices before sm_90, each rank's call is refused by the library
-/// itself.
+/// Since 2.24 the library reduces 8-bit floats. On devices before sm_90, the library itself refuses each rank's call.
 const FLOATS_OF_8_BITS: c_int = 22400;
 
 /// The library has no 16-bit integers. The 8-bit floats must be last, because `open` drops the last two entries.
