@@ -24,7 +24,7 @@ pub trait Counting: Store {
     fn connection(&self) -> usize;
 }
 
-/// The calling process.
+/// The process that uses the core.
 pub trait Host: Send + Sync {
     /// Whether a signal handler of the caller raised an exception. If so, the wait must end with
     /// `ErrorKind::Interrupted`. Called at least every 100 ms during a wait, never while a lock is held.

@@ -1,7 +1,7 @@
 //! # sagellm: the life of one all_reduce
 //!
-//! A `torch.distributed` backend. This crate is its core; `cpp/` is the `c10d::Backend` around it, `torch_ext/` the Python
-//! package. Four calls, each followed from top to bottom:
+//! A `torch.distributed` backend. This crate is its core; `cpp/` is the `c10d::Backend` around it, `torch_ext/` the
+//! Python package. The paths of four calls, each from top to bottom:
 //!
 //! **A CPU tensor, one host.** `cpp/c10d/collectives.cpp` describes the call, `cpp/c10d/dispatch.cpp` decides which
 //! engine runs it, and `cpp/lower/` checks it and turns its tensors into spans of memory. `ffi/calls.rs` passes it on
@@ -30,7 +30,7 @@
 //!
 //! ## Layers
 //!
-//! A file uses only what stands below it. This is the only list; `tests/it/layering.rs` reads it.
+//! A file uses only the layers below its own. This is the only list of layers; `tests/it/layering.rs` reads it.
 //!
 //! ```text
 //! ffi           the contract with C++ (feature `torch`)

@@ -38,7 +38,7 @@ pub struct Waiting {
     pub number: u64,
     /// The operation as called on this rank, and its number, as text.
     pub what: String,
-    /// `CallNote::site`.
+    /// See `CallNote::site`.
     pub site: u32,
     /// Zero: no timeout.
     pub timeout: Duration,

@@ -16,7 +16,7 @@ use crate::error::Result;
 use crate::host::Counting;
 use crate::os::watch;
 
-/// Which ranks a communicator joins.
+/// Which ranks a communicator connects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Ranks {
     All,

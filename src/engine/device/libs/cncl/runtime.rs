@@ -32,7 +32,7 @@ const DEVICE_TO_DEVICE: c_int = 1;
 const CAPTURES_NOTHING: c_int = 0;
 
 symbols! {
-    /// cnrt.h
+    /// Functions of cnrt.h.
     Table {
         device_count = "cnrtGetDeviceCount"(*mut c_uint) -> Code;
         set_device = "cnrtSetDevice"(c_int) -> Code;

@@ -42,7 +42,7 @@ const HUGE_FIRST: c_int = 0;
 const CAPTURES_NOTHING: c_int = 0;
 
 symbols! {
-    /// acl.h, acl_rt.h
+    /// Functions of acl.h and acl_rt.h.
     Table {
         init = "aclInit"(*const c_char) -> Code;
         recent_message = "aclGetRecentErrMsg"() -> *const c_char;
