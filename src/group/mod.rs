@@ -1,9 +1,9 @@
 //! One process group: sequence numbers, signatures, deadlines, faults, and the group's end.
 //!
 //! Both `run` and `issue` call `start`, which checks an operation, gives it the group's next number and passes it to
-//! the engine. A thread that holds the group's lock also drives the engine (`progress::driver`). The ends of operations
-//! are reported to their owners outside that lock, because an owner may then issue further operations. The first fault
-//! poisons the group here and on the peers: all pending and later operations fail with it.
+//! the engine. The engine is driven under the group's lock (`progress::driver`). The ends of operations are reported to
+//! their owners outside that lock, because an owner may then issue further operations. The first fault poisons the
+//! group here and on the peers: all pending and later operations fail with it.
 //!
 //! `builder` makes a group. `handle` is an operation as held by its caller. `check` refuses inconsistent calls.
 //! `counters` numbers the operations. `faults` keeps why the group is unusable, and names ranks that ended. `role` says

@@ -5,7 +5,7 @@ pub(super) enum Role {
     /// The program has made the group.
     Program,
     /// The group is the part of a larger group on one host. The larger group asks and answers for it. Element r is the
-    /// rank of rank r in the larger group. Errors use these numbers, because the user knows no others.
+    /// number of rank r in the larger group. Errors use these numbers, because the user knows no others.
     Inside(Vec<usize>),
 }
 

@@ -34,8 +34,8 @@ pub struct Responder {
     pub(super) changed: EventCount,
     pub(super) thread: Mutex<Option<JoinHandle<()>>>,
     pub(super) places: Arc<Places>,
-    /// The event count and the list of the threads that read stores (`store_threads`). The list has the connection of
-    /// each.
+    /// `stores_changed`: like `changed`, for the threads that read stores (`store_threads`). `store_threads`: these
+    /// threads, each with its connection.
     pub(super) stores_changed: EventCount,
     pub(super) store_threads: Mutex<Vec<(usize, JoinHandle<()>)>>,
     /// Number of groups that were removed. `remove` increments it (release); the answering thread reads it (acquire)

@@ -97,8 +97,8 @@ impl Channel for StoreChannel {
             let _ = self.told.set(told);
         }
         me.look_external(); // again, for the line at the soft limit, which is due even if the store fails
-        // While an operation waits, this thread reads the clock often, because the clock takes a long gap between two
-        // readings for a time in which the process was stopped.
+        // While an operation waits, this thread reads the clock often, because the clock treats a long gap between two
+        // readings as a time in which the process was stopped.
         let next = next.unwrap_or(if waits { SHORTEST } else { pause });
         Some(if asks_why { next.min(WHY) } else { next })
     }

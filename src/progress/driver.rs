@@ -96,9 +96,9 @@ pub fn wait_until(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, d
             yield_core(group, &done);
         } else {
             let pause = until.map_or(next_look, |until| (until - now).min(next_look));
-            // If this thread reads the connections to other hosts itself (`rest`), it saves the wake from the thread
-            // that would read them. If another thread ends the operation just before `rest`, `done` is checked only
-            // when `rest` returns.
+            // If this thread reads the connections to other hosts itself (`rest`), no other thread has to read them and
+            // wake this one. If another thread ends the operation just before `rest`, `done` is checked only when
+            // `rest` returns.
             let alone = group.domain().pending() == group.pending();
             if !(alone && group.rest(pause.min(SHORT_NAP))) {
                 sleep(group.domain(), Some(group), pause.max(Duration::from_micros(50)), &done);

@@ -89,8 +89,8 @@ impl<W: Words> Drop for Pause<'_, W> {
     }
 }
 
-/// The progress thread waits in this until it is needed (true) or must end (false). `sleep` sleeps while `work` has the
-/// given value, and may return spuriously.
+/// Called by the progress thread. Waits until that thread is needed (returns true) or must end (returns false). `sleep`
+/// sleeps while `work` has the given value, and may return spuriously.
 pub fn await_work<W: Words>(words: &W, sleep: impl Fn(u32)) -> bool {
     loop {
         let listening = Listening::new(words.work(), 0);

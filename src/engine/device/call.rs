@@ -179,8 +179,8 @@ impl DeviceCall {
         put.map_err(|error| self.engine.group.fault().unwrap_or(error))
     }
 
-    /// Runs a launch that makes the library connect ranks on its own thread, and waits for it as long as the call may
-    /// wait.
+    /// Runs a launch for which the library must connect ranks. Uses a new thread, and waits for it as long as the call
+    /// may wait.
     fn first_launch(&self, communicator: &Arc<DeviceComm>, placed: &[Placed], stream: Stream) -> Result<()> {
         self.connects.store(true, Ordering::Relaxed);
         let (engine, own) = (Arc::clone(&self.engine), Arc::clone(communicator));
@@ -191,8 +191,8 @@ impl DeviceCall {
             &|| self.may_wait(),
             move || parts.put(&engine, &own, &placed, stream),
         );
-        // If a signal ended the wait, the other ranks would wait for this rank in vain. The caller ends the
-        // communicators.
+        // If a signal ended the wait, the group fails, because the other ranks would wait for this rank in vain. The
+        // caller ends the communicators.
         launched.inspect_err(|error| {
             if error.kind() == ErrorKind::Interrupted {
                 self.engine.group.fail(error.clone());

@@ -4,7 +4,7 @@
 //!
 //! [`DeviceEngine::begin`] takes the call's number and returns what the shim must do to its tensors before and after
 //! the library's call. `DeviceCall::launch` puts the call on a raw stream. `before_poll` and `poll` report whether it
-//! failed, while C++ queries the device whether it has completed. `ended` records the end in the statistics.
+//! failed, while C++ queries the device for its completion. `ended` records the end in the statistics.
 //!
 //! Operations on devices have their own sequence of numbers, because the numbers of the CPU's engine index shared
 //! memory and may have no gaps. c10d sees the sum of both numbers. No function here waits for a device. Making or

@@ -2,7 +2,6 @@
 //! needs the connection. NCCL connects by algorithm for collectives (`NCCL_RUNTIME_CONNECT`) and by peer and direction
 //! for messages; HCCL connects by operator. The launch of such a call blocks the host thread until the other ranks
 //! launch theirs. The library takes no deadline for this, does not return on a signal, and does not notice a dead peer.
-//! no signal and does not notice a dead peer.
 //! So a launch that may connect runs on its own thread, and its caller waits for that thread ([`within`]). The wait
 //! ends at the call's deadline, or earlier if a peer dies, a signal arrives or the group is aborted. `Connected`
 //! remembers what was connected. Later launches run on the caller's thread, because they no longer wait for a peer. The
@@ -136,7 +135,7 @@ impl Lowered {
     }
 }
 
-/// Runs a launch that may wait for other ranks on a new thread, and waits for it. An error of `go_on` ends the wait.
+/// Runs, on a new thread, a launch that may wait for other ranks, and waits for it. An error of `go_on` ends the wait.
 /// The thread is then left behind, and its launch returns when the communicator ends.
 pub(super) fn watched(
     what: &str,

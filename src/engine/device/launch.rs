@@ -7,8 +7,8 @@ use super::runtime::{Runtime, Stream};
 use crate::error::{Error, Result};
 use crate::types::{Kind, Span};
 
-/// One rank's part in an operation. Addresses are on the device. The memory holds the lowering's wire type: after the
-/// steps `before`, and before the steps `after`.
+/// One rank's part in an operation. Addresses are on the device. The memory holds elements of the lowering's wire type:
+/// `send` after the steps `before`, and `recv` before the steps `after`.
 ///
 /// `send` and `recv` follow the table of `types::Request`, for the kind that the lowering names. They have one span for
 /// each block, or a single span if the blocks are equal and contiguous. They are empty if the rank sends or receives

@@ -25,7 +25,7 @@ const CONNECTS: i32 = -1;
 const LONGEST_PAUSE: Duration = Duration::from_millis(100);
 
 impl DeviceEngine {
-    /// Returns the communicator of these ranks for a device. If it does not exist, makes it, which returns when all its
+    /// Returns the communicator of these ranks for a device. If it does not exist, makes it, and returns when all its
     /// ranks have joined.
     pub fn communicator(
         self: &Arc<Self>,

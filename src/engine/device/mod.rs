@@ -117,8 +117,8 @@ struct Row {
     open: fn(&Hints) -> Result<Arc<dyn Api>>,
     open_runtime: fn(&Hints) -> Result<Arc<dyn Runtime>>,
     capabilities: fn() -> Capabilities,
-    /// Every function that is looked up: here in the library of communicators, below in the library of streams and
-    /// events.
+    /// The functions that are looked up: in the library of communicators (`symbols`), and in the library of streams and
+    /// events (`runtime_symbols`).
     symbols: &'static [&'static str],
     runtime_symbols: &'static [&'static str],
 }

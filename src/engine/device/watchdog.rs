@@ -1,9 +1,9 @@
 //! Decides whether an operation on a device will complete, from its deadline, the library's errors, and peers that are
 //! gone.
 //!
-//! The shim's thread queries the stream's event whether the device has passed an operation, and calls `look` to
-//! interpret the answer. The group fails (`DeviceGroup::fail`) only with the error that `look` returns, and only after
-//! that error is final.
+//! The shim's thread queries an event to see whether the device has passed an operation, and calls `look` to interpret
+//! the answer. The group fails (`DeviceGroup::fail`) only with the error that `look` returns, and only after that error
+//! is final.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};

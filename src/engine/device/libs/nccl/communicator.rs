@@ -421,8 +421,8 @@ impl Calls for Nccl {
         let made = premul(call).map(|premul| self.make_premul(premul, factor, comm)).transpose()?;
         let code = self.one(call, made.map(|(number, _)| number), comm, stream);
         if let Some((number, destroy)) = made {
-            // SAFETY: the op was made above for this communicator. NCCL allows this right after the last call that uses
-            // it, even in a group.
+            // SAFETY: the op was made above for this communicator. NCCL allows destroying an op right after the last
+            // call that uses it, even inside a group.
             unsafe { destroy(number, comm) };
         }
         self.settle(call.name(), code?, comm, own.own.patience).map(|()| None)
