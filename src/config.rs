@@ -45,8 +45,8 @@ pub struct Settings {
 }
 
 impl Config {
-    /// The delegate that can also be a link for our own schedules between hosts. Other backends lack what a link needs:
-    /// receives that are posted in advance, and aborting a wait. They serve such groups as a whole.
+    /// The default delegate. With it, our own engine serves groups over several hosts, over its own link
+    /// (`multihost/wire`). If the option `delegate` names another backend, that backend serves such groups as a whole.
     pub const LINK: &'static str = "gloo";
 
     /// Name in texts of the backend that serves this group if the engine cannot.

@@ -1,5 +1,6 @@
-//! Plain data that every layer shares: what an operation does, which of its data it carries, and where its memory is.
-//! No code here has an effect. Every value is checked where it enters the core (`ffi/convert.rs`, `group/check.rs`).
+//! Plain data that every layer shares: what an operation does, which data it transfers, and where that data is in
+//! memory. No code here has an effect. Every value is checked where it enters the core (`ffi/convert.rs`,
+//! `group/check.rs`).
 
 use std::fmt;
 
@@ -367,9 +368,9 @@ impl Request {
     ///
     /// # Safety
     ///
-    /// If the call is passed to a group, then until the operation has ended all bytes of `inputs` must stay readable
-    /// and all bytes of `outputs` writable, and no other code may write the inputs or access the outputs. The operation
-    /// has ended when `Group::run` returns, or when `Op::is_done`, `Op::wait` (with any result except
+    /// If the call is passed to a group, the following must hold until the operation has ended. All bytes of `inputs`
+    /// stay readable and all bytes of `outputs` stay writable. No other code writes the inputs or accesses the outputs.
+    /// The operation has ended when `Group::run` returns, or when `Op::is_done`, `Op::wait` (with any result except
     /// `Error::wait_elapsed`) or `Completion::ended` reports it. If `issue` refuses the call, the contract ends at
     /// once. (The group orders two of its calls on the same memory.)
     #[allow(unsafe_code)] // declares the contract; nothing is read or written here

@@ -305,8 +305,7 @@ pub mod ffi {
         /// Why a delegate must serve the whole group, for example because its ranks cannot share memory; empty
         /// otherwise.
         delegate_reason: String,
-        /// Whether the group spans hosts, and shared memory serves the ranks of each host. Then `build` needs a link,
-        /// and a delegate serves point-to-point calls.
+        /// Whether the group spans hosts, and shared memory serves the ranks of each host. Then `build` needs a link.
         spans_hosts: bool,
         /// How the ranks of a group that needs a delegate or a link reach each other, in the format of
         /// `rendezvous::addresses`. Empty if the ranks have not agreed on it.
@@ -386,8 +385,8 @@ pub mod ffi {
         fn shutdown(self: &RustGroup);
         /// Fails everything that is pending here and on the peers, with this reason.
         fn abort(self: &RustGroup, reason: &str);
-        /// How the collective with this number is carried out, and its record. This function and those below that
-        /// return explanations, statistics or records return JSON (`select::export`, `stats::export`). `_C.pyi` has the
+        /// How the collective with this number is carried out, and its record. The result is JSON, as for all functions
+        /// below that return explanations, statistics or records (`select::export`, `stats::export`). `_C.pyi` has the
         /// types.
         fn explain_number(self: &RustGroup, number: u64) -> Result<String>;
         /// How an operation of this kind, size and element type (both by name) would be carried out.
