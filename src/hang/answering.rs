@@ -1,5 +1,5 @@
 //! The thread that answers for a rank when a peer asks, through shared memory, what the rank is doing. It sleeps until
-//! a question arrives. If no peer ever waits for long, nothing wakes it.
+//! a question arrives. If no peer ever waits for long, no question wakes it.
 //!
 //! It waits only for questions. It answers each question at once with what this rank knows, and again when `places` has
 //! found where the program is. Ranks that share no memory are asked through their store (`store_threads`).

@@ -6,7 +6,8 @@ use super::cycle::Edge;
 use super::difference::Launch;
 use crate::engine::Signed;
 
-/// Most bytes of a place or name in an answer. A longer text loses its beginning, because the end of a path says more.
+/// Largest size of a place or name in an answer, in bytes. A longer text loses its beginning, because the end of a path
+/// says more.
 const LONGEST: usize = 240;
 
 /// Where a rank is in its program.

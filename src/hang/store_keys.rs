@@ -23,7 +23,7 @@ use crate::os::topology;
 
 pub type SharedStore = Arc<dyn Counting + Send + Sync>;
 
-/// Most bytes of a fault in the store.
+/// Largest size of a fault in the store, in bytes.
 const LONGEST_FAULT: usize = 64 << 10;
 
 /// Interval between two reads of the store: a sixteenth of the group's timeout, within these limits.
