@@ -19,14 +19,14 @@ namespace sagellm {
 
 namespace {
 
-// How long the abort waits for the program to be told.
+// Longest time for which an abort waits until the exception is pending in the program's threads.
 constexpr auto kPatience = std::chrono::seconds(1);
-// How long an exit waits for hooks that write what they know.
+// Longest time for which an exit waits for abort hooks, which may still write a trace.
 constexpr auto kLastWords = std::chrono::seconds(5);
-// The process's code; EX_SOFTWARE of sysexits.h.
+// Exit code of the process: EX_SOFTWARE of sysexits.h.
 constexpr int kExitCode = 70;
 
-// False where there is no thread to be had.
+// Runs `body` on a new detached thread. Returns false if no thread can be started.
 template <class Body>
 bool start(const char* name, Body body) {
   const BlockSignals block;
@@ -105,7 +105,7 @@ void Failure::tell(const std::string& error, const Threads& threads) {
   const auto knows = [events = events_](pid_t thread) { return events->knows(thread); };
   const bool all = std::all_of(threads.begin(), threads.end(), [&](const auto& each) { return knows(each.id); });
   if (all || error.empty()) return;
-  // No std::future: waiting for one with a deadline needs a newer libstdc++ than the wheels may ask for.
+  // Not a std::future: waiting for one with a deadline needs a newer libstdc++ than the wheels may require.
   struct Done {
     std::mutex mutex;
     std::condition_variable changed;
@@ -128,7 +128,8 @@ void Failure::tell(const std::string& error, const Threads& threads) {
 }
 
 void Failure::exit(const std::string& error) const {
-  // The core has written its dump. Hooks of torch write theirs on callback threads.
+  // The core has already written its dump. The abort hooks of torch write theirs on callback threads, so wait for
+  // these.
   CallbackPool::instance().settle(kLastWords);
   const std::string text = error.empty() ? error : error.substr(1);
   std::fprintf(stderr, "%s\nsagellm: this process ends with code %d, as on_device_failure=\"exit\" asks\n",

@@ -1,9 +1,10 @@
-// What follows when a call on a group's devices has failed.
+// Handles the failure of a call on a group's devices.
 //
-// The operation ends on its stream only when its communicator is aborted, and then the stream goes on over whatever the
-// memory holds. So the order is: the group fails (in the core), the program is told, and only then the communicators
-// are aborted, so that no statement of the program uses undefined numbers. Nothing of this runs on the watching thread:
-// an abort may last, and the calls of other groups have deadlines, too.
+// A failed operation leaves its stream only when its communicator is aborted. The kernels behind it then run on
+// whatever the memory holds. So the order is: the core marks the group as failed, the program gets an exception, and
+// only then the communicators are aborted. That way no statement of the program uses undefined numbers. None of this
+// runs on the watching thread: an abort may take long, and that thread also enforces the deadlines of other groups'
+// calls.
 #pragma once
 
 #include <atomic>
@@ -20,14 +21,14 @@
 
 namespace sagellm {
 
-// How the program is told.
+// How the program learns of a failure.
 enum class OnFailure : uint8_t {
-  kRaise,  // an exception, in each thread whose calls are under way
-  kExit,   // the process ends
-  kNone,   // by its next call of the group
+  kRaise,  // an exception is raised in each thread whose calls are under way
+  kExit,   // the process exits
+  kNone,   // only the next call of the group reports it
 };
 
-// "raise", "exit" or "none"; a ValueError for any other text.
+// Parses "raise", "exit" or "none". Throws a ValueError for any other text.
 OnFailure on_failure(const std::string& text);
 
 class Failure final : public std::enable_shared_from_this<Failure> {
@@ -36,32 +37,34 @@ class Failure final : public std::enable_shared_from_this<Failure> {
 
   Failure(OnFailure then, std::shared_ptr<Events> events) : then_(then), events_(std::move(events)) {}
 
-  // A call of this thread is under way, until `ended` is passed the returned value.
+  // Counts a call of this thread as under way, until `ended` is called with the returned thread id.
   pid_t issued();
   void ended(pid_t thread);
-  // This thread captures a call into a graph: a replay may be under way at any time.
+  // Notes that this thread captures a call into a graph, which may be replayed at any time.
   void captured();
-  // Calls under way. A counter alone: nothing is ordered by it.
+  // Number of calls under way. A counter alone: it orders no other memory access.
   int64_t under_way() const { return under_way_.load(std::memory_order_relaxed); }
-  // The threads that issued them, and those that captured calls.
+  // The threads that issued the calls under way, and the threads that captured calls.
   Threads threads() const;
 
-  // The group has failed with `error`, while calls of `threads` were under way. Returns at once. Only the first failure
-  // of a group is told; `abort` ends the communicators. `raised`: by a call that raises it, so that no process ends.
+  // Handles the group's failure `error`, which happened while calls of `threads` were under way. Returns at once. Only
+  // the first failure of a group is reported. `abort` aborts the communicators. `raised`: the failed call itself raises
+  // the error, so the process does not exit.
   void follow(const std::string& error, Threads threads, const std::function<void()>& abort, bool raised = false);
-  // The program itself is about to end what is under way, on this thread. Returns when its other threads have been
-  // told.
+  // The program is about to abort the calls under way, on this thread. Returns when the exception is pending in its
+  // other threads, or after a second.
   void deliberate(const std::string& error);
 
  private:
-  // Returns when the exception waits in each of these threads, or after a second: a thread may keep the GIL for long.
+  // Raises the error in each of these threads. Returns when it is pending in all of them, or after a second, because a
+  // thread may hold the GIL for long.
   void tell(const std::string& error, const Threads& threads);
   [[noreturn]] void exit(const std::string& error) const;
 
   const OnFailure then_;
   const std::shared_ptr<Events> events_;
   std::atomic<int64_t> under_way_{0};
-  // Set by the first thread that follows a failure, or by an abort of the program.
+  // Set by the first thread that handles a failure, or by an abort of the program.
   std::atomic<bool> followed_{false};
   struct Issuer {
     int64_t calls = 0;

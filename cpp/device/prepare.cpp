@@ -18,8 +18,8 @@ at::TensorOptions on(c10::Device device, at::ScalarType type) {
   return at::TensorOptions().dtype(type).device(device);
 }
 
-// The operations on lists below only copy bits, and torch's kernels for lists do not support every type. So a type of
-// the same width replaces it, an integer where there is one.
+// The list operations below only copy bits, but torch's kernels for lists do not support every element type. So another
+// type of the same width replaces it: an integer type if there is one.
 at::ScalarType bits_of(at::ScalarType type) {
   switch (c10::elementSize(type)) {
     case 1:
@@ -35,7 +35,7 @@ at::ScalarType bits_of(at::ScalarType type) {
   }
 }
 
-// The caller's memory as tensors of bits.
+// Tensors over the caller's memory, with elements of `bits_of(type)`.
 std::vector<at::Tensor> tensors_over(c10::ArrayRef<Piece> pieces, at::ScalarType type, c10::Device device) {
   const auto options = on(device, bits_of(type));
   std::vector<at::Tensor> found;
@@ -51,8 +51,9 @@ size_t address(const at::Tensor& tensor) {
   return reinterpret_cast<size_t>(tensor.data_ptr());
 }
 
-// torch has few operators for unsigned types of more than a byte. Two and four bytes fit into eight, and the cast back
-// wraps; eight bytes are the same bits for sums, products and whatever works bit by bit.
+// torch has few operators for unsigned types wider than one byte. Numbers of two and four bytes are widened to eight,
+// and the cast back wraps. Numbers of eight bytes are viewed as signed: sums, products and bitwise operations give the
+// same bits.
 template <class Body>
 at::Tensor in_signed(const at::Tensor& numbers, const Body& body) {
   const at::ScalarType type = numbers.scalar_type();
@@ -65,11 +66,11 @@ bool is_integral(const at::Tensor& tensor) {
   return at::isIntegralType(tensor.scalar_type(), true);
 }
 
-// Of eight unsigned bytes, kept in signed ones.
+// Divides unsigned numbers of eight bytes, which are viewed as signed ones.
 at::Tensor divided_unsigned(const at::Tensor& tensor, int64_t count) {
   const at::Tensor half = at::bitwise_and(at::__rshift__(tensor, 1), INT64_MAX);
   const at::Tensor quotient = at::div(half, count, "trunc") * 2;
-  // Less than twice the count, so its sign says nothing false.
+  // The remainder is less than twice the count, so it is not negative as a signed number.
   const at::Tensor rest = tensor - quotient * count;
   return quotient + at::ge(rest, count).to(at::kLong);
 }
@@ -82,10 +83,11 @@ at::Tensor divided(const at::Tensor& tensor, int64_t count) {
   return in_signed(tensor, [&](const at::Tensor& numbers) { return at::div(numbers, count, "trunc"); });
 }
 
-// By a factor that lies on the device, and stays there, or by a number.
+// Multiplies by `factor`, a tensor that stays on the device, or by `number` if `factor` is undefined.
 at::Tensor scaled(const at::Tensor& tensor, const at::Tensor& factor, double number) {
   return in_signed(tensor, [&](const at::Tensor& numbers) {
-    // Integers take the factor without its fraction. A tensor without dimensions does not widen the other.
+    // The factor of integers loses its fraction. `factor` has no dimensions, so it does not widen the type of
+    // `numbers`.
     const bool whole = is_integral(numbers);
     if (factor.defined()) return numbers * (whole ? factor.to(numbers.scalar_type()) : factor);
     return whole ? numbers * static_cast<int64_t>(number) : numbers * number;
@@ -112,12 +114,13 @@ at::Tensor combined(const at::Tensor& left, const at::Tensor& right, c10d::Reduc
   }
 }
 
-// Blocks of all ranks, one behind the other, in the order of the ranks; two-byte floats are rounded once.
+// Combines the equal blocks of all ranks, which are adjacent in `all`, in the order of the ranks. Floats of two bytes
+// are combined in float32 and rounded once.
 at::Tensor folded(const at::Tensor& all, int ranks, ReduceOp op) {
   const at::ScalarType type = all.scalar_type();
   const bool low = type == at::kHalf || type == at::kBFloat16;
   const auto reduce_op = static_cast<c10d::ReduceOp::RedOpType>(op);
-  // Signed numbers compare as unsigned ones do when the highest bit is turned.
+  // With the highest bit flipped, signed comparison orders the numbers as unsigned comparison does.
   const bool turned = type == at::kUInt64 && (reduce_op == c10d::ReduceOp::MIN || reduce_op == c10d::ReduceOp::MAX);
   const auto turn = [&](const at::Tensor& numbers) { return turned ? at::bitwise_xor(numbers, INT64_MIN) : numbers; };
   return in_signed(low ? all.to(at::kFloat) : all,
@@ -135,7 +138,7 @@ at::ScalarType type_of(const Plan& plan) {
                                                                   : plan.call.element);
 }
 
-// The type in which elements travel.
+// The element type that is sent: that of the last cast before the library's call, or else the caller's `type`.
 at::ScalarType wire_type(const DeviceLowering& lowering, at::ScalarType type) {
   for (const Local& step : lowering.before) {
     if (step.step == LocalStep::Cast) type = scalar_type(step.dtype);
@@ -147,7 +150,7 @@ at::ScalarType wire_type(const DeviceLowering& lowering, at::ScalarType type) {
 
 bool is_dense(const at::Tensor& tensor) {
   if (!tensor.is_privateuseone()) return true;
-  // Present from the moment on that such tensors can exist, so a process without it asks again.
+  // The operator is registered before such tensors can exist. A process that lacks it looks it up again at each call.
   static const c10::OperatorName name(kFormatOperator, "");
   const auto query = c10::Dispatcher::singleton().findSchema(name);
   if (!query.has_value()) return true;
@@ -157,7 +160,8 @@ bool is_dense(const at::Tensor& tensor) {
 
 DeviceRequest request(const Plan& plan, bool dense) {
   DeviceRequest found{plan.op, plan.request(), dense};
-  // Where data is only moved, the core is told bytes, and a device may have no room for them all the same.
+  // A plan that only moves data has the dtype kBytes. The core needs the element type all the same, because a device
+  // may lack it: some devices store 64-bit floats in 32 bits.
   if (plan.call.dtype == Dtype::kBytes && plan.call.element != kNoType) {
     found.request.call.dtype = dtype_of(type_of(plan)).value_or(Dtype::kBytes);
   }
@@ -168,14 +172,14 @@ Preparation::Preparation(const Plan& plan, const DeviceLowering& lowering, int r
     : plan_(plan), lowering_(lowering), ranks_(ranks), device_(device), type_(type_of(plan)) {}
 
 at::Tensor Preparation::gathered() const {
-  // The number that a barrier sends and receives.
+  // A barrier is carried out as an all_reduce of this one number.
   if (plan_.call.kind == Kind::kBarrier) return at::zeros({1}, on(device_, scalar_type(lowering_.dtype)));
   const auto parts = tensors_over(plan_.inputs(), type_, device_);
   int64_t elements = 0;
   for (const at::Tensor& part : parts) elements += part.numel();
   const at::Tensor all = at::empty({elements}, on(device_, type_));
   at::Tensor bits = all.view(bits_of(type_));
-  // One kernel for many pieces, where the device has such.
+  // One kernel copies all pieces, if the device has such a kernel.
   at::cat_out(bits, parts);
   return applied(all, lowering_.before, plan_.factor).contiguous();
 }

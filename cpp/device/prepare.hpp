@@ -1,6 +1,6 @@
-// The steps on a device's tensors before and after the call of the vendor's library, as the core decides them
-// (src/engine/device/lowering.rs and layout.rs). Runs on the current stream, through torch's own operators, and waits
-// for nothing.
+// The steps on a device's tensors before and after the call of the vendor's library. The core decides which steps
+// (src/engine/device/lowering.rs and layout.rs). They run on the current stream, through torch's own operators, and
+// wait for nothing.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,25 +12,25 @@
 
 namespace sagellm {
 
-// False where the device stores the tensor in a format that only its own operators can read.
+// False if the device stores the tensor in a format that only its own operators can read.
 bool is_dense(const at::Tensor& tensor);
 
-// The core's request for a call. `dense`: all tensors of the call are dense.
+// The core's request for a call. `dense`: all tensors of the call pass `is_dense`.
 DeviceRequest request(const Plan& plan, bool dense);
 
-// The tensors of one call, between the caller's memory and the library's.
+// Copies the tensors of one call between the caller's memory and the library's temporaries.
 class Preparation {
  public:
   Preparation(const Plan& plan, const DeviceLowering& lowering, int ranks, c10::Device device);
 
-  // Runs the steps before the library's call. Temporaries are added to `keep`, to live until the device has passed the
-  // call.
+  // Runs the steps before the library's call. Adds the temporaries to `keep`, where they must stay until the device has
+  // passed the call.
   DevicePlaced prepare(std::vector<at::Tensor>& keep);
   // Runs the steps after the library's call and copies the results into the caller's tensors.
   void store() const;
 
  private:
-  // `numbers` after the steps. `factor` is undefined where it is in the steps.
+  // `numbers` after the steps. If `factor` is undefined, a scaling step uses the factor that it holds.
   at::Tensor applied(at::Tensor numbers, const rust::Vec<Local>& steps, const at::Tensor& factor = {}) const;
   at::Tensor gathered() const;
 
@@ -38,9 +38,9 @@ class Preparation {
   const DeviceLowering& lowering_;
   const int ranks_;
   const c10::Device device_;
-  // The type of the caller's tensors.
+  // Element type of the caller's tensors.
   const at::ScalarType type_;
-  // The temporary in which the result arrives; undefined where it arrives in the caller's memory.
+  // The temporary that receives the result; undefined if the library writes the result to the caller's memory.
   at::Tensor received_;
 };
 

@@ -16,8 +16,8 @@ c10::impl::VirtualGuardImpl guard_of(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type());
 }
 
-// Empties the queue that some devices have on the host in front of the stream. torch's own devices have none; a stream
-// that is being captured may not be queried.
+// Flushes the queue that some devices keep on the host in front of the stream. torch's own device types have no such
+// queue, and their streams may not be queried while they are captured.
 void drain(const c10::Stream& stream) {
   if (stream.device_type() == c10::DeviceType::PrivateUse1) (void)guard_of(stream.device()).queryStream(stream);
 }
@@ -60,8 +60,8 @@ size_t Passage::enter() {
   lock.unlock();
   c10::Event here(stream_.device_type());
   here.record(stream_);
-  // `drain` empties the stream's queue on the host. After it every wait that was queued before has reached the device,
-  // so the core may reuse the events of these waits.
+  // `drain` empties the stream's queue on the host. All waits that were queued before have then reached the device, so
+  // the core may reuse the events of these waits.
   const std::vector<size_t> told = owner_.take_told(stream_);
   drain(stream_);
   own_raw_ = checked([&] {
@@ -119,11 +119,11 @@ Passage DeviceStreams::begin(c10::Device device, bool async, bool timed, int str
 
 std::shared_ptr<c10::Event> DeviceStreams::asked_only(const c10::Stream& stream) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  // Number of events of a device that are given out before the first of them is tried for reuse.
+  // Largest number of events of a device in the pool. Beyond it the oldest event leaves the pool.
   constexpr size_t kMost = 1024;
   auto& events = asked_only_[stream.device_index()];
   const bool free = !events.empty() && events.front().use_count() == 1;
-  // Pairs with the release by which the last other holder dropped its reference.
+  // Pairs with the release by which the last other holder dropped its reference to the event.
   if (free) std::atomic_thread_fence(std::memory_order_acquire);
   events.push_back(free ? events.front() : std::make_shared<c10::Event>(stream.device_type()));
   if (free || events.size() > kMost) events.pop_front();

@@ -44,7 +44,7 @@ class VendorDevices::Exchange final : public IdExchange {
     share(id, [&](at::Tensor& bytes) { owner_.pass(bytes, from, to); });
   }
 
-  // The exception of these, which the core only knows as text.
+  // The exception that one of these two threw. The core gets only its text.
   const std::exception_ptr& raised() const { return raised_; }
 
  private:
@@ -208,18 +208,20 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::follow(DeviceWork::Launched made, 
 DeviceWork::Launched VendorDevices::launch(c10::ArrayRef<Plan> calls, const DeviceBegun& begun,
                                            const std::shared_ptr<DeviceCall>& call, c10::Device device, Tensors keep,
                                            const Terms& terms) {
-  // In a capture the call runs on the caller's stream: work on another stream that was not joined again would be lost.
+  // In a capture the call runs on the caller's stream, because the graph would lose work on a stream that is not joined
+  // again.
   const bool on_callers = !terms.async || terms.capturing;
   Passage passage = streams_.begin(device, !on_callers, owner_.events->timing(), begun.stream_key);
   std::vector<std::shared_ptr<c10::Event>> elsewhere;
   if (terms.barrier) elsewhere = come_behind_all(passage.stream());
-  // A synchronous call returns no Work where no hook is registered, so no stream waits for its end, except for a
-  // barrier.
+  // A synchronous call returns no Work if no hook is registered, so no stream waits for its end event. A later barrier
+  // may wait for it, and `last_` holds the event for that case.
   std::shared_ptr<c10::Event> ended =
       put(calls, begun.lowerings, call, passage, keep, !terms.listened && !terms.capturing);
   const bool counts = !terms.capturing && begun.stream_key == 0;
   if (counts) last_->put(passage.stream(), ended);
-  // Memory that is freed on the caller's stream is reused only after the call, and a graph owns its memory.
+  // Memory that is freed on the caller's stream is reused only after the call, and a graph owns its memory. So nothing
+  // need be kept.
   if (on_callers) keep.clear();
   DeviceWork::Launched made{passage.stream(), passage.begun(), std::move(ended), std::move(keep),
                             current_stream(device)};
@@ -235,7 +237,7 @@ DeviceWork::Launched VendorDevices::launch(c10::ArrayRef<Plan> calls, const Devi
 c10::intrusive_ptr<DeviceWork> VendorDevices::submit(c10::ArrayRef<Plan> calls, const Label& label, Tensors keep,
                                                      Tensors outputs, c10::Device device, bool async, bool region) {
   DeferredRelease::instance().release();
-  // torch's operators and the library launch their kernels on the thread's current device.
+  // torch's operators and the library launch kernels on the thread's current device.
   const c10::DeviceGuard guard(device);
   Terms terms;
   terms.async = async;
@@ -252,7 +254,7 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(c10::ArrayRef<Plan> calls, 
     work = follow(std::move(made), label.type, std::move(outputs), std::move(trace), terms.capturing);
   } catch (const std::exception&) {
     call->failed_here(coded_text(std::current_exception()).substr(1));
-    // This thread has the exception itself.
+    // This thread gets the exception from this call, so the error is not raised in it again.
     owner_.events->told();
     failure_->follow(fault(), failure_->threads(), [call] { call->abort(); }, true);
     throw;
@@ -263,7 +265,7 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(c10::ArrayRef<Plan> calls, 
 }
 
 bool VendorDevices::is_capturing(const c10::Stream& stream) const {
-  // For a device that is not torch's own, "no" may only mean that its guard does not implement the query.
+  // For a device type that is not torch's own, `false` may only mean that its guard does not implement the query.
   const std::optional<bool> told = capture_of(stream);
   if (told && (*told || type_ != c10::DeviceType::PrivateUse1)) return *told;
   void* raw = nullptr;
@@ -279,7 +281,7 @@ bool VendorDevices::drain(std::chrono::milliseconds timeout) {
   constexpr auto kPause = std::chrono::milliseconds(1);
   const bool bounded = timeout.count() > 0;
   const auto until = std::chrono::steady_clock::now() + timeout;
-  // Each work ends at its deadline at the latest, and soon where a peer is gone, as long as the watching thread runs.
+  // Each work ends at its deadline at the latest, and soon after a peer's end, as long as the watching thread runs.
   bool lost = DeviceWatch::instance().stopped();
   for (int turn = 0; !lost && failure_->under_way() > 0; ++turn) {
     std::this_thread::sleep_for(kPause);
@@ -290,7 +292,7 @@ bool VendorDevices::drain(std::chrono::milliseconds timeout) {
 }
 
 void VendorDevices::forget_captured() {
-  // Freed without the lock.
+  // Destroyed after the lock is released.
   std::vector<std::shared_ptr<DeviceCall>> captured;
   const std::lock_guard<std::mutex> lock(captured_mutex_);
   captured.swap(captured_);
@@ -303,10 +305,10 @@ void VendorDevices::abort() {
 }
 
 void VendorDevices::close(std::chrono::milliseconds timeout) {
-  // A forked child has neither the works nor a device.
+  // A forked child inherits neither the works nor the device.
   if (::getpid() != process_) return;
   const auto until = std::chrono::steady_clock::now() + timeout;
-  // A work fails if its communicator is ended before it, so wait for all works first.
+  // A work fails if its communicator is ended before it, so first wait for all works.
   bool drained = false;
   try {
     drained = drain(timeout);

@@ -1,10 +1,11 @@
 // Tensors on a device, carried by its vendor's library.
 //
-// A call on such tensors is lowered like one on the CPU: its pieces are addresses on the device. The core
-// (src/engine/device) has the communicators, decides how the library is called, and detects calls that will never end.
-// This class does the rest: where the library needs other data than the caller's memory holds (another type, scaled,
-// several tensors packed), it prepares that data on the communication stream (device/prepare.hpp); it keeps the
-// library's raw stream in order with torch's; and it holds the tensors in a Work until the device has passed the call.
+// A call on such tensors is lowered like a call on the CPU; its pieces are addresses on the device. The core
+// (src/engine/device) owns the communicators, decides how the library is called, and detects calls that will never end.
+// This class does the rest. If the library needs other data than the caller's memory holds (another type, scaled
+// numbers, several tensors packed), it prepares that data on the communication stream (device/prepare.hpp). It orders
+// the library's raw stream with torch's streams. And it keeps the tensors in a Work until the device has passed the
+// call.
 #pragma once
 
 #include <unistd.h>
@@ -28,18 +29,18 @@
 
 namespace sagellm {
 
-// The group whose tensors these are.
+// The group that uses the library, as `VendorDevices` sees it.
 struct DeviceOwner {
   const RustGroup& group;
   int rank;
   int size;
   std::shared_ptr<Events> events;
-  // How the program is told when a call has failed.
+  // How a failed call is reported to the program.
   OnFailure on_failure;
-  // `wait()` returns when its call has ended, and a synchronous call, too.
+  // `wait()` and synchronous calls block the host until the call has ended.
   bool blocking_wait;
-  // Hands bytes over the CPU side: from rank 0 to all; from one rank to another. Called only during a call of the
-  // group.
+  // Send bytes over the group's CPU side: from rank 0 to all ranks, and from one rank to another. Called only during a
+  // call of the group.
   std::function<void(at::Tensor& bytes)> broadcast;
   std::function<void(at::Tensor& bytes, int from, int to)> pass;
 };
@@ -48,86 +49,88 @@ class VendorDevices final {
  public:
   using Tensors = std::vector<at::Tensor>;
 
-  // Throws where there is no usable library; the text says why and what to do.
+  // Throws if no usable library is found; the text says why and what to do.
   VendorDevices(DeviceOwner owner, c10::DeviceType type, const std::string& vendor, const std::string& library,
                 const std::vector<std::string>& folders);
 
   std::string describe() const { return std::string(opened_.description); }
 
-  // Puts calls on a stream of the device, as one launch where there are several. Waits for peers only in a barrier, and
-  // in the first call that needs a communicator, until all its ranks have come to make it. Returns null for a
-  // synchronous call without hooks: all its work is on the caller's stream, which keeps its tensors in order.
-  // `region`: all ranks know of the calls, messages among them, so these need no communicator of their own.
-  // The pieces of the calls are addresses on the device. Temporaries stand for tensors of the caller that are not
-  // contiguous, or that overlap others: they are filled before the call, and copied back after it.
+  // Enqueues calls on a stream of the device, as one launch if there are several. It waits for peers only in a barrier,
+  // and in the first call that needs a communicator, until all ranks of that communicator have reached the call.
+  // Returns null for a synchronous call without hooks: all its work is on the caller's stream, which keeps its tensors
+  // in order.
+  // `region`: all ranks take part in the calls, messages included, so messages need no communicator of their own.
+  // The pieces of the calls are addresses on the device. A temporary replaces each of the caller's tensors that is not
+  // contiguous or overlaps another. Temporaries are filled before the call, and results are copied back after it.
   c10::intrusive_ptr<DeviceWork> submit(c10::ArrayRef<Plan> calls, const Label& label, Tensors keep, Tensors outputs,
                                         c10::Device device, bool async, bool region = false);
-  // A work whose `wait` returns when every collective that was issued before has ended; null where none was.
-  // `by_itself`: it completes without a waiting thread.
+  // Returns a work whose `wait` returns when all collectives issued before have ended; null if there are none.
+  // `by_itself`: the work completes even if no thread waits for it.
   c10::intrusive_ptr<DeviceWork> behind_all(bool by_itself);
-  // Makes the communicator of all ranks now.
+  // Makes the communicator of all ranks now instead of at the first call.
   void connect(c10::Device device);
 
-  // Whether the library can make the communicator of a new group of `ranks` out of this group's for a device.
+  // Whether the library can make the communicator of a new group of `ranks` from this group's communicator.
   bool can_split(c10::Device device, const std::vector<uint32_t>& ranks);
-  // Waits until the operations under way have ended; false where they did not end within the timeout, or never will.
+  // Waits until the operations under way have ended. Returns false if the timeout passes or the watching thread stops
+  // first.
   bool drain(std::chrono::milliseconds timeout);
-  // Makes the communicator that `can_split` asked about; all ranks call it together, after all have agreed that they
+  // Makes the communicator that `can_split` asked about. All ranks call this together, after all have agreed that they
   // can. `child` is null on a rank that is in no new group.
   void split(c10::Device device, const std::vector<uint32_t>& ranks, VendorDevices* child);
-  // Takes the communicator of a group that is about to shrink out of use; it ends when the returned object is dropped.
-  // `drained`: no operation is under way in it.
+  // Takes the communicator of a group that is about to shrink out of use. It is destroyed when the returned object is
+  // dropped. `drained`: no operation is under way in it.
   DevicesRetired retire(c10::Device device, bool drained) { return devices_->retire(device.index(), drained); }
-  // Makes the communicator of this group, which has all ranks of the group of `old` but `excluded`; all ranks of this
-  // group call it together.
+  // Makes the communicator of this group, which consists of all ranks of `old`'s group except `excluded`. All ranks of
+  // this group call this together.
   void shrink_from(const RustRetired& old, c10::Device device, const std::vector<uint32_t>& excluded);
 
-  // Aborts all communicators, which unblocks operations that hang; no operation can be issued afterwards. Other threads
-  // of the program whose operations are under way are told first.
+  // Aborts all communicators, which unblocks operations that hang. No operation can be issued afterwards. Other threads
+  // of the program whose operations are under way get the exception first.
   void abort();
-  // Ends the communicators together with the other ranks, when the operations under way are done: within the timeout
-  // while all ranks live, soon where one is gone. A communicator that does not end is aborted, or left to a thread that
-  // goes on waiting for it. Throws the exception that a signal handler raised.
+  // Ends the communicators together with the other ranks, after the operations under way have ended. This takes at most
+  // the timeout, and less if a rank has died. A communicator that does not end is aborted, or left to a thread that
+  // keeps waiting for it. Throws the exception that a signal handler raised.
   void close(std::chrono::milliseconds timeout);
 
  private:
   // How the core reaches the other ranks while it makes a communicator.
   class Exchange;
 
-  // Why the group has failed, with its code letter, or empty.
+  // The error by which the group has failed, with its code letter, or empty.
   std::string fault() const { return std::string(owner_.group.state().fault); }
-  // Asks the core where torch, or the device's part of it, does not say.
+  // Whether the stream is being captured. Asks the core if torch, or the device's guard, cannot tell.
   bool is_capturing(const c10::Stream& stream) const;
-  // Runs a call of the core that may make communicators.
+  // Runs `function`, a core call that may make communicators. If its `Exchange` threw, rethrows that exception.
   template <class Function>
   auto exchanging(Function function);
   DeviceBegun begin(c10::ArrayRef<Plan> calls, const Tensors& keep, c10::Device device, bool region, bool capturing);
-  // Puts the calls, with the steps before and after them, on the stream of `passage`. Returns the event of their end.
-  // After an error `keep` and `call` are leaked.
+  // Enqueues the calls, with the steps before and after them, on the stream of `passage`. Returns the event at their
+  // end. If it throws, it has leaked `keep` and `call`.
   std::shared_ptr<c10::Event> put(c10::ArrayRef<Plan> calls, const rust::Vec<DeviceLowering>& lowerings,
                                   const std::shared_ptr<DeviceCall>& call, Passage& passage, Tensors& keep,
                                   bool asked_only);
-  // How a call is launched.
+  // Properties of one launch.
   struct Terms {
     bool async = false;
     // The caller's stream is being captured into a graph.
     bool capturing = false;
     bool barrier = false;
-    // The caller or a hook sees the Work of the call.
+    // The caller or a hook gets the Work of the call.
     bool listened = false;
   };
-  // No replay is looked at from now on.
+  // Drops the captured calls. Their replays are no longer checked.
   void forget_captured();
-  // Launches calls that `begin` has checked, on the caller's stream or the group's. Returns what their work needs.
+  // Launches calls that `begin` has checked, on the caller's stream or the group's. Returns the data for their Work.
   DeviceWork::Launched launch(c10::ArrayRef<Plan> calls, const DeviceBegun& begun,
                               const std::shared_ptr<DeviceCall>& call, c10::Device device, Tensors keep,
                               const Terms& terms);
-  // The work for `made`. The watching thread watches it from now on, unless it was captured.
+  // Makes the Work for `made`, and hands it to the watching thread unless the call was captured.
   c10::intrusive_ptr<DeviceWork> follow(DeviceWork::Launched made, c10d::OpType type, Tensors outputs,
                                         std::unique_ptr<Trace> trace, bool captured);
 
-  // Makes a barrier on a stream wait for the last collective of each other stream. The stream itself waits for
-  // collectives of its device; the events of collectives on other devices are returned.
+  // Makes a barrier on `stream` wait for the last collective of each other stream. `stream` itself waits for
+  // collectives on its device. The end events of collectives on other devices are returned.
   std::vector<std::shared_ptr<c10::Event>> come_behind_all(const c10::Stream& stream) const;
 
   const DeviceOwner owner_;
@@ -136,13 +139,13 @@ class VendorDevices final {
   const DevicesOpened opened_;
   const rust::Box<RustDevices>& devices_ = opened_.devices;
   DeviceStreams streams_{&*devices_};
-  // The end events of the collectives that were launched on streams.
+  // End events of the last collective on each stream.
   const std::shared_ptr<LastEnds> last_ = std::make_shared<LastEnds>();
-  // Captured calls: the first, which stands for all where replays are looked at, and those whose memory replays need.
-  // torch does not report when a graph is destroyed, so they are kept as long as the group.
+  // Captured calls: the first one, which represents all of them when replays are checked, and every call whose host
+  // memory a replay reads. torch does not report when a graph is destroyed, so they are kept as long as the group.
   std::mutex captured_mutex_;
   std::vector<std::shared_ptr<DeviceCall>> captured_;
-  // Counts the works that are watched and have not ended, for `drain`. Shared, because a work may outlive this.
+  // Counts the watched works that have not ended, for `drain`. Shared, because a work may outlive this object.
   const std::shared_ptr<Failure> failure_ = std::make_shared<Failure>(owner_.on_failure, owner_.events);
 };
 

@@ -32,8 +32,8 @@ void DeviceWatch::end(const std::shared_ptr<DeviceCall>& call) {
 bool DeviceWatch::ends(const Launch& launch) {
   const std::string error = launch.call->look_at_launch();
   if (error.empty()) return false;
-  // The launch raises it when it returns, and then takes back what is raised here; or it returns well, because it did
-  // so just now, and the thread has no other way to learn of it.
+  // Usually the launch throws the error when it returns, and then takes back the exception that is raised here. If the
+  // launch has just succeeded, this exception is the only way for its thread to learn of the failure.
   Failure::Threads threads = launch.failure->threads();
   threads.push_back(launch.thread);
   launch.failure->follow(error, std::move(threads), [call = launch.call] { call->abort(); }, true);
@@ -79,7 +79,7 @@ void DeviceWatch::serve() {
   constexpr auto kIdle = std::chrono::seconds(10);
   constexpr auto kReplays = std::chrono::seconds(1);
   auto pause = kShort;
-  // Leaked, with the calls that have not ended, when the process ends.
+  // On the heap, because calls that have not ended are leaked when the thread stops.
   auto& runs = *new std::vector<RunPtr>();
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stopped_) {
@@ -93,7 +93,7 @@ void DeviceWatch::serve() {
     }
     if (added_.empty() && runs.empty() && launching_.empty()) {
       idle_ = true;
-      // What ended last is released first.
+      // Wake early if references wait to be released.
       std::chrono::milliseconds rest = captured_.empty() ? kIdle : kReplays;
       if (!DeferredRelease::instance().empty()) rest = DeferredRelease::kPatience;
       const bool called =
@@ -110,7 +110,7 @@ void DeviceWatch::serve() {
     lock.unlock();
     pause = look(runs) ? kShort : std::min(pause * 2, kLong);
     for (const Launch& launch : launching) {
-      // One that shall not go on needs no second look.
+      // A launch that has failed need not be checked again.
       if (ends(launch)) end(launch.call);
     }
     launching.clear();

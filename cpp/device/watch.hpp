@@ -16,8 +16,8 @@
 
 namespace sagellm {
 
-// Polls the events of calls on devices. It runs while there are such calls. It drops nothing
-// itself: tensors, Works and hooks may need the interpreter.
+// Polls the events of calls on devices. The thread runs while there are such calls. It drops no references itself,
+// because tensors, Works and hooks may need the interpreter.
 class DeviceWatch {
  public:
   using RunPtr = std::shared_ptr<DeviceRun>;
@@ -25,16 +25,17 @@ class DeviceWatch {
   static DeviceWatch& instance() { return per_process<DeviceWatch>(); }
 
   void add(RunPtr run);
-  // Looks once a second whether replays of a captured call will end, as long as its owner has it.
+  // Checks once a second whether replays of a captured call will end, until the owner of the call drops it.
   void add_captured(const std::shared_ptr<DeviceCall>& call, std::shared_ptr<Failure> failure);
   struct Launch {
     std::shared_ptr<DeviceCall> call;
-    // What follows where it shall not go on.
+    // Handles the failure if the launch must not go on.
     std::shared_ptr<Failure> failure;
     Alarm::Thread thread{Alarm::this_thread(), Alarm::Clock::now()};
   };
-  // A launch that is known to the watch while this lives: one that does not return has a deadline as well. It costs two
-  // short holds of the lock; the thread wakes for the launch instead of for the call that follows.
+  // Registers a launch with the watch for the lifetime of this object, so that a launch which does not return has a
+  // deadline, too. It costs two short holds of the lock. The watching thread wakes for the launch, and so need not wake
+  // for the call that follows.
   class Launching {
    public:
     Launching(std::shared_ptr<DeviceCall> call, std::shared_ptr<Failure> failure)
@@ -48,18 +49,19 @@ class DeviceWatch {
    private:
     const Launch launch_;
   };
-  // True when the thread has stopped, so that no further end is detected.
+  // True if the thread has stopped. Then no further end is detected.
   bool stopped() {
     const std::lock_guard<std::mutex> lock(mutex_);
     return stopped_;
   }
-  // Stops the thread: no event is queried from now on, and calls that have not ended are leaked. Call without the GIL.
+  // Stops the thread; waits for it at most `patience`. No event is queried from then on, and calls that have not ended
+  // are leaked. Call without the GIL.
   void stop(std::chrono::milliseconds patience);
 
  private:
   void begin(const Launch& launch);
   void end(const std::shared_ptr<DeviceCall>& call);
-  // Ends a launch that shall not go on; true where it does.
+  // If the launch must not go on, handles its failure and returns true.
   static bool ends(const Launch& launch);
   void serve();
   // Polls the first call of each stream, because a stream passes its calls in order, and calls whose deadline has
@@ -71,8 +73,8 @@ class DeviceWatch {
     std::weak_ptr<DeviceCall> call;
     std::shared_ptr<Failure> failure;
   };
-  // Checks the groups of captured calls; drops an entry if its call is gone or its group has failed. Call it without
-  // `mutex_`.
+  // Checks each group's captured calls. Drops an entry if its call no longer exists or its group has failed. Call it
+  // without `mutex_`.
   static void look_at_replays(std::vector<Captured>& captured);
   void start();
 
@@ -80,11 +82,11 @@ class DeviceWatch {
   std::condition_variable changed_;
   std::vector<Captured> captured_;
   std::chrono::steady_clock::time_point looked_;
-  // Calls that the thread has not taken over yet.
+  // Calls that the thread has not yet moved to its own list.
   std::vector<RunPtr> added_;
   // Launches that have not returned, and whose group has not failed.
   std::vector<Launch> launching_;
-  // The thread sleeps until `changed_` is notified; otherwise it polls again soon.
+  // True while the thread sleeps until `changed_` is notified; otherwise it polls again soon.
   bool idle_ = false;
   bool running_ = false;
   bool stopped_ = false;

@@ -100,7 +100,7 @@ std::vector<at::Tensor> DeviceRun::take_tensors() {
 }
 
 void DeviceRun::let_go() {
-  // Dropped here, without the lock.
+  // Destroyed at the end of this function, without the lock.
   const std::vector<at::Tensor> tensors = take_tensors();
 }
 
@@ -116,7 +116,7 @@ void DeviceRun::end(const std::string& error, bool idle) {
   if (idle && launched_.last) launched_.last->passed(launched_.stream, launched_.ended);
   std::vector<at::Tensor> tensors = take_tensors();
   if (!idle) {
-    // The device may still use them, and no event says until when, so they are leaked.
+    // The device may still use the tensors, and no event says until when. So they are leaked, as is the call.
     new std::vector<at::Tensor>(std::exchange(tensors, {}));
     new std::shared_ptr<DeviceCall>(launched_.call);
   }
@@ -127,7 +127,7 @@ void DeviceRun::fail(const std::string& error, bool idle) {
   const auto failure = launched_.failure;
   Failure::Threads threads;
   if (failure) threads = failure->threads();
-  // First, so that a thread that waits for it gets the error there.
+  // `end` comes first, so that a thread that waits for this run gets the error from its wait.
   end(error, idle);
   const auto abort = [call = launched_.call] { call->abort(); };
   failure ? failure->follow(error, std::move(threads), abort) : abort();
@@ -146,7 +146,7 @@ DeviceWork::DeviceWork(int rank, c10d::OpType type, std::vector<at::Tensor> outp
     : SageWork(rank, type, std::move(outputs), events, std::move(trace), launched.known),
       run_(std::make_shared<DeviceRun>(std::move(launched), std::move(events))) {
   devices_ = {run_->stream().device()};
-  // What a barrier ends is read by the host, too, and lies on several streams.
+  // A barrier's value may not complete at issue: the host waits for it, too, and its work is on several streams.
   value_at_issue_ = type != c10d::OpType::BARRIER;
 }
 
@@ -188,12 +188,12 @@ void DeviceWork::order() const {
 
 void DeviceWork::wait_for_end(const WaitLimit& limit) {
   if (!limit.bounded() && !run_->launched().blocks_host) return;
-  // Going to sleep and waking cost more than a short operation takes.
+  // Spin first: to sleep and wake takes longer than a short operation.
   constexpr auto kSpin = std::chrono::microseconds(100);
   constexpr auto kLongest = std::chrono::microseconds(1000);
   auto pause = std::chrono::microseconds(20);
   if (has_ended()) return;
-  // The thread that sees the end of the run may be another one: this one waits until the Work has ended, too.
+  // Another thread may detect the end of the run, so loop until the Work has ended, too.
   for (run_->poll(kSpin); !has_ended(); run_->poll()) {
     check_caller(limit);
     sleep(pause, limit);

@@ -1,4 +1,4 @@
-// The Work of an operation on a device's stream: `wait` makes streams wait, not the host.
+// The Work of an operation on a device's stream. Its `wait` makes streams wait, not the host.
 #pragma once
 
 #include <c10/core/Event.h>
@@ -21,42 +21,42 @@
 
 namespace sagellm {
 
-// A call as the core knows it: host memory that the library was given, which is kept until the stream has passed the
-// call; its number and timeout; and whether it will ever end.
+// A call on a device, held by the core. It keeps host memory that the library was given until the stream has passed the
+// call. It knows the call's number and timeout, and whether the call will ever end.
 class DeviceCall {
  public:
   explicit DeviceCall(rust::Box<RustCall> core) : core_(std::move(core)) {}
 
   void launch(const std::vector<DevicePlaced>& placed, size_t stream) const;
-  // It was not launched, or its launch was not completed: the group fails, on all ranks.
+  // The call was not launched, or its launch did not complete. The group fails on all ranks.
   void failed_here(const std::string& why) const;
   struct State {
-    // The device has passed the call, and it is known whether it has ended well.
+    // The device has passed the call, and it is known whether the call succeeded.
     bool passed;
-    // Empty, or the error, with its code letter, by which the call failed or will never end; then the group has failed,
-    // and `abort` is to be called when the program has been told.
+    // Error, with its code letter, by which the call failed or will never end; empty if there is none. After an error
+    // the group has failed, and `abort` must be called when the program has been notified.
     std::string error;
   };
-  // Never waits. `has_passed` asks the device, and is called in a mode in which it breaks no graph that another thread
-  // captures. Records the end in the statistics.
+  // Never waits. `has_passed` queries the device, in a capture mode that breaks no other thread's capture. Records the
+  // end of the call in the statistics.
   State poll(const std::function<bool()>& has_passed) const;
-  // The next two are for captured calls: whether it must be kept for replays, and the error by which a replay will not
-  // end, or empty.
+  // The next two are for captured calls: whether the call must be kept for replays, and the error by which a replay
+  // will not end (empty if there is none).
   bool keeps_memory() const { return core_->keeps_memory(); }
   std::string look_at_replays() const { return std::string(core_->look_at_replays()); }
-  // Aborts the communicators of the group, which may take long.
+  // Aborts the communicators of the group. This may take long.
   void abort() const { core_->abort(); }
-  // Checks a launch that has not returned, from another thread. Empty, or the error for which the launch must not go
-  // on; then the group has failed, and `abort` makes the launch return.
+  // Called by another thread while the launch has not returned. Returns the error for which the launch must not go on,
+  // or an empty text. After an error the group has failed, and `abort` makes the launch return.
   std::string look_at_launch() const { return std::string(core_->look_at_launch()); }
-  // How the library runs it, as `SageWork::explain`.
+  // How the library runs the call; see `SageWork::explain`.
   std::vector<rust::String> explain() const;
 
  private:
   const rust::Box<RustCall> core_;
 };
 
-// The end of the last collective on each stream, for barriers. An entry goes when its call has ended.
+// The end event of the last collective on each stream, for barriers. An entry is removed when its call has ended.
 class LastEnds {
  public:
   using EventPtr = std::shared_ptr<c10::Event>;
@@ -70,29 +70,29 @@ class LastEnds {
   std::unordered_map<c10::Stream, EventPtr> ends_;
 };
 
-// A call on its stream, from its launch until its end, which a thread of the shim detects. It keeps what the device
-// needs until then, and not its Work: when the program drops that, its results go.
+// A call on its stream, from its launch until a thread of the shim detects its end. It keeps what the device needs
+// until then. It does not keep its Work: when the program drops the Work, the results are freed.
 class DeviceRun final {
  public:
   struct Launched {
     c10::Stream stream;
-    // Null where no times are measured.
+    // Null if no times are measured.
     std::shared_ptr<c10::Event> begun;
     std::shared_ptr<c10::Event> ended;
-    // Tensors that must be kept until the device has passed the operation, or until the caller's stream is behind it.
+    // Tensors to keep until the device has passed the operation, or until the caller's stream waits for it.
     std::vector<at::Tensor> keep;
-    // The caller's stream at issue, on which its tensors were allocated.
+    // The caller's current stream at issue. The caller's tensors were allocated on it.
     c10::Stream callers;
-    // `wait` returns when the work is done, as users of a barrier expect.
+    // `wait` blocks the host until the work is done, for a barrier and for the option `blocking_wait`.
     bool blocks_host = false;
-    // Events on other devices, which must have passed before it is done.
+    // Events on other devices. The work is done only when they have passed, too.
     std::vector<std::shared_ptr<c10::Event>> earlier{};
     std::shared_ptr<DeviceCall> call{};
-    // What follows if it fails. Null where its end is not looked for.
+    // Handles a failure of the call. Null if the end of the call is not watched.
     std::shared_ptr<Failure> failure{};
-    // The thread as whose call `failure` counts it, or 0.
+    // The thread for which `failure` counts this call as under way, or 0.
     pid_t issuer = 0;
-    // Where `ended` was put, or null.
+    // The table that `ended` was put into, or null.
     std::shared_ptr<LastEnds> last{};
     // The operation's name in error texts; a string literal.
     const char* op = "operation";
@@ -101,21 +101,23 @@ class DeviceRun final {
 
   DeviceRun(Launched launched, std::shared_ptr<Events> events);
 
-  // Call these two before any other thread sees this. `hold` keeps the Work alive until its end, for the profiler or a
-  // hook.
+  // Call these two before any other thread sees this run. `hold` keeps the Work alive until its end, for the profiler
+  // or a hook.
   void set_work(const c10::intrusive_ptr<SageWork>& work);
   void hold(const c10::intrusive_ptr<SageWork>& work) { held_ = work; }
-  // True when it has ended; then the Work has, too. May be called on any thread. Polls the device for up to `spin`.
+  // Polls the device for up to `spin`. True if the run has ended: the Work has then ended, or another thread is just
+  // ending it. May be called on any thread.
   bool poll(std::chrono::microseconds spin = std::chrono::microseconds(0));
   bool overdue() const;
   // Ends the run and its Work. `idle`: the device no longer uses the tensors, so they are released; otherwise they are
   // leaked.
   void end(const std::string& error, bool idle);
-  // It failed, or will never end: waits throw `error` (with its code letter). The group has failed.
+  // Ends the run because the call failed or will never end. Waits throw `error`, which has its code letter. The core
+  // has already marked the group as failed.
   void fail(const std::string& error, bool idle = false);
   // Querying the device for the end of the call threw `failure`: the call and the group fail.
   void fail(const std::exception_ptr& failure);
-  // Releases the tensors. The caller's stream must be ordered after the run, because the allocator may then reuse their
+  // Releases the tensors. The caller's stream must already wait for the run, because the allocator may then reuse their
   // memory on that stream.
   void let_go();
 
@@ -129,20 +131,20 @@ class DeviceRun final {
   Launched launched_;
   const std::shared_ptr<Events> events_;
   const std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
-  // Set by the thread that sees its end, which does everything that follows from it.
+  // Set by the thread that detects the end. That thread does everything that follows from it.
   std::atomic<bool> ended_{false};
-  // Guards `keep` of `launched_`, briefly.
+  // Guards `launched_.keep`. Never held for long.
   std::mutex mutex_;
-  // A DeviceWork.
+  // The run's DeviceWork.
   c10::weak_intrusive_ptr<SageWork> work_;
-  // The same; null where only the program holds it.
+  // The same Work, if the profiler or a hook needs it to live until its end; else null.
   c10::intrusive_ptr<SageWork> held_;
 };
 
 // Made when all work of the operation is on its stream. It ends when the device has passed that work. On the group's
-// stream the tensors are held until then, or until a `wait` has put the caller's stream behind it, so that no allocator
-// has to be told of the stream. On the caller's stream none are held, because memory that is freed there is reused only
-// after this work.
+// stream the tensors are held until then, or until a `wait` has made the caller's stream wait for the operation, so no
+// allocator needs to know of the group's stream. On the caller's stream none are held, because memory that is freed
+// there is reused only after this work.
 class DeviceWork final : public SageWork {
  public:
   using Launched = DeviceRun::Launched;
@@ -154,11 +156,11 @@ class DeviceWork final : public SageWork {
   DeviceWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs, std::shared_ptr<Events> events,
              std::unique_ptr<Trace> trace, Launched launched);
 
-  // Hands its run to the watching thread, which detects the end.
+  // Hands the run to the watching thread, which detects its end.
   void watch();
-  // It was captured into a graph: its event never passes by itself and may not be queried, so the work ends now.
+  // Ends the Work of a call that was captured into a graph: its event never passes by itself and may not be queried.
   void settle() { end(std::string()); }
-  // Called by its run, once.
+  // Called once, by the run.
   void end_of_run(const std::string& error) { end(error); }
 
   std::vector<rust::String> explain() const override { return run_->launched().call->explain(); }
@@ -166,9 +168,9 @@ class DeviceWork final : public SageWork {
   void release_resources() override;
 
  protected:
-  // The host waits where there is a timeout, or `blocks_host`.
+  // The host waits only if there is a timeout or `blocks_host` is set.
   void wait_for_end(const WaitLimit& limit) override;
-  // Also lets go of the tensors where the current stream is the one that they were allocated on.
+  // Also releases the tensors if the current stream is the one on which they were allocated.
   void order() const override;
   void on_result_stream(const std::function<void()>& body) const override;
   std::chrono::nanoseconds duration() const override;
