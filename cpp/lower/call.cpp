@@ -15,20 +15,20 @@ namespace {
 
 using View = c10::ArrayRef<at::Tensor>;
 
-// True where `part` lies exactly where block `rank` of the contiguous tensor `whole` lies: the in-place form of a
-// gathering or scattering call, which the core allows.
+// True if `part` is exactly block `rank` of the contiguous tensor `whole`. This is the in-place form of a gathering or
+// scattering call, which the core allows.
 bool is_block(const at::Tensor& part, const at::Tensor& whole, int rank) {
   return part.is_contiguous() && whole.is_contiguous() &&
          static_cast<const char*>(part.const_data_ptr()) ==
              static_cast<const char*>(whole.const_data_ptr()) + static_cast<size_t>(rank) * part.nbytes();
 }
 
-// Whether `part` needs a temporary because it overlaps `whole` elsewhere than in its own block.
+// True if `part` needs a temporary because it overlaps `whole` outside of its own block.
 bool collides(const at::Tensor& part, const at::Tensor& whole, int rank) {
   return overlap(part, whole) && !is_block(part, whole, rank);
 }
 
-// The same where the blocks of the ranks are a list.
+// The same for ranks' blocks that are a list of tensors.
 bool collides(const at::Tensor& part, View blocks, int rank) {
   for (size_t i = 0; i < blocks.size(); ++i) {
     const bool own = i == static_cast<size_t>(rank);
@@ -41,8 +41,8 @@ bool overlaps_any(const at::Tensor& tensor, View others) {
   return std::any_of(others.begin(), others.end(), [&](const at::Tensor& other) { return overlap(tensor, other); });
 }
 
-// Whether a tensor that is one block needs a temporary, because it overlaps the other argument's blocks elsewhere than
-// in its own. `place` is its index in its list.
+// True if `tensor`, which is one block, needs a temporary because it overlaps blocks of the other argument besides its
+// own. `place` is the index of `tensor` in its list.
 bool aside(const CallDesc& call, const at::Tensor& tensor, size_t place, const Operand& other, int rank) {
   const View blocks = other.first();
   if (call.kind == Kind::kAllToAll) return overlaps_any(tensor, blocks);
@@ -80,21 +80,22 @@ void add_outputs(Plan& plan, const CallDesc& call, const Carrier& carrier) {
   }
 }
 
-// Sizes of the ranks' blocks where they may differ.
+// Sets the sizes of the ranks' blocks if they may differ.
 void add_block_sizes(Plan& plan, const CallDesc& call, const Carrier& carrier) {
   if (call.inputs.blocks == Blocks::kSplits) {
     check::Splits splits = check::splits(call, carrier.size);
     plan.in_blocks = std::move(splits.inputs);
     plan.out_blocks = std::move(splits.outputs);
   } else if (!call.coalesced) {
-    // For an all_to_all even where all are equal: another rank's may not be.
+    // An all_to_all needs them even if all are equal, because those of another rank may differ.
     const bool always = call.kind == Kind::kAllToAll;
     if (call.inputs.blocks == Blocks::kPerRank) plan.in_blocks = block_sizes(call.inputs.first(), always);
     if (call.outputs.blocks == Blocks::kPerRank) plan.out_blocks = block_sizes(call.outputs.first(), always);
   }
 }
 
-// A list whose tensors are combined. The core says which of them are one operation (`fusion::lists`).
+// Makes the requests for a list whose tensors are combined. The core decides which tensors form one operation
+// (`fusion::lists`).
 void add_combined_list(Plans& plans, const CallDesc& call, const Carrier& carrier) {
   const Operand::Tensors& outputs = call.outputs.list();
   const bool scatters = !call.has_one_argument();
@@ -109,10 +110,10 @@ void add_combined_list(Plans& plans, const CallDesc& call, const Carrier& carrie
     const auto of = carrier.vendor ? &RustDevices::list_operations : &RustGroup::list_operations;
     return of(call.kind, slice(elements), slice(bytes));
   });
-  // gloo combines copies of the tensors and stores them in the order of the list, so a tensor may be in it twice.
+  // gloo combines copies of the tensors and stores the results in list order, so the list may contain a tensor twice.
   const std::vector<bool> twice =
       carrier.gloo_lists && !scatters ? in_overlaps(outputs) : std::vector<bool>(outputs.size());
-  // Blocks of a reduce_scatter interleave, so all tensors of an operation are needed at once.
+  // Inputs of each operation. The blocks of a reduce_scatter interleave, so `read_blocks` needs all of them at once.
   std::vector<Operand::Tensors> blocks;
   for (size_t i = 0; i < inputs.size(); ++i) {
     const size_t operation = operations[i];

@@ -1,6 +1,7 @@
-// The description of one call of c10d as its caller made it: the operation and its tensors. Every override makes one
-// (c10d/collectives.cpp), and the carrier of the call reads it: `lower` turns it into requests to the core, a delegate
-// is called with the same arguments. It refers to the caller's arguments and lives on the stack.
+// The description of one call of c10d as its caller made it: the operation and its tensors. Every override of
+// c10d::Backend makes a description (c10d/collectives.cpp). The engine path passes it to `lower`, which makes requests
+// to the core of it; a delegate is called with the same arguments. A description refers to the caller's arguments and
+// lives on the stack.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,7 +18,7 @@
 
 namespace sagellm {
 
-// Which part of an argument belongs to which rank.
+// How an argument is divided into the blocks of the ranks.
 enum class Blocks : uint8_t {
   kOwn,      // each tensor is one block
   kPerRank,  // a list has one tensor, or one list of tensors, for each rank
@@ -25,7 +26,7 @@ enum class Blocks : uint8_t {
   kSplits,   // the tensor holds blocks that lists of split sizes describe
 };
 
-// An argument of c10d's: a tensor, a list, or a list of lists.
+// An argument of a c10d call: a tensor, a list of tensors, or a list of lists.
 class Operand {
  public:
   using Tensors = std::vector<at::Tensor>;
@@ -50,15 +51,15 @@ class Operand {
   Tensors& list() const { return *static_cast<Tensors*>(argument_); }
   Lists& lists() const { return *static_cast<Lists*>(argument_); }
 
-  // The argument as c10d passed it, for calling a delegate.
+  // The argument in the type that c10d passed, for calling a delegate.
   operator at::Tensor&() const { return tensor(); }
   operator Tensors&() const { return list(); }
   operator Lists&() const { return lists(); }
 
-  // The argument in parts, in any form: a tensor or a list is one part; of a list of lists each list is one.
+  // The argument as parts: a tensor or a list is one part; each list of a list of lists is one part.
   size_t parts() const { return C10_UNLIKELY(is_lists()) ? lists().size() : present() ? 1 : 0; }
   View part(size_t i) const { return C10_UNLIKELY(is_lists()) ? View(lists()[i]) : first_; }
-  // The first part, or nothing.
+  // The first part, or an empty view.
   View first() const { return first_; }
   Tensors flat() const;
 
@@ -81,7 +82,7 @@ class Operand {
 
 struct CallDesc {
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-  // Issues the same call on another backend, with the tensors of the description that is passed to it.
+  // Issues the same call on another backend, with the tensors of the given description.
   using Delegate = c10::function_ref<WorkPtr(c10d::Backend&, const CallDesc&)>;
 
   template <class Options>
@@ -95,14 +96,14 @@ struct CallDesc {
   bool has_root() const {
     return kind == Kind::kBroadcast || kind == Kind::kReduce || kind == Kind::kGather || kind == Kind::kScatter;
   }
-  // True where the call has one argument, which then is `outputs`, also where the call only reads it.
+  // True if the call has only one argument. That argument is `outputs`, even if the call only reads it.
   bool has_one_argument() const { return !inputs.present(); }
-  // The all-reduce of one sparse tensor, which is made of several operations.
+  // True for the all-reduce of one sparse tensor, which is carried out as several operations.
   bool is_sparse_all_reduce() const {
     return kind == Kind::kAllReduce && !coalesced && outputs.list().size() == 1 && outputs.list()[0].defined() &&
            outputs.list()[0].is_sparse();
   }
-  // Whether some tensor is elsewhere than in the CPU's memory.
+  // True if some tensor is not in the CPU's memory.
   bool on_device() const {
     bool found = false;
     const auto look = [&](const at::Tensor& tensor) { found = found || (tensor.defined() && !tensor.is_cpu()); };
@@ -113,17 +114,17 @@ struct CallDesc {
   // The tensors that the profiler shows as the call's inputs.
   c10::ArrayRef<at::Tensor> traced() const { return has_one_argument() ? outputs.first() : inputs.first(); }
 
-  // torch's name of the call, for messages.
+  // torch's name of the call, for error texts.
   const char* op;
   Kind kind;
   Label label;
   Operand inputs;
   Operand outputs;
-  // A coalesced call: element i of every list forms one call.
+  // True for a coalesced call: element i of every list belongs to the i-th of several calls.
   bool coalesced = false;
-  // Null for calls that combine no numbers.
+  // Null for calls that do not combine numbers.
   const c10d::ReduceOp* reduce_op = nullptr;
-  // The root, or the other rank of a message, or kAnyRank; and its tag.
+  // The root; for a message the peer, which may be kAnyRank.
   int64_t root = 0;
   int64_t root_tensor = 0;
   int tag = 0;
@@ -131,13 +132,13 @@ struct CallDesc {
   const std::vector<int64_t>* output_splits = nullptr;
   std::chrono::milliseconds timeout;
   bool async;
-  // For a barrier: the device whose stream it waits for.
+  // For a barrier: the device whose current stream it waits for.
   std::optional<c10::Device> device;
-  // Refers to objects on the override's stack.
+  // Refers to objects on the stack of the override.
   Delegate delegate;
 };
 
-// A copy of a call in which `replace` has exchanged each defined tensor.
+// A copy of a call in which `replace` has replaced each defined tensor.
 class Replaced {
  public:
   using Replace = std::function<at::Tensor(const at::Tensor&, Role)>;
@@ -151,29 +152,29 @@ class Replaced {
   static Operand copied(const Operand& original, const Replace& replace, Operand::Lists& to);
 
   CallDesc call_;
-  // The lists to which its arguments refer.
+  // The lists to which the arguments of `call_` refer.
   Operand::Lists inputs_;
   Operand::Lists outputs_;
 };
 
-// The properties of a call's carrier on which the checks depend.
+// The properties of the engine or library that carries a call, as far as the checks depend on them.
 struct Carrier {
   int rank;
   int size;
-  // Where the caller's tensors are.
+  // The device of the caller's tensors.
   c10::Device device;
-  // The library of the device's vendor, which also combines some 8-bit floats.
+  // A vendor's library carries the call. It can also combine some 8-bit floats.
   bool vendor = false;
-  // A batch of messages on a device may hold messages of this rank to itself.
+  // The call is part of a batch of messages on a device, in which this rank may send to itself.
   bool to_itself = false;
-  // Several tensors in an all_reduce, broadcast or all_gather are taken as gloo takes them (lower/gloo_lists.cpp).
+  // Several tensors in an all_reduce, broadcast or all_gather have gloo's meaning (lower/gloo_lists.cpp).
   bool gloo_lists = false;
 };
 
 using Plans = c10::SmallVector<Plan, 1>;
 
-// Checks the call against c10d's rules, and makes the core's requests out of it: one, unless it is a list whose tensors
-// cannot all be combined by one operation.
+// Checks the call against c10d's rules and makes the core's requests for it. It makes one request, except for a list
+// whose tensors cannot all be combined by one operation.
 Plans lower(const CallDesc& call, const Carrier& carrier);
 
 }  // namespace sagellm

@@ -12,9 +12,10 @@ namespace {
 using View = c10::ArrayRef<at::Tensor>;
 using Tensors = Operand::Tensors;
 
-// Single facts. `op` is the call's name in messages, `what` the argument's ("output tensor", say).
+// Checks of single facts. `op` is the name of the call in error texts, `what` that of the argument ("output tensor",
+// say).
 
-// A list that must hold exactly one item, as all of c10d's single-tensor calls pass it.
+// A list that must hold exactly one item. All of c10d's calls on a single tensor pass such a list.
 template <class Item>
 const Item& only(const char* op, const char* what, const std::vector<Item>& list) {
   if (list.size() != 1) value_error(op, c10::str("expected one ", what, ", got ", list.size()));
@@ -28,7 +29,7 @@ void empty_elsewhere(const char* op, const char* what, const std::vector<std::ve
   value_error(op, c10::str("only the root, rank ", root, ", may pass an ", what, "; this is rank ", rank));
 }
 
-// Defined, on `device`, strided.
+// The tensor must be defined, strided, and on `device`.
 void dense(const char* op, const char* what, const at::Tensor& tensor, c10::Device device) {
   if (!tensor.defined()) value_error(op, c10::str(what, " is undefined"));
   if (tensor.device() != device) {
@@ -39,7 +40,7 @@ void dense(const char* op, const char* what, const at::Tensor& tensor, c10::Devi
   }
 }
 
-// Not expanded: two of its elements may not share memory.
+// Two elements of the tensor may not share memory, as in an expanded tensor.
 void apart_in_itself(const char* op, const char* what, const at::Tensor& tensor) {
   if (!tensor.is_contiguous() && at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
     value_error(op, c10::str(what, " of sizes ", tensor.sizes(), " and strides ", tensor.strides(),
@@ -47,7 +48,7 @@ void apart_in_itself(const char* op, const char* what, const at::Tensor& tensor)
   }
 }
 
-// One of a call's tensors where some are on a device: all must be on `device`, which the first one sets.
+// Checks one tensor of a call that has tensors on a device. The first tensor sets `device`; all others must be on it.
 void on_device(const char* op, const at::Tensor& tensor, bool written, std::optional<c10::Device>& device) {
   if (device.has_value() && *device != tensor.device()) {
     value_error(op, c10::str("tensors are on ", *device, " and on ", tensor.device(), ", expected all on one device"));
@@ -91,7 +92,7 @@ void tag(const char* op, int tag) {
   if (tag < 0) value_error(op, c10::str("tag is ", tag, ", expected 0 or more"));
 }
 
-// One tensor (or list) a rank.
+// A list must have one tensor (or one list) for each rank.
 void per_rank(const char* op, const char* what, size_t length, int size) {
   if (length != static_cast<size_t>(size)) {
     value_error(op, c10::str(what, " has ", length, " tensors, the group has ", size, " ranks"));
@@ -112,9 +113,9 @@ void elements(const char* op, const char* what, int64_t found, int64_t expected,
   }
 }
 
-// Checks a list whose calls are carried out together: no tensor of `written` may share memory with another one of
-// `written`, nor with a tensor of `read` at another index, because then the result would differ from that of the calls
-// one after the other. The tensors may be on any device.
+// Checks a list whose calls are carried out together. A tensor of `written` may not share memory with another tensor of
+// `written`, nor with a tensor of `read` at another index: the result would differ from that of the calls one after the
+// other. The tensors may be on any device.
 void apart(const char* op, const std::vector<at::Tensor>& written, const std::vector<at::Tensor>& read = {}) {
   if (written.size() < 2) return;
   std::vector<at::Tensor> all = written;
@@ -133,7 +134,8 @@ void apart(const char* op, const std::vector<at::Tensor>& written, const std::ve
                            " share memory; make the calls one after the other, or pass a clone"));
 }
 
-// Bytes of each rank's part of `tensor`, cut along its first dimension as c10d's split lists say (empty: evenly).
+// Bytes of each rank's part of `tensor`, which is split along its first dimension. `sizes` is c10d's list of split
+// sizes in rows; empty means equal parts.
 std::vector<size_t> split(const char* op, const char* what, const at::Tensor& tensor, const std::vector<int64_t>& sizes,
                           int size) {
   const auto ranks = static_cast<size_t>(size);
@@ -155,7 +157,7 @@ std::vector<size_t> split(const char* op, const char* what, const at::Tensor& te
   bytes.reserve(ranks);
   int64_t sum = 0;
   for (const int64_t part : sizes) {
-    // The second condition keeps the sum from overflowing.
+    // The upper bound keeps the sum from overflowing.
     if (part < 0 || part > rows) {
       value_error(op, c10::str(what, " split size is ", part, ", expected 0 to ", rows, " (its rows)"));
     }
@@ -178,7 +180,7 @@ void check_argument(const CallDesc& call, const Operand& operand, const Carrier&
   if (call.coalesced) {
     if (operand.is_lists()) per_rank(call.op, "list of output lists", operand.parts(), carrier.size);
   } else if (operand.is_lists()) {
-    // Of a gathering or scattering call only the root has all blocks.
+    // In a gather or scatter only the root passes the blocks of all ranks.
     const bool rooted = call.kind == Kind::kGather || call.kind == Kind::kScatter;
     if (rooted && call.root != carrier.rank) {
       return empty_elsewhere(call.op, list, operand.lists(), call.root, carrier.rank);
@@ -191,7 +193,8 @@ void check_argument(const CallDesc& call, const Operand& operand, const Carrier&
       only(call.op, name, operand.list());
     }
   }
-  // The tensor of a broadcast or a reduce is written on some rank, and on the CPU all ranks judge it alike.
+  // The tensor of a broadcast or a reduce is written on at least one rank. On the CPU all ranks check it as a written
+  // one, so that all of them reject it or none does.
   const bool in_place = carrier.device.is_cpu() && (call.kind == Kind::kBroadcast || call.kind == Kind::kReduce);
   const bool written = operand.role != Role::kRead || in_place;
   operand.for_each([&](const at::Tensor& tensor) {
@@ -200,7 +203,7 @@ void check_argument(const CallDesc& call, const Operand& operand, const Carrier&
   });
 }
 
-// How many elements the blocks of the ranks, `in` or `out`, have beside this rank's own.
+// Compares the number of elements of the ranks' blocks, in `in` or `out`, with that of this rank's own tensor.
 void check_blocks(const CallDesc& call, View in, View out, const Carrier& carrier) {
   const char* const op = call.op;
   const auto own = static_cast<size_t>(carrier.rank);
@@ -224,7 +227,7 @@ void check_blocks(const CallDesc& call, View in, View out, const Carrier& carrie
   }
 }
 
-// Types and sizes of the inputs against those of the outputs, in a call or in one of a list.
+// Checks types and sizes of the inputs against those of the outputs, for a call or for one element of a coalesced call.
 void check_pair(const CallDesc& call, View in, View out, const Carrier& carrier) {
   if (in.empty() || out.empty()) return;
   const bool scatters = call.outputs.blocks == Blocks::kOwn;
@@ -274,7 +277,7 @@ std::string dtype_name(at::ScalarType type) {
 Dtype reducible(const char* op, const at::Tensor& tensor, bool by_vendor) {
   const std::optional<Dtype> dtype = dtype_of(tensor.scalar_type());
   const bool float8 = dtype == Dtype::kF8E4M3 || dtype == Dtype::kF8E5M2;
-  // Whether a device's library can combine these is decided by its lowering.
+  // For 8-bit floats, the lowering decides whether the device's library can combine them.
   if (dtype && (!float8 || by_vendor)) return *dtype;
   value_error(op, c10::str(dtype_name(tensor.scalar_type()),
                            " numbers cannot be combined, only moved; convert them to float16 or wider first"));
@@ -287,7 +290,7 @@ void message(const CallDesc& call, const Carrier& carrier) {
 
 void call(const CallDesc& call, const Carrier& carrier) {
   if (call.coalesced) return check_lists(call, carrier);
-  // First, because it decides who may pass a list.
+  // First, because the root decides which ranks may pass a list.
   if (call.has_root()) root(call.op, call.root, call.root_tensor, carrier.size);
   check_argument(call, call.inputs, carrier);
   check_argument(call, call.outputs, carrier);
@@ -356,7 +359,7 @@ c10::Device device_of(const CallDesc& call) {
   for (const Operand* operand : {&call.inputs, &call.outputs}) {
     const bool written = operand->role != Role::kRead;
     operand->for_each([&](const at::Tensor& tensor) {
-      // An undefined one is refused by its name later.
+      // Undefined tensors are rejected later, with the name of their argument.
       if (tensor.defined()) on_device(call.op, tensor, written, device);
     });
   }

@@ -17,11 +17,11 @@ namespace {
 using Tensors = Operand::Tensors;
 using Op = c10d::ReduceOp;
 
-// Adds (or whatever `op` says) `from` to `to`.
+// Combines `from` into `to` by `op`.
 void fold(const at::Tensor& to, const at::Tensor& from, Op::RedOpType op) {
   switch (op) {
     case Op::SUM:
-    case Op::AVG:  // the core divides the sum by the number of ranks
+    case Op::AVG:  // later the core divides the sum by the number of ranks
       to.add_(from);
       return;
     case Op::PRODUCT:
@@ -44,7 +44,7 @@ void fold(const at::Tensor& to, const at::Tensor& from, Op::RedOpType op) {
   }
 }
 
-// Copies `from` into `to` when the operation has ended.
+// Copies `from` into `to` after the operation has ended.
 void copy_back(Plan& plan, const at::Tensor& from, const at::Tensor& to) {
   if (to.numel() == 0) return;
   plan.after.push_back({from, to});
@@ -58,11 +58,11 @@ void all_reduce(Plan& plan, const CallDesc& call) {
   const at::Tensor sum(at::detail::empty_cpu(tensors[0].sizes(), tensors[0].scalar_type()));
   plan.combine(tensors[0], *call.reduce_op);
   plan.update(sum);
-  // Raw pointers, because a thread of the core must not drop the last reference to a tensor. `plan.after` keeps the
-  // tensors.
+  // The lambda captures raw pointers, because a thread of the core must not drop the last reference to a tensor.
+  // `plan.after` keeps the tensors.
   std::vector<at::TensorImpl*> own;
   for (const at::Tensor& tensor : tensors) own.push_back(tensor.unsafeGetTensorImpl());
-  // When its turn comes: an operation before it may still write the tensors.
+  // Fills `sum` when the operation begins, not now: an earlier operation may still write the tensors.
   plan.prepare = [own, sum, op] {
     const at::NoGradGuard no_grad;
     const at::AutoDispatchBelowADInplaceOrView below_autograd;

@@ -67,7 +67,7 @@ Strided runs_of(const at::Tensor& tensor, bool written) {
   };
   c10::SmallVector<Dim, 8> dims;
   for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-    // An expanded dimension has one place for all.
+    // All elements of an expanded dimension share one address.
     if (tensor.size(dim) == 1 || tensor.stride(dim) == 0) continue;
     dims.push_back(
         {static_cast<size_t>(tensor.size(dim)), static_cast<size_t>(tensor.stride(dim)) * tensor.itemsize()});
@@ -111,7 +111,7 @@ bool overlap(const at::Tensor& left, const at::Tensor& right) {
 namespace {
 
 // All pairs of tensors on the same device whose extents overlap, as indices with the lower one first. Sparse tensors
-// overlap with none.
+// overlap nothing.
 std::vector<Places> overlapping(c10::ArrayRef<at::Tensor> tensors) {
   struct Reach {
     size_t begin, end, place;
@@ -127,27 +127,27 @@ std::vector<Places> overlapping(c10::ArrayRef<at::Tensor> tensors) {
   for (size_t i = 0; i < reaches.size(); ++i) {
     for (size_t j = i + 1; j < reaches.size() && reaches[j].begin < reaches[i].end; ++j) {
       const auto [low, high] = std::minmax(reaches[i].place, reaches[j].place);
-      // Devices have address spaces of their own.
+      // Tensors on different devices cannot overlap, because each device has its own address space.
       if (tensors[low].device() == tensors[high].device()) pairs.emplace_back(low, high);
     }
   }
   return pairs;
 }
 
-// Calls `each` with the address of every run.
+// Calls `each` with the start address of every run.
 template <class Each>
 void for_runs(const Strided& runs, size_t dim, size_t at, Each& each) {
   if (dim == runs.counts.size()) return each(at);
   for (size_t i = 0; i < runs.counts[dim]; ++i) for_runs(runs, dim + 1, at + i * runs.strides[dim], each);
 }
 
-// True when both have a byte in common.
+// True if the two have a byte in common.
 bool share_memory(const Strided& left, const Strided& right) {
   const Piece a = extent(left);
   const Piece b = extent(right);
   if (!overlap(a, b)) return false;
   if (a.bytes == left.run && b.bytes == right.run) return true;
-  // One flag for each byte that both may have.
+  // Byte by byte: whether `left` contains the byte, over the range in which the two extents overlap.
   const size_t begin = std::max(a.addr, b.addr);
   const size_t end = std::min(a.addr + a.bytes, b.addr + b.bytes);
   std::vector<bool> taken(end - begin);
@@ -201,22 +201,22 @@ void Plan::combine(const at::Tensor& tensor, const c10d::ReduceOp& reduce_op) {
   if (reduce_op.op_ >= c10d::ReduceOp::UNUSED) {
     value_error(op, c10::str("unknown reduce op number ", static_cast<int>(reduce_op.op_)));
   }
-  call.op = static_cast<ReduceOp>(reduce_op.op_);  // the same numbers: lower/types.hpp
+  call.op = static_cast<ReduceOp>(reduce_op.op_);  // ReduceOp has torch's numbers: lower/types.hpp
   if (reduce_op.op_ != c10d::ReduceOp::PREMUL_SUM) return;
   const PremulSupplement& supplement = premul(op, reduce_op);
   const at::Tensor& on_tensor = supplement.tensor_factor;
   if (on_tensor.defined() && !on_tensor.is_cpu() && by_vendor_) {
-    // Reading it here would wait for the device and break a capture.
+    // Reading it here would wait for the device, and would break a capture into a graph.
     factor = on_tensor.detach().reshape({});
     call.factor = 1;
     return;
   }
-  // Read once, now: the caller may change the tensor while the operation runs.
+  // Read now, because the caller may change the tensor while the operation runs.
   call.factor = on_tensor.defined() ? on_tensor.item<double>() : supplement.double_factor;
 }
 
 bool Plan::is_direct(const at::Tensor& tensor) const {
-  // The bytes in memory are the elements, in order.
+  // True if the bytes in memory are the elements in order.
   return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg() && (by_vendor_ || tensor.is_cpu());
 }
 
@@ -228,7 +228,8 @@ at::Tensor Plan::temporary_for(const at::Tensor& tensor, bool written) {
 }
 
 char* Plan::readable(const at::Tensor& tensor, bool stage) {
-  // The core only reads through this pointer; its pieces do not tell inputs from outputs.
+  // The core only reads through this pointer. The const_cast is needed because inputs and outputs are the same type
+  // Piece.
   if (is_direct(tensor) && !stage) return const_cast<char*>(static_cast<const char*>(tensor.const_data_ptr()));
   before.push_back({temporary_for(tensor, false), tensor});
   return static_cast<char*>(before.back().temporary.mutable_data_ptr());
@@ -260,8 +261,8 @@ void Plan::write_all(c10::ArrayRef<at::Tensor> tensors) {
 void Plan::update(const at::Tensor& tensor, bool stage) {
   call.element = static_cast<uint8_t>(tensor.scalar_type());
   if (tensor.numel() == 0) return;
-  // The writable pointer first: taking it may copy a copy-on-write tensor, and the copy must then be the one that is
-  // read.
+  // The writable pointer comes first: taking it may copy a copy-on-write tensor, and that copy must be the memory that
+  // is read.
   const size_t staged = after.size();
   char* memory = writable(tensor, stage);
   if (after.size() > staged) before.push_back(after.back());

@@ -1,5 +1,5 @@
-// Element types and reduce ops: the bridge's numbers beside torch's. This is the only table; what does not hold of the
-// installed torch fails to compile.
+// Maps element types and reduce ops between the bridge and torch. This is the only such table. If the installed torch
+// contradicts it, compilation fails.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -14,8 +14,8 @@
 
 namespace sagellm {
 
-// torch's type of each `Dtype`, in the order of its numbers. `kBytes` is data that is only moved: torch has no such
-// type, and its elements are single bytes.
+// torch's type of each `Dtype`, in the order of the `Dtype` numbers. `kBytes` is data that is only moved; torch has no
+// such type, so its elements are single bytes.
 inline constexpr at::ScalarType kScalarTypes[] = {
     at::kByte,         at::kBool,          at::kByte,          at::kChar,        at::kUInt16,
     at::kShort,        at::kUInt32,        at::kInt,           at::kUInt64,      at::kLong,
@@ -27,7 +27,7 @@ constexpr at::ScalarType scalar_type(Dtype dtype) {
   return kScalarTypes[static_cast<size_t>(dtype)];
 }
 
-// The other way round, by torch's number; kBytes for types that the core does not combine.
+// The inverse: the `Dtype` of each of torch's type numbers; kBytes for types that the core does not combine.
 inline constexpr auto kDtypes = [] {
   std::array<Dtype, static_cast<size_t>(at::ScalarType::NumOptions)> dtypes{};
   for (size_t number = 1; number < std::size(kScalarTypes); ++number) {
