@@ -23,17 +23,17 @@ void run_logged(const std::function<void()>& job) {
   } catch (const std::exception& error) {
     log_line(1, std::string("a callback of an operation failed: ") + error.what());
   } catch (const abi::__forced_unwind&) {
-    // The interpreter ends a thread that asks for the GIL too late this way; it must not be stopped.
+    // By this unwinding the interpreter ends a thread that asks for the GIL too late. It must not be stopped.
     throw;
   } catch (...) {
     log_line(1, "a callback of an operation failed");
   }
 }
 
-// The job that this thread of the pool runs, while it has not given its turn away; 0 on all other threads.
+// Number of the job that this pool thread runs, until it gives up its turn. 0 on all other threads.
 thread_local uint64_t current_turn = 0;
 
-// A job may own Python objects, which cannot be dropped any more.
+// For a job that will not run: it may own Python objects, which can no longer be dropped.
 void leak(std::function<void()> job) {
   new std::function<void()>(std::move(job));
 }
@@ -46,7 +46,8 @@ void CallbackPool::post(std::function<void()> job) {
   jobs_.push_back(std::move(job));
   call_a_thread();
   if (threads_ > 0) return;
-  // No thread exists and none can be started: the job runs here, on the wrong thread, rather than never.
+  // No thread exists and none can be started. The job runs on this thread, although it is the wrong one, rather than
+  // never.
   job = std::move(jobs_.back());
   jobs_.pop_back();
   lock.unlock();
@@ -85,7 +86,7 @@ void CallbackPool::add_thread() {
     std::thread([this] { serve(); }).detach();
     ++threads_;
   } catch (const std::system_error&) {
-    // The existing threads run the callbacks; where there is none, `post` runs them.
+    // The existing threads run the jobs. If there are none, `post` runs the job itself.
   }
 }
 
@@ -123,14 +124,14 @@ void CallbackPool::run_next(std::unique_lock<std::mutex>& lock) {
   const uint64_t turn = ++last_turn_;
   turn_ = turn;
   turn_began_ = Clock::now();
-  // On the heap, because what it owns must not be dropped when the thread is unwound (see `run_logged`).
+  // On the heap, so that what the job owns is not destroyed when the thread is unwound (see `run_logged`).
   auto* job = new std::function<void()>(std::move(jobs_.front()));
   jobs_.pop_front();
-  // An idle thread must watch the turn in case this job lasts.
+  // An idle thread must watch the turn, in case this job takes long.
   if (!jobs_.empty() && !watched_) call_a_thread();
   ++running_;
   lock.unlock();
-  // Once the interpreter goes down the job is leaked.
+  // If the interpreter is ending, the job is leaked.
   if (python_alive()) {
     current_turn = turn;
     run_logged(*job);
@@ -173,7 +174,7 @@ void DeferredRelease::post() {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto now = std::chrono::steady_clock::now();
     if (graves_.empty() || now - since_ < kPatience) return;
-    since_ = now;  // not again before the callback thread had its time
+    since_ = now;  // the callback thread gets this long before the next post
   }
   CallbackPool::instance().post([] { instance().release(); });
 }
@@ -186,7 +187,7 @@ void DeferredRelease::drop_all() {
     graves.swap(graves_);
     filled_.store(false, std::memory_order_relaxed);
   }
-  // The references are dropped here, without the lock, because a destructor may call into this class again.
+  // The references are dropped here, without the lock, because a destructor may call this class again.
 }
 
 }  // namespace sagellm

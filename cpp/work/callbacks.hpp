@@ -1,7 +1,7 @@
-// The threads that run user code and drop Python references when an operation ends; threads of the core may do neither.
+// Threads that run user code and drop Python references when an operation ends. Threads of the core may do neither.
 //
-// A future's callbacks may issue collectives and block on them, so they need threads for which no other thread waits.
-// Dropping a tensor can take the GIL, so only threads that came from Python do it.
+// The callbacks of a future may issue collectives and block on them, so they need threads for which no other thread
+// waits. Dropping a tensor can take the GIL, so only these threads and threads of the program do it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,7 +23,8 @@
 
 namespace sagellm {
 
-// Signals belong to the main thread; a thread inherits the mask of the one that starts it.
+// Blocks all signals on this thread while the object lives. A thread that is started meanwhile inherits the mask, and
+// so leaves signals to the main thread.
 class BlockSignals {
  public:
   BlockSignals() {
@@ -39,29 +40,29 @@ class BlockSignals {
   sigset_t before_{};
 };
 
-// Threads for callbacks. Jobs run one after the other, on the thread that has the turn. A callback may block, on a
-// collective or on another callback, and must not hold up the jobs behind it: a thread that is about to wait in one of
-// our calls gives its turn away at once, and one that stays in a job for some milliseconds (it may be asking for the
-// GIL, or sleep) loses it. Each loss lengthens the patience with the next, to 50 ms, so a program that keeps the GIL
-// for seconds costs a few dozen threads, however many futures end meanwhile. Idle threads leave after a while. None
-// exists before the first job.
+// Threads that run callbacks. Jobs run one after the other, on the thread that has the turn. A callback may block, on a
+// collective or on another callback, and must not hold up the jobs behind it. So a thread that is about to wait in one
+// of our calls gives up its turn at once. A thread that stays in a job for some milliseconds (it may be waiting for the
+// GIL, or sleep) loses its turn. Each lost turn lengthens the time limit of the next, up to 50 ms. So a program that
+// holds the GIL for seconds causes a few dozen threads, however many futures complete meanwhile. Idle threads exit
+// after a while. No thread exists before the first job.
 class CallbackPool {
  public:
   static CallbackPool& instance() { return per_process<CallbackPool>(); }
 
-  // The largest number of threads: if that many callbacks are blocked, further jobs have to wait for them.
+  // Largest number of threads. If that many callbacks are blocked, further jobs wait for them.
   static constexpr size_t kMostThreads = 256;
 
-  // Runs `job` soon on a thread of the pool. Exceptions are logged. After `stop` the job is leaked, not run.
+  // Runs `job` soon on a thread of the pool. Exceptions are logged. After `stop` the job is leaked instead of run.
   void post(std::function<void()> job);
 
-  // To be called before a wait for an operation: if this is a thread of the pool, another thread takes the next job.
+  // Call this before a wait for an operation. If this thread belongs to the pool, another one takes the next job.
   static void about_to_block();
 
-  // Waits up to `patience` until no job runs or waits.
+  // Waits up to `patience` until no job is queued or running.
   void settle(std::chrono::milliseconds patience);
 
-  // No job starts from now on. Waits up to `patience` for running ones. Call without the GIL.
+  // From now on no job starts. Waits up to `patience` until all threads have exited. Call without the GIL.
   void stop(std::chrono::milliseconds patience);
 
  private:
@@ -70,49 +71,50 @@ class CallbackPool {
   void add_thread();
   void serve();
   void run_next(std::unique_lock<std::mutex>& lock);
-  // Call with the lock: makes sure that a thread takes the next job, now or when the turn has lasted too long.
+  // Makes sure that a thread takes the next job, now or when the current turn has lasted too long. Call with the lock.
   void call_a_thread();
   void give_turn_away(uint64_t turn);
   Clock::time_point turn_ends() const;
 
   std::mutex mutex_;
-  // Wakes idle threads: a job came, the turn is free, or the end.
+  // Wakes idle threads: a job was posted, the turn is free, or the pool was stopped.
   std::condition_variable work_;
-  // Wakes `stop`: a thread has left.
+  // Notified when a thread exits.
   std::condition_variable left_;
   std::deque<std::function<void()>> jobs_;
-  // Number of the job that has the turn, or 0, and when the turn began. Every job gets the next number.
+  // Number of the job that has the turn, or 0. `last_turn_` is the last number used, `turn_began_` the start of the
+  // turn.
   uint64_t turn_ = 0;
   uint64_t last_turn_ = 0;
   Clock::time_point turn_began_;
-  // Jobs that lost their turn and still run.
+  // Numbers of the jobs that lost their turn and still run.
   std::set<uint64_t> slow_;
-  // An idle thread waits for the end of the turn.
+  // True while an idle thread waits for the end of the turn.
   bool watched_ = false;
   size_t idle_ = 0;
   size_t threads_ = 0;
-  // Jobs that have begun and not ended.
+  // Number of jobs that have begun and not ended.
   size_t running_ = 0;
   bool stopped_ = false;
 };
 
-// The references that finished operations held. Filled by any thread, emptied by user calls; leaked when the
-// interpreter is gone.
+// Holds the references of ended operations until a thread may drop them. Any thread adds references; user calls drop
+// them. They are leaked if the interpreter has ended.
 class DeferredRelease {
  public:
   static DeferredRelease& instance() { return per_process<DeferredRelease>(); }
 
   void add(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> tensors, std::shared_ptr<void> other = {});
 
-  // Drops everything that lies here. Only for threads that may take the GIL. Cheap when empty.
+  // Drops all references. Only for threads that may take the GIL. Cheap if there are none.
   void release() {
     if (filled_.load(std::memory_order_relaxed)) drop_all();
   }
   bool empty() const { return !filled_.load(std::memory_order_relaxed); }
-  // How long references lie here where the program calls nothing of ours.
+  // How long references may stay here while the program makes no call of ours.
   static constexpr auto kPatience = std::chrono::milliseconds(100);
-  // For a thread that may not take the GIL: makes a callback thread drop the references, if the oldest has lain here
-  // for `kPatience`.
+  // For a thread that may not take the GIL: if the oldest reference has been here for `kPatience`, makes a callback
+  // thread drop them all.
   void post();
 
  private:
@@ -124,11 +126,12 @@ class DeferredRelease {
 
   void drop_all();
 
-  // A hint: written under the mutex, read without it; a drain that misses the newest grave leaves it to the next.
+  // A hint, written under the mutex and read without it. A thread that misses the newest entry leaves it to the next
+  // call of `release`.
   std::atomic<bool> filled_{false};
   std::mutex mutex_;
   std::vector<Grave> graves_;
-  // When the oldest of them came.
+  // When the oldest entry was added, or when `post` last called a callback thread.
   std::chrono::steady_clock::time_point since_;
 };
 

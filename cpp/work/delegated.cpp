@@ -9,17 +9,18 @@ namespace sagellm {
 
 namespace {
 
-// The error to report: the core's, where that knows what the call waited for, otherwise the delegate's own.
+// Records the failure and returns the error to report: the core's, if it knows what the call waited for, else
+// `failure`.
 std::exception_ptr told(const DelegatedWork::Note& note, const std::exception_ptr& failure) {
-  // Without the first letter, which is the kind of the error.
+  // Without the first letter, which is the code of the error's kind.
   const std::string words = coded_text(failure).substr(1);
   const rust::String more = (*note)->failed(rust::String::lossy(words));
   return more.empty() ? failure : to_exception(std::string(more));
 }
 
-// Whether the delegate threw by a check of the call's arguments, after which its group is as it was. gloo's trouble
-// with other ranks or the store comes as another class, or as an exception of its library; MPI and UCC use one class
-// for all.
+// True if the delegate's check of the arguments threw, which leaves its group as it was. gloo reports trouble with
+// other ranks or the store by another class, or by an exception of its library. MPI and UCC use one class for
+// everything.
 bool is_refusal(const std::exception_ptr& failure, const std::string& delegate) {
   if (delegate != "gloo") return false;
   try {
@@ -69,7 +70,8 @@ DelegatedWork::DelegatedWork(int rank, c10d::OpType type, WorkPtr work, Note not
 }
 
 DelegatedWork::~DelegatedWork() {
-  // Dropped before a thread waited for it. A holder of the future still learns of the end.
+  // Without a future, the end of a Work that is dropped before a wait is not seen. With one, its callback records the
+  // end.
   if (!inner_) (*note_)->ended_unseen();
 }
 
@@ -95,12 +97,13 @@ bool DelegatedWork::wait(std::chrono::milliseconds timeout) {
   const Waiting waiting(note_);
   try {
     const bool well = work_->wait(!inner_ && timeout == kNoTimeout && timeout_.count() > 0 ? timeout_ : timeout);
-    // It may have ended long before this wait.
+    // Without a future, the call may have ended long before this wait.
     if (!inner_) (*note_)->ended_unseen();
     return well;
   } catch (const std::exception&) {
     const std::exception_ptr failure = std::current_exception();
-    // A wait that elapsed leaves the call running, where the delegate can tell the two apart.
+    // If only this wait's timeout has passed, the call still runs and has not failed. Without a future the two look the
+    // same.
     if (is_interrupt(failure) || (inner_ && !inner_->completed())) throw;
     std::rethrow_exception(told(note_, failure));
   }

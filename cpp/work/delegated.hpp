@@ -1,5 +1,5 @@
-// The Work of a delegate, wrapped: the core counts it, watches it while it is pending, and names the ranks that it
-// lacked when it fails.
+// Wraps the Work of a delegate. The core counts it, watches it while it is pending, and names the missing ranks when it
+// fails.
 #pragma once
 
 #include <atomic>
@@ -18,13 +18,14 @@ class DelegatedWork final : public JoinedWork {
  public:
   using Note = std::shared_ptr<rust::Box<RustExternalOp>>;
 
-  // `note` is the core's record of it. It ends with the delegate's future or, where there is none, with the wait, which
-  // has this timeout: gloo keeps, for messages, the timeout from when its group was made.
+  // `note` is the core's record of the call. The record ends with the delegate's future or, if there is none, with the
+  // wait. Without a future, a wait that has no timeout uses `timeout`, because gloo would use the timeout with which
+  // its group was made.
   DelegatedWork(int rank, c10d::OpType type, WorkPtr work, Note note, std::chrono::milliseconds timeout);
   ~DelegatedWork() override;
 
-  // Called where the delegate of this name throws while a call is issued: notes whether it refused the call or the call
-  // failed, and throws what is to be reported.
+  // Call this when the delegate throws while a call is issued; `delegate` is its name. Records whether the delegate
+  // rejected the call or the call failed, and throws the error to report.
   [[noreturn]] static void not_issued(const Note& note, const std::string& delegate);
 
   std::exception_ptr exception() const override;
@@ -44,10 +45,10 @@ class DelegatedWork final : public JoinedWork {
   const WorkPtr work_;
   const Note note_;
   const std::chrono::milliseconds timeout_;
-  // The delegate's; null where it gives none, as gloo does for messages.
+  // The delegate's future; null if its Work has none, as gloo's works of messages.
   c10::intrusive_ptr<c10::ivalue::Future> inner_;
-  // True once the future has ended well. Written by its callback (release), read by waiting threads (acquire): without
-  // a lock, so that a forked child can ask.
+  // True after the future has completed without an error. Its callback writes it (release), waiting threads read it
+  // (acquire). There is no lock, so that a forked child can read it.
   const std::shared_ptr<std::atomic<bool>> done_ = std::make_shared<std::atomic<bool>>(false);
   // Guards `outer_`.
   std::mutex future_mutex_;

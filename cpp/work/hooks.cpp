@@ -13,7 +13,7 @@ std::unique_ptr<Trace> Trace::start(const char* title, c10::ArrayRef<at::Tensor>
   std::optional<at::StepCallbacks> callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
   if (C10_LIKELY(!callbacks.has_value())) return nullptr;
   auto trace = std::make_unique<Trace>(std::move(*callbacks));
-  // The end may come on another thread; the profiler tells such events by this mark.
+  // The record may end on another thread. The profiler recognizes such records by this mark.
   trace->record_._setAsync();
   trace->state_ = c10::ThreadLocalDebugInfo::current();
   if (trace->record_.needsInputs()) {

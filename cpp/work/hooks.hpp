@@ -1,4 +1,4 @@
-// What else is notified when an operation ends, besides its Work: the profiler's record, and the hooks of c10d.
+// What is notified of the end of an operation besides its Work: the profiler and the hooks of c10d.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,22 +22,22 @@
 
 namespace sagellm {
 
-// The profiler's record of one call, ended where the operation ends. Exists only while a profiler is active.
+// The profiler's record of one call, which ends with the operation. Exists only while a profiler is active.
 class Trace {
  public:
-  // Null where no profiler records, which costs one look at a thread-local list. `title` must live for ever.
+  // Returns null if no profiler records; this costs one look at a thread-local list. `title` must never be freed.
   static std::unique_ptr<Trace> start(const char* title, c10::ArrayRef<at::Tensor> inputs);
   explicit Trace(at::StepCallbacks&& callbacks) : record_(std::move(callbacks)) {}
-  // Once, on any thread.
+  // Call it once, on any thread.
   void end();
 
  private:
   at::RecordFunction record_;
-  // The profiler finds its state through this, on the thread where the record ends.
+  // The profiler's state at the start. The profiler needs it on the thread where the record ends.
   std::shared_ptr<c10::ThreadLocalDebugInfo> state_;
 };
 
-// Hooks of one kind, by the numbers that c10d gives them.
+// Hooks of one kind, by the ids that c10d gives them.
 template <class Hook>
 class HookTable {
  public:
@@ -50,7 +50,7 @@ class HookTable {
     edit([&](Hooks& hooks) { hooks.erase(id); });
   }
   bool empty() const { return count_.load(std::memory_order_relaxed) == 0; }
-  // To be called without a lock held.
+  // Call it without holding a lock.
   std::shared_ptr<const Hooks> all() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return hooks_;
@@ -66,52 +66,53 @@ class HookTable {
     hooks_ = std::move(hooks);
   }
 
-  // A hint, written under the mutex and read by any thread without it; nothing is ordered by it.
+  // Number of hooks. A hint: written under the mutex, read by any thread without it. It orders no other memory access.
   std::atomic<size_t> count_{0};
   mutable std::mutex mutex_;
-  // Replaced, never changed, so that a caller keeps what it calls.
+  // Replaced, never changed, so a thread can call the hooks that it got from `all` while the table changes.
   std::shared_ptr<const Hooks> hooks_ = std::make_shared<const Hooks>();
 };
 
-// Hooks and switches of one backend. Its works share it, since they may outlive the backend. While a hook for
-// the end of works is registered, synchronous calls have a Work, too. Hooks are called without locks; hooks that may
-// run long or take the GIL are called on callback threads.
+// Hooks and switches of one backend. The backend's works share this object, because they may outlive the backend. While
+// a hook for the end of works is registered, synchronous calls have a Work, too. Hooks are called without locks. Hooks
+// that may run long or take the GIL are called on callback threads.
 class Events : public std::enable_shared_from_this<Events> {
  public:
   using WorkHook = std::function<void(std::shared_ptr<c10d::WorkInfo>)>;
 
-  // Call it when the failure of the group reaches this thread as the error of a call: then the failure need not be
-  // raised there in another way.
+  // Records that this thread gets the group's failure as the error of a call. The failure is then not raised in this
+  // thread by other means.
   void told();
-  // Whether the failure of the group has reached the thread with this system id as the error of a call.
+  // Whether the thread with this system id has got the group's failure as the error of a call.
   bool knows(pid_t thread) const;
   // A number that no other group of this process has.
   uint64_t key() const { return key_; }
 
-  // True in a forked child of the process that made this: the threads that end works are the parent's.
+  // True in a forked child of the process that made this object. The threads that end works exist only in the parent.
   bool inherited() const { return pool_ != &CallbackPool::instance(); }
 
   void enable_timing() { timing_ = true; }
   bool timing() const { return timing_.load(std::memory_order_relaxed); }
 
   HookTable<AbortHook> abort_hooks;
-  // Soon, on a callback thread: a hook may take seconds to write a trace, and the error must not wait for that.
+  // Calls the hooks soon, on a callback thread. A hook may take seconds to write a trace, and the error must not wait
+  // for it.
   void call_abort_hooks();
-  // Calls the abort hooks if the error is a failure of the group, not the error of a wrong call.
+  // Calls the abort hooks if the error is a failure of the group and not that of an invalid call.
   void tell_failure(const std::string& coded);
 
   HookTable<CompletionHook> completion_hooks;
   bool has_completion_hooks() const { return !completion_hooks.empty(); }
-  // On this thread: these are short and never take the GIL, by c10d's contract.
+  // Calls the hooks on this thread: by c10d's contract they are short and never take the GIL.
   void call_completion_hooks(const CompletionHookArgs& args) const;
 
   void set_work_hook(WorkHook hook);
   bool has_work_hook() const { return work_hook_set_.load(std::memory_order_relaxed); }
-  // Announces one work, from issue until `work_ended`. `info` is null where it failed: the hook is not told of
-  // failures.
+  // `expect_work` announces one work at issue, `work_ended` reports its end. `info` is null if the work failed, because
+  // the hook does not get failures.
   void expect_work();
   void work_ended(std::shared_ptr<c10d::WorkInfo> info);
-  // True when, within `slice`, the hook has been called for every announced work that ended well.
+  // Waits up to `slice`. True if all announced works have ended and the hook was called for each that succeeded.
   bool wait_told(std::chrono::milliseconds slice);
 
  private:
@@ -121,16 +122,16 @@ class Events : public std::enable_shared_from_this<Events> {
   static uint64_t next_key();
   // Only compared.
   const CallbackPool* const pool_ = &CallbackPool::instance();
-  // Switched by the user's thread, read by all; nothing is ordered by them.
+  // Set by the user's thread, read by all threads. They order no other memory access.
   std::atomic<bool> timing_{false};
   std::atomic<bool> work_hook_set_{false};
 
-  // Guards the rest.
+  // Guards the fields below.
   mutable std::mutex mutex_;
-  // Threads that were told of the failure of the group.
+  // System ids of the threads that have got the group's failure.
   std::set<pid_t> told_;
   WorkHook work_hook_;
-  // Works that ended, in that order; one job at a time tells the hook.
+  // Ended works for which the hook was not called yet, in the order of their ends. One job at a time calls the hook.
   std::deque<std::shared_ptr<c10d::WorkInfo>> untold_;
   size_t expected_ = 0;
   bool telling_ = false;

@@ -62,7 +62,8 @@ c10::intrusive_ptr<c10::ivalue::Future> JoinedWork::getFuture() {
   }
   value_ = c10::make_intrusive<Future>(c10::ListType::ofTensors(), devices);
   if (values.empty()) value_->markCompleted(c10::IValue(c10::List<at::Tensor>()));
-  // Counted down by each part's callback, whichever thread runs it; the last one sees what all others left behind.
+  // Each part's callback decrements it, on whichever thread runs the callback. The last callback sees what all others
+  // wrote.
   const auto left = std::make_shared<std::atomic<size_t>>(values.size());
   for (const auto& value : values) {
     value->addCallback([left, values, all = value_](Future&) {
@@ -70,7 +71,7 @@ c10::intrusive_ptr<c10::ivalue::Future> JoinedWork::getFuture() {
       c10::List<at::Tensor> tensors;
       for (const auto& each : values) {
         if (each->hasError()) return all->setError(each->exception_ptr());
-        // The future is complete already: this makes the current streams wait for its value.
+        // The future is already complete. This wait makes the current streams wait for its value.
         each->wait();
         for (const at::Tensor& tensor : each->value().toTensorVector()) tensors.push_back(tensor);
       }

@@ -1,4 +1,4 @@
-// Several works of any backends as one Work, which forwards to them.
+// Several works of any backends as one Work, which forwards calls to them.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
@@ -21,8 +21,8 @@ class JoinedWork : public c10d::Work {
   bool isSuccess() const override;
   std::exception_ptr exception() const override;
   int sourceRank() const override { return parts_.size() == 1 ? parts_[0]->sourceRank() : Work::sourceRank(); }
-  // Waits for one after the other; `timeout` is for all of them together. False where a part was aborted, as the part's
-  // own wait says.
+  // Waits for the parts one after the other; `timeout` limits the whole. False if the wait of a part returned false,
+  // which means that the part was aborted.
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override;
   std::vector<at::Tensor> result() override;
@@ -30,7 +30,8 @@ class JoinedWork : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  protected:
-  // True in a forked child of the process that made it: a thread of the parent may have held any of its locks.
+  // True in a forked child of the process that made this Work. A thread of the parent may have held its locks at the
+  // fork.
   bool inherited() const { return ::getpid() != process_; }
 
  private:

@@ -120,7 +120,7 @@ void SageWork::telling(const Body& body) const {
   try {
     body();
   } catch (const c10::DistBackendError&) {
-    // Not where only this caller's time has passed.
+    // Not if only this caller's timeout has passed: then the Work has not ended.
     if (has_ended()) events_->told();
     throw;
   }
@@ -140,7 +140,7 @@ void SageWork::wait_for_end(const WaitLimit& limit) {
   if (!has_ended()) CallbackPool::about_to_block();
   if (told_by_core()) return wait_for_core(limit);
   if (events_->inherited()) raise(ErrorKind::kInvalid, kInherited);
-  // Signals of Python are looked for this often; the job itself ends by the deadlines of its operations.
+  // The wait checks Python's signals this often. The job ends by the deadlines of its operations.
   while (!sleep(std::chrono::milliseconds(100), limit)) check_caller(limit);
 }
 
@@ -174,7 +174,7 @@ bool SageWork::has_ended() const {
 }
 
 std::string SageWork::error() const {
-  // Of the core itself, which may not have told this yet.
+  // Read from the core itself, which may not have reported the error to this Work yet.
   for (const auto& op : ops_) {
     const rust::String text = op->facts().error;
     if (!text.empty()) return std::string(text);
@@ -264,13 +264,14 @@ SageWork::FuturePtr SageWork::future_in(FuturePtr& slot, const c10::TypePtr& typ
     slot = future;
     complete_here = completed_ || (value_at_issue_ && !with_code);
   }
-  // It has no callback yet, so this runs none.
+  // The future has no callback yet, so none runs here.
   if (complete_here) complete(*future, with_code);
   return future;
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> SageWork::getFuture() {
-  // Raised here and not by the future, of whose waits nobody tells us: this thread would get the error once more.
+  // Thrown here and not by the future. A wait on the future does not call `Events::told`, so this thread would get the
+  // error a second time.
   if (value_at_issue_ && failed_ && !events_->inherited()) telling([&] { std::rethrow_exception(exception()); });
   return future_in(future_, c10::ListType::ofTensors(), false);
 }
@@ -309,7 +310,7 @@ void Pending::ended(rust::Str error) const {
   }
   c10::intrusive_ptr<SageWork> work = std::move(work_);
   if (work) work->part_ended(std::string(error));
-  // Moved, not copied: a reference left on this thread could be the last.
+  // Moved, not copied, because a reference left on this thread could be the last one.
   if (work || !keep_.empty()) DeferredRelease::instance().add(std::move(work), std::move(keep_));
 }
 

@@ -1,16 +1,16 @@
-// c10d's Work for every call of ours: its completion state, and everything that follows from its end.
+// c10d's Work for every call of ours: its completion state, and everything that follows its end.
 //
 // Works differ in how their end is detected, and in what a waiting thread does:
-//   - operations of the core (`add`): the core knows their end, and the waiting thread moves them;
-//   - a thread of ours that calls `end`: the waiting thread sleeps;
-//   - a stream of a device (device/work.hpp): the waiting thread asks it, or puts its own stream behind it.
-// Works of other backends are forwarded to instead (work/joined.hpp).
+// - Operations of the core (`add`): the core detects their end, and the waiting thread drives them.
+// - A job on a thread of ours, which calls `end`: the waiting thread sleeps.
+// - A stream of a device (device/work.hpp): the waiting thread polls it, or makes its own stream wait for it.
+// Works of other backends are wrapped instead (work/joined.hpp).
 //
 // refused: abort: torch has no call for it in Python and never makes it; abort the group
 //
-// Who owns what: the core holds the `Completion` of an operation until it ends; that holds the Work and the input
-// tensors, so a caller may drop everything at once. When the operation has ended the completion gives both to the
-// graveyard, because the thread that ended it may be one of the core's.
+// Ownership: the core holds the `Completion` of an operation until the operation ends. The `Completion` holds the Work
+// and the input tensors, so a caller may drop everything at once. At the end the `Completion` moves both to
+// `DeferredRelease`, because the thread that ended the operation may be a thread of the core.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -33,7 +33,7 @@
 
 namespace sagellm {
 
-// What `body` throws, or null.
+// The exception that `body` throws, or null.
 template <class Body>
 std::exception_ptr failure_of(const Body& body) {
   try {
@@ -44,7 +44,7 @@ std::exception_ptr failure_of(const Body& body) {
   }
 }
 
-// How long a caller waits. No time, or c10d's "unset", means until the operation's own deadline, which the core checks.
+// How long a caller waits. Zero, or c10d's "unset", means until the operation's own deadline, which the core checks.
 struct WaitLimit {
   using Clock = std::chrono::steady_clock;
 
@@ -52,7 +52,7 @@ struct WaitLimit {
       : given(timeout), until(bounded() ? Clock::now() + timeout : Clock::time_point::max()) {}
   bool bounded() const { return given.count() > 0; }
   bool passed() const { return bounded() && Clock::now() >= until; }
-  // Rounded up, because no time at all would mean no limit.
+  // Rounded up, because zero would mean no limit.
   std::chrono::milliseconds left() const {
     if (!bounded()) return given;
     return std::max(std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now()), std::chrono::milliseconds(1));
@@ -64,26 +64,26 @@ struct WaitLimit {
 
 class SageWork : public c10d::Work {
  public:
-  // The facts that no operation of the core provides.
+  // Facts about a Work that has no operation of the core to provide them.
   struct Known {
     uint64_t number = 0;
     std::chrono::milliseconds timeout = kNoTimeout;
   };
 
-  // `known` is for a Work whose end is not that of operations of the core; its time is measured here.
+  // `known` is for a Work that does not end with operations of the core. Such a Work measures its duration itself.
   SageWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs, std::shared_ptr<Events> events,
            std::unique_ptr<Trace> trace, std::optional<Known> known = std::nullopt);
 
-  // Issues `plan` and keeps the tensors in `keep` until it has ended. When this throws, nothing was issued.
+  // Issues `plan` and keeps the tensors in `keep` until the operation has ended. If this throws, nothing was issued.
   void add(const RustGroup& group, Plan& plan, std::vector<at::Tensor> keep);
-  // All were added, or (`error` is not empty) no more can be: from now on the Work may end. Until then only the issuing
-  // thread touches the operations, so an operation may end before `add` returns.
+  // Call it after all operations were added or, with an `error`, when no more can be added. The Work cannot end before,
+  // even if an operation ends before `add` returns, so until then only the issuing thread touches `ops_`.
   void seal(const std::string& error = {}) { part_ended(error); }
   // One of the parts (an operation, or the issuing itself) has ended.
   void part_ended(const std::string& error);
-  // Records the error by which it will fail, unless it has one already. Call it before the last part ends.
+  // Records the error with which the Work will fail, unless it already has one. Call it before the last part ends.
   void note_failure(const std::string& error);
-  // Called by the thread whose job this is, with what the job threw.
+  // Called by the thread that ran the Work's job, with the exception of the job or null.
   void end(const std::exception_ptr& failure) { end(failure ? coded_text(failure) : std::string(), failure); }
 
   bool isCompleted() override { return has_ended(); }
@@ -93,7 +93,7 @@ class SageWork : public c10d::Work {
   std::vector<at::Tensor> result() override { return outputs_; }
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override { wait(kNoTimeout); }
-  // The CPU's stream is the calling thread.
+  // On the CPU the current stream is the calling thread.
   void blockCurrentStream() override { synchronize(); }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override;
@@ -105,45 +105,45 @@ class SageWork : public c10d::Work {
 #ifdef SAGELLM_HAS_COMPLETION_HOOKS
   uint64_t getCompletionKey() const override { return key_; }
 #endif
-  // Nobody refers to it any more, while an object that only knows of it lives. Called by its last holder.
+  // Called when the last owner drops the Work while weak references to it remain.
   void release_resources() override;
-  // For each of its operations in the core the algorithm and the record, as JSON.
+  // For each of its operations in the core: the algorithm and the record, as JSON.
   virtual std::vector<rust::String> explain() const;
 
  protected:
-  // The end, once, on whatever thread, and everything that follows from it; false where it had ended. Runs no user code
-  // here. `error` has its code letter or is empty; `failure` is its exception, where there is one.
+  // Ends the Work, once, on any thread, and does everything that follows from the end. Returns false if the Work had
+  // already ended. Of user code only completion hooks run here. `error` has its code letter or is empty; `failure` is
+  // its exception, if there is one.
   bool end(const std::string& error, const std::exception_ptr& failure = nullptr);
 
   // The parts that differ between Works.
 
-  // True where the Work ends with its operations in the core. Then completion is read from the core, which learns of it
+  // True if the Work ends with its operations in the core. Completion is then read from the core, which detects it
   // first.
   bool told_by_core() const { return !ops_.empty(); }
-  // Waits until the Work has ended, or until streams will wait in place of this thread. Raises errors of this caller
-  // alone: its time has passed, or a signal handler raised.
+  // Waits until the Work has ended, or until streams will wait in place of this thread. Throws errors that concern this
+  // caller alone: its timeout has passed, or a signal handler raised.
   virtual void wait_for_end(const WaitLimit& limit);
-  // What `body` throws reaches the program on this thread.
+  // Runs `body`. If `body` throws the group's failure, records that this thread has got it.
   template <class Body>
   void telling(const Body& body) const;
   // Makes the current stream wait for the results.
   virtual void order() const {}
-  // Calls `body`, which completes a future; where the results are on a device, with the stream that made them as the
-  // current one.
+  // Calls `body`, which completes a future. If the results are on a device, the stream that made them is then current.
   virtual void on_result_stream(const std::function<void()>& body) const { body(); }
   virtual std::chrono::nanoseconds duration() const;
 
-  // The profiler or a hook waits for its end, also where the program has dropped it.
+  // The profiler or a hook needs the end of the Work, even if the program drops the Work.
   bool is_listened_to() const { return trace_ || expected_ || events_->has_completion_hooks(); }
-  // Drives the core's operations to their end. Also raises the error of an operation.
+  // Drives the core's operations to their end. Throws the error of an operation, too.
   void wait_for_core(const WaitLimit& limit) const;
-  // Sleeps until another thread calls `end`, at most for `slice`; true when it has.
+  // Sleeps until another thread calls `end`, at most for `slice` and not beyond `limit`. True if the Work has ended.
   bool sleep(std::chrono::microseconds slice, const WaitLimit& limit);
-  // Raises the exception of Python's signal handlers, or an error where the caller's time has passed.
+  // Throws the exception of Python's signal handlers, or an error if the caller's timeout has passed.
   void check_caller(const WaitLimit& limit) const;
   bool core_ended() const;
   bool has_ended() const;
-  // Empty, or the error by which it failed or will fail, with its code letter.
+  // The error with which it failed or will fail, with its code letter; empty if there is none.
   std::string error() const;
 
  private:
@@ -156,57 +156,57 @@ class SageWork : public c10d::Work {
   const std::shared_ptr<Events> events_;
   const std::unique_ptr<Trace> trace_;
   const bool timed_;
-  // The work hook was there at issue and waits to be told.
+  // The work hook was registered at issue and waits for the end.
   const bool expected_;
   const uint64_t key_;
 
  protected:
-  // Changed by the last holder alone, when it lets go.
+  // Changed only in `release_resources`, when there is no other owner.
   std::vector<at::Tensor> outputs_;
   const Known known_;
-  // Not set for operations of the core, unless the work hook wants to know.
+  // Time of issue. Not set for operations of the core, unless the work hook needs it.
   const std::chrono::steady_clock::time_point began_;
   c10::SmallVector<rust::Box<RustOp>, 1> ops_;
-  // The devices of the results, for futures; empty on the CPU. This and the next are set before any other thread sees
+  // Devices of the results, for futures; empty on the CPU. This field and the next are set before any other thread sees
   // the Work.
   std::vector<c10::Device> devices_;
-  // The value's future is complete at issue: a stream that takes the value waits for the results.
+  // The value's future completes at issue: a stream that uses the value waits for the results.
   bool value_at_issue_ = false;
 
  private:
-  // Operations that have not ended, and one for the issuing. Each part lowers it; the last one sees everything that the
-  // others wrote.
+  // Number of operations that have not ended, plus one for the issuing. Each part decrements it when it ends. The last
+  // part sees everything that the other parts wrote.
   std::atomic<size_t> parts_{1};
-  // True where there is an `error_`. Set under the mutex, before the core reports the end; a waiting thread reads it
+  // True if there is an `error_`. Set under the mutex before the core reports the end. A waiting thread reads it
   // without the mutex, after the core has reported the end.
   std::atomic<bool> failed_{false};
 
-  // Guarded by the base's `mutex_`, as are its `completed_` and `exception_` (of a job). `completed_` decides who
-  // completes a future: `end` one that exists, `getFuture` one that it makes later.
+  // The base's `mutex_` guards these fields, and the base's `completed_` and `exception_` (that of a job). `completed_`
+  // decides which function completes a future: `end` if the future exists by then, `getFuture` if it is made later.
   std::string error_;
   std::chrono::steady_clock::time_point ended_at_;
   FuturePtr future_;
   FuturePtr code_future_;
 };
 
-// The callbacks of one operation: the copies of its staged tensors, and its end. A copy from or to a device waits for
-// the device, on the thread that moves the operation.
+// The callbacks of one operation: the copies of its staged tensors, and its end. A copy from or to a device blocks the
+// thread that drives the operation until the device has made it.
 class Pending final : public Completion {
  public:
-  // `work` is null for a synchronous call: its caller waits in the core and needs no notification.
+  // `work` is null for a synchronous call, because its caller waits in the core and needs no notification.
   Pending(c10::intrusive_ptr<SageWork> work, std::vector<at::Tensor> keep, Plan& plan);
 
   void prepare() const override { copy(false); }
   void store_back() const override { copy(true); }
   void ended(rust::Str error) const override;
 
-  // Why a copy failed, with its code letter, or empty. Read after the operation has ended.
+  // Why a copy failed, with its code letter, or empty. Read it after the operation has ended.
   const std::string& copy_error() const { return copy_error_; }
 
  private:
   void copy(bool back) const;
 
-  // The core promises the order of the moments, each at most once: no lock is needed.
+  // No lock is needed, because the core calls the functions in order, each at most once.
   mutable c10::intrusive_ptr<SageWork> work_;
   mutable std::vector<at::Tensor> keep_;
   mutable std::vector<Staged> before_;
