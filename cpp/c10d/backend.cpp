@@ -1,5 +1,5 @@
-// The backend as an object: made, timed, watched, ended. The calls that move data are in collectives.cpp and
-// dispatch.cpp, groups made out of this one in split_shrink.cpp.
+// The backend as an object: construction, timeouts, errors, hooks, shutdown. The calls that move data are in
+// collectives.cpp and dispatch.cpp, groups made out of this one in split_shrink.cpp.
 #include "c10d/backend.hpp"
 
 #include <ATen/DeviceAccelerator.h>
@@ -33,8 +33,8 @@ SageBackend::SageBackend(int rank, int size, c10::intrusive_ptr<Options> options
 }
 
 SageBackend::~SageBackend() {
-  // The last reference may be dropped with the GIL held. Leaving takes a moment in which other threads may need the
-  // GIL.
+  // The last reference may be dropped with the GIL held. Leaving the group takes a moment in which other threads may
+  // need the GIL.
   try {
     if (python_alive() && PyGILState_Check() != 0) {
       const py::gil_scoped_release no_gil;
@@ -43,7 +43,7 @@ SageBackend::~SageBackend() {
       shutdown();
     }
   } catch (const py::error_already_set&) {
-    // A signal handler raised, but a destructor may not throw, so the exception is reported as an interrupt.
+    // A signal handler raised, but a destructor may not throw. So Python gets a simulated SIGINT instead.
     if (python_alive()) PyErr_SetInterrupt();
   } catch (const std::exception& error) {
     log_line(1, std::string("the end of a group failed: ") + error.what());
@@ -90,7 +90,7 @@ uint64_t SageBackend::getSequenceNumberForGroup() {
 
 std::string SageBackend::fault() const {
   const std::string fault(group_->state().fault);
-  return fault.empty() ? fault : fault.substr(1);  // behind the letter of its class
+  return fault.empty() ? fault : fault.substr(1);  // without the letter of its kind
 }
 
 c10d::ErrorType SageBackend::getError() {
@@ -108,8 +108,8 @@ c10d::ErrorType SageBackend::getError() {
 }
 
 void SageBackend::leave_to_parent() {
-  // Never freed: a forked child has none of the threads that serve these, and their destructors would wait for them. No
-  // lock is taken, because a thread of the parent may have held it.
+  // Leaked: a forked child has none of the threads that serve these objects, and their destructors would wait for them.
+  // No lock is taken, because a thread of the parent may have held it at the fork.
   new auto(std::move(delegate_));
   side_calls_.leak();
 }
@@ -125,7 +125,7 @@ void SageBackend::shutdown() {
   const std::vector<Vendors::Library> vendors = vendors_.take();
   std::exception_ptr interrupted = failure_of([&] { close_all(vendors, options_->timeout); });
   group_->shutdown();
-  // A signal handler that raised meanwhile made it return early.
+  // If a signal handler raised meanwhile, `shutdown` of the core has returned early.
   if (const auto raised = take_interrupt()) interrupted = raised;
   splits_.clear();
   c10::intrusive_ptr<c10d::Backend> delegate;
@@ -133,7 +133,7 @@ void SageBackend::shutdown() {
     std::lock_guard<std::mutex> lock(delegate_mutex_);
     delegate.swap(delegate_);
   }
-  // Released now: a gloo group that lives into the exit of the process sometimes fails there.
+  // Released now, because a gloo group that still exists when the process exits sometimes fails there.
   if (delegate) delegate->shutdown();
   delegate.reset();
   DeferredRelease::instance().release();
@@ -206,13 +206,13 @@ void SageBackend::enableCollectivesTiming() {
 
 void SageBackend::registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) {
   if (delegated()) return delegate()->registerOnCompletionHook(std::move(hook));
-  // The base's copy only answers `hasHooks()`, which destroy_process_group asks before it waits for the hooks.
+  // The base class's copy only answers `hasHooks()`, which destroy_process_group calls before it waits for the hooks.
   onCompletionHook_ = hook;
   events_->set_work_hook(std::move(hook));
 }
 
 void SageBackend::waitForPendingWorks() {
-  if (::getpid() != process_) return;  // destroy_process_group asks for it, and the works are the parent's
+  if (::getpid() != process_) return;  // called by destroy_process_group; the works are the parent's
   if (delegated()) return delegate()->waitForPendingWorks();
   // Every operation has a deadline, so this wait ends.
   while (!events_->wait_told(std::chrono::milliseconds(100))) {

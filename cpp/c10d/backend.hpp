@@ -1,8 +1,10 @@
-// The c10d backend: each override describes its call; dispatch.cpp checks it, lowers it to plain requests (several
-// for a list of several types) and hands them to the engine that carries them, or hands the call to a delegate.
+// The c10d backend. Each override describes its call. dispatch.cpp checks the call and lowers it to plain requests
+// (several for a list of several types), which it passes to the engine that carries them. Or it passes the call to a
+// delegate.
 //
-// The overrides carry c10d's old names, which every supported torch has; where the newer ones exist they forward here.
-// What a virtual function of c10d::Backend does that is not overridden below (a test reads these lines):
+// The overrides have c10d's old names, which every supported torch has. The newer names, if torch has them, forward to
+// the old ones. The lines below say what c10d::Backend's virtual functions do that are not overridden (a test reads
+// these lines):
 //
 // inherited: isInitialized: true is right, the creator has connected everything
 // inherited: setGroupUid: remembers the name
@@ -54,9 +56,9 @@ class SageBackend final : public c10d::Backend {
 
   using Options = BackendOptions;
 
-  // Groups of torch's backends that were made for this group before it was built.
+  // Groups of torch's built-in backends, made before this group is built.
   struct Others {
-    // Carries all calls of a group with a `delegate_reason`; null in other groups.
+    // The delegate, which carries all calls of a group with a `delegate_reason`; null in other groups.
     c10::intrusive_ptr<c10d::Backend> delegate;
     std::string delegate_reason;
     bool spans_hosts = false;
@@ -67,13 +69,13 @@ class SageBackend final : public c10d::Backend {
               c10::intrusive_ptr<c10d::Store> store, Others others);
   ~SageBackend() override;
 
-  // Why the group is served by a delegate, or empty.
+  // Why a delegate serves the group, or empty.
   const std::string& delegate_reason() const { return delegate_reason_; }
-  // True when ranks live on several hosts, with shared memory inside each.
+  // True if the ranks live on several hosts, with shared memory inside each.
   bool spans_hosts() const { return spans_hosts_; }
   // Which engine serves the group and why, in one line.
   std::string describe() const { return options_->as_gloo ? description_ + ", asked for as gloo" : description_; }
-  // The group's store, for keys beside those of the rendezvous.
+  // The group's store, for keys besides those of the rendezvous.
   const c10::intrusive_ptr<c10d::Store>& store() const { return store_; }
   // The other ranks whose end this rank detects.
   std::vector<uint32_t> watched() const {
@@ -85,14 +87,14 @@ class SageBackend final : public c10d::Backend {
     const GroupState state = group_->state();
     return {state.gone.begin(), state.gone.end()};
   }
-  // The core's half, for explanations and statistics. Its errors are texts: call through `checked`.
+  // The core's half of the group, for explanations and statistics. Its errors are texts, so call it through `checked`.
   const RustGroup& core() const { return *group_; }
-  // Why tensors on devices of this kind travel through host memory.
+  // Why tensors on devices of this type travel through host memory.
   std::string device_reason(c10::DeviceType type) const { return vendors_.missing(type); }
-  // The library that carries tensors on such devices, or empty.
+  // Description of the library that carries tensors on devices of this type, or empty.
   std::string device_library(c10::DeviceType type) const;
 
-  // Programs that asked for gloo read its name here; `describe` says who serves the group.
+  // Programs that asked for gloo read its name here; `describe` says what serves the group.
   const std::string getBackendName() const override { return options_->as_gloo ? "gloo" : "sagellm"; }
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
   void setTimeout(std::chrono::milliseconds timeout) override;
@@ -100,40 +102,41 @@ class SageBackend final : public c10d::Backend {
   void addEphemeralTimeout(const std::chrono::milliseconds& more) override;
 #endif
   uint64_t getSequenceNumberForGroup() override;
-  // Numbers begin at the same value everywhere; there is nothing to agree on.
+  // Sequence numbers begin at the same value on all ranks, so there is nothing to agree on.
   void setSequenceNumberForGroup() override {}
   c10d::ErrorType getError() override;
   // The error with which the whole group failed, or "".
   std::string fault() const;
-  // Whether the group failed, or a call of its delegate did, after which torch's group may be broken.
+  // True if the group failed, or if a call of its delegate did, after which the delegate's group may be broken.
   bool has_failed() const { return barrier_failed_.load(std::memory_order_relaxed) || group_->state().failed; }
   void shutdown() override;
   void abort() override;
 
-  // torch knows the device of a tensor to come by its index, which the CPU has none of.
+  // torch passes the index of the device for the tensor. The CPU has no index, so a negative one means the CPU.
   bool supportsTensorAlloc(c10::DeviceIndex index) override { return index < 0 && delegate_reason_.empty(); }
-  // On the CPU one in memory that peers can reach, elsewhere what torch gives.
+  // On the CPU the tensor is in memory that peers can reach; on other devices torch allocates it.
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
-  // One answer for all devices of the group: true where a vendor's library carries those of this process. Otherwise a
-  // batch of sends and receives is issued one by one; issuing never waits for a peer, so nothing is gained on a CPU
-  // that would be worth the rules of regions.
+  // One answer for all devices of the group: true if a vendor's library carries tensors on this process's accelerator,
+  // or if the delegate supports regions. Otherwise torch issues a batch of sends and receives one by one. On the CPU
+  // that costs little, because issuing never waits for a peer, and the rules of regions need not be kept.
   bool supportsCoalescing() const override;
   void startCoalescing() override { region_.start(); }
-  // A failure of the launch is the Work's. Throws where no region is open: the error of the call that closed it.
+  // If the launch fails, the returned Work has the error. If no region is open, throws the error of the call that
+  // closed it.
   WorkPtr endCoalescing() override;
-  // The program has left the region by an exception.
+  // Call this when the program leaves the region by an exception.
   void drop_region() { region_.drop(); }
   bool supportsSplitting() const override { return true; }
-  // Makes the communicator of a vendor's library now instead of at the first call. The CPU side is connected already.
+  // Makes the communicator of a vendor's library now instead of at the first call. The CPU side is already connected.
   void eagerConnectSingleDevice(at::Device device) override;
-  // All ranks call it, also ranks that are in no new group.
+  // All ranks call this, including ranks that are in no new group.
   c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
                                           const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
   bool supportsShrinking() const override { return true; }
-  // The remaining ranks call it; the excluded ones may have ended. It ends this group's communicator of its bound
-  // device: when the operations under way are done, or at once with the flag to abort, which aborts all operations of
-  // this group.
+  // The remaining ranks call this; the excluded ones may have died. It ends this group's communicator on the bound
+  // device: after the operations under way have ended or, with the abort flag, at once. The flag aborts all operations
+  // of this group.
   c10::intrusive_ptr<c10d::Backend> shrink(const std::vector<int64_t>& ranks_to_exclude, int shrink_flags,
                                            const c10::intrusive_ptr<c10d::Backend::Options>& opts_override) override;
 
@@ -146,7 +149,7 @@ class SageBackend final : public c10d::Backend {
 #endif
 #ifdef SAGELLM_HAS_COMPLETION_HOOKS
   bool supportsAbortHooks() const override { return true; }
-  // A delegate's works are not ours, so nothing would call our hooks at their end.
+  // False for a delegate: its works are not ours, so nothing would call our hooks at their end.
   bool supportsCompletionHooks() const override { return !delegated(); }
   void registerCompletionHook(int64_t id, CompletionHook hook) override;
   void unregisterCompletionHook(int64_t id) override;
@@ -178,8 +181,8 @@ class SageBackend final : public c10d::Backend {
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
 #ifdef SAGELLM_HAS_SINGLE_NAMES
-  // The base class forwards these calls as well, but refuses a second one on the same thread while the first one waits;
-  // a signal handler may make such a call.
+  // The base class forwards these calls as well. But it rejects a second call on the same thread while the first one
+  // waits, and a signal handler may make such a call.
   WorkPtr all_gather_single(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override {
     return _allgather_base(output, input, opts);
   }
@@ -207,10 +210,10 @@ class SageBackend final : public c10d::Backend {
  private:
   using TensorView = c10::ArrayRef<at::Tensor>;
 
-  // Called at the end of every override. A synchronous call is finished on this thread and returns no Work where no
-  // hook listens and it is one request: c10d takes that for "done", and it is the cheapest path.
+  // Called at the end of every override. A synchronous call is finished on this thread and returns no Work, if no hook
+  // is registered and the call is one request. c10d takes a null Work as "done", and this is the cheapest path.
   WorkPtr dispatch(CallDesc& call, CallDesc::Delegate delegate);
-  // The same. A delegate's function is called with the tensors of the description, and with what follows them here.
+  // The same. A delegate's `method` is called with the tensors of the description, and with `rest` after them.
   template <class... Params, class... Rest>
   WorkPtr dispatch(CallDesc& call, WorkPtr (c10d::Backend::*method)(Params...), Rest&... rest) {
     return dispatch(call, [&](c10d::Backend& other, const CallDesc& with) {
@@ -226,58 +229,58 @@ class SageBackend final : public c10d::Backend {
   WorkPtr on_cpu(const CallDesc& call);
   WorkPtr by_vendor(const CallDesc& call, c10::Device device, VendorDevices& vendor);
   WorkPtr through_host(const CallDesc& call, c10::Device device);
-  // Also counts the call in the statistics and watches it.
+  // Also records the call in the statistics and watches it.
   WorkPtr by_delegate(const CallDesc& call, bool host_staged = false);
 
-  // Hands the requests of a call to the core. Its inputs are kept alive until an asynchronous call has ended.
+  // Passes the requests of a call to the core. The inputs are kept alive until an asynchronous call has ended.
   WorkPtr submit(Plans& plans, const CallDesc& call);
   WorkPtr submit_async(Plans& plans, const CallDesc& call, bool async);
   void run(Plan& plan, const Label& label, TensorView inputs);
   void issue(SageWork& work, Plans& plans, Tensors keep);
-  // Runs an internal call to its end. It appears in no statistics and calls no hooks.
+  // Runs an internal call to its end. The statistics do not count it, and it calls no hooks.
   void run_own(const CallDesc& call, CallDesc::Delegate delegate);
   // Issues an operation that is a part of a call. Only its Work reports its end; no hooks are called.
   c10::intrusive_ptr<SageWork> issue_part(Plan& plan, c10d::OpType type, Tensors keep) const;
   WorkPtr through_host_by_delegate(const CallDesc& call, c10::Device device);
-  // Waits until the work that is now on the caller's stream has run; refuses a stream that is being captured.
+  // Waits until the work that is now on the caller's stream has run. Rejects a stream that is being captured.
   void wait_for_stream(const char* op, c10::Device device);
-  // Logs the first staged call of a group; the first one of the process is logged as a warning.
+  // Logs the group's first call through host memory, as a warning if it is the first one of the process.
   void tell_of_staging(c10::Device device);
 
-  // A barrier that waits for these, too.
+  // A barrier that also waits for the works in `earlier`.
   WorkPtr barrier_behind(std::vector<WorkPtr> earlier, const CallDesc& call);
   WorkPtr allreduce_coo(const CallDesc& call);
 
-  // A barrier also waits for the collectives of this rank on devices: torch does not say which device the barrier is
-  // for unless the caller names its number.
+  // Makes a barrier also wait for this rank's collectives on devices. torch does not say which device a barrier is for,
+  // unless the caller passes the device's number.
   WorkPtr behind_devices(WorkPtr work, bool async);
-  // A hook wants to see the end of works: then synchronous calls have a Work, too.
+  // True if a hook needs the end of works. Then synchronous calls have a Work, too.
   bool has_listeners() const { return events_->has_work_hook() || events_->has_completion_hooks(); }
 
-  // The backend that serves the group where the engine does not, as texts name it.
+  // Name of the backend that serves the group if the engine cannot, for error texts.
   std::string delegate_name() const { return options_->delegate.empty() ? "gloo" : options_->delegate; }
-  // Whether a delegate carries tensors in the CPU's memory.
+  // True if a delegate carries tensors in the CPU's memory.
   bool delegated() const { return C10_UNLIKELY(!delegate_reason_.empty()); }
   bool is_root(const CallDesc& call) const { return call.root == getRank(); }
   Carrier own_engine(c10::Device device) const {
     return {getRank(), getSize(), device, false, false, options_->as_gloo};
   }
-  // Hands the bytes of a communicator's id over the CPU side: from rank 0 to all, which all call it.
+  // Sends the bytes of a communicator's id over the CPU side, from rank 0 to all ranks. All ranks call this.
   void broadcast_id(at::Tensor& bytes);
-  // The same from one rank to another; both call it.
+  // The same from one rank to another. Both ranks call this.
   void pass_id(at::Tensor& bytes, int from, int to);
   c10::intrusive_ptr<c10d::Backend> delegate() const;
 
   // This group, as the devices of a vendor's library see it.
   DeviceOwner device_owner();
   void abort_for(const std::string& reason);
-  // True where all ranks pass true. Runs over the CPU side; all ranks call it.
+  // Returns true if all ranks pass true. Runs over the CPU side; all ranks call this.
   bool agree(bool yes);
-  // The device that the group is bound to, if any, and the library that carries tensors on it, or null.
+  // The device to which the group is bound, if any. `bound_vendor`: the library that carries tensors on it, or null.
   std::optional<c10::Device> bound_device() const;
   Vendors::Library bound_vendor() const;
-  // Makes a group of some ranks of this group, this rank among them, whose keys begin with `prefix`. `given` are its
-  // options, or null; `name` is its name where the options have none.
+  // Makes a group of some ranks of this group, including this rank. `prefix` is the prefix of its keys in the store.
+  // `given` are its options, or null; `name` is its name if the options have none.
   c10::intrusive_ptr<SageBackend> part(const std::string& prefix, const std::vector<int>& ranks,
                                        const c10::intrusive_ptr<c10d::Backend::Options>& given,
                                        const std::string& name);
@@ -294,13 +297,13 @@ class SageBackend final : public c10d::Backend {
   Region region_;
   Vendors vendors_{options_, [this] { return device_owner(); }};
 
-  // The device to which the parent group is bound: torch binds none to the backend of a group that was split off.
+  // The device to which the parent group is bound: torch binds no device to a backend that `split` made.
   std::optional<c10::Device> parents_device_;
   // Cleared by `shutdown`.
   Splits splits_;
 
   // Throws in a forked child. Call it before taking a lock, because a thread of the parent may have held the lock at
-  // the fork. Calls that the core carries do not need it: the core refuses them itself.
+  // the fork. Calls that the core carries do not need it, because the core rejects them itself.
   void refuse_forked() const;
   // In a forked child: leaks everything that belongs to the parent.
   void leave_to_parent();
@@ -312,10 +315,10 @@ class SageBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> delegate_;
   SideCalls side_calls_;
   friend struct SparseJob;
-  // A monitored barrier of the delegate has failed; the core, which counts its other calls, knows nothing of those. Set
-  // and read by any thread (relaxed: nothing else is read by it).
+  // A monitored barrier of the delegate has failed. The core counts the delegate's other calls but does not see these.
+  // Written and read by any thread (relaxed: it orders no other memory access).
   std::atomic<bool> barrier_failed_{false};
-  // Numbers the sparse all-reduces of this rank, which gives their messages tags of their own.
+  // Number of sparse all-reduces that this rank has issued; gives the messages of each a separate tag.
   std::atomic<uint32_t> sparse_count_{0};
 };
 

@@ -1,4 +1,4 @@
-// The calls that move data, each as one description (lower/call.hpp); dispatch.cpp decides what carries it.
+// The calls that move data, each as one description (lower/call.hpp). dispatch.cpp decides what carries it.
 #include <ATen/DeviceAccelerator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -148,12 +148,12 @@ SageBackend::WorkPtr SageBackend::alltoall(Tensors& outputs, Tensors& inputs, co
 
 namespace {
 
-// The accelerator that a barrier names, if this machine has it. Programs on the CPU pass ids, too (accelerate passes
-// its local rank): torch then names a device of the kind it was built for, which need not exist.
+// The accelerator that a barrier names, if this machine has it. Programs on the CPU pass device ids, too (accelerate
+// passes its local rank). torch then names a device of the type that it was built for, which need not exist.
 std::optional<c10::Device> named_device(const c10d::BarrierOptions& opts) {
   std::optional<c10::Device> device = opts.device;
   if (!device && !opts.device_ids.empty()) {
-    // torch's dispatcher hands on the ids and drops the device.
+    // torch's dispatcher passes the ids on and drops the device.
     if (const auto type = at::getAccelerator(false))
       device = c10::Device(*type, static_cast<c10::DeviceIndex>(opts.device_ids[0]));
   }
@@ -194,7 +194,7 @@ void SageBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_a
     try {
       return other->monitoredBarrier(opts, wait_all_ranks);
     } catch (const std::exception&) {
-      // gloo closes its connections when a wait of it elapses.
+      // gloo closes its connections when one of its waits times out.
       barrier_failed_.store(true, std::memory_order_relaxed);
       throw;
     }
@@ -231,7 +231,7 @@ SageBackend::WorkPtr SageBackend::gather_into_tensor(at::Tensor& output, at::Ten
   CallDesc call("gather_into_tensor", Kind::kGather, {"sagellm:gather_single", OpType::GATHER}, opts);
   call.root = opts.rootRank;
   call.inputs = {input, Role::kRead};
-  // Elsewhere than at the root the output is a placeholder.
+  // On ranks other than the root the output is a placeholder.
   if (is_root(call)) call.outputs = {output, Role::kWrite, Blocks::kEqual};
   return dispatch(call, [&](c10d::Backend& other, const CallDesc& with) {
     return other.gather_into_tensor(with.outputs.present() ? with.outputs.tensor() : output, with.inputs, opts);

@@ -1,6 +1,6 @@
-// Decides what carries a call: the engine of the CPU, the library of its device's vendor, the engine of the CPU with
-// copies in host memory, or the delegate. Decided once, here; `lower` makes the same requests for each
-// engine, a delegate gets the tensors themselves.
+// Decides what carries a call: the CPU's engine, the library of the device's vendor, the CPU's engine with copies in
+// host memory, or the delegate. No other file decides this. `lower` makes the same requests for each engine; a delegate
+// gets the tensors themselves.
 #include <algorithm>
 #include <utility>
 
@@ -63,7 +63,7 @@ SageBackend::WorkPtr SageBackend::dispatch(CallDesc& call, CallDesc::Delegate de
 }
 
 SageBackend::WorkPtr SageBackend::carry(CallDesc& call) {
-  // gloo takes a tensor that is twice in the list of an all_reduce: `add_combined_list`.
+  // gloo accepts a list for an all_reduce that contains a tensor twice; see `add_combined_list`.
   const bool apart = call.coalesced && !(options_->as_gloo && call.kind == Kind::kAllReduce && !call.on_device());
   if (apart) check::apart(call);
   const bool barrier = call.kind == Kind::kBarrier;
@@ -73,14 +73,14 @@ SageBackend::WorkPtr SageBackend::carry(CallDesc& call) {
   }
   if (C10_LIKELY(!call.device && !call.on_device())) return on_cpu(call);
   const c10::Device device = barrier ? *call.device : check::device_of(call);
-  // The barrier of a delegated group is the delegate's.
+  // The delegate carries the barrier of a delegated group.
   const auto vendor = barrier && delegated() ? nullptr : vendors_.find(device.type());
   return vendor ? by_vendor(call, device, *vendor) : through_host(call, device);
 }
 
 SageBackend::WorkPtr SageBackend::on_cpu(const CallDesc& call) {
   if (delegated()) return by_delegate(call);
-  // It consists of messages, so a later barrier waits for its Work (`barrier_behind`).
+  // A sparse all-reduce consists of messages, so a later barrier waits for its Work (`barrier_behind`).
   if (C10_UNLIKELY(call.is_sparse_all_reduce())) {
     WorkPtr work = allreduce_coo(call);
     if (work) side_calls_.add_collective(work);
@@ -111,7 +111,7 @@ SageBackend::WorkPtr SageBackend::by_delegate(const CallDesc& call, bool host_st
 
 SageBackend::WorkPtr SageBackend::submit(Plans& plans, const CallDesc& call) {
   if (region_.open()) {
-    // Also a synchronous call does not wait inside a region; the Work of the region's end covers it.
+    // Even a synchronous call does not wait inside a region. The Work that the region's end returns covers it.
     WorkPtr work = submit_async(plans, call, true);
     region_.add(work);
     return call.async ? work : nullptr;
@@ -125,7 +125,7 @@ void SageBackend::run(Plan& plan, const Label& label, TensorView inputs) {
   DeferredRelease::instance().release();
   CallbackPool::about_to_block();
   const std::unique_ptr<Trace> trace = Trace::start(label.title, inputs);
-  // The caller's frame keeps the tensors; only staged copies need the callbacks of the operation.
+  // The caller's frame keeps the tensors. Only staged copies need the operation's callbacks.
   std::shared_ptr<Pending> pending;
   if (plan.call.staged) pending = std::make_shared<Pending>(nullptr, Tensors(), plan);
   try {
@@ -134,7 +134,7 @@ void SageBackend::run(Plan& plan, const Label& label, TensorView inputs) {
     events_->call_abort_hooks();
     throw;
   }
-  // Of operations that ended meanwhile: the program may make no further call.
+  // Drops what operations held that ended meanwhile, because the program may make no further call.
   DeferredRelease::instance().release();
   if (trace) trace->end();
   if (pending && !pending->copy_error().empty()) raise_coded(pending->copy_error());
@@ -144,8 +144,8 @@ void SageBackend::issue(SageWork& work, Plans& plans, Tensors keep) {
   try {
     for (Plan& plan : plans) work.add(*group_, plan, std::exchange(keep, {}));
   } catch (const std::exception&) {
-    // The operations that were issued end by themselves, and their Work is not returned; the hooks are told of the
-    // failure.
+    // The operations that were issued end by themselves. Their Work is not returned, so `seal` reports the failure to
+    // the hooks.
     work.seal(coded(ErrorKind::kInvalid, "sagellm: the call could not be issued"));
     throw;
   }
@@ -165,7 +165,7 @@ SageBackend::WorkPtr SageBackend::barrier_behind(std::vector<WorkPtr> earlier, c
   const SageWork::Known known{own->getSequencenumber(), call.timeout.count() < 0 ? options_->timeout : call.timeout};
   auto work = c10::make_intrusive<SageWork>(getRank(), c10d::OpType::BARRIER, Tensors(), events_, nullptr, known);
   return in_background(std::move(work), call.async, [own, earlier = std::move(earlier)] {
-    // Their own Works report how they ended.
+    // How these ended is reported by their own Works.
     for (const WorkPtr& each : earlier) (void)failure_of([&] { each->wait(kNoTimeout); });
     own->wait(kNoTimeout);
   });
@@ -176,9 +176,9 @@ SageBackend::WorkPtr SageBackend::submit_async(Plans& plans, const CallDesc& cal
   const TensorView inputs = call.traced();
   auto work = c10::make_intrusive<SageWork>(getRank(), call.label.type, call.outputs.flat(), events_,
                                             Trace::start(call.label.title, inputs));
-  // The Work keeps its outputs anyway, so they need not be kept twice.
+  // The Work keeps the outputs. If they are the inputs, too, they need not be kept twice.
   issue(*work, plans, call.has_one_argument() ? Tensors() : inputs.vec());
-  // Returned also for a synchronous call, because hooks identify the call by its Work.
+  // Returned for a synchronous call, too, because hooks identify the call by its Work.
   if (!async) work->wait(kNoTimeout);
   return work;
 }

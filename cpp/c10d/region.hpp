@@ -1,8 +1,8 @@
-// A region: the calls between startCoalescing and endCoalescing, which torch puts around batches of sends and receives
-// and around the calls of its coalescing manager. Calls on a device are collected until the end and are one launch of
-// the vendor's library. Calls on the CPU are issued at once, as always, and no call waits inside the region; its end
-// returns a Work of all of them. A call that throws closes the region: torch ends a region only where nothing was
-// thrown, and in a region that stays open no synchronous call would ever run.
+// A region: the calls between startCoalescing and endCoalescing. torch makes one around a batch of sends and receives,
+// and around the calls of its coalescing manager. Calls on a device are collected until the region's end, and are then
+// one launch of the vendor's library. Calls on the CPU are issued at once. No call waits inside the region; its end
+// returns a Work for all calls. A call that throws closes the region: torch does not end a region after an exception,
+// and a region that stays open would collect later calls and never run them.
 #pragma once
 
 #include <atomic>
@@ -33,28 +33,29 @@ class Region {
     std::vector<WorkPtr> works;
   };
 
-  // Opens a region: one at a time, on the thread that will end it.
+  // Opens a region. Only one may be open at a time, and the thread that opens it must end it.
   void start();
-  // True on the thread of an open region. One relaxed load where there is none.
+  // True on the thread of the open region. Costs one relaxed load if no region is open.
   bool open() const {
     return C10_UNLIKELY(open_.load(std::memory_order_relaxed)) && thread_ == std::this_thread::get_id();
   }
   void add(WorkPtr work) { content_.works.push_back(std::move(work)); }
-  // All on one device.
+  // Adds calls on a device. All calls of a region must be on the same device.
   void add(c10::ArrayRef<Plan> plans, const Label& label, Tensors keep, Tensors outputs, c10::Device device);
-  // Throws where none is open: the error that closed it, or a ValueError.
+  // Throws if no region is open on this thread: the error that closed it, or a ValueError.
   Content end();
-  // A call in it threw `why`: closes it and drops the calls on a device that it has collected.
+  // A call in the region threw `why`: closes the region, and drops the calls on a device that it has collected.
   void refuse(std::exception_ptr why);
-  // The program leaves it by an exception: the same, and `end` is not expected any more. Does nothing on other threads.
+  // The program leaves the region by an exception: closes it like `refuse`, but keeps no error for `end`. Does nothing
+  // on other threads.
   void drop();
 
  private:
-  // Written by the thread of the region alone, and so are the others; read by all.
+  // These fields are written only by the thread of the region. `open_` and `thread_` are read by all threads.
   std::atomic<bool> open_{false};
   std::thread::id thread_;
   Content content_;
-  // Why it was closed before its end.
+  // The error that closed the region before its end, or null.
   std::exception_ptr refused_;
 };
 

@@ -63,8 +63,8 @@ Rendezvous::Rendezvous(c10::intrusive_ptr<c10d::Store> store, int rank, int size
       decided_(meet(store_, rank, size, *options_)) {}
 
 std::string Rendezvous::tell_failure(const std::string& text) {
-  // The first to come says it. A rank that dies in between leaves the place empty; the others then wait until their
-  // deadline.
+  // The first rank to increment the counter publishes its text. If it dies before it has written the text, the other
+  // ranks wait for the text until their deadline.
   const auto store = wrap_store(store_);
   if (store->add(failure_key("count"), 1) == 1) {
     store->set(failure_key("text"), {reinterpret_cast<const uint8_t*>(text.data()), text.size()});

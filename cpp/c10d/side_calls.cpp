@@ -39,12 +39,12 @@ void SideCalls::follow_delegated(const std::vector<Strided>& touched) {
     };
     delegated_.erase(std::remove_if(delegated_.begin(), delegated_.end(), over), delegated_.end());
   }
-  // Their own Works report how they ended.
+  // How these ended is reported by their own Works.
   for (const WorkPtr& work : earlier) (void)failure_of([&] { work->wait(kNoTimeout); });
 }
 
 void SideCalls::leak() {
-  // No lock is taken, because a thread of the parent may have held it.
+  // No lock is taken, because a thread of the parent may have held it at the fork.
   new auto(std::move(collectives_));
   new auto(std::move(delegated_));
 }

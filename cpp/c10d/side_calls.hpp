@@ -1,5 +1,5 @@
-// Calls that the core does not order: a delegate's calls through host memory, and sparse all-reduces, which are made of
-// messages. Later calls have to wait for them here.
+// Calls that the core does not order: calls that a delegate carries through host memory, and sparse all-reduces, which
+// consist of messages. Later calls must wait for them here.
 #pragma once
 
 #include <functional>
@@ -15,16 +15,17 @@ class SideCalls {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-  // Notes a collective that the core runs only in parts, or not at all: a later barrier waits for it.
+  // Records a collective that the core runs only in parts or not at all, so that a later barrier waits for it.
   void add_collective(const WorkPtr& work);
-  // Returns the noted collectives that may not have ended yet.
+  // Returns the recorded collectives that may not have ended yet.
   std::vector<WorkPtr> collectives();
-  // Notes a delegate's call that may be under way, and the memory that it reads or writes. Only the caller owns its
-  // Work; a caller who drops it no longer waits for the call.
+  // Records a delegate's call that may be under way, and the memory that it reads or writes. The Work is held weakly: a
+  // call whose Work no longer exists counts as ended.
   void add_delegated(const WorkPtr& work, std::vector<Strided> touched);
-  // Waits for the delegate's calls that read or write this memory, where either side writes.
+  // Waits for the delegate's calls that conflict with this memory: one side writes a byte that the other reads or
+  // writes.
   void follow_delegated(const std::vector<Strided>& touched);
-  // In a forked child, which has none of the threads that serve these: never frees them.
+  // In a forked child: leaks the works, because the child has none of the threads that serve them.
   void leak();
 
  private:
@@ -39,7 +40,7 @@ class SideCalls {
   std::vector<Delegated> delegated_;
 };
 
-// Runs `job` on a callback thread; `work` ends when the job ends. Waits for it unless the call is asynchronous.
+// Runs `job` on a callback thread; `work` ends with the job. Waits for `work` unless `async`.
 SideCalls::WorkPtr in_background(c10::intrusive_ptr<SageWork> work, bool async, std::function<void()> job);
 
 }  // namespace sagellm

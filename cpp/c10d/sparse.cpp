@@ -1,9 +1,9 @@
-// The all-reduce of sparse COO tensors: every rank learns how many numbers each rank has, gets them all, and adds them
-// in rank order, so all ranks compute the same bits.
+// The all-reduce of sparse COO tensors. Every rank learns how many numbers each rank has, receives all numbers, and
+// adds them in rank order, so all ranks compute the same bits.
 //
-// The counts travel in an all-gather of the group, issued in order with everything else; so a rank that calls something
-// different is found out as usual. How much data follows is known only afterwards. It travels as messages between pairs
-// of ranks, moved by a job on a callback thread, because issuing must not wait for a peer.
+// The counts are sent by an all-gather of the group, issued in order with all other calls. So a rank that makes a
+// different call is detected as usual. How much data follows is known only after the all-gather. The data is sent as
+// messages between pairs of ranks, by a job on a callback thread, because issuing must not wait for a peer.
 #include <ATen/ATen.h>
 
 #include <array>
@@ -22,10 +22,11 @@ namespace {
 
 constexpr const char* kOp = "sparse all_reduce";
 
-// Users' tags end where this bit begins (c10d's are non-negative ints).
+// Set in the tags of sparse all-reduces. Users' tags do not have this bit, because c10d's tags are non-negative ints.
 constexpr uint32_t kSparseTags = 1U << 31;
 
-// The header that a rank sends to the others: numbers stored, the two dimension counts, type, then the sizes.
+// The header that a rank sends to the others: count of stored numbers, counts of sparse and of dense dimensions, type,
+// then the sizes.
 constexpr size_t kMaxDims = 16;
 constexpr size_t kHeader = 4 + kMaxDims;
 enum : size_t { kStored = 0, kSparseDims = 1, kDenseDims = 2, kType = 3, kSizes = 4 };
@@ -64,7 +65,7 @@ std::string describe(const int64_t* header) {
                   at::IntArrayRef(header + kSizes, dims), " with ", header[kSparseDims], " sparse dimensions");
 }
 
-// All ranks see all headers and come to the same decision.
+// All ranks check the same headers, so all come to the same result.
 void check_headers(const at::Tensor& headers, int ranks) {
   const auto* first = headers.const_data_ptr<int64_t>();
   for (int rank = 1; rank < ranks; ++rank) {
@@ -80,7 +81,7 @@ at::Tensor add_up(const std::vector<at::Tensor>& indices, const std::vector<at::
                   bool average) {
   const at::ScalarType type = like.scalar_type();
   at::Tensor numbers = at::cat(values, 0);
-  // Rounded once, at the end.
+  // Floats of two bytes are added in float32 and rounded once, at the end.
   if (type == at::kHalf || type == at::kBFloat16) numbers = numbers.to(at::kFloat);
   at::Tensor sum =
       at::sparse_coo_tensor(at::cat(indices, 1), numbers, like.sizes(), like.options().dtype(numbers.scalar_type()))
@@ -97,7 +98,7 @@ struct SparseJob {
   c10::intrusive_ptr<SageWork> exchange;
   at::Tensor headers;
   at::Tensor tensor;
-  // This rank's.
+  // Indices and values of this rank.
   at::Tensor indices;
   at::Tensor values;
   bool average;
@@ -158,14 +159,14 @@ SageBackend::WorkPtr SageBackend::allreduce_coo(const CallDesc& call) {
   Plan plan(kOp, Kind::kAllGather, call.timeout);
   plan.read(header);
   plan.write(job->headers);
-  // The statistics count the caller's call once, and none of its parts.
+  // The statistics count the caller's call once, and do not count its parts.
   plan.uncounted();
   ExternalOp told = external_op(call, false);
   told.read = told.written = job->indices.nbytes() + job->values.nbytes();
   const auto note = std::make_shared<rust::Box<RustExternalOp>>(group_->composed_op(told));
   auto trace = Trace::start("sagellm:sparse_all_reduce", tensor);
   job->exchange = issue_part(plan, OpType::_ALLREDUCE_SPARSE, {header, job->headers});
-  // Issued in the same order everywhere, as all collectives of a group are, so the tags of all ranks agree.
+  // All ranks issue the collectives of a group in the same order, so they choose the same tag.
   job->tag = kSparseTags | (sparse_count_++ & ~kSparseTags);
   job->backend = c10::intrusive_ptr<SageBackend>::reclaim_copy(this);
 

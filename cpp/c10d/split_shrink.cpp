@@ -1,9 +1,9 @@
-// Groups made out of this one: of some of its ranks (split), or of all ranks but the excluded ones (shrink).
+// Makes groups out of this one: of some of its ranks (split), or of all ranks except the excluded ones (shrink).
 //
-// The new group's ranks meet through the store as those of any group do. Where the group is bound to a device, and the
-// vendor's library can make a communicator out of another, the new group gets such a communicator at once, if all ranks
-// that the library waits for agree that they can: a rank alone in the call would wait there until the deadline.
-// Otherwise the first call of the new group on the device makes one, from a new id.
+// The ranks of the new group meet through the store, like those of any group. If this group is bound to a device, and
+// the vendor's library can make a communicator out of another, the new group gets such a communicator at once. First
+// all ranks that the library waits for must agree that they can: a rank alone in the library's call would wait until
+// the deadline. Otherwise the new group's first call on the device makes a communicator, from a new id.
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 
@@ -22,9 +22,9 @@ namespace sagellm {
 
 namespace {
 
-// c10d's only flag of a shrink.
+// c10d's only flag of `shrink`.
 constexpr int kShrinkAbort = 1;
-// The calls that carry ids of communicators, in messages and traces.
+// Name of the calls that send the ids of communicators, in error texts and in traces.
 constexpr const char* kIdOp = "communicator";
 constexpr const char* kIdTitle = "sagellm:communicator";
 
@@ -55,7 +55,7 @@ void SageBackend::broadcast_id(at::Tensor& bytes) {
 void SageBackend::pass_id(at::Tensor& bytes, int from, int to) {
   using c10d::OpType;
   Tensors tensors{bytes};
-  // No user's message has this tag: c10d's are not negative, and ours are compared as unsigned.
+  // The largest tag that c10d allows; programs are not expected to use it.
   constexpr int kTag = std::numeric_limits<int>::max();
   const bool gives = getRank() == from;
   CallDesc call(kIdOp, gives ? Kind::kSend : Kind::kRecv, {kIdTitle, gives ? OpType::SEND : OpType::RECV},
@@ -94,7 +94,8 @@ c10::intrusive_ptr<SageBackend> SageBackend::part(const std::string& prefix, con
                                                          : all[static_cast<size_t>(rank)]);
   }
   const auto mine = std::find(ranks.begin(), ranks.end(), getRank());
-  // Made in Python, as every group: it may need groups of torch's backends, whose classes have no headers.
+  // Made by the Python package, like every group: it may need groups of torch's backends, whose classes have no
+  // headers.
   const py::gil_scoped_acquire gil;
   const py::object make = py::module_::import("torch_sagellm._private.register").attr("part");
   const py::object made =
@@ -139,13 +140,13 @@ c10::intrusive_ptr<c10d::Backend> SageBackend::split(const c10::intrusive_ptr<c1
     if (member) child = part(prefix, ranks, opts, c10::str(options_->group_name, " split ", turn));
     parents = bound_vendor();
     if (parents && child) childs = child->vendors_.find(device->type());
-    // The operations that are under way have to end first.
+    // The operations under way must end first.
     can = parents && (!member || childs) && parents->can_split(*device, members) && parents->drain(options_->timeout);
   } catch (const std::exception&) {
     failed = std::current_exception();
-    if (is_interrupt(failed)) throw;  // Ctrl-C ends the call without the other ranks
+    if (is_interrupt(failed)) throw;  // Ctrl-C ends the call without waiting for other ranks
   }
-  // A rank that failed answers no instead of nothing, because the other ranks wait for its answer.
+  // A rank that failed votes no instead of not voting, because the other ranks wait for its vote.
   if (device && is_accelerator(*device) && agree(can)) parents->split(*device, members, childs.get());
   if (failed) std::rethrow_exception(failed);
   splits_.keep(store, child);
@@ -174,10 +175,10 @@ c10::intrusive_ptr<c10d::Backend> SageBackend::shrink(const std::vector<int64_t>
   const auto vendor = bound_vendor();
   const bool aborts = shrink_flags == kShrinkAbort;
   std::optional<DevicesRetired> parent;
-  // What this thread aborts itself is not raised in it.
+  // This thread is the one that aborts the operations, so their error is not raised in it.
   if (aborts) events_->told();
-  // The communicator is taken out of use before the group is aborted, so that the code that sees the group fail does
-  // not abort it. Unless the flag asks to abort, operations under way may end before.
+  // The communicator is retired before the group is aborted, so that the code which handles the group's failure does
+  // not abort the communicator. Without the abort flag, operations under way may end first.
   if (vendor && (aborts || vendor->drain(options_->timeout))) parent.emplace(vendor->retire(*bound_device(), !aborts));
   if (aborts) abort_for(c10::str("shrink() was called on rank ", getRank()));
   const std::string without = c10::Join(",", ranks_to_exclude);

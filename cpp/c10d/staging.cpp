@@ -1,15 +1,15 @@
-// Tensors on a device without a library, carried by the engine of the CPU or by a delegate: fetched into host memory,
-// moved or combined there, stored back.
+// Tensors on a device without a library, carried by the CPU's engine or by a delegate: copied to host memory, moved or
+// combined there, and copied back.
 //
-// For the engine they are tensors whose elements it cannot use where they lie, as strided ones are: temporaries in host
-// memory stand for them (lower/plan.hpp), which are filled and copied back when the core says so. So the core keeps
-// calls on the same memory in order, and a call has ended when its results are on the device. A delegate gets copies in
-// place of the tensors, and a callback thread waits for it; a thread that issues a later call on the same memory waits
-// for the earlier call first.
+// The engine cannot use the memory of such tensors directly, as it cannot use that of strided ones. Temporaries in host
+// memory replace them (lower/plan.hpp); the core says when these are filled and copied back. So the core keeps calls on
+// the same memory in order, and a call has ended when its results are on the device. A delegate gets copies in place of
+// the tensors, and a callback thread waits for it. A thread that issues a later call on the same memory first waits for
+// the earlier call.
 //
-// The promise about streams: a call waits for the work on the caller's stream of this rank, never for another rank. So
-// copies may be made later, on a stream of the group, by any thread that moves the operation. The copies wait for the
-// device, so work that is queued after the end of the call finds the results, on any stream.
+// Streams: issuing a call waits for the work on this rank's current stream, never for another rank. So copies may be
+// made later, on a stream of the group, by any thread that drives the operation. The copies wait for the device, so
+// work that is enqueued after the end of the call finds the results, on any stream.
 #include <ATen/EmptyTensor.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
@@ -56,7 +56,7 @@ void SageBackend::tell_of_staging(c10::Device device) {
 
 void SageBackend::wait_for_stream(const char* op, c10::Device device) {
   const c10::Stream stream = current_stream(device);
-  // Where torch cannot say, the wait fails in the runtime's own words.
+  // If torch cannot tell, `synchronize` below fails with the runtime's own error.
   if (capture_of(stream).value_or(false)) {
     value_error(op,
                 c10::str("the current stream of ", device,
@@ -95,7 +95,7 @@ SageBackend::WorkPtr SageBackend::through_host_by_delegate(const CallDesc& call,
   wait_for_stream(call.op, device);
   DeferredRelease::instance().release();
   const c10::Stream side = staging_streams_.side(device);
-  // A delegate promises no order between operations on the same memory, so this waits for the earlier ones.
+  // A delegate does not order operations on the same memory, so wait for the earlier ones.
   side_calls_.follow_delegated(touched);
   {
     const c10::StreamGuard on(side);
@@ -107,8 +107,8 @@ SageBackend::WorkPtr SageBackend::through_host_by_delegate(const CallDesc& call,
     copy_staged(after, true);
     return nullptr;
   }
-  // A single thread waits for the delegate's work: gloo's works take one waiter only, the works of some backends have
-  // no future, and others complete the future on their own threads.
+  // Only one thread waits for the delegate's work: gloo's works allow only one waiter, works of some backends have no
+  // future, and other backends complete the future on their own threads.
   auto work = c10::make_intrusive<CarriedWork>(getRank(), call, events_, options_->timeout, inner);
   side_calls_.add_delegated(work, std::move(touched));
   return in_background(std::move(work), true, [inner, after = std::move(after), side] {

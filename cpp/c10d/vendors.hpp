@@ -1,4 +1,4 @@
-// The libraries of vendors that carry a group's tensors on devices, one for each type of device.
+// The vendors' libraries that carry a group's tensors on devices, one for each type of device.
 #pragma once
 
 #include <functional>
@@ -18,12 +18,12 @@ class Vendors {
  public:
   using Library = std::shared_ptr<VendorDevices>;
 
-  // `owner`: the group whose tensors they are.
+  // `owner` returns the group, as the libraries see it.
   Vendors(c10::intrusive_ptr<BackendOptions> options, std::function<DeviceOwner()> owner)
       : options_(std::move(options)), owner_(std::move(owner)) {}
 
-  // The library for devices of a type, or null where their tensors go through host memory. Searched for once; throws
-  // where the user has named one that cannot be used.
+  // The library for devices of a type, or null if their tensors go through host memory. Searches only once. Throws if
+  // the user named a library that cannot be used.
   Library find(c10::DeviceType type) const;
   // Why tensors on devices of this type go through host memory.
   std::string missing(c10::DeviceType type) const;
@@ -33,7 +33,7 @@ class Vendors {
   std::vector<Library> take();
 
  private:
-  // The library of one type, or, where that is null, why there is none.
+  // The library for one type of device or, if it is null, why there is none.
   struct Found {
     Library library;
     std::string missing;
@@ -42,13 +42,13 @@ class Vendors {
 
   const c10::intrusive_ptr<BackendOptions> options_;
   const std::function<DeviceOwner()> owner_;
-  // Guards `found_`. It is held while a library is searched for, which waits for no other rank.
+  // Guards `found_`. Also held during the search for a library, which waits for no other rank.
   mutable std::mutex mutex_;
   mutable std::map<c10::DeviceType, Found> found_;
 };
 
-// Ends the communicators of these libraries, those of each library within the timeout. After the first exception it
-// aborts the communicators of the remaining libraries, and throws that exception at the end.
+// Closes these libraries, each within the timeout. After the first exception it aborts the remaining libraries instead,
+// and throws that exception at the end.
 void close_all(const std::vector<Vendors::Library>& libraries, std::chrono::milliseconds timeout);
 
 }  // namespace sagellm
