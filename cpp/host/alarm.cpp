@@ -13,17 +13,17 @@ namespace sagellm {
 
 namespace {
 
-// How long the failure of one group stands for that of others.
+// For this long after the failure of one group, those of other groups are taken to have the same cause.
 constexpr auto kSameCause = std::chrono::seconds(2);
 
-// Which thread is told, in place of the one that was asked for.
+// System id of the thread that was asked for; system id and Python's identifier of the thread that gets the exception.
 using Target = std::tuple<pid_t, pid_t, unsigned long>;
 
 }  // namespace
 
 Alarm::Error Alarm::keep(PyObject* error) {
   Py_INCREF(error);
-  // The last one may go without the GIL, or after the interpreter's end: then the class stays.
+  // The last reference may be dropped without the GIL, or after the interpreter's end. Then the class is leaked.
   return {error, [](PyObject* kept) {
             if (python_alive() && PyGILState_Check() != 0) Py_DECREF(kept);
           }};
@@ -61,7 +61,7 @@ void Alarm::take_back(uint64_t group) {
     return slot != slots_.end() && slot->second.groups.count(group) > 0;
   };
   if (!is_raised() || !python_alive()) return;
-  // With the GIL no other thread raises anything here, and this one runs no bytecode before it returns.
+  // While this thread holds the GIL, no other thread raises anything in it, and it runs no bytecode.
   const py::gil_scoped_acquire gil;
   const std::lock_guard<std::mutex> lock(mutex_);
   Slot& slot = slots_[me];
@@ -69,7 +69,7 @@ void Alarm::take_back(uint64_t group) {
   if (own == slot.groups.end()) return;
   const Error error = std::move(own->second);
   slot.groups.erase(own);
-  // What waits may be another's: the failure of another group, or what the program itself raises here.
+  // The pending exception may be another one: the failure of another group, or one that the program itself raises here.
   if (PyThreadState_Get()->async_exc != error.get()) return;
   PyThreadState_SetAsyncExc(slot.number, slot.groups.empty() ? nullptr : slot.groups.begin()->second.get());
 }

@@ -1,5 +1,5 @@
-// Raises an error in threads of the program, whatever they do meanwhile: so it learns of a failed call on a device, for
-// whose end no thread waits.
+// Raises an error in threads of the program, whatever these threads do meanwhile. That is how the program learns of a
+// failed call on a device, because no thread waits for the end of such a call.
 #pragma once
 
 #include <sys/types.h>
@@ -24,47 +24,50 @@ class Alarm {
 
   // A thread that may use the results of calls.
   struct Thread {
-    pid_t id;  // the system's
-    // When it issued the last of them.
+    pid_t id;  // system id
+    // When the thread issued the last of these calls.
     Clock::time_point issued;
   };
 
   static Alarm& instance() { return per_process<Alarm>(); }
-  // The system's id of this thread.
+  // The system id of this thread.
   static pid_t this_thread();
 
-  // Raises the failure of a group in each of these threads, at its next bytecode; in the main thread for a thread that
-  // runs no Python. Not where `knows` says that the thread got the error in another way, nor where it has just got the
-  // failure of another group, which had the same cause in all likelihood. Waits for the GIL.
+  // Raises the failure of a group in each of these threads, at its next bytecode. In place of a thread that runs no
+  // Python, the main thread gets it. A thread is left out if `knows` says that it has got the error by other means. It
+  // is also left out if it has just got the failure of another group, which very likely had the same cause. Waits for
+  // the GIL.
   void raise(uint64_t group, const std::vector<Thread>& threads, const std::string& text,
              const std::function<bool(pid_t)>& knows);
-  // This thread gets the failure of the group in another way: it is not raised, if it was not yet. What else waits
-  // there stays: the failure of another group, or what the program raises.
+  // This thread gets the group's failure by other means: if the failure is still pending in it, this withdraws it.
+  // Other pending exceptions stay: the failure of another group, or an exception that the program raises.
   void take_back(uint64_t group);
-  // A thread has got its exception. Called by the exception's class.
+  // This thread has got its exception. Called by the constructor of the exception's class.
   void raised();
-  // This thread got it in code of ours that serves nobody's call: raises its class, with the GIL, once more.
+  // This thread got the exception in code of ours that serves no call of the program. Makes it pending once more;
+  // `error` is its class. Call with the GIL.
   void raise_again(PyObject* error);
-  // Nothing is raised from now on: the interpreter ends.
+  // From now on nothing is raised, because the interpreter is ending.
   void stop();
 
  private:
-  // An exception's class. Copied and dropped with the GIL.
+  // The class of an exception. Copied and dropped with the GIL.
   using Error = std::shared_ptr<PyObject>;
   static Error keep(PyObject* error);
 
   struct Slot {
-    // Python's number of the thread.
+    // Python's identifier of the thread.
     unsigned long number = 0;
-    // Groups whose failure has been raised there and not been seen, with the classes raised. Python keeps the last one
-    // only; the thread gets it for all.
+    // Groups whose failure is pending in the thread, with the exception classes. Python keeps only the last pending
+    // exception of a thread, so the thread gets that one for all these groups.
     std::map<uint64_t, Error> groups;
-    // Those whose failure was seen last, and when.
+    // Groups whose failure the thread has got last. `raised` is the time at which it got it.
     std::map<uint64_t, Error> before;
     Clock::time_point raised{};
   };
 
-  // Held under the GIL by `raise` and `raised`, so nothing below it may wait for the GIL. Guards the rest.
+  // `raise` and `raised` take it while they hold the GIL, so a thread that holds it may not wait for the GIL. Guards
+  // the fields below.
   std::mutex mutex_;
   std::map<pid_t, Slot> slots_;
   bool stopped_ = false;

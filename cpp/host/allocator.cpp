@@ -18,14 +18,14 @@ namespace sagellm {
 
 namespace {
 
-// Blocks of this thread within which its allocations are shared.
+// Number of nested blocks on this thread in which its allocations are shared.
 thread_local int shared_blocks = 0;
 
-// All threads share. Set once, by the thread that makes the first group; read by every thread that allocates (relaxed:
-// nothing else is read by it).
+// True if the allocations of all threads are shared. Set once, by the thread that makes the first group; read by every
+// thread that allocates (relaxed: it orders no other memory access).
 std::atomic<bool> shared_everywhere{false};
 
-// As torch's own allocator does, so that its memory profiler sees one kind of CPU memory.
+// Reports the release as torch's own allocator does, so that torch's memory profiler sees one kind of CPU memory.
 void free_reported(void* at) {
   if (at == nullptr) return;
   c10::profiledCPUMemoryReporter().Delete(at);
@@ -44,7 +44,7 @@ void tell_refusal(size_t bytes) {
                   " are in use. Free tensors, or raise SAGELLM_SHARED_BYTES; this is said once");
 }
 
-// Empty where there is no such memory.
+// Empty if there is no such memory.
 at::DataPtr reachable_memory(size_t bytes) {
   void* const at = reinterpret_cast<void*>(shared_allocate(bytes));
   if (at == nullptr) {
@@ -56,8 +56,8 @@ at::DataPtr reachable_memory(size_t bytes) {
   return memory;
 }
 
-// What was installed when this one was made serves all that is not to be shared. Never destroyed: storages keep their
-// allocator.
+// Makes large allocations in shared memory. The allocator that was installed before makes all others. Never destroyed,
+// because storages keep a pointer to their allocator.
 class Forwarding final : public c10::Allocator {
  public:
   explicit Forwarding(c10::Allocator* behind) : behind_(behind) {}
@@ -75,7 +75,7 @@ class Forwarding final : public c10::Allocator {
                                                   : behind_->is_simple_data_ptr(memory);
   }
 
-  // For callers that keep addresses without their deleters.
+  // Deleter for callers that keep addresses without their deleters.
   at::DeleterFnPtr raw_deleter() const override;
 
   void copy_data(void* to, const void* from, size_t bytes) const override { behind_->copy_data(to, from, bytes); }
@@ -86,11 +86,11 @@ class Forwarding final : public c10::Allocator {
   c10::Allocator* const behind_;
 };
 
-// The only one, because a raw deleter knows no object. Written once, under the lock of `share_allocations` (release),
-// read by any thread (acquire).
+// The only instance, because a raw deleter gets no object. Written once, under the lock of `share_allocations`
+// (release), read by any thread (acquire).
 std::atomic<Forwarding*> forwarding{nullptr};
 
-// Gives ordinary memory.
+// The allocator of ordinary memory.
 c10::Allocator& ordinary() {
   const Forwarding* const ours = forwarding.load(std::memory_order_acquire);
   return ours != nullptr ? *ours->behind() : *c10::GetCPUAllocator();
@@ -109,7 +109,7 @@ at::DeleterFnPtr Forwarding::raw_deleter() const {
   return behind_->raw_deleter() == nullptr ? nullptr : &free_by_owner;
 }
 
-// For tensors that were asked for one by one, of any size.
+// Allocator for tensors that were asked for one by one, of any size.
 class Reachable final : public c10::Allocator {
  public:
   at::DataPtr allocate(size_t bytes) override {
@@ -135,7 +135,7 @@ at::Tensor shared_tensor(at::IntArrayRef sizes, at::IntArrayRef strides, at::Sca
 
 bool is_shared(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.has_storage() || tensor.layout() != at::kStrided) return false;
-  // Without the checks of `data()`, which throws for a tensor without data of its own, such as a FakeTensor.
+  // Not by `data()`, whose checks throw for a tensor without data, such as a FakeTensor.
   const void* const at = tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get();
   return at != nullptr && shared_reaches(reinterpret_cast<uintptr_t>(at));
 }
@@ -148,8 +148,8 @@ void share_allocations(bool everywhere) {
   if (ours == nullptr) {
     ours = new Forwarding(c10::GetCPUAllocator());
     forwarding.store(ours, std::memory_order_release);
-    // torch keeps an allocator of a higher priority than the new one's. It stores one address, so a thread that
-    // allocates meanwhile finds the one or the other.
+    // torch keeps its allocator if that has a higher priority than the new one, so try all priorities. torch stores one
+    // address, so a thread that allocates meanwhile uses one allocator or the other.
     for (int priority = 0; c10::GetCPUAllocator() != ours && priority <= std::numeric_limits<uint8_t>::max();
          ++priority) {
       c10::SetCPUAllocator(ours, static_cast<uint8_t>(priority));

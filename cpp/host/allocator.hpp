@@ -1,8 +1,8 @@
-// Tensors in memory that peers can reach (src/engine/shm/memory/arena.rs): made one by one, or by torch's own CPU
-// allocator, in front of which ours is put where a program asks for it.
+// Tensors in memory that peers can reach (src/engine/shm/memory/arena.rs). They are made one by one, or by torch's CPU
+// allocator after ours was installed in front of it.
 //
-// Every piece of memory carries the deleter of the allocator that gave it, so whatever is installed later, all memory
-// goes back to where it came from. Where the core gives none, memory is ordinary.
+// Each allocation carries the deleter of the allocator that made it, so it is freed by that allocator whatever is
+// installed later. If the core has no such memory, the allocation is ordinary memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,21 +11,21 @@
 
 namespace sagellm {
 
-// Smaller allocations of torch stay where they were: an allocation of ours is a multiple of a page, and small
-// operations of ours need no such memory.
+// Smaller allocations of torch stay ordinary memory: an allocation of ours takes whole pages, and small operations of
+// ours gain nothing from shared memory.
 constexpr size_t kSmallestShared = size_t{16} * 1024;
 
-// A tensor on the CPU, not set to anything. What `resize_` gives it later comes from the same memory.
+// An uninitialized tensor on the CPU. If `resize_` enlarges it, the new memory comes from the same allocator.
 at::Tensor shared_tensor(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type);
 
-// Whether the tensor's memory is such memory, and peers can reach it now.
+// True if the tensor is in such memory and peers can reach it now.
 bool is_shared(const at::Tensor& tensor);
 
-// From now on torch's CPU allocations are served from such memory on threads that ask for it; `everywhere` says that
-// all threads do. The first call puts our allocator in front of torch's, for ever.
+// From now on torch's CPU allocations are made in such memory, on threads that ask for it or, if `everywhere`, on all
+// threads. The first call installs our allocator in front of torch's, for ever.
 void share_allocations(bool everywhere);
 
-// Adds to the number of blocks within which this thread asks for it.
+// Changes the number of nested blocks in which this thread asks for such memory.
 void share_on_this_thread(int blocks);
 
 }  // namespace sagellm

@@ -8,7 +8,7 @@ namespace sagellm {
 
 namespace {
 
-// Without a backtrace: the text is for the user, and some paths of torch print all of `what()`.
+// Without a backtrace: the text is for the user, and some code of torch prints all of `what()`.
 template <class Kind>
 std::exception_ptr make(const std::string& text) {
   return std::make_exception_ptr(Kind(text, nullptr));

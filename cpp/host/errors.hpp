@@ -1,5 +1,6 @@
-// From errors of the core, and the shim's own, to C++ exceptions that torch turns into Python's. Between the two an
-// error is a text whose first letter is its `ErrorKind`; in C++ only this file knows that.
+// Converts errors of the core and of the shim to C++ exceptions, which torch turns into Python's. Between the core and
+// the shim an error is a text whose first letter is the code of its `ErrorKind`. The functions here make and read such
+// texts.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -13,31 +14,32 @@
 
 namespace sagellm {
 
-// What a forked child is told that waits for a Work of its parent.
+// Error text for a forked child that waits for a Work of its parent.
 inline constexpr const char* kInherited =
     "sagellm: a forked child cannot wait for an operation of its parent. Wait for it in the parent";
 
-// An error as the core tells it; empty is none.
+// Makes such an error text from a kind and a text.
 std::string coded(ErrorKind kind, const std::string& text);
 
-// None where there is no error.
+// The kind of an error text. No value if the text is empty, which means that there is no error.
 std::optional<ErrorKind> kind_of(const std::string& coded);
 
-// Invalid becomes ValueError, Interrupted the exception that Python's signal handler raised, Bug and everything unknown
-// RuntimeError, all others torch's DistBackendError (a RuntimeError).
+// kInvalid becomes a ValueError, kInterrupted the exception that Python's signal handler raised, kBug and unknown codes
+// a RuntimeError, all others torch's DistBackendError (a RuntimeError).
 std::exception_ptr to_exception(const std::string& coded);
 
-// True for what Python raises to end a program, such as KeyboardInterrupt.
+// True for exceptions that Python raises to end a program, such as KeyboardInterrupt.
 bool is_interrupt(const std::exception_ptr& failure);
 
-// The other way, for exceptions that did not come from the core: as what went wrong outside of this rank.
+// The inverse of `to_exception`, for an exception that did not come from the core. The kind is kRankFailed, because the
+// cause is outside of this rank.
 std::string coded_text(const std::exception_ptr& failure);
 
 [[noreturn]] void raise(ErrorKind kind, const std::string& text);
-// The same for an error text that already begins with the letter of its kind: the core's, or one that was kept.
+// The same for a text that begins with the letter of its kind, from the core or from `coded`.
 [[noreturn]] void raise_coded(const std::string& coded);
 
-// Calls the core; its error is raised.
+// Calls the core and throws its error as an exception.
 template <class Call>
 auto checked(const Call& call) {
   try {
@@ -47,7 +49,8 @@ auto checked(const Call& call) {
   }
 }
 
-// The call itself is wrong: nothing was sent and no sequence number was used. `op` is torch's name of the call.
+// Throws a ValueError because the call itself is wrong. Nothing was sent and no sequence number was used. `op` is
+// torch's name of the call.
 [[noreturn]] void value_error(const char* op, const std::string& text);
 
 }  // namespace sagellm

@@ -26,29 +26,31 @@ namespace sagellm {
 
 namespace {
 
-// The socket of a client: it says "TCPClient(SocketImpl(fd=13, ...". -1 where it does not say it.
+// The socket of a client, from its text, which contains "TCPClient(SocketImpl(fd=13, ...". -1 if the text has no
+// socket.
 int socket_of(const c10d::TCPStore& client) {
   const std::string text = store_text(client, 0);
   const std::string before = "SocketImpl(fd=";
   const size_t at = text.find(before);
   int socket = -1;
   if (at != std::string::npos) {
-    // Where no number follows, it stays -1.
+    // If no number follows, `socket` stays -1.
     std::from_chars(text.data() + at + before.size(), text.data() + text.size(), socket);
   }
   return socket;
 }
 
-// A connection of ours to the server of the user's TCPStore: a connection serves one caller at a time, and another
-// thread of the program may be blocked in the user's connection for minutes. One is enough for all groups, on whatever
-// threads they are made, because none of our calls waits for another rank.
+// Our own connection to the server of the user's TCPStore. A connection serves one caller at a time, and another thread
+// of the program may block in the user's connection for minutes. One connection is enough for all groups, on whatever
+// threads they are made, because none of our requests waits for another rank.
 class Connection {
  public:
   explicit Connection(c10::intrusive_ptr<c10d::Store> users) : users_(std::move(users)) {}
 
-  // Calls `request` with the connection, which is opened when it is first needed. That may take a look-up of names: not
-  // with a lock held that others need. One request at a time, so between two of them the socket has nothing to read
-  // unless the server has closed it; that is an error here, because torch would write a page of its stack to the log.
+  // Calls `request` with the connection, which is opened when it is first needed. Opening may look up a host name, so
+  // the caller may hold no lock that other threads need. Requests run one at a time. So between two of them the socket
+  // has nothing to read, unless the server has closed it. That is an error here, because torch would write a page of
+  // its stack to the log.
   template <class Request>
   auto use(const Request& request) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -69,7 +71,8 @@ class Connection {
   int socket_ = -1;
 };
 
-// By the user's store, which its connection keeps alive, so that no other one can have its address meanwhile.
+// Connections by the user's store. A connection keeps its store alive, so no other store can have the same address
+// meanwhile.
 struct Connections {
   std::mutex mutex;
   std::map<const c10d::Store*, std::weak_ptr<Connection>> each;
@@ -90,7 +93,7 @@ std::shared_ptr<Connection> connection_of(const c10::intrusive_ptr<c10d::Store>&
   return connection;
 }
 
-// The prefix that a PrefixStore puts before a key. Only a derived class may name the member.
+// Reads the prefix that a PrefixStore puts before a key. Only a derived class may name the member.
 struct PrefixOf : c10d::PrefixStore {
   static const std::string& text(const c10d::PrefixStore& store) { return store.*(&PrefixOf::prefix_); }
 };
@@ -125,12 +128,12 @@ class C10dStore final : public Store {
   bool try_get(rust::Str key, rust::Vec<uint8_t>& value) const override {
     return plain_errors([&] {
       const std::string name = full(key);
-      // One round trip instead of two: compareSet returns the stored value, or the expected one where the key is
-      // missing. No rank ever stores the value expected here, so it changes nothing.
+      // One round trip instead of two: compareSet returns the stored value, or the expected one if the key is missing.
+      // No rank ever stores the value expected here, so the call changes nothing.
       static const std::vector<uint8_t> nothing{'n', 'o', 't', ' ', 's', 'e', 't'};
       const std::vector<uint8_t> bytes = use([&](c10d::Store& store) {
         if (connection_) return store.compareSet(name, nothing, nothing);
-        // `get` waits for a missing key, so check first. A key is deleted only by the one rank that reads it.
+        // `get` waits for a missing key, so check first. Only the one rank that reads a key deletes it.
         return store.check({name}) ? store.get(name) : nothing;
       });
       if (bytes == nothing) return false;
@@ -157,21 +160,21 @@ class C10dStore final : public Store {
   std::string full(rust::Str key) const { return prefix_ + std::string(key); }
 
   const c10::intrusive_ptr<c10d::Store> users_;
-  // Set where the user's store is a TCPStore; `prefix_` is the text that its PrefixStores put before a key, the
-  // innermost first.
+  // Set if the user's store is a TCPStore. `prefix_` is then the text that its PrefixStores put before a key, that of
+  // the innermost one first.
   std::shared_ptr<Connection> connection_;
   std::string prefix_;
 };
 
-// Lines on their way to Python's logging.
+// Lines that wait for Python's logging.
 struct LogQueue {
-  // Bounds the memory where no thread writes the lines. Large enough that no line is dropped while one does.
+  // Bounds the memory if no thread writes the lines. Large enough that no line is dropped while a thread writes them.
   static constexpr size_t kMaxLines = 1000;
 
   std::mutex mutex;
   std::deque<std::pair<uint8_t, std::string>> lines;  // with their levels
   size_t dropped = 0;
-  // A pending call of the interpreter will drain the queue.
+  // True while a pending call of the interpreter is going to drain the queue.
   bool scheduled = false;
   bool closed = false;
 };
@@ -190,13 +193,14 @@ std::terminate_handler earlier_handler = nullptr;
   std::abort();
 }
 
-// From error, 40, to debug, 10; lower levels have the package's own number.
+// Python's level of a line: 40 for errors (1) down to 10 for debug lines (4). Finer lines get 5, the package's own
+// level.
 int python_level(uint8_t level) {
   return level >= 1 && level <= 4 ? 50 - 10 * level : 5;
 }
 
-// Used by the main thread alone, and never destroyed: an exception of Python must not be freed after the interpreter's
-// end.
+// Used only by the main thread. Never destroyed, because an exception of Python must not be freed after the
+// interpreter's end.
 std::exception_ptr& kept_interrupt() {
   static auto* const kept = new std::exception_ptr;
   return *kept;
@@ -257,7 +261,8 @@ void log_line(uint8_t level, rust::Str text) noexcept {
       return;
     }
     queue.lines.emplace_back(level, std::string(text));
-    // Needs no GIL and does not wait; fails when the interpreter's short list is full, then the next line asks again.
+    // Needs no GIL and does not wait. Fails if the interpreter's short list of pending calls is full; then the next
+    // line tries again.
     const auto drain = [](void* /*unused*/) {
       try {
         drain_log();
@@ -269,7 +274,7 @@ void log_line(uint8_t level, rust::Str text) noexcept {
     };
     if (!queue.scheduled) queue.scheduled = Py_AddPendingCall(drain, nullptr) == 0;
   } catch (const std::exception&) {
-    // A log line is not worth more than the operation that wrote it.
+    // An operation must not fail because its log line was lost.
   }
 }
 
@@ -290,11 +295,11 @@ void drain_log() {
   py::object failure;
   std::exception_ptr interrupt;
   {
-    // A signal handler or a caller may have an exception in flight; logging must neither see nor replace it.
+    // A signal handler or a caller may have an exception in flight, which logging must neither see nor replace.
     const py::error_scope pending;
     for (const auto& [level, text] : lines) {
-      // A second time where what came in between is the program's, which may be at any bytecode when this is called:
-      // the failure of a call on a device, or what a signal handler raised.
+      // Python may raise the program's own exceptions at any bytecode here: the failure of a call on a device, or what
+      // a signal handler raised. Then the line is written once more, and the exception is raised again after all lines.
       for (bool again = true; again;) {
         again = false;
         try {

@@ -1,5 +1,5 @@
-// What the wheels' extension defines itself, so that it also loads beside a C library and a libstdc++ that are older
-// than those it was compiled with (docs/internals/release.md). Other builds compile nothing here.
+// Symbols that the wheels' extension defines itself. With them it also loads with a C library and a libstdc++ that are
+// older than those it was compiled with (docs/internals/release.md). Other builds compile nothing here.
 #ifdef SAGELLM_OLD_GLIBC
 
 #include <dlfcn.h>
@@ -15,7 +15,7 @@ using ClockWait = int (*)(pthread_cond_t*, pthread_mutex_t*, clockid_t, const ti
 
 constexpr long kBillion = 1'000'000'000;
 
-// The same moment on the clock that `pthread_cond_timedwait` reads.
+// Converts a time on `clock` to the clock that `pthread_cond_timedwait` reads.
 timespec on_system_clock(clockid_t clock, const timespec& until) {
   timespec now{}, system{};
   clock_gettime(clock, &now);
@@ -36,12 +36,12 @@ timespec on_system_clock(clockid_t clock, const timespec& until) {
 // These three stay local to the extension: src/engine/device/exports.map does not export them.
 extern "C" {
 
-// glibc 2.32. libstdc++ leaves out atomic operations where it is not 0; torch always has threads.
+// In glibc since 2.32. libstdc++ leaves out atomic operations if it is not 0, and torch always has threads.
 char __libc_single_threaded = 0;
 
-// In glibc from 2.30 on: if the loaded glibc has the function, that one is called. Otherwise the deadline is converted
-// to the system clock, and libstdc++ checks the steady clock after the wait: if the system clock is set back meanwhile,
-// this wait takes longer.
+// In glibc since 2.30. If the loaded glibc has the function, it is called. Otherwise the deadline is converted to the
+// system clock, and libstdc++ checks the steady clock after the wait. If the system clock is set back meanwhile, this
+// wait takes longer.
 int pthread_cond_clockwait(pthread_cond_t* condition, pthread_mutex_t* mutex, clockid_t clock, const timespec* until) {
   static const auto theirs = reinterpret_cast<ClockWait>(dlsym(RTLD_DEFAULT, "pthread_cond_clockwait"));
   if (theirs != nullptr) return theirs(condition, mutex, clock, until);
@@ -49,9 +49,8 @@ int pthread_cond_clockwait(pthread_cond_t* condition, pthread_mutex_t* mutex, cl
   return pthread_cond_timedwait(condition, mutex, &system);
 }
 
-// libstdc++ of GCC 12 has a second version of std::condition_variable::wait, and headers of torch call it; the linker
-// leads them here (--wrap in setup.py).
-// NOLINTNEXTLINE(bugprone-reserved-identifier)
+// libstdc++ of GCC 12 has a second version of std::condition_variable::wait, which headers of torch call. The linker
+// redirects those calls to this function (--wrap in setup.py).
 void __wrap__ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE(std::condition_variable* condition,
                                                                       std::unique_lock<std::mutex>* lock) {
   pthread_cond_wait(condition->native_handle(), lock->mutex()->native_handle());

@@ -1,4 +1,4 @@
-// One object of a kind in each process, made anew in a forked child.
+// One object of a type in each process. A forked child gets a new one.
 #pragma once
 
 #include <pthread.h>
@@ -7,9 +7,9 @@
 
 namespace sagellm {
 
-// A child inherits the memory of a lock that another thread of its parent may have held, and none of that thread. So it
-// starts with a fresh object, and the parent's copy is leaked. Neither is ever destroyed: threads may outlive static
-// destructors.
+// A child inherits the memory of a lock that another thread of its parent may have held, but not that thread. So the
+// child starts with a new object and leaks the parent's copy. Neither object is ever destroyed, because threads may
+// outlive static destructors.
 template <class T>
 T& per_process() {
   static std::atomic<T*> current{nullptr};

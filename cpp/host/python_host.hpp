@@ -1,4 +1,5 @@
-// The Python half of `host.hpp`: c10d's store, kept exceptions, the way from the log queue to Python's logging.
+// The part of `host.hpp` that uses torch and Python: c10d's store, kept exceptions, and the writing of queued log
+// lines.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -12,12 +13,13 @@
 
 namespace sagellm {
 
-// Wraps c10d's store. A TCPStore is used over a connection of our own: opened at first use, shared by everything that
-// is made over that store, and closed when the last object that this function returned is gone.
+// Wraps c10d's store. A TCPStore is used over a connection of our own. That connection is opened at first use, shared
+// by everything that is made over the same store, and closed when the last object that this function returned is
+// destroyed.
 std::shared_ptr<Store> wrap_store(const c10::intrusive_ptr<c10d::Store>& store);
 
-// Runs `body` for the core. cxx hands `what()` to Rust and knows only std::exception; torch's text contains a C++
-// backtrace, which is left out.
+// Runs `body` for the core. cxx catches only std::exception and passes `what()` to Rust. The text of a c10::Error
+// contains a C++ backtrace, which is left out.
 template <class Body>
 auto plain_errors(const Body& body) {
   try {
@@ -31,19 +33,21 @@ auto plain_errors(const Body& body) {
   }
 }
 
-// On the main thread, the exception of its last `check_interrupt() == true`, or null; taking it forgets it.
+// On the main thread: returns the exception of its last `check_interrupt() == true`, and forgets it. Null if there is
+// none.
 std::exception_ptr take_interrupt() noexcept;
 
-// Writes the queued lines to Python's logging. Call with the GIL. Throws what a signal handler raised meanwhile, such
-// as KeyboardInterrupt, after the lines are written; what a handler of the log raises is reported as unraisable.
+// Writes the queued lines to Python's logging. Call with the GIL. If a signal handler raises meanwhile
+// (KeyboardInterrupt, say), throws that exception after the lines are written. Exceptions of a log handler are reported
+// as unraisable.
 void drain_log();
 
-// For a thread of Python's that waits in torch without the GIL, perhaps beyond the interpreter's end. Before 3.14
-// CPython ends a thread that asks for the GIL then by pthread_exit, and the unwinding ends the process where it comes
-// to a destructor that may not throw, as torch's guard of the GIL is. From now on this thread sleeps there instead.
+// For a Python thread that waits in torch without the GIL, perhaps beyond the interpreter's end. Before 3.14 CPython
+// ends a thread that then asks for the GIL, by pthread_exit. The unwinding ends the process when it reaches a
+// destructor that may not throw, such as that of torch's GIL guard. After this call, the thread sleeps there instead.
 void outlive_python();
 
-// From now on warnings and errors go to stderr, everything else nowhere: Python's logging is going down.
+// From now on warnings and errors go to stderr and other lines are dropped, because Python's logging is shutting down.
 void close_log();
 
 }  // namespace sagellm

@@ -16,15 +16,15 @@ namespace sagellm {
 
 namespace {
 
-// The places that `call_site` has seen, as text, for threads that must not wait for the GIL. The lock is held for a
-// look-up only, with or without the GIL.
+// The texts of the places that `call_site` has numbered, for threads that must not wait for the GIL. The lock is held
+// only for a look-up, with or without the GIL.
 struct SeenPlaces {
   std::mutex mutex;
   std::unordered_map<uint32_t, std::string> texts;
 };
 
 SeenPlaces& places() {
-  static auto* const all = new SeenPlaces;  // threads may ask while the process ends
+  static auto* const all = new SeenPlaces;  // never freed, because threads may ask while the process ends
   return *all;
 }
 
@@ -32,8 +32,8 @@ py::object sites(const char* function) {
   return py::module_::import("torch_sagellm.observe.sites").attr(function);
 }
 
-// The interpreter, when it ends, unwinds a thread that asks for the GIL. No C++ or Rust function below this one could
-// pass that on, so the thread stays here until the process is gone.
+// When the interpreter ends, it unwinds a thread that asks for the GIL. The C++ and Rust functions below this object
+// may not be unwound, so its destructor keeps the thread here until the process has exited.
 class NeverUnwound {
  public:
   NeverUnwound() = default;
@@ -57,7 +57,7 @@ std::string read_place(uint64_t thread) {
     try {
       text = sites("place_of_thread")(thread).cast<std::string>();
     } catch (const std::exception&) {
-      // A place that cannot be read is not known.
+      // A place that cannot be read counts as unknown.
     }
     inside.done();
   }
@@ -91,7 +91,7 @@ rust::String place_of_thread(uint64_t thread) noexcept {
   try {
     return rust::String::lossy(python_alive() ? read_place(thread) : std::string());
   } catch (const std::exception&) {
-    return {};  // a place that cannot be read is not known
+    return {};  // a place that cannot be read counts as unknown
   }
 }
 
@@ -102,7 +102,7 @@ rust::String place_of_call(uint32_t site) noexcept {
     const auto found = all.texts.find(site);
     return rust::String::lossy(found == all.texts.end() ? std::string() : found->second);
   } catch (const std::exception&) {
-    return {};  // a place that cannot be read is not known
+    return {};  // a place that cannot be read counts as unknown
   }
 }
 

@@ -1,11 +1,12 @@
-// Lists as the bridge takes them.
+// Lists in the form that the bridge takes.
 #pragma once
 
 #include "rust/cxx.h"
 
 namespace sagellm {
 
-// Of a vector of either kind. An empty one may have a null pointer, which cxx takes for an empty slice.
+// Slice of a std::vector or a c10::SmallVector. An empty vector may have a null pointer, which cxx accepts as an empty
+// slice.
 template <class List>
 rust::Slice<const typename List::value_type> slice(const List& list) {
   return {list.data(), list.size()};
