@@ -1,6 +1,6 @@
-// Every condition on the torch or Python version lives here, so that the rest of `cpp/` reads as one program.
+// All conditions on the version of torch or Python are in this file, so that the rest of `cpp/` needs none.
 //
-// torch 2.11 is compiled as C++17, later ones as C++20: nothing newer than C++17 may be used anywhere in `cpp/`.
+// torch 2.11 is compiled as C++17, later versions as C++20. So nothing newer than C++17 may be used anywhere in `cpp/`.
 #pragma once
 
 #include <ATen/Context.h>
@@ -19,7 +19,7 @@
 #define SAGELLM_TORCH_AT_LEAST(major, minor) \
   (TORCH_VERSION_MAJOR > (major) || (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
 
-// torch 2.14 brought the abort hooks and, without a macro of their own, `all_gather_single` and its siblings,
+// torch 2.14 added the abort hooks and, without a macro for each, `all_gather_single` and its siblings,
 // `gather_into_tensor`, `Options::clone` and `Work::getTimeout`.
 #ifdef C10D_BACKEND_HAS_HOOKS
 #define SAGELLM_HAS_ABORT_HOOKS 1
@@ -28,8 +28,8 @@
 #define SAGELLM_HAS_WORK_TIMEOUT 1
 #endif
 
-// torch 2.15: completion hooks with their keys, and a way to ask for either kind of hook; ephemeral timeouts, which
-// older versions have for nccl alone.
+// torch 2.15 added completion hooks with their keys, functions that tell whether a backend supports either kind of
+// hook, and ephemeral timeouts, which older versions have for nccl alone.
 #if SAGELLM_TORCH_AT_LEAST(2, 15)
 #define SAGELLM_HAS_COMPLETION_HOOKS 1
 #define SAGELLM_HAS_EPHEMERAL_TIMEOUT 1
@@ -37,8 +37,8 @@
 
 namespace sagellm {
 
-// The shapes of the hooks, also under torch versions that cannot register any: then the code that calls them needs no
-// condition.
+// The types of the hooks. They exist under torch versions that cannot register hooks, too, so that the code which calls
+// the hooks needs no condition.
 #ifdef SAGELLM_HAS_ABORT_HOOKS
 using AbortHook = c10d::AbortHook;
 #else
@@ -55,7 +55,7 @@ struct CompletionHookArgs {
 using CompletionHook = std::function<void(const CompletionHookArgs&)>;
 #endif
 
-// What a store says of itself; nothing in versions where it says nothing.
+// A store's description of itself; empty in torch versions in which stores have none.
 template <class AnyStore>
 auto store_text(const AnyStore& store, int) -> decltype(store.repr()) {
   return store.repr();
@@ -65,7 +65,8 @@ std::string store_text(const AnyStore&, long) {
   return {};
 }
 
-// Two values that c10d's enumeration gained one by one; older versions call both COALESCED, as their own backends do.
+// Two values that c10d's enumeration gained one after the other. For older versions both are COALESCED, which torch's
+// own backends use there.
 template <class Type>
 constexpr auto gather_coalesced_type(int) -> decltype(Type::ALLGATHER_INTO_TENSOR_COALESCED) {
   return Type::ALLGATHER_INTO_TENSOR_COALESCED;
@@ -85,7 +86,7 @@ constexpr Type reduce_scatter_coalesced_type(long) {
 constexpr c10d::OpType kGatherCoalesced = gather_coalesced_type<c10d::OpType>(0);
 constexpr c10d::OpType kReduceScatterCoalesced = reduce_scatter_coalesced_type<c10d::OpType>(0);
 
-// Whether a stream is being captured into a graph. Device guards of older versions cannot be asked.
+// Whether a stream is being captured into a graph. No value in older versions, whose device guards cannot tell.
 template <class Guard, class Stream>
 auto guard_is_capturing(const Guard& guard, const Stream& stream, int)
     -> std::optional<decltype(guard.isStreamCapturing(stream))> {
@@ -96,21 +97,21 @@ std::optional<bool> guard_is_capturing(const Guard& guard, const Stream& stream,
   return std::nullopt;
 }
 
-// torch_npu tells the format of a tensor's memory by an operator: numbers of ACL's enumeration, of which these
-// (undefined, NCHW, NHWC, ND, NDHWC, NCDHW) hold the elements in order, and all others do not.
+// torch_npu has an operator that returns the format of a tensor's memory, as a number of ACL's enumeration. In these
+// formats (undefined, NCHW, NHWC, ND, NDHWC, NCDHW) the memory holds the elements in order; in all others it does not.
 constexpr const char* kFormatOperator = "npu::get_npu_format";
 constexpr int64_t kPlainFormats[] = {-1, 0, 1, 2, 27, 30};
 
-// False for a device that this machine cannot have. torch's fake tensors install a guard that counts one CUDA device
-// where there is none.
+// False for a device that this machine cannot have. torch's fake tensors install a guard that reports one CUDA device
+// on a machine without any.
 inline bool can_exist(const c10::Device& device) {
   return !device.is_cuda() || at::hasCUDA();
 }
 
-// torch 2.15 keeps the older of its two names as an alias.
+// torch 2.15 has a second name for this class, and keeps this older one as an alias.
 using PremulSupplement = c10d::NCCLPreMulSumSupplement;
 
-// False before the interpreter is up and from the moment it begins to go down: then no thread may ask for the GIL.
+// False before the interpreter is initialized and after it has begun to shut down. Then no thread may ask for the GIL.
 inline bool python_alive() {
 #if PY_VERSION_HEX >= 0x030D0000
   return Py_IsInitialized() != 0 && Py_IsFinalizing() == 0;

@@ -36,7 +36,7 @@ class IdExchange {
   virtual ~IdExchange() = default;
   // Sends an id from rank 0 to all ranks.
   virtual void broadcast(rust::Slice<uint8_t> id) const = 0;
-  // Hands an id from one rank to another; both call it.
+  // Sends an id from one rank to another; both call it.
   virtual void pass(rust::Slice<uint8_t> id, int32_t from, int32_t to) const = 0;
 };
 

@@ -13,7 +13,7 @@ namespace {
 
 using namespace py::literals;  // NOLINT(google-build-using-namespace): "name"_a
 
-// The numbers of a tensor whose memory can be read or written as it lies there; a ValueError for any other.
+// The numbers of a tensor that can be read or written in place. Throws a ValueError for any other tensor.
 template <class Number>
 Number* memory(const at::Tensor& tensor, const char* name, const char* type, bool fits) {
   const auto address = reinterpret_cast<uintptr_t>(tensor.is_cpu() ? tensor.const_data_ptr() : nullptr);
@@ -31,7 +31,7 @@ rust::Slice<const Number> read(const at::Tensor& tensor, const char* name, const
   return {begin, static_cast<size_t>(tensor.numel())};
 }
 
-// Autograd then knows that it has changed, as after any call of torch in place.
+// Bumps the tensor's version, so that autograd notices the change, as after any in-place call of torch.
 template <class Number>
 rust::Slice<Number> write(const at::Tensor& tensor, const char* name, const char* type, bool fits) {
   auto* const begin = memory<Number>(tensor, name, type, fits);
@@ -90,7 +90,7 @@ void find_largest(const at::Tensor& values, const at::Tensor& places) {
   outside_gil([&] { largest(from, into); });
 }
 
-// Those of a mixture of experts are short: releasing the GIL would take longer.
+// Holds the GIL: the lists of a mixture of experts are short, so releasing the GIL would take longer than the call.
 void sort(const at::Tensor& experts, const at::Tensor& counts, const at::Tensor& order) {
   checked([&] {
     sort_assignments(wholes(experts, "experts"), written_wholes(counts, "counts"), written_wholes(order, "order"));

@@ -1,5 +1,5 @@
-// The formats of compressed sums and the rows of a mixture of experts for Python: functions over the memory of CPU
-// tensors, which need no group.
+// Functions over the memory of CPU tensors that need no group: the formats of compressed sums, and the rows of a
+// mixture of experts.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>

@@ -22,15 +22,15 @@ namespace sagellm {
 namespace {
 
 using Options = BackendOptions;
-// Python passes a timedelta, or a number of seconds.
+// Converted from a timedelta or from a number of seconds.
 using Seconds = std::chrono::duration<double>;
 
 std::chrono::milliseconds milliseconds(Seconds seconds) {
   return std::chrono::duration_cast<std::chrono::milliseconds>(seconds);
 }
 
-// By name, with the defaults of the struct. The package looks at what was given and sets it, because pybind11's own
-// text for a wrong name or type tells a user nothing.
+// Makes options from keyword arguments, with the defaults of the struct. The Python package checks and sets the
+// arguments, because pybind11's own error for a wrong name or type does not help a user.
 c10::intrusive_ptr<Options> make_options(const py::args& positional, const py::kwargs& given) {
   auto options = c10::make_intrusive<Options>();
   if (!positional.empty() || !given.empty()) {
@@ -39,7 +39,7 @@ c10::intrusive_ptr<Options> make_options(const py::args& positional, const py::k
   return options;
 }
 
-// The process that made the last group.
+// Process id of the process that made the last group.
 int process_of_groups = 0;
 
 template <class Function>
@@ -48,7 +48,7 @@ auto without_gil(const Function& function) {
   return function();
 }
 
-// As above, and writes the lines that were logged meanwhile, also before an error is raised.
+// Runs `body` without the GIL. Then writes the lines that were logged meanwhile, also if `body` throws.
 template <class Body>
 auto told(const Body& body) {
   try {
@@ -65,7 +65,7 @@ std::shared_ptr<Rendezvous> start_rendezvous(const c10::intrusive_ptr<c10d::Stor
                                              Seconds timeout, std::string group_name,
                                              const std::vector<int64_t>& global_ranks,
                                              const c10::intrusive_ptr<Options>& given) {
-  // The caller's object may serve several groups; each backend gets its own.
+  // The caller's object may serve several groups, so each backend gets a copy.
   auto options = given ? given->copy() : c10::make_intrusive<Options>();
   options->timeout = milliseconds(timeout);
   options->group_name = std::move(group_name);
@@ -85,7 +85,7 @@ void connect(Rendezvous& decided, const std::string& address) {
   });
 }
 
-// What is in the store need not be text.
+// The bytes come from the store and need not be valid text.
 py::str as_text(const std::string& bytes) {
   return py::reinterpret_steal<py::str>(
       PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace"));
@@ -99,13 +99,13 @@ py::str told_failure(Rendezvous& decided) {
   return as_text(without_gil([&] { return decided.told_failure(); }));
 }
 
-// Works for functions of this module; c10d's own bindings translate by themselves.
+// Makes a function of this module translate torch's exceptions. c10d's own bindings do that by themselves.
 template <class Function>
 auto translated(Function function) {
   return torch::wrap_pybind_function(function);
 }
 
-// Asks the core without the GIL.
+// Asks the core, without the GIL.
 template <class Question>
 auto ask(const SageBackend& self, const Question& question) {
   return without_gil([&] { return checked([&] { return question(self.core()); }); });
@@ -123,7 +123,7 @@ py::object of_gloo(const Options& options, const char* name, py::object value) {
 }
 
 void bind_options(py::module_& module) {
-  // pybind11 must know the base classes before ours are registered.
+  // pybind11 must know the base classes before it registers ours.
   py::module_::import("torch._C._distributed_c10d");
   py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(
       module, "Options", "Options of a sagellm process group, for the argument pg_options.")
@@ -141,7 +141,7 @@ void bind_options(py::module_& module) {
       .def_readwrite("blocking_wait", &Options::blocking_wait)
       .def_readwrite("_library_folders", &Options::library_folders)
       .def_readwrite("_as_gloo", &Options::as_gloo)
-      // What programs read of the options of gloo; a group that was not asked for as gloo has none of the last three.
+      // Attributes of gloo's options that programs read. The last three exist only if the group was asked for as gloo.
       .def_property_readonly("backend",
                              [](const Options& self) { return self.as_gloo ? std::string("gloo") : self.backend; })
       .def_property_readonly("enable_reconfigure",
@@ -198,7 +198,7 @@ void bind_backend(py::module_& module) {
       .def(
           "_reset_stats", [](const SageBackend& self) { self.core().reset_stats(); },
           py::call_guard<py::gil_scoped_release>())
-      // As the classes of torch's own backends have it.
+      // torch's own backend classes have this method, too.
       .def("_set_default_timeout", &SageBackend::setTimeout, py::arg("timeout"),
            py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("_store", &SageBackend::store)
@@ -208,7 +208,8 @@ void bind_backend(py::module_& module) {
       .def_property_readonly(
           "options",
           [](SageBackend& self) { return c10::static_intrusive_pointer_cast<Options>(self.getBackendOptions()); })
-      // new_group calls it on ranks outside the new group when the group is bound to a device; only members meet here.
+      // new_group calls this on ranks outside of the new group if the group is bound to a device. Only members meet
+      // here.
       .def("perform_nocolor_split", [](SageBackend&, const py::object&) {}, py::arg("device"));
 }
 

@@ -1,4 +1,4 @@
-// Groups as Python sees them: `Options`, `Rendezvous`, `SageBackend`.
+// Groups in Python: the classes `Options`, `Rendezvous` and `SageBackend`.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -7,7 +7,7 @@ namespace sagellm {
 
 void bind_groups(py::module_& module);
 
-// Whether this process has made a group. A forked child that made none has nothing to end at its exit.
+// True if this process has made a group. A forked child that made none has nothing to clean up at its exit.
 bool has_made_groups();
 
 }  // namespace sagellm

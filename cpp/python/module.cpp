@@ -1,4 +1,4 @@
-// `torch_sagellm._C`: the extension as the Python package sees it. Every function that may wait releases the GIL.
+// `torch_sagellm._C`, the extension that the Python package imports. Every function that may wait releases the GIL.
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <chrono>
@@ -23,7 +23,7 @@ namespace sagellm {
 
 namespace {
 
-// Once, from atexit: afterwards no thread of ours runs that might ask for the GIL.
+// Called once, by atexit. Afterwards no thread of ours runs that might ask for the GIL.
 void leave() {
   if (!has_made_groups()) return;
   {
@@ -31,11 +31,11 @@ void leave() {
     Core::at_exit();
     Alarm::instance().stop();
     DeviceWatch::instance().stop(std::chrono::seconds(1));
-    // A trace that torch's flight recorder writes after a failure takes seconds.
+    // When torch's flight recorder writes a trace after a failure, that takes seconds.
     CallbackPool::instance().stop(std::chrono::seconds(5));
   }
   DeferredRelease::instance().release();
-  // A signal handler raised while the groups were left; no later call would raise its exception.
+  // A signal handler raised while the groups were being left. No later call would raise its exception.
   std::exception_ptr raised = take_interrupt();
   try {
     drain_log();
@@ -46,14 +46,14 @@ void leave() {
   if (raised) std::rethrow_exception(raised);
 }
 
-// torch's coalescing manager for groups of ours, whose region an exception ends. Not in Python: a signal may raise
-// where a function of Python begins, before any of its statements, so the region could stay open. Nothing raises before
-// these.
+// Wraps torch's coalescing manager for groups of ours, so that an exception ends its region. It is not written in
+// Python, because a signal may raise at the beginning of a Python function, before its first statement. The region
+// would then stay open. In these functions nothing can raise before their `try`.
 class Manager {
  public:
   using Backends = std::vector<c10::intrusive_ptr<SageBackend>>;
 
-  // `forget` makes torch forget the calls that it has noted.
+  // `forget` makes torch forget the calls that it has recorded for the region.
   Manager(py::object theirs, Backends backends, py::object forget)
       : theirs_(std::move(theirs)), backends_(std::move(backends)), forget_(std::move(forget)) {}
 
@@ -86,9 +86,10 @@ class Manager {
   py::object forget_;
 };
 
-// True for a tensor whose memory receives what a call writes: torch brings no result to one that it conjugates or
-// negates when it is read, nor to one without data, and a sparse one has no memory of its own. It uses
-// Python's C API directly, because a few conversions of pybind11 take as long as a small operation.
+// True for a tensor whose memory receives what a call writes. False for a tensor that is conjugated or negated when it
+// is read, because torch copies no result back to it, and for one without data. False for a sparse tensor, too, which
+// has no memory of its own. Uses Python's C API, because a few conversions by pybind11 take as long as a small
+// operation.
 PyObject* receives(PyObject* /*module*/, PyObject* argument) {
   if (!THPVariable_Check(argument)) Py_RETURN_FALSE;
   const at::Tensor& tensor = THPVariable_Unpack(argument);

@@ -23,7 +23,7 @@ py::str text(const rust::String& string) {
   return {string.data(), string.size()};
 }
 
-// `convert` of each item.
+// A list of `convert(item)` for each item.
 template <class Item, class Convert>
 py::list list_of(const rust::Vec<Item>& items, const Convert& convert) {
   py::list found;
@@ -31,7 +31,7 @@ py::list list_of(const rust::Vec<Item>& items, const Convert& convert) {
   return found;
 }
 
-// None for the work of a delegate, or of a call for which the core has no operation.
+// Empty for the Work of a delegate, and for a call for which the core has no operation.
 py::list explain_work(const c10::intrusive_ptr<c10d::Work>& work) {
   py::list found;
   const auto* const own = dynamic_cast<const SageWork*>(work.get());
@@ -60,7 +60,7 @@ py::list algorithms_of(Text kind) {
   return list_of(checked([&] { return Core::algorithms_of(kind); }), text);
 }
 
-// Seconds and segments at each size. `host` and `network` are alpha, overhead and beta.
+// Seconds and number of segments for each size. `host` and `network` are alpha, overhead and beta.
 py::list predict(Text kind, Text algorithm, size_t ranks, const std::vector<double>& sizes,
                  const std::array<double, 3>& host, const std::array<double, 3>& network, double gamma,
                  size_t ranks_per_host) {
@@ -73,8 +73,8 @@ py::list predict(Text kind, Text algorithm, size_t ranks, const std::vector<doub
   return list_of(found, [](const Prediction& one) { return py::make_tuple(one.seconds, one.segments); });
 }
 
-// The number of parts, and for each message whether the rank sends it, its peer, its parts, and what the receiver does
-// with them.
+// The number of parts and the rank's messages. Of each message: its step, whether the rank sends it, the peer, the
+// parts, and what the receiver does with them.
 py::tuple program(Text kind, Text algorithm, size_t ranks, size_t segments, size_t rank) {
   const Program found = checked([&] { return Core::program(kind, algorithm, ranks, segments, rank); });
   return py::make_tuple(found.parts, list_of(found.messages, [](const ProgramLine& one) {

@@ -1,5 +1,5 @@
-// Explanations, statistics and predictions for Python. The core answers in JSON, so that what it tells is not named
-// here once more; `_C.pyi` has the types.
+// Explanations, statistics and predictions for Python. The core answers in JSON, so that its fields need not be named
+// here once more; `_C.pyi` has their types.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -8,10 +8,10 @@
 
 namespace sagellm {
 
-// An answer of the core. Needs the GIL.
+// Parses an answer of the core. Needs the GIL.
 py::object parsed(const rust::String& json);
 
-// The functions that need no group, and the tuples `KINDS` and `DTYPES`.
+// Binds the functions that need no group, and the tuples `KINDS` and `DTYPES`.
 void bind_observation(py::module_& module);
 
 }  // namespace sagellm

@@ -14,7 +14,7 @@ namespace {
 
 using namespace py::literals;  // NOLINT(google-build-using-namespace): "name"_a
 
-// The tensor, where its bytes lie together in memory of this machine and are all that there is of it; else null.
+// The tensor if its bytes are contiguous in memory of this machine and represent it completely; else null.
 const at::Tensor* plain(py::handle item) {
   if (!THPVariable_CheckExact(item.ptr())) return nullptr;
   const at::Tensor& tensor = THPVariable_Unpack(item.ptr());
@@ -25,8 +25,8 @@ const at::Tensor* plain(py::handle item) {
   return fits ? &tensor : nullptr;
 }
 
-// Equal tensors that follow each other as one entry: dtype, shape, number. None where one is not plain, or is to be
-// written and has a gradient. The list keeps the tensors, and the GIL keeps the list.
+// Describes runs of equal tensors by one entry each: dtype, shape, count. None if a tensor is not plain, or if it is to
+// be written and requires a gradient. The list keeps the tensors alive, and the GIL keeps the list unchanged.
 py::object runs(const py::list& tensors, bool written) {
   py::list found;
   const at::Tensor* first = nullptr;
@@ -54,8 +54,8 @@ py::object runs(const py::list& tensors, bool written) {
   return found;
 }
 
-// Calls `copy(tensor, place, bytes)` for each tensor from index `begin` to before `end`: `place` is the tensor's
-// address in the packed bytes, `bytes` its size.
+// Calls `copy(tensor, place, bytes)` for each tensor from index `begin` to before `end`. `place` is the address of the
+// tensor's bytes in the packed memory, `bytes` their number.
 template <class Copy>
 void each(const char* call, const py::list& tensors, size_t begin, size_t end, const at::Tensor& packed,
           const Copy& copy) {

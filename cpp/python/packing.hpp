@@ -1,5 +1,5 @@
-// Lists of CPU tensors as Python has them, looked at and copied in one call: what a loop in Python does for each of
-// thousands of small tensors takes longer than they travel.
+// Inspects and copies lists of CPU tensors, each list in one call. For thousands of small tensors, a loop in Python
+// takes longer than their transfer.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>

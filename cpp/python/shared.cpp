@@ -21,7 +21,8 @@ at::Tensor make_shared_tensor(const std::vector<int64_t>& sizes, const std::vect
   return shared_tensor(sizes, strides, type);
 }
 
-// As a caller does that keeps addresses without their deleters; says whether peers could reach the memory.
+// Allocates and frees memory like a caller that keeps addresses without their deleters. Returns whether peers could
+// reach the memory.
 bool share_raw(size_t bytes) {
   c10::Allocator& allocator = *c10::GetCPUAllocator();
   void* const at = allocator.raw_allocate(bytes);

@@ -1,4 +1,4 @@
-// Tensors in memory that peers can reach, for Python.
+// Tensors in memory that peers can reach: the functions for Python.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
