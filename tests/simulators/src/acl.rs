@@ -1,6 +1,6 @@
-//! The slice of the AscendCL runtime that HCCL's user needs. Names, numbers and the order of arguments are those of
-//! `acl_rt.h`; the two families of events behave as torch_npu describes them (AclInterface.cpp): those made by
-//! `aclrtCreateEventExWithFlag` can be recorded again and again, the others need a reset in between.
+//! The part of the AscendCL runtime that a user of HCCL needs. Names, numbers and the order of arguments are those of
+//! `acl_rt.h`. The two families of events behave as torch_npu describes them (AclInterface.cpp): events made by
+//! `aclrtCreateEventExWithFlag` can be recorded again and again, all others need a reset in between.
 
 #![allow(non_snake_case)]
 
@@ -30,13 +30,13 @@ const NO_MEMORY: i32 = 207_001;
 const STREAM_TIMEOUT: i32 = 507_046;
 const EVENT_TIMEOUT: i32 = 507_047;
 
-/// Event flags: what the interface has, and our mark for the family that needs no reset.
+/// Event flags: those of the interface, and our own flag for the family that needs no reset.
 const KNOWN_FLAGS: u32 = 0x7b;
 const TIME_LINE: u32 = 8;
 const EX: u32 = 1 << 31;
-/// The context of device d is this plus d.
+/// The context of device d is this number plus d.
 const CONTEXT: usize = 0x5a6e_0d00_0000_0000;
-/// CANN 9.1.0
+/// Version number of CANN 9.1.0.
 const VERSION: i32 = 90_100_000;
 
 static INITIALIZED: AtomicBool = AtomicBool::new(false);
@@ -50,7 +50,7 @@ fn code(done: bool, otherwise: i32) -> i32 {
     if done { SUCCESS } else { refuse(otherwise, format!("error {otherwise}")) }
 }
 
-/// The device of this thread.
+/// The device that this thread has set.
 pub fn current() -> Result<i32, i32> {
     if !INITIALIZED.load(Ordering::Acquire) {
         return Err(refuse(UNINITIALIZED, "aclInit was not called"));
@@ -58,7 +58,7 @@ pub fn current() -> Result<i32, i32> {
     Runtime::Acl.current().ok_or_else(|| refuse(NO_CONTEXT, "no device was set on this thread"))
 }
 
-/// The stream of a handle; 0 is no stream.
+/// The stream of a handle. Handle 0 is not a stream.
 pub fn stream(handle: usize) -> Option<Arc<Stream>> {
     STREAMS.get(handle).filter(|stream| stream.runtime == Runtime::Acl)
 }
@@ -77,7 +77,7 @@ fn on_event(handle: usize, body: impl FnOnce(&Arc<Event>) -> i32) -> i32 {
     EVENTS.get(handle).map_or_else(|| refuse(INVALID, format!("event {handle:#x}")), |event| body(&event))
 }
 
-/// The limit of a wait: the caller's milliseconds, none for -1, and ours.
+/// The time limit of a wait: the caller's milliseconds (-1 means none), at most six times our own limit.
 fn limit(milliseconds: i32) -> Duration {
     let longest = 6 * settings::get().ceiling;
     u64::try_from(milliseconds).map_or(longest, |given| longest.min(Duration::from_millis(given)))
@@ -207,7 +207,7 @@ extern "C" fn sim_aclrtStreamAbort(handle: usize) -> i32 {
     })
 }
 
-/// A stream with an error gives that for ever.
+/// The result for a stream. A stream that has failed returns its error for ever.
 fn state(stream: &Stream) -> i32 {
     match stream.fault() {
         0 => SUCCESS,
@@ -258,7 +258,7 @@ fn create_event(out: Out<usize>, flags: u32, ex: bool) -> i32 {
     if flags & !KNOWN_FLAGS != 0 {
         return refuse(INVALID, format!("event flags {flags:#x}"));
     }
-    // Without the mark, a wait is for a record to come where there is none.
+    // Without that flag, a wait on an event that was not recorded is for the next record.
     let event = Event::new(device, flags | if ex { EX } else { 0 }, !ex);
     code(out.set(EVENTS.add(event)), INVALID)
 }
@@ -339,7 +339,7 @@ extern "C" fn sim_aclrtQueryEventStatus(event: usize, status: Out<i32>) -> i32 {
     })
 }
 
-/// 0 complete, 1 not ready: the reverse of the status above. Not for Ex events.
+/// Returns 0 for complete and 1 for not ready, the reverse of the status above. Not for Ex events.
 fn older_query(event: usize, status: Out<i32>, complete: impl FnOnce(&Event) -> bool) -> i32 {
     on_event(event, |event| {
         if is_ex(event) {
@@ -481,7 +481,7 @@ extern "C" fn sim_aclmdlRICaptureBegin(handle: usize, mode: u32) -> i32 {
 #[unsafe(no_mangle)]
 extern "C" fn sim_aclmdlRICaptureGetInfo(handle: usize, status: Out<i32>, model: Out<usize>) -> i32 {
     on_stream(handle, |stream| {
-        // None, active, invalidated.
+        // 0: no capture, 1: active, 2: invalidated.
         let found = stream.capture().map_or(0, |capture| if capture.valid() { 1 } else { 2 });
         code(status.set(found) && model.set(0), INVALID)
     })

@@ -1,4 +1,4 @@
-//! Group calls: between the start and the end on a thread everything is collected, and then issued at once.
+//! Group calls: the calls between a start and an end on one thread are collected, and then issued at once.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ pub struct Entry {
     pub comm: Arc<Comm>,
     pub stream: Arc<Stream>,
     pub call: Call,
-    /// What NCCL's plug-ins are told of it.
+    /// What the entry reports to NCCL's plug-ins, if anything.
     pub issued: Option<crate::nccl::Issued>,
 }
 
@@ -27,7 +27,7 @@ pub enum Sort {
     Message,
 }
 
-/// Making a communicator, put off to the end of the group; the vendor's result.
+/// A communicator to be made at the end of the group. Returns the vendor's result code.
 pub type Job = Box<dyn FnOnce() -> i32 + Send>;
 
 #[derive(Default)]
@@ -35,9 +35,9 @@ pub struct Batch {
     pub depth: usize,
     pub entries: Vec<Entry>,
     pub jobs: Vec<Job>,
-    /// What the calls do; HCCL allows one sort in a group.
+    /// Sort of the calls in the group; HCCL allows only one.
     pub sort: Option<Sort>,
-    /// The first error of a call in the group; then nothing of it is done.
+    /// The first error of a call in the group. If it is not 0, nothing of the group is carried out.
     pub error: i32,
 }
 
@@ -45,7 +45,7 @@ thread_local! {
     static BATCHES: [RefCell<Batch>; 3] = Default::default();
 }
 
-/// This thread's group calls of a vendor. `body` must not call back in here.
+/// Calls `body` with this thread's batch of the vendor. `body` must not call functions of this module.
 pub fn with<T>(vendor: Vendor, body: impl FnOnce(&mut Batch) -> T) -> T {
     BATCHES.with(|all| body(&mut all[vendor as usize].borrow_mut()))
 }
@@ -54,7 +54,7 @@ pub fn open(vendor: Vendor) -> bool {
     with(vendor, |batch| batch.depth > 0)
 }
 
-/// Ends one level; what was collected, if it was the outermost one, or `None` if there was none to end.
+/// Ends one level. Returns the batch if it was the outermost level, and `None` if there was no level to end.
 pub fn end(vendor: Vendor) -> Option<Option<Batch>> {
     with(vendor, |batch| {
         batch.depth = batch.depth.checked_sub(1)?;
@@ -62,8 +62,8 @@ pub fn end(vendor: Vendor) -> Option<Option<Batch>> {
     })
 }
 
-/// Ends one level and does what was collected, for the vendors whose calls have returned when their group has. `unpaired`
-/// says what is returned where there is none to end, `failed` where the ranks do not connect.
+/// Ends one level and carries out the batch, for vendors whose calls have returned when their group ends. `unpaired`
+/// makes the result if there was no level to end, `failed` the result if the ranks do not connect.
 pub fn close(vendor: Vendor, unpaired: impl FnOnce() -> i32, failed: impl FnOnce(&Error) -> i32) -> i32 {
     let batch = match end(vendor) {
         None => return unpaired(),
@@ -80,14 +80,14 @@ pub fn close(vendor: Vendor, unpaired: impl FnOnce() -> i32, failed: impl FnOnce
     launch(batch.entries).map_or_else(|error| failed(&error), |()| 0)
 }
 
-/// Runs all jobs at the same time; the first result that is not 0.
+/// Runs all jobs at the same time. Returns the first result that is not 0.
 pub fn run_jobs(mut jobs: Vec<Job>) -> i32 {
     if jobs.len() == 1 {
         return jobs.remove(0)();
     }
     std::thread::scope(|scope| {
         let threads: Vec<_> = jobs.into_iter().map(|job| scope.spawn(job)).collect();
-        // A panic in one of them was printed; the vendors have no number for it.
+        // A panic in a job has already been printed. The vendors have no result code for it, so it counts as 1.
         let results = threads.into_iter().map(|thread| thread.join().unwrap_or(1));
         results.fold(0, |first, result| if first == 0 { result } else { first })
     })
@@ -108,7 +108,7 @@ impl Work for Launch {
     }
 }
 
-/// What a failed operation leaves on its stream. Only HCCL, which cannot abort, breaks the stream.
+/// The error that a failed operation leaves on its stream. Only HCCL, which cannot abort, breaks the stream.
 fn stream_error(vendor: Vendor, fault: Fault) -> Option<i32> {
     const TASK_TIMEOUT: i32 = 507_048;
     const REMOTE_ERROR: i32 = 507_057;
@@ -119,8 +119,8 @@ fn stream_error(vendor: Vendor, fault: Fault) -> Option<i32> {
     }
 }
 
-/// Issues operations, those of one communicator together, when their ranks are connected. They run on the first of their
-/// streams, after what was issued on the others and before what will be.
+/// Issues operations when their ranks are connected, those of one communicator together. They run on the first of their
+/// streams, after what was issued on the other streams before, and before what will be issued there later.
 pub fn launch(entries: Vec<Entry>) -> Result<()> {
     type Together = (Arc<Comm>, Vec<Arc<Stream>>, Vec<Call>);
     let mut comms: Vec<Together> = Vec::new();
@@ -135,7 +135,7 @@ pub fn launch(entries: Vec<Entry>) -> Result<()> {
         }
         calls.push(call);
     }
-    // All that is needed is asked for before the first wait.
+    // Start all connections before the first wait.
     let connecting = comms.iter().map(|(comm, _, calls)| connect::begin(comm, calls)).collect::<Result<Vec<_>>>()?;
     connecting.into_iter().flatten().try_for_each(connect::Connecting::wait)?;
     comms.iter().try_for_each(|(comm, _, _)| connect::stuck(comm))?;
@@ -153,7 +153,7 @@ pub fn launch(entries: Vec<Entry>) -> Result<()> {
     Ok(())
 }
 
-/// What is issued on `later` from now on comes after what was issued on `first`.
+/// Makes everything that is issued on `later` from now on run after everything that was issued on `first`.
 fn order(first: &Arc<Stream>, later: &Arc<Stream>) {
     let event = Event::new(first.device, 0, false);
     event.record_on(first);

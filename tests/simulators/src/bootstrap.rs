@@ -1,8 +1,8 @@
 //! How processes find each other from the bytes of an id.
 //!
-//! Every process that makes an id, or is part of a communicator, serves a key-value store on a socket with a random
-//! name in the abstract namespace, which ends with the process. An id holds that name and a random prefix for its keys;
-//! the rest of its bytes is a pattern that is checked, so an id that lost a byte on its way is refused.
+//! Every process that makes an id, or is part of a communicator, serves a key-value store on a socket in the abstract
+//! namespace. The socket has a random name and ends with the process. An id holds that name and a random prefix for its
+//! keys. The rest of its bytes is a pattern that is checked, so an id with a wrong byte is rejected.
 
 use std::collections::{HashMap, HashSet};
 use std::io::{Read, Write};
@@ -20,7 +20,7 @@ use crate::settings;
 pub const NAME: usize = 16;
 pub type Name = [u8; NAME];
 
-/// Where to meet: the store of a process, and what this meeting's keys begin with.
+/// Where ranks meet: the store of a process, and the prefix of this meeting's keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Place {
     pub server: Name,
@@ -40,12 +40,12 @@ pub fn hash(bytes: &[u8]) -> u64 {
 }
 
 impl Place {
-    /// In this process's own store.
+    /// A place in this process's own store.
     pub fn new() -> std::result::Result<Place, String> {
         Ok(Place { server: server()?, prefix: random() })
     }
 
-    /// Where those meet who know this place and the same `salt`, at `server`.
+    /// The place at `server` for all ranks that know this place and the same `salt`.
     pub fn derive(&self, server: Name, salt: &[u8]) -> Place {
         let whole = [self.prefix.as_slice(), salt].concat();
         let mut prefix = [0; NAME];
@@ -54,12 +54,12 @@ impl Place {
         Place { server, prefix }
     }
 
-    /// The same number in all processes.
+    /// A number that is equal in all processes.
     pub fn number(&self) -> u64 {
         hash(&self.prefix)
     }
 
-    /// As an id of the vendor that `vendor` stands for; every byte is written, and none is 0.
+    /// Writes the place as an id of a vendor; `vendor` is its letter. Writes every byte; the pattern has no zero byte.
     pub fn to_id(self, vendor: u8, id: &mut [u8]) {
         let body = [self.server, self.prefix].concat();
         let mut pattern = hash(&body) ^ u64::from(vendor) << 32 ^ id.len() as u64;
@@ -77,13 +77,13 @@ impl Place {
         (whole == id).then_some(place)
     }
 
-    /// True the first time that this process uses it.
+    /// True at the first call for this place in this process.
     pub fn first_use(&self) -> bool {
         static USED: Mutex<Option<HashSet<Place>>> = Mutex::new(None);
         USED.lock().unwrap().get_or_insert_default().insert(*self)
     }
 
-    /// Whether the store is that of this process.
+    /// True if the store is that of this process.
     pub fn is_served_here(&self) -> bool {
         Lazy::get(&SERVER).is_some_and(|served| served.as_ref() == Ok(&self.server))
     }
@@ -106,7 +106,7 @@ fn address(name: &Name) -> std::io::Result<SocketAddr> {
 
 type Served = std::result::Result<Name, String>;
 
-/// This process's store, which is started when it is first needed.
+/// This process's store. It is started when it is first needed.
 static SERVER: Lazy<Served> = Lazy::new(|| {
     let name = random();
     let listen = || -> std::io::Result<()> {
@@ -132,7 +132,7 @@ fn accept(listener: &UnixListener) {
 
 const SET: u8 = 1;
 const GET: u8 = 2;
-/// More than any record of a meeting.
+/// Longest block, in bytes. Larger than any record of a meeting.
 const LONGEST: usize = 1 << 20;
 
 fn read_block(mut stream: &UnixStream) -> std::io::Result<Vec<u8>> {
@@ -151,7 +151,7 @@ fn block(bytes: &[u8]) -> Vec<u8> {
     [&(bytes.len() as u32).to_le_bytes()[..], bytes].concat()
 }
 
-/// One request: what to do, a key, a value. One answer: whether there is a value, and the value.
+/// Serves one request: an opcode, a key and a value. The answer says whether there is a value, and then has the value.
 fn serve(mut stream: &UnixStream, keys: &Keys) -> std::io::Result<()> {
     let mut what = [0];
     stream.read_exact(&mut what)?;

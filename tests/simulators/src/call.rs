@@ -1,7 +1,8 @@
 //! One operation as the core runs it: the arguments of the vendor's call, with device memory as addresses.
 //!
-//! Its input is read when its turn on the stream comes and its output is written when it has ended, in private memory
-//! between: what a device would do, too, so work that overtakes it, or memory that is used again too early, shows.
+//! The input is read when the operation's turn on the stream comes, and the output is written when the operation has
+//! ended; in between it uses private memory. A device behaves like this, too. So a test sees work that runs too early,
+//! and memory that is reused too early.
 
 use sagellm::group::Group;
 use sagellm::types::{Dtype, Kind, ReduceOp, Request, Span};
@@ -9,30 +10,30 @@ use sagellm::types::{Dtype, Kind, ReduceOp, Request, Span};
 use crate::float8;
 use crate::memory;
 
-/// Tags of the engine's messages: the data, and the word that its receiver is there.
+/// Tags of the engine's messages: the data, and the word by which the receiver says that it is there.
 const DATA: u32 = 0;
 const READY: u32 = 1;
 
-/// Where a factor lies, and how to read it.
+/// Address of a factor, and the function that reads it.
 pub type Scalar = (usize, fn(usize) -> f64);
 
 #[derive(Clone, Debug)]
 pub struct Call {
     pub kind: Kind,
-    /// `Dtype::Bytes` where data is only moved.
+    /// `Dtype::Bytes` if data is only moved.
     pub dtype: Dtype,
     pub op: ReduceOp,
     pub root: u32,
     pub inputs: Vec<Span>,
     pub outputs: Vec<Span>,
-    /// Bytes by rank, where they differ.
+    /// Bytes of each rank's block, if they differ.
     pub in_blocks: Vec<usize>,
     pub out_blocks: Vec<usize>,
-    /// Where the input is copied as well: the root of a broadcast that is not in place.
+    /// Address to which the input is copied, too: at the root of a broadcast that is not in place.
     pub copy_to: Option<usize>,
-    /// A device scalar that the input is multiplied by, read when the operation runs.
+    /// Factor on the device by which the input is multiplied. Read when the operation runs.
     pub factor: Option<Scalar>,
-    /// NCCL's number of an 8-bit float: combined in 32 bits, rounded once.
+    /// NCCL's number of an 8-bit float type. Such numbers are combined in 32 bits and rounded once.
     pub float8: Option<i32>,
 }
 
@@ -46,7 +47,7 @@ pub fn span(addr: usize, bytes: usize) -> Vec<Span> {
 }
 
 impl Call {
-    /// A call that moves `input` and gives `output`, both one piece.
+    /// A call that reads `input` and writes `output`, each of one piece.
     pub fn new(kind: Kind, input: (usize, usize), output: (usize, usize)) -> Call {
         Call {
             kind,
@@ -89,17 +90,17 @@ impl Call {
         call
     }
 
-    /// `bytes` of one rank's block.
+    /// `bytes` is the size of one rank's block.
     pub fn all_gather(send: usize, recv: usize, bytes: usize, ranks: u32) -> Call {
         Call::new(Kind::AllGather, (send, bytes), (recv, bytes * ranks as usize))
     }
 
-    /// `bytes` of one rank's block.
+    /// `bytes` is the size of one rank's block.
     pub fn reduce_scatter(send: usize, recv: usize, bytes: usize, ranks: u32) -> Call {
         Call::new(Kind::ReduceScatter, (send, bytes * ranks as usize), (recv, bytes))
     }
 
-    /// `bytes` of one rank's block.
+    /// `bytes` is the size of one rank's block.
     pub fn all_to_all(send: usize, recv: usize, bytes: usize, ranks: u32) -> Call {
         Call::new(Kind::AllToAll, (send, bytes * ranks as usize), (recv, bytes * ranks as usize))
     }
@@ -127,7 +128,7 @@ impl Call {
         call
     }
 
-    /// Pieces at (address, bytes), one for each rank.
+    /// A call on pieces (address, bytes), one for each rank.
     pub fn pieces(kind: Kind, inputs: &[(usize, usize)], outputs: &[(usize, usize)]) -> Call {
         let spans = |list: &[(usize, usize)]| list.iter().flat_map(|(at, bytes)| span(*at, *bytes)).collect();
         let sizes = |list: &[(usize, usize)]| list.iter().map(|(_, bytes)| *bytes).collect::<Vec<usize>>();
@@ -147,7 +148,7 @@ impl Call {
     }
 }
 
-/// A call whose turn has come.
+/// A call that has reached its turn.
 pub struct Running {
     call: Call,
     input: Vec<u8>,
@@ -157,8 +158,8 @@ pub struct Running {
 }
 
 impl Running {
-    /// Reads the input. The private memory stays where it is until `self` is dropped, which must not be before every
-    /// operation has ended: `Comm::perform` sees to that.
+    /// Reads the input. The private memory must not move or be freed before every operation has ended, so `self` may
+    /// not be dropped before; `Comm::perform` ensures that.
     pub fn new(call: &Call) -> Running {
         let mut input = call.inputs.iter().flat_map(|span| memory::read(span.addr, span.bytes)).collect::<Vec<u8>>();
         let mut output = vec![0; call.outputs.iter().map(|span| span.bytes).sum()];
@@ -174,12 +175,12 @@ impl Running {
         Running { call, input, output, word: vec![0], ops: Vec::new() }
     }
 
-    /// Hands it to the engine.
+    /// Issues the operation to the engine.
     pub fn issue(&mut self, group: &Group) -> sagellm::error::Result<()> {
         let whole = |memory: &mut Vec<u8>| span(memory.as_mut_ptr() as usize, memory.len());
         let (inputs, outputs) = (whole(&mut self.input), whole(&mut self.output));
         let word = whole(&mut self.word);
-        // A message is a rendezvous: a send ends when its receive was reached.
+        // A message is a rendezvous: a send ends only after its receive has begun.
         if self.call.kind == Kind::Send {
             self.give(group, Kind::Recv, READY, (Vec::new(), word))?;
         } else if self.call.kind == Kind::Recv {
@@ -208,7 +209,7 @@ impl Running {
         &self.ops
     }
 
-    /// Writes the output, after all has ended well.
+    /// Writes the output, after every operation has succeeded.
     pub fn store(&self) {
         let mut at = 0;
         let narrow = self.call.float8.map(|number| float8::narrowed(number, &self.output));
@@ -222,7 +223,7 @@ impl Running {
         }
     }
 
-    /// A message of a rank to itself.
+    /// True for a message of a rank to itself.
     pub fn is_own(&self, me: u32) -> bool {
         self.call.kind.is_p2p() && self.call.root == me
     }
@@ -235,7 +236,7 @@ impl Running {
         &self.input
     }
 
-    /// What came without the engine.
+    /// Sets the output to data that did not come from the engine.
     pub fn take(&mut self, data: &[u8]) {
         let bytes = self.output.len().min(data.len());
         self.output[..bytes].copy_from_slice(&data[..bytes]);

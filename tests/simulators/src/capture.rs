@@ -1,5 +1,6 @@
-//! Stream capture and graphs, as one list of work in the order of the capture. A stream joins by waiting for an event of
-//! the capture; a launch does everything in that order on one stream, which is one of the orders that the graph allows.
+//! Stream capture and graphs. A graph is one list of work in the order of the capture. A stream joins a capture by
+//! waiting for an event of the capture. A launch runs the list on one stream in that order, which is one of the orders
+//! that the graph allows.
 
 use std::cell::Cell;
 use std::collections::HashSet;
@@ -15,16 +16,16 @@ pub const RELAXED: u32 = 2;
 pub struct Capture {
     pub id: u64,
     pub mode: u32,
-    /// The stream in which it began, and must end.
+    /// The stream on which the capture began, and on which it must end.
     origin: Arc<Stream>,
-    /// Cleared when the capture has ended (release), read by a stream that joins (acquire).
+    /// Cleared when the capture has ended (release); read by a stream that joins (acquire).
     active: AtomicBool,
     /// Set by a forbidden call (release), read when the capture ends (acquire).
     invalid: AtomicBool,
     works: Mutex<Vec<Arc<dyn Work>>>,
-    /// Streams that joined.
+    /// Streams that joined the capture.
     joined: Mutex<Vec<Arc<Stream>>>,
-    /// Those among them, by address, that the origin has not waited for since their last work.
+    /// Addresses of the joined streams whose last work the origin does not wait for yet.
     astray: Mutex<HashSet<usize>>,
 }
 
@@ -34,21 +35,21 @@ pub struct Graph(Vec<Arc<dyn Work>>);
 pub static GRAPHS: Table<Graph> = Table::new(3);
 pub static EXECUTABLE: Table<Graph> = Table::new(4);
 
-/// Captures that forbid unsafe calls of every thread.
+/// Number of captures that forbid unsafe calls on every thread.
 static STRICT: AtomicUsize = AtomicUsize::new(0);
-/// The captures themselves, to tell them that they are broken.
+/// The captures under way, so that a forbidden call can invalidate them.
 static ACTIVE: Mutex<Vec<Arc<Capture>>> = Mutex::new(Vec::new());
 
 thread_local! {
     static MODE: Cell<u32> = const { Cell::new(GLOBAL) };
 }
 
-/// Gives back the mode that this thread had.
+/// Sets the mode of this thread, and returns the previous one.
 pub fn exchange_mode(mode: u32) -> u32 {
     MODE.with(|own| own.replace(mode))
 }
 
-/// A call that a capture forbids; true if there is one, which is broken from now on.
+/// Reports a call that is unsafe during a capture. True if a capture forbids it; that capture is invalid from then on.
 pub fn forbidden() -> bool {
     if STRICT.load(Ordering::Acquire) == 0 || MODE.with(Cell::get) == RELAXED {
         return false;
@@ -81,7 +82,7 @@ impl Capture {
         true
     }
 
-    /// The graph, or why there is none: the vendor's number.
+    /// Returns the graph, or the vendor's error number that says why there is none.
     pub fn end(stream: &Arc<Stream>) -> Result<Graph, i32> {
         const INVALIDATED: i32 = 901;
         const UNMATCHED: i32 = 903;
@@ -130,7 +131,7 @@ impl Capture {
         }
     }
 
-    /// A stream waits for an event that another stream of the capture recorded.
+    /// Makes `stream` part of the capture, because it waits for an event that another stream of the capture recorded.
     pub fn join(self: &Arc<Capture>, stream: &Arc<Stream>, recorded_on: usize) {
         if stream.capture().is_none() {
             stream.set_capture(Some(Arc::clone(self)));

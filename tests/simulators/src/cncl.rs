@@ -1,4 +1,4 @@
-//! The C interface of CNCL 1.25, as its header has it: cliques and their communicators, collectives, messages, groups.
+//! The C interface of CNCL 1.25, as in its header: cliques and their communicators, collectives, messages, groups.
 
 #![allow(non_snake_case)]
 #![allow(clippy::too_many_arguments)] // the interface has them
@@ -34,9 +34,9 @@ const ASYNC_ERROR: i32 = 0x16;
 const ARGUMENTS: i32 = 0x07;
 
 const ID_BYTES: usize = 136;
-/// The letter of this vendor's ids.
+/// The letter of CNCL's ids.
 const LETTER: u8 = b'C';
-/// An id ends in the hash of what stands before.
+/// Bytes of an id before its last part, which is their hash.
 const DATA_BYTES: usize = 128;
 
 static COMMS: Table<Comm> = Table::new(6);
@@ -45,7 +45,7 @@ static COMMS: Table<Comm> = Table::new(6);
 #[derive(Clone, Copy)]
 pub struct CliqueId([u8; ID_BYTES]);
 
-/// Gives back an error, and lets the end of an open group give it too.
+/// Returns an error, and makes the end of an open group return it, too.
 fn refuse(code: i32, text: impl Into<String>) -> i32 {
     trace::refuse(text);
     batch::with(Vendor::Cncl, |batch| {
@@ -169,7 +169,7 @@ extern "C" fn sim_cnclInitComms(
     for (at, (device, rank)) in devices.into_iter().zip(own).enumerate() {
         let shape = (size as u32, rank as u32);
         let comm = Arc::new(Comm::new(Vendor::Cncl, place, shape, device, "", true));
-        // The caller's list is written when the communicator is there.
+        // The entry in the caller's list is written when the communicator exists.
         let out = comms.at(at).address();
         Out::<usize>::of(out).set(0);
         jobs.push(Box::new(move || match comm.set_up(settings::get().ceiling) {
@@ -280,7 +280,7 @@ extern "C" fn sim_cnclGroupEnd() -> i32 {
     )
 }
 
-/// A buffer: its address, its bytes, and whether it must be there.
+/// Address and bytes of a buffer.
 type Buffer = (usize, usize);
 
 struct OpDesc {
@@ -298,7 +298,7 @@ struct Checked {
 }
 
 impl OpDesc {
-    /// What does not depend on the buffers.
+    /// Checks everything that does not depend on the buffers.
     fn check(&self, root: i32) -> Result<Checked, i32> {
         let wrong = |code: i32, text: String| Err(refuse(code, format!("{}: {text}", self.name)));
         let Some(comm) = COMMS.get(self.comm) else { return wrong(NOT_INIT, "no communicator".to_string()) };
@@ -337,7 +337,7 @@ impl OpDesc {
         Ok(())
     }
 
-    /// One may be `place`, in the other; otherwise they may not overlap.
+    /// `inner` may be at `place`, inside `outer`; otherwise the two may not overlap.
     fn in_place(&self, inner: Buffer, outer: Buffer, place: usize) -> Result<(), i32> {
         if inner.0 == place || apart(inner, outer) {
             return Ok(());

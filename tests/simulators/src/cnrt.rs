@@ -1,4 +1,4 @@
-//! The slice of Cambricon's runtime that CNCL's user needs. Names, numbers and the order of arguments are those of
+//! The part of Cambricon's runtime that a user of CNCL needs. Names, numbers and the order of arguments are those of
 //! `cnrt.h` 6.14.
 
 #![allow(non_snake_case)]
@@ -34,7 +34,7 @@ thread_local! {
     static LAST: Cell<i32> = const { Cell::new(SUCCESS) };
 }
 
-/// Remembers what is not success, for `cnrtGetLastError`.
+/// Keeps a result that is not success for `cnrtGetLastError`, and returns it.
 fn told(code: i32) -> i32 {
     if code != SUCCESS {
         LAST.with(|last| last.set(code));
@@ -46,7 +46,7 @@ fn code(done: bool, otherwise: i32) -> i32 {
     told(if done { SUCCESS } else { otherwise })
 }
 
-/// A queue by its handle; 0 is the queue of the thread, as 1; 2 the one that all threads share.
+/// The queue of a handle. 0 and 1 are the thread's own queue, 2 is the queue that all threads share.
 pub fn queue(handle: usize) -> Option<Arc<Stream>> {
     if handle > 2 {
         return STREAMS.get(handle).filter(|stream| stream.runtime == Runtime::Cnrt);
@@ -69,7 +69,7 @@ fn on_notifier(handle: usize, body: impl FnOnce(&Arc<Event>) -> i32) -> i32 {
     EVENTS.get(handle).map_or_else(|| told(ARGS_INVALID), |event| body(&event))
 }
 
-/// Waits of the host are bounded, unlike the vendor's.
+/// Longest wait of the host. The vendor's waits have no limit.
 fn longest() -> Duration {
     6 * settings::get().ceiling
 }
@@ -343,7 +343,7 @@ extern "C" fn sim_cnrtQueueBeginCapture(handle: usize, mode: u32) -> i32 {
 #[unsafe(no_mangle)]
 extern "C" fn sim_cnrtQueueIsCapturing(handle: usize, status: Out<i32>) -> i32 {
     on_queue(handle, |queue| {
-        // None, active, invalidated.
+        // 0: no capture, 1: active, 2: invalidated.
         let found = queue.capture().map_or(0, |capture| if capture.valid() { 1 } else { 2 });
         code(status.set(found), ARGS_INVALID)
     })

@@ -1,9 +1,9 @@
-//! One communicator: a group of the project's engine, and the order in which its operations take their turn.
+//! One communicator: a group of the project's engine, and the order in which its operations run.
 //!
-//! Operations of a communicator run one after the other in the order in which they were issued, whatever their streams,
-//! and on the threads of those streams. When one fails, the communicator has an asynchronous error. What then happens
-//! on the stream differs: under NCCL and CNCL the operation hangs until somebody aborts the communicator, under HCCL,
-//! which knows no abort, the stream has an error. Nothing hangs for longer than the simulators' own limit.
+//! The operations of a communicator run one after the other, in the order in which they were issued, whatever their
+//! streams are, and on the threads of those streams. If one fails, the communicator has an asynchronous error. What
+//! then happens on the stream differs. Under NCCL and CNCL the operation hangs until the communicator is aborted. HCCL
+//! has no abort, so the stream has an error. Nothing hangs for longer than the simulators' own limit.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
@@ -43,7 +43,7 @@ impl Vendor {
     }
 }
 
-/// Why operations do not end well.
+/// Why operations fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Fault {
@@ -51,12 +51,12 @@ pub enum Fault {
     /// A peer died, left or aborted.
     Remote = 1,
     Aborted = 2,
-    /// `SAGELLM_SIM_ERROR_AT`
+    /// `SAGELLM_SIM_ERROR_AT` asked for it.
     Injected = 3,
     Timeout = 4,
     /// Ranks called different operations.
     Mismatch = 5,
-    /// The simulator could not go on.
+    /// The simulator itself failed.
     System = 6,
 }
 
@@ -76,7 +76,7 @@ impl Fault {
     }
 }
 
-/// The record that a rank gives to the others when they meet.
+/// The record that each rank sends to the others when they meet.
 #[derive(Clone, Copy)]
 pub struct Peer {
     pub server: Name,
@@ -106,25 +106,26 @@ pub struct Comm {
     setup: Mutex<Setup>,
     turns: Mutex<Turns>,
     turned: Condvar,
-    /// A `Fault`; the first one stays. Written by streams (release), read by anyone (acquire).
+    /// A `Fault`; the first one stays. Written by streams (release), read by any thread (acquire).
     fault: AtomicU8,
     aborted: AtomicBool,
-    /// Operations that were issued and have not ended: by callers up, by streams down.
+    /// Number of operations that were issued and have not ended. Callers increment it, streams decrement it.
     running: AtomicUsize,
-    /// Calls that the caller was told are in progress.
+    /// Number of calls that were reported to the caller as in progress.
     pub in_progress: AtomicUsize,
-    /// Communicators made from this one, by splitting and by shrinking: not all ranks take part in the latter.
+    /// Numbers of communicators made from this one, by splits and by shrinks. They are separate, because not all ranks
+    /// take part in a shrink.
     children: [AtomicUsize; 2],
     collectives: AtomicU64,
-    /// What has been connected (`connect`).
+    /// Keys of the connections that are made (module `connect`).
     pub connected: Mutex<HashSet<String>>,
-    /// What the vendor's face keeps: reduction handles.
+    /// Factors of reductions, by NCCL's number of the reduction.
     pub factors: Mutex<HashMap<i32, crate::nccl::Factor>>,
     /// Sessions of plug-ins.
     pub plugins: Mutex<Option<Arc<crate::nccl::plugins::Sessions>>>,
 }
 
-/// How often a wait looks whether it was aborted.
+/// Interval at which a wait checks for an abort.
 const LOOK: Duration = Duration::from_millis(5);
 
 struct Interrupt(Weak<Comm>);
@@ -168,7 +169,7 @@ impl Comm {
         }
     }
 
-    /// Meets the others; waits for them for as long as `patience`, at most.
+    /// Meets the other ranks; waits for them for at most `patience`.
     pub fn set_up(self: &Arc<Comm>, patience: Duration) -> Result<()> {
         let outcome = self.meet(patience.min(settings::get().ceiling));
         let mut setup = self.setup.lock().unwrap();
@@ -226,7 +227,7 @@ impl Comm {
         Ok((group, peers))
     }
 
-    /// Whether the others were met; the error if that failed.
+    /// True if the other ranks were met; an error if that failed.
     pub fn ready(&self) -> Result<bool> {
         match &*self.setup.lock().unwrap() {
             Setup::Running => Ok(false),
@@ -250,23 +251,24 @@ impl Comm {
         }
     }
 
-    /// Numbers the collectives that plug-ins hear of.
+    /// The next number of a collective, for plug-ins.
     pub fn next_number(&self) -> u64 {
         self.collectives.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Numbers the children of one sort; every rank that takes part asks as often.
+    /// The next number of a child made by a split or, if `shrinks`, by a shrink. Every rank that takes part calls this
+    /// equally often.
     pub fn next_child(&self, shrinks: bool) -> usize {
         self.children[usize::from(shrinks)].fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Where those of `members`, ranks of this communicator, meet for a child that `what` names.
+    /// The place at which `members`, ranks of this communicator, meet for a child; `what` names the child.
     pub fn child_place(&self, members: &[u32], what: &str) -> Option<Place> {
         let leader = self.peers().get(*members.first()? as usize)?.server;
         Some(self.place.derive(leader, format!("{what} {members:?}").as_bytes()))
     }
 
-    /// Exchanges a value of every rank, by rank: a host call that waits for its turn.
+    /// Exchanges a value of every rank, and returns the values by rank. A host call that waits for its turn.
     pub fn exchange(&self, own: &[u8]) -> Result<Vec<Vec<u8>>> {
         let ticket = self.ticket();
         let outcome = match self.wait_turn(ticket) {
@@ -293,7 +295,7 @@ impl Comm {
         self.aborted.load(Ordering::Acquire)
     }
 
-    /// Ends what runs and what was issued, without results.
+    /// Ends the operations that run and those that were issued, without results.
     pub fn abort(&self) {
         std::thread::sleep(settings::get().abort_takes);
         self.aborted.store(true, Ordering::Release);
@@ -303,15 +305,15 @@ impl Comm {
             group.shutdown();
         }
         self.turned.notify_all();
-        // A running operation sees it within LOOK; one that waits behind other work of its stream ends when its turn
-        // comes.
+        // A running operation sees the abort within `LOOK`. One that waits behind other work of its stream ends when
+        // its turn comes.
         let deadline = Instant::now() + 20 * LOOK;
         while self.running() > 0 && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(1));
         }
     }
 
-    /// True once nothing runs; false if that takes longer than the limit.
+    /// Returns true when nothing runs, or false if that takes longer than the limit.
     pub fn drain(&self) -> bool {
         let deadline = Instant::now() + settings::get().ceiling;
         while self.running() > 0 {
@@ -323,14 +325,14 @@ impl Comm {
         true
     }
 
-    /// Leaves in order.
+    /// Leaves the group in order, so that peers still receive what was published.
     pub fn close(&self) {
         if let Ok(group) = self.group() {
             group.shutdown();
         }
     }
 
-    /// The place of the next operation in the order of this communicator.
+    /// Takes the next number in the order of this communicator's operations.
     pub fn ticket(&self) -> u64 {
         self.running.fetch_add(1, Ordering::AcqRel);
         let mut turns = self.turns.lock().unwrap();
@@ -361,7 +363,7 @@ impl Comm {
         self.running.fetch_sub(1, Ordering::AcqRel);
     }
 
-    /// Until somebody aborts, or the limit.
+    /// Waits until the communicator is aborted, or until the limit.
     fn hang(&self, limit: Duration) -> Fault {
         let deadline = Instant::now() + limit;
         while !self.is_aborted() {
@@ -388,7 +390,8 @@ impl Comm {
         }
         if fault != Fault::None {
             self.fail(fault);
-            // The limit ends the operation itself; a timeout has waited for it already.
+            // Hangs until the communicator is aborted or the limit passes. After a timeout the limit has already
+            // passed.
             if self.vendor.can_abort() && !matches!(fault, Fault::Aborted | Fault::Timeout) {
                 self.hang(settings::get().ceiling);
             }
@@ -397,7 +400,7 @@ impl Comm {
         fault
     }
 
-    /// The faults that were ordered for one of the next `calls` operations of this process.
+    /// The fault that the variables ask for in one of the next `calls` operations of this process.
     fn inject(&self, calls: usize) -> Fault {
         static DONE: AtomicUsize = AtomicUsize::new(0);
         let first = DONE.fetch_add(calls, Ordering::Relaxed) + 1;
@@ -426,7 +429,7 @@ impl Comm {
                 break;
             }
         }
-        // Each operation has ended when this loop ends, well or not, so none uses its memory any more.
+        // After this loop each operation has ended, with or without an error, so none uses its memory any more.
         for op in running.iter().flat_map(Running::ops) {
             let ended = loop {
                 match op.wait(Some(LOOK)) {
@@ -447,7 +450,8 @@ impl Comm {
     }
 }
 
-/// Messages of a rank to itself, which the engine does not carry: sends and receives of one batch, in their order.
+/// Carries messages of a rank to itself, which the engine does not carry: sends and receives of one batch, in their
+/// order.
 fn pair_own_messages(running: &mut [Running], me: u32) -> Result<()> {
     let own = |kind: Kind, list: &[Running]| -> Vec<usize> {
         (0..list.len()).filter(|at| list[*at].is_own(me) && list[*at].kind() == kind).collect()

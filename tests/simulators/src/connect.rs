@@ -1,10 +1,12 @@
-//! The first use of a communicator. Its libraries connect ranks not when a communicator is made but when a call first
-//! needs that: NCCL by algorithm for collectives (`NCCL_RUNTIME_CONNECT`) and by peer and direction for messages, HCCL by
-//! operator. The thread that calls waits there until the other ranks have come to the same point: no stream is involved,
-//! no error is reported meanwhile, and the death of a peer is not noticed. An abort ends the wait, and so does the limit.
+//! The first use of a communicator. The libraries connect ranks not when a communicator is made, but when a call first
+//! needs the connection. NCCL connects by algorithm for collectives (`NCCL_RUNTIME_CONNECT`) and by peer and direction
+//! for messages, HCCL by operator. The calling thread waits until the other ranks have reached the same point. No
+//! stream is involved, no error is reported meanwhile, and the death of a peer is not noticed. An abort ends the wait,
+//! and so does the time limit.
 //!
-//! Of CNCL nothing is known, so it is taken to do the same. A collective connects all ranks by kind, once for small and
-//! once for large data, as another algorithm does; gathers, scatters and all-to-alls are messages.
+//! For CNCL the behaviour is not known, so it is assumed to be the same. A collective connects all ranks by its kind,
+//! once for small and once for large data, because another algorithm serves large data. Gathers, scatters and
+//! all-to-alls are messages.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -20,14 +22,14 @@ use crate::comm::{Comm, Vendor};
 use crate::settings;
 use crate::trace;
 
-/// From this size on a collective has another algorithm.
+/// From this size on, in bytes, a collective uses another algorithm.
 const LARGE: usize = 1 << 20;
-/// How often a wait looks for the other ranks.
+/// Interval at which a wait checks for the other ranks.
 const LOOK: Duration = Duration::from_millis(1);
-/// How long the process that serves the store stays for ranks that have not looked.
+/// How long the process that serves the store waits for ranks that have not checked yet.
 const STAY: Duration = Duration::from_secs(5);
 
-/// A connection: its name, which both sides know, and which side a rank is.
+/// One end of a connection: the name of the connection, which both ends know, and the names of this and the other end.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
 struct Side {
     name: String,
@@ -40,19 +42,20 @@ impl Side {
         format!("connect/{}/{side}", self.name)
     }
 
-    /// Set when the side `by` has seen that `of` has come.
+    /// Key that is set when the end `by` has seen that the end `of` is there.
     fn seen(&self, by: &str, of: &str) -> String {
         format!("connect/{}/{by} saw {of}", self.name)
     }
 }
 
-/// What a rank waits for.
+/// The connections for which a rank waits.
 pub struct Connecting<'a> {
     comm: &'a Comm,
     sides: BTreeSet<Side>,
 }
 
-/// Says that this rank has come to the first use of what `calls` need; nothing where all of it is connected.
+/// Announces that this rank has reached the first use of the connections that `calls` need. `None` if all are
+/// connected.
 pub fn begin<'a>(comm: &'a Comm, calls: &[Call]) -> Result<Option<Connecting<'a>>> {
     if settings::get().eager || comm.size < 2 {
         return Ok(None);
@@ -70,7 +73,7 @@ pub fn begin<'a>(comm: &'a Comm, calls: &[Call]) -> Result<Option<Connecting<'a>
 }
 
 impl Connecting<'_> {
-    /// Returns when the other ranks have come.
+    /// Returns when the other ranks have reached the same point.
     pub fn wait(self) -> Result<()> {
         let Connecting { comm, sides } = &self;
         let settings = settings::get();
@@ -105,8 +108,8 @@ impl Connecting<'_> {
         Ok(())
     }
 
-    /// The store ends with the process that serves it, so that process stays until the others have looked: real libraries
-    /// need no store by then. A rank that has ended meanwhile will not look.
+    /// The store ends with the process that serves it. Real libraries need no store by then, so this process waits
+    /// until the other ranks have checked, up to a limit: a rank that has died meanwhile will not check.
     fn stay_until_seen(&self, store: Option<&Client>) {
         let end = Instant::now() + STAY;
         let unseen = |side: &Side| !has(store, &side.seen(&side.other, &side.own));
@@ -116,12 +119,12 @@ impl Connecting<'_> {
     }
 }
 
-/// A store that has ended with its process has no answer, as a peer that has ended has none.
+/// False if the store's process has ended, too: such a store does not answer, and neither does a peer that has ended.
 fn has(store: Option<&Client>, key: &str) -> bool {
     matches!(store.map(|store| store.try_get(key)), Some(Ok(Some(_))))
 }
 
-/// Where the variable asks for it, the caller of a launch waits here until its communicator is aborted.
+/// If `SAGELLM_SIM_STUCK_AT` selects this launch, its caller waits here until the communicator is aborted.
 pub fn stuck(comm: &Comm) -> Result<()> {
     static LAUNCHES: AtomicUsize = AtomicUsize::new(0);
     if LAUNCHES.fetch_add(1, Ordering::Relaxed) + 1 != settings::get().stuck_at {

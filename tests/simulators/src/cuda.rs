@@ -1,5 +1,5 @@
-//! The slice of the CUDA driver that a collective library's user needs: contexts, streams, events, asynchronous copies,
-//! host functions, capture. Names and numbers are those of `cuda.h` (CUDA 12).
+//! The part of the CUDA driver that a user of a collective library needs: contexts, streams, events, asynchronous
+//! copies, host functions, capture. Names and numbers are those of `cuda.h` (CUDA 12).
 
 #![allow(non_snake_case)]
 
@@ -34,14 +34,14 @@ const CAPTURE_ISOLATION: CUresult = 905;
 const CAPTURED_EVENT: CUresult = 907;
 
 const DISABLE_TIMING: u32 = 2;
-/// The context of device d is this plus d.
+/// The context of device d is this number plus d.
 const CONTEXT: usize = 0x5a6e_0c00_0000_0000;
 const DRIVER_VERSION: i32 = 12_080;
 
 static INITIALIZED: AtomicBool = AtomicBool::new(false);
 static RETAINED: Mutex<Option<HashMap<i32, u32>>> = Mutex::new(None);
 
-/// The device of this thread's context.
+/// The device of this thread's current context.
 fn current() -> Result<i32, CUresult> {
     if !INITIALIZED.load(Ordering::Acquire) {
         return Err(NOT_INITIALIZED);
@@ -49,7 +49,7 @@ fn current() -> Result<i32, CUresult> {
     Runtime::Cuda.current().ok_or(INVALID_CONTEXT)
 }
 
-/// The stream of a handle, also of the special ones: 0 and 1 the legacy default stream, 2 the thread's own.
+/// The stream of a handle. 0 and 1 are the legacy default stream, 2 is the thread's own default stream.
 pub fn stream(handle: usize) -> Option<Arc<Stream>> {
     if handle > 2 {
         return STREAMS.get(handle).filter(|stream| stream.runtime == Runtime::Cuda);
@@ -76,7 +76,8 @@ fn code(done: bool, otherwise: CUresult) -> CUresult {
     if done { SUCCESS } else { otherwise }
 }
 
-/// Waits of the host are bounded, unlike the driver's: several operations in a row may each take twice the limit.
+/// Longest wait of the host; the driver's waits have no limit. Several operations in a row may each take twice our
+/// limit.
 fn longest() -> Duration {
     6 * settings::get().ceiling
 }
@@ -281,7 +282,7 @@ extern "C" fn sim_cuStreamDestroy_v2(handle: usize) -> CUresult {
     }
 }
 
-/// Asking a capturing stream breaks its capture.
+/// True if the stream is being captured. A query then invalidates the capture.
 fn asked_while_capturing(stream: &Stream) -> bool {
     stream.capture().inspect(|capture| capture.invalidate()).is_some()
 }
@@ -323,7 +324,7 @@ extern "C" fn sim_cuStreamGetPriority(handle: usize, priority: Out<i32>) -> CUre
 #[unsafe(no_mangle)]
 extern "C" fn sim_cuStreamIsCapturing(handle: usize, status: Out<i32>) -> CUresult {
     on_stream(handle, |stream| {
-        // None, active, invalidated.
+        // 0: no capture, 1: active, 2: invalidated.
         let found = stream.capture().map_or(0, |capture| if capture.valid() { 1 } else { 2 });
         code(status.set(found), INVALID_VALUE)
     })

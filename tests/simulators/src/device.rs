@@ -1,4 +1,4 @@
-//! Devices: how many there are, and which one a thread has chosen. Every thread must choose for itself.
+//! Devices: their number, and the device that a thread has set. Every thread must set its own.
 
 use std::cell::Cell;
 
@@ -23,7 +23,7 @@ impl Runtime {
             Runtime::Cnrt => "MLU_VISIBLE_DEVICES",
         };
         let list = std::env::var(name).ok()?;
-        // As the vendors do, what follows the first entry that means nothing is not there.
+        // The list ends at the first invalid entry, as for the vendors.
         Some(list.split(',').map_while(|entry| entry.trim().parse().ok()).collect())
     }
 
@@ -31,7 +31,7 @@ impl Runtime {
         self.visible().map_or(settings::get().devices, |list| list.len())
     }
 
-    /// What makes a device the same one in two processes.
+    /// A number of the device that is equal in all processes.
     pub fn physical(self, device: i32) -> u64 {
         let index = device.max(0) as usize;
         self.visible().and_then(|list| list.get(index).copied()).unwrap_or(index as u64)
@@ -45,7 +45,7 @@ impl Runtime {
         CURRENT.with(|all| all[self as usize].set(device));
     }
 
-    /// The device of this thread, if it has chosen one.
+    /// The device that this thread has set, if any.
     pub fn current(self) -> Option<i32> {
         CURRENT.with(|all| all[self as usize].get())
     }

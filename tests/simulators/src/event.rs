@@ -1,5 +1,5 @@
-//! Events. A record takes a number; it is complete when the stream's thread gets to it. A wait is for the number that
-//! was the last when the wait was issued, so a later record does not change what an earlier wait means.
+//! Events. A record takes a number, and is complete when the stream's thread reaches it. A wait is for the last number
+//! at the time when the wait was issued, so a later record does not change the meaning of an earlier wait.
 
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
@@ -14,18 +14,18 @@ struct Inner {
     recorded: u64,
     complete: u64,
     at: Option<Instant>,
-    /// The capture that it was recorded in last, and the address of the stream.
+    /// The capture in which the event was recorded last, and the address of the stream.
     capture: Option<(Arc<Capture>, usize)>,
-    /// Waits that were issued and have not ended.
+    /// Number of waits that were issued and have not ended.
     waiting: usize,
-    /// Recorded, and not reset since.
+    /// True if it was recorded and not reset since.
     armed: bool,
 }
 
 pub struct Event {
     pub device: i32,
     pub flags: u32,
-    /// A wait for an event without a record waits for the next one instead of for nothing.
+    /// A wait for an event that has no record waits for the next record; if false, for nothing.
     pub patient: bool,
     inner: Mutex<Inner>,
     changed: Condvar,
@@ -38,7 +38,7 @@ impl Event {
         Arc::new(Event { device, flags, patient, inner: Mutex::default(), changed: Condvar::new() })
     }
 
-    /// Use `Stream::record`, which knows of the host queue.
+    /// Use `Stream::record`, which respects the host queue.
     pub fn record_on(self: &Arc<Event>, stream: &Stream) {
         let mut inner = self.inner.lock().unwrap();
         inner.capture = stream.capture().map(|capture| (capture, std::ptr::from_ref(stream) as usize));
@@ -49,7 +49,7 @@ impl Event {
         inner.armed = true;
         let number = inner.recorded;
         let event = Arc::clone(self);
-        // With the lock held, so that records of two threads on one stream complete in the order of their numbers.
+        // The lock is held, so that records of two threads on one stream complete in the order of their numbers.
         stream.push_always(Box::new(move || {
             let mut inner = event.inner.lock().unwrap();
             if inner.complete < number {
@@ -61,8 +61,8 @@ impl Event {
         }));
     }
 
-    /// The stream's later work comes after what was recorded last. False for a wait that mixes a capture with work
-    /// outside of it.
+    /// Makes later work of the stream wait for the last record. False if the wait mixes a capture with work outside of
+    /// it.
     pub fn wait_on(self: &Arc<Event>, stream: &Arc<Stream>) -> bool {
         let mut inner = self.inner.lock().unwrap();
         match (&inner.capture, stream.capture()) {
@@ -109,12 +109,12 @@ impl Event {
         true
     }
 
-    /// It was recorded, and not reset since.
+    /// True if the event was recorded and not reset since.
     pub fn recorded(&self) -> bool {
         self.inner.lock().unwrap().armed
     }
 
-    /// What was recorded is complete; also true when nothing was.
+    /// True if the last record is complete, or if there is none.
     pub fn complete(&self) -> bool {
         let inner = self.inner.lock().unwrap();
         inner.complete >= inner.recorded
@@ -128,7 +128,7 @@ impl Event {
         self.inner.lock().unwrap().capture.as_ref().is_some_and(|(capture, _)| capture.active())
     }
 
-    /// Waits from now on are for the next record.
+    /// From now on, waits are for the next record.
     pub fn reset(&self) {
         self.inner.lock().unwrap().armed = false;
     }

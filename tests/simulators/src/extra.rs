@@ -1,11 +1,11 @@
-//! A function that no vendor has: every simulated runtime exports it, for devices of tests.
+//! A function that no vendor has. Every simulated runtime exports it, for tests of devices.
 
 use std::time::Duration;
 
 use crate::stream::STREAMS;
 
-/// Feeds a stream through a host queue that issues its records so many microseconds later; 0 feeds it directly. Gives 0,
-/// or 1 if there is no such stream.
+/// Feeds a stream through a host queue that issues its records with this delay; a delay of 0 feeds it directly. Returns
+/// 0, or 1 if there is no such stream.
 #[unsafe(no_mangle)]
 extern "C" fn sim_sagellm_sim_host_queue(stream: usize, microseconds: u64) -> i32 {
     match STREAMS.get(stream) {

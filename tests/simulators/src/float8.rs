@@ -1,6 +1,6 @@
-//! The two floats of 8 bits that NCCL combines, and what they are in 32 bits.
+//! The two 8-bit float types that NCCL combines, and their conversion to and from 32 bits.
 
-/// NCCL's numbers of the types.
+/// NCCL's numbers of the two types.
 pub const FLOAT8: [i32; 2] = [E4M3, E5M2];
 const E4M3: i32 = 10;
 const E5M2: i32 = 11;
@@ -20,7 +20,8 @@ fn to_f32(number: i32, byte: u8) -> f32 {
     if byte & 0x80 == 0 { size } else { -size }
 }
 
-/// The nearest; of two equally near the even one. What is too large becomes the largest.
+/// Rounds to the nearest number, and to the even one of two equally near. Too large a number becomes the largest finite
+/// one.
 fn from_f32(number: i32, value: f32) -> u8 {
     let sizes = (0..0x80u8).filter(|byte| to_f32(number, *byte).is_finite());
     let away = |byte: &u8| (f64::from(to_f32(number, *byte)) - f64::from(value.abs())).abs();

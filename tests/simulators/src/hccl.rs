@@ -1,5 +1,5 @@
-//! The C interface of HCCL (CANN 9): operators in one file, communicator management in the other, because they are in two
-//! libraries since CANN 9.
+//! The C interface of HCCL (CANN 9). Operators are in one file and the management of communicators in the other,
+//! because since CANN 9 they are in two libraries.
 
 #![allow(non_snake_case)]
 
@@ -31,7 +31,7 @@ const REMOTE: i32 = 21;
 
 static COMMS: Table<Comm> = Table::new(7);
 
-/// Gives back an error, and lets the end of an open group give it too.
+/// Returns an error, and makes the end of an open group return it, too.
 fn refuse(code: i32, text: impl Into<String>) -> i32 {
     trace::refuse(text);
     batch::with(Vendor::Hccl, |batch| {
@@ -80,7 +80,7 @@ fn chip() -> Chip {
 const INT16: i32 = 1;
 const BFP16: i32 = 11;
 
-/// The engine's type and the bytes of an element that this chip can move.
+/// The engine's type and the bytes of an element, if this chip can move elements of the type.
 fn element(name: &str, dtype: i32) -> Result<(Dtype, usize), i32> {
     let found = match dtype {
         0 => (Dtype::I8, 1),
@@ -107,7 +107,7 @@ fn element(name: &str, dtype: i32) -> Result<(Dtype, usize), i32> {
     if able { Ok(found) } else { Err(refuse(NOT_SUPPORT, format!("{name}: data type {dtype} on this chip"))) }
 }
 
-/// Inside a group: one sort of calls, on a chip that has groups, and collectives not on the newest.
+/// True inside a group. An error if the group has calls of another sort, or if the chip has no groups of collectives.
 fn grouped(name: &str, sort: Sort) -> Result<bool, i32> {
     if !batch::open(Vendor::Hccl) {
         return Ok(false);

@@ -4,7 +4,7 @@ use std::alloc::Layout;
 use std::collections::HashMap;
 use std::sync::Mutex;
 
-/// Vendors align allocations at least this far.
+/// Alignment of allocations. Vendors align at least this much.
 const ALIGNMENT: usize = 512;
 
 static ALLOCATED: Mutex<Option<HashMap<usize, Layout>>> = Mutex::new(None);
@@ -20,7 +20,7 @@ pub fn allocate(bytes: usize) -> Option<usize> {
     Some(memory)
 }
 
-/// False if it is no allocation of ours.
+/// False if the memory is not an allocation of ours.
 pub fn free(memory: usize) -> bool {
     let Some(layout) = ALLOCATED.lock().unwrap().as_mut().and_then(|all| all.remove(&memory)) else { return false };
     // SAFETY: allocated with this layout, and just removed, so freed once.
@@ -28,7 +28,7 @@ pub fn free(memory: usize) -> bool {
     true
 }
 
-/// As `memmove`: the caller of the vendor's function vouches for both.
+/// Like `memmove`. The caller of the vendor's function guarantees that both ranges are valid.
 pub fn copy(to: usize, from: usize, bytes: usize) {
     if bytes > 0 {
         // SAFETY: the C caller's promise, which the vendor's function would trust as well.

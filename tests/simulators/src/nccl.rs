@@ -1,5 +1,5 @@
 //! The C interface of NCCL 2.28 to 2.30 (NVIDIA/nccl, src/nccl.h.in): communicators and their set-up, split, shrink and
-//! abort, collectives, messages, groups, reductions with a factor; the plug-ins are in `plugins.rs`.
+//! abort, collectives, messages, groups, and reductions with a factor. The plug-ins are in `plugins.rs`.
 
 #![allow(non_snake_case)]
 
@@ -38,20 +38,20 @@ const IN_PROGRESS: i32 = 7;
 const TIMEOUT: i32 = 8;
 
 const ID_BYTES: usize = 128;
-/// The letter of this vendor's ids.
+/// The letter of NCCL's ids.
 const LETTER: u8 = b'N';
 const NO_COLOR: i32 = -1;
 const SHRINK_ABORT: i32 = 1;
 
-/// By value, as the interface has it.
+/// Passed by value, as in NCCL's interface.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct UniqueId([u8; ID_BYTES]);
 
-/// What a handle stands for: it is given out before the communicator is known.
+/// The entry behind a handle. The handle is handed out before the communicator exists.
 struct Slot {
     comm: OnceLock<Arc<Comm>>,
-    /// The result that ended the set-up; 0 while there is none.
+    /// The result with which the set-up failed, or 0.
     failed: AtomicI32,
     config: Config,
 }
@@ -63,7 +63,7 @@ fn refuse(code: i32, text: impl Into<String>) -> i32 {
     code
 }
 
-/// The result for an error of the engine.
+/// NCCL's result for an error of the engine.
 fn code_of(error: &Error) -> i32 {
     match error.kind() {
         ErrorKind::RankFailed | ErrorKind::Aborted | ErrorKind::Interrupted => REMOTE_ERROR,
@@ -85,7 +85,7 @@ fn code_of_fault(fault: Fault) -> i32 {
     }
 }
 
-/// The state of a communicator, as its asynchronous error.
+/// The state of a communicator, as the result of `ncclCommGetAsyncError`.
 fn state_of(slot: &Slot) -> i32 {
     let failed = slot.failed.load(Ordering::Acquire);
     let Some(comm) = slot.comm.get().filter(|_| failed == SUCCESS) else {
@@ -101,7 +101,7 @@ fn state_of(slot: &Slot) -> i32 {
     }
 }
 
-/// The communicator of a handle that may be used now.
+/// The communicator of a handle, if it may be used now.
 fn usable(handle: usize) -> Result<Arc<Comm>, i32> {
     let slot = COMMS.get(handle).ok_or_else(|| refuse(INVALID_ARGUMENT, format!("{handle:#x} is no communicator")))?;
     match state_of(&slot) {
@@ -115,7 +115,7 @@ fn usable(handle: usize) -> Result<Arc<Comm>, i32> {
     }
 }
 
-/// Sets a communicator up, and tells the plug-ins of it.
+/// Sets up a communicator and opens it for the plug-ins.
 fn set_up(comm: &Arc<Comm>) -> i32 {
     if let Err(error) = comm.set_up(settings::get().ceiling) {
         return code_of(&error);
@@ -136,7 +136,7 @@ fn set_up(comm: &Arc<Comm>) -> i32 {
     }
 }
 
-/// Gives out a handle and makes its communicator: now, at the end of the group, or on a new thread.
+/// Hands out a handle and makes its communicator: now, at the end of the group, or on a new thread.
 fn make(out: Out<usize>, config: Config, comm: impl FnOnce() -> Result<Arc<Comm>, i32> + Send + 'static) -> i32 {
     let blocking = config.blocking;
     let slot = Arc::new(Slot { comm: OnceLock::new(), failed: AtomicI32::new(SUCCESS), config });
@@ -474,7 +474,7 @@ extern "C" fn sim_ncclCommDeregister(comm: usize, _handle: usize) -> i32 {
     usable(comm).err().unwrap_or(SUCCESS)
 }
 
-/// As NCCL since 2.29 where windows are not possible: success, and no window.
+/// Behaves like NCCL since 2.29 without support for windows: success, and no window.
 #[unsafe(no_mangle)]
 extern "C" fn sim_ncclCommWindowRegister(comm: usize, memory: usize, bytes: usize, out: Out<usize>, flags: i32) -> i32 {
     match usable(comm) {

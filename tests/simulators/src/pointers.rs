@@ -1,5 +1,5 @@
-//! Arguments from C. A null pointer is seen; any other one is trusted to be what the vendor's header says, because that
-//! is all that a C function can do. This is the one place that says so.
+//! Arguments from C. A null pointer is detected. Any other pointer is trusted to be what the vendor's header says,
+//! because a C function cannot check more. Only this file relies on that.
 
 use std::ffi::{CStr, c_char};
 use std::mem::MaybeUninit;
@@ -9,13 +9,13 @@ use std::mem::MaybeUninit;
 #[derive(Clone, Copy)]
 pub struct In<T>(*const T);
 
-/// `T*` that is written.
+/// `T*` to memory that is written.
 #[repr(transparent)]
 #[derive(Clone, Copy)]
 pub struct Out<T>(*mut T);
 
 impl<T: Copy> In<T> {
-    /// A pointer that came as a number, in a structure or a list.
+    /// A pointer that was passed as a number, in a structure or a list.
     pub fn at(address: usize) -> In<T> {
         In(address as *const T)
     }
@@ -29,7 +29,7 @@ impl<T: Copy> In<T> {
         (!self.is_null()).then(|| unsafe { self.0.read_unaligned() })
     }
 
-    /// `count` elements; `None` for a null pointer, unless there are none.
+    /// Reads `count` elements. `None` for a null pointer, unless `count` is 0.
     pub fn list(self, count: usize) -> Option<Vec<T>> {
         if count > 0 && self.is_null() {
             return None;
@@ -38,7 +38,7 @@ impl<T: Copy> In<T> {
         Some((0..count).map(|at| unsafe { self.0.add(at).read_unaligned() }).collect())
     }
 
-    /// The first `bytes` of what is pointed to.
+    /// Reads the first `bytes` bytes behind the pointer.
     pub fn bytes(self, bytes: usize) -> Option<Vec<u8>> {
         In(self.0.cast::<u8>()).list(bytes)
     }
@@ -56,7 +56,7 @@ impl<T: Copy> Out<T> {
         self.0.is_null()
     }
 
-    /// A pointer that was kept as a number, for another thread.
+    /// A pointer that was kept as a number, for use on another thread.
     pub fn of(address: usize) -> Out<T> {
         Out(address as *mut T)
     }
@@ -65,12 +65,12 @@ impl<T: Copy> Out<T> {
         self.0 as usize
     }
 
-    /// The `index`-th of a list that is written.
+    /// Pointer to element `index` of a list that is written.
     pub fn at(self, index: usize) -> Out<T> {
         Out(self.0.wrapping_add(index))
     }
 
-    /// False for a null pointer.
+    /// Returns false for a null pointer.
     pub fn set(self, value: T) -> bool {
         self.set_at(0, value)
     }
@@ -88,7 +88,7 @@ impl<T: Copy> Out<T> {
         In(self.0.cast_const()).list(count)
     }
 
-    /// Writes bytes one by one.
+    /// Writes the bytes one by one.
     pub fn fill(self, bytes: &[u8]) -> bool {
         if self.is_null() {
             return false;
@@ -102,7 +102,7 @@ impl<T: Copy> Out<T> {
     }
 }
 
-/// Text that a function returns as `const char*`: kept for ever, once for each different text.
+/// Text that a function returns as `const char*`. It is never freed, and equal texts are kept only once.
 pub fn forever(text: &str) -> *const c_char {
     use std::collections::HashMap;
     use std::ffi::CString;

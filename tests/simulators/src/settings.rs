@@ -1,4 +1,4 @@
-//! The variables that change how the simulators behave, read once. README.md has the list.
+//! The variables that change how the simulators behave. They are read once; README.md lists them.
 
 use std::str::FromStr;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -7,32 +7,34 @@ use std::time::Duration;
 use once_cell::sync::Lazy;
 
 pub struct Settings {
-    /// Devices that the runtimes report.
+    /// Number of devices that the runtimes report.
     pub devices: usize,
-    /// Nothing waits longer than this, whatever the vendor would do.
+    /// Longest time of any wait, even if the vendor's wait has no limit.
     pub ceiling: Duration,
-    /// Every operation of a communicator takes this much longer on its stream.
+    /// Extra time that every operation of a communicator takes on its stream.
     pub slow: Duration,
-    /// Records go through a host queue that is this late, on every stream.
+    /// Delay of records on every stream, which go through a host queue; 0 for no queue.
     pub host_queue: Duration,
-    /// The n-th operation of this process (from 1) ends in an asynchronous error, or never ends; 0 for none.
+    /// Number of the operation of this process, from 1, that ends in an asynchronous error, and of the one that never
+    /// ends; 0 for none.
     pub error_at: usize,
     pub hang_at: usize,
-    /// The n-th call of this process that issues an operation (from 1) is refused with an error; 0 for none.
+    /// Number of the call of this process, from 1, that is rejected with an error although it would issue an operation;
+    /// 0 for none.
     pub refuse_at: usize,
-    /// How much longer the abort of a communicator takes.
+    /// Extra time that the abort of a communicator takes.
     pub abort_takes: Duration,
-    /// The n-th launch of this process (from 1) returns only when its communicator is aborted; 0 for none.
+    /// Number of the launch of this process, from 1, that returns only when its communicator is aborted; 0 for none.
     pub stuck_at: usize,
-    /// Communicators connect all their ranks when they are made, not at the first use.
+    /// Communicators connect all their ranks when they are made, not at their first use.
     pub eager: bool,
-    /// How long a rank stays in a first use before the others can see that it has come.
+    /// How long a rank waits at a first use before the other ranks can see it.
     pub connect_takes: Duration,
-    /// Communicators are never ready.
+    /// Communicators never become ready.
     pub init_hangs: bool,
-    /// File (with the process id behind it) that lists the calls.
+    /// Path of the file that lists the calls; the process id is appended.
     pub trace: Option<String>,
-    /// `cnrtQueryNotifier` and `cnrtQueueQuery` of running work.
+    /// Result of `cnrtQueryNotifier` and `cnrtQueueQuery` while the work runs.
     pub cnrt_pending: i32,
     pub nccl_version: i32,
     /// How long a call on a non-blocking NCCL communicator stays in progress.
@@ -55,7 +57,7 @@ fn number<T: FromStr>(name: &str, default: T) -> T {
     })
 }
 
-/// Seconds in the vendor's variable; 0 means no limit.
+/// Seconds from the vendor's variable; 0 means no limit.
 fn seconds(name: &str, default: u64) -> Duration {
     match number(name, default) {
         0 => Duration::from_secs(365 * 24 * 3600),
@@ -93,7 +95,7 @@ pub fn get() -> &'static Settings {
     &SETTINGS
 }
 
-/// Whether the call that is about to issue an operation is the one that `SAGELLM_SIM_REFUSE_AT` names.
+/// True if this call, which is about to issue an operation, is the one that `SAGELLM_SIM_REFUSE_AT` selects.
 pub fn refuses() -> bool {
     static CALLS: AtomicUsize = AtomicUsize::new(0);
     CALLS.fetch_add(1, Ordering::Relaxed) + 1 == get().refuse_at

@@ -1,9 +1,10 @@
-//! Streams: each has a thread that does its work in order, so nothing that a caller issues has happened when the call
-//! returns.
+//! Streams. Each stream has a thread that does its work in order, so nothing that a call issues need have happened when
+//! the call returns.
 //!
-//! A stream may be fed through a host queue, as torch_npu does it: then a record is not issued by the call but later, by
-//! another thread, or when somebody asks the stream about its state. What was issued before goes first, so only others
-//! can see the delay: a wait for an event whose record is still in the queue waits for nothing.
+//! A stream may be fed through a host queue, as torch_npu's streams are. Then a call does not issue a record; another
+//! thread issues it later, or a query of the stream's state does. Other work on the same stream issues the queued
+//! records first, so only other streams see the delay: a wait for an event whose record is still in the queue waits for
+//! nothing.
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
@@ -20,15 +21,15 @@ use crate::event::Event;
 use crate::settings;
 use crate::table::Table;
 
-/// Something to do on the stream's thread; a number is the runtime's error, from which on the stream does nothing more.
+/// Work for the stream's thread. A returned number is the runtime's error; after it the stream does no more work.
 pub type Task = Box<dyn FnOnce() -> Option<i32> + Send>;
 
-/// What a stream is given: a capture keeps it and issues it again with each launch of the graph.
+/// Work as it is pushed to a stream. A capture keeps it and issues it again with each launch of the graph.
 pub trait Work: Send + Sync {
     fn issue(&self) -> Task;
 }
 
-/// Work that is the same each time.
+/// Work that does the same each time.
 pub struct Again<F>(Arc<F>);
 
 impl<F: Fn() + Send + Sync + 'static> Again<F> {
@@ -49,7 +50,7 @@ impl<F: Fn() + Send + Sync + 'static> Work for Again<F> {
 
 struct Issued {
     task: Task,
-    /// Done on a stream with an error as well: what others wait for.
+    /// Also run on a stream that has failed, because others wait for it.
     always: bool,
 }
 
@@ -70,13 +71,15 @@ pub struct Stream {
     changed: Condvar,
     /// The runtime's error, or 0. Written by the stream's thread (release), read by callers (acquire).
     fault: AtomicI32,
-    /// Microseconds; 0 for a stream that is fed directly. Set and read by callers, in any order.
+    /// Delay of the host queue in microseconds; 0 for a stream that is fed directly. Callers set and read it (relaxed:
+    /// it orders no other memory access).
     host_queue: AtomicU64,
 }
 
 pub static STREAMS: Table<Stream> = Table::new(1);
 
-/// A stream that exists without being created: the one that all threads share on a device, or this thread's own.
+/// A stream that exists without being created: this thread's own if `own`, else the one that all threads share on a
+/// device.
 pub fn default_stream(runtime: Runtime, device: i32, own: bool) -> Option<Arc<Stream>> {
     type Key = (Runtime, i32, Option<ThreadId>);
     static DEFAULTS: Mutex<Option<HashMap<Key, Arc<Stream>>>> = Mutex::new(None);
@@ -106,7 +109,7 @@ impl Stream {
     }
 
     fn work(&self) {
-        // What runs here speaks to the runtime as the stream's device.
+        // Work on this thread uses the stream's device as its current device.
         self.runtime.choose(Some(self.device));
         let mut inner = self.inner.lock().unwrap();
         loop {
@@ -130,7 +133,7 @@ impl Stream {
         }
     }
 
-    /// Issues work, or adds it to the capture that the stream is part of.
+    /// Issues work, or adds it to the capture of which the stream is part.
     pub fn push(&self, work: &Arc<dyn Work>) {
         self.flush();
         let mut inner = self.inner.lock().unwrap();
@@ -143,7 +146,7 @@ impl Stream {
         }
     }
 
-    /// Issues work that other streams wait for. Not through the host queue, and never captured.
+    /// Issues work for which other streams wait. It bypasses the host queue and is never captured.
     pub fn push_always(&self, task: Task) {
         let mut inner = self.inner.lock().unwrap();
         inner.queue.push_back(Issued { task, always: true });
@@ -154,14 +157,14 @@ impl Stream {
         self.fault.load(Ordering::Acquire)
     }
 
-    /// Nothing is left to do. Empties the host queue first.
+    /// True if no work is left. Empties the host queue first.
     pub fn idle(&self) -> bool {
         self.flush();
         let inner = self.inner.lock().unwrap();
         inner.queue.is_empty() && !inner.running
     }
 
-    /// False if that is not so after `limit`.
+    /// Waits until no work is left. Returns false if that takes longer than `limit`.
     pub fn synchronize(&self, limit: Duration) -> bool {
         self.flush();
         let deadline = Instant::now() + limit;
@@ -176,14 +179,14 @@ impl Stream {
         true
     }
 
-    /// What was issued is still done.
+    /// Ends the stream. Work that was issued is still done.
     pub fn close(&self) {
         self.flush();
         self.inner.lock().unwrap().closed = true;
         self.changed.notify_all();
     }
 
-    /// What was issued and has not begun is not done any more.
+    /// Drops work that was issued and has not begun.
     pub fn discard(&self) {
         self.inner.lock().unwrap().queue.retain(|entry| entry.always);
         self.changed.notify_all();
@@ -201,7 +204,7 @@ impl Stream {
         self.host_queue.store(delay.as_micros() as u64, Ordering::Relaxed);
     }
 
-    /// Records `event` behind all that was issued: now, or when the host queue gets there.
+    /// Records `event` behind all work that was issued: now, or after the delay of the host queue.
     pub fn record(self: &Arc<Stream>, event: &Arc<Event>) {
         match self.host_queue.load(Ordering::Relaxed) {
             0 => event.record_on(self),
@@ -209,7 +212,7 @@ impl Stream {
         }
     }
 
-    /// Issues what waits in the host queue for this stream.
+    /// Issues the records in the host queue that are for this stream.
     fn flush(&self) {
         if self.host_queue.load(Ordering::Relaxed) > 0 {
             HOST_QUEUE.issue(|record| std::ptr::eq(&*record.stream, self));
@@ -223,7 +226,7 @@ struct Record {
     event: Arc<Event>,
 }
 
-/// Records that were asked for and not issued, of all streams.
+/// Records of all streams that were requested and have not been issued.
 struct HostQueue {
     records: Mutex<VecDeque<Record>>,
     more: Condvar,
@@ -242,7 +245,7 @@ impl HostQueue {
         self.more.notify_all();
     }
 
-    /// The lock is held on the way, so that records of a stream keep their order.
+    /// Holds the lock while it issues, so that the records of a stream keep their order.
     fn issue(&self, which: impl Fn(&Record) -> bool) {
         self.records.lock().unwrap().retain(|record| {
             let now = which(record);

@@ -1,5 +1,5 @@
-//! Handles: numbers that look like pointers to their holder, and that we can check. A handle that was never given out,
-//! or was destroyed, is refused instead of followed; none is given out twice.
+//! Handles: numbers that look like pointers to their user, but that we can check. A handle that was never handed out,
+//! or was destroyed, is rejected instead of followed. No handle is handed out twice.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -15,7 +15,7 @@ struct Inner<T: ?Sized> {
 }
 
 impl<T: ?Sized> Table<T> {
-    /// `kind` keeps the handles of different tables apart.
+    /// `kind` separates the handles of different tables.
     pub const fn new(kind: usize) -> Table<T> {
         Table { base: 0x5a6e_0000_0000_0000 | kind << 40, inner: Mutex::new(Inner { next: 0, entries: None }) }
     }

@@ -1,4 +1,4 @@
-//! The trace of calls: a line per call in the file of `SAGELLM_SIM_TRACE`; and the text of the last error.
+//! Writes one line for each call to the file of `SAGELLM_SIM_TRACE`, and keeps the text of the last error.
 
 use std::cell::RefCell;
 use std::fs::{File, OpenOptions};
@@ -19,7 +19,7 @@ thread_local! {
     static LAST: RefCell<String> = const { RefCell::new(String::new()) };
 }
 
-/// One line: the vendor's name of the call, then `key=value` pairs. The text is made only if the trace is on.
+/// Writes one line: the vendor's name of the call, then `key=value` pairs. The text is made only if the trace is on.
 pub fn call(line: impl FnOnce() -> String) {
     if let Some(file) = FILE.as_ref() {
         let line = line() + "\n";
@@ -27,7 +27,7 @@ pub fn call(line: impl FnOnce() -> String) {
     }
 }
 
-/// Why a call on this thread is refused.
+/// Records why a call on this thread is rejected.
 pub fn refuse(text: impl Into<String>) {
     let text = text.into();
     call(|| format!("error {text}"));

@@ -1,5 +1,5 @@
-//! `HcclCommConfig`: 32 to 2248 bytes, by version (hcomm, comm_config.cc). Read as the loader reads it: as many bytes as
-//! the caller has, and of those the fields that the caller's version knows.
+//! `HcclCommConfig`: 32 to 2248 bytes, depending on the version (hcomm, comm_config.cc). It is read as HCCL's loader
+//! reads it: as many bytes as the caller has, and of those only the fields that the caller's version knows.
 
 use super::{PARA, refuse};
 use crate::pointers::In;

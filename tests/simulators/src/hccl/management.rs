@@ -1,4 +1,4 @@
-//! What is in `libhcomm` since CANN 9: root information, communicators, their state, group calls.
+//! The functions that are in `libhcomm` since CANN 9: root information, communicators, their state, group calls.
 
 use std::collections::HashSet;
 use std::ffi::c_char;
@@ -18,7 +18,7 @@ use crate::settings;
 use crate::{acl, trace};
 
 const ROOT_INFO_BYTES: usize = 4108;
-/// The letter of this vendor's ids.
+/// The letter of HCCL's ids.
 const LETTER: u8 = b'H';
 const NAME_BYTES: usize = 128;
 
@@ -26,9 +26,9 @@ const NAME_BYTES: usize = 128;
 #[derive(Clone, Copy)]
 pub struct RootInfo([u8; ROOT_INFO_BYTES]);
 
-/// Devices on which a thread of this process is making a communicator: only one may.
+/// Devices on which a thread of this process is making a communicator. Only one thread at a time may do so.
 static BUSY: Mutex<Option<HashSet<i32>>> = Mutex::new(None);
-/// Communicators that were made from another one.
+/// Handles of communicators that were made from another one.
 static PARTS: Mutex<Option<HashSet<usize>>> = Mutex::new(None);
 
 #[unsafe(no_mangle)]
@@ -168,7 +168,7 @@ extern "C" fn sim_HcclCreateSubCommConfig(
         return refuse(NOT_SUPPORT, "a part of a part");
     }
     if ranks.is_null() {
-        // Who is not part of it says so.
+        // A rank that is in no part calls this without ranks, and with the id `NOBODY`.
         return if id == NOBODY { SUCCESS } else { refuse(PARA, format!("no ranks, and id {id:#x}")) };
     }
     if out.is_null() {
@@ -238,7 +238,7 @@ extern "C" fn sim_HcclGetCommName(comm: usize, out: Out<u8>) -> i32 {
     }
 }
 
-/// Knows one error, whatever happened.
+/// Reports only the error of a remote rank, whatever has failed.
 #[unsafe(no_mangle)]
 extern "C" fn sim_HcclGetCommAsyncError(comm: usize, out: Out<i32>) -> i32 {
     if chip() == Chip::Newest {

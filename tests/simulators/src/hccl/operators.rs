@@ -1,4 +1,4 @@
-//! HCCL's operators, with the limits that its hardware has.
+//! HCCL's operators, with the limits of its hardware.
 
 #![allow(clippy::too_many_arguments)] // the interface has them
 
@@ -17,7 +17,7 @@ use crate::pointers::In;
 use crate::stream::Stream;
 use crate::{acl, settings, trace};
 
-/// Address and bytes.
+/// Address and bytes of a buffer.
 type Buffer = (usize, usize);
 
 struct OpDesc {
@@ -52,7 +52,7 @@ impl OpDesc {
         Err(refuse(code, format!("{}: {text}", self.name)))
     }
 
-    /// What does not depend on buffers. `root` is a root or a peer.
+    /// Checks everything that does not depend on buffers. `root` is a root or a peer.
     fn check(&self, root: u32) -> Result<Checked, i32> {
         let comm = comm_of(self.comm)?;
         if self.stream == 0 {
@@ -84,7 +84,7 @@ impl OpDesc {
         }
     }
 
-    /// The reduction, if the chip has it for this type; its buffers must be aligned.
+    /// Adds the reduction to the call, if the chip has it for this type. Its buffers must be aligned.
     fn reducing(
         &self,
         call: Call,
@@ -114,7 +114,7 @@ impl OpDesc {
         Ok(call.reducing(dtype, plain))
     }
 
-    /// One may be `place`, in the other; otherwise they may not overlap.
+    /// `inner` may be at `place`, inside `outer`; otherwise the two may not overlap.
     fn in_place(&self, inner: Buffer, outer: Buffer, place: usize) -> Result<(), i32> {
         if inner.0 == place || apart(inner, outer) {
             return Ok(());
@@ -153,7 +153,7 @@ impl OpDesc {
     }
 }
 
-/// Connects the ranks where they are not, and issues.
+/// Connects the ranks if they are not connected, and issues the entries.
 fn launch(entries: Vec<Entry>) -> Result<i32, i32> {
     batch::launch(entries).map(|()| SUCCESS).map_err(|error| refuse(code_of(&error), error.text()))
 }
@@ -261,7 +261,7 @@ extern "C" fn sim_HcclAllGather(send: usize, recv: usize, count: u64, number: i3
     })())
 }
 
-/// Blocks of one buffer, by counts and displacements in elements: host lists, one entry a rank.
+/// Blocks of one buffer. `lists` are counts and displacements in elements: host lists with one entry for each rank.
 fn blocks(
     asked: &OpDesc,
     buffer: usize,
@@ -469,7 +469,7 @@ extern "C" fn sim_HcclAlltoAllVC(
             return asked.wrong(PARA, "the types of the two sides differ");
         }
         asked.distinct(send, recv)?;
-        // Blocks lie one behind the other.
+        // The blocks of a buffer are adjacent.
         let packed = |buffer: usize, counts: &mut dyn Iterator<Item = u64>| -> Vec<Buffer> {
             let mut at = buffer;
             counts

@@ -1,4 +1,4 @@
-//! NCCL's operations: checked, collected in groups, and handed to the core.
+//! NCCL's operations: they are checked, collected in groups, and passed to the core.
 
 #![allow(clippy::too_many_arguments)] // the interface has them
 
@@ -25,14 +25,15 @@ use crate::{cuda, trace};
 #[derive(Clone, Copy)]
 pub struct Factor {
     dtype: i32,
-    /// Read when it was made, or when the operation runs.
+    /// The value if it was read when the factor was made, or the address from which the operation reads it when it
+    /// runs.
     value: Result<f64, usize>,
 }
 
-/// What the plug-ins are told of a collective.
+/// The data about a collective that the plug-ins get.
 #[derive(Clone, Copy)]
 pub struct Issued {
-    /// NCCL's number of the function, where it is tuned.
+    /// NCCL's number of the function, if the tuner chooses for it.
     pub func: i32,
     pub name: &'static str,
     pub number: u64,
@@ -45,7 +46,7 @@ pub struct Issued {
 
 const FIRST_FACTOR: i32 = 5;
 
-/// The engine's type, size and NCCL's name of an element.
+/// The engine's type, the size, and NCCL's name of an element type.
 fn element(dtype: i32) -> Option<(Dtype, usize, &'static str)> {
     Some(match dtype {
         0 => (Dtype::I8, 1, "ncclInt8"),
@@ -95,7 +96,7 @@ struct OpDesc {
     root: i32,
 }
 
-/// Everything that the checks need.
+/// The results of the checks.
 struct Checked {
     comm: Arc<Comm>,
     stream: Arc<Stream>,
@@ -131,7 +132,7 @@ impl OpDesc {
         Ok(Checked { comm, stream, size, dtype })
     }
 
-    /// Collects it, or issues it if there is no group.
+    /// Adds the call to the open group, or issues it if there is none.
     fn issue(self, checked: Checked, call: Call) -> i32 {
         let Checked { comm, stream, .. } = checked;
         let datatype = element(self.dtype).map_or("", |(_, _, name)| name);
@@ -172,7 +173,7 @@ impl OpDesc {
     }
 }
 
-/// Notes an error, so that the end of the group gives it too.
+/// Records an error, so that the end of the group returns it, too.
 fn done(result: Result<i32, i32>) -> i32 {
     let code = result.unwrap_or_else(|error| error);
     if code != SUCCESS && code != super::IN_PROGRESS {
@@ -185,7 +186,7 @@ fn done(result: Result<i32, i32>) -> i32 {
     code
 }
 
-/// Asks the plug-ins, then issues everything: at once, or soon on a communicator that does not block.
+/// Calls the plug-ins, then issues everything: at once, or soon on a communicator that does not block.
 pub fn launch(entries: Vec<Entry>) -> i32 {
     const TUNED: std::ops::Range<i32> = 0..5;
     for entry in &entries {
@@ -223,7 +224,7 @@ pub fn launch(entries: Vec<Entry>) -> i32 {
     }))
 }
 
-/// The reduction of a number, which may be a factor of this communicator.
+/// Adds the reduction with NCCL's number `op` to the call; it may be a factor of this communicator.
 fn reduction(asked: &OpDesc, checked: &Checked, op: i32, call: Call) -> Result<Call, i32> {
     let wrong = |text: &str| Err(refuse(INVALID_ARGUMENT, format!("{}: {text} {op}", asked.name)));
     let mut call = call;
@@ -257,7 +258,7 @@ fn reduction(asked: &OpDesc, checked: &Checked, op: i32, call: Call) -> Result<C
     Ok(call.reducing(checked.dtype, plain))
 }
 
-/// Two buffers of which one may be `place` in the other, but which otherwise may not overlap.
+/// Checks two buffers: `inner` may be at `place`, inside `outer`; otherwise the two may not overlap.
 fn in_place_or_apart(name: &str, inner: (usize, usize), outer: (usize, usize), place: usize) -> Result<(), i32> {
     if inner.0 == place || apart(inner, outer) {
         return Ok(());

@@ -1,5 +1,5 @@
-//! `ncclConfig_t`: a size prefix, then fields that came with versions (NVIDIA/nccl, src/nccl.h.in). Read as NCCL reads
-//! it: as many bytes as the caller has, and of those only the fields that its version knows.
+//! `ncclConfig_t`: a size prefix, then fields that versions have added (NVIDIA/nccl, src/nccl.h.in). It is read as NCCL
+//! reads it: as many bytes as the caller has, and of those only the fields that the caller's version knows.
 
 use std::ffi::c_char;
 
@@ -13,7 +13,7 @@ const UNSET: i32 = i32::MIN;
 const SHORTEST: usize = 24;
 const LONGEST: usize = 4096;
 
-/// Integer fields: name, offset, version that brought it, smallest and largest value.
+/// Integer fields: name, offset, version that added it, smallest and largest value.
 const FIELDS: [(&str, usize, u32, i32, i32); 15] = [
     ("blocking", 16, 21_400, 0, 1),
     ("cgaClusterSize", 20, 21_700, 0, 8),
@@ -37,7 +37,8 @@ const COMM_NAME: (usize, u32) = (48, 22_700);
 pub struct Config {
     pub blocking: bool,
     pub name: String,
-    /// Where the caller keeps the name: NCCL copies the pointer and reads it as long as the communicator lives.
+    /// Address of the name in the caller's memory. NCCL copies the pointer and reads it as long as the communicator
+    /// exists.
     pub name_at: usize,
 }
 
@@ -48,7 +49,7 @@ impl Default for Config {
 }
 
 impl Config {
-    /// `NCCL_COMM_BLOCKING` has the last word, also over what the caller has set.
+    /// `NCCL_COMM_BLOCKING` overrides all, even what the caller has set.
     pub fn by_environment(self) -> Config {
         let blocking = match std::env::var("NCCL_COMM_BLOCKING").as_deref() {
             Ok("0") => false,
@@ -58,7 +59,7 @@ impl Config {
         Config { blocking, ..self }
     }
 
-    /// Whether the name still is where the caller had it.
+    /// True if the name is still at the caller's address.
     pub fn name_lives(&self) -> bool {
         let bytes = self.name.as_bytes();
         let found = || memory::read(self.name_at, bytes.len() + 1);

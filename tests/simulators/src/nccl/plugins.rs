@@ -1,5 +1,5 @@
-//! The plug-ins that NCCL loads: the tuner (v6, v5) of `NCCL_TUNER_PLUGIN` and the profiler (v6, v5) of
-//! `NCCL_PROFILER_PLUGIN`, by a path. Layouts are those of NVIDIA/nccl, src/include/plugin.
+//! The plug-ins that NCCL loads by their paths: the tuner (v6, v5) of `NCCL_TUNER_PLUGIN` and the profiler (v6, v5) of
+//! `NCCL_PROFILER_PLUGIN`. The layouts are those of NVIDIA/nccl, src/include/plugin.
 
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::ptr::null_mut;
@@ -15,11 +15,11 @@ pub const ALGORITHMS: [&CStr; 7] =
     [c"TREE", c"RING", c"COLLNET_DIRECT", c"COLLNET_CHAIN", c"NVLS", c"NVLS_TREE", c"PAT"];
 pub const PROTOCOLS: [&CStr; 3] = [c"LL", c"LL128", c"SIMPLE"];
 const COSTS: usize = ALGORITHMS.len() * PROTOCOLS.len();
-/// More than the plug-in may ask for is cut.
+/// Largest chunk, in bytes. A larger one that the plug-in asks for is cut.
 const LARGEST_CHUNK: usize = 4 << 20;
 const EVENT_COLL: u64 = 2;
 
-/// Really variadic; what stands behind the format is not read.
+/// The real type is variadic. The arguments after the format are not read.
 type Logger = extern "C" fn(i32, u64, *const c_char, i32, *const c_char);
 
 extern "C" fn log(level: i32, _flags: u64, _file: *const c_char, _line: i32, format: *const c_char) {
@@ -51,7 +51,7 @@ type TunerInit =
 type GetCollInfo = extern "C" fn(*mut c_void, i32, usize, i32, *mut f32, i32, i32, i32, *mut i32) -> i32;
 type GetChunkSize = extern "C" fn(*mut c_void, i32, usize, i32, i32, i32, *mut usize) -> i32;
 
-/// v5; v6 has one more entry behind it.
+/// The tuner's table in v5. v6 has one more entry at its end.
 #[repr(C)]
 struct Tuner {
     name: *const c_char,
@@ -66,7 +66,7 @@ struct TunerV6 {
     get_chunk_size: Option<GetChunkSize>,
 }
 
-/// The descriptor of a collective; the union behind `rank` is as large as its largest member in v6.
+/// The descriptor of a collective. The union after `rank` has the size of its largest member in v6.
 #[repr(C)]
 struct Event {
     kind: u64,
@@ -102,7 +102,7 @@ struct Loaded {
     version: u32,
 }
 
-/// Loaded once a process; a failure is remembered as well.
+/// Loads a plug-in. Each plug-in is loaded once in a process; a failure is remembered, too.
 fn load(variable: &str, symbol: &str) -> Option<Loaded> {
     let path = std::env::var(variable).ok().filter(|path| path != "none")?;
     let file = CString::new(path.clone()).ok()?;
@@ -141,7 +141,7 @@ fn profiler() -> Option<&'static Profiler> {
     Some(unsafe { &*(loaded.address as *const Profiler) })
 }
 
-/// What the plug-ins keep for one communicator. The addresses are theirs; only they look behind them.
+/// The plug-ins' data for one communicator. The addresses are the plug-ins' own; only they read what is there.
 pub struct Sessions {
     id: u64,
     tuner: Option<usize>,
@@ -149,7 +149,7 @@ pub struct Sessions {
 }
 
 impl Sessions {
-    /// Tells the plug-ins of a communicator; an error of theirs fails its set-up.
+    /// Opens a communicator for the plug-ins. An error of the tuner fails the set-up of the communicator.
     pub fn open(comm: &Comm) -> Result<Arc<Sessions>, i32> {
         let id = comm.place.number();
         let mut sessions = Sessions { id, tuner: None, profiler: None };
@@ -185,7 +185,7 @@ impl Sessions {
         Ok(Arc::new(sessions))
     }
 
-    /// The algorithm and protocol of a collective: the cheapest of the table after the tuner saw it.
+    /// Chooses the algorithm and protocol of a collective: the cheapest of the table after the tuner has changed it.
     pub fn choose(&self, func: i32, bytes: usize, grouped: usize) -> Result<(usize, usize), i32> {
         const UNUSABLE: f32 = -1.0;
         let offered = costs(func, bytes);
@@ -224,7 +224,7 @@ impl Sessions {
         Ok((best / PROTOCOLS.len(), best % PROTOCOLS.len()))
     }
 
-    /// Tells the profiler of a collective; gives its handle, for `stop`.
+    /// Reports the start of a collective to the profiler. Returns the profiler's handle, for `stop`.
     pub fn start(&self, comm: &Comm, name: &str, what: &super::Issued, chosen: (usize, usize)) -> Option<usize> {
         let (context, mask) = self.profiler?;
         let start = profiler()?.start.filter(|_| mask & EVENT_COLL != 0)?;
@@ -272,12 +272,12 @@ fn describe(at: usize) -> String {
     format!("algo={} proto={}", text(ALGORITHMS[at / PROTOCOLS.len()]), text(PROTOCOLS[at % PROTOCOLS.len()]))
 }
 
-/// Microseconds of every pair: some that grow with the size where trees and rings are possible, -1 elsewhere.
+/// Costs of every pair in microseconds, which grow with the size. Pairs other than trees and rings are impossible: -1.
 fn costs(func: i32, bytes: usize) -> [f32; COSTS] {
     const ALL_REDUCE: i32 = 4;
     let mut table = [-1.0; COSTS];
     for (algorithm, latency) in [(0, 8.0), (1, 12.0)] {
-        // A tree reduces to all; everything else goes by rings.
+        // Trees serve only all_reduce; all other functions use rings.
         if algorithm == 0 && func != ALL_REDUCE {
             continue;
         }
