@@ -1,7 +1,8 @@
 """The functions of the bridge between C++ and Rust (`src/ffi/bridge.rs` and others), and which of them a run called.
 
-`bridged()` reads them from the source. As a program it takes the target folder of a build that counts calls over the
-bridge, and the folder of the counts (`.ci/sanitized` makes both). It fails if a function was not called, and names it.
+`bridged()` reads them from the sources. Run as a program, this takes two folders: the target folder of a build that
+counts calls over the bridge, and the folder of the counts (`.ci/sanitized` makes both). It fails if a function was not
+called, and names the function.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Each is compiled on its own.
+#: The files of the bridge. Each is compiled separately.
 FILES = ("bridge.rs", "observe.rs", "arrays.rs", "memory.rs")
 BLOCKS = ('extern "Rust"', 'unsafe extern "C++"')
-#: The type is that of the receiver, or stands in an attribute before the function.
+#: Matches a function. Its type is that of the receiver, or is in an attribute before the function.
 FUNCTION = re.compile(r'(?:#\[Self = "(\w+)"\]\s*)?\bfn (\w+)\s*\(\s*(?:self: (?:&|Pin<&mut )(\w+))?')
 
 
@@ -60,10 +61,10 @@ def called(target: Path, counters: Path) -> set[str]:
 
 
 def called_in(notes: Path, counted: list[Path]) -> set[str]:
-    """Those of one file of the bridge."""
+    """The functions of one file of the bridge that were called."""
     found: set[str] = set()
     for file in counted:
-        # gcov looks for the notes beside the counts.
+        # gcov looks for the notes in the folder of the counts.
         beside = file.with_suffix(".gcno")
         if not beside.exists():
             beside.symlink_to(notes.absolute())
@@ -80,7 +81,8 @@ def called_in(notes: Path, counted: list[Path]) -> set[str]:
 
 
 def plain(symbol: str) -> str:
-    """The name in the source: `RustOp::wait` for `sagellm::RustOp::wait(long) const`, the glue's `$` alike."""
+    """The name in the source: `RustOp::wait` for `sagellm::RustOp::wait(long) const` and for the glue's name with
+    `$`."""
     if "$cxxbridge" in symbol:
         return re.sub(r"^.*\$cxxbridge\d+\$(\d+\$)?", "", symbol).replace("$", "::")
     return symbol.split("(")[0].removeprefix("sagellm::")

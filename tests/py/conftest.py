@@ -10,32 +10,32 @@ from pathlib import Path
 
 import pytest
 
-DEADLINE = 120  # for a test that names no other; a hang must never hold up the whole run
+DEADLINE = 120  # seconds, for a test without a limit of its own; a hang must never block the whole run
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 from limits import patience  # noqa: E402 (found by the line above)
 
-# A shell has the programs in its background ignore SIGINT and SIGQUIT, and nohup SIGHUP; their children inherit that.
-# Without this, no such signal would end a program that a test starts.
+# A shell starts its background programs with SIGINT and SIGQUIT ignored, and nohup with SIGHUP ignored. Their children
+# inherit that, so without this no such signal would end a program that a test starts.
 for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """pytest passes over folders called "dist" unless told otherwise."""
+    """Keeps the folder "dist": pytest ignores folders of that name by default."""
     return False if collection_path == HERE / "dist" else None
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Names the marks."""
+    """Registers the marks."""
     config.addinivalue_line("markers", "quick: part of the daily run")
     config.addinivalue_line("markers", "long: many repetitions; runs only when asked for with -m long")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Gives every test a deadline; leaves `long` tests out unless marks were asked for."""
+    """Gives every test a deadline. Leaves out `long` tests, unless marks were selected on the command line."""
     for item in items:
         named = item.get_closest_marker("timeout")
         item.add_marker(pytest.mark.timeout(patience(named.args[0] if named else DEADLINE)), append=False)
@@ -47,14 +47,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """The environment of a warm Python is that of the tests, after all they have imported."""
+    """Stores the environment for warm Pythons, after all imports of the tests."""
     if "harness" in sys.modules:
         sys.modules["harness"].BEFORE.update(os.environ)
 
 
 @pytest.fixture
 def say(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
-    """Prints a line now, although pytest keeps what tests print: for tests that take minutes."""
+    """Prints a line at once, although pytest captures the output of tests. For tests that take minutes."""
 
     def line(text: str) -> None:
         with capsys.disabled():
@@ -64,7 +64,7 @@ def say(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> C
 
 
 def played(count: int) -> Iterator[list[str]]:
-    """So many hosts, which are network namespaces; without the right to make them the test is skipped."""
+    """Makes `count` hosts, which are network namespaces. Skips the test if this process may not make them."""
     import net
 
     try:

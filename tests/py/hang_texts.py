@@ -1,7 +1,7 @@
-"""Texts of errors as golden files `tests/golden/<case>.txt`.
+"""Compares error texts with golden files `tests/golden/<case>.txt`.
 
-Times, process numbers, hosts, folders and line numbers stand there as <time>, <pid>, <host>, <path> and <line>, the
-words of a delegate or a link as <words>.
+In these files <time>, <pid>, <host>, <path> and <line> stand for times, process ids, hosts, folders and line numbers,
+and <words> for the text of a delegate or a link.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 
 
 def line_in(file: str, mark: str) -> int:
-    """The number of the line in a file that ends with this mark."""
+    """The number of the line in a file that ends with this mark as a comment."""
     lines = Path(file).read_text().splitlines()
     found = [number for number, line in enumerate(lines, 1) if line.endswith(f"# {mark}")]
     assert len(found) == 1, f"{mark}: {found}"
@@ -22,7 +22,7 @@ def line_in(file: str, mark: str) -> int:
 
 
 def plain(text: str) -> str:
-    """The text without what differs from run to run."""
+    """The text without the parts that differ from run to run."""
     text = re.sub(r" \(reported by rank \d+\)", "", text)
     text = re.sub(r"\bpid \d+", "pid <pid>", text)
     text = re.sub(r"\bhost [\w.-]+", "host <host>", text)
@@ -33,7 +33,8 @@ def plain(text: str) -> str:
 
 
 def check_layout(text: str) -> None:
-    """Rule of every text: a head, then indented lines, of which the last one says what to do; short enough to read."""
+    """Checks the layout of a text: a head that begins with "sagellm", then indented lines, none with a period at its
+    end."""
     head, *lines = text.splitlines()
     assert head.startswith("sagellm"), text
     assert all(re.match(r"  [^ ]", line) for line in lines), text
@@ -41,7 +42,7 @@ def check_layout(text: str) -> None:
 
 
 def compare(case: str, text: str) -> None:
-    """Compares with the golden file, or writes it."""
+    """Compares the text with the golden file. With SAGELLM_UPDATE_GOLDEN set, writes the file first."""
     golden = GOLDEN / f"{case}.txt"
     if text.startswith("sagellm"):
         check_layout(text)

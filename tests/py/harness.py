@@ -1,17 +1,18 @@
-"""Runs test functions on several ranks, each a real process, and returns the result of every one of them.
+"""Runs test functions on several ranks, each a real process, and returns the result of each rank.
 
-`run_ranks(fn, 2, ...)` calls `fn(context, ...)` on two ranks of a live default group and returns their values.
-Ordinary tests share one pool of processes. `launch(fn, 3, ...)` makes fresh processes (tests that kill, stop or exit)
-and gives a `Job` whose every wait is bounded. All ranks are forks of one zygote that has torch imported.
+`run_ranks(fn, 2, ...)` calls `fn(context, ...)` on two ranks of a live default group and returns their values. Ordinary
+tests share one pool of processes. `launch(fn, 3, ...)` starts fresh processes, for tests that kill, stop or exit ranks;
+it gives a `Job` whose every wait has a limit. All ranks are forks of one zygote that has imported torch.
 
-Programs and commands are started as a user starts them, by `run_script`; `torchrun`, and others that ask for it, start
-*warm*: in a fork that has torch imported and is else what a fresh interpreter is (`warm.py`). Tests of an import, of
-signals to a program and of its parent stay cold, and of each kind one more test does: torchrun of an example
-(`test_examples.COLD`), of a script (`test_ddp_script[1]`) and of a failing one, `doctor` with its ranks
-(`test_doctor_lets_two_ranks_talk`), the first program and the first command of the pages (`test_docs`).
+Programs and commands are started by `run_script`, as a user starts them. `torchrun`, and other callers that ask for it,
+start them *warm*: in a fork that has imported torch and is otherwise equal to a fresh interpreter (`warm.py`). Some
+tests start a cold interpreter: tests of an import, of signals to a program and of its parent, and one test of each
+other kind. These are torchrun of an example (`test_examples.COLD`), of a script (`test_ddp_script[1]`) and of a failing
+script, `doctor` with its ranks (`test_doctor_lets_two_ranks_talk`), and the first program and the first command of the
+pages (`test_docs`).
 
-The backend under test is the environment variable SAGELLM_TEST_BACKEND ("sagellm"). With "gloo" the suite checks
-itself: tests of what gloo does not do are skipped with that reason (`beyond_gloo`).
+The environment variable SAGELLM_TEST_BACKEND selects the backend under test ("sagellm"). With "gloo" the suite checks
+itself: tests of features that gloo lacks are skipped with that reason (`beyond_gloo`).
 """
 
 from __future__ import annotations
@@ -45,21 +46,23 @@ BACKEND = os.environ.get("SAGELLM_TEST_BACKEND", "sagellm")
 IS_GLOO = BACKEND == "gloo"
 HERE = Path(__file__).resolve().parent
 POOL_SIZE = 4
-# torch's TCPStore looks up the name of every peer's address, 127.0.0.1 too; a name server that drops the question must
+# torch's TCPStore looks up the name of every peer's address, even of 127.0.0.1. A name server that drops the query must
 # not cost five seconds each time.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-#: As the tests find it; `conftest` takes it once they are collected, because what they import sets variables, too.
+#: The environment before the tests change it. `conftest` stores it after collection, because imports of the tests set
+#: variables, too.
 BEFORE = dict(os.environ)
 GROUP_TIMEOUT = timedelta(seconds=30)
 
 
 def torch_at_least(major: int, minor: int) -> bool:
-    """For what older versions do in another way, or not at all."""
+    """True for at least this version of torch; for features that older versions lack or do differently."""
     return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (major, minor)
 
 
 def monitored_barrier(timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-    """`dist.monitored_barrier` on the default group. Older torch lets only gloo groups call it: the group is asked."""
+    """`dist.monitored_barrier` on the default group. Older torch allows only gloo groups, so there the group is
+    called."""
     if torch_at_least(2, 15) or IS_GLOO:
         dist.monitored_barrier(timeout=timeout, wait_all_ranks=wait_all_ranks)
     else:
@@ -68,7 +71,7 @@ def monitored_barrier(timeout: timedelta | None = None, wait_all_ranks: bool = F
 
 
 def beyond_gloo(reason: str) -> pytest.MarkDecorator:
-    """Marks a test of something that gloo does not do, so that the suite can be validated with gloo."""
+    """Marks a test of a feature that gloo lacks, so that the suite can be validated with gloo."""
     return pytest.mark.skipif(IS_GLOO, reason=f"gloo: {reason}")
 
 
@@ -77,7 +80,7 @@ def beyond_gloo(reason: str) -> pytest.MarkDecorator:
 
 @dataclass
 class Context:
-    """What a rank's function is given first."""
+    """The first argument of a rank's function."""
 
     rank: int
     world_size: int
@@ -88,7 +91,7 @@ class Context:
     conn: Connection = field(repr=False)
 
     def store(self, key: str | None = None) -> dist.Store:
-        """A client of the session's store, under this job's prefix. The server is the test process."""
+        """A client of the session's store, with this job's prefix. The server is the test process."""
         client = dist.TCPStore("127.0.0.1", self.store_port, is_master=False, timeout=timedelta(seconds=30))
         return dist.PrefixStore(key or self.key, client)
 
@@ -99,8 +102,8 @@ class Context:
         operations: timedelta | None = None,
         **options: Any,
     ) -> None:
-        """Makes the default group of this job's ranks. `operations`: the timeout from then on, for tests that let it
-        elapse; the ranks of a busy machine need longer than that to meet."""
+        """Makes the default group of this job's ranks. `operations` is the timeout after the group was made, for tests
+        in which it elapses: on a busy machine the ranks need longer than that to meet."""
         options.setdefault("backend", self.backend)
         options.setdefault("rank", self.rank)
         options.setdefault("world_size", self.world_size)
@@ -113,11 +116,11 @@ class Context:
             dist.distributed_c10d._get_default_group().set_timeout(operations)
 
     def tell(self, word: Any) -> None:
-        """Sends a word to the test, which reads it with `Job.hear`."""
+        """Sends a message to the test, which reads it with `Job.hear`."""
         self.conn.send(("word", word))
 
     def listen(self, timeout: float = 60.0) -> Any:
-        """Waits for a word from the test (`Job.say`)."""
+        """Waits for a message from the test (`Job.say`)."""
         limit = patience(timeout)
         if not self.conn.poll(limit):
             raise TimeoutError(f"the test said nothing for {limit} s")
@@ -125,7 +128,7 @@ class Context:
 
 
 def expect_raises(kind: type[BaseException] | tuple[type[BaseException], ...], call: Callable[[], Any]) -> str:
-    """Calls and returns the text of the exception, which must be of `kind`."""
+    """Runs `call` and returns the text of the exception, which must be of `kind`."""
     try:
         call()
     except kind as error:
@@ -134,7 +137,7 @@ def expect_raises(kind: type[BaseException] | tuple[type[BaseException], ...], c
 
 
 def pool_member(context: Context) -> None:
-    """The life of a pool process: keeps a default group of the size last asked for and runs functions in it."""
+    """The main loop of a pool process: keeps a default group of the size last asked for, and runs functions in it."""
     from zygote import describe_error, resolve
 
     current: str | None = None
@@ -165,7 +168,7 @@ def pool_member(context: Context) -> None:
 
 
 def end_server(process: subprocess.Popen[bytes], tmp: Path) -> None:
-    """Ends a server that lives until the end of its input, kills it if it does not end, and removes its folder."""
+    """Ends a server that runs until the end of its input, kills it if it does not end, and removes its folder."""
     if process.stdin is not None:
         with contextlib.suppress(OSError):
             process.stdin.close()
@@ -177,7 +180,7 @@ def end_server(process: subprocess.Popen[bytes], tmp: Path) -> None:
 
 
 class Zygote:
-    """The process whose forks are the ranks; one per test session, started when first needed."""
+    """The process whose forks are the ranks. There is one for each test session, started when it is first needed."""
 
     _one: Zygote | None = None
 
@@ -211,7 +214,7 @@ class Zygote:
         return json.loads(line)
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """One request, one reply."""
+        """Sends one request and returns the reply."""
         with self.lock:
             assert self.process.stdin is not None
             self.process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -225,13 +228,14 @@ class Zygote:
             return f"job{self.jobs}"
 
     def close(self) -> None:
-        """Ends the zygote; ranks that are left get its death signal."""
+        """Ends the zygote. The kernel then kills the remaining ranks, by their parent-death signal."""
         end_server(self.process, self.tmp)
 
 
 @dataclass
 class Outcome:
-    """How one rank ended. `value` and `error` are None when it said neither; `code` is negative for a signal."""
+    """How one rank ended. `value` and `error` are None if the rank did not report them. A signal is a negative
+    `code`."""
 
     rank: int
     code: int | None = None
@@ -257,12 +261,12 @@ class Rank:
         self.code: int | None = None
         self.words: list[Any] = []
         self.outcome = Outcome(rank)
-        self.said = False  # a value or an error came
-        # It stays valid until the zygote, its parent, has taken the exit code.
+        self.said = False  # a value or an error was received
+        # The descriptor stays valid until the zygote, the parent of the rank, has collected the exit code.
         self.pidfd: int | None = os.pidfd_open(pid)
 
     def poll(self) -> int | None:
-        """The exit code, once it has ended."""
+        """The exit code, or None while the rank runs."""
         if self.code is None:
             self.code = Zygote.get().ask({"poll": self.pid})["status"]
         if self.code is not None and self.pidfd is not None:
@@ -271,11 +275,11 @@ class Rank:
         return self.code
 
     def rest(self, seconds: float) -> None:
-        """Pauses until it says something or ends, without using up the cores that it needs."""
+        """Pauses until the rank sends something or ends, without using the cores that it needs."""
         wait_for_any([each for each in (self.conn, self.pidfd) if each is not None], seconds)
 
     def pump(self) -> None:
-        """Takes what the rank has sent so far."""
+        """Receives everything that the rank has sent so far."""
         while self.conn is not None:
             try:
                 if not self.conn.poll(0):
@@ -293,7 +297,7 @@ class Rank:
                 self.outcome.error, self.said = message[1], True
 
     def output(self) -> str:
-        """What it has printed so far."""
+        """Everything that the rank has printed so far."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
 
@@ -349,7 +353,7 @@ class Job:
         return Rank(rank, zygote.ask({"spawn": order})["pid"], log)
 
     def pid(self, rank: int) -> int:
-        """The process of a rank."""
+        """The process id of a rank."""
         return self.ranks[rank].pid
 
     def signal(self, rank: int, number: int) -> None:
@@ -357,7 +361,7 @@ class Job:
         os.kill(self.ranks[rank].pid, number)
 
     def say(self, rank: int, word: Any) -> None:
-        """Sends a word to a rank that listens."""
+        """Sends a message to a rank that listens."""
         conn = self.ranks[rank].conn
         assert conn is not None, f"rank {rank} has ended\n{self.report()}"
         try:
@@ -366,7 +370,7 @@ class Job:
             raise AssertionError(f"rank {rank} does not listen: {error}\n{self.report()}") from None
 
     def hear(self, rank: int, timeout: float = 30.0) -> Any:
-        """The next word of a rank."""
+        """Waits for the next message of a rank, and returns it."""
         each = self.ranks[rank]
         limit = patience(timeout)
         end = time.monotonic() + limit
@@ -398,12 +402,12 @@ class Job:
         return each.outcome
 
     def wait(self, timeout: float = 60.0) -> list[Outcome]:
-        """Waits until every process has ended; on time-out kills them and raises with all that is known."""
+        """Waits until every process has ended. At the time limit it kills them and raises with all that is known."""
         end = time.monotonic() + patience(timeout)
         return [self._wait_until(each.rank, end) for each in self.ranks]
 
     def values(self, timeout: float = 60.0) -> list[Any]:
-        """`wait`, and every rank must have returned: their values."""
+        """Calls `wait`, requires that every rank has returned, and returns their values."""
         outcomes = self.wait(timeout)
         if any(outcome.error or outcome.code for outcome in outcomes):
             raise AssertionError(self.report())
@@ -416,7 +420,7 @@ class Job:
         time.sleep(0.3)
 
     def kill(self) -> None:
-        """Ends what is left, by pid."""
+        """Kills the processes that still run, by pid."""
         for each in self.ranks:
             if each.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -429,7 +433,7 @@ class Job:
             each.pump()
 
     def report(self) -> str:
-        """Everything known of every rank, for a failing test's message."""
+        """Everything that is known about every rank, for the message of a failing test."""
         lines = []
         for each in self.ranks:
             each.pump()
@@ -439,7 +443,7 @@ class Job:
 
 
 def accept(listener: Listener, timeout: float) -> Connection:
-    """`listener.accept` that cannot wait for ever."""
+    """Like `listener.accept`, but with a time limit."""
     listener._listener._socket.settimeout(timeout)  # type: ignore[attr-defined]
     conn = listener.accept()
     os.set_blocking(conn.fileno(), True)
@@ -455,9 +459,10 @@ def launch(
     normal_exit: bool = False,
     **kwargs: Any,
 ) -> Iterator[Job]:
-    """Fresh processes that run `fn(context, *args, **kwargs)`, without a group; what is left at the end is killed.
+    """Starts fresh processes that run `fn(context, *args, **kwargs)` without a group. Kills those that are left at the
+    end.
 
-    `normal_exit`: where `fn` returns, the interpreter ends as in a program, with all that this costs (`zygote.end`).
+    `normal_exit`: after `fn` has returned, the interpreter ends as in a program, with all its cost (see `zygote.end`).
     """
     job = Job(fn, world_size, args, kwargs, env or {}, normal_exit)
     try:
@@ -470,7 +475,7 @@ def launch(
 
 
 class Pool:
-    """Processes that live across tests, with a default group of the size last used."""
+    """Processes that live across tests. They keep a default group of the size last used."""
 
     _one: Pool | None = None
 
@@ -490,7 +495,7 @@ class Pool:
 
     @classmethod
     def end(cls) -> None:
-        """Lets the processes end (and kills those that do not)."""
+        """Asks the processes to end, and kills those that do not."""
         pool, cls._one = cls._one, None
         if pool is None:
             return
@@ -511,7 +516,7 @@ class Pool:
         timeout: float,
         fresh_group: bool,
     ) -> list[Any]:
-        """Runs on the first `world_size` processes; any failure ends the pool and raises."""
+        """Runs `fn` on the first `world_size` processes. Any failure ends the pool and raises."""
         if fresh_group or world_size != self.world_size:
             self.key, self.world_size = Zygote.get().next_key(), world_size
         members = self.job.ranks[:world_size]
@@ -526,7 +531,7 @@ class Pool:
                 each.pump()
                 if each.outcome.error and not failed:
                     failed = True
-                    end = min(end, time.monotonic() + patience(3))  # the others may have more to tell, or hang
+                    end = min(end, time.monotonic() + patience(3))  # the other ranks may report more, or hang
                 if each.conn is None:
                     end = min(end, time.monotonic() + patience(1))
             if time.monotonic() > end:
@@ -550,10 +555,11 @@ def run_ranks(
     fresh_group: bool = False,
     **kwargs: Any,
 ) -> list[Any]:
-    """Calls `fn(context, *args, **kwargs)` on every rank of a live default group; their values, in rank order.
+    """Calls `fn(context, *args, **kwargs)` on every rank of a live default group. Returns their values in rank order.
 
-    `fresh_group` makes a new default group first, and another for the next test (`fn` may destroy it). An exception on
-    any rank, or silence for too long (`patience(timeout)`), fails with the tracebacks and the output of all of them.
+    `fresh_group` makes a new default group first, and another one for the next test, because `fn` may destroy it. If a
+    rank raises, or returns nothing within `patience(timeout)`, this fails with the tracebacks and the output of all
+    ranks.
     """
     return Pool.get().run(fn, world_size, args, kwargs, timeout, fresh_group)
 
@@ -567,13 +573,14 @@ def run_fresh(
     normal_exit: bool = False,
     **kwargs: Any,
 ) -> list[Any]:
-    """As `run_ranks`, in fresh processes with the given environment; `fn` makes the group itself (`context.init`)."""
+    """Like `run_ranks`, in fresh processes with the given environment. `fn` makes the group itself (`context.init`)."""
     with launch(fn, world_size, *args, env=env, normal_exit=normal_exit, **kwargs) as job:
         return job.values(timeout)
 
 
 class Warm:
-    """The server of `warm.py`, one per test session, started when first needed: a Python that has torch imported."""
+    """The server of `warm.py`, a Python that has imported torch. One for each test session, started when first
+    needed."""
 
     _one: Warm | None = None
 
@@ -607,17 +614,17 @@ class Warm:
         return cls._one
 
     def close(self) -> None:
-        """Ends the server, and with it what it has started."""
+        """Ends the server and the programs that it has started."""
         end_server(self.process, self.tmp)
 
 
 def warm_python() -> str:
-    """An executable that stands for this Python with torch imported, where `warm.py` finds no reason against it."""
+    """An executable that runs like this Python with torch imported, unless `warm.py` has a reason against it."""
     return str(Warm.get().python)
 
 
 def run_warm(*words: str, timeout: float = 100.0, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs `warm_python` with these words; what it prints to stdout and to stderr apart."""
+    """Runs `warm_python` with these arguments. Captures stdout and stderr separately."""
     return subprocess.run(
         [warm_python(), *words],
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
@@ -636,9 +643,9 @@ def run_script(
     cwd: str | Path | None = None,
     warm: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs this Python with `arguments`, in its own process group, and kills all of it at the deadline.
+    """Runs this Python with `arguments` in its own process group, and kills the whole group at the deadline.
 
-    `warm`: in a fork that has torch imported (`warm.py`), for what is about the program and not about its start.
+    `warm`: runs in a fork that has imported torch (`warm.py`), for tests of the program and not of its start.
     """
     full = dict(os.environ, OMP_NUM_THREADS="1", **(env or {}))
     full.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -662,7 +669,7 @@ def run_script(
 
 
 def in_new_process(code: str, **environment: str) -> dict[str, Any]:
-    """Runs `code` in a fresh interpreter in an unrelated folder; its last line is JSON."""
+    """Runs `code` in a fresh interpreter in an unrelated folder. The last line that it prints is JSON."""
     done = run_script(["-c", code], env=environment, cwd="/")
     assert done.returncode == 0, done.stdout
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -677,9 +684,9 @@ def torchrun(
     env: dict[str, str] | None = None,
     warm: bool = True,
 ) -> str:
-    """Runs a script under torchrun on this host; it must succeed. Returns its output.
+    """Runs a script under torchrun on this host, requires that it succeeds, and returns its output.
 
-    `warm`: torchrun and the ranks that it starts are forks that have torch imported.
+    `warm`: torchrun and the ranks that it starts are forks that have imported torch.
     """
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(script), *args]
     done = run_script(command, timeout, env, warm=warm)

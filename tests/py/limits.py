@@ -1,12 +1,12 @@
-"""How long something may take."""
+"""Time limits of tests."""
 
 from __future__ import annotations
 
-#: Limits are written for an idle machine with two cores. Where other programs share the cores everything takes longer,
-#: about four times beside a compiler. A hang still meets every limit.
+#: Factor of all limits, which are written for an idle machine with two cores. If other programs share the cores
+#: everything takes longer, about four times as long next to a compiler. A hang still exceeds every limit.
 SHARED = 4
 
 
 def patience(seconds: float) -> float:
-    """The limit for what may take `seconds` on an idle machine."""
+    """The time limit for something that takes up to `seconds` on an idle machine."""
     return SHARED * seconds

@@ -1,8 +1,8 @@
 """Test bodies for any device: `tests/py/device` runs them on a simulated one, `tests/py/gpu` on a card.
 
-A body takes the context and torch's name of the device, and finds a default group that serves it. A simulated device's
-kernels are slow by themselves; a card's stream is made late by `late`. The bodies of host staging, which need the
-simulated device's own controls, are in `tests/py/device`.
+A body gets the context and torch's name of the device, and runs in a default group that serves the device. The kernels
+of a simulated device are slow by themselves; on a card `late` delays the stream. The bodies of host staging are in
+`tests/py/device`, because they need the controls of the simulated device.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ import torch
 import torch.distributed as dist
 from harness import Context, expect_raises
 
-#: A list as `fused_all_reduce` takes it: sizes and types, one of them without elements.
+#: A list for `fused_all_reduce`: sizes and types. One tensor has no elements.
 LIST = [(5, torch.float32), (3000, torch.int64), (0, torch.float32), (70, torch.float32)]
-#: Of the types that some collective combines.
+#: The types that some collective combines.
 REDUCED = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64, torch.complex128,
 ]  # fmt: skip
 OPS = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
-#: For how many cycles of a card's clock `late` keeps a stream busy: some tens of milliseconds.
+#: Cycles of a card's clock for which `late` keeps a stream busy: some tens of milliseconds.
 LATE = 60_000_000
 
 
 def late(device: str) -> None:
-    """Keeps the current stream busy for a while, so that missing order shows."""
+    """Keeps the current stream busy for a while, so that an operation that does not wait for it gives wrong results."""
     if device == "cuda":
         torch.cuda._sleep(LATE)
 
 
 def total(n: int) -> float:
-    """The sum of what the ranks give when each gives its number and one."""
+    """The sum over all ranks if each contributes its number plus one."""
     return n * (n + 1) / 2
 
 
@@ -52,7 +52,7 @@ def holds(tensor: torch.Tensor, value: float) -> None:
 
 
 def counted(op: str, calls: int) -> None:
-    """Waits until the thread that looks after the operations has seen so many of them end."""
+    """Waits until the statistics have counted this many ended operations of the kind `op`."""
     import torch_sagellm
 
     deadline = time.monotonic() + 20
@@ -65,7 +65,7 @@ def counted(op: str, calls: int) -> None:
 
 
 def made(rank: int, count: int, device: str, seed: int = 0) -> torch.Tensor:
-    """Numbers of one rank; on the device slow kernels have a part in them."""
+    """The numbers of one rank. On the device slow kernels compute them."""
     base = torch.arange(count, dtype=torch.float32).remainder(97).div(7).add(rank + 10 * seed)
     if device == "cpu":
         return base.mul(3)
@@ -73,12 +73,12 @@ def made(rank: int, count: int, device: str, seed: int = 0) -> torch.Tensor:
 
 
 def empty(count: int, device: str) -> torch.Tensor:
-    """Memory into which a slow kernel still writes."""
+    """Memory to which a slow kernel still writes."""
     return torch.empty(count, device=device).fill_(-1)
 
 
 def calls(n: int, rank: int, device: str) -> dict[str, Callable[[bool], tuple[Any, list[torch.Tensor]]]]:
-    """Every collective, as a function of `async_op` that gives the Work and the results."""
+    """Every collective, as a function of `async_op` that returns the Work and the results."""
 
     def each(function: Callable[[bool], Any]) -> Callable[[bool], tuple[Any, list[torch.Tensor]]]:
         return function
@@ -141,7 +141,7 @@ def calls(n: int, rank: int, device: str) -> dict[str, Callable[[bool], tuple[An
         return dist.all_reduce_coalesced(ts, async_op=a), ts
 
     def several_types(a: bool) -> Any:
-        # torch's function refuses them; its backends need not.
+        # torch's function rejects a list of several types; its backends need not.
         ts = [made(rank, 50, device), made(rank, 20, device).double(), made(rank, 3, device).double()]
         work = backend_of().allreduce_coalesced(ts, dist.AllreduceCoalescedOptions())
         return work, ts
@@ -206,13 +206,13 @@ def calls(n: int, rank: int, device: str) -> dict[str, Callable[[bool], tuple[An
 
 
 def every_call(ctx: Context, device: str, without: tuple[str, ...] = (), exact: bool = True) -> None:
-    """Each collective, synchronous and not, gives what the CPU's tensors of the same group get.
+    """Each collective, synchronous and asynchronous, gives the same results as on CPU tensors of the same group.
 
     Args:
-        ctx: of this rank.
-        device: torch's name of it.
-        without: calls that the library refuses.
-        exact: bit for bit; not where a library may add the ranks in another order.
+        ctx: this rank's context.
+        device: torch's name of the device.
+        without: calls that the library rejects.
+        exact: requires equal bits; False for a library that may add the ranks in another order.
     """
     on_cpu, on_device = (calls(ctx.world_size, ctx.rank, where) for where in ("cpu", device))
     for what in on_cpu:
@@ -226,7 +226,7 @@ def every_call(ctx: Context, device: str, without: tuple[str, ...] = (), exact: 
             if work is not None:
                 work.wait()
             for one, other in zip(results, expected, strict=True):
-                # A kernel on the caller's stream sees the result, without a synchronisation of the device.
+                # A kernel on the caller's stream reads the result, without a synchronization of the device.
                 found = (one * 1).cpu()
                 assert one.device.type == device and found.dtype == other.dtype, what
                 same = torch.equal(found, other) if exact else torch.allclose(found, other)
@@ -234,9 +234,9 @@ def every_call(ctx: Context, device: str, without: tuple[str, ...] = (), exact: 
 
 
 def every_type(ctx: Context, device: str, vendor: str, without: tuple[torch.dtype, ...] = ()) -> None:
-    """All reduce ops of all types that the CPU's engine combines; what it refuses, the device refuses as well.
+    """Tests all reduce ops of all types that the CPU's engine combines. The device must reject what the CPU rejects.
 
-    `without`: types that the library refuses.
+    `without`: types that the library rejects.
     """
     wrong: list[str] = []
     combined = 0
@@ -263,7 +263,7 @@ def every_type(ctx: Context, device: str, vendor: str, without: tuple[torch.dtyp
 
 
 def path_taken(ctx: Context, device: str, vendor: str) -> None:
-    """Explain names the library and what was composed; statistics count; the CPU's tensors share the group."""
+    """`explain` names the library and the composed parts, the statistics count, and CPU tensors use the same group."""
     import torch_sagellm
 
     work = dist.all_reduce(torch.ones(10, device=device), async_op=True)
@@ -291,10 +291,11 @@ def path_taken(ctx: Context, device: str, vendor: str) -> None:
 
 
 def host_and_device(ctx: Context, device: str) -> None:
-    """One backend object serves both kinds, under way together; objects go by the CPU; parts of the group as well."""
+    """One backend object serves CPU and device, even at the same time. Objects, and parts of the group, use the CPU
+    side."""
     n, rank = ctx.world_size, ctx.rank
     host, there = torch.full((4,), rank + 1.0), torch.full((4,), rank + 1.0, device=device)
-    dist.all_reduce(there.clone())  # makes the communicator, for which the ranks exchange something
+    dist.all_reduce(there.clone())  # makes the communicator, for which the ranks exchange an id
     before = number()
     works = [dist.all_reduce(each, async_op=True) for each in (host, there, host)]
     assert number() - before == 3
@@ -316,13 +317,15 @@ def host_and_device(ctx: Context, device: str) -> None:
 
 
 def messages(ctx: Context, device: str) -> None:
-    """To the next rank, from the one before: one by one, then as a batch; then ranks 0 and 1 alone."""
+    """Messages to the next rank and from the previous one, one by one and as a batch; then only from rank 0 to rank
+    1."""
     n = ctx.world_size
     to, source = (ctx.rank + 1) % n, (ctx.rank - 1) % n
     mine = torch.empty(30_000, device=device).fill_(ctx.rank + 1)
     theirs = torch.empty(30_000, device=device).fill_(-1)
     late(device)
-    # All begin with the next. The first message between two makes their communicator, for which both must come.
+    # All ranks first send to the next rank. The first message between two ranks makes their communicator, in which both
+    # must take part.
     for work in [dist.isend(mine, to), dist.irecv(theirs, source)]:
         work.wait()
     holds(theirs, source + 1)
@@ -338,7 +341,7 @@ def messages(ctx: Context, device: str) -> None:
 
 
 def order(ctx: Context, device: str) -> None:
-    """Late kernels are neither missed nor overtaken, on the caller's stream and on another; memory is not reused."""
+    """Operations wait for late kernels, on the caller's stream and on another. Memory is not reused too early."""
     n, rank = ctx.world_size, ctx.rank
     # The receiver's own kernel still writes to the tensor when the operation is issued.
     late(device)
@@ -346,11 +349,11 @@ def order(ctx: Context, device: str) -> None:
     work = dist.broadcast(target, 0, async_op=True)
     work.wait()
     holds(target * 1, 3)
-    # What follows on the caller's stream without a wait may overtake nothing that was issued before it.
+    # Work that follows on the caller's stream may not overtake work that was issued before it, even without a wait.
     late(device)
     value = torch.empty(500, device=device).fill_(rank + 1)
     work = dist.all_reduce(value, async_op=True)
-    # The tensor is dropped at once: the device must not give its memory out again while the operation uses it.
+    # The tensor is dropped at once. The device must not reuse its memory while the operation uses it.
     kept = value.data_ptr()
     del value
     again = torch.empty(500, device=device)
@@ -358,7 +361,8 @@ def order(ctx: Context, device: str) -> None:
     again.fill_(-5)
     work.wait()
     holds(work.result()[0] * 1, total(n))
-    # wait() puts the stream that is current then behind the result; a call is behind the stream current at the call.
+    # wait() makes the stream that is current at the wait wait for the result. A call waits for the stream that is
+    # current at the call.
     side = torch.Stream(device=device)
     late(device)
     value = torch.empty(500, device=device).fill_(rank + 1)
@@ -370,7 +374,7 @@ def order(ctx: Context, device: str) -> None:
         second = torch.empty(500, device=device).fill_(2 * rank + 2)
         dist.all_reduce(second)
         holds(second, 2 * total(n))
-    # A value that the host has not waited for, by the future.
+    # A value taken from the future, for which the host has not waited.
     late(device)
     value = torch.empty(500, device=device).fill_(rank + 1)
     (found,) = dist.all_reduce(value, async_op=True).get_future().wait()
@@ -378,7 +382,7 @@ def order(ctx: Context, device: str) -> None:
 
 
 def lists(ctx: Context, device: str) -> None:
-    """A list of several types in one go, and a thousand small tensors, by a list, by a region and one by one."""
+    """One call with a list of several types; then a thousand small tensors as a list, in a region, and one by one."""
     import torch_sagellm
 
     n, rank = ctx.world_size, ctx.rank
@@ -405,18 +409,18 @@ def lists(ctx: Context, device: str) -> None:
 
 # ------------------------------------------------------------------------------------------------ training
 
-#: What a training gives: the loss of every step, and the parameters at the end, in host memory.
+#: Result of a training: the loss of every step, and the final parameters in host memory.
 Trained = tuple[list[float], list[torch.Tensor]]
 
 
 def network(device: str) -> torch.nn.Sequential:
-    """The same on every rank."""
+    """A model, equal on every rank."""
     torch.manual_seed(5)
     return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4)).to(device)
 
 
 def steps(model: torch.nn.Module, device: str, rank: int, count: int) -> list[float]:
-    """Trains on this rank's own numbers; the losses."""
+    """Trains on this rank's own data. Returns the losses."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for step in range(count):
@@ -430,7 +434,7 @@ def steps(model: torch.nn.Module, device: str, rank: int, count: int) -> list[fl
 
 
 def ddp(device: str, rank: int, hook: bool = False, count: int = 3) -> Trained:
-    """DistributedDataParallel with several buckets; with a hook that sends gradients in 16 bits, or without."""
+    """DistributedDataParallel with several buckets. With `hook`, gradients are sent in 16 bits."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     model = network(device)
@@ -442,7 +446,7 @@ def ddp(device: str, rank: int, hook: bool = False, count: int = 3) -> Trained:
 
 
 def fsdp(device: str, rank: int, mixed: bool = False, count: int = 3) -> Trained:
-    """FSDP2: each layer sharded over all ranks; with `mixed`, parameters travel as bfloat16."""
+    """FSDP2 with each layer sharded over all ranks. With `mixed`, parameters are sent as bfloat16."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -459,21 +463,21 @@ def fsdp(device: str, rank: int, mixed: bool = False, count: int = 3) -> Trained
 
 
 def same_training(one: Trained, other: Trained) -> None:
-    """Losses and parameters, to the last bit."""
+    """Requires that losses and parameters are equal to the last bit."""
     assert one[0] == other[0], (one[0], other[0])
     for first, second in zip(one[1], other[1], strict=True):
         assert torch.equal(first, second), (first - second).abs().max()
 
 
 def trained_as_on_the_cpu(ctx: Context, device: str, program: Callable[..., Trained], *args: Any) -> list[float]:
-    """The device's training and the CPU's, in the same group."""
+    """Runs the training on the CPU and on the device, in the same group, and requires equal results."""
     expected, found = program("cpu", ctx.rank, *args), program(device, ctx.rank, *args)
     same_training(found, expected)
     return found[0]
 
 
 def lists_of_two(ctx: Context, name: str) -> None:
-    """The first and the last rank send lists to each other before any call in which the others take part."""
+    """The first and the last rank exchange lists before any call in which the other ranks take part."""
     import torch_sagellm
 
     last = ctx.world_size - 1
@@ -487,12 +491,12 @@ def lists_of_two(ctx: Context, name: str) -> None:
 
 
 def lists_travel(ctx: Context, name: str) -> None:
-    """`send_tensors` and `recv_tensors` with tensors on the device, in several batches, there and back."""
+    """Sends tensors on the device by `send_tensors` and `recv_tensors`, in several batches, to rank 1 and back."""
     import torch_sagellm
 
     def given() -> list[torch.Tensor]:
         return [
-            torch.ones(3, dtype=torch.int8),  # what follows does not begin at a multiple of its size
+            torch.ones(3, dtype=torch.int8),  # so the next tensor does not begin at a multiple of its element size
             torch.arange(3000.0).reshape(30, 100),
             torch.tensor(7),
             torch.ones(0, 4),

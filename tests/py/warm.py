@@ -1,18 +1,19 @@
-"""A Python that starts with torch imported: what `harness.warm_python` names is used in the place of `sys.executable`.
+"""A Python that starts with torch imported. `harness.warm_python` names an executable that replaces `sys.executable`.
 
 An import of torch costs two seconds of processor time, and most programs of these tests do little else. So a server
-imports torch (and what torchrun is, nothing else: no pytest, no module of the tests, nothing of the package under test)
-and starts no thread. The program that is started is a client, which takes milliseconds: it sends its arguments,
-environment, folder and the descriptors 0, 1 and 2 to the server, whose fork becomes the program; it passes signals on,
-and ends as the program ended. When the client is killed, the program and its process group are.
+imports torch and torchrun (but no pytest, no module of the tests, nothing of the package under test) and starts no
+thread. The program that is started is a client, which takes milliseconds. It sends its arguments, environment, working
+folder and the descriptors 0, 1 and 2 to the server. A fork of the server then becomes the program. The client passes
+signals on, and ends as the program ended. If the client is killed, the program and its process group are killed, too.
 
-The fork does what the interpreter does at its start: arguments, `sys.path`, a new `__main__`, the streams, Ctrl-C; it
-starts a new session, and runs to the interpreter's own end. Where a fork would differ from a fresh interpreter, the
-client executes the real Python instead (`cold_because` has the list: flags, variables that are read while Python or
-torch starts, other limits, programs of the package itself). The network and the mounts of the client, which
-`ip netns exec` changes, are entered. What a program starts by
-`sys.executable` is warm again. These differ, so tests of them start the real Python: what torch does at its import, the
-parent, which is not the process that started it, and a stopped client, which stops nothing. One test of each kind
+The fork does what the interpreter does at its start: it sets the arguments, `sys.path`, a new `__main__`, the streams
+and Ctrl-C. It starts a new session, and it ends by the interpreter's own exit. If a fork would differ from a fresh
+interpreter, the client executes the real Python instead; `cold_because` has the list: flags, variables that are read
+while Python or torch starts, other limits, programs of the package itself. The fork enters the network and mount
+namespaces of the client, which `ip netns exec` changes. A program that it starts by `sys.executable` is warm, too.
+
+These things differ, so tests of them start the real Python: what torch does at its import, the parent process, which is
+not the process that started the program, and a stopped client, which does not stop the program. One test of each kind
 (torchrun of an example and of a script, `doctor`, a program and a command of the pages) starts the real Python, too.
 """
 
@@ -30,16 +31,16 @@ import sys
 from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1
-#: What the client passes on. No one can catch or pass on a stop or a kill.
+#: The signals that the client passes on. No process can catch a stop or a kill, so these are not passed on.
 PASSED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE)
-#: Beginnings of the names of variables that are read while the system's loader, Python, torch or its libraries start.
+#: Prefixes of the names of variables that are read while the system's loader, Python, torch or its libraries start.
 AT_START = (
     *("LD_", "GLIBC_", "MALLOC_", "PYTHON", "COVERAGE_", "LC_", "LANG", "TZ", "TMP", "TEMP", "HOME"),
     *("ATEN_", "CUDA_", "DNNL_", "GOMP_", "KINETO_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTORCH_"),
     *("TORCH_", "ASAN_", "UBSAN_", "LSAN_", "TSAN_", "SAGELLM_AS"),
 )
-#: Those of these beginnings that torchrun sets for its ranks; torch reads them when a group is made, if at all.
-#: PYTHON_EXEC is read by torchrun alone, and how much Kineto logs concerns no test.
+#: Variables with such a prefix that torchrun sets for its ranks. torch reads them when a group is made, if at all. Only
+#: torchrun reads PYTHON_EXEC, and no test depends on how much Kineto logs.
 LATER = ("PYTHON_EXEC", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "KINETO_LOG_LEVEL")
 SPACES = ("ipc", "user", "uts")
 #: Namespaces of the client that the program enters.
@@ -52,7 +53,7 @@ def read_at_start(environment: dict[str, str]) -> dict[str, str]:
 
 
 def surroundings() -> list[Any]:
-    """What else a fork has of the server, and a fresh process of who starts it."""
+    """Other properties that a fork has from the server, and a fresh process from the process that starts it."""
     limits = [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")]
     mask = os.umask(0o022)
     os.umask(mask)
@@ -68,7 +69,7 @@ def surroundings() -> list[Any]:
 
 
 def cold_because(words: list[str], known: dict[str, Any]) -> str | None:
-    """Why this program needs a fresh interpreter; None if a fork of the server will do."""
+    """Why this program needs a fresh interpreter, or None if a fork of the server will do."""
     words = words[1:] if words[:1] == ["-u"] else words
     if words[:1] not in (["-m"], ["-c"]):
         if not words or words[0].startswith("-"):
@@ -95,7 +96,7 @@ def _is_passed_on(fd: int) -> bool:
 
 
 def client(folder: str, words: list[str]) -> NoReturn:
-    """Has the server run the program, and ends as it ends."""
+    """Makes the server run the program, and ends as the program ends."""
     with open(os.path.join(folder, "known.json")) as file:
         known = json.load(file)
     if cold_because(words, known):
@@ -103,12 +104,12 @@ def client(folder: str, words: list[str]) -> NoReturn:
     door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     door.connect(os.path.join(folder, "door"))
     order = {"words": words, "environment": dict(os.environ), "folder": os.getcwd()}
-    text = json.dumps(order).encode()  # names and values that are no UTF-8 are escaped, as os.environ has them
+    text = json.dumps(order).encode()  # names and values that are not UTF-8 are escaped, as in os.environ
     socket.send_fds(door, [len(text).to_bytes(8, "little")], [0, 1, 2])
     door.sendall(text)
     for each in PASSED:
         signal.signal(each, lambda number, _: door.send(bytes([number])))
-    for fd in (0, 1, 2):  # who reads what the program prints sees its end when the program closes it
+    for fd in (0, 1, 2):  # a reader of the program's output sees its end when the program closes it
         os.close(fd)
     status = int.from_bytes(_receive(door, 4), "little", signed=True)
     if status < 0:
@@ -133,20 +134,20 @@ def _receive(door: socket.socket, size: int) -> bytes:
 
 
 def die_with_parent() -> None:
-    """The system kills this process when the one that forked it ends."""
+    """Makes the kernel kill this process when its parent ends."""
     import ctypes
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def serve(folder: str, package: str, python: str) -> dict[str, Any]:
-    """Forks for every client until the end of stdin; returns in the forks, with the order of each."""
+    """Forks for every client until the end of stdin. In the forks it returns, with the client's order."""
     import gc
     import tempfile
 
     import torch.distributed.run
 
-    del sys.modules["torch.distributed.run"], torch.distributed.run  # `python -m` warns where it is imported already
+    del sys.modules["torch.distributed.run"], torch.distributed.run  # `python -m` warns of an imported module
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads: what they hold at a fork nobody would release in it"
     for name in ("pytest", "torch_sagellm", "harness"):
@@ -163,12 +164,12 @@ def serve(folder: str, package: str, python: str) -> dict[str, Any]:
     with open(os.path.join(folder, "known.json"), "w") as file:
         json.dump(known, file)
     gc.collect()
-    gc.freeze()  # a fork need not walk, and copy, all of torch's modules
+    gc.freeze()  # so a fork does not walk, and thereby copy, all of torch's modules
     os.write(1, b"ready\n")
     while True:
         readable, _, _ = select.select([0, listener], [], [])
         if 0 in readable:
-            os._exit(0)  # nobody writes into it, so this is its end
+            os._exit(0)  # no process writes into it, so this is its end
         door, _ = listener.accept()
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -181,7 +182,7 @@ def serve(folder: str, package: str, python: str) -> dict[str, Any]:
 
 
 def start(door: socket.socket, python: str) -> dict[str, Any]:
-    """In a fork of the server: forks the program, in which it returns, watches over it and its client, and ends."""
+    """In a fork of the server: forks the program, in which it returns, watches it and its client, and exits."""
     try:
         head, fds, _, _ = socket.recv_fds(door, 8, 3)
         order = json.loads(_receive(door, int.from_bytes(head, "little")))
@@ -206,7 +207,7 @@ def start(door: socket.socket, python: str) -> dict[str, Any]:
 
 
 def enter_spaces(client: int) -> None:
-    """Enters those namespaces of the client that differ; the client lives until the program has ended."""
+    """Enters those namespaces of the client that differ. The client lives until the program has ended."""
     import ctypes
 
     for space in ENTERED:
@@ -221,7 +222,7 @@ def enter_spaces(client: int) -> None:
 
 
 def watch(door: socket.socket, pid: int) -> NoReturn:
-    """Until the program or its client has ended."""
+    """Watches until the program or its client has ended, then exits."""
     end = os.pidfd_open(pid)
     while True:
         readable, _, _ = select.select([end, door], [], [])
@@ -252,7 +253,7 @@ def _read(door: socket.socket) -> bytes:
 
 
 def become(order: dict[str, Any]) -> list[str]:
-    """Makes of the fork what a fresh interpreter is before it runs anything; its words without flags."""
+    """Gives the fork the state of a fresh interpreter before its program. Returns the command line without flags."""
     os.chdir(order["folder"])
     os.environ.clear()
     os.environ.update(order["environment"])
@@ -262,7 +263,7 @@ def become(order: dict[str, Any]) -> list[str]:
     words: list[str] = order["words"]
     sys.executable = order["python"]
     sys.orig_argv[:] = [sys.executable, *words]
-    # The streams write to the descriptors that the program was given; only what follows from those is set anew.
+    # The streams already write to the program's descriptors. Only the settings that depend on these are made again.
     out: Any = sys.stdout
     out.reconfigure(line_buffering=os.isatty(1), write_through=out.write_through or words[0] == "-u")
     if "numpy.random" in sys.modules:
@@ -271,7 +272,7 @@ def become(order: dict[str, Any]) -> list[str]:
 
 
 def run(words: list[str]) -> None:
-    """Runs the program as `python WORDS` does, in a new `__main__`."""
+    """Runs the program like `python WORDS`, in a new `__main__`."""
     import importlib.machinery
     import io
     import runpy
@@ -301,24 +302,24 @@ def run(words: list[str]) -> None:
 
 
 def without_ours(frames: Any) -> Any:
-    """A traceback from the first frame of the program on."""
+    """The traceback without the frames of this file, which precede the first frame of the program."""
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     return frames
 
 
 def program(order: dict[str, Any]) -> None:
-    """The life of a fork: ends by the interpreter's own means."""
+    """Runs the program in a fork, and ends as the interpreter itself would."""
     try:
         run(become(order))
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:
         frames = without_ours(error.__traceback__)
-        # A program that does not compile has no frame; where this file fails itself, all of them shall be seen.
+        # A program that does not compile has no frame. If this file itself fails, the traceback keeps all frames.
         if frames is not None or isinstance(error, SyntaxError):
             error.__traceback__ = frames
-        for stream in (sys.stdout, sys.stderr):  # before the traceback, as the interpreter does
+        for stream in (sys.stdout, sys.stderr):  # before the traceback, like the interpreter
             stream.flush()
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         sys.excepthook(type(error), error, error.__traceback__)

@@ -1,12 +1,13 @@
 """A process that has imported torch once and forks ranks from that state.
 
-Importing torch costs seconds where many tests share few cores. The zygote pays once; every rank is a fork of it that
-then runs one function. A rank whose function returned ends as `end` says. Every other end (an exception, SystemExit, a
-signal) is the interpreter's own, and so is every end of a test that asks for it (`normal_exit`): exit codes mean what
-they mean in a program. The zygote itself never makes a process group and starts no thread.
+Importing torch costs seconds, because many tests share few cores. Only the zygote pays for it: every rank is a fork of
+the zygote and runs one function. A rank whose function has returned ends by `end`. All other ends (an exception,
+SystemExit, a signal) are the interpreter's own. So are all ends of a test that asks for it (`normal_exit`). Exit codes
+therefore mean what they mean in a program. The zygote itself never makes a process group and starts no thread.
 
-Requests and replies are JSON lines on stdin and stdout: `{"spawn": {...}}` gives `{"pid": n}`, `{"poll": pid}` gives
-`{"status": code or null}` (negative for a signal). End of input ends the zygote and, through a death signal, its ranks.
+Requests and replies are JSON lines on stdin and stdout: `{"spawn": {...}}` returns `{"pid": n}`, `{"poll": pid}`
+returns `{"status": code or null}` (negative for a signal). End of input ends the zygote; its ranks are then killed by a
+death signal.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from multiprocessing.connection import Client, Connection
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
-#: Those of the zygote when it began to fork.
+#: The finalizers that existed when the zygote began to fork.
 FINALIZERS: list[weakref.finalize[Any, Any]] = []
 
 
@@ -41,7 +42,7 @@ def describe_error(error: BaseException) -> dict[str, str]:
 
 
 def resolve(module: str, name: str) -> Any:
-    """The function `name` of `module`, as the test that sent it sees it."""
+    """The function `name` of `module`, as the test that sent the two names sees it."""
     found: Any = importlib.import_module(module)
     for part in name.split("."):
         found = getattr(found, part)
@@ -49,7 +50,7 @@ def resolve(module: str, name: str) -> Any:
 
 
 def become_rank(order: dict[str, Any]) -> Connection:
-    """Turns the fresh fork into a rank: own process group, own output file, own environment."""
+    """Turns the fresh fork into a rank with its own process group, output file and environment."""
     os.setpgid(0, 0)
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -73,7 +74,7 @@ def become_rank(order: dict[str, Any]) -> Connection:
 
 
 def run_order(conn: Connection, order: dict[str, Any]) -> None:
-    """Runs the function this rank was made for and reports how it ended; errors end the process with code 1."""
+    """Runs the function of this rank and reports how it ended. An error ends the process with code 1."""
     import torch
     import torch.distributed as dist
 
@@ -97,11 +98,11 @@ def run_order(conn: Connection, order: dict[str, Any]) -> None:
 
 
 def end() -> None:
-    """Waits for threads and runs the exit functions, as the interpreter does before it takes its modules apart.
+    """Waits for threads and runs the exit functions, as the interpreter does before it destroys its modules.
 
-    Taking torch's modules apart costs a rank 0.35 s of processor time (2-core EPYC, 2026-11-24), ten times all the rest
-    of a short test, and copies the memory that it shares with the zygote. So do torch's finalizers (7,000 of the 9,400
-    page faults of a rank that does nothing); those that a rank made itself are called.
+    Destroying torch's modules costs a rank 0.35 s of processor time (2-core EPYC, 2026-11-24), ten times the rest of a
+    short test, and copies the memory that it shares with the zygote. torch's finalizers copy that memory, too (7,000 of
+    the 9,400 page faults of a rank that does nothing), so only finalizers that the rank itself made are called.
     """
     threading._shutdown()
     for each in FINALIZERS:
@@ -113,9 +114,9 @@ def end() -> None:
 
 
 def main() -> None:
-    """Serves requests until end of input; in a forked rank, returns after its function."""
-    # What nearly every rank would import, each for itself: 50 ms of processor time of a short test's 150 (2-core EPYC,
-    # 2026-11-25). Ranks that must find the package as a fresh interpreter does are not made here.
+    """Serves requests until the end of input. In a forked rank, returns after the rank's function."""
+    # Imports of nearly every rank, which would cost each rank 50 ms of processor time, of 150 ms for a short test
+    # (2-core EPYC, 2026-11-25). Ranks that must import the package like a fresh interpreter are not made here.
     import harness
     import numpy  # noqa: F401
     import torch.distributed  # noqa: F401
@@ -126,7 +127,7 @@ def main() -> None:
         load.extension()
     FINALIZERS.extend(weakref.finalize._registry)  # type: ignore[attr-defined]
     gc.collect()
-    gc.freeze()  # a fork that ends need not walk, and copy, all of torch's modules
+    gc.freeze()  # so a fork that ends does not walk, and thereby copy, all of torch's modules
     requests, replies = sys.stdin.buffer, sys.stdout.buffer
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     replies.write(b'{"ready": true}\n')
