@@ -291,8 +291,8 @@ def path_taken(ctx: Context, device: str, vendor: str) -> None:
 
 
 def host_and_device(ctx: Context, device: str) -> None:
-    """One backend object serves CPU and device, even at the same time. Objects, and parts of the group, use the CPU
-    side."""
+    """One backend object serves CPU and device, even at the same time. Objects use the CPU side. New groups work,
+    too."""
     n, rank = ctx.world_size, ctx.rank
     host, there = torch.full((4,), rank + 1.0), torch.full((4,), rank + 1.0, device=device)
     dist.all_reduce(there.clone())  # makes the communicator, for which the ranks exchange an id

@@ -1,4 +1,4 @@
-"""Runs random programs by hand; see the package's head."""
+"""Runs random programs by hand; see the docstring of the package."""
 
 from __future__ import annotations
 

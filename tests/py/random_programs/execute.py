@@ -1,4 +1,4 @@
-"""One rank of a program: makes the calls of its steps and compares what its memory holds with what the model says."""
+"""One rank of a program: makes the calls of its steps, and compares its memory with what the model computed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from random_programs.interrupt import Interrupts
 from random_programs.model import Check, Illegal, Model, expected, initial
 from random_programs.program import COLLECTIVES, Program, Step, View, involved
 
-#: What a rank found: `kind` is "wrong" (a number), "error" (that should not have come), "quiet" (one that should have),
+#: A problem that a rank found. `kind` is "wrong" (a number), "error" (an unexpected one), "quiet" (a missing error),
 #: "late" or "child".
 Problem = dict[str, Any]
 CHILD_SECONDS = 20
@@ -30,12 +30,12 @@ OWN = "the program's own"
 
 
 class Over(Exception):
-    """The group failed as it may: a signal came into a call that cannot be taken back. The program ends here."""
+    """The group has failed legally: a signal came into a call that cannot be taken back. The program ends here."""
 
 
 class Rank:
-    """One rank under way. `seconds` is the groups' timeout; `apart`: ranks are on several hosts; `reachable`: "all" or
-    "some" buffers lie where peers can reach them, which buffers differs by rank.
+    """One rank that runs a program. `seconds` is the timeout of the groups. `apart`: the ranks are on several hosts.
+    `reachable`: "all" or "some" buffers are in memory that peers can reach; which buffers are differs by rank.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Rank:
         self.over = False
 
     def run(self) -> list[Problem]:
-        """Everything from making the groups to their end; never raises but for Ctrl-C."""
+        """Makes the groups, runs the program and ends the groups. Raises nothing except for Ctrl-C."""
         try:
             self.model = expected(self.program, self.rank)
         except Illegal as reason:
@@ -127,7 +127,8 @@ class Rank:
         self._compare(checks)
 
     def _forget_outputs(self, step: Step, checks: list[Check]) -> None:
-        """After a call that may have failed, what it may have written holds anything; nothing else does."""
+        """Ignores the outputs of a call that may have failed, because they may hold anything. All other memory is
+        compared."""
         if self.rank not in involved(step, self.program):
             return
         written = step.get("views", [])
@@ -180,7 +181,7 @@ class Rank:
             getattr(self, f"_{kind}")(step)
 
     def collective(self, step: Step, a: bool) -> list[Any]:
-        """Makes the call; the Works."""
+        """Makes the call of a collective, and returns its Works."""
         kind, group = step["do"], self.groups[step["g"]]
         members = self.program.groups[step["g"]]
         me = members.index(self.rank)
@@ -222,7 +223,7 @@ class Rank:
         return [manager] if a else []
 
     def _listed(self, kind: str, group: Any, given: Any, out: Any, op: Any) -> None:
-        """One tensor of a list, inside a region."""
+        """Makes the call for one tensor of a list, inside a region."""
         if kind == "reduce_list":
             dist.all_reduce(out, op, group=group)
         elif kind == "gather_list":
@@ -263,8 +264,8 @@ class Rank:
     def _exchange(
         self, step: Step, first: int, kept: list[Any], at: int = -1, fail: Callable[..., Any] | None = None
     ) -> list[Any]:
-        """The messages of a batch from one on, in place of one of which `fail` is called. `kept` gets the Works as they
-        are made: where the batch ends by an exception it returns none."""
+        """Issues the messages of a batch from index `first` on; if `fail` is given, it is called in place of message
+        `at`. Appends the Works to `kept` as they are made, because a batch that ends by an exception returns none."""
         group, ops = self.groups[step["g"]], []
         for move in step["moves"]:
             for who, peer, call, view in (
@@ -280,7 +281,7 @@ class Rank:
         return dist.batch_isend_irecv(ops[first:]) if ops[first:] else []
 
     def _keep(self, call: Callable[..., Any], kept: list[Any], *given: Any, **named: Any) -> Any:
-        # The function that torch knows names the peer.
+        # The parameter by which the peer is named depends on torch's function.
         peer = named.pop("group_dst", None)
         peer = named.pop("group_src", peer)
         work = call(*given, **named, **{"group_dst" if call is dist.isend else "group_src": peer})
@@ -313,8 +314,8 @@ class Rank:
     def _coalesced(
         self, step: Step, first: int, kept: list[Any], at: int = 0, fail: Callable[[], Any] | None = None
     ) -> list[Any]:
-        """The calls of a region from one on, before one of which `fail` is called. `kept` gets the Works as they are
-        made: where the region ends by an exception it returns none."""
+        """Makes the calls of a region from index `first` on; if `fail` is given, it is called before call `at`. Appends
+        the Works to `kept` as they are made, because a region that ends by an exception returns none."""
         group, members = self.groups[step["g"]], self.program.groups[step["g"]]
         me = members.index(self.rank)
         calls = [partial(self._keep_all, call, kept, fail is not None) for call in step["calls"]]
@@ -339,7 +340,7 @@ class Rank:
         kept += [work for work in self.collective(call, a) if work is not None]
 
     def _breaks(self, step: Step, why: str, call: Callable[[Callable[..., Any]], Any]) -> None:
-        """Makes a call that must end by the exception that `fail`, which it is given, raises."""
+        """Runs `call`, which must end by the exception that its argument `fail` raises."""
         assert self.interrupts is not None
 
         def fail(*given: Any, **named: Any) -> None:
@@ -355,7 +356,7 @@ class Rank:
             else:
                 self.interrupts.now()
 
-        # gloo, which has the messages between hosts, refuses by RuntimeError.
+        # gloo, which carries the messages between hosts, rejects a call by RuntimeError.
         refusal = (ValueError, RuntimeError)
         try:
             call(fail)
@@ -364,14 +365,15 @@ class Rank:
         self._problem("quiet", f"no exception came out of the region or batch that was {why}")
 
     def _struck(self, step: Step, make: Callable[[int], Any]) -> None:
-        """A region or batch into which a signal may come, and then what of it was not issued. At the end it is known to
-        have ended everywhere."""
-        # A synchronous call on the CPU, and one on a device that is connecting, cannot be taken back: the group fails.
+        """Runs a region or batch into which a signal may come, then the calls that were not issued. Returns after all
+        ranks know that the step has ended everywhere."""
+        # A synchronous call on the CPU, or a call on a device that is connecting, cannot be taken back, so the group
+        # fails.
         may_fail = bool(self.vendor) or (step["do"] == "region" and not step["async"])
         try:
             self._struck_by(step, make, may_fail)
         except (RuntimeError, ValueError) as error:
-            # The failure of a call on a device is raised wherever the program is.
+            # The failure of a call on a device may be raised at any place in the program.
             if not may_fail or "interrupted" not in str(error):
                 raise
             self.store.set(f"{step['id']} ended {self.rank}", str(error))
@@ -396,8 +398,9 @@ class Rank:
             if moment is None:
                 make(0)
             elif self.interrupts.at_some_moment(moment, partial(make, 0), rest):
-                # The call may have failed the group and been told by KeyboardInterrupt alone (rule 16). What it was to
-                # write is then undefined here, and the other ranks may have ended it well and know of nothing yet.
+                # The call may have failed the group, while this rank got only the KeyboardInterrupt (rule 16). Then the
+                # outputs here are undefined, and other ranks may have ended the call successfully without knowing of
+                # the failure yet.
                 told = str(getattr(backend, "fault", ""))
         except (RuntimeError, ValueError) as error:
             told = str(error)
@@ -413,12 +416,14 @@ class Rank:
         raise Over
 
     def _agree(self, about: str, step: Step, text: str) -> list[str]:
-        """What every rank of a step says; none goes on before all have come."""
+        """Exchanges a text between all ranks of a step, and returns the texts. No rank goes on before all have written
+        theirs."""
         self.store.set(f"{about} {self.rank}", text)
         return [self.store.get(f"{about} {rank}").decode() for rank in involved(step, self.program)]
 
     def _wait_for_numbers(self) -> None:
-        """Works that an exception took away cannot be waited for, and what they receive comes all the same."""
+        """Waits until the outputs are complete. Works that were lost by an exception cannot be waited for, but their
+        operations still complete."""
         assert self.model is not None
         if self.vendor:
             getattr(torch, self.device).synchronize()
@@ -520,7 +525,7 @@ class Rank:
         time.sleep(step["ms"] / 1e3)
 
     def _leave(self, step: Step) -> None:
-        # What it must hold is compared before it goes, and by `_steps` again after it.
+        # Compare before the rank leaves; `_steps` compares again afterwards.
         assert self.model is not None
         self._compare(self.model.checks.get(self.at, []))
         dist.destroy_process_group()
@@ -552,7 +557,8 @@ class Rank:
             self._problem("wrong", f"{form} of objects: {found} instead of {wanted}")
 
     def _fork(self, step: Step) -> None:
-        """A child that uses what it inherited: it is refused, and the parent goes on meanwhile."""
+        """Forks a child that uses inherited groups or Works. The child's calls must be rejected, and the parent goes
+        on."""
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -578,7 +584,8 @@ class Rank:
         os.waitpid(pid, 0)
         fine = text == "the call returned" if step["child"] in ("destroy", "abort") else text.startswith("refused")
         if step["child"] == "wait" and text == "the call returned":
-            # What had ended before the fork is only remembered by the child; what the parent still waits for is not.
+            # The child may wait for a Work that had ended before the fork, but not for one that the parent still waits
+            # for.
             fine = all(work.is_completed() for work in self.works[step["id"]] if hasattr(work, "is_completed"))
         if not fine:
             self._problem("child", f"a forked child that did {step['child']!r}: {text or 'nothing came back'}")
@@ -589,7 +596,7 @@ class Rank:
             dist.all_reduce(torch.ones(3))
         elif what == "wait":
             for work in self.works[step["id"]]:
-                # Only the parent's threads complete a future that was taken before the fork.
+                # A future that was taken before the fork is completed only by the parent's threads.
                 if hasattr(work, "is_completed"):
                     work.wait()
         elif what == "send":
@@ -606,11 +613,12 @@ class Rank:
     # ---------------------------------------------------------------------------------------------- endings
 
     def _disagree(self, step: Step) -> None:
-        """An error must come: in the call, or for a rank whose part was legal with the next one."""
+        """Makes a call in which one member disagrees. An error must come: in this call or, on a rank whose part was
+        legal, in the next one."""
         assert self.model is not None
         agreed = step["step"]
         group = self.groups[agreed["g"]]
-        # A rank that is still in an earlier call would be told of this one there.
+        # Wait for all ranks: a rank that is still in an earlier call would get the error of this step there.
         self.store.set(f"came {self.rank}", b"")
         self.store.wait([f"came {rank}" for rank in involved(step, self.program)], timedelta(seconds=self.seconds))
         odd = self.program.groups[agreed["g"]].index(self.rank) == step["odd"]
@@ -633,13 +641,14 @@ class Rank:
         self._problem("quiet", f"no error came to rank {self.rank} for {call} that differs in {step['about']}")
 
     def _told(self, step: Step, begun: float, text: str) -> None:
-        # Over hosts ranks that differ in who sends may wait for each other until the deadline (rule 5).
+        # Between hosts, ranks that disagree about the sender may wait for each other until the deadline (rule 5).
         allowed = self.apart and step["about"] in ("root", "kind")
         if time.monotonic() - begun > 0.8 * self.seconds and not allowed:
             self._problem("late", f"the error came only when the time was over: {text}")
 
     def _twice(self, step: Step) -> None:
-        """A list with one tensor twice: the calls one after the other, or refused."""
+        """Passes a list that contains one tensor twice. The result is that of the calls one after the other, or an
+        error."""
         assert self.model is not None
         outs = [step["views"] for _ in self.program.groups[step["g"]]]
         call = {"do": "reduce_list", "g": step["g"], "ins": [[] for _ in outs], "outs": outs}
@@ -657,10 +666,10 @@ class Rank:
 def member(
     context: Any, backend: str, hosts: list[str] | None = None, vendor: str | None = None, reachable: str = ""
 ) -> None:
-    """The life of a rank process: programs come from the test, one after the other.
+    """The main loop of a rank process: runs the programs that the test sends, one after the other.
 
-    `hosts` are network namespaces over which the ranks are dealt. With `vendor` tensors are on a simulated device,
-    under a simulated library of that vendor, or under none where it is "". `reachable` is that of `Rank`.
+    `hosts` are network namespaces among which the ranks are distributed. With `vendor`, tensors are on a simulated
+    device: under a simulated library of that vendor or, if `vendor` is "", under none. `reachable` is passed to `Rank`.
     """
     device, who = "cpu", ""
     if hosts:
@@ -689,7 +698,7 @@ def member(
 
 
 def a_device(vendor: str) -> tuple[str, str]:
-    """Installs a simulated device in this process; its name, and the option that says who carries its tensors."""
+    """Installs a simulated device in this process. Returns its name, and the value of the option `vendor`."""
     import simdevice
 
     if not vendor:

@@ -1,4 +1,4 @@
-"""A SIGINT that comes to this process at a moment that nobody chose, and one exception for each that was asked for."""
+"""Sends this process a SIGINT at an arbitrary moment, and raises one exception for each that was asked for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ CLOCK_MONOTONIC = 1
 
 
 class Event(ctypes.Structure):
-    """sigevent: the signal that a timer sends. Its first union is a pointer wide, and the whole is 64 bytes."""
+    """sigevent: the signal that a timer sends. Its first union has the size of a pointer, and the whole has 64
+    bytes."""
 
     _fields_ = [
         ("value", ctypes.c_void_p),
@@ -23,14 +24,14 @@ class Event(ctypes.Structure):
 
 
 class Span(ctypes.Structure):
-    """itimerspec: what is left, behind the interval."""
+    """itimerspec: the interval, then the time that is left."""
 
     _fields_ = [(name, ctypes.c_long) for name in ("every_s", "every_ns", "left_s", "left_ns")]
 
 
 @cache
 def timer() -> tuple[ctypes.CDLL, ctypes.c_void_p]:
-    """A timer of the kernel, which signals while the interpreter does something else."""
+    """A timer of the kernel, which sends its signal while the interpreter runs other code."""
     library, made = ctypes.CDLL(None, use_errno=True), ctypes.c_void_p()
     event = Event(None, signal.SIGINT, 0, b"")
     if library.timer_create(CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(made)) != 0:
@@ -44,7 +45,7 @@ def set_timer(microseconds: int) -> None:
 
 
 class Interrupts:
-    """While `armed`, SIGINT raises KeyboardInterrupt, once; else it is passed over. On the main thread."""
+    """While `armed`, a SIGINT raises KeyboardInterrupt, once; otherwise it is ignored. For the main thread."""
 
     def __init__(self) -> None:
         self.armed = False
@@ -56,8 +57,8 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def at_some_moment(self, microseconds: int, call: Callable[[], None], then: Callable[[], None]) -> bool:
-        """Calls; where the signal comes meanwhile, also `then`, while the exception is being handled, as programs do
-        that save their state. Whether it came."""
+        """Runs `call`. If the signal comes meanwhile, also runs `then` while the exception is being handled, like
+        programs that save their state. Returns whether the signal came."""
         self.armed = True
         try:
             set_timer(microseconds)

@@ -1,15 +1,16 @@
-"""Carries a program out in one process: what every rank's memory must hold, and whether the program is legal.
+"""Executes a program in one process: what every rank's memory must hold, and whether the program is legal.
 
-An operation happens here when all who take part have issued it, every earlier collective of its group (for a message:
-every earlier one of the same ranks and tag) has happened, and so has every earlier operation of one of its ranks on the
-same memory; its rank's memory then holds exactly what the order of issue says. That is the latest moment that any
-backend may choose, so a program that comes to its end here ends everywhere. A program is illegal where torch's rules
-define no result: a rank waits for something that cannot happen yet, two groups use memory at the same time, or the
-program itself writes memory that an operation still needs.
+In the model, an operation happens when all its ranks have issued it, and these earlier operations have happened: every
+collective of its group (for a message, every message of the same ranks and tag), and every operation on the same memory
+of one of its ranks. Its rank's memory then holds exactly what the order of issue says. No backend may choose a later
+moment, so a program that ends here ends on every backend. A program is illegal if torch's rules define no result: a
+rank waits for an operation that cannot happen yet, two groups use memory at the same time, or the program itself writes
+memory that an operation still needs.
 
-A rank knows that an operation has ended when it waited for it, when it was synchronous, when an operation on the same
-memory that had to come after it has ended (but not a send, which may go on from a copy), and when a barrier has:
-collectives of its group that it issued before, and messages that it sent and whose receiver had them before that.
+A rank knows that an operation has ended after it waited for the operation, or if the call was synchronous. It also
+knows it after the end of a later operation on the same memory that had to follow (but not of a send, which may continue
+from a copy). And it knows it after a barrier: for collectives of the barrier's group that it issued before, and for
+messages that it sent and whose receiver had received them before the barrier.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from random_programs.program import COLLECTIVES, Program, Step, View, involved, 
 
 
 class Illegal(Exception):
-    """The program breaks a rule of torch.distributed; the text says which."""
+    """The program breaks a rule of torch.distributed. The text says which."""
 
 
 def initial(dtype: str, count: int, rank: int, buffer: int, base: int = 0) -> torch.Tensor:
-    """What a buffer holds at first, and after a `fill` with that base: small whole numbers."""
+    """The first contents of a buffer, and those after a `fill` with that `base`: small whole numbers."""
     period = [(5 * i + rank * 3 + buffer + base) % 7 + rank + 1 for i in range(7)]
     return torch.tensor(period, dtype=getattr(torch, dtype)).repeat(count // 7 + 1)[:count]
 
 
-#: The largest number that `initial` gives.
+#: The largest number that `initial` returns.
 LARGEST = 6 + 4
 
 
@@ -61,7 +62,7 @@ def fold(red: str, parts: list[torch.Tensor]) -> torch.Tensor:
 
 @dataclass(eq=False)
 class Node:
-    """One operation: the ranks that must issue it, those that have, and the operations that it must follow."""
+    """One operation: its members, those of them that have not issued it yet, and the operations that it must follow."""
 
     key: Any
     step: Step
@@ -70,12 +71,12 @@ class Node:
     collective: bool
     missing: set[Any]
     after: set[Node] = field(default_factory=set)
-    #: By rank: earlier operations on the same memory, which have ended there when this one has.
+    #: By rank: earlier operations on the same memory. They have ended on that rank if this one has.
     same_memory: dict[int, set[Node]] = field(default_factory=dict)
     touched: dict[int, list[tuple[View, bool]]] = field(default_factory=dict)
-    #: For a message: the memory that it is sent from and received into, by rank.
+    #: For a message: rank and memory of its "send" and of its "recv" half.
     halves: dict[str, tuple[int, View]] = field(default_factory=dict)
-    #: Of a barrier: the messages that its members had received when they came to it.
+    #: For a barrier: the messages that its members had received when they issued it.
     received: set[Node] = field(default_factory=set)
     done: bool = False
 
@@ -84,7 +85,7 @@ Check = tuple[View, Any]
 
 
 class Model:
-    """A program under way. With `values` it has memory; without, it only judges."""
+    """The state of a program during its execution. With `values` it has memory; without, it only decides legality."""
 
     def __init__(self, program: Program, values: bool, own: int = -1, ordered: bool = True) -> None:
         self.program, self.values, self.own, self.ordered = program, values, own, ordered
@@ -97,7 +98,8 @@ class Model:
         self.nodes: dict[Any, Node] = {}
         self.waiting: list[Node] = []
         self.last: dict[int, Node] = {}  # by group
-        #: The latest message by group, sender, receiver and tag: messages of these do not overtake each other.
+        #: The latest message by group, sender, receiver and tag. Messages with the same four do not overtake each
+        #: other.
         self.last_message: dict[tuple[int, int, int, int], Node] = {}
         self.in_use: list[list[Node]] = [[] for _ in ranks]  # issued, and not known to have ended
         self.works: list[dict[int, list[Node]]] = [{} for _ in ranks]
@@ -107,16 +109,16 @@ class Model:
         self.queues: list[deque[tuple[int, Step]]] = [deque() for _ in ranks]
         self.blocked: list[tuple[list[Node], int] | None] = [None for _ in ranks]
         self.gone: set[int] = set()
-        #: By step: what this rank's memory must hold right after it (`own` only).
+        #: By step: what memory of the rank `own` must hold right after the step.
         self.checks: dict[int, list[Check]] = {}
-        #: By step: what each message holds for the rank that takes it from anyone.
+        #: By step: by sender, the contents of its messages to a rank that receives from any rank.
         self.parcels: dict[int, dict[int, list[torch.Tensor]]] = {}
         self.count = 0
 
     # ---------------------------------------------------------------------------------------------- the course
 
     def append(self, step: Step) -> None:
-        """Adds a step, and goes on as far as possible."""
+        """Adds a step, and executes as much as possible."""
         ranks = involved(step, self.program)
         if self.gone & set(ranks) and step["do"] != "fill":
             raise Illegal(f"rank {self.gone & set(ranks)} has left")
@@ -140,7 +142,7 @@ class Model:
                     moved = True
 
     def finish(self) -> None:
-        """After the last step: everybody must have come to the end."""
+        """Call it after the last step: raises `Illegal` unless every rank has reached the end."""
         for rank, queue in enumerate(self.queues):
             if queue or self.blocked[rank]:
                 raise Illegal(f"rank {rank} waits for ever")
@@ -153,7 +155,7 @@ class Model:
         return any(self.blocked) or any(self.queues)
 
     def _one(self, rank: int) -> bool:
-        """Lets a rank do its next step, or end the one it is blocked in."""
+        """Executes the next step of a rank, or ends the step in which it is blocked. False if neither is possible."""
         blocked = self.blocked[rank]
         if blocked is not None:
             nodes, at = blocked
@@ -171,7 +173,7 @@ class Model:
         return True
 
     def _do(self, rank: int, at: int, step: Step) -> list[Node]:
-        """One step of one rank; what it then waits for."""
+        """Executes one step of one rank. Returns the operations for which the rank then waits."""
         kind = step["do"]
         if kind == "object":
             return [self._collective(rank, step)]
@@ -239,7 +241,7 @@ class Model:
             self._twice(rank, at, step)
 
     def end_checks(self, rank: int) -> None:
-        """What all of a rank's memory must hold at the end, under the number of the step after the last."""
+        """Records what all memory of a rank must hold at the end, under the number of the step after the last."""
         if rank not in self.gone:
             self._snapshot_all(rank, self.count)
 
@@ -266,7 +268,8 @@ class Model:
         return node
 
     def _anyone(self, rank: int, at: int, step: Step) -> Node:
-        """Every rank stays until the last message has come; the receiver has separate memory for them."""
+        """Every rank stays in the step until the last message was received. The receiver uses separate memory for the
+        messages."""
         node = self.nodes.get(step["id"])
         if node is None:
             members = involved(step, self.program)
@@ -275,7 +278,7 @@ class Model:
             self.waiting.append(node)
         self._issue(rank, node, [(view, False) for view in step["views"].get(str(rank), [])])
         if self.values and rank in step["senders"]:
-            # A sender's memory is whole here: every earlier operation on it was waited for.
+            # The sender's memory is final here, because it has waited for every earlier operation on it.
             parcel = [self.read(rank, view) for view in step["views"][str(rank)]]
             self.parcels.setdefault(at, {})[rank] = parcel
         return node
@@ -311,7 +314,7 @@ class Model:
         self.in_use[rank].append(node)
 
     def conflicts(self, rank: int, touched: list[tuple[View, bool]]) -> list[Node]:
-        """Operations under way on a rank that memory to be used now must wait for."""
+        """Operations under way on a rank for which a use of this memory must wait."""
         return [
             node
             for node in self.in_use[rank]
@@ -334,7 +337,7 @@ class Model:
             raise Illegal(f"rank {rank} writes memory that {node.key} is using")
 
     def _known(self, rank: int, nodes: list[Node], at: int) -> None:
-        """The rank now knows that these have ended; their results can be looked at."""
+        """Records that the rank knows the end of these operations, so their results can be compared."""
         todo, known = list(nodes), set()
         while todo:
             node = todo.pop()
@@ -361,7 +364,7 @@ class Model:
         return self.memory[rank][view[0]].as_strided(view[2], view[3], view[1])
 
     def read(self, rank: int, view: View) -> torch.Tensor:
-        """The elements in their logical order, as a copy."""
+        """A copy of the elements in their logical order."""
         return self.tensor(rank, view).reshape(-1).clone()
 
     def write(self, rank: int, view: View, numbers: torch.Tensor) -> None:
@@ -394,7 +397,8 @@ class Model:
                 self.checks.setdefault(at, []).append(([b, 0, [count], [1]], self.memory[rank][b].clone()))
 
     def _disagreement(self, rank: int, at: int, step: Step) -> None:
-        """What a rank that was told of no error must hold: the agreed result, or for the odd one what it had."""
+        """Records what a rank that got no error must hold: the agreed result or, on the odd rank, its earlier
+        memory."""
         if not self.values or rank != self.own:
             return
         agreed, members = step["step"], self.program.groups[step["step"]["g"]]
@@ -407,7 +411,7 @@ class Model:
                 own = self.read(rank, other["ins"][member][member])
                 found = [(view, own.reshape(self.tensor(rank, view).shape))]
             elif other["do"] == agreed["do"] and other["do"].startswith("all_to_all"):
-                # It may be wrong only in what it gives, and is given what it expects.
+                # The odd rank may differ only in what it sends, and then it still receives what it expects.
                 calls = [other if each == member else agreed for each in range(len(members))]
                 rows = [parts(call, each, self._inputs(call, each)) for each, call in enumerate(calls)]
                 given = [row[member] for row in rows]
@@ -420,7 +424,7 @@ class Model:
             inputs = [self._inputs(agreed, each) for each in range(len(members))]
             odd, other = step["odd"], step["other"]
             if other["do"] == agreed["do"]:
-                # What the odd one gives to those with whom it agrees comes from other memory.
+                # The ranks with which the odd rank agrees receive its data from the memory of its own call.
                 before, after = parts(agreed, odd, inputs[odd]), parts(other, odd, self._inputs(other, odd))
                 if [each.dtype for each in before] == [each.dtype for each in after]:
                     given = [new if len(new) == len(old) else old for old, new in zip(before, after, strict=True)]
@@ -433,7 +437,7 @@ class Model:
         self.checks[at] = found
 
     def _twice(self, rank: int, at: int, step: Step) -> None:
-        """The calls of the list one after the other, whole group at a time."""
+        """Records the result of the list's calls one after the other, each over the whole group."""
         if not self.values or rank != self.own:
             return
         members = self.program.groups[step["g"]]
@@ -447,12 +451,12 @@ class Model:
 
 
 def parts(step: Step, member: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """A member's inputs, cut where the call cuts them."""
+    """A member's inputs, split as the call splits them."""
     return list(inputs[0].split(step["splits"][member])) if "splits" in step else inputs
 
 
 def accesses(step: Step, member: int) -> list[tuple[View, bool]]:
-    """What a member's call touches, and whether it writes it."""
+    """The views that a member's call uses, and whether it writes each of them."""
     kind = step["do"]
     writes = kind != "broadcast" or member != step["root"]
     if kind == "reduce":
@@ -462,7 +466,7 @@ def accesses(step: Step, member: int) -> list[tuple[View, bool]]:
 
 
 def collective(step: Step, inputs: list[list[torch.Tensor]]) -> list[list[torch.Tensor | None]]:
-    """The results of every member, for each of its outputs (None: stays as it is)."""
+    """The results of every member, for each of its outputs. None: the output keeps its contents."""
     kind, n = step["do"], len(inputs)
     every = range(n)
     if kind in ("barrier", "object"):
@@ -513,7 +517,7 @@ def follow(program: Program, model: Model) -> Model:
 
 
 def expected(program: Program, rank: int) -> Model:
-    """Everything that one rank must find, by step."""
+    """The model after the whole program, with everything that one rank must find after each step."""
     model = follow(program, Model(program, values=True, own=rank))
     model.end_checks(rank)
     return model

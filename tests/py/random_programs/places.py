@@ -1,5 +1,5 @@
-"""Where programs run: processes of one host or of several; tensors in its memory, where peers reach them, or on a
-simulated device.
+"""Places in which programs run: ranks on one host or on several; tensors in ordinary memory, in memory that peers can
+reach, or on a simulated device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "device"))
 import simdevice
 import simulated
 
-#: What each may hold. "staged" is a device without a vendor's library; the vendors' names stand for their simulators.
+#: What programs may contain at each place. "staged" is a device without a vendor's library. A vendor's name means its
+#: simulator.
 PLACES = {
     "cpu": GLOO if IS_GLOO else Taste(),
     "reachable": Taste(),
@@ -29,14 +30,14 @@ PLACES = {
     "staged": DEVICE,
     **dict.fromkeys(simulated.VENDORS, VENDOR),
 }
-#: Which buffers lie where peers can reach them.
+#: Which buffers are in memory that peers can reach.
 REACHABLE = {"reachable": "all", "partly-reachable": "some"}
 HOSTS_OF = {"two-hosts": 2, "three-hosts": 3}
 
 
 @contextmanager
 def ranks_at(place: str) -> Iterator[Ranks]:
-    """Processes of a place; `net.Unavailable` where it takes namespaces that may not be made."""
+    """Rank processes at a place. Raises `net.Unavailable` if the place needs namespaces that may not be made here."""
     if place in HOSTS_OF:
         env = {"GLOO_SOCKET_IFNAME": net.INTERFACE}
         with net.Network(HOSTS_OF[place]) as network, closing(Ranks(env=env, hosts=network.names)) as ranks:

@@ -1,26 +1,29 @@
 """The form of a program: ranks, buffers, groups, and a list of steps, all of it plain data that JSON can hold.
 
-Every rank has the same buffers; a tensor of a step is a view of one: `[buffer, offset, sizes, strides]`. A rank's own
-program is the steps that name it, in their order. The steps, by `do`:
+Every rank has the same buffers. A tensor of a step is a view of a buffer: `[buffer, offset, sizes, strides]`. A rank
+runs the steps that name it, in their order. The steps, by `do`:
 
-* a collective (`COLLECTIVES`): `id`, `g` (number of the group), `how` (for each member "sync", "keep" its Work, "drop"
-  it), `ins` and `outs` (for each member its list of views), and where they apply `red`, `root` (member number), `form`.
-* `send`, `recv`: `id`, `m` (the message that both name), `g`, `rank`, `peer`, `tag`, `how`, `v`; `any` for a receive
-  from anyone. `batch`: `id`, `g`, `moves` (each with `m`, `src`, `dst`, `tag`, `sv`, `dv`), all issued at once.
-* `region`: `id`, `g`, `how`, `calls` (collectives) and `tail` (at most one list) made inside a coalescing region, with
-  (`form` "region") or without ("manager") a device. `abandon` is a region that every member leaves by an exception;
-  `runs` says how many of its calls are issued all the same.
-* A `region` and a `batch` may be `broken`: by rank, `at` which call an exception comes, and `why` ("refused", "own",
-  "raised", "signal"). The rank then makes what was not issued, so the step means what it means without. Or `struck`:
-  by rank, after how many microseconds a SIGINT comes; again the rank makes what is left. So may a `wait` be.
-* `anyone`: ranks send to one that receives from anyone, in whatever order they come.
+* a collective (`COLLECTIVES`): `id`, `g` (number of the group), `how` (for each member: "sync", "keep" its Work, or
+  "drop" it), `ins` and `outs` (for each member its list of views), and, if they apply, `red`, `root` (member number),
+  `form`.
+* `send`, `recv`: `id`, `m` (number of the message, equal in both steps), `g`, `rank`, `peer`, `tag`, `how`, `v`. `any`
+  is true for a receive from any rank. `batch`: `id`, `g`, `moves` (each with `m`, `src`, `dst`, `tag`, `sv`, `dv`), all
+  issued at once.
+* `region`: `id`, `g`, `how`, `calls` (collectives) and `tail` (at most one list), made inside a coalescing region, with
+  a device (`form` "region") or without ("manager"). `abandon` is a region that every member leaves by an exception;
+  `runs` is the number of its calls that are issued all the same.
+* A `region` and a `batch` may be `broken`: by rank, the index of the call `at` which an exception comes, and `why`
+  ("refused", "own", "raised", "signal"). The rank then makes the calls that were not issued, so the step has the same
+  result as without the exception. Or they may be `struck`: by rank, the microseconds after which a SIGINT comes; again
+  the rank makes the remaining calls. A `wait` may be `struck`, too.
+* `anyone`: ranks send to one rank, which receives from any rank, in whatever order the messages arrive.
 * `wait`: `rank`, `id`, `via`; via "thread" starts a thread that waits, and `join` waits for that thread.
 * `fill` (all ranks write a buffer), `sleep`, `fork`, `object` (an object collective), `leave` (a rank destroys its
   groups).
-* as the last one, `disagree` (one member calls `other` instead of `step`) or `twice` (a list with one tensor twice,
-  which may be refused).
+* as the last step, `disagree` (one member calls `other` instead of `step`) or `twice` (a list that contains one tensor
+  twice, which may be rejected).
 
-Ranks are global numbers except where "member" is said.
+Ranks are global numbers, except where "member" is used.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ COLLECTIVES = {
     "barrier",
 }
 REDUCING = {"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_into", "reduce_list", "scatter_list"}
-#: Bytes of an element, and the bits within which every whole number is exact (0: whole numbers that wrap around).
+#: Bytes of an element, and the number of bits up to which whole numbers are exact (0: whole numbers that wrap around).
 DTYPES = {
     "float32": (4, 24),
     "float64": (8, 53),
@@ -108,7 +111,7 @@ def contiguous(view: View) -> bool:
 
 
 def span(view: View) -> tuple[int, int]:
-    """First element and the one after the last."""
+    """Index of the first element, and of the one after the last."""
     if numel(view) == 0:
         return view[1], view[1]
     return view[1], view[1] + 1 + sum((size - 1) * stride for size, stride in zip(view[2], view[3], strict=True))
@@ -123,7 +126,7 @@ def _elements(offset: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> 
 
 
 def overlap(a: View, b: View) -> bool:
-    """Whether two views share an element; what only interleaves does not."""
+    """True if two views share an element. Views that only interleave do not."""
     if a[0] != b[0] or not numel(a) or not numel(b):
         return False
     (low, high), (other_low, other_high) = span(a), span(b)
@@ -138,7 +141,7 @@ def overlap(a: View, b: View) -> bool:
 
 
 def involved(step: Step, program: Program) -> list[int]:
-    """The ranks in whose program a step stands."""
+    """The ranks that run a step."""
     kind = step["do"]
     if kind in COLLECTIVES or kind in ("object", "twice", "region", "abandon"):
         return program.groups[step["g"]]

@@ -1,4 +1,5 @@
-"""The processes that carry programs out: kept from program to program, and replaced when one of them fails or hangs."""
+"""The processes that run programs. They are kept from program to program, and replaced if one of them fails or
+hangs."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from random_programs.execute import Problem, member
 from random_programs.program import Program
 from random_programs.shrink import shrink
 
-#: A group's timeout, and after what time a program is a hang. Machines are shared: a stall of seconds is not ours.
+#: Timeout of the groups, in seconds; a program hangs if it takes more than twice that and 10 s. The machines are
+#: shared, so a stall of some seconds is not an error of ours.
 SECONDS = float(os.environ.get("SAGELLM_TEST_PROGRAM_SECONDS", "15"))
 MOST_RANKS = 4
 
@@ -38,7 +40,7 @@ class Verdict:
 
 
 class Ranks:
-    """Rank processes for programs of up to `MOST_RANKS`."""
+    """Rank processes, for programs of up to `MOST_RANKS` ranks."""
 
     def __init__(self, backend: str = BACKEND, env: dict[str, str] | None = None, **settings: Any) -> None:
         self.backend, self.env, self.settings = backend, env or {}, settings
@@ -67,7 +69,7 @@ class Ranks:
         return self._job().ranks[: self.ranks]
 
     def strike(self, rank: int, number: int, after: float) -> None:
-        """Sends a signal to a rank of the program that was begun, some time after it has its groups."""
+        """Sends a signal to a rank of the running program, `after` seconds after the rank has made its groups."""
         job = self._job()
         each, end = job.ranks[rank], time.monotonic() + self.limit
         while not each.words and time.monotonic() < end:
@@ -78,9 +80,9 @@ class Ranks:
         self.struck = rank
 
     def end(self) -> Verdict:
-        """Waits for the program that was begun; ends the processes where anything went wrong.
+        """Waits for the program that was begun. Ends the processes if anything went wrong.
 
-        A rank that was struck need only come to its end, and the others may raise what names it.
+        A struck rank need only end, and the other ranks may raise errors that name it.
         """
         job = self._job()
         verdict, left, failed = Verdict(), set(range(self.ranks)), False
@@ -117,15 +119,16 @@ class Ranks:
             verdict.report = job.report()
             self.close()
         elif failed and self.settings.get("vendor") == "hccl":
-            # It has no abort: what has failed leaves streams of the device with an error for ever, and torch would give
-            # them to the groups of later programs.
+            # HCCL has no abort: a failed call leaves an error on its streams for ever, and torch would use these
+            # streams for the groups of later programs.
             self.close()
         return verdict
 
     def _unfair(self, problems: list[Problem]) -> list[Problem]:
-        """Without what ranks may find when one was struck: the struck one itself, those whose error names it, and those
-        whose error names a rank that left because of such an error. Ranks have other numbers in other groups, so
-        processes are compared. A receive from anyone lives while anyone can still send: then the deadline may tell."""
+        """The problems without those that a struck rank may cause: its own, those whose error names it, and those whose
+        error names a rank that left because of such an error. Ranks have other numbers in other groups, so process ids
+        are compared. A receive from any rank is pending as long as some rank can still send, so it may end by its
+        deadline."""
         fallen, left = {self.struck}, [each for each in problems if each["kind"] in ("error", "died")]
         pids = [str(each.pid) for each in self._job().ranks]
 
@@ -168,7 +171,7 @@ class Ranks:
 def shortest(
     program: Program, first: Verdict, ranks: Ranks, seconds: float = 120.0, tries: int = 4
 ) -> tuple[Program, Verdict]:
-    """A short program that fails with one of the kinds of `first`, and how it does."""
+    """Finds a short program that fails with the worst kind of `first`. Returns it with its verdict."""
     last = [first]
     kinds = first.kinds - {"illegal"}
     worst = next((kind for kind in ("wrong", "hang", "died", "quiet", "child", "late") if kind in kinds), "error")

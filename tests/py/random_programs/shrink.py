@@ -1,6 +1,6 @@
-"""Makes a failing program short: fewer steps, plainer ones, smaller tensors, fewer ranks.
+"""Shortens a failing program: fewer steps, simpler ones, smaller tensors, fewer ranks.
 
-A candidate must be legal and fail as the first one did. Failures that come by chance are asked for several times.
+A candidate must be legal and fail like the first program. Failures that come by chance are tried several times.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 from random_programs.model import Illegal, judge
 from random_programs.program import COLLECTIVES, Program, Step, flat, involved, numel, span
 
-#: Whether a program fails as the first one did.
+#: Tells whether a program fails like the first one.
 Fails = Callable[[Program], bool]
 
 
 def units(program: Program) -> list[list[int]]:
-    """Steps that go together: an operation, the other half of its message, its waits, the forks that use its Work."""
+    """Groups of steps that belong together: an operation, the other half of its message, and its waits."""
     by_key: dict[Any, list[int]] = {}
     of_id: dict[int, Any] = {}
     for step in program.steps:
@@ -47,7 +47,7 @@ def without(program: Program, gone: set[int]) -> Program:
 
 
 def fewer_steps(program: Program, fails: Fails) -> Program:
-    """Delta debugging over the units, from large parts to single ones."""
+    """Removes steps by delta debugging over the units, first large parts, then single units."""
     size = max(1, len(units(program)) // 2)
     while True:
         found, at, changed = units(program), 0, False
@@ -64,7 +64,7 @@ def fewer_steps(program: Program, fails: Fails) -> Program:
 
 
 def plainer(program: Program) -> Iterator[Program]:
-    """Programs with one thing simpler."""
+    """Programs in which one thing is simpler."""
     for at, step in enumerate(program.steps):
         changes: list[Step] = []
         kind = step["do"]
@@ -91,7 +91,7 @@ def plainer(program: Program) -> Iterator[Program]:
             steps[at] = change
             yield Program(program.ranks, program.buffers, program.groups, steps, program.seed)
         if kind in COLLECTIVES and "keep" in step["how"]:
-            # Synchronous in place of a Work that is waited for.
+            # A synchronous call in place of a Work that is waited for.
             steps = [
                 each for each in program.steps if each.get("id") != step["id"] or each["do"] not in ("wait", "join")
             ]
@@ -116,7 +116,7 @@ def plainer(program: Program) -> Iterator[Program]:
 
 
 def smaller(program: Program) -> Iterator[Program]:
-    """Buffers no longer than what is used, groups that are used, ranks that do something."""
+    """Programs with buffers as short as their use allows, without unused groups, or without a rank."""
     used = [1 for _ in program.buffers]
 
     def look(thing: Any) -> None:
@@ -150,7 +150,8 @@ def smaller(program: Program) -> Iterator[Program]:
 
 
 def without_rank(program: Program, rank: int) -> Program | None:
-    """The program with one rank taken out of every collective and group; None where it is more than a member."""
+    """The program without one rank. None if the rank is a root, the only member of a group, or in a step of another
+    kind."""
     groups = [[each for each in ranks if each != rank] for ranks in program.groups]
     if not all(groups):
         return None
@@ -197,7 +198,7 @@ def without_rank(program: Program, rank: int) -> Program | None:
 
 
 def shrink(program: Program, fails: Callable[[Program], bool], seconds: float = 120.0) -> Program:
-    """A short program that fails as well; stops when the time is over, with the best so far."""
+    """A short program that fails like the given one. At the time limit it stops with the best one so far."""
     end = time.monotonic() + seconds
 
     def legal(candidate: Program) -> bool:

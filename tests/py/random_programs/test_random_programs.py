@@ -1,4 +1,4 @@
-"""Random whole programs: against the backend, the model against gloo, generator, model, shrinker alone."""
+"""Tests random programs against the backend, the model against gloo, and the generator, model and shrinker alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL = Taste(large=False)
 
 
 def told(program: Program, verdict: Verdict, ranks: Ranks, place: str) -> str:
-    """What a failing test says: how it failed, and the shortest program found that does."""
+    """The message of a failing test: how the program failed, and the shortest failing program that was found."""
     short, last = shortest(program, verdict, ranks)
     return (
         f"the program of seed {program.seed} failed after {verdict.seconds:.1f} s; again by\n"
@@ -46,7 +46,7 @@ def ranks() -> Iterator[Ranks]:
 def play(
     ranks: Ranks, seeds: range, place: str = "cpu", say: Callable[[str], None] | None = None, taste: Taste | None = None
 ) -> None:
-    """Runs the programs of these seeds; while one runs the next is drawn."""
+    """Runs the programs of these seeds. Draws each program while the one before runs."""
     taste = taste or PLACES[place]
     illegal, begun, program = 0, time.monotonic(), generate(seeds[0], taste)
     for seed in seeds:
@@ -74,7 +74,7 @@ def test_random_programs(ranks: Ranks, block: int) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(3500)
 def test_many_random_programs(ranks: Ranks, say: Callable[[str], None]) -> None:
-    """The same for hours where asked for: the seed and the number are variables."""
+    """The same for hours, if asked for. Variables set the seed and the number of programs."""
     first = FIRST + 1_000_000
     count = int(os.environ.get("SAGELLM_TEST_RANDOM_PROGRAMS", "20000"))
     play(ranks, range(first, first + count), say=say)
@@ -83,7 +83,7 @@ def test_many_random_programs(ranks: Ranks, say: Callable[[str], None]) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(IS_GLOO, reason="gloo: the tests above are that")
 def test_the_model_agrees_with_gloo() -> None:
-    """Another implementation, by other people, gives the numbers that the model gives."""
+    """The model's numbers are those of another implementation by other people."""
     gloo = Ranks("gloo")
     try:
         play(gloo, range(FIRST, FIRST + 30), taste=GLOO)
@@ -105,7 +105,8 @@ def elsewhere(place: str, seeds: range, say: Say | None) -> None:
 
 
 def struck(number: int, seeds: range, say: Say | None) -> None:
-    """A rank is killed at some moment: the others come to their end, or their error names it."""
+    """Runs programs in which a rank is killed at some moment. The other ranks end normally, or with an error that names
+    it."""
     with closing(Ranks()) as ranks:
         for seed in seeds:
             rng, program = random.Random(f"strike {seed}"), generate(seed, STRUCK)
@@ -133,7 +134,7 @@ ELSEWHERE: dict[str, Callable[[range, Say | None], None]] = {
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("where", ELSEWHERE)
 def test_random_programs_elsewhere(where: str) -> None:
-    """The same over two and three hosts, on every simulated device, and while a rank is struck down."""
+    """The same over two and three hosts, on every simulated device, and while a rank is struck by a signal."""
     count = int(os.environ.get("SAGELLM_TEST_RANDOM_ELSEWHERE", "20"))
     ELSEWHERE[where](range(FIRST, FIRST + count), None)
 
@@ -250,7 +251,7 @@ def test_the_model_refuses_what_torch_does_not_define(steps: list[dict[str, obje
 
 
 def test_the_model_keeps_the_order_of_issue() -> None:
-    """A broadcast of what is being received, a barrier for dropped Works: by hand."""
+    """By hand: a broadcast of memory that is being received, and a barrier after dropped Works."""
     view = [0, 0, [4], [1]]
     recv = {
         "do": "recv",
@@ -280,7 +281,8 @@ def half(what: str, identity: int, message: int, view: list[object]) -> dict[str
 
 
 def test_messages_of_one_tag_do_not_overtake_each_other() -> None:
-    """The first message waits for a collective on its memory, which waits for the second message on another rank's."""
+    """The first message waits for a collective on its memory. On the other rank that collective waits for the second
+    message."""
     first, second = [0, 0, [4], [1]], [1, 0, [4], [1]]
     steps = [
         half("recv", 1, 1, first),
@@ -309,7 +311,7 @@ def test_views_that_interleave_share_nothing() -> None:
 
 @pytest.mark.timeout(300)
 def test_the_shrinker_keeps_what_a_defect_needs() -> None:
-    """A planted failure: it appears when a broadcast comes after an all_reduce whose Work a rank dropped."""
+    """A planted failure: it occurs if a broadcast comes after an all_reduce whose Work a rank dropped."""
 
     def fails(program: Program) -> bool:
         dropped = [at for at, s in enumerate(program.steps) if s["do"] == "all_reduce" and "drop" in s["how"]]
@@ -324,7 +326,7 @@ def test_the_shrinker_keeps_what_a_defect_needs() -> None:
             judge(short)
             assert fails(short)
             kinds = sorted(step["do"] for step in short.steps if step["do"] != "wait")
-            # The dropped one needs something that says it has ended: a barrier, or an operation on its memory.
+            # The dropped call needs another call that shows its end: a barrier, or an operation on its memory.
             assert kinds.count("broadcast") == 1 and len(kinds) <= 3, kinds
             if tried == 6:
                 break
