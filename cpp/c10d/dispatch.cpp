@@ -134,7 +134,7 @@ void SageBackend::run(Plan& plan, const Label& label, TensorView inputs) {
     events_->call_abort_hooks();
     throw;
   }
-  // Drops what operations held that ended meanwhile, because the program may make no further call.
+  // Drops the references of operations that have ended meanwhile, because the program may make no further call.
   DeferredRelease::instance().release();
   if (trace) trace->end();
   if (pending && !pending->copy_error().empty()) raise_coded(pending->copy_error());
@@ -165,7 +165,7 @@ SageBackend::WorkPtr SageBackend::barrier_behind(std::vector<WorkPtr> earlier, c
   const SageWork::Known known{own->getSequencenumber(), call.timeout.count() < 0 ? options_->timeout : call.timeout};
   auto work = c10::make_intrusive<SageWork>(getRank(), c10d::OpType::BARRIER, Tensors(), events_, nullptr, known);
   return in_background(std::move(work), call.async, [own, earlier = std::move(earlier)] {
-    // How these ended is reported by their own Works.
+    // Errors are ignored here, because each earlier call's own Work reports its error.
     for (const WorkPtr& each : earlier) (void)failure_of([&] { each->wait(kNoTimeout); });
     own->wait(kNoTimeout);
   });

@@ -39,7 +39,7 @@ void SideCalls::follow_delegated(const std::vector<Strided>& touched) {
     };
     delegated_.erase(std::remove_if(delegated_.begin(), delegated_.end(), over), delegated_.end());
   }
-  // How these ended is reported by their own Works.
+  // Errors are ignored here, because each earlier call's own Work reports its error.
   for (const WorkPtr& work : earlier) (void)failure_of([&] { work->wait(kNoTimeout); });
 }
 

@@ -134,8 +134,8 @@ c10::intrusive_ptr<c10d::Backend> SageBackend::split(const c10::intrusive_ptr<c1
   bool can = false;
   std::exception_ptr failed;
   try {
-    // The prefix does not contain the new group's name: before torch 2.15 ranks that were in no new group of an earlier
-    // split count names differently.
+    // The prefix leaves out the new group's name: before torch 2.15, ranks that were in no new group of an earlier
+    // split number the names of later groups differently.
     const std::string prefix = c10::str("sagellm/split/", turn, "/", c10::Join(",", ranks));
     if (member) child = part(prefix, ranks, opts, c10::str(options_->group_name, " split ", turn));
     parents = bound_vendor();

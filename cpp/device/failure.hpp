@@ -51,8 +51,8 @@ class Failure final : public std::enable_shared_from_this<Failure> {
   // the first failure of a group is reported. `abort` aborts the communicators. `raised`: the failed call itself raises
   // the error, so the process does not exit.
   void follow(const std::string& error, Threads threads, const std::function<void()>& abort, bool raised = false);
-  // The program is about to abort the calls under way, on this thread. Returns when the exception is pending in its
-  // other threads, or after a second.
+  // Call it on the thread on which the program is about to abort the calls under way. Returns when the exception is
+  // pending in the program's other threads, or after a second.
   void deliberate(const std::string& error);
 
  private:

@@ -106,7 +106,7 @@ class DeviceStreams {
   // Whether torch exposes the raw handles of its streams; no value before the first attempt.
   std::optional<bool> native_;
   std::vector<Told> told_;
-  // Pooled events by device, the one that was handed out first in front.
+  // Pooled events of each device, in the order in which they were handed out.
   std::map<c10::DeviceIndex, std::deque<std::shared_ptr<c10::Event>>> asked_only_;
 };
 

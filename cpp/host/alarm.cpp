@@ -13,7 +13,7 @@ namespace sagellm {
 
 namespace {
 
-// For this long after the failure of one group, those of other groups are taken to have the same cause.
+// After a thread has got the failure of one group, other groups' failures count as having the same cause for this long.
 constexpr auto kSameCause = std::chrono::seconds(2);
 
 // System id of the thread that was asked for; system id and Python's identifier of the thread that gets the exception.

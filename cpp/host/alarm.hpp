@@ -44,8 +44,8 @@ class Alarm {
   void take_back(uint64_t group);
   // This thread has got its exception. Called by the constructor of the exception's class.
   void raised();
-  // This thread got the exception in code of ours that serves no call of the program. Makes it pending once more;
-  // `error` is its class. Call with the GIL.
+  // This thread got the exception in code of ours that serves no call of the program, such as the writing of log lines.
+  // Makes the exception pending once more; `error` is its class. Call with the GIL.
   void raise_again(PyObject* error);
   // From now on nothing is raised, because the interpreter is ending.
   void stop();
@@ -61,7 +61,7 @@ class Alarm {
     // Groups whose failure is pending in the thread, with the exception classes. Python keeps only the last pending
     // exception of a thread, so the thread gets that one for all these groups.
     std::map<uint64_t, Error> groups;
-    // Groups whose failure the thread has got last. `raised` is the time at which it got it.
+    // Groups whose failure the thread got with its last exception. `raised` is the time at which it got that exception.
     std::map<uint64_t, Error> before;
     Clock::time_point raised{};
   };

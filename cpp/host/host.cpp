@@ -71,8 +71,8 @@ class Connection {
   int socket_ = -1;
 };
 
-// Connections by the user's store. A connection keeps its store alive, so no other store can have the same address
-// meanwhile.
+// Our connections, by the user's store for which each was made. A connection keeps that store alive, so no other store
+// can have the same address meanwhile.
 struct Connections {
   std::mutex mutex;
   std::map<const c10d::Store*, std::weak_ptr<Connection>> each;
@@ -187,7 +187,7 @@ thread_local bool outlives_python = false;
 std::terminate_handler earlier_handler = nullptr;
 
 [[noreturn]] void sleep_or_terminate() {
-  // The main thread ends the process meanwhile.
+  // Sleeps until the main thread has ended the process.
   while (outlives_python && !python_alive()) ::pause();
   if (earlier_handler != nullptr) earlier_handler();
   std::abort();

@@ -31,7 +31,7 @@ void leave() {
     Core::at_exit();
     Alarm::instance().stop();
     DeviceWatch::instance().stop(std::chrono::seconds(1));
-    // When torch's flight recorder writes a trace after a failure, that takes seconds.
+    // This takes seconds if torch's flight recorder is still writing a trace after a failure.
     CallbackPool::instance().stop(std::chrono::seconds(5));
   }
   DeferredRelease::instance().release();

@@ -14,7 +14,7 @@ namespace {
 
 using namespace py::literals;  // NOLINT(google-build-using-namespace): "name"_a
 
-// The tensor if its bytes are contiguous in memory of this machine and represent it completely; else null.
+// The tensor, if it is contiguous in host memory and its bytes are its whole value; else null.
 const at::Tensor* plain(py::handle item) {
   if (!THPVariable_CheckExact(item.ptr())) return nullptr;
   const at::Tensor& tensor = THPVariable_Unpack(item.ptr());

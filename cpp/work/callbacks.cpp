@@ -23,7 +23,8 @@ void run_logged(const std::function<void()>& job) {
   } catch (const std::exception& error) {
     log_line(1, std::string("a callback of an operation failed: ") + error.what());
   } catch (const abi::__forced_unwind&) {
-    // By this unwinding the interpreter ends a thread that asks for the GIL too late. It must not be stopped.
+    // The interpreter ends a thread that asks for the GIL too late by this exception. Its unwinding must not be
+    // stopped.
     throw;
   } catch (...) {
     log_line(1, "a callback of an operation failed");

@@ -19,8 +19,8 @@ class DelegatedWork final : public JoinedWork {
   using Note = std::shared_ptr<rust::Box<RustExternalOp>>;
 
   // `note` is the core's record of the call. The record ends with the delegate's future or, if there is none, with the
-  // wait. Without a future, a wait that has no timeout uses `timeout`, because gloo would use the timeout with which
-  // its group was made.
+  // wait. Such a wait uses `timeout` unless the caller passes one: for messages, gloo itself would use the timeout with
+  // which its group was made.
   DelegatedWork(int rank, c10d::OpType type, WorkPtr work, Note note, std::chrono::milliseconds timeout);
   ~DelegatedWork() override;
 

@@ -25,7 +25,7 @@ namespace sagellm {
 // The profiler's record of one call, which ends with the operation. Exists only while a profiler is active.
 class Trace {
  public:
-  // Returns null if no profiler records; this costs one look at a thread-local list. `title` must never be freed.
+  // Returns null if no profiler records; this costs one look at a thread-local list. `title` must be a string literal.
   static std::unique_ptr<Trace> start(const char* title, c10::ArrayRef<at::Tensor> inputs);
   explicit Trace(at::StepCallbacks&& callbacks) : record_(std::move(callbacks)) {}
   // Call it once, on any thread.
@@ -120,7 +120,7 @@ class Events : public std::enable_shared_from_this<Events> {
 
   const uint64_t key_ = next_key();
   static uint64_t next_key();
-  // Only compared.
+  // Compared with the current pool to detect a fork; never dereferenced.
   const CallbackPool* const pool_ = &CallbackPool::instance();
   // Set by the user's thread, read by all threads. They order no other memory access.
   std::atomic<bool> timing_{false};

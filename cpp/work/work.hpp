@@ -64,7 +64,7 @@ struct WaitLimit {
 
 class SageWork : public c10d::Work {
  public:
-  // Facts about a Work that has no operation of the core to provide them.
+  // Sequence number and timeout of a Work that has no operation of the core to provide them.
   struct Known {
     uint64_t number = 0;
     std::chrono::milliseconds timeout = kNoTimeout;
