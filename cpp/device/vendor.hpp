@@ -78,8 +78,8 @@ class VendorDevices final {
   // Makes the communicator that `can_split` asked about. All ranks call this together, after all have agreed that they
   // can. `child` is null on a rank that is in no new group.
   void split(c10::Device device, const std::vector<uint32_t>& ranks, VendorDevices* child);
-  // Takes the communicator of a group that is about to shrink out of use. It is destroyed when the returned object is
-  // dropped. `drained`: no operation is under way in it.
+  // Retires this group's communicator before a shrink: no later call uses it, and it is destroyed when the returned
+  // object is dropped. `drained`: no operation is under way in it.
   DevicesRetired retire(c10::Device device, bool drained) { return devices_->retire(device.index(), drained); }
   // Makes the communicator of this group, which consists of all ranks of `old`'s group except `excluded`. All ranks of
   // this group call this together.

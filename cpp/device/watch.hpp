@@ -1,5 +1,5 @@
-// The thread that detects the ends of calls on devices, of launches that do not return, and of replays that will not
-// end.
+// The thread that detects three things: ends of calls on devices, launches that do not return, and replays that will
+// not end.
 #pragma once
 
 #include <chrono>

@@ -384,7 +384,7 @@ class Rank:
         group = self.groups[step["g"]]
         backend: Any = group._get_backend(torch.device(self.device))
         if may_fail:
-            self._agree(f"{step['id']} begun", step, "")  # who is in an earlier call would be told there
+            self._agree(f"{step['id']} begun", step, "")  # a rank in an earlier call would get the error there
         before, moment, told = backend._stats()["issued"], step["struck"].get(str(self.rank)), ""
 
         def rest() -> None:
@@ -557,8 +557,8 @@ class Rank:
             self._problem("wrong", f"{form} of objects: {found} instead of {wanted}")
 
     def _fork(self, step: Step) -> None:
-        """Forks a child that uses inherited groups or Works. The child's calls must be rejected, and the parent goes
-        on."""
+        """Forks a child that uses inherited groups or Works. Its calls must be rejected, except for a destroy or an
+        abort."""
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:

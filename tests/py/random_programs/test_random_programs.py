@@ -105,8 +105,7 @@ def elsewhere(place: str, seeds: range, say: Say | None) -> None:
 
 
 def struck(number: int, seeds: range, say: Say | None) -> None:
-    """Runs programs in which a rank is killed at some moment. The other ranks end normally, or with an error that names
-    it."""
+    """Sends a signal to one rank at some moment. The other ranks end normally, or with an error that names it."""
     with closing(Ranks()) as ranks:
         for seed in seeds:
             rng, program = random.Random(f"strike {seed}"), generate(seed, STRUCK)

@@ -31,7 +31,7 @@ impl Runtime {
         self.visible().map_or(settings::get().devices, |list| list.len())
     }
 
-    /// A number of the device that is equal in all processes.
+    /// The physical number of the device, which is the same in all processes of a machine.
     pub fn physical(self, device: i32) -> u64 {
         let index = device.max(0) as usize;
         self.visible().and_then(|list| list.get(index).copied()).unwrap_or(index as u64)

@@ -1,5 +1,5 @@
-//! Streams. Each stream has a thread that does its work in order, so nothing that a call issues need have happened when
-//! the call returns.
+//! Streams. Each stream has a thread that does its work in order, so the work that a call issues may still be pending
+//! when the call returns.
 //!
 //! A stream may be fed through a host queue, as torch_npu's streams are. Then a call does not issue a record; another
 //! thread issues it later, or a query of the stream's state does. Other work on the same stream issues the queued
