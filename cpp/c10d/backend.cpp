@@ -95,16 +95,11 @@ std::string SageBackend::fault() const {
 
 c10d::ErrorType SageBackend::getError() {
   if (delegated()) return delegate()->getError();
-  const rust::String fault = group_->state().fault;
-  if (fault.empty()) return c10d::ErrorType::SUCCESS;
-  switch (fault.data()[0]) {
-    case 'T':
-      return c10d::ErrorType::TIMEOUT;
-    case 'D':
-      return c10d::ErrorType::REMOTE_ERROR;
-    default:
-      return c10d::ErrorType::COMM_ERROR;
-  }
+  const auto kind = kind_of(std::string(group_->state().fault));
+  if (!kind) return c10d::ErrorType::SUCCESS;
+  if (kind == ErrorKind::kTimeout) return c10d::ErrorType::TIMEOUT;
+  if (kind == ErrorKind::kRankFailed) return c10d::ErrorType::REMOTE_ERROR;
+  return c10d::ErrorType::COMM_ERROR;
 }
 
 void SageBackend::leave_to_parent() {
