@@ -1,11 +1,11 @@
 //! What carries bytes between hosts: messages to other ranks under tags, and mail.
 //!
-//! A lane sends and receives with [`Link`], and waits for each message. Sends and receives of the program use
-//! [`Mail`]: short messages that the receiver's [`Mailbox`] takes as they come, and bodies, which go from the memory of a
-//! tensor to that of another one, without a thread that waits. TCP connections are one link (`wire`), ranks as threads are
-//! another (`engine/local.rs`).
+//! A lane sends and receives with [`Link`], and waits for each message. Sends and receives of the program use [`Mail`].
+//! Mail proper is short messages, which the receiver's [`Mailbox`] accepts as they arrive. Bodies are copied from one
+//! tensor's memory to another's, without a thread that waits. TCP connections are one link (`wire`), ranks as threads
+//! are another (`engine/local.rs`).
 
-#![allow(unsafe_code)] // sends from and receives into memory that the caller vouches for
+#![allow(unsafe_code)] // the caller vouches for the memory
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,42 +13,44 @@ use std::time::Duration;
 use crate::error::Result;
 use crate::types::Span;
 
-/// Carries messages to other ranks. Every message goes to one rank under one tag; messages of one tag arrive in order.
+/// Sends messages to other ranks and receives theirs. A message has one receiver and one tag; messages of one tag
+/// arrive in order.
 pub trait Link: Mail {
     /// Starts to receive a message of at most `bytes` into the front of `buffer`.
     fn receive(&self, peer: usize, tag: u32, buffer: Vec<u8>, bytes: usize) -> Result<Box<dyn Transfer>>;
     /// Starts to send the first `bytes` of `buffer`.
     fn send(&self, peer: usize, tag: u32, buffer: Vec<u8>, bytes: usize) -> Result<Box<dyn Transfer>>;
-    /// As `receive`, a message of just the size of `pieces` into their memory. The buffer that `wait` returns is empty.
+    /// Like `receive`, into the memory of `pieces`, whose size the message must have. The buffer that `wait` returns is
+    /// empty.
     ///
     /// # Safety
-    /// The memory is valid, and nobody else uses it, until the transfer was waited for or dropped.
+    /// The memory must be valid, and unused by others, until the transfer was waited for or dropped.
     unsafe fn receive_into(&self, peer: usize, tag: u32, pieces: Vec<Span>) -> Result<Box<dyn Transfer>>;
-    /// As `send`, from the memory of `pieces`, one after the other. It may not end before the peer receives. The buffer that
-    /// `wait` returns is empty.
+    /// Like `send`, from the memory of `pieces`, in order. The send may not end before the peer receives. The buffer
+    /// that `wait` returns is empty.
     ///
     /// # Safety
-    /// The memory is valid, and nobody writes it, until the transfer was waited for or dropped.
+    /// The memory must be valid and not written until the transfer was waited for or dropped.
     unsafe fn send_from(&self, peer: usize, tag: u32, pieces: Vec<Span>) -> Result<Box<dyn Transfer>>;
-    /// Breaks off: every wait on this rank ends with an error now, and so does every wait of a peer for this rank. Bodies of
-    /// this rank end with an error soon. Mail that was sent before is delivered as far as that takes no time.
+    /// Breaks off. Every wait of this rank ends with an error now, and so does every wait of a peer for this rank.
+    /// Bodies of this rank end with an error soon. Mail sent before is still delivered if that needs no wait.
     fn cut(&self);
-    /// The process of a rank in words, as far as it has said that; for error texts.
+    /// The process of a rank as text, for error messages. Empty if the rank has not said it.
     fn process(&self, _peer: usize) -> String {
         String::new()
     }
-    /// Leaves for good, and gives back connections that nobody else uses. The group may be kept after its end.
+    /// Leaves for good, and closes connections that no other group uses. The group object may outlive this call.
     fn close(&self) {
         self.cut();
     }
 }
 
-/// Why a message did not come or go.
+/// Why a message was not sent or received.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Broken {
-    /// The time that it may take has passed; the peer may be well.
+    /// Whether the timeout passed; the peer may be alive.
     pub is_late: bool,
-    /// What the link says.
+    /// The link's error text.
     pub words: String,
 }
 
@@ -64,53 +66,56 @@ impl From<String> for Broken {
     }
 }
 
-/// A message in flight. Dropping it, or a wait that fails, gives it up: the link no longer uses its memory.
+/// A message in flight. Dropping it, or a wait that fails, gives it up: the link stops using its memory.
 pub trait Transfer: Send {
-    /// Waits for its end and returns the buffer.
+    /// Waits for the end of the transfer and returns its buffer.
     fn wait(self: Box<Self>, timeout: Duration) -> std::result::Result<Vec<u8>, Broken>;
-    /// Waits at most so long, and goes on with the transfer. True where `wait` will return at once.
+    /// Waits for at most `timeout`; the transfer continues afterwards. True if `wait` would now return at once.
     fn ends_within(&self, timeout: Duration) -> bool;
 }
 
-/// Longest mail.
+/// Longest mail in bytes.
 pub const LONGEST_MAIL: usize = 32 << 10;
 
-/// Called once, at the end of a body, by any thread, without a lock of the link; an error is the text of the link.
+/// Called once when a body has ended, by any thread, with no lock of the link held. An error is the link's text.
 pub type Done = Box<dyn FnOnce(std::result::Result<(), String>) + Send>;
 
-/// Carries what the program sends to other ranks. No call but `poll` and `open_mailbox` calls a mailbox.
+/// Sends mail and bodies of the program to other ranks. Only `poll` and `open_mailbox` call a mailbox.
 pub trait Mail: Send + Sync {
-    /// Names what takes this rank's mail. Called once; mail that came before is handed to it in this call.
+    /// Sets the mailbox of this rank. Called once; mail that has already arrived is delivered within this call.
     fn open_mailbox(&self, mailbox: Arc<dyn Mailbox>);
 
-    /// Sends at most `LONGEST_MAIL` bytes, which are copied. Never waits. Mail from one rank to another arrives in order.
+    /// Sends at most `LONGEST_MAIL` bytes, which it copies. Never blocks. Mail from one rank to another arrives in
+    /// order.
     fn mail(&self, peer: usize, message: &[u8]) -> Result<()>;
 
-    /// Starts to send the memory of `pieces`, one after the other, as the body with this number, which `peer` receives under
-    /// the same number. Numbers of a rank for one peer are used once. No byte leaves before the peer receives it. Never waits.
+    /// Starts to send the memory of `pieces`, in order, as the body `number`. `peer` receives it under the same number.
+    /// A rank uses each number once per peer. No byte is sent before the peer has posted its receive. Never blocks.
     ///
     /// # Safety
-    /// The memory is valid, and nobody writes it, until `done` was called.
+    /// The memory must be valid and not written until `done` was called.
     unsafe fn send_body(&self, peer: usize, number: u64, pieces: Vec<Span>, done: Done) -> Result<()>;
 
-    /// Starts to receive the body with this number of `peer` into the memory of `pieces`, which have its size.
+    /// Starts to receive the body `number` of `peer` into the memory of `pieces`, whose size is the body's.
     ///
     /// # Safety
-    /// The memory is valid, and nobody else uses it, until `done` was called.
+    /// The memory must be valid, and unused by others, until `done` was called.
     unsafe fn receive_body(&self, peer: usize, number: u64, pieces: Vec<Span>, done: Done) -> Result<()>;
 
-    /// Mail is read as it comes while one of these lives, also where no thread waits: a message of the program is pending.
+    /// While the returned guard lives, arriving mail is read even if no thread waits, because a message of the program
+    /// is pending.
     fn await_mail(&self) -> Box<dyn Send>;
 
-    /// Advances what can advance, for a thread of the program that waits for a message; sleeps for at most `sleep` where nothing
-    /// can. True where something did. Calls mailboxes and `Done`s.
+    /// Advances what can advance, for a thread of the program that waits for a message. Sleeps for at most `sleep` if
+    /// nothing can advance. Returns true if something did. Calls mailboxes and `Done`s.
     fn poll(&self, sleep: Duration) -> bool;
 }
 
-/// Takes a rank's mail. Called by any thread, without a lock of the link, for one peer by one thread at a time.
+/// Accepts a rank's mail. Called with no lock of the link held, by any thread, but for one peer by one thread at a
+/// time.
 pub trait Mailbox: Send + Sync {
     fn came(&self, peer: usize, message: Vec<u8>);
-    /// Nothing more comes from this peer: its process ended, it has cut the link, or the network failed. Pending bodies of
-    /// this peer end with the same text.
+    /// Reports that nothing more arrives from this peer: its process ended, it cut the link, or the network failed.
+    /// Pending bodies of this peer end with the same text.
     fn lost(&self, peer: usize, why: &str);
 }

@@ -1,10 +1,11 @@
 //! What one group sends and receives: its messages, mail and bodies, by the rank of the peer.
 //!
-//! Short messages of lanes go at once, as long as the receiver has taken most of what came before (`WINDOW`); where no
-//! receive is posted they are kept. Longer ones are bodies: the receiver says that it wants one when the receive is posted,
-//! so that a receive that is posted ahead costs no latency, and nothing is stored on the way.
+//! Short messages of lanes are sent at once, as long as the receiver has consumed most of the earlier ones (`WINDOW`).
+//! The receiver keeps them until a receive is posted. Longer messages are bodies: when a receive is posted, the
+//! receiver sends Want, and the body is sent after that. So a receive that is posted ahead adds no latency, and a body
+//! is never stored on the way.
 
-#![allow(unsafe_code)] // the interface of bodies, whose memory the caller vouches for
+#![allow(unsafe_code)] // the caller vouches for the memory of bodies
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -19,38 +20,39 @@ use crate::engine::multihost::link::{Broken, Done, LONGEST_MAIL, Link, Mail, Mai
 use crate::error::{Error, Result};
 use crate::types::Span;
 
-/// Longest message of a lane that goes without being wanted.
+/// Longest message of a lane that is sent without a Want from the receiver.
 const SHORT: usize = 16 << 10;
-/// Bytes of such messages, with their headers, that may be under way to one peer.
+/// Bytes of such messages, with their headers, that may be in flight to one peer.
 const WINDOW: usize = 1 << 20;
-/// Bodies of lanes are numbered by their tags, in a range that messages of programs do not use.
+/// Set in the numbers of lanes' bodies, which are otherwise their tags. Messages of programs do not use this range.
 const OF_LANE: u64 = 1 << 63;
 
-/// A posted receive, or a send that waits.
+/// A posted receive, or a send that is not sent yet.
 struct Waiting {
     memory: Memory,
     bytes: usize,
     end: End,
-    /// Somebody must read what the peer sends, also where no thread waits.
+    /// Set if the wire must be driven for this transfer even if no thread waits.
     _counted: Option<Counted>,
 }
 
-/// What passes between this rank and one peer. First in, first out for each tag and number.
+/// What is in flight between this rank and one peer. Each list is first in, first out for its tag or number.
 struct Peer {
     process: ProcessId,
     connection: Option<Arc<Connection>>,
-    /// It has joined the channel.
+    /// Whether the peer has joined the channel.
     joined: bool,
-    /// Why nothing more comes from it.
+    /// Why nothing more arrives from the peer. None while the peer is connected or may still connect.
     lost: Option<String>,
-    /// Bytes of short messages that may still be sent, and the messages that wait until more may be.
+    /// Bytes of short messages that this rank may still send, and messages that wait for more Credit (with their tags).
     window: usize,
     queued: VecDeque<(u32, Waiting)>,
-    /// Bytes of its short messages that receives have taken, and that it was not told of.
+    /// Bytes of the peer's short messages that receives have consumed and for which no Credit has been sent yet.
     taken: usize,
     posted: HashMap<u32, VecDeque<Waiting>>,
     arrived: HashMap<u32, VecDeque<Vec<u8>>>,
-    /// Bodies that the peer wants, that wait to be wanted, and that this rank wants.
+    /// Bodies by number. `wanted`: sizes of bodies for which the peer sent Want before this rank's send. `unwanted`:
+    /// sends without a Want yet. `wants`: posted receives whose body has not arrived.
     wanted: HashMap<u64, VecDeque<u64>>,
     unwanted: HashMap<u64, VecDeque<Waiting>>,
     wants: HashMap<u64, VecDeque<Waiting>>,
@@ -60,7 +62,7 @@ fn push<K: std::hash::Hash + Eq, V>(lists: &mut HashMap<K, VecDeque<V>>, key: K,
     lists.entry(key).or_default().push_back(value);
 }
 
-/// The first one. A list of no more use goes: numbers are used once.
+/// Removes and returns the first entry. Unless `keep`, an empty list is removed, because each number is used once.
 fn pop<K: std::hash::Hash + Eq, V>(lists: &mut HashMap<K, VecDeque<V>>, key: K, keep: bool) -> Option<V> {
     let list = lists.get_mut(&key)?;
     let first = list.pop_front();
@@ -88,7 +90,7 @@ impl Peer {
         }
     }
 
-    /// Everything of this peer that has not ended.
+    /// Removes and returns all sends and receives of this peer that have not ended.
     fn take_all(&mut self) -> Vec<Waiting> {
         let queued = std::mem::take(&mut self.queued).into_iter().map(|(_, one)| one);
         let posted = std::mem::take(&mut self.posted).into_values().flatten();
@@ -97,19 +99,19 @@ impl Peer {
         queued.chain(posted).chain(unwanted).chain(wants).collect()
     }
 
-    /// Whether this is the connection to the peer, and not one that was replaced.
+    /// Whether `token` is of the current connection to the peer, not of one that was replaced.
     fn leads_by(&self, token: u64) -> bool {
         self.connection.as_ref().is_some_and(|connection| connection.token == token)
     }
 }
 
 struct State {
-    /// By rank; this rank's own entry is not used.
+    /// Indexed by rank; the entry of this rank is unused.
     peers: Vec<Peer>,
     mailbox: Option<Arc<dyn Mailbox>>,
-    /// What came before there was one.
+    /// Mail that arrived before the mailbox was opened, with its sender.
     early_mail: VecDeque<(usize, Vec<u8>)>,
-    /// This rank has left.
+    /// Whether this rank has left the channel.
     cut: bool,
 }
 
@@ -118,14 +120,14 @@ pub struct Channel {
     me: usize,
     wire: Arc<Wire>,
     ranks: HashMap<ProcessId, usize>,
-    /// The ranks' processes in words.
+    /// Each rank's process as text, for error messages.
     who: Vec<String>,
     state: Mutex<State>,
     this: Weak<Channel>,
 }
 
 impl Channel {
-    /// For a group whose ranks are these processes; `who`: the same in words.
+    /// For a group whose ranks are these processes. `who` has each process as text.
     pub fn new(wire: &Arc<Wire>, id: u64, me: usize, processes: &[ProcessId], who: Vec<String>) -> Arc<Channel> {
         let ranks = processes.iter().enumerate().map(|(rank, process)| (*process, rank)).collect();
         let peers = processes.iter().map(|process| Peer::new(*process)).collect();
@@ -155,8 +157,8 @@ impl Channel {
 
     // -------------------------------------------------------------------------------------------------------- joining
 
-    /// From now on this connection leads to the peer, if it is one that has not joined by another connection. Tells it that
-    /// this rank has joined.
+    /// Makes this connection the one to its peer, unless the peer has joined already by another connection. Sends
+    /// Hello: this rank has joined.
     pub fn connect(&self, connection: &Arc<Connection>) {
         let Some(rank) = self.ranks.get(&connection.peer) else { return };
         let mut state = self.lock();
@@ -170,7 +172,7 @@ impl Channel {
         connection.push(&self.wire, Outgoing::control(self.frame(Kind::Hello, 0)), &mut events);
     }
 
-    /// The peer had joined before this rank did, and said so on the connection with this token.
+    /// Records that the peer had joined before this rank did. The peer's Hello came on the connection with this token.
     pub fn has_joined(&self, process: ProcessId, token: u64) {
         if let Some(rank) = self.ranks.get(&process) {
             let peer = &mut self.lock().peers[*rank];
@@ -178,7 +180,7 @@ impl Channel {
         }
     }
 
-    /// The peers that have not joined, with whether there is a connection to them.
+    /// The peers that have not joined, each with whether a working connection to it exists.
     pub fn missing(&self) -> Vec<(usize, ProcessId, bool)> {
         let state = self.lock();
         let others = state.peers.iter().enumerate().filter(|(rank, peer)| *rank != self.me && !peer.joined);
@@ -192,7 +194,7 @@ impl Channel {
         self.ranks.get(&peer).copied().ok_or_else(|| "it sent a frame of a group that it is not in".to_string())
     }
 
-    /// Sends a body to a peer that wants `frame.bytes`.
+    /// Sends a body to a peer that has sent Want for `frame.bytes` bytes.
     fn send_wanted(&self, wire: &Wire, connection: &Connection, frame: Frame, one: Waiting, events: &mut Events) {
         let Waiting { memory, bytes, end, .. } = one;
         if frame.bytes != bytes as u64 {
@@ -203,7 +205,7 @@ impl Channel {
         connection.push(wire, Outgoing::new(frame, memory, end), events);
     }
 
-    /// A receive has taken a short message: its sender may send more.
+    /// Counts a short message that a receive has consumed, and sends the peer Credit if enough has accumulated.
     fn take(&self, wire: &Wire, rank: usize, bytes: usize, events: &mut Events) {
         let mut state = self.lock();
         let peer = &mut state.peers[rank];
@@ -217,7 +219,7 @@ impl Channel {
         connection.push(wire, Outgoing::control(frame), events);
     }
 
-    /// Nothing more comes from this peer. What has arrived can still be received.
+    /// Records that nothing more arrives from this peer. Messages that have arrived can still be received.
     pub fn lose(&self, rank: usize, why: &str, events: &mut Events) {
         let mut state = self.lock();
         let peer = &mut state.peers[rank];
@@ -233,7 +235,7 @@ impl Channel {
         events.list.push(Event::Call(Box::new(move || channel.give_loss(rank, &why))));
     }
 
-    /// A connection is gone. A peer that has not joined may connect again.
+    /// Handles the loss of a connection. A peer that has not joined may connect again.
     pub fn lose_connection(&self, gone: &Connection, why: &str, events: &mut Events) {
         let Some(rank) = self.ranks.get(&gone.peer).copied() else { return };
         let mut state = self.lock();
@@ -358,7 +360,7 @@ impl Receiver for Channel {
         let posted = match frame.kind {
             Kind::Message => pop(&mut peer.posted, frame.tag, true),
             Kind::Body => match pop(&mut peer.wants, frame.number, false) {
-                None => return Ok(Target::Discard), // it was given up
+                None => return Ok(Target::Discard), // the receive was given up
                 found => found,
             },
             _ => None,
@@ -389,7 +391,7 @@ impl Receiver for Channel {
             Target::Fresh(data) => {
                 let mut state = self.lock();
                 let peer = &mut state.peers[rank];
-                // A receive may have been posted meanwhile.
+                // A receive may have been posted while the data arrived.
                 match pop(&mut peer.posted, frame.tag, true) {
                     Some(Waiting { end, .. }) => {
                         drop(state);
@@ -403,12 +405,12 @@ impl Receiver for Channel {
     }
 }
 
-/// A transfer of a lane.
+/// A transfer of a lane, whose thread waits for it.
 struct Lane {
     channel: Arc<Channel>,
     peer: usize,
     slot: Arc<Slot>,
-    /// The memory is not the transfer's own.
+    /// Whether the transfer uses memory of the caller.
     borrows: bool,
 }
 
@@ -434,7 +436,7 @@ impl Drop for Lane {
     }
 }
 
-/// One that had ended when it was started.
+/// A transfer that had ended before the call returned.
 struct Ended(Vec<u8>);
 
 impl Transfer for Ended {
@@ -447,7 +449,7 @@ impl Transfer for Ended {
     }
 }
 
-/// A short message that is copied to its memory at its end.
+/// A receive of a short message into the caller's memory, which `wait` copies from a buffer.
 struct ShortInto {
     received: Box<dyn Transfer>,
     pieces: Vec<Span>,
@@ -465,7 +467,7 @@ impl Transfer for ShortInto {
     }
 }
 
-/// A group's channel as its engine holds it: dropping it leaves the channel.
+/// A group's channel as held by its engine. Dropping it leaves the channel.
 pub struct WireLink(pub Arc<Channel>);
 
 impl WireLink {
@@ -473,7 +475,7 @@ impl WireLink {
         Lane { channel: Arc::clone(&self.0), peer, slot, borrows }
     }
 
-    /// The error of a call for a peer that is lost, in the link's words; `names` gives it its text.
+    /// The error of a call for a peer that is lost, with the link's text. `names` adds the process to it.
     fn gone(peer: usize, why: &str) -> Error {
         Error::rank_failed(peer, why)
     }
@@ -600,7 +602,7 @@ impl Link for WireLink {
 }
 
 impl Channel {
-    /// Posts a receive of a body, and tells the peer.
+    /// Posts a receive of a body, and sends Want to the peer.
     fn want(&self, from: &mut Peer, number: u64, waiting: Waiting, events: &mut Events) {
         let frame = Frame { number, ..self.frame(Kind::Want, waiting.bytes) };
         push(&mut from.wants, number, waiting);
@@ -608,12 +610,12 @@ impl Channel {
         connection.push(&self.wire, Outgoing::control(frame), events);
     }
 
-    /// Ends a lane's transfer of borrowed memory, which is not used from now on. A peer that wants a body which was given up
-    /// waits for it until the group has failed on this rank, which is all that can happen next.
+    /// Gives up a lane's transfer and stops using its borrowed memory. A peer that has sent Want for the body waits
+    /// until it learns that the group has failed on this rank, which always follows.
     fn give_up(&self, peer: usize, slot: &Arc<Slot>) {
         let is_it = |end: &End| matches!(end, End::Slot(one) if Arc::ptr_eq(one, slot));
         let Some(connection) = self.lock().peers[peer].connection.clone() else { return };
-        // While its reading side is locked, the connection begins no transfer of this channel.
+        // While the reading side is locked, the connection starts no transfer of this channel.
         connection.give_up(is_it, || {
             let mut state = self.lock();
             let peer = &mut state.peers[peer];
@@ -624,7 +626,7 @@ impl Channel {
         });
     }
 
-    /// Sends a body if the peer wants it already, else when it does.
+    /// Sends a body now if the peer has sent Want for it, else when the Want arrives.
     fn offer(&self, to: &mut Peer, number: u64, waiting: Waiting, events: &mut Events) {
         match pop(&mut to.wanted, number, false) {
             Some(bytes) => {
@@ -666,7 +668,7 @@ impl Mail for WireLink {
         let connection = to.connection.clone().expect("all ranks are connected before a group is used");
         let mut events = Events::default();
         let frame = channel.frame(Kind::Mail, message.len());
-        // Under the lock, so that mail is written in the order of the calls.
+        // Under the lock, so that mail is sent in the order of the calls.
         let outgoing = Outgoing::new(frame, Memory::Owned(message.to_vec()), End::Nobody);
         connection.push(&channel.wire, outgoing, &mut events);
         Ok(())

@@ -1,10 +1,10 @@
-//! One TCP connection to another process, which all groups of the two processes share. Reading and writing never wait.
+//! One TCP connection to another process, which all groups of the two processes share. Reads and writes never block.
 //!
-//! Frames are written in the order in which they were pushed. A thread that pushes one writes it itself where nothing is
-//! before it; what the system does not take at once is written by the thread that drives the wire. That one alone reads.
-//! Data of a body goes straight to its memory; only headers and short data pass through a buffer.
+//! Frames are written in the order in which they were pushed. A thread that pushes a frame writes it itself if the
+//! queue is empty. The thread that drives the wire writes what the system did not accept at once. Only the driving
+//! thread reads. Data of a body is read directly into its memory; headers and short data pass through a buffer.
 
-#![allow(unsafe_code)] // sends from and receives into memory that the givers of transfers vouch for
+#![allow(unsafe_code)] // the callers of transfers vouch for the memory
 
 use std::collections::VecDeque;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -20,41 +20,41 @@ use super::{ProcessId, Wire};
 use crate::os::watch;
 use crate::types::Span;
 
-/// Bytes of the buffer for headers and short data.
+/// Size of the buffer for headers and short data.
 const BUFFER: usize = 64 << 10;
-/// Longer data is received without that buffer.
+/// Longer data is received directly into its memory, not through the buffer.
 const SHORT: usize = 16 << 10;
-/// About the most bytes that one connection receives before others get their turn, and before a thread that waits for
-/// a segment looks whether it is there: it combines the segment while that is in the cache.
+/// Bytes that one connection receives, roughly, before other connections get their turn and a waiting thread checks for
+/// its segment. A thread that finds its segment early combines it while it is in the cache.
 const TURN: usize = 256 << 10;
 
 pub struct Connection {
     pub token: u64,
     pub peer: ProcessId,
-    /// None after a forked child has dropped it: its copy was closed at the fork.
+    /// None if dropped in a forked child, whose copy of the descriptor was closed at the fork.
     fd: Option<OwnedFd>,
     generation: u32,
     out: Mutex<Out>,
     inn: Mutex<In>,
-    /// Why nothing comes and goes any more.
+    /// Why the connection failed. Set once.
     broken: OnceCell<String>,
 }
 
-/// What has not been written yet.
+/// Frames that have not been written completely.
 #[derive(Default)]
 struct Out {
     queue: VecDeque<Outgoing>,
-    /// The wire says when the connection takes more.
+    /// Whether epoll watches the socket for space to write.
     watched: bool,
 }
 
-/// A frame that is written.
+/// A frame that is queued or partly written.
 pub struct Outgoing {
     pub frame: Frame,
     pub data: Memory,
     pub end: End,
     head: [u8; HEAD],
-    /// Bytes of header and data that the system has taken.
+    /// Bytes of header and data that the system has accepted.
     sent: usize,
 }
 
@@ -72,9 +72,9 @@ impl Outgoing {
     }
 }
 
-/// Takes the frames of one group. Called under the reading side's lock.
+/// Handles the frames of one group. Called with the lock of the connection's reading side held.
 pub trait Receiver: Send + Sync {
-    /// A frame without data. An error ends the connection.
+    /// Handles a frame without data. An error ends the connection.
     fn control(
         &self,
         wire: &Wire,
@@ -82,13 +82,13 @@ pub trait Receiver: Send + Sync {
         frame: Frame,
         events: &mut Events,
     ) -> std::result::Result<(), String>;
-    /// Where the data of this frame goes. An error ends the connection.
+    /// Returns where the data of this frame is to be stored. An error ends the connection.
     fn begin(&self, peer: ProcessId, frame: &Frame) -> std::result::Result<Target, String>;
-    /// The data of a frame is there.
+    /// Called when all data of a frame has arrived.
     fn finish(&self, wire: &Wire, from: &Connection, frame: &Frame, target: Target, events: &mut Events);
 }
 
-/// What is being read.
+/// State of reading: the buffer, whose bytes `from..to` are not handled yet, and the frame whose data is arriving.
 struct In {
     buffer: Box<[u8]>,
     from: usize,
@@ -103,7 +103,7 @@ struct Incoming {
     got: usize,
 }
 
-/// The result of one turn of reading.
+/// The result of one call of `read`.
 #[derive(PartialEq, Eq)]
 pub enum Turn {
     Nothing,
@@ -142,15 +142,15 @@ impl Connection {
         self.inn.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether everything that was pushed has been written.
+    /// Whether all queued frames have been written.
     pub fn is_flushed(&self) -> bool {
         self.out().queue.is_empty()
     }
 
     // -------------------------------------------------------------------------------------------------------- writing
 
-    /// Writes a frame, or as much of it as the system takes and the rest later. Where the connection is broken, the frame is
-    /// dropped and the transfer fails.
+    /// Queues a frame and writes as much of the queue as the system accepts now. If the connection is broken, the frame
+    /// is dropped and its transfer fails.
     pub fn push(&self, wire: &Wire, outgoing: Outgoing, events: &mut Events) {
         let mut out = self.out();
         if let Some(why) = self.broken.get() {
@@ -163,14 +163,14 @@ impl Connection {
         }
     }
 
-    /// Writes what the system takes now.
+    /// Writes as much of the queue as the system accepts now.
     pub fn flush(&self, wire: &Wire, events: &mut Events) {
         self.write(wire, &mut self.out(), events);
     }
 
     fn write(&self, wire: &Wire, out: &mut Out, events: &mut Events) {
         while let Some(wanted) = self.write_some(out) {
-            let Ok(wanted) = wanted else { break }; // reading finds the error and tells everybody
+            let Ok(wanted) = wanted else { break }; // reading finds the error and fails all transfers
             while out.queue.front().is_some_and(|first| first.left() == 0) {
                 let first = out.queue.pop_front().expect("just seen");
                 first.end.tell(Ok(()), first.data, events);
@@ -186,7 +186,7 @@ impl Connection {
         }
     }
 
-    /// One system call. None where nothing is left; else whether the system took less than it was given.
+    /// Makes one system call. None if the queue is empty, else whether the system accepted less than all.
     fn write_some(&self, out: &mut Out) -> Option<std::io::Result<bool>> {
         let mut pieces = Pieces::default();
         for one in &out.queue {
@@ -203,14 +203,14 @@ impl Connection {
                 one.data.pieces(from, data, &mut pieces);
             }
             if pieces.bytes() - before < data {
-                break; // there was no room for all of it
+                break; // the list of pieces was full
             }
         }
         let given = pieces.bytes();
         if given == 0 {
             return None;
         }
-        // SAFETY: headers and owned buffers are in the queue, which is locked; the givers of borrowed memory vouch for it
+        // SAFETY: headers and owned buffers are in the queue, which is locked. The callers vouch for borrowed memory
         // until the transfer has ended.
         let sent = match unsafe { sockets::send(self.fd(), pieces.as_slice()) } {
             Ok(sent) => sent,
@@ -227,7 +227,7 @@ impl Connection {
 
     // -------------------------------------------------------------------------------------------------------- reading
 
-    /// Reads what is there. For the thread that drives the wire.
+    /// Reads and handles what has arrived. Only the thread that drives the wire calls it.
     pub fn read(&self, wire: &Wire, events: &mut Events) -> Turn {
         let mut inn = self.inn();
         let mut moved = 0;
@@ -243,7 +243,7 @@ impl Connection {
                 Ok(Some((got, all))) => {
                     moved += got;
                     if !all {
-                        // The system had no more: another call would find nothing.
+                        // The system had no more data, so another call would find nothing.
                         return match self.handle_buffered(wire, &mut inn, events) {
                             Err(why) => Turn::Broken(why),
                             Ok(()) => Turn::Moved,
@@ -255,8 +255,8 @@ impl Connection {
         }
     }
 
-    /// One system call, into the memory of the current data where that is long, else into the buffer. The bytes that came,
-    /// and whether they are as many as there was room for.
+    /// Makes one system call. It reads into the memory of the current data if much of that is missing, else into the
+    /// buffer. Returns the number of bytes read, and whether they filled all the space.
     fn receive(&self, inn: &mut In) -> std::io::Result<Option<(usize, bool)>> {
         let In { buffer, from, to, current } = inn;
         let mut pieces = Pieces::default();
@@ -268,7 +268,8 @@ impl Connection {
         }
         let direct = pieces.bytes();
         if direct == current.as_ref().map_or(0, |current| current.frame.data() - current.got) && direct > 0 {
-            // The next header comes with the end of the data, so that what follows it goes straight to its memory, too.
+            // Reads the next header together with the end of the data, so that the next frame's data also goes directly
+            // to its memory.
             (*from, *to) = (0, 0);
             pieces.push(Span { addr: buffer.as_mut_ptr() as usize, bytes: HEAD });
         }
@@ -279,8 +280,8 @@ impl Connection {
             }
             pieces.push(Span { addr: buffer[*to..].as_mut_ptr() as usize, bytes: buffer.len() - *to });
         }
-        // SAFETY: the buffer and the current data's memory are used under this lock alone; the giver of borrowed memory
-        // vouches for it until the transfer has ended.
+        // SAFETY: the buffer and the current data's memory are used only under this lock. The callers vouch for
+        // borrowed memory until the transfer has ended.
         let got = unsafe { sockets::receive(self.fd(), pieces.as_slice()) }?;
         if let Some(got) = got {
             let data = got.min(direct);
@@ -292,7 +293,7 @@ impl Connection {
         Ok(got.map(|got| (got, got == pieces.bytes())))
     }
 
-    /// Handles the frames in the buffer, and the end of data that was received directly.
+    /// Handles the frames in the buffer, and completes data that was read directly into its memory.
     fn handle_buffered(&self, wire: &Wire, inn: &mut In, events: &mut Events) -> std::result::Result<(), String> {
         loop {
             if inn.current.is_none() {
@@ -304,7 +305,7 @@ impl Connection {
                     match channel {
                         Some(channel) => channel.control(wire, self, frame, events)?,
                         None if frame.kind == Kind::Hello => wire.hello_too_early(frame.channel, self),
-                        None => (), // of a group that has ended here
+                        None => (), // the group has ended here
                     }
                     continue;
                 }
@@ -334,7 +335,8 @@ impl Connection {
 
     // ------------------------------------------------------------------------------------------------- what ends early
 
-    /// No memory of this channel's transfers is used from now on: what has begun goes on from a copy, or to nowhere.
+    /// Stops using the memory of this channel's transfers. A partly written frame continues from a copy, and a partly
+    /// read one is discarded.
     pub fn forget(&self, channel: u64, why: &str, events: &mut Events) {
         let mut inn = self.inn();
         if let Some(current) = inn.current.as_mut()
@@ -358,7 +360,8 @@ impl Connection {
         }
     }
 
-    /// The memory of the transfer whose end `is_it` is not used from now on. `meanwhile` is called while nothing can begin.
+    /// Stops using the memory of the transfer that `is_it` selects. Calls `meanwhile` while the reading side is locked,
+    /// so that no transfer can start.
     pub fn give_up(&self, is_it: impl Fn(&End) -> bool, meanwhile: impl FnOnce()) {
         let mut inn = self.inn();
         meanwhile();
@@ -375,7 +378,7 @@ impl Connection {
         }
     }
 
-    /// Nothing comes or goes any more: every transfer under way fails.
+    /// Marks the connection as broken and fails every transfer in flight.
     pub fn fail(&self, wire: &Wire, why: &str, events: &mut Events) {
         let mut out = self.out();
         if self.broken.set(why.to_string()).is_err() {
@@ -396,7 +399,7 @@ impl Connection {
 impl Drop for Connection {
     fn drop(&mut self) {
         if self.generation != watch::generation() {
-            std::mem::forget(self.fd.take()); // closed at the fork, and its number may be another file's
+            std::mem::forget(self.fd.take()); // closed at the fork; its number may be another file now
         } else {
             sockets::close_in_children(self.fd(), false);
         }

@@ -1,21 +1,21 @@
-//! What travels on a connection: frames, each a header of 32 bytes and its data.
+//! Frames: what a connection carries. A frame is a header of 32 bytes, followed by its data.
 
-/// Bytes of a header.
+/// Size of a header in bytes.
 pub const HEAD: usize = 32;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// The sender has joined the channel: it may be sent to from now on.
+    /// The sender has joined the channel: peers may send to it from now on.
     Hello = 1,
     /// A message of a lane, under `tag`.
     Message = 2,
-    /// What the sender has taken of the receiver's messages: it may send `number` more bytes of them.
+    /// The sender has consumed `number` bytes of the receiver's messages: the receiver may send as many more.
     Credit = 3,
-    /// For the receiver's mailbox.
+    /// Mail for the receiver's mailbox.
     Mail = 4,
-    /// The sender has memory for the body `number`, which has `bytes`. No data.
+    /// The sender has posted a receive for the body `number` of `bytes` bytes. No data follows.
     Want = 5,
-    /// The body `number`, which the receiver wants.
+    /// The body `number`, in answer to a Want.
     Body = 6,
     /// The sender has left the channel.
     Cut = 7,
@@ -27,7 +27,7 @@ pub struct Frame {
     pub tag: u32,
     pub channel: u64,
     pub number: u64,
-    /// Of the data; for `Want` of the body.
+    /// Size of the data; in a `Want`, size of the body.
     pub bytes: u64,
 }
 
@@ -36,7 +36,7 @@ impl Frame {
         Frame { kind, tag: 0, channel, number: 0, bytes: bytes as u64 }
     }
 
-    /// Bytes that follow the header.
+    /// Bytes of data that follow the header.
     pub fn data(&self) -> usize {
         match self.kind {
             Kind::Message | Kind::Mail | Kind::Body => self.bytes as usize,
@@ -51,7 +51,7 @@ impl Frame {
         out
     }
 
-    /// None where this is no header: the peer does not keep to the protocol.
+    /// Parses a header. None if the kind is unknown: the peer does not speak this protocol.
     pub fn read(head: &[u8; HEAD]) -> Option<Frame> {
         let word = |at: usize| u64::from_le_bytes(head[at * 8..at * 8 + 8].try_into().expect("eight bytes"));
         let kind = match word(0) as u32 {

@@ -1,10 +1,11 @@
-//! How two processes get their connection, and a group its channel.
+//! How two processes make their connection, and how a group makes its channel.
 //!
-//! Each rank puts into the group's store where its process listens and who it is, a random number. Of two processes that
-//! have no connection yet the one with the lower number connects, and proves itself by naming the other's number, which it
-//! can only know from the store; the other answers with its own. A process that says anything else is turned away. Then each says
-//! on each connection that it has joined the group's channel. A rank goes on when all others have said so: none of them goes
-//! on with a group that others lack, and nothing is sent to a rank that does not know the channel.
+//! Each rank puts its process's address and identity, a random number, into the group's store. Of two processes without
+//! a connection, the one with the lower number connects. It sends the other's number, which it can only know from the
+//! store, and its own; the accepting process answers with its own number. A process that sends anything else is
+//! disconnected. Then each process sends Hello on each connection: it has joined the group's channel. A rank continues
+//! when it has a Hello from all others. So no rank uses a group that another rank lacks, and nothing is sent to a rank
+//! that does not know the channel.
 
 use std::collections::HashMap;
 use std::io::{self, Read, Write};
@@ -21,13 +22,13 @@ use crate::host::Store;
 use crate::os::topology;
 
 const MAGIC: &[u8; 8] = b"sagewir1";
-/// What a connecting process says: the magic number, whom it wants, who it is.
+/// Length of what a connecting process sends: the magic number, the number of the process it wants, its own number.
 const CALL: usize = 8 + 16 + 16;
-/// What the other answers: the magic number, who it is.
+/// Length of the answer: the magic number, the number of the answering process.
 const ANSWER: usize = 8 + 16;
-/// How long a stranger may take to say who it is.
+/// How long an accepted process may take to identify itself.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Most strangers at the door; beyond them the oldest one is turned away.
+/// Most accepted connections that have not identified themselves. Beyond it, the oldest one is closed.
 const MOST: usize = 1024;
 /// Interval between two reads of the store.
 const PAUSE: Duration = Duration::from_millis(1);
@@ -39,12 +40,12 @@ pub struct Place<'a> {
     pub id: [u8; 16],
     pub rank: usize,
     pub size: usize,
-    /// Where the others reach this process: an address of this host.
+    /// The address of this host at which the other ranks reach this process.
     pub address: &'a str,
     pub timeout: Duration,
 }
 
-/// Where this process listens, and who stands there.
+/// The listening sockets of this process, and accepted connections that have not identified themselves.
 #[derive(Default)]
 pub struct Doors {
     listening: Vec<(String, u64, TcpListener)>,
@@ -57,23 +58,23 @@ struct Stranger {
     since: Instant,
 }
 
-/// Another rank, as the store has it.
+/// Another rank, as read from the store.
 #[derive(Clone)]
 struct Other {
     process: ProcessId,
     address: SocketAddr,
-    /// "pid 7, host b", for error texts; empty where the rank has not said it.
+    /// "pid 7, host b", for error texts. Empty if the store lacks it.
     who: String,
 }
 
-/// Makes a group's channel, when all its ranks have called this. Blocks for at most the timeout.
+/// Makes a group's channel after all its ranks have called this. Blocks for at most the timeout.
 pub fn join(wire: &Arc<Wire>, place: &Place) -> Result<WireLink> {
     let deadline = Instant::now().checked_add(place.timeout);
     let until = || deadline.map_or(Duration::MAX, |deadline| deadline.saturating_duration_since(Instant::now()));
     let port =
         wire.listen(place.address).map_err(|error| failed(&format!("cannot listen at {}: {error}", place.address)))?;
     wire.start()?;
-    let _driven = Counted::new(wire); // others connect while this rank waits for the store
+    let _driven = Counted::new(wire); // other ranks connect while this one reads the store
     wire.wake_for_pending();
     let key = |rank: usize| format!("wire/{:032x}/{rank}", u128::from_be_bytes(place.id));
     let (pid, host) = (std::process::id(), topology::hostname());
@@ -139,7 +140,8 @@ fn late(place: &Place, what: &str) -> Error {
 }
 
 impl Other {
-    /// `own`: this process's address, whose interface leads to a link-local one of another host.
+    /// Parses a rank's entry of the store. `own` is this process's address, whose interface reaches link-local
+    /// addresses of other hosts.
     fn read(text: &[u8], own: &str) -> Option<Other> {
         let text = std::str::from_utf8(text).ok()?;
         let mut words = text.split(' ');
@@ -161,7 +163,7 @@ impl Other {
     }
 }
 
-/// An address as text, with the interface of a link-local one.
+/// Parses an address, with the interface of a link-local one.
 fn socket_address(text: &str, port: u16) -> Option<SocketAddr> {
     let (address, interface) = text.split_once('%').map_or((text, None), |(address, name)| (address, Some(name)));
     match address.parse().ok()? {
@@ -173,7 +175,7 @@ fn socket_address(text: &str, port: u16) -> Option<SocketAddr> {
     }
 }
 
-/// A call that is being made.
+/// A connection to another rank that is not complete yet.
 struct Call {
     rank: usize,
     fd: OwnedFd,
@@ -186,7 +188,7 @@ enum CallState {
 }
 
 impl Wire {
-    /// Listens at this address, unless it does so already. Returns the port.
+    /// Listens at this address unless the process already does. Returns the port.
     fn listen(&self, address: &str) -> io::Result<u16> {
         let mut doors = locked(&self.doors);
         if let Some((_, _, listener)) = doors.listening.iter().find(|(known, ..)| known == address) {
@@ -202,7 +204,7 @@ impl Wire {
         Ok(port)
     }
 
-    /// No group is left for which somebody could come.
+    /// Closes the listening sockets, because no group is left for which a process could connect.
     pub(super) fn close_doors(&self) {
         let mut doors = locked(&self.doors);
         for (_, _, listener) in doors.listening.drain(..) {
@@ -214,7 +216,7 @@ impl Wire {
         }
     }
 
-    /// Something happened at a listening socket, or a stranger said something. True where something moved.
+    /// Accepts a connection, or reads what an accepted process has sent. Returns true if something advanced.
     pub(super) fn at_the_door(&self, token: u64) -> bool {
         let mut doors = locked(&self.doors);
         if let Some((_, _, listener)) = doors.listening.iter().find(|(_, known, _)| *known == token) {
@@ -255,7 +257,7 @@ impl Wire {
         Ok(())
     }
 
-    /// A stranger has named this process: it is answered, and is the connection to its process from now on.
+    /// Answers a process that has named this one, and adds the connection.
     fn welcome(&self, token: u64, mut stranger: Stranger) -> io::Result<()> {
         let fd = stranger.stream.as_raw_fd();
         self.epoll.remove(fd);
@@ -271,7 +273,8 @@ impl Wire {
         self.add_connection(Arc::new(Connection::new(token, who, stranger.stream.into())))
     }
 
-    /// Connects to these ranks, all at once. Waits until each connection is made, or one is refused, or the time is over.
+    /// Connects to these ranks, all at once. Returns when all connections are made, one was refused, or the timeout has
+    /// passed.
     fn call(&self, ranks: &[usize], others: &[Other], timeout: Duration) -> Result<()> {
         let begin = Instant::now();
         let refused =
@@ -283,7 +286,7 @@ impl Wire {
         }
         while !calls.is_empty() {
             if begin.elapsed() >= timeout {
-                return Ok(()); // the caller's deadline says which rank is missing
+                return Ok(()); // the caller's deadline reports which rank is missing
             }
             let asked: Vec<(RawFd, i16)> = calls
                 .iter()
@@ -312,7 +315,7 @@ impl Wire {
 }
 
 impl Call {
-    /// Goes on where the socket is ready. True when the other process has answered.
+    /// Advances the connection when its socket is ready. Returns true when the other process has answered.
     fn step(&mut self, me: ProcessId, other: ProcessId) -> io::Result<bool> {
         let fd = self.fd.as_raw_fd();
         match &mut self.state {
@@ -344,13 +347,13 @@ impl Call {
 }
 
 impl Stranger {
-    /// True when it has said all.
+    /// Returns true when the process has sent everything.
     fn listen(&mut self) -> io::Result<bool> {
         read_up_to(&mut self.stream, &mut self.said, CALL)
     }
 }
 
-/// Reads what is there until `said` has this length. True when it has.
+/// Reads what has arrived, until `said` has this length. Returns true when it has.
 fn read_up_to(stream: &mut TcpStream, said: &mut Vec<u8>, length: usize) -> io::Result<bool> {
     let mut buffer = [0; 64];
     while said.len() < length {

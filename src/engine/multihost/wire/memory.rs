@@ -1,19 +1,19 @@
 //! Memory that a frame's data is sent from or received into.
 
-#![allow(unsafe_code)] // copies from and to memory that its giver vouches for
+#![allow(unsafe_code)] // copies from and to memory that the caller vouches for
 
 use crate::types::Span;
 
-/// The first `bytes` of a buffer, or memory of a tensor in pieces.
+/// The start of a buffer, or memory of a tensor in pieces.
 pub enum Memory {
     Owned(Vec<u8>),
-    /// Its maker vouches that it is valid until the transfer has ended or was given up (`Mail::send_body`,
-    /// `Mail::receive_body`, `Link::send_from`, `Link::receive_into`).
+    /// The caller that made it vouches that the memory is valid until the transfer has ended or was given up
+    /// (`Mail::send_body`, `Mail::receive_body`, `Link::send_from`, `Link::receive_into`).
     Borrowed(Vec<Span>),
 }
 
 impl Memory {
-    /// The pieces of the range that begins at `from`, at most `bytes` and as many pieces as fit.
+    /// Appends the pieces of the range of `bytes` bytes at offset `from`, as many as fit.
     pub fn pieces(&self, from: usize, bytes: usize, into: &mut Pieces) {
         match self {
             Memory::Owned(buffer) => {
@@ -36,7 +36,7 @@ impl Memory {
         }
     }
 
-    /// Copies bytes that were received to the range that begins at `from`.
+    /// Copies received bytes to offset `from`.
     pub fn write(&mut self, from: usize, data: &[u8]) {
         match self {
             Memory::Owned(buffer) => buffer[from..from + data.len()].copy_from_slice(data),
@@ -48,8 +48,8 @@ impl Memory {
                         continue;
                     }
                     let here = (span.bytes - from).min(data.len() - at);
-                    // SAFETY: the pieces are valid and nobody else uses them (`Memory::Borrowed`); `here` bytes are left
-                    // in this one and in `data`.
+                    // SAFETY: the pieces are valid and no other thread uses them (`Memory::Borrowed`). At least `here`
+                    // bytes are left in this piece and in `data`.
                     unsafe {
                         std::ptr::copy_nonoverlapping(data.as_ptr().add(at), (span.addr + from) as *mut u8, here);
                     }
@@ -62,15 +62,15 @@ impl Memory {
         }
     }
 
-    /// Takes a copy in place of borrowed memory, which is then no longer used. What lies before `from` is not needed.
+    /// Replaces borrowed memory by a copy, after which it is no longer used. The copy may lack the bytes before `from`.
     pub fn own(&mut self, from: usize) {
         if let Memory::Borrowed(spans) = self {
-            let mut copy = vec![0; spans.iter().map(|span| span.bytes).sum()]; // pages that are not written cost nothing
+            let mut copy = vec![0; spans.iter().map(|span| span.bytes).sum()]; // unwritten pages use no memory
             let mut start = 0;
             for span in spans.iter() {
                 let skipped = from.saturating_sub(start).min(span.bytes);
                 let piece = (span.addr + skipped) as *const u8;
-                // SAFETY: the pieces are valid until the transfer has ended, and it has not.
+                // SAFETY: the pieces are valid until the transfer has ended, which it has not.
                 let left = unsafe { std::slice::from_raw_parts(piece, span.bytes - skipped) };
                 copy[start + skipped..start + span.bytes].copy_from_slice(left);
                 start += span.bytes;
@@ -80,7 +80,7 @@ impl Memory {
     }
 }
 
-/// The pieces of one system call.
+/// The pieces for one system call.
 pub struct Pieces {
     list: [Span; super::sockets::MOST],
     count: usize,
@@ -93,7 +93,7 @@ impl Default for Pieces {
 }
 
 impl Pieces {
-    /// False where there is no room.
+    /// Appends a piece. False if there is no room.
     pub fn push(&mut self, span: Span) -> bool {
         if self.count == self.list.len() {
             return false;

@@ -1,23 +1,24 @@
 //! The connections of this process to the processes of its groups on other hosts: one TCP connection to each, which all
 //! groups share.
 //!
-//! A group has a *channel* (`channel.rs`), whose frames carry its number. A thread that waits for a message drives the wire:
-//! it reads from all connections, for all groups, while other waiting threads sleep; where nobody waits and something is
-//! pending, a thread of the wire does. So a message that a thread waits for costs no hand-over between threads.
+//! A group has a *channel* (`channel.rs`), whose frames carry the channel's number. A thread that waits for a message
+//! drives the wire: it reads from all connections, for all groups, while other waiting threads sleep. If no thread
+//! waits and something is pending, the wire's background thread drives. So a message that a thread waits for needs no
+//! switch to another thread.
 //!
 //! | file | |
 //! | --- | --- |
 //! | `frame` | the header of what travels |
 //! | `memory` | what data is sent from and received into |
-//! | `transfer` | who is told of its end |
+//! | `transfer` | the end of a transfer: its result, its callback |
 //! | `connection` | one connection: writes frames, reads them |
 //! | `channel` | one group: its messages, mail and bodies; implements `Link` and `Mail` |
-//! | `meet` | listens, connects, proves who is at the other end; makes a group's channel |
+//! | `meet` | listens, connects, proves the identity of processes; makes a group's channel |
 //! | `sockets` | system calls |
 //!
-//! Locks, in the order in which one thread takes them: the driver's, a connection's reading side, a channel's state, a
-//! connection's writing side. Nobody outside this module is called under one of them but the driver's, which is never
-//! waited for.
+//! Lock order within one thread: the driver's, a connection's reading side, a channel's state, a connection's writing
+//! side. Threads only try the driver's lock and never block on it. Callbacks outside this module are called under none
+//! of these locks except the driver's.
 
 mod channel;
 mod connection;
@@ -49,64 +50,66 @@ use crate::os::watch::PerProcess;
 use crate::os::yielding::Yielding;
 use crate::os::{clock, event_count, futex, watch};
 
-/// Random, and known only to those who can read the store in which its groups meet.
+/// Random number that identifies a process. Only processes that can read the store of one of its groups know it.
 pub type ProcessId = u128;
 
-/// How long a waiting thread asks again and again, giving up its core in between, before it sleeps.
+/// How long a waiting thread polls, yielding its core between polls, before it sleeps.
 const EAGER: Duration = Duration::from_micros(100);
-/// Longest sleep, after which deadlines are looked at.
+/// Longest sleep of a waiting thread, which then checks its deadline.
 const NAP: Duration = Duration::from_millis(50);
-/// How long a connection that is no longer used waits for the peer's end of it.
+/// How long an unused connection waits for the peer to shut down its side.
 const LINGER: Duration = Duration::from_secs(5);
 
 const TOKEN_KICK: u64 = 0;
 
 pub struct Wire {
     pub id: ProcessId,
-    /// As `os::watch::generation`, when it was made.
+    /// `os::watch::generation` when this wire was made; another value means that this process is a forked child.
     generation: u32,
     epoll: Epoll,
     kick: Kick,
-    /// Held by the thread that drives. Never waited for.
+    /// Held by the thread that drives, with its list of ready descriptors. Threads only try this lock.
     driver: Mutex<Vec<Ready>>,
     channels: RwLock<HashMap<u64, Arc<Channel>>>,
     connections: Mutex<HashMap<ProcessId, Arc<Connection>>>,
     by_token: RwLock<HashMap<u64, Arc<Connection>>>,
     tokens: AtomicU64,
-    /// Who joined a channel before this rank: the process and the token of the connection.
+    /// Peers that joined a channel before this rank did, by channel: the peer's process and the token of its
+    /// connection.
     early: Mutex<HashMap<u64, Vec<(ProcessId, u64)>>>,
     doors: Mutex<Doors>,
     closing: Mutex<Vec<Closing>>,
-    /// Rung when a transfer ended or the driver left.
+    /// Rung when a transfer has ended or a thread has stopped driving.
     changed: Bell,
-    /// Threads in `wait`. Changed by them, read by the background thread and by the last of them (relaxed: a hint, and both
-    /// look again after at most `NAP`).
+    /// Number of threads in `wait`, which change it. The background thread and a thread that leaves `wait` read it,
+    /// relaxed: it is a hint, and sleepers look again after at most `NAP`.
     waiting: AtomicUsize,
-    /// Number of things that must be driven even if no thread waits (`Counted`). Relaxed, a hint like `waiting`.
+    /// Number of things that must be driven even if no thread waits (`Counted`). Relaxed: a hint like `waiting`.
     pending: AtomicUsize,
     deferred: Mutex<Vec<(Event, Counted)>>,
     /// Rung when the background thread may be needed.
     background: Bell,
-    /// It drives now. Written by it, read by threads that find the driver's lock taken (relaxed: a hint).
+    /// Whether the background thread drives now. That thread writes it; a thread that finds the driver's lock held
+    /// reads it (relaxed: a hint).
     in_background: AtomicBool,
-    /// When a thread of the program polled last, or until when it polls (`clock::stamp`). Written by such threads, read by the
-    /// background thread (relaxed: a hint).
+    /// Time (`clock::stamp`) of the last `poll` by a thread of the program, or the end of its sleep in `poll`. The
+    /// polling threads write it, the background thread reads it (relaxed: a hint).
     polled: AtomicU64,
     started: AtomicBool,
-    /// Whether a thread that waits yields its core or sleeps.
+    /// Decides whether a waiting thread yields its core or sleeps.
     yielding: Yielding,
 }
 
-/// A connection that no channel uses any more, until the peer has read everything.
+/// A connection that no channel uses any more. It stays open until the peer has read everything that was sent.
 struct Closing {
     connection: Arc<Connection>,
     since: Instant,
-    /// Its sending side is shut down.
+    /// Whether its sending side is shut down.
     shut: bool,
     _counted: Counted,
 }
 
-/// Counts something for which the background thread drives.
+/// While one exists, the background thread drives if no thread waits.
 pub struct Counted(Arc<Wire>);
 
 impl Counted {
@@ -125,9 +128,9 @@ impl Drop for Counted {
 /// An event count of this process.
 #[derive(Default)]
 struct Bell {
-    /// Futex word: incremented (release) by who rings, read (acquire) before a sleep.
+    /// Futex word: a thread that rings increments it (release), a thread reads it (acquire) before it sleeps.
     word: AtomicU32,
-    /// Threads that sleep on it or are about to. Relaxed, ordered by the fences of `event_count`.
+    /// Number of threads that sleep on `word` or are about to. Relaxed, ordered by the fences of `event_count`.
     sleepers: AtomicU32,
 }
 
@@ -136,7 +139,7 @@ impl Bell {
         event_count::announce(self, 1);
     }
 
-    /// Sleeps until it is rung, at most so long; not at all where `ready`.
+    /// Sleeps until the bell rings, for at most `longest`. Returns at once if `ready` returns true.
     fn sleep(&self, longest: Duration, ready: impl Fn() -> bool) {
         let listening = event_count::Listening::new(self, 0);
         if !ready() {
@@ -172,7 +175,7 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Wire {
-    /// That of this process.
+    /// Returns the wire of this process, which the first call makes.
     pub fn of_process() -> Result<Arc<Wire>> {
         static WIRE: PerProcess<OnceCell<Arc<Wire>>> = PerProcess::new();
         watch::install();
@@ -213,12 +216,13 @@ impl Wire {
         }))
     }
 
-    /// In a forked child, which must not touch it: threads of the parent may have held its locks.
+    /// Whether this process is a forked child that inherited the wire. The child must not touch it, because threads of
+    /// the parent may have held its locks.
     fn is_inherited(&self) -> bool {
         self.generation != watch::generation()
     }
 
-    /// Connections that groups use.
+    /// Number of connections that groups use.
     pub fn open_connections(&self) -> usize {
         locked(&self.connections).len()
     }
@@ -244,7 +248,7 @@ impl Wire {
         if !watch {
             self.pending.fetch_sub(1, Ordering::Relaxed);
         }
-        let _ = self.epoll.watch_output(connection.fd(), connection.token, watch); // closed ones are found by reading
+        let _ = self.epoll.watch_output(connection.fd(), connection.token, watch); // reading finds closed ones
         if watch && counted == 0 {
             self.wake_for_pending();
         }
@@ -252,9 +256,9 @@ impl Wire {
 
     // -------------------------------------------------------------------------------------------------------- driving
 
-    /// Drives until `done`, which is false at the deadline.
+    /// Drives the wire until `done` returns true. Returns false if the deadline passes first.
     fn wait(&self, done: impl Fn() -> bool, timeout: Duration) -> bool {
-        // Not the time in which this process was stopped.
+        // This clock excludes the time in which the process was stopped.
         let deadline = clock::now().saturating_add(u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX));
         let mut quiet = Instant::now();
         self.waiting.fetch_add(1, Ordering::Relaxed);
@@ -287,21 +291,22 @@ impl Wire {
         };
         let others = self.waiting.fetch_sub(1, Ordering::Relaxed) - 1;
         if others > 0 {
-            self.changed.ring(); // one of them drives from now on
+            self.changed.ring(); // a waiting thread drives from now on
         } else {
             self.wake_for_pending();
         }
         ended
     }
 
-    /// Makes the background thread leave, so that a thread that waits drives itself.
+    /// Makes the background thread stop driving, so that a waiting thread can drive.
     fn take_over(&self) {
         if self.in_background.load(Ordering::Relaxed) {
             self.kick.kick();
         }
     }
 
-    /// Advances what can advance, after at most `sleep`. True where something did.
+    /// Makes one pass, which sleeps for at most `sleep` if nothing is ready. Returns true if something advanced. Does
+    /// nothing if another thread drives.
     fn poll(&self, sleep: Duration) -> bool {
         match self.driver.try_lock() {
             Ok(mut ready) => {
@@ -324,7 +329,7 @@ impl Wire {
         }
     }
 
-    /// Handles the connections that are ready, after a sleep of at most `sleep`. True if something moved.
+    /// Handles the connections that are ready, after a sleep of at most `sleep`. Returns true if something advanced.
     fn pass(&self, ready: &mut Vec<Ready>, sleep: Duration) -> bool {
         self.epoll.wait(sleep.as_micros().div_ceil(1000) as i32, ready);
         let mut events = Events::default();
@@ -368,7 +373,7 @@ impl Wire {
         moved
     }
 
-    /// Does what is to be done without locks, on the thread that drives, because the caller may hold locks.
+    /// Queues events for the thread that drives, because the caller may hold locks under which they must not run.
     fn defer(self: &Arc<Wire>, events: Events) {
         if events.ended {
             self.changed.ring();
@@ -377,23 +382,23 @@ impl Wire {
             return;
         }
         locked(&self.deferred).extend(events.list.into_iter().map(|event| (event, Counted::new(self))));
-        self.kick.kick(); // the driver may be asleep, and what it waits for may have ended
+        self.kick.kick(); // the driver may be asleep, and the transfer that it waits for may have ended
         self.wake_for_pending();
     }
 
-    /// Wakes the background thread where it is needed.
+    /// Wakes the background thread if it is needed.
     fn wake_for_pending(&self) {
         if self.is_needed() {
             self.background.ring();
         }
     }
 
-    /// Something is pending, and nobody waits.
+    /// Whether something is pending and no thread waits.
     fn is_needed(&self) -> bool {
         self.pending.load(Ordering::Relaxed) > 0 && self.waiting.load(Ordering::Relaxed) == 0
     }
 
-    /// Starts the background thread, once.
+    /// Starts the background thread unless it runs already.
     fn start(self: &Arc<Wire>) -> Result<()> {
         if self.started.swap(true, Ordering::Relaxed) {
             return Ok(());
@@ -426,7 +431,7 @@ impl Wire {
                     self.pass(&mut ready, NAP);
                     self.in_background.store(false, Ordering::Relaxed);
                     drop(ready);
-                    self.changed.ring(); // a thread that began to wait drives from now on
+                    self.changed.ring(); // a waiting thread drives from now on
                 }
                 Err(TryLockError::Poisoned(_)) => self.driver.clear_poison(),
                 Err(TryLockError::WouldBlock) => std::thread::sleep(EAGER),
@@ -436,8 +441,8 @@ impl Wire {
 
     // ---------------------------------------------------------------------------------------------------- connections
 
-    /// Adds a connection whose peer has proved who it is. It replaces an earlier one to the same process, which that has
-    /// given up.
+    /// Adds a connection whose peer has proved its identity. It replaces an earlier connection to the same process,
+    /// which the peer has given up.
     fn add_connection(&self, connection: Arc<Connection>) -> io::Result<()> {
         let mut connections = locked(&self.connections);
         self.by_token.write().unwrap_or_else(PoisonError::into_inner).insert(connection.token, Arc::clone(&connection));
@@ -445,7 +450,7 @@ impl Wire {
         for channel in self.all_channels() {
             channel.connect(&connection);
         }
-        // Last: nothing is read before the channels know it.
+        // Last: nothing may be read before the channels know the connection.
         self.epoll.add(connection.fd(), connection.token)
     }
 
@@ -463,9 +468,9 @@ impl Wire {
         }
     }
 
-    /// A peer has joined a channel that this rank has not joined yet.
+    /// Records that a peer has joined a channel that this rank has not joined yet.
     fn hello_too_early(&self, channel: u64, connection: &Connection) {
-        const MOST: usize = 1 << 16; // more are those of groups that failed
+        const MOST: usize = 1 << 16; // beyond this number, entries are of groups that failed
         let mut early = locked(&self.early);
         if let Some(known) = self.channel(channel) {
             return known.has_joined(connection.peer, connection.token); // this rank has joined it meanwhile
@@ -476,11 +481,11 @@ impl Wire {
         early.entry(channel).or_default().push((connection.peer, connection.token));
     }
 
-    /// From now on frames of this channel are taken.
+    /// Adds a channel, whose frames are handled from now on.
     fn add_channel(&self, channel: &Arc<Channel>) {
         let connections = locked(&self.connections);
-        // Nobody looks for the channel until it has its connections. It is found by all frames that come after it has told a
-        // peer that it is there.
+        // The write lock keeps other threads from finding the channel before it has its connections. `connect` sends
+        // Hello to each peer, so every frame that a peer sends in answer finds the channel.
         let mut channels = self.channels.write().unwrap_or_else(PoisonError::into_inner);
         channels.insert(channel.id, Arc::clone(channel));
         connections.values().for_each(|connection| channel.connect(connection));
@@ -489,7 +494,7 @@ impl Wire {
         early.into_iter().for_each(|(process, token)| channel.has_joined(process, token));
     }
 
-    /// Removes a channel that was left, and closes connections that no other one uses.
+    /// Removes a channel that its group has left, and closes the connections that no other channel uses.
     fn close(self: &Arc<Wire>, channel: &Arc<Channel>) {
         let mut connections = locked(&self.connections);
         if self.channels.write().unwrap_or_else(PoisonError::into_inner).remove(&channel.id).is_none() {
@@ -516,8 +521,9 @@ impl Wire {
         self.wake_for_pending();
     }
 
-    /// Ends connections that are no longer used: first what was written is sent, then the sending side is shut, and when the
-    /// peer has done the same it is closed. Closing with something unread would destroy what the peer has not read.
+    /// Ends connections that are no longer used. First the queued frames are sent, then the sending side is shut down.
+    /// The connection is closed when the peer has shut down its side too, or after `LINGER`. Closing a socket with
+    /// unread data would reset the connection and destroy data that the peer has not read yet.
     fn linger(&self) {
         let mut closing = locked(&self.closing);
         closing.retain_mut(|one| {
@@ -534,7 +540,7 @@ impl Wire {
             self.epoll.remove(one.connection.fd());
             self.by_token.write().unwrap_or_else(PoisonError::into_inner).remove(&one.connection.token);
             let mut events = Events::default();
-            one.connection.fail(self, "it was closed", &mut events); // nothing is under way
+            one.connection.fail(self, "it was closed", &mut events); // no transfer is in flight on it
             false
         });
     }

@@ -1,6 +1,6 @@
-//! The system calls of connections, which std has no functions for.
+//! System calls for connections that std does not provide.
 
-#![allow(unsafe_code)] // system calls over memory that their callers vouch for
+#![allow(unsafe_code)] // the callers vouch for the memory
 
 use std::io;
 use std::net::SocketAddr;
@@ -11,10 +11,10 @@ use std::time::Duration;
 
 use crate::types::Span;
 
-/// Most pieces of one call.
+/// Most pieces that one call accepts.
 pub const MOST: usize = 32;
 
-/// What happened on one descriptor.
+/// Readiness of one descriptor.
 #[derive(Clone, Copy)]
 pub struct Ready {
     pub token: u64,
@@ -26,7 +26,7 @@ pub struct Epoll(OwnedFd);
 
 impl Epoll {
     pub fn new() -> io::Result<Epoll> {
-        // SAFETY: makes a descriptor, which nobody else has.
+        // SAFETY: makes a new descriptor, which nothing else owns.
         let fd = checked(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) })?;
         // SAFETY: as above.
         Ok(Epoll(unsafe { OwnedFd::from_raw_fd(fd) }))
@@ -36,7 +36,7 @@ impl Epoll {
         self.control(libc::EPOLL_CTL_ADD, fd, token, false)
     }
 
-    /// Whether it also says when the descriptor is writable.
+    /// Sets whether epoll also reports the descriptor when it is writable.
     pub fn watch_output(&self, fd: RawFd, token: u64, watch: bool) -> io::Result<()> {
         self.control(libc::EPOLL_CTL_MOD, fd, token, watch)
     }
@@ -53,18 +53,18 @@ impl Epoll {
         Ok(())
     }
 
-    /// What is ready, after at most `timeout_ms`; 0 does not wait.
+    /// Fills `found` with the ready descriptors, after at most `timeout_ms`; 0 does not wait.
     pub fn wait(&self, timeout_ms: i32, found: &mut Vec<Ready>) {
         const AT_ONCE: usize = 64;
         found.clear();
         let mut events = [libc::epoll_event { events: 0, u64: 0 }; AT_ONCE];
-        // SAFETY: the array has room for as many events as are asked for.
+        // SAFETY: the array has room for `AT_ONCE` events.
         let count =
             unsafe { libc::epoll_wait(self.0.as_raw_fd(), events.as_mut_ptr(), AT_ONCE as libc::c_int, timeout_ms) };
         for event in events.iter().take(usize::try_from(count).unwrap_or(0)) {
             let (bits, token) = (event.events, event.u64);
             let is = |wanted: libc::c_int| bits & wanted as u32 != 0;
-            // An error is found by reading.
+            // An error counts as readable, because the read reports it.
             let readable = is(libc::EPOLLIN) || is(libc::EPOLLHUP) || is(libc::EPOLLERR);
             found.push(Ready { token, readable, writable: is(libc::EPOLLOUT) });
         }
@@ -76,7 +76,7 @@ pub struct Kick(OwnedFd);
 
 impl Kick {
     pub fn new() -> io::Result<Kick> {
-        // SAFETY: makes a descriptor, which nobody else has.
+        // SAFETY: makes a new descriptor, which nothing else owns.
         let fd = checked(unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) })?;
         // SAFETY: as above.
         Ok(Kick(unsafe { OwnedFd::from_raw_fd(fd) }))
@@ -105,33 +105,32 @@ fn checked(result: libc::c_int) -> io::Result<libc::c_int> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
 
-/// Sends the pieces, one after the other, without waiting. Returns the bytes that the system took; 0 where it takes none
-/// now.
+/// Sends the pieces in order, without blocking. Returns the bytes that the system accepted, 0 if it would block.
 ///
 /// # Safety
-/// The pieces can be read.
+/// The pieces must be readable.
 pub unsafe fn send(fd: RawFd, pieces: &[Span]) -> io::Result<usize> {
     let mut list = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; MOST];
     // SAFETY: all zeros are a valid header.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = list.as_mut_ptr();
     message.msg_iovlen = fill(&mut list, pieces) as _;
-    // SAFETY: the list describes the pieces, which the caller vouches for.
+    // SAFETY: the list describes the pieces, for which the caller vouches.
     result(unsafe { libc::sendmsg(fd, &raw const message, libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT) })
 }
 
-/// Receives into the pieces, one after the other, without waiting. Returns the bytes that came; None where none is there, 0
-/// at the end of the connection.
+/// Receives into the pieces in order, without blocking. Returns the bytes received: None if there are none now, 0 at
+/// the end of the connection.
 ///
 /// # Safety
-/// The pieces can be written, and nobody else uses them.
+/// The pieces must be writable, and no other thread may use them.
 pub unsafe fn receive(fd: RawFd, pieces: &[Span]) -> io::Result<Option<usize>> {
     let mut list = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; MOST];
     // SAFETY: all zeros are a valid header.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = list.as_mut_ptr();
     message.msg_iovlen = fill(&mut list, pieces) as _;
-    // SAFETY: the list describes the pieces, which the caller vouches for.
+    // SAFETY: the list describes the pieces, for which the caller vouches.
     let got = unsafe { libc::recvmsg(fd, &raw mut message, libc::MSG_DONTWAIT) };
     if got >= 0 {
         return Ok(Some(got as usize));
@@ -146,7 +145,7 @@ fn fill(list: &mut [libc::iovec; MOST], pieces: &[Span]) -> usize {
     pieces.len().min(MOST)
 }
 
-/// The bytes that a call moved; 0 where it would have waited.
+/// Converts the result of a send or receive. Returns the bytes moved, 0 if the call would block or was interrupted.
 fn result(moved: isize) -> io::Result<usize> {
     if moved >= 0 {
         return Ok(moved as usize);
@@ -158,10 +157,10 @@ fn result(moved: isize) -> io::Result<usize> {
     }
 }
 
-/// Asks the system to notice a peer that has gone silent, and to send small frames at once.
+/// Enables detection of silent peers (keepalive), and sends small frames without delay.
 pub fn set_up(fd: RawFd) {
     let set = |level: libc::c_int, name: libc::c_int, value: libc::c_int| {
-        // SAFETY: the value is valid for the call. A system that does not know an option goes on without it.
+        // SAFETY: the value is valid for the call. A failure is ignored: the connection works without the option.
         unsafe {
             libc::setsockopt(fd, level, name, (&raw const value).cast(), size_of::<libc::c_int>() as libc::socklen_t)
         };
@@ -173,17 +172,17 @@ pub fn set_up(fd: RawFd) {
     set(libc::IPPROTO_TCP, libc::TCP_KEEPCNT, 3);
 }
 
-/// Ends the sending side of a connection.
+/// Shuts down the sending side of a connection.
 pub fn shut(fd: RawFd) {
-    // SAFETY: a call on a descriptor, without memory.
+    // SAFETY: a call on a descriptor, which uses no memory.
     unsafe { libc::shutdown(fd, libc::SHUT_WR) };
 }
 
-/// Begins a connection; it is made when the socket can be written.
+/// Starts a connection, which is established when the socket becomes writable.
 pub fn connect(to: &SocketAddr) -> io::Result<OwnedFd> {
     let (family, address, length) = raw(to);
     let kind = libc::SOCK_STREAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
-    // SAFETY: makes a descriptor, which nobody else has.
+    // SAFETY: makes a new descriptor, which nothing else owns.
     let fd = unsafe { OwnedFd::from_raw_fd(checked(libc::socket(family, kind, 0))?) };
     // SAFETY: the address has this length and is valid for the call.
     match checked(unsafe { libc::connect(fd.as_raw_fd(), (&raw const address).cast(), length) }) {
@@ -193,7 +192,7 @@ pub fn connect(to: &SocketAddr) -> io::Result<OwnedFd> {
 }
 
 fn raw(to: &SocketAddr) -> (libc::c_int, libc::sockaddr_storage, libc::socklen_t) {
-    // SAFETY: all zeros are a valid address of no family.
+    // SAFETY: all zeros are a valid address of unspecified family.
     let mut storage: libc::sockaddr_storage = unsafe { std::mem::zeroed() };
     match to {
         SocketAddr::V4(to) => {
@@ -203,7 +202,7 @@ fn raw(to: &SocketAddr) -> (libc::c_int, libc::sockaddr_storage, libc::socklen_t
                 sin_addr: libc::in_addr { s_addr: u32::from_ne_bytes(to.ip().octets()) },
                 sin_zero: [0; 8],
             };
-            // SAFETY: the storage has room for every address, and its alignment.
+            // SAFETY: the storage has the size and alignment for every address.
             unsafe { (&raw mut storage).cast::<libc::sockaddr_in>().write(address) };
             (libc::AF_INET, storage, size_of::<libc::sockaddr_in>() as libc::socklen_t)
         }
@@ -222,7 +221,7 @@ fn raw(to: &SocketAddr) -> (libc::c_int, libc::sockaddr_storage, libc::socklen_t
     }
 }
 
-/// Whether a connection that was begun is made; an error where it cannot be.
+/// Whether a connection that was started is established. An error if it failed.
 pub fn is_connected(fd: RawFd) -> io::Result<bool> {
     let mut error: libc::c_int = 0;
     let mut length = size_of::<libc::c_int>() as libc::socklen_t;
@@ -236,7 +235,7 @@ pub fn is_connected(fd: RawFd) -> io::Result<bool> {
     Ok(wait(&[(fd, libc::POLLOUT)], Duration::ZERO)[0])
 }
 
-/// Which of these descriptors are ready for what is asked, after at most `timeout`.
+/// Waits until one of these descriptors is ready for its events, for at most `timeout`. Returns which ones are ready.
 pub fn wait(asked: &[(RawFd, i16)], timeout: Duration) -> Vec<bool> {
     let mut list: Vec<libc::pollfd> =
         asked.iter().map(|(fd, events)| libc::pollfd { fd: *fd, events: *events, revents: 0 }).collect();
@@ -247,26 +246,26 @@ pub fn wait(asked: &[(RawFd, i16)], timeout: Duration) -> Vec<bool> {
     list.iter().map(|one| one.revents != 0).collect()
 }
 
-/// The number of an interface.
+/// The index of a network interface.
 pub fn interface(name: &str) -> Option<u32> {
     let name = std::ffi::CString::new(name).ok()?;
     // SAFETY: the name ends with a zero.
     Some(unsafe { libc::if_nametoindex(name.as_ptr()) }).filter(|number| *number != 0)
 }
 
-/// Descriptors below this are closed in forked children.
+/// Only descriptors below this number are closed in forked children.
 const KNOWN: usize = 1 << 16;
 
-/// The descriptors of connections, one bit each. Set and cleared by threads that open and close them, read by a forked
-/// child, which has no other thread (relaxed).
+/// Descriptors of connections, one bit each. Threads that open and close connections set and clear bits. A forked
+/// child, which has no other thread, reads them (relaxed).
 static OPEN: [AtomicU64; KNOWN / 64] = [const { AtomicU64::new(0) }; KNOWN / 64];
 static INSTALLED: Once = Once::new();
 
-/// Closes a descriptor in every child that is forked from now on: a peer learns of the end of this process by the end of
-/// its connections, and a child that had them, too, would hide it.
+/// Makes every child forked from now on close this descriptor, or no longer so if `open` is false. Peers detect the end
+/// of this process by the end of its connections, and a child with copies of them would keep them open.
 pub fn close_in_children(fd: RawFd, open: bool) {
     INSTALLED.call_once(|| {
-        // SAFETY: the handler is a plain function that lives for ever, and uses only atomics and `close`.
+        // SAFETY: the handler is a plain function, which is never unloaded and uses only atomics and `close`.
         let rc = unsafe { libc::pthread_atfork(None, None, Some(in_forked_child)) };
         if rc != 0 {
             log::warn!("pthread_atfork failed ({rc}); other hosts may learn late that this process ended");
@@ -285,7 +284,7 @@ extern "C" fn in_forked_child() {
     for (at, word) in OPEN.iter().enumerate() {
         let mut bits = word.swap(0, Ordering::Relaxed);
         while bits != 0 {
-            // SAFETY: this child's copy of the descriptor, which nothing in it uses (rule 26).
+            // SAFETY: closes this child's copy of the descriptor, which nothing in the child uses (rule 26).
             unsafe { libc::close((at * 64) as libc::c_int + bits.trailing_zeros() as libc::c_int) };
             bits &= bits - 1;
         }

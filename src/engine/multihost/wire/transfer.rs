@@ -1,4 +1,4 @@
-//! The end of a transfer: who is told, and what happens outside the locks of connections and channels.
+//! The end of a transfer: its result, and the callbacks that run outside the locks of connections and channels.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -8,7 +8,7 @@ use crate::engine::multihost::link::Done;
 
 pub type Outcome = std::result::Result<(), String>;
 
-/// A transfer for which a thread waits.
+/// The result of a transfer for which a thread waits.
 #[derive(Default)]
 pub struct Slot {
     /// Set (release) after `result`, read (acquire) by the waiting thread.
@@ -31,7 +31,7 @@ impl Slot {
     }
 }
 
-/// Who is told of the end of a transfer.
+/// How the end of a transfer is reported.
 pub enum End {
     Nobody,
     Slot(Arc<Slot>),
@@ -39,7 +39,7 @@ pub enum End {
 }
 
 impl End {
-    /// Ends the transfer; the memory of a waiting thread's goes back to it.
+    /// Reports the end of the transfer. If a thread waits for it, an owned buffer is returned to that thread.
     pub fn tell(self, outcome: Outcome, memory: Memory, events: &mut Events) {
         match self {
             End::Nobody => (),
@@ -53,10 +53,10 @@ impl End {
     }
 }
 
-/// Where the data of a frame goes.
+/// Where the data of a frame is stored.
 pub enum Target {
     Discard,
-    /// A message or mail without a posted receive.
+    /// A message or mail for which no receive is posted.
     Fresh(Vec<u8>),
     Posted(Memory, End),
 }
@@ -86,20 +86,20 @@ impl Target {
 
 pub enum Event {
     Done(Done, Outcome),
-    /// Mail for a mailbox, or the loss of a peer.
+    /// A call of a mailbox, with mail or the loss of a peer.
     Call(Box<dyn FnOnce() + Send>),
 }
 
-/// What is to be done when no lock of a connection or a channel is held any more.
+/// What must run after all locks of connections and channels are released.
 #[derive(Default)]
 pub struct Events {
     pub list: Vec<Event>,
-    /// A transfer for which a thread waits has ended.
+    /// Whether a transfer for which a thread waits has ended.
     pub ended: bool,
 }
 
 impl Events {
-    /// Calls everybody. Those who are called may start transfers.
+    /// Runs all callbacks, which may start transfers.
     pub fn run(self) {
         for event in self.list {
             match event {
