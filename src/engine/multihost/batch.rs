@@ -1,8 +1,8 @@
-//! Runs one batch: the steps among the ranks of one host, and those of their leaders with other hosts. The collectives
+//! Runs one batch: steps among the ranks of one host, and schedules between the leaders of hosts. The collectives
 //! themselves are in `collectives.rs`.
 //!
-//! Every rank of a host takes the same steps with the others of its host, and the leaders (the ranks with one local
-//! rank on every host) run the same schedule with each other, so no rank waits for a message that never comes.
+//! All ranks of a host run the same steps among themselves. The leaders, which are the ranks with one local rank on
+//! every host, run the same schedule among themselves. So no rank waits for a message that is never sent.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -17,49 +17,49 @@ use crate::op::words::{Called, MOVED, different};
 use crate::os::clock;
 use crate::types::{Dtype, Kind, ReduceOp, Request, Span};
 
-/// The shared-memory group of the ranks of this host, one for each lane.
+/// A shared-memory group of the ranks of this host. Each lane has its own.
 pub trait HostGroup: Send + Sync {
-    /// Runs one operation to its end. The caller keeps its memory valid meanwhile.
+    /// Runs one operation to its end. The caller keeps its memory valid until then.
     fn run(&self, request: Request) -> Result<()>;
     /// Fails all pending operations of this group, on this rank and on its peers.
     fn abort(&self, error: &Error);
-    /// Leaves the group in an orderly way.
+    /// Leaves the group in order.
     fn leave(&self);
-    /// The other ranks of this host, and whether each has ended or left.
+    /// The other ranks of this host, by their position on the host, each with whether it has ended or left.
     fn watched(&self) -> Vec<(usize, bool)>;
-    /// Why one of this host's ranks has failed the group, by its place on the host.
+    /// The fault that a rank of this host has reported, with the rank's position on the host.
     fn reported(&self) -> Option<Told>;
-    /// The process of a rank of this host, for error texts.
+    /// The process of a rank of this host, for error texts. `index` is its position on the host.
     fn process(&self, index: usize) -> String;
 }
 
-/// The algorithm of a batch; the same on every rank (`select::inter::between_hosts`).
+/// The algorithm of a batch. Equal on every rank (`select::inter::between_hosts`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChosenAlgorithm {
     pub algorithm: Algorithm,
-    /// Ranks of each host that talk to other hosts.
+    /// Number of ranks of each host that talk to other hosts.
     pub leaders: usize,
-    /// Gives the bits of one host: every element is combined in the order of the ranks.
+    /// Whether the result must have the bits of one host: every element is combined in rank order.
     pub strict: bool,
 }
 
 pub struct BatchRun<'a> {
     pub host_map: &'a HostMap,
-    /// None where this rank is alone on its host.
+    /// None if this rank is alone on its host.
     pub inside: Option<&'a dyn HostGroup>,
     pub transport: &'a mut Transport,
-    /// This rank's header of the batch. `issued` falls to the smallest value that a peer reported.
+    /// This rank's header of the batch. Its `issued` is lowered to the smallest value that a peer reports.
     pub header: FrameHeader,
-    /// Factors of PREMUL_SUM by rank, as far as received.
+    /// Factors of PREMUL_SUM by rank, as far as they have been received.
     pub factors: Vec<f64>,
     pub deadline: u64,
     pub chosen: ChosenAlgorithm,
-    /// Memory that is reused from batch to batch.
+    /// Buffer that is reused from batch to batch.
     pub scratch: &'a mut Vec<u8>,
 }
 
 impl BatchRun<'_> {
-    /// Memory for this batch; return it as `self.scratch`.
+    /// Takes `scratch`, grown to at least `bytes`. Assign it back to `self.scratch` after use.
     pub fn memory(&mut self, bytes: usize) -> Vec<u8> {
         let mut memory = std::mem::take(self.scratch);
         if memory.len() < bytes {
@@ -68,7 +68,7 @@ impl BatchRun<'_> {
         memory
     }
 
-    /// Runs an operation among the ranks of this host; lists as in `Request`.
+    /// Runs an operation among the ranks of this host. Lists are as in `Request`.
     #[allow(unsafe_code)] // makes a call over memory, and waits for its end
     pub fn run_in_host(&self, call: HostCall) -> Result<()> {
         let Some(inside) = self.inside else {
@@ -76,13 +76,13 @@ impl BatchRun<'_> {
         };
         let left = Duration::from_nanos(self.deadline.saturating_sub(clock::now()));
         // SAFETY: the memory belongs to operations of the batch, which end after this call, or to buffers of the batch,
-        // which outlive it: `run` returns when the operation has ended.
+        // which outlive the call. `run` returns only when the operation has ended.
         let mut request = unsafe { Request::new(call.kind, call.inputs, call.outputs) };
         (request.dtype, request.op, request.root) = (call.dtype, call.op, call.root as u32);
         request.timeout_ms = Some(left.as_millis() as u64 + 500); // the operation's own deadline is reported first
         (request.in_blocks, request.out_blocks) = (call.in_blocks, call.out_blocks);
         inside.run(request).map_err(|error| match error.rank() {
-            // What this rank has found itself, it says in the words of the whole group.
+            // A failure that this rank found itself is reported with the names of the whole group.
             Some(rank) if error.found_by() == Some(self.host_map.me) && self.host_map.local_ranks().contains(&rank) => {
                 self.transport.names().lost(rank, &self.header.during(), "")
             }
@@ -90,7 +90,7 @@ impl BatchRun<'_> {
         })
     }
 
-    /// The ranks of this host compare the operations they are about to run, and exchange factors and issued numbers.
+    /// Compares the operations that the ranks of this host are about to run, and exchanges factors and issued numbers.
     pub fn compare_inside(&mut self) -> Result<()> {
         const WORDS: usize = 6;
         if self.inside.is_none() {
@@ -123,7 +123,8 @@ impl BatchRun<'_> {
         Ok(())
     }
 
-    /// After the data of a batch, every rank of this host learns the smallest issued number that its leader received.
+    /// Broadcasts the smallest issued number that the leader received to every rank of this host, after the batch's
+    /// data.
     pub fn share_issued(&mut self, leader: usize) -> Result<()> {
         if self.inside.is_none() {
             return Ok(());
@@ -137,9 +138,9 @@ impl BatchRun<'_> {
         Ok(())
     }
 
-    /// Runs the schedule of a collective among `members` (ranks of the group), of which this rank is one. The schedule
-    /// works on the memory of `spans`, of which `ranges` are the parts; `numbers` says how they are combined, and at which
-    /// offset of the vector the memory begins, which then is one span.
+    /// Runs the schedule of a collective among `members` (ranks of the group), one of which is this rank. The schedule
+    /// works on the memory of `spans`; `ranges` maps a part to its bytes there. `numbers` is the vector that combines
+    /// elements, and the offset in it at which the memory begins; the memory must then be one span.
     #[allow(unsafe_code)] // sends from and receives into memory of the batch, and waits for the end
     pub fn run_schedule(
         &mut self,
@@ -156,7 +157,7 @@ impl BatchRun<'_> {
         for k in 0..schedule.steps() {
             let step = schedule.step(position, k);
             let into: Vec<Vec<Range<usize>>> = step.recvs.iter().map(|recv| ranges(&recv.parts)).collect();
-            // What is sent may be combined in the same step; a copy overwrites nothing that is sent (`algorithms`).
+            // Sent memory may be combined into in the same step, but a copy never overwrites it (`algorithms`).
             let combined: Vec<&Range<usize>> = step
                 .recvs
                 .iter()
@@ -179,7 +180,7 @@ impl BatchRun<'_> {
                 }
             });
             let (sends, receives) = (sends.collect::<Vec<_>>(), receives.collect());
-            // Data that must be combined in the order of the ranks is kept until all of it is there.
+            // Data that must be combined in rank order is kept until data of all ranks has arrived.
             let ordered = step.recvs.iter().any(|recv| recv.how == How::InRankOrder);
             let mut kept: Vec<(usize, Vec<u8>)> = step.recvs.iter().map(|recv| (recv.peer, Vec::new())).collect();
             let take = |index: usize, Arrived { at, data, .. }: Arrived| {
@@ -191,8 +192,8 @@ impl BatchRun<'_> {
                 }
                 Ok(())
             };
-            // SAFETY: the memory belongs to the batch, which lives longer; no other thread uses it, and what stays is neither
-            // received into nor combined in this step.
+            // SAFETY: the memory belongs to the batch, which outlives the call, and no other thread uses it. Memory of
+            // sends that stay is neither received into nor combined into in this step.
             let issued =
                 unsafe { self.transport.exchange(self.header, self.deadline, &sends, receives, segment, take) }?;
             self.header.issued = self.header.issued.min(issued);
@@ -207,7 +208,7 @@ impl BatchRun<'_> {
     }
 }
 
-/// An operation among the ranks of one host; lists that are not given are empty.
+/// An operation among the ranks of one host. Unset lists are empty.
 pub struct HostCall {
     pub kind: Kind,
     pub dtype: Dtype,
@@ -241,14 +242,16 @@ fn joined(spans: &[Span], ranges: &[Range<usize>]) -> Vec<u8> {
     all
 }
 
-/// The memory of a range of numbers, which are in one span.
+/// The memory of a range of elements, which lies in one span.
 #[allow(unsafe_code)] // memory of a batch
 fn numbers_of<'a>(spans: &[Span], range: &Range<usize>) -> &'a mut [u8] {
-    // SAFETY: memory of the batch that this thread runs; it is used for one combination, in which nobody else uses it.
+    // SAFETY: memory of the batch that this thread runs. It is used for one combination, during which nothing else uses
+    // it.
     unsafe { whole(&cut(spans, range)) }.unwrap_or_default()
 }
 
-/// Combines data that begins at `at` of a message of these ranges; `own_first`: this rank's numbers are the left operand.
+/// Combines `data`, which starts at offset `at` of a message for these ranges. With `own_first`, this rank's elements
+/// are the left operand.
 fn combine_at(
     spans: &[Span],
     ranges: &[Range<usize>],

@@ -10,14 +10,15 @@
 //! | gather | gather | gather of the hosts' blocks | |
 //! | scatter | | scatter of the hosts' blocks | scatter |
 //! | all_to_all | | every rank with every rank of other hosts | all_to_all |
-//! | barrier | (the comparison) | all_reduce of nothing | (the issued numbers) |
+//! | barrier | (the comparison) | all_reduce without data | (the issued numbers) |
 //!
-//! Where several ranks of a host talk to other hosts in kinds other than all_reduce: `rails`.
+//! `rails` has the kinds other than all_reduce for several ranks per host that talk to other hosts.
 //!
-//! Bytes between hosts per leader: those of the schedule (docs/internals/algorithms.md) over the hosts. Order of summation:
-//! ranks inside a host, then hosts as the schedule says; low precision is rounded once inside, and once for every combination
-//! between hosts. Strict mode moves uncombined numbers instead: every rank gets one share from all ranks, combines it
-//! in the order of the ranks, and sends the result back, which costs up to ranks per host times the bytes.
+//! Bytes between hosts per leader: as in the schedule (docs/internals/algorithms.md) with hosts as its members. Order
+//! of summation: first the ranks inside a host, then the hosts in the schedule's order. Low precision is rounded once
+//! inside the host, and once per combination between hosts. Strict mode sends uncombined elements instead. Every rank
+//! receives one share from all ranks, combines it in rank order, and sends the result back. That costs up to
+//! ranks-per-host times the bytes.
 
 use std::ops::Range;
 
@@ -28,14 +29,14 @@ use crate::algorithms::{Algorithm, Schedule};
 use crate::error::{Error, Result};
 use crate::types::{Kind, ReduceOp, Span};
 
-/// The chosen schedule, or the direct one where the chosen algorithm does not serve the kind.
+/// The schedule of the chosen algorithm, or the direct one if the chosen algorithm does not support the kind.
 pub fn schedule(algorithm: Algorithm, kind: Kind, members: usize, root: usize) -> Result<Schedule> {
     Schedule::new(algorithm, kind, members, root, 1)
         .or_else(|| Schedule::new(Algorithm::Direct, kind, members, root, 1))
         .ok_or_else(|| Error::bug(format!("sagellm: no schedule for {kind} among {members} hosts")))
 }
 
-/// Offsets of blocks of the given `sizes`, and the total.
+/// Offsets of consecutive blocks of the given `sizes`, and the total size.
 pub fn borders(sizes: impl Iterator<Item = usize>) -> Vec<usize> {
     std::iter::once(0)
         .chain(sizes.scan(0, |at, size| {
@@ -46,7 +47,7 @@ pub fn borders(sizes: impl Iterator<Item = usize>) -> Vec<usize> {
 }
 
 impl BatchRun<'_> {
-    /// The range `range` of the vector, on all ranks.
+    /// All-reduces `range` of the vector.
     pub fn all_reduce(&mut self, vector: &Vector, range: &Range<usize>) -> Result<()> {
         if self.chosen.strict {
             return self.all_reduce_strict(vector, range);
@@ -69,17 +70,17 @@ impl BatchRun<'_> {
         self.share_issued(0)
     }
 
-    /// Working memory for `range` of the vector; `bytes` is 0 if this rank needs none. Between two hosts with one rank
-    /// each, an operation that is in place, contiguous and without a factor works in its own outputs, which saves two
-    /// copies. A mismatch leaves these unchanged, because nothing is combined before the other rank's header was
-    /// compared, and there is no third rank that could differ later. Return the memory with `keep`.
+    /// Working memory for `range` of the vector; `bytes` is 0 if this rank needs none. Return it with `keep`. It is the
+    /// operation's own outputs, which saves two copies, between two hosts with one rank each, if the operation is in
+    /// place, contiguous and without a factor. On a mismatch the outputs stay unchanged: nothing is combined before the
+    /// other rank's header was compared, and there is no third rank that could differ later.
     #[allow(unsafe_code)] // memory of an operation
     fn room(&mut self, vector: &Vector, range: &Range<usize>, bytes: usize) -> Room {
         let outputs = cut(&vector.outputs, range);
         let alone = self.inside.is_none() && self.host_map.hosts.len() == 2;
         let plain = !matches!(vector.op, ReduceOp::PremulSum(_));
         let in_place = alone && plain && cut(&vector.inputs, range) == outputs;
-        // SAFETY: the operations of the batch live longer than its room, and only this thread uses their outputs.
+        // SAFETY: the operations of the batch outlive this memory, and only this thread uses their outputs.
         match unsafe { whole(&outputs) }.filter(|own| in_place && own.len() == bytes) {
             Some(own) => Room::Outputs(own),
             None => Room::Scratch(self.memory(bytes)),
@@ -92,8 +93,8 @@ impl BatchRun<'_> {
         }
     }
 
-    /// Reduces the numbers of this host: `shares[i]` to local rank i, or everything to local rank `root` where there is
-    /// one share. `memory` holds `range`.
+    /// Reduces the elements of this host's ranks: `shares[i]` to local rank i, or all of `range` to local rank `root`
+    /// if there is only one share. The results are stored in `memory`, which is for `range`.
     pub fn reduce_inside(
         &mut self,
         vector: &Vector,
@@ -133,7 +134,7 @@ impl BatchRun<'_> {
         Ok(())
     }
 
-    /// Spreads the results from the owners of the shares to the outputs of every rank. `memory` holds `range`.
+    /// Copies the results from the owners of the shares to the outputs of every rank. `memory` is for `range`.
     fn spread_inside(
         &mut self,
         vector: &Vector,
@@ -156,7 +157,7 @@ impl BatchRun<'_> {
         self.run_in_host(HostCall { inputs, outputs, out_blocks, ..HostCall::new(Kind::AllGather) })
     }
 
-    /// Broadcasts the data of local rank `root` (`data` there, None elsewhere) to the outputs of every rank.
+    /// Broadcasts from local rank `root` to the outputs of every rank of this host. `data` is Some only on the root.
     fn broadcast_inside(&mut self, root: usize, data: Option<&[u8]>, outputs: Vec<Span>) -> Result<()> {
         let Some(data) = data else {
             return self.run_in_host(HostCall { root, outputs, ..HostCall::new(Kind::Broadcast) });
@@ -165,7 +166,7 @@ impl BatchRun<'_> {
         self.run_in_host(HostCall { root, inputs: vec![span(data)], ..HostCall::new(Kind::Broadcast) })
     }
 
-    /// all_reduce or reduce among the leaders, over `own`, the bytes `share` of the vector.
+    /// Runs all_reduce or reduce among the leaders. `own` has the bytes `share` of the vector.
     fn combine_between(
         &mut self,
         kind: Kind,
@@ -184,15 +185,15 @@ impl BatchRun<'_> {
         self.run_schedule(&steps, members, &[written(own)], &ranges, Some((vector, share.start)))
     }
 
-    /// As `all_reduce`, with the bits of one host.
+    /// Like `all_reduce`, with the bits of one host.
     fn all_reduce_strict(&mut self, vector: &Vector, range: &Range<usize>) -> Result<()> {
         let (shares, own) = self.own_share_strict(vector, range)?;
         let outputs: Vec<Vec<Span>> = shares.iter().map(|share| cut(&vector.outputs, share)).collect();
         self.all_gather(&[span(&own)], &outputs)
     }
 
-    /// The shares of `range` by rank, and the result of this rank's share, combined from the uncombined numbers of all
-    /// ranks.
+    /// Returns the shares of `range` by rank, and the result of this rank's share, which is combined from the
+    /// uncombined elements of all ranks.
     fn own_share_strict(&mut self, vector: &Vector, range: &Range<usize>) -> Result<(Vec<Range<usize>>, Vec<u8>)> {
         let ranks = self.host_map.ranks();
         let shares: Vec<Range<usize>> = (0..ranks).map(|rank| vector.part(range, rank, ranks)).collect();
@@ -207,7 +208,7 @@ impl BatchRun<'_> {
         Ok((shares, own))
     }
 
-    /// The range `range` of the vector, at rank `root`.
+    /// Reduces `range` of the vector to rank `root`.
     pub fn reduce(&mut self, vector: &Vector, range: &Range<usize>, root: usize) -> Result<()> {
         if self.chosen.strict {
             let (shares, own) = self.own_share_strict(vector, range)?;
@@ -241,7 +242,7 @@ impl BatchRun<'_> {
         self.host_map.local_ranks().iter().position(|rank| *rank == leader).expect("a leader lives on its host")
     }
 
-    /// `data`: the inputs at the root, the outputs elsewhere.
+    /// Broadcasts from rank `root`. `data` is the inputs at the root, the outputs elsewhere.
     pub fn broadcast(&mut self, data: &[Span], root: usize) -> Result<()> {
         let rails = self.chosen.leaders.clamp(1, self.host_map.min_local_size());
         if rails > 1 {
@@ -265,7 +266,7 @@ impl BatchRun<'_> {
         self.run_in_host(HostCall { root: leader, inputs, outputs, ..HostCall::new(Kind::Broadcast) })
     }
 
-    /// `outputs[q]`: the memory for rank q's block. Blocks may differ in size.
+    /// `outputs[q]` is the memory for rank q's block. Blocks may differ in size.
     pub fn all_gather(&mut self, input: &[Span], outputs: &[Vec<Span>]) -> Result<()> {
         let sizes: Vec<usize> = outputs.iter().map(|spans| spans.iter().map(|span| span.bytes).sum()).collect();
         if self.over_rails() {
@@ -275,7 +276,7 @@ impl BatchRun<'_> {
         let in_order: Vec<Span> = self.host_map.by_host().flat_map(|rank| outputs[rank].iter().copied()).collect();
         let block = |host: usize| hosts[host]..hosts[host + 1];
         let own = block(self.host_map.host);
-        // The blocks of this host go to the outputs when the other hosts were found to have called the same.
+        // The blocks of this host are copied to the outputs only after the other hosts' calls were found to match.
         let mut memory = if self.inside.is_some() { self.memory(own.len()) } else { Vec::new() };
         let here = if self.inside.is_some() { vec![written(&mut memory[..own.len()])] } else { cut(&in_order, &own) };
         self.gather_inside(input, &sizes, &here)?;
@@ -295,8 +296,8 @@ impl BatchRun<'_> {
         self.share_issued(0)
     }
 
-    /// Gathers the blocks of this host's ranks, in the order of the ranks, into `blocks` of every one of them. `sizes` by
-    /// rank of the group.
+    /// Gathers the blocks of this host's ranks, in rank order, into `blocks` on every one of them. `sizes` is indexed
+    /// by rank of the group.
     fn gather_inside(&mut self, input: &[Span], sizes: &[usize], blocks: &[Span]) -> Result<()> {
         if self.inside.is_none() {
             copy_across(input, blocks);
@@ -308,13 +309,13 @@ impl BatchRun<'_> {
         self.run_in_host(gathered)
     }
 
-    /// Offset of each host's blocks when the ranks' blocks are in the order of the hosts.
+    /// Start of each host's blocks, if the ranks' blocks are grouped by host.
     fn host_borders(&self, sizes: &[usize]) -> Vec<usize> {
         borders(self.host_map.hosts.iter().map(|ranks| ranks.iter().map(|rank| sizes[*rank]).sum()))
     }
 
-    /// `vector` holds one block per rank, in the order of the hosts; `sizes` by rank; `output`: this rank's block. For
-    /// one leader per host.
+    /// `vector` has one block per rank, grouped by host. `sizes` is indexed by rank. `output` is for this rank's block.
+    /// This variant has one leader per host.
     pub fn reduce_scatter(&mut self, vector: &Vector, sizes: &[usize], output: &[Span]) -> Result<()> {
         let hosts = self.host_borders(sizes);
         let total = vector.bytes();
@@ -338,7 +339,7 @@ impl BatchRun<'_> {
         Ok(())
     }
 
-    /// As `reduce_scatter`, with the bits of one host; `vector` in the order of the ranks.
+    /// Like `reduce_scatter`, with the bits of one host. `vector` is in rank order.
     pub fn reduce_scatter_strict(&mut self, vector: &Vector, sizes: &[usize], output: &[Span]) -> Result<()> {
         let starts = borders(sizes.iter().copied());
         let (ranks, mine) = (self.host_map.ranks(), sizes[self.host_map.me]);
@@ -354,7 +355,7 @@ impl BatchRun<'_> {
         Ok(())
     }
 
-    /// Sends the blocks of this host's ranks from local rank `root`, which has them in `blocks`, to every rank.
+    /// Scatters `blocks`, the blocks of this host's ranks, from local rank `root` to every rank of the host.
     fn scatter_inside(&mut self, root: usize, blocks: &mut [u8], sizes: &[usize], output: &[Span]) -> Result<()> {
         let local_ranks = self.host_map.local_ranks();
         let (leads, equal) =
@@ -368,7 +369,7 @@ impl BatchRun<'_> {
                 ..HostCall::new(Kind::Scatter)
             });
         }
-        // Shared memory has no scatter of unequal blocks: every rank gets all of them and takes its own.
+        // Shared memory has no scatter of unequal blocks: every rank receives all blocks and copies its own.
         let starts = borders(local_ranks.iter().map(|rank| sizes[*rank]));
         let piece = vec![written(blocks)];
         let (inputs, outputs) = if leads { (piece, Vec::new()) } else { (Vec::new(), piece) };
@@ -377,7 +378,7 @@ impl BatchRun<'_> {
         Ok(())
     }
 
-    /// `outputs[q]`: the memory for rank q's block; read at the root only.
+    /// `outputs[q]` is the memory for rank q's block, used at the root only.
     pub fn gather(&mut self, input: &[Span], sizes: &[usize], outputs: &[Vec<Span>], root: usize) -> Result<()> {
         let hosts = self.host_borders(sizes);
         let total = *hosts.last().expect("at least one host");
@@ -400,7 +401,7 @@ impl BatchRun<'_> {
         Ok(())
     }
 
-    /// `inputs[q]`: rank q's block, at the root only.
+    /// `inputs[q]` is rank q's block, used at the root only.
     pub fn scatter(&mut self, inputs: &[Vec<Span>], sizes: &[usize], output: &[Span], root: usize) -> Result<()> {
         let hosts = self.host_borders(sizes);
         let total = *hosts.last().expect("at least one host");
@@ -429,18 +430,18 @@ impl BatchRun<'_> {
         Ok(())
     }
 
-    /// `inputs[q]` goes to rank q, `outputs[q]` comes from it.
+    /// `inputs[q]` is sent to rank q, `outputs[q]` is received from rank q.
     #[allow(unsafe_code)] // sends from and receives into memory of an operation
     pub fn all_to_all(&mut self, inputs: &[Vec<Span>], outputs: &[Vec<Span>]) -> Result<()> {
         let bytes = |spans: &[Span]| spans.iter().map(|span| span.bytes).sum::<usize>();
-        // Between hosts first: those messages travel while the ranks of the host exchange theirs.
+        // Messages between hosts first: they are in flight while the ranks of this host exchange theirs.
         let far = |rank: &usize| self.host_map.host_of[*rank] != self.host_map.host;
-        // Each rank begins with the next rank, so that no rank is the first target of all.
+        // Each rank starts with the next rank, so that the ranks do not all send to the same target first.
         let others: Vec<usize> = (1..self.host_map.ranks())
             .map(|step| (self.host_map.me + step) % self.host_map.ranks())
             .filter(far)
             .collect();
-        // A program may exchange in place: then what arrives waits until everything is on its way.
+        // If the program exchanges in place, arriving data is kept until all sends have been copied.
         let apart = !share_memory(inputs, outputs);
         let sends = others.iter().map(|rank| Outgoing { peer: *rank, pieces: inputs[*rank].clone(), stays: apart });
         let receives = others.iter().map(|rank| {
@@ -454,7 +455,8 @@ impl BatchRun<'_> {
             factors[others[at]] = f64::from_bits(header.factor);
             Ok(())
         };
-        // SAFETY: memory of the batch's operations, which live longer; what stays overlaps nothing that is received into.
+        // SAFETY: memory of the batch's operations, which outlive the call. Memory of sends that stay overlaps no
+        // receive.
         let issued =
             unsafe { self.transport.exchange(self.header, self.deadline, &sends, receives, usize::MAX, take) }?;
         self.factors = factors;
@@ -472,7 +474,7 @@ impl BatchRun<'_> {
         self.run_in_host(HostCall { inputs, outputs, in_blocks, out_blocks, ..HostCall::new(Kind::AllToAll) })
     }
 
-    /// Moves no data; no rank leaves before all have come.
+    /// Moves no data. No rank returns before all ranks have entered.
     pub fn barrier(&mut self) -> Result<()> {
         if self.host_map.local_rank == 0 {
             let members = self.host_map.leaders(0);
@@ -498,7 +500,7 @@ fn share_memory(a: &[Vec<Span>], b: &[Vec<Span>]) -> bool {
     })
 }
 
-/// Where a collective works on its numbers.
+/// The working memory of a collective.
 enum Room {
     Outputs(&'static mut [u8]),
     Scratch(Vec<u8>),
@@ -513,7 +515,7 @@ impl Room {
     }
 }
 
-/// The reduce op inside a host: factors are applied there; AVG divides at the end.
+/// The reduce op inside a host. Factors are applied there; AVG only sums, and divides at the end.
 fn inside_op(vector: &Vector) -> ReduceOp {
     match vector.op {
         ReduceOp::PremulSum(factor) => ReduceOp::PremulSum(factor),

@@ -63,7 +63,7 @@ impl Lanes {
         run.broadcast(&cut(data, &(cut_at(batch.segment)..cut_at(batch.segment + 1))), root)
     }
 
-    /// The blocks in the order in which the hosts, or the rails, add them.
+    /// Orders the blocks by host, or by rail, and runs the reduce_scatter.
     fn reduce_scatter(&self, run: &mut BatchRun, request: &Request) -> Result<()> {
         let ranks = self.host_map.ranks();
         let blocks = blocks(request.inputs(), &request.in_blocks, ranks);
@@ -85,7 +85,7 @@ impl Lanes {
         }
     }
 
-    /// The numbers of a batch, sorted by type, so that as few runs as possible are combined.
+    /// The elements of a batch, sorted by type so that there are as few runs as possible.
     fn vector(&self, ops: &[Arc<Op>]) -> Result<Vector> {
         let mut vector = Vector::new(ops[0].request.op);
         let mut order: Vec<&Arc<Op>> = ops.iter().collect();
@@ -97,7 +97,7 @@ impl Lanes {
     }
 }
 
-/// Each rank's block of a list; equal blocks where `sizes` is empty.
+/// Each rank's block of a list. The blocks are of equal size if `sizes` is empty.
 fn blocks(spans: &[Span], sizes: &[usize], ranks: usize) -> Vec<Vec<Span>> {
     let total: usize = spans.iter().map(|span| span.bytes).sum();
     let mut start = 0;

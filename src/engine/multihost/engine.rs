@@ -1,4 +1,4 @@
-//! The engine of a group over several hosts: it opens the link, takes operations and leaves.
+//! The engine of a group over several hosts: opens the link, accepts operations and leaves.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::RecvTimeoutError;
@@ -32,7 +32,7 @@ use crate::select::{Choice, GroupShape, OpDesc, Policy};
 
 /// Most bytes and operations of one batch.
 const BATCH: Limits = Limits { bytes: 1 << 20, operations: 4096 };
-/// A link that was measured with the other hosts, and the groups inside this host, from which `MultiHost` is made.
+/// An opened link that was measured with the other hosts, and the groups inside this host. `MultiHost` is made from it.
 pub struct Opened {
     lanes: Lanes,
     transports: Vec<Transport>,
@@ -40,9 +40,9 @@ pub struct Opened {
 }
 
 impl Opened {
-    /// `insides`: one group of this host's ranks for each lane, or none where this rank is alone; `group`: its name; `reason`:
-    /// why the ranks count as several hosts. Exchanges messages with the other hosts, so every rank must call it; takes at
-    /// most `timeout`.
+    /// `insides` has one group of this host's ranks per lane, or None if this rank is alone. `group` is the group's
+    /// name, `reason` says why the ranks count as several hosts. Exchanges messages with the other hosts, so every rank
+    /// must call it. Takes at most `timeout`.
     pub fn new(
         host_map: HostMap,
         link: Arc<dyn Link>,
@@ -67,7 +67,7 @@ impl Opened {
         let facts = probe(&host_map, &mut transports[0], insides[0].as_ref(), opening)?;
         let limits = if settings.fusion { BATCH } else { Limits { operations: 1, ..BATCH } };
         let state = State::new(limits, chain, Messages::new(host_map.ranks(), names));
-        // A fault is sent to these first: the ranks with this rank's local rank on the other hosts.
+        // A fault is first sent to these ranks: those with this rank's local rank on the other hosts.
         let far = host_map.hosts.iter().enumerate().filter(|(host, _)| *host != host_map.host);
         let contacted = far.filter_map(|(_, ranks)| ranks.get(host_map.local_rank)).copied().collect();
         let lanes = Lanes {
@@ -93,8 +93,8 @@ impl Opened {
         Ok(Opened { lanes, transports, reason })
     }
 
-    /// As `new`, on a separate thread: a wait on the link cannot be interrupted by a signal, and the calling thread
-    /// must be.
+    /// Like `new`, on a separate thread. A signal cannot interrupt a wait on the link, but must interrupt the calling
+    /// thread.
     pub fn interruptible(
         host_map: HostMap,
         link: Arc<dyn Link>,
@@ -132,7 +132,7 @@ impl Opened {
     }
 }
 
-/// `inside`: a group of this host's ranks.
+/// `inside` is a group of this host's ranks.
 fn names(group: String, host_map: &HostMap, link: &dyn Link, inside: Option<&dyn HostGroup>) -> Names {
     let mates = host_map.local_ranks().to_vec();
     let process = |rank: usize| match (mates.iter().position(|mate| *mate == rank), inside) {
@@ -142,11 +142,11 @@ fn names(group: String, host_map: &HostMap, link: &dyn Link, inside: Option<&dyn
     Names { group, me: host_map.me, processes: (0..host_map.ranks()).map(process).collect(), mates }
 }
 
-/// The group's `Engine`: takes operations, passes collectives to the threads of the lanes and messages to the link.
+/// The group's `Engine`: passes collectives to the lanes' threads and messages to the link.
 pub struct MultiHost {
     lanes: Arc<Lanes>,
     report: Arc<dyn Report>,
-    /// Held here until their threads start, with the first operation.
+    /// Transports of the lanes, until the first collective starts the lanes' threads.
     transports: Vec<Transport>,
     /// Why the ranks count as several hosts.
     reason: String,
@@ -179,7 +179,7 @@ impl MultiHost {
     fn start(&mut self) -> Result<()> {
         for (lane, transport) in std::mem::take(&mut self.transports).into_iter().enumerate() {
             let (lanes, report) = (Arc::clone(&self.lanes), Arc::clone(&self.report));
-            self.lanes.lock().running += 1; // before the thread can end and subtract itself
+            self.lanes.lock().running += 1; // before the thread can end and decrement
             let work = move || lanes.work(lane, transport, &*report);
             watch::spawn(&format!("sagellm-lane-{lane}"), work).map_err(|error| {
                 self.lanes.lock().running -= 1;
@@ -215,7 +215,7 @@ impl Engine for MultiHost {
         self.start()?;
         let lanes = &self.lanes;
         let item = lanes.item(&op.request);
-        // The algorithm is chosen when its batch is made.
+        // The algorithm is chosen later, when the batch is made.
         op.record_load(OpDesc::of(&op.request, lanes.host_map.ranks()).load());
         let mut state = lanes.lock();
         state.accepts()?;
@@ -224,7 +224,7 @@ impl Engine for MultiHost {
         state.extend_promise();
         drop(state);
         lanes.turn.notify_all();
-        // A send that continues from a copy lets others go.
+        // A send that now continues from a copy may unblock other operations.
         let (over, failure) = lanes.run_errands();
         ended.extend(over);
         failure.map_or(Ok(()), Err)
@@ -269,10 +269,10 @@ impl Engine for MultiHost {
         (!entry.done).then(|| Arc::clone(&entry.op))
     }
 
-    /// Returns the operations that no lane has; a lane ends its own.
+    /// Returns the operations that no lane works on. A lane ends the operations that it works on.
     fn take_pending(&mut self, error: &Error) -> Vec<Arc<Op>> {
         let mut state = self.lanes.lock();
-        // Set first, so that no lane takes an operation that is returned here.
+        // The fault is set first, so that no lane takes an operation that is returned here.
         state.fault.get_or_insert_with(|| error.clone());
         let free = state.take_idle();
         self.lanes.await_letters(&mut state);

@@ -1,19 +1,19 @@
 //! Maps ranks to hosts, and selects the leaders of hosts. Pure.
 
-/// The same on every rank except for `me` and the fields that follow from it.
+/// Which ranks are on which hosts. Equal on every rank except for `me`, `host` and `local_rank`.
 #[derive(Clone, Debug)]
 pub struct HostMap {
-    /// The ranks of each host, ascending.
+    /// The ranks of each host, in ascending order.
     pub hosts: Vec<Vec<usize>>,
     pub host_of: Vec<usize>,
     pub me: usize,
-    /// This rank's host, and its position there.
+    /// This rank's host. `local_rank` is its position among the ranks of that host.
     pub host: usize,
     pub local_rank: usize,
 }
 
 impl HostMap {
-    /// `host_of`: each rank's host, numbered without gaps.
+    /// `host_of` has each rank's host, numbered without gaps.
     pub fn new(host_of: Vec<usize>, me: usize) -> HostMap {
         let count = host_of.iter().max().map_or(0, |last| last + 1);
         let mut hosts = vec![Vec::new(); count];
@@ -25,7 +25,7 @@ impl HostMap {
         HostMap { hosts, host_of, me, host, local_rank }
     }
 
-    /// As `host_of`, but each rank of a host for which `shares` is false becomes a separate host.
+    /// Renumbers `host_of` so that each rank of a host for which `shares` is false becomes a host by itself.
     pub fn split_hosts(host_of: &[usize], shares: impl Fn(usize) -> bool) -> Vec<usize> {
         let mut numbers = std::collections::HashMap::new();
         let mut next = 0;
@@ -51,7 +51,7 @@ impl HostMap {
         &self.hosts[self.host]
     }
 
-    /// The smallest number of ranks on a host: the largest number of leaders that every host has.
+    /// The smallest number of ranks on any host, which limits the number of leaders per host.
     pub fn min_local_size(&self) -> usize {
         self.hosts.iter().map(Vec::len).min().unwrap_or(1)
     }
@@ -61,22 +61,22 @@ impl HostMap {
         self.hosts.iter().all(|ranks| ranks.len() == self.hosts[0].len())
     }
 
-    /// The rank with this local rank, of every host.
+    /// The rank with this local rank on each host.
     pub fn leaders(&self, local_rank: usize) -> Vec<usize> {
         self.hosts.iter().map(|ranks| ranks[local_rank]).collect()
     }
 
-    /// One rank per host: `root` for its own host, the first for the others.
+    /// One rank per host: `root` on its own host, the first rank on each other host.
     pub fn leaders_with(&self, root: usize) -> Vec<usize> {
         (0..self.hosts.len()).map(|host| if self.host_of[root] == host { root } else { self.hosts[host][0] }).collect()
     }
 
-    /// For each local rank that every host has: the ranks with it, one per host (a rail).
+    /// The rails: for each local rank that exists on every host, the ranks with it, one per host.
     pub fn rails(&self) -> impl Iterator<Item = Vec<usize>> + '_ {
         (0..self.min_local_size()).map(|local_rank| self.leaders(local_rank))
     }
 
-    /// Ranks in the order of their hosts, in which blocks lie while they travel between hosts.
+    /// All ranks, grouped by host: the order of blocks in messages between hosts.
     pub fn by_host(&self) -> impl Iterator<Item = usize> + '_ {
         self.hosts.iter().flatten().copied()
     }

@@ -24,12 +24,12 @@ use crate::types::{Kind, ReduceOp, Request, Span};
 
 /// Longest time that a leaving rank waits until its peers have received what it sent.
 const DELIVERY: Duration = Duration::from_secs(30);
-/// Longest time that a leaving rank waits for its peers' goodbyes, after `DELIVERY` at the latest.
+/// Longest time that a leaving rank then waits for its peers' goodbyes.
 const FAREWELL: Duration = Duration::from_secs(1);
-/// A lane whose scratch memory is larger than this frees it after the batch.
+/// Scratch memory larger than this is freed after the batch.
 const KEPT: usize = 100 << 20;
 
-/// What the two lanes and the engine share.
+/// State shared by the two lanes and the engine.
 pub(super) struct Lanes {
     pub host_map: HostMap,
     pub link: Arc<dyn Link>,
@@ -40,24 +40,24 @@ pub(super) struct Lanes {
     pub menu: Menu,
     pub policy: Arc<Policy>,
     pub state: Mutex<State>,
-    /// Signals a change of `state`.
+    /// Notified when `state` changes.
     pub turn: Condvar,
-    /// The rank that each lane waits for, for error texts. Written by the lanes, read by the thread that finds a
-    /// deadline passed; relaxed, because it orders nothing.
+    /// Per lane: the rank that it waits for, for error texts. The lanes write it. The thread that finds a deadline
+    /// passed reads it, relaxed, because it orders nothing.
     pub waiting: Vec<Arc<AtomicUsize>>,
-    /// Ranks of other hosts that this rank has exchanged messages with.
+    /// Ranks of other hosts with which this rank has exchanged messages.
     pub contacted: Mutex<HashSet<usize>>,
-    /// Set when the engine is made, before anything of it is used.
+    /// Set when the engine is made, before the engine is used.
     pub home: OnceCell<Home>,
 }
 
-/// What callbacks of the link need.
+/// What the link's callbacks need.
 pub(super) struct Home {
     pub this: Weak<Lanes>,
     pub report: Arc<dyn Report>,
 }
 
-/// A batch that a lane has taken.
+/// A batch that a lane has taken from the planner.
 pub(super) struct Task {
     pub batch: Batch,
     pub ops: Vec<Arc<Op>>,
@@ -74,7 +74,7 @@ impl Lanes {
         self.home.get().expect("set when the engine was made")
     }
 
-    /// The input of the planner: a function of what all ranks share.
+    /// The planner's input for a request. A function of values that are equal on all ranks.
     pub fn item(&self, request: &Request) -> Item {
         let sum = |spans: &[Span]| spans.iter().map(|span| span.bytes).sum::<usize>();
         let (bytes, key) = match request.kind {
@@ -94,12 +94,13 @@ impl Lanes {
         Item { key, bytes, segments }
     }
 
-    /// Chooses the algorithm of one operation, or of several that are fused: a function of what all ranks share.
+    /// Chooses the algorithm of one operation or of a batch of several. A function of values that are equal on all
+    /// ranks.
     pub fn choice(&self, desc: OpDesc, batched: bool) -> HostsChoice {
         inter::between_hosts(desc, batched, &self.hosts, &self.menu, &self.policy)
     }
 
-    /// Chooses the algorithm of a batch and records it, and the batch, in each of its operations.
+    /// Chooses the algorithm of a batch, and records the choice and the batch in each operation.
     fn choose_for_batch(&self, batch: &Batch, ops: &[Arc<Op>]) -> HostsChoice {
         let ranks = self.host_map.ranks();
         let desc =
@@ -115,7 +116,7 @@ impl Lanes {
         choice
     }
 
-    /// The next batch of this lane; None when the group ends.
+    /// The next batch of this lane. None when the group ends.
     fn next(&self, lane: usize) -> Option<Task> {
         let mut state = self.lock();
         loop {
@@ -131,11 +132,11 @@ impl Lanes {
         }
     }
 
-    /// Marks a batch as begun, waits for its memory, and makes its header.
+    /// Marks a batch as started, waits for its memory, and makes its header.
     fn begin(&self, lane: usize, mut state: MutexGuard<'_, State>, batch: Batch) -> Option<Task> {
         let ops: Vec<Arc<Op>> = (batch.first..=batch.last).map(|number| state.acquire(lane, number)).collect();
         let chain = state.extend_chain(&ops, batch.segment);
-        self.turn.notify_all(); // the other lane's turn
+        self.turn.notify_all(); // it may be the other lane's turn
         let state = self.wait_for_memory(state, &batch);
         let factor = match ops[0].request.op {
             ReduceOp::PremulSum(factor) => factor,
@@ -150,7 +151,7 @@ impl Lanes {
             factor: factor.to_bits(),
         };
         drop(state);
-        self.settle(); // a send that continues from a copy lets others go
+        self.settle(); // a send that continues from a copy may unblock others
         let choice = self.choose_for_batch(&batch, &ops);
         Some(Task { batch, ops, header, choice })
     }
@@ -163,7 +164,8 @@ impl Lanes {
         state
     }
 
-    /// A lane's thread. A panic is a bug of ours: it fails the group, ends what the lane had, and must not become a hang.
+    /// The main function of a lane's thread. If it panics, which is a bug here, the group fails and the lane's
+    /// operations end: a panic must not become a hang.
     pub fn work(&self, lane: usize, mut transport: Transport, report: &dyn Report) {
         let mut scratch = Vec::new();
         while let Some(task) = self.take(lane, report) {
@@ -176,7 +178,7 @@ impl Lanes {
             match outcome {
                 Ok(ended) => {
                     ended.into_iter().for_each(|together| report.ended(together));
-                    self.settle(); // messages may have waited for them
+                    self.settle(); // messages may have waited for their memory
                 }
                 Err(error) => {
                     self.give_up(lane, error, report);
@@ -192,12 +194,12 @@ impl Lanes {
             });
             left.unwrap_or_else(|error| log::error!("{error}"));
         }
-        drop(transport); // the link's last reference must not fall while the process ends
+        drop(transport); // the link's last reference must not drop while the process exits
         self.lock().running -= 1;
         self.turn.notify_all();
     }
 
-    /// The next batch of this lane's turn, or none when the lane shall end.
+    /// The next batch of this lane's turn, or None when the lane must end.
     fn take(&self, lane: usize, report: &dyn Report) -> Option<Task> {
         contained(|| Ok(self.next(lane))).unwrap_or_else(|error| {
             self.give_up(lane, error, report);
@@ -205,8 +207,7 @@ impl Lanes {
         })
     }
 
-    /// Marks a batch as ended. Returns the operations that this batch ended, and then each barrier that waited for
-    /// them.
+    /// Marks a batch as ended. Returns the operations that it ended, and separately each barrier that waited for them.
     fn finish(&self, lane: usize, task: &Task, agreed: u64) -> Vec<Ended> {
         let mut state = self.lock();
         state.planner.agree(&task.batch, agreed);
@@ -215,7 +216,7 @@ impl Lanes {
         complete.iter().for_each(|op| op.store_back());
         let mut state = self.lock();
         let ended = state.end_batch(lane, &task.ops);
-        // In separate lists, because they were not part of the batch.
+        // In separate lists, because the barriers were not part of the batch.
         let barriers = state.take_barriers().into_iter().map(|op| vec![(op, Ok(()))]);
         let ended = std::iter::once(ended).chain(barriers).collect();
         state.extend_promise();
@@ -224,8 +225,8 @@ impl Lanes {
         ended
     }
 
-    /// Fails the group with `error` and ends this lane's operations, except those of which the other lane still runs a
-    /// segment: that lane ends them.
+    /// Fails the group with `error` and ends this lane's operations. If the other lane still runs a segment of an
+    /// operation, that lane ends the operation.
     fn give_up(&self, lane: usize, error: Error, report: &dyn Report) {
         report.failed(error.clone());
         let mut state = self.lock();
@@ -235,13 +236,14 @@ impl Lanes {
         report.ended(left.into_iter().map(|op| (op, Err(error.clone()))).collect());
     }
 
-    /// Ends every wait of the lanes: on the link, and inside this host.
+    /// Ends every wait of the lanes, on the link and inside this host.
     pub fn break_off(&self, error: &Error) {
         self.link.cut();
         self.insides.iter().flatten().for_each(|inside| inside.abort(error));
     }
 
-    /// Tells the other hosts, on both lanes, why the group fails, within a short time and without a guarantee.
+    /// Sends the group's fault to the other hosts, on both lanes and by mail. Takes a short time, without a guarantee
+    /// of delivery.
     pub fn tell(&self, error: &Error) {
         let mailed = self.tell_by_mail(error);
         let peers: Vec<usize> = self.contacted.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect();
@@ -251,7 +253,7 @@ impl Lanes {
         }
     }
 
-    /// Runs one batch. Returns the number that all ranks agreed on, or 0.
+    /// Runs one batch. Returns the operation number up to which all ranks agreed, or 0.
     fn carry(&self, lane: usize, transport: &mut Transport, scratch: &mut Vec<u8>, task: &Task) -> Result<u64> {
         let first = &task.ops[0].request;
         self.prepare(task)?;
@@ -276,8 +278,8 @@ impl Lanes {
         Ok(if agrees { run.header.issued } else { 0 })
     }
 
-    /// Copies strided inputs to contiguous memory, once for all segments. The error, if any, is the fault of the group,
-    /// which may have failed while the lane waited for its turn.
+    /// Copies strided inputs to contiguous memory, once for all segments. Fails with the group's fault, because the
+    /// group may have failed while the lane waited for its turn.
     fn prepare(&self, task: &Task) -> Result<()> {
         let fault = |state: &State| state.fault.clone().map_or(Ok(()), Err);
         fault(&self.lock())?;
@@ -301,7 +303,7 @@ impl Lanes {
 }
 
 impl Control for Lanes {
-    /// Tells the peers, and ends all waits on the link and inside the host.
+    /// Sends the fault to the peers, and ends all waits on the link and inside the host.
     fn announce(&self, fault: &Error) {
         let mut state = self.lock();
         state.fault.get_or_insert_with(|| fault.clone());
@@ -314,7 +316,8 @@ impl Control for Lanes {
         }
     }
 
-    /// Delivers what was sent; then the lanes say goodbye to the hosts they talked to, and end; then this rank does to all.
+    /// Delivers what was sent. Then the lanes exchange goodbyes with the hosts they talked to, and end. Then this rank
+    /// says goodbye to all ranks by mail.
     fn leave(&self, error: &Error, interrupted: &dyn Fn() -> bool) {
         let mut state = self.lock();
         let busy = state.entries.iter().any(|entry| entry.active > 0);
@@ -326,7 +329,7 @@ impl Control for Lanes {
         drop(state);
         self.turn.notify_all();
         if busy {
-            // The callers' memory must not be used after this, so operations in progress are aborted.
+            // The callers' memory must not be used after this call, so operations in progress are aborted.
             self.break_off(error);
         }
         let until = Instant::now() + DELIVERY + FAREWELL;
@@ -360,7 +363,7 @@ impl Control for Lanes {
         self.insides.iter().flatten().for_each(|inside| inside.leave());
     }
 
-    /// What a rank of this host has told; other hosts' faults come with the messages of an operation.
+    /// A fault that a rank of this host reported. Faults of other hosts arrive in the messages of an operation.
     fn reported(&self) -> Option<Told> {
         let (place, fault) = self.insides.iter().flatten().find_map(|inside| inside.reported())?;
         Some((*self.host_map.local_ranks().get(place)?, fault))

@@ -1,31 +1,31 @@
-//! What one rank writes to another by mail: a first byte that says what it is, then its fields, little-endian.
+//! The format of mail between ranks: a first byte for the kind of letter, then its fields, little-endian.
 
 use std::borrow::Cow;
 
 use crate::error::{Error, Result};
 
-/// Most bytes of a message that travels in its letter.
+/// Most bytes of a message that is sent inside its letter.
 pub const EAGER: usize = 16 << 10;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Letter<'a> {
-    /// A message of the program, whole.
+    /// A complete message of the program.
     Eager { tag: u32, data: &'a [u8] },
-    /// Announces a message larger than `EAGER`. Its body stays at the sender until the receiver grants this number.
+    /// Announces a message larger than `EAGER`. Its body stays at the sender until the receiver grants `number`.
     Large { tag: u32, bytes: u64, number: u64 },
-    /// The receiver is ready to receive the body with this number.
+    /// The receiver is ready to receive the body `number`.
     Granted { number: u64 },
-    /// The receiver cannot receive the body with this number, because its tensor has another size.
+    /// The receiver will not receive the body `number`, because its tensor has another size.
     Refused { number: u64 },
-    /// The sender leaves the group in order. Nothing that it sent before is under way any more when this arrives.
+    /// The sender leaves the group in order. Everything that it sent before has arrived before this letter.
     Bye,
     /// The answer to `Bye`.
     Heard,
-    /// The sender's group failed: `Error::encode`.
+    /// The sender's group failed. The data is `Error::encode`.
     Fault(Cow<'a, [u8]>),
-    /// To rank 0: the sender has come to the monitored barrier with this number.
+    /// To rank 0: the sender has entered the monitored barrier `turn`.
     Come { turn: u64 },
-    /// From rank 0: how that barrier ended.
+    /// From rank 0: the outcome of the monitored barrier `turn`.
     Decided { turn: u64, failed: bool },
 }
 
@@ -62,12 +62,12 @@ impl<'a> Letter<'a> {
         }
     }
 
-    /// Reads a letter of `peer`. An error says that it is none.
+    /// Decodes a letter of `peer`. The error says that the mail is not a letter.
     pub fn decode(peer: usize, mail: &'a [u8]) -> Result<Letter<'a>> {
         Letter::read(mail).ok_or_else(|| Letter::none(peer, mail))
     }
 
-    /// The error where the mail of `peer` is no letter.
+    /// The error for mail of `peer` that is not a letter.
     pub fn none(peer: usize, mail: &[u8]) -> Error {
         Error::system(format!(
             "sagellm: rank {peer} sent {} bytes that are no letter of ours: another version of sagellm runs there, or \

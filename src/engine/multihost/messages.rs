@@ -1,13 +1,14 @@
-//! Send and receive in a group over several hosts: which message goes to which receive. This is the state, used under the
-//! lock of `queue::State`; `post` carries out the errands that it leaves, without that lock.
+//! Send and receive in a group over several hosts: matches messages with receives. `Messages` is state under the lock
+//! of `queue::State`. It leaves errands, which `post` runs without that lock.
 //!
-//! A message of up to `EAGER` bytes travels as a letter, and its send ends at once. A larger one announces itself by a
-//! letter and stays at its sender until the receiver has matched it. The receiver then has the link receive the body under
-//! the number of the announcement and grants it by a letter, at which the sender has the link send it: straight from the
-//! memory of one tensor to that of the other. Until the grant the sender may exchange that memory for a copy (rule 4).
-//! Letters of a rank arrive in order and are matched as they arrive, so no message blocks another one. Receives match in the
-//! order in which they were posted, first in first out per (source, tag); a receive from anyone takes the message that
-//! arrived first. Both sides are found by source and tag, however many others wait.
+//! A message of up to `EAGER` bytes is sent as a letter, and its send ends at once. A larger message is announced by a
+//! letter and stays at its sender until the receiver has matched it. Then the receiver posts a receive of the body
+//! under the announced number, and grants the number by a letter. On the grant the sender sends the body, directly from
+//! the memory of one tensor to the memory of the other. Until the grant, the sender may replace that memory by a copy
+//! (rule 4). Letters of one rank arrive in order and are matched as they arrive, so no message blocks another one.
+//! Receives match in the order in which they were posted, first in first out per (source, tag). A receive with
+//! `ANY_RANK` takes the message that arrived first. Both sides are looked up by source and tag, so the number of other
+//! pending ones does not matter.
 
 #![allow(unsafe_code)] // copies messages between caller memory and letters
 
@@ -24,32 +25,32 @@ use crate::op::pending::key;
 use crate::op::words::{not_taken, wrong_size};
 use crate::types::{ANY_RANK, Kind};
 
-/// What is to be done with the link, in this order.
+/// Work with the link, to be done in the order of the queue.
 pub(super) enum Errand {
     Mail(usize, Vec<u8>),
     /// The body is in `Messages::bodies`.
     Body(Body),
 }
 
-/// A body that the link has, or is about to be given: whether this rank sends it, the peer, the number.
+/// Identifies a body that the link transfers or is about to: whether this rank sends it, the peer, the number.
 pub(super) type Body = (bool, usize, u64);
 
-/// How a rank went from which nothing more comes.
+/// Why nothing more arrives from a rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Gone {
-    /// In order: it has said goodbye.
+    /// The rank has said goodbye.
     Left,
-    /// In the link's words.
+    /// The rank was lost. The text is the link's.
     Lost(String),
 }
 
-/// The first one first, each with its place among all.
+/// Entries in order, each with its sequence number among all entries.
 type InLine<T> = VecDeque<(u64, T)>;
 
 struct Message {
     tag: u32,
     bytes: usize,
-    /// The bytes, or the number under which the body waits at the sender.
+    /// The data itself, or the number under which the sender keeps the body.
     content: Content,
 }
 
@@ -62,34 +63,34 @@ enum Content {
 pub(super) struct Messages {
     me: usize,
     names: Arc<Names>,
-    /// Receives by source (or `ANY_RANK`) and tag, each with its place in the order of all.
+    /// Pending receives by source (or `ANY_RANK`) and tag, each with its position among all receives posted.
     posted: HashMap<(u32, u32), InLine<Arc<Op>>>,
     posts: u64,
-    /// Messages that no receive has asked for, by source and tag, each with its place in the order of arrival.
+    /// Messages that no receive has matched, by source and tag, each with its position in the order of arrival.
     arrived: HashMap<(usize, u32), InLine<Message>>,
-    /// The same for receives from anyone: for each tag the sources by that place.
+    /// The same messages for `ANY_RANK` receives: per tag, the sources by position of arrival.
     by_arrival: HashMap<u32, BTreeMap<u64, usize>>,
     arrivals: u64,
-    /// Large sends that were not granted, by peer and number.
+    /// Large sends that have not been granted, by peer and number.
     announced: HashMap<(usize, u64), Arc<Op>>,
-    /// The sends in `announced`, by `pending::key`.
+    /// `pending::key` of the sends in `announced`.
     unsent: HashSet<usize>,
-    /// The operations whose memory the link uses, or is about to use. Only `end_body` takes them out.
+    /// Operations whose memory the link uses or is about to use. Only `end_body` removes them.
     pub bodies: HashMap<Body, Arc<Op>>,
-    /// The number of the last large message to each rank.
+    /// Per rank: number of the last large message sent to it.
     numbers: HashMap<usize, u64>,
     gone: Vec<Option<Gone>>,
-    /// The ranks to which letters went that must be read although this rank leaves.
+    /// Ranks to which this rank has written letters that must be read before this rank may leave.
     pub wrote: HashSet<usize>,
     pub errands: VecDeque<Errand>,
-    /// Operations that have ended here; their results still have to be stored back (`post`).
+    /// Operations that have ended here, and whose results `post` still has to store back.
     pub over: Ended,
-    /// The first fault of the group that was found here.
+    /// The first fault of the group that was found in this file.
     pub failure: Option<Error>,
 }
 
 impl Messages {
-    /// For a group of so many ranks.
+    /// For a group of `ranks` ranks.
     pub fn new(ranks: usize, names: Arc<Names>) -> Messages {
         Messages { me: names.me, names, gone: vec![None; ranks], ..Messages::default() }
     }
@@ -102,12 +103,12 @@ impl Messages {
         self.present().into_iter().for_each(|peer| self.mail(peer, letter));
     }
 
-    /// What went to all ranks must be read although this one leaves.
+    /// Records that all present ranks must read their letters before this rank may leave.
     pub fn expect_to_be_read(&mut self) {
         self.wrote.extend(self.present());
     }
 
-    /// The other ranks that are not gone.
+    /// The other ranks that have neither left nor been lost.
     pub fn present(&self) -> Vec<usize> {
         (0..self.gone.len()).filter(|rank| *rank != self.me && self.gone[*rank].is_none()).collect()
     }
@@ -116,14 +117,14 @@ impl Messages {
         self.over.push((op, outcome));
     }
 
-    /// Ends an operation that cannot go on because of a rank that is gone, and with it the group.
+    /// Ends an operation that needs a rank that is gone, and fails the group.
     fn fail(&mut self, op: Arc<Op>, peer: usize) {
         let error = self.departed(peer, &op);
         self.failure.get_or_insert_with(|| error.clone());
         self.end(op, Err(error));
     }
 
-    /// Takes a send or a receive that need not wait for others of this rank.
+    /// Starts a send or a receive that has no predecessors left.
     pub fn issue(&mut self, op: Arc<Op>) {
         op.prepare();
         match op.request.kind {
@@ -138,7 +139,7 @@ impl Messages {
         let bytes = inputs.bytes();
         let eager = bytes <= EAGER;
         match &self.gone[peer] {
-            // As on one host, where what is sent to a rank that has left stays in the memory that they shared.
+            // As on one host, where a message to a rank that has left stays in their shared memory.
             Some(Gone::Left) if eager => {
                 op.release();
                 return self.end(op, Ok(()));
@@ -148,7 +149,7 @@ impl Messages {
         }
         if eager {
             let mut data = vec![0; bytes];
-            // SAFETY: the inputs are the caller's, alive until the send ends; `data` has as many bytes.
+            // SAFETY: the inputs are the caller's, alive until the send ends. `data` has as many bytes as the inputs.
             unsafe { inputs.read(0, data.as_mut_ptr(), bytes) };
             op.release();
             self.mail(peer, &Letter::Eager { tag, data: &data });
@@ -177,7 +178,7 @@ impl Messages {
         }
     }
 
-    /// The rank to blame where no rank is left from which a receive from `root` could take a message.
+    /// If every rank from which a receive from `root` could take a message is gone: the rank to blame.
     fn last_gone(&self, root: u32) -> Option<usize> {
         if root != ANY_RANK {
             return self.gone[root as usize].is_some().then_some(root as usize);
@@ -186,11 +187,11 @@ impl Messages {
         if others().any(|rank| self.gone[rank].is_none()) {
             return None;
         }
-        // A rank that was lost is the cause, one that has left is not.
+        // A lost rank is the cause; a rank that left is not.
         others().find(|rank| matches!(self.gone[*rank], Some(Gone::Lost(_)))).or_else(|| others().next())
     }
 
-    /// The message that a new receive takes, with its source.
+    /// Removes the message that a new receive matches, and returns it with its source.
     fn take_arrived(&mut self, root: u32, tag: u32) -> Option<(usize, Message)> {
         let source = match root {
             ANY_RANK => *self.by_arrival.get(&tag)?.first_key_value()?.1,
@@ -209,7 +210,8 @@ impl Messages {
         Some((source, message))
     }
 
-    /// The receive that takes a new message: of those from its source and those from anyone the one posted first.
+    /// Removes the receive that a new message matches: the earliest posted among those from its source and those from
+    /// `ANY_RANK`.
     fn take_posted(&mut self, source: usize, tag: u32) -> Option<Arc<Op>> {
         let place =
             |root: u32| self.posted.get(&(root, tag)).and_then(|ops| ops.front()).map(|(place, _)| (*place, root));
@@ -232,7 +234,7 @@ impl Messages {
         self.by_arrival.entry(tag).or_default().insert(self.arrivals, source);
     }
 
-    /// Passes a matched message to its receive: copies one that came as a letter, has the link receive a larger one.
+    /// Passes a matched message to its receive. Data from a letter is copied; a body is received by the link.
     fn deliver(&mut self, from: usize, op: Arc<Op>, message: Message) {
         let outputs = Pieces(op.request.outputs());
         let room = outputs.bytes();
@@ -247,7 +249,7 @@ impl Messages {
         }
         match message.content {
             Content::Data(data) => {
-                // SAFETY: the outputs hold `room` bytes, as many as the message.
+                // SAFETY: the outputs have `room` bytes, as many as the message.
                 unsafe { outputs.write(0, data.as_ptr(), room) };
                 self.end(op, Ok(()));
             }
@@ -261,7 +263,7 @@ impl Messages {
         }
     }
 
-    /// Takes a letter that concerns a message of the program. An error is the fault of the group: `peer` broke the protocol.
+    /// Handles a letter that belongs to a message of the program. An error fails the group: `peer` broke the protocol.
     pub fn take(&mut self, peer: usize, letter: &Letter) -> Result<()> {
         match *letter {
             Letter::Eager { tag, data } => {
@@ -299,8 +301,8 @@ impl Messages {
         Ok(op)
     }
 
-    /// The link no longer uses the memory of a body. An error is the link's text; where the group has failed its fault is
-    /// the operation's error.
+    /// Called when the link no longer uses the memory of a body. An error is the link's text. If the group has failed,
+    /// its fault becomes the operation's error.
     pub fn end_body(&mut self, body: Body, outcome: std::result::Result<(), String>, fault: Option<&Error>) {
         let Some(op) = self.bodies.remove(&body) else { return };
         match (outcome, fault) {
@@ -314,8 +316,8 @@ impl Messages {
         }
     }
 
-    /// Nothing more comes from `peer`. Fails the operations that need it (rule 21), unless this rank `leaves`, which ends them
-    /// itself.
+    /// Records that nothing more arrives from `peer`. Fails the operations that need it (rule 21), unless this rank is
+    /// leaving (`leaves`) and ends them itself.
     pub fn lose(&mut self, peer: usize, how: Gone, leaves: bool) {
         if self.gone[peer].is_some() {
             return;
@@ -349,7 +351,7 @@ impl Messages {
         self.why_gone(peer, &format!("is in {}", op.what()))
     }
 
-    /// The error that a rank is gone, while this one `does` something.
+    /// The error that a rank is gone while this rank `does` something.
     pub fn why_gone(&self, peer: usize, does: &str) -> Error {
         match self.gone(peer) {
             Some(Gone::Left) => self.names.left(peer, does),
@@ -358,12 +360,12 @@ impl Messages {
         }
     }
 
-    /// A send of which the link does not have the memory, so that a copy may take its place.
+    /// Whether `op` is a send whose memory the link does not use yet, so that a copy may replace it.
     pub fn may_copy(&self, op: &Op) -> bool {
         self.unsent.contains(&key(op))
     }
 
-    /// Operations that have not ended, or of which nobody was told.
+    /// Operations that have not ended, or whose end was not reported yet.
     pub fn pending(&self) -> impl Iterator<Item = &Arc<Op>> {
         let posted = self.posted.values().flatten().map(|(_, op)| op);
         let over = self.over.iter().map(|(op, _)| op);
@@ -374,7 +376,8 @@ impl Messages {
         !self.posted.is_empty() || !self.announced.is_empty() || !self.bodies.is_empty()
     }
 
-    /// The group ends: returns the operations whose memory the link does not have. The others end with `end_body`.
+    /// Called when the group ends. Removes and returns the operations whose memory the link does not use. The others
+    /// end with `end_body`.
     pub fn take_idle(&mut self) -> Vec<Arc<Op>> {
         (self.arrived, self.by_arrival, self.unsent) = Default::default();
         let posted = self.posted.drain().flat_map(|(_, ops)| ops).map(|(_, op)| op);

@@ -1,28 +1,28 @@
-//! A group whose ranks are on several hosts: batches of collectives on two lanes, shared memory inside each host, a link
-//! between the hosts; and messages between any two ranks, which the link carries without a lane.
+//! A group whose ranks are on several hosts. Collectives run in batches on two lanes, with shared memory inside each
+//! host and a link between the hosts. The link carries messages between any two ranks without a lane.
 //!
-//! `submit` queues a collective and never waits. Each lane has a thread that takes the batches of its turn (`fusion`)
-//! and runs them (`collectives`). A link has only blocking waits, and the caller must not block in one, because it has
-//! to notice signals and deadlines. A lane has its own shared-memory group inside the host and its own tags on the
-//! link, so the two lanes never match or order each other's messages.
+//! `submit` queues a collective and never blocks. Each lane has a thread that takes the batches of its turn (`fusion`)
+//! and runs them (`collectives`). The lanes need threads because a lane's waits on the link block, and the caller must
+//! not block in one: it has to notice signals and deadlines. Each lane has its own shared-memory group inside the host
+//! and its own tags on the link, so the two lanes never match or order each other's messages.
 //!
 //! | file | |
 //! | --- | --- |
 //! | `host_map` | which rank is on which host |
 //! | `probe` | how long a message takes between hosts |
-//! | `engine` | the group's `Engine`: opens the link, takes operations, leaves |
+//! | `engine` | the group's `Engine`: opens the link, accepts operations, leaves |
 //! | `lanes` | the two threads that run batches |
-//! | `queue` | the operations that have not ended, in what order, and which lane has them |
-//! | `messages` | send and receive: which message goes to which receive |
-//! | `post`, `letters`, `talk` | the mail of a rank: who carries it out, what it says, what it has said |
-//! | `vector` | the numbers of a batch, and how they are combined |
+//! | `queue` | the operations that have not ended, in order, and which lanes work on them |
+//! | `messages` | send and receive: matches messages with receives |
+//! | `post`, `letters`, `talk` | the mail of a rank: its processing, its format, its state |
+//! | `vector` | the elements of a batch, and how they are combined |
 //! | `batch` | one batch: steps inside a host, schedules between hosts |
 //! | `dispatch` | maps the requests of a batch to the collective that runs it |
 //! | `collectives` | each collective: steps inside the hosts and a schedule between them |
-//! | `rails` | the same for large ones, where several ranks of a host talk to other hosts |
+//! | `rails` | the same for large operations, in which several ranks of a host talk to other hosts |
 //! | `transport` | the steps of a schedule as frames on the link |
 //! | `link` | what carries bytes between hosts |
-//! | `names` | what error texts call the ranks, and the texts of ranks that are gone |
+//! | `names` | how error texts name ranks, and the errors of lost ranks |
 
 pub mod batch;
 mod collectives;

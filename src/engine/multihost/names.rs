@@ -1,4 +1,4 @@
-//! What the texts of errors call the ranks of a group over several hosts, and those of the ranks that are gone.
+//! How error texts name the ranks of a group over several hosts, and the errors of ranks that left or were lost.
 
 use crate::error::{Error, GO_ON, LEFT, laid_out};
 
@@ -7,7 +7,7 @@ pub struct Names {
     /// The group's name.
     pub group: String,
     pub me: usize,
-    /// The process of each rank in words; empty where nobody has said it.
+    /// The process of each rank as text. Empty if the rank has not said it.
     pub processes: Vec<String>,
     /// The ranks of this host.
     pub mates: Vec<usize>,
@@ -26,12 +26,12 @@ impl Names {
         Error::rank_failed(peer, text).while_rank(self.me, during)
     }
 
-    /// It has said goodbye, and is needed while this rank does what `during` says.
+    /// The error that `peer` has left in order although this rank needs it. `during` says what this rank was doing.
     pub fn left(&self, peer: usize, during: &str) -> Error {
         self.error(peer, LEFT, during, &[])
     }
 
-    /// Nothing more comes from it; `words` are the link's, or none.
+    /// The error that `peer` was lost. `words` is the link's text, or empty.
     pub fn lost(&self, peer: usize, during: &str, words: &str) -> Error {
         if self.mates.contains(&peer) {
             return self.error(peer, "ended or left the group", during, &[]);

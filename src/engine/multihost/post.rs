@@ -1,11 +1,12 @@
-//! Between `messages` and the link: carries out errands, takes this rank's mail, and ends messages. Also what ranks tell each
-//! other by mail beside messages: goodbyes, faults, and the words of a monitored barrier.
+//! Connects `messages` with the link: runs errands, receives this rank's mail, and ends messages. Also handles the
+//! other mail between ranks: goodbyes, faults, and the letters of monitored barriers.
 //!
-//! Errands are carried out without the lock, by one thread at a time, in their order, so that letters stay in order: a
-//! thread that leaves an errand while another one carries some out leaves it to that one. So the link may call back at any
-//! time, also from a call of this rank: its callbacks take the lock, advance the state and release it.
+//! Errands run in order, without the lock, on one thread at a time, so that letters stay in order. A thread that adds
+//! an errand while another thread runs errands leaves the errand to that thread. Because no lock is held, the link may
+//! call back at any time, even within a call of this rank. Its callbacks take the lock, advance the state and release
+//! the lock.
 
-#![allow(unsafe_code)] // gives the memory of operations to the link
+#![allow(unsafe_code)] // passes the memory of operations to the link
 
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -18,13 +19,13 @@ use super::queue::State;
 use crate::engine::{Ended, Monitor};
 use crate::error::{Error, Result, contained};
 
-/// Longest time that a rank that ends waits until the link has given back the memory of bodies.
+/// Longest time that an ending rank waits until the link no longer uses the memory of bodies.
 const GIVEN_BACK: Duration = Duration::from_secs(5);
 
 impl Lanes {
-    /// Carries out errands, and stores back the results of messages that have ended. Returns these, and the fault of the
-    /// group where one was found. Call it after everything that may leave errands, without the lock; nothing is lost
-    /// where another thread is at it.
+    /// Runs the errands, and stores back the results of messages that have ended. Returns these messages, and the
+    /// group's fault if one was found. Must be called without the lock after everything that may add errands. If
+    /// another thread is running errands, that thread runs the new ones too.
     pub fn run_errands(&self) -> (Ended, Option<Error>) {
         let mut ended = Ended::new();
         if std::mem::replace(&mut self.lock().talk.busy, true) {
@@ -45,7 +46,7 @@ impl Lanes {
         loop {
             let mut state = self.lock();
             if state.hand_over_held() {
-                // A collective may follow one of them, and run now that this one continues from a copy.
+                // A collective may have waited for the memory of one of these sends, which now continues from a copy.
                 state.extend_promise();
                 self.turn.notify_all();
             }
@@ -77,7 +78,8 @@ impl Lanes {
         }
     }
 
-    /// The link reads mail while messages are pending. A rank that awaits none may compute for long, and what comes waits.
+    /// Makes the link read mail while messages are pending. Otherwise mail waits unread, because this rank may compute
+    /// for long.
     pub fn await_letters(&self, state: &mut State) {
         let awaited = state.has_messages() || state.talk.is_awaited();
         match &state.talk.awaiting {
@@ -102,7 +104,7 @@ impl Lanes {
         }
     }
 
-    /// Gives the memory of an operation to the link.
+    /// Passes the memory of an operation to the link.
     fn give_body(&self, body: Body) -> Result<()> {
         let Some(op) = self.lock().messages.bodies.get(&body).map(Arc::clone) else { return Ok(()) };
         let (sends, peer, number) = body;
@@ -113,10 +115,11 @@ impl Lanes {
                 lanes.body_ended(body, outcome);
                 lanes.settle();
             }
-            drop(op); // until here its memory was in use, that of a copy too
+            drop(op); // keeps its memory, or that of its copy, alive until here
         });
-        // SAFETY: the memory is that of the operation, which ends after `done` was called: until then it is in
-        // `Messages::bodies`, and nothing else ends it. Later operations on this memory wait for it (`Order`).
+        // SAFETY: the memory belongs to the operation, which ends after `done` was called: until then it is in
+        // `Messages::bodies`, from which nothing else removes it. Later operations on this memory wait for it
+        // (`Order`).
         unsafe {
             match sends {
                 true => self.link.send_body(peer, number, pieces, done),
@@ -125,22 +128,22 @@ impl Lanes {
         }
     }
 
-    /// The link has ended a body, or has not begun it.
+    /// Called when the link has ended a body or failed to start it.
     fn body_ended(&self, body: Body, outcome: std::result::Result<(), String>) {
         let mut state = self.lock();
         let fault = state.fault.clone();
         state.messages.end_body(body, outcome, fault.as_ref());
     }
 
-    /// Runs the errands (`run_errands`) and reports the messages that have ended and a fault that was found. The caller
-    /// must hold no lock of the group.
+    /// Runs the errands (`run_errands`) and reports ended messages and a fault that was found. The caller must hold no
+    /// lock of the group.
     pub fn settle(&self) {
         let (ended, failure) = self.run_errands();
         let report = &self.home().report;
         if let Some(error) = failure {
-            report.failed(error); // before its operations end, so that a thread that sees their end sees it, too
+            report.failed(error); // before its operations end: a thread that sees them end sees the fault
         }
-        // One by one, because they were no batch.
+        // One by one, because they were not a batch.
         ended.into_iter().for_each(|one| report.ended(vec![one]));
     }
 
@@ -152,7 +155,7 @@ impl Lanes {
         }
     }
 
-    /// Takes a letter. An error is the fault of the group.
+    /// Handles a letter. An error fails the group.
     fn take_letter(&self, peer: usize, mail: &[u8]) -> Result<()> {
         let letter = Letter::decode(peer, mail)?;
         let mut state = self.lock();
@@ -179,21 +182,22 @@ impl Lanes {
             message => return state.messages.take(peer, &message),
         }
         drop(state);
-        self.turn.notify_all(); // this rank may be leaving
+        self.turn.notify_all(); // this rank may be waiting to leave
         self.home().report.changed(); // a thread may wait in a monitored barrier
         Ok(())
     }
 
-    /// Tells every rank why this one's group fails, without a guarantee. What another rank has told is passed on: this rank
-    /// cuts its link next, and a rank that waits for it must not see that first. True where letters went out.
+    /// Mails the fault of this rank's group to every rank, without a guarantee. A fault that another rank reported is
+    /// passed on too: this rank cuts its link next, and a rank that waits for this one must not see the cut before the
+    /// fault. Returns true if a letter was sent.
     pub fn tell_by_mail(&self, error: &Error) -> bool {
         let present = self.lock().messages.present();
         let letter = Letter::Fault(error.encode(EAGER).into()).encode();
-        // Past the errands, which another thread may be at.
+        // Bypasses the errands, which another thread may be running.
         present.into_iter().filter(|peer| self.link.mail(*peer, &letter).is_ok()).count() > 0
     }
 
-    /// Says goodbye to all ranks. Waits until each rank that was sent letters has answered, and so has read them.
+    /// Says goodbye to all ranks. Waits until each rank in `wrote` has answered and therefore has read its letters.
     pub fn say_goodbye(&self, until: Instant, interrupted: &dyn Fn() -> bool) {
         self.await_answers(until, interrupted);
         let mut state = self.lock();
@@ -222,7 +226,7 @@ impl Lanes {
         }
     }
 
-    /// After the link was cut: waits until it has given back the memory of all bodies.
+    /// Waits, after the link was cut, until the link no longer uses the memory of any body.
     pub fn await_bodies(&self) {
         let until = Instant::now() + GIVEN_BACK;
         loop {
@@ -240,7 +244,7 @@ impl Lanes {
     }
 }
 
-/// Takes the mail of a group. Weak: the group owns the link, which owns this.
+/// The mailbox of a group. The reference is weak, because the group owns the link, which owns the mailbox.
 pub(super) struct Inbox(pub Weak<Lanes>);
 
 impl Mailbox for Inbox {
@@ -256,7 +260,7 @@ impl Mailbox for Inbox {
         let Some(lanes) = self.0.upgrade() else { return };
         lanes.lose(peer, Gone::Lost(why.to_string()));
         lanes.settle();
-        lanes.turn.notify_all(); // this rank may be leaving
+        lanes.turn.notify_all(); // this rank may be waiting to leave
         lanes.home().report.changed(); // a thread may wait in a monitored barrier
     }
 }

@@ -1,17 +1,18 @@
-//! Measures how long a message takes between hosts: once when the group is made, agreed between all ranks. Where rank 0
-//! says that nothing is measured, one message is exchanged, which compares the options of the group.
+//! Measures latency and bandwidth between hosts when the group is made; all ranks agree on the result. If rank 0's
+//! policy turns measuring off, only one message is exchanged, which compares the options of the group.
 //!
-//! The first ranks of the hosts exchange messages in rounds: each sends its next message when it has received those of the
-//! round, so that no message can lie ready longer than its sender was ahead, and a number of rounds takes that many
-//! latencies. One round alone says nothing: where a rank begins it late, its message is there already.
+//! The first ranks of the hosts exchange messages in rounds. Each rank sends its next message after it has received all
+//! messages of the round, so no rank can be more than one round ahead, and n rounds take n latencies. A single round is
+//! not a measurement: a rank that starts it late finds its message already there.
 //!
-//! 1. Latency: empty messages with the hosts before and after this one. The slowest link sets the pace of all.
-//! 2. Rate: in pairs of neighbours, so that a host's link carries one exchange at a time. Two sizes; their difference is the
-//!    time of the bytes alone. Some large messages before it open TCP's windows.
+//! 1. Latency: empty messages with the previous and the next host. The slowest link determines everyone's pace.
+//! 2. Rate: between pairs of neighbours, so that a host's link carries one exchange at a time. There are two sizes; the
+//!    difference of their times is the time of the bytes alone. A few large messages first open TCP's windows.
 //!
-//! All hosts use the worst values that any host measured, because a schedule is as slow as its slowest link; they agree on
-//! them before each decision about further rounds. Takes about 60 latencies on a fast link, 25 on a slow one. A further group
-//! of the same processes takes three, and has the same values, so that equal groups choose equally.
+//! All hosts use the worst values that any host measured, because a schedule is as slow as its slowest link. They agree
+//! on these values before each decision about further rounds. Takes about 60 latencies on a fast link, 25 on a slow
+//! one. A later group of the same processes takes three latencies and reuses the values, so that equal groups choose
+//! equally.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -29,26 +30,28 @@ use crate::types::{Kind, Request};
 
 const SMALL: usize = 64 << 10;
 const LARGE: usize = 320 << 10;
-/// Above these, fewer rounds are enough: what disturbs them is short against a latency, or against a large message.
+/// Above these values fewer rounds suffice: disturbances are short compared with a latency or a large message.
 const SLOW_LATENCY: u64 = 2_000_000;
 const SLOW_RATE: u64 = 8_000_000;
-/// Large messages after which TCP's windows are so wide that the next one goes out at once: they double with each round trip,
-/// from some 14 KiB.
+/// Number of large messages that open TCP's windows wide enough to send the next one at once. The windows start at
+/// about 14 KiB and double with each round trip.
 const OPENS: u32 = 5;
-/// Nanoseconds of latency that those may take. A link as slow as between continents is not worth a longer start.
+/// Total latency in nanoseconds that those messages may take. An intercontinental link is not worth a longer start.
 const OPENING: u64 = 10_000_000;
 
 pub struct Opening {
     /// A hash of the options and everything else that all ranks must agree on.
     pub chain: u64,
-    /// Whether the link is measured; else its facts are unknown. The same on all ranks.
+    /// Whether the link is measured; else its facts are unknown. Equal on all ranks.
     pub measures: bool,
-    /// The processes of the other hosts' first ranks in words, in the order of the hosts; none where one of them is not known.
+    /// The processes of the other hosts' first ranks as text, in the order of the hosts. Empty if one of them is
+    /// unknown.
     pub processes: Vec<String>,
     pub timeout: Duration,
 }
 
-/// What this process has measured with the first ranks of other hosts. Forgotten by a forked child, which is another process.
+/// Link facts that this process has measured, by the processes of the other hosts' first ranks. A forked child starts
+/// empty, because it is another process.
 static KNOWN: PerProcess<Mutex<HashMap<Vec<String>, LinkFacts>>> = PerProcess::new();
 
 /// Blocks until all hosts have called it.
@@ -70,7 +73,7 @@ pub fn probe(
         let leads = host_map.local_rank == 0;
         let piece = if leads { span(&agreed) } else { written(&mut agreed) };
         let (inputs, outputs) = if leads { (vec![piece], Vec::new()) } else { (Vec::new(), vec![piece]) };
-        // SAFETY: `agreed` outlives the operation, which has ended when `run` returns, and nothing else refers to it.
+        // SAFETY: `agreed` outlives the operation, which has ended when `run` returns. Nothing else refers to it.
         let mut request = unsafe { Request::new(Kind::Broadcast, inputs, outputs) };
         request.timeout_ms = Some(timeout.as_millis() as u64);
         inside.run(request)?;
@@ -83,8 +86,8 @@ fn facts(bytes: &[u8]) -> LinkFacts {
     LinkFacts { alpha_ns: word(0), beta_ps_per_byte: word(8) }
 }
 
-/// The pairs of neighbours in turns, as the partner of `host` in each: none where it has no partner in that turn. The pair
-/// with number k is hosts k and k + 1: even ones, odd ones, and the one that closes a circle of an odd number.
+/// The partner of `host` in each turn, None if it has no partner in that turn. Pair k is hosts k and k + 1. The first
+/// turn has the even pairs, the second the odd ones, and a third the pair that closes a ring of an odd number.
 fn turns_of(hosts: usize, host: usize) -> Vec<Option<usize>> {
     let (pairs, turns) = if hosts == 2 { (1, 1) } else { (hosts, 2 + hosts % 2) };
     let turn_of = |pair: usize| if hosts % 2 == 1 && pair == hosts - 1 { 2 } else { pair % 2 };
@@ -104,7 +107,7 @@ struct Probe<'a> {
 }
 
 impl Probe<'_> {
-    /// Sends `data` to the ranks in `to` and receives as many bytes from those in `from`.
+    /// Sends `data` to the ranks in `to` and receives as many bytes from each rank in `from`.
     #[allow(unsafe_code)] // sends from a buffer, and waits for the end
     fn exchange(&mut self, to: &[usize], from: &[usize], data: &[u8], mut take: impl FnMut(&[u8])) -> Result<()> {
         self.number += 1;
@@ -118,7 +121,7 @@ impl Probe<'_> {
             take(arrived.data);
             Ok(())
         };
-        // SAFETY: `data` outlives the call, and nobody writes it.
+        // SAFETY: `data` outlives the call, and nothing writes it.
         let exchanged = unsafe { self.transport.exchange(header, deadline, &sends, receives, usize::MAX, take) };
         match exchanged {
             Ok(_) => Ok(()),
@@ -133,7 +136,7 @@ impl Probe<'_> {
         }
     }
 
-    /// The hosts before and after this one, each once.
+    /// The first ranks of the next and the previous host, without duplicates.
     fn neighbours(&self) -> Vec<usize> {
         let (hosts, host) = (&self.host_map.hosts, self.host_map.host);
         let mut both = vec![hosts[(host + 1) % hosts.len()][0], hosts[(host + hosts.len() - 1) % hosts.len()][0]];
@@ -141,8 +144,8 @@ impl Probe<'_> {
         both
     }
 
-    /// Nanoseconds of a round with these ranks, on average. With none, the rounds are only counted, so that the numbers stay
-    /// those of the other hosts.
+    /// Average nanoseconds of a round with these ranks. Without ranks it only counts the rounds, so that the message
+    /// numbers stay equal on all hosts.
     fn rounds(&mut self, with: &[usize], bytes: usize, times: usize) -> Result<u64> {
         let data = vec![1; bytes];
         let begin = Instant::now();
@@ -152,13 +155,13 @@ impl Probe<'_> {
         Ok((begin.elapsed().as_nanos() as u64 / times as u64).max(1))
     }
 
-    /// One message, which makes the connections, posts receives and compares the options.
+    /// Exchanges one message, which makes the connections, posts receives and compares the options.
     fn compare(&mut self) -> Result<LinkFacts> {
         let neighbours = self.neighbours();
         self.rounds(&neighbours, 0, 1).map(|_| LinkFacts::default())
     }
 
-    /// What an earlier group has measured, where all hosts know it.
+    /// Returns the values that an earlier group measured, if all hosts have such values; else measures.
     fn know(&mut self, processes: Vec<String>) -> Result<LinkFacts> {
         self.compare()?;
         let known = || KNOWN.get().lock().unwrap_or_else(PoisonError::into_inner);
@@ -175,14 +178,14 @@ impl Probe<'_> {
         Ok(facts)
     }
 
-    /// Latency, and picoseconds a byte.
+    /// Returns the latency in nanoseconds, and picoseconds per byte.
     fn measure(&mut self) -> Result<[u64; 2]> {
         let neighbours = self.neighbours();
-        // The hosts come into step.
+        // These rounds synchronize the hosts.
         self.rounds(&neighbours, 0, self.host_map.hosts.len().min(8))?;
         let [mut alpha_ns, _] = self.rounds(&neighbours, 0, 4).and_then(|own| self.worst([own, 0]))?;
         if alpha_ns < SLOW_LATENCY {
-            // A pause of a thread falls into one of the blocks.
+            // The minimum of several blocks of rounds ignores a block in which a thread was preempted.
             let times = if alpha_ns < SLOW_LATENCY / 10 { 8 } else { 4 };
             let blocks: Result<Vec<u64>> = (0..3).map(|_| self.rounds(&neighbours, 0, times)).collect();
             let own = blocks?.into_iter().min().expect("three blocks");
@@ -196,7 +199,7 @@ impl Probe<'_> {
             first = self.rounds(partner.as_slice(), LARGE, 1)?.max(first);
         }
         let [_, first] = self.worst([0, first])?;
-        // What is not explained by latencies, in which the window opens, is the time of the bytes.
+        // The time that is left after the latencies of opening the window is the time of the bytes.
         let slow = first.saturating_sub(2 * u64::from(OPENS) * alpha_ns) > SLOW_RATE;
         let (opening, blocks, times) = if slow { (0, 1, 1) } else { (u64::from(OPENS).min(OPENING / alpha_ns), 2, 3) };
         let mut slowest = 0;
@@ -234,7 +237,8 @@ impl Probe<'_> {
 mod tests {
     use super::*;
 
-    /// Every pair of neighbours has its turn, both sides name the same one, and no host has two partners at once.
+    /// Checks that every pair of neighbours has a turn, that each partner names the other one, and that no host has two
+    /// partners in a turn.
     #[test]
     fn pairs_of_neighbours_meet_in_turns() {
         for count in 2..10 {

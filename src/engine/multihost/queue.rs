@@ -1,6 +1,6 @@
-//! The operations of a group over several hosts that have not ended, under one lock: those of the lanes, a list in the order
-//! of issue, and the messages. Both are in one `Order`, so an operation on the memory of an earlier one follows it, whatever
-//! the two are (rule 4): a collective is not promised and not run before, a message is held.
+//! The operations of a group over several hosts that have not ended, under one lock: the collectives in order of issue,
+//! and the messages. One `Order` covers both, so an operation on the memory of an earlier one follows it, whatever
+//! their kinds (rule 4). Until then, a collective is neither promised to peers nor run, and a message is held.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -16,19 +16,20 @@ use crate::types::Kind;
 
 pub(super) struct Entry {
     pub op: Arc<Op>,
-    /// Batches that it still has to go through: its segments, or 1.
+    /// Batches that the operation still has to run in: its remaining segments, or 1.
     pub left: usize,
-    /// Lanes that work on it now: as long as there are any, its memory is in use.
+    /// Number of lanes that work on the operation now. While it is not 0, the operation's memory is in use.
     pub active: usize,
-    /// Strided inputs were copied to contiguous memory: the lane with the first segment does that, the other waits.
+    /// Whether strided inputs have been copied to contiguous memory. The lane with the first segment copies, the other
+    /// lane waits.
     pub prepared: bool,
     pub done: bool,
-    /// Earlier operations on its memory, as far as they may still use it.
+    /// Earlier operations on the same memory that may still use it.
     pub predecessors: Vec<Arc<Op>>,
 }
 
 impl Entry {
-    /// The lanes have run all of its batches.
+    /// Whether the lanes have run all of its batches.
     pub fn carried(&self) -> bool {
         self.left == 0 && self.active == 0
     }
@@ -36,27 +37,27 @@ impl Entry {
 
 pub(super) struct State {
     pub planner: Planner,
-    /// Operations by number, from `base` on; ended ones stay until all before them have ended.
+    /// Collectives by number, starting with `base`. An ended one stays until all before it have ended.
     pub entries: VecDeque<Entry>,
     pub base: u64,
-    /// Highest number issued here.
+    /// Highest number issued on this rank.
     pub issued: u64,
-    /// All operations up to this number were issued, and none touches the memory of an earlier one that has not ended.
+    /// All operations up to this number were issued, and none uses the memory of an earlier one that has not ended.
     /// This rank may promise them to its peers (rules 4 and 15).
     pub promised: u64,
-    /// Hash of everything that was put into batches.
+    /// Hash of all batches so far, with the group's options.
     pub chain: u64,
     pub fault: Option<Error>,
     pub stopping: bool,
-    /// Threads of lanes that run; they start with the first operation.
+    /// Number of running lane threads, which start with the first collective.
     pub running: usize,
-    /// The order of all operations by their memory.
+    /// Orders all operations by the memory they use.
     order: Order,
-    /// Operations issued so far, messages included.
+    /// Number of operations issued so far, messages included.
     turns: u64,
     pub messages: Messages,
     pub talk: Talk,
-    /// Numbers of the operations that each lane has taken, once for each count in `active`.
+    /// Per lane: numbers of the operations that it works on, once for each count in `active`.
     taken: [Vec<u64>; LANES],
 }
 
@@ -80,7 +81,7 @@ impl State {
         }
     }
 
-    /// Fails where no operation may start any more.
+    /// Fails if operations may no longer start.
     pub fn accepts(&self) -> Result<()> {
         match &self.fault {
             Some(fault) => Err(fault.clone()),
@@ -89,7 +90,7 @@ impl State {
         }
     }
 
-    /// Takes a collective, which the lanes run in `segments` parts.
+    /// Adds a collective, which the lanes run in `segments` parts.
     pub fn enter_collective(&mut self, op: Arc<Op>, segments: usize) {
         self.turns += 1;
         let predecessors = self.order.before(&op);
@@ -98,7 +99,7 @@ impl State {
         self.entries.push_back(Entry { op, left: segments, active: 0, prepared: false, done: false, predecessors });
     }
 
-    /// Takes a message: it goes now, or is held until the operations that it must follow have ended.
+    /// Adds a message. It starts now, or is held until the operations that it must follow have ended.
     pub fn enter_message(&mut self, op: &Arc<Op>) {
         self.turns += 1;
         let mut predecessors = self.order.before(op);
@@ -115,8 +116,9 @@ impl State {
         }
     }
 
-    /// A send that was not granted delays no later operation, because its peer may receive it only after that: it continues
-    /// from a copy. One that was granted moves by itself and ends.
+    /// Removes predecessors that need not be waited for. A send that was not granted continues from a copy of its data,
+    /// because its peer may receive it only after the operation that waits here. A granted send ends without help, so
+    /// it stays.
     fn continue_from_copies(&mut self, predecessors: &mut Vec<Arc<Op>>) {
         predecessors.retain(|earlier| {
             if !earlier.is_released() && self.messages.may_copy(earlier) {
@@ -127,13 +129,13 @@ impl State {
         });
     }
 
-    /// An operation no longer uses its memory; operations that waited for that may go.
+    /// Releases the memory of an operation, so that operations that wait for this memory may start.
     pub fn retire(&mut self, op: &Op) {
         op.release();
         self.order.released(op);
     }
 
-    /// Lets the messages go that no longer have to wait. True if there was one.
+    /// Starts the held messages that no longer have to wait. True if there was one.
     pub fn hand_over_held(&mut self) -> bool {
         let mut moved = false;
         while let Some(op) = self.order.next_ready() {
@@ -151,7 +153,7 @@ impl State {
         moved
     }
 
-    /// The messages that have not ended, also held ones.
+    /// The messages that have not ended, including held ones.
     pub fn pending_messages(&self) -> impl Iterator<Item = &Arc<Op>> {
         self.messages.pending().chain(self.order.held())
     }
@@ -160,7 +162,7 @@ impl State {
         self.messages.has_pending() || self.order.holds_some()
     }
 
-    /// The earlier operation of this rank that an operation waits for.
+    /// The earlier operation of this rank for which `op` waits.
     pub fn predecessor_of(&self, op: &Op) -> Option<&Arc<Op>> {
         let entry = || self.entries.iter().find(|entry| std::ptr::eq(&*entry.op, op));
         let earlier = match self.order.find(op) {
@@ -170,7 +172,7 @@ impl State {
         earlier.iter().find(|earlier| !earlier.is_released())
     }
 
-    /// A lane begins to work on an operation.
+    /// Records that a lane starts to work on an operation.
     pub fn acquire(&mut self, lane: usize, number: u64) -> Arc<Op> {
         let entry = self.entry(number);
         entry.active += 1;
@@ -179,7 +181,7 @@ impl State {
         op
     }
 
-    /// The lane has finished its part of it.
+    /// Records that a lane has finished its part of an operation.
     pub fn release(&mut self, lane: usize, number: u64) -> &mut Entry {
         self.taken[lane].retain(|taken| *taken != number);
         let entry = self.entry(number);
@@ -187,7 +189,7 @@ impl State {
         entry
     }
 
-    /// Adds a batch, or a segment of one, to the hash of all batches, and returns the hash.
+    /// Adds a batch, or one segment of a large operation, to the hash of all batches, and returns the hash.
     pub fn extend_chain(&mut self, ops: &[Arc<Op>], segment: usize) -> u64 {
         let mix = |chain: u64, value: u64| (chain ^ value).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
         let signed = ops.iter().fold(self.chain, |chain, op| mix(mix(chain, op.signature), op.lists));
@@ -195,7 +197,7 @@ impl State {
         self.chain
     }
 
-    /// A lane has run one segment of these operations. Returns the operations of which it was the last segment.
+    /// Records that a lane has run one segment of these operations. Returns those whose last segment it was.
     pub fn finish_segment(&mut self, ops: &[Arc<Op>]) -> Vec<Arc<Op>> {
         let last = |op: &&Arc<Op>| {
             let entry = self.entry(op.number);
@@ -205,8 +207,9 @@ impl State {
         ops.iter().filter(last).cloned().collect()
     }
 
-    /// Takes the operations of a finished batch back from its lane. Returns the operations that this batch ended. A
-    /// barrier ends here only if every operation before it has ended; otherwise `take_barriers` returns it later.
+    /// Records that a lane no longer works on the operations of a finished batch. Returns the operations that this
+    /// batch ended. A barrier ends here only if all earlier operations have ended; otherwise `take_barriers` returns it
+    /// later.
     pub fn end_batch(&mut self, lane: usize, ops: &[Arc<Op>]) -> Ended {
         let fault = self.fault.clone();
         let mut ended = Vec::new();
@@ -215,7 +218,7 @@ impl State {
             let entry = self.release(lane, op.number);
             let outcome = match &fault {
                 _ if entry.carried() && (first || op.request.kind != Kind::Barrier) => Ok(()),
-                // No lane will take its other segments.
+                // No lane will run its other segments.
                 Some(fault) if entry.active == 0 => Err(fault.clone()),
                 _ => continue,
             };
@@ -228,7 +231,8 @@ impl State {
         ended
     }
 
-    /// The lane ends because of an error: returns the operations that no other lane works on, and marks them as done.
+    /// Called when a lane ends because of an error. Marks its operations that no other lane works on as done, and
+    /// returns them.
     pub fn release_all(&mut self, lane: usize) -> Vec<Arc<Op>> {
         let mut left = Vec::new();
         for number in std::mem::take(&mut self.taken[lane]) {
@@ -248,7 +252,7 @@ impl State {
         &mut self.entries[at]
     }
 
-    /// Raises `promised` as far as memory allows.
+    /// Raises `promised` as far as the use of memory allows.
     pub fn extend_promise(&mut self) {
         while self.promised < self.issued {
             let next = (self.promised + 1).max(self.base);
@@ -263,7 +267,7 @@ impl State {
         }
     }
 
-    /// Whether operation `number` touches memory that an earlier one has still to read or write.
+    /// Whether operation `number` uses memory that an earlier operation still has to read or write.
     pub fn must_follow(&mut self, number: u64) -> bool {
         let mut predecessors = std::mem::take(&mut self.entry(number).predecessors);
         self.continue_from_copies(&mut predecessors);
@@ -272,7 +276,7 @@ impl State {
         waits
     }
 
-    /// Removes ended operations from the front of the list.
+    /// Removes ended operations from the front of `entries`.
     pub fn trim(&mut self) {
         while self.entries.front().is_some_and(|entry| entry.done) {
             self.entries.pop_front();
@@ -280,8 +284,8 @@ impl State {
         }
     }
 
-    /// Barriers that the lanes have run and before which all operations have ended now: a barrier ends after every
-    /// earlier operation of this rank, and the lanes end batches in any order.
+    /// Removes and returns the barriers that the lanes have run and before which all operations have now ended. A
+    /// barrier ends after every earlier operation of this rank, but the lanes end batches in any order.
     pub fn take_barriers(&mut self) -> Vec<Arc<Op>> {
         let mut ended = Vec::new();
         while let Some(entry) = self.entries.front_mut().filter(|entry| entry.carried()) {
@@ -294,8 +298,8 @@ impl State {
         ended
     }
 
-    /// The group ends: returns the operations that no lane works on, and marks them as done, and the messages whose memory
-    /// the link does not have.
+    /// Called when the group ends. Marks the collectives that no lane works on as done, and returns them with the held
+    /// messages and those whose memory the link does not use.
     pub fn take_idle(&mut self) -> Vec<Arc<Op>> {
         let mut free = self.order.take();
         free.extend(self.messages.take_idle());
@@ -314,7 +318,7 @@ mod tests {
     use super::*;
     use crate::types::Request;
 
-    /// Operations 1 to `count`, two segments each.
+    /// A state with operations 1 to `count`, of two segments each.
     fn issued(count: u64) -> State {
         let messages = Messages::new(2, Arc::default());
         let mut state = State::new(Limits { bytes: 1 << 20, operations: 8 }, 0, messages);
@@ -338,7 +342,7 @@ mod tests {
         }
         state.acquire(1, 3);
         state.release(0, 1);
-        // Lane 0 panics: it alone had operation 2, both lanes had 3, and it had finished 1.
+        // Lane 0 panics. It alone had operation 2, both lanes had 3, and it had finished 1.
         assert_eq!(numbers(&state.release_all(0)), [2]);
         assert_eq!(numbers(&state.take_idle()), [1, 4, 5], "what no lane has is the group's to end");
         assert_eq!(numbers(&state.release_all(1)), [3]);

@@ -1,15 +1,16 @@
-//! Large collectives in which several ranks of a host talk to other hosts, each to the ranks with its own local rank
-//! (its rail):
+//! Large collectives in which several ranks of a host talk to other hosts, each with the ranks that have its own local
+//! rank (its rail):
 //!
 //! | collective | inside | in every rail | inside |
 //! | --- | --- | --- | --- |
-//! | all_gather | | all_gather of the rail's blocks | all_gather of what the rails have got |
+//! | all_gather | | all_gather of the rail's blocks | all_gather of the rails' results |
 //! | reduce_scatter | reduce_scatter of the rails' blocks | reduce_scatter to the rail's ranks | |
 //! | broadcast | broadcast on the root's host | broadcast of a share from the root's host | all_gather on the others |
 //!
-//! The first two need the same number of ranks on every host and use all of them; the third uses at most as many rails
-//! as the smallest host has ranks. The bytes between two hosts are those of one leader (`collectives`), but go over one
-//! connection per rail; inside the hosts fewer bytes are copied. Order of summation and bits are the same.
+//! The first two need the same number of ranks on every host and use all of them. Broadcast uses at most as many rails
+//! as the smallest host has ranks. The bytes between two hosts are those with one leader (`collectives`), but use one
+//! connection per rail, and fewer bytes are copied inside the hosts. The order of summation and the bits of the result
+//! are the same.
 //!
 //! Source: the two-level scheme of hierarchical all-reduces, for instance in Horovod and MVAPICH2, applied to each
 //! kind.
@@ -21,19 +22,19 @@ use crate::error::Result;
 use crate::types::{Kind, Span};
 
 impl BatchRun<'_> {
-    /// Whether every rank of a block-wise collective talks to other hosts: chosen, and possible.
+    /// Whether every rank talks to other hosts in this block-wise collective: if chosen and possible.
     pub fn over_rails(&self) -> bool {
         self.chosen.leaders > 1 && self.host_map.is_even()
     }
 
-    /// The ranks of this rank's rail, the offsets of their blocks in a contiguous buffer, and its length.
+    /// The ranks of this rank's rail, and the borders of their blocks in a contiguous buffer.
     fn rail_borders(&self, sizes: &[usize]) -> (Vec<usize>, Vec<usize>) {
         let members = self.host_map.leaders(self.host_map.local_rank);
         let starts = borders(members.iter().map(|rank| sizes[*rank]));
         (members, starts)
     }
 
-    /// As `all_gather`; `sizes` of the blocks by rank.
+    /// Like `all_gather`. `sizes` has the blocks' sizes by rank.
     pub fn all_gather_over_rails(&mut self, input: &[Span], outputs: &[Vec<Span>], sizes: &[usize]) -> Result<()> {
         let (members, starts) = self.rail_borders(sizes);
         let total = starts[members.len()];
@@ -47,12 +48,12 @@ impl BatchRun<'_> {
         let inputs = pieces(&memory[..total]);
         self.run_in_host(HostCall { inputs, outputs, out_blocks, ..HostCall::new(Kind::AllGather) })?;
         *self.scratch = memory;
-        // Every rank has received the others' issued numbers: those of its host before, those of other hosts over its
-        // rail.
+        // No `share_issued` is needed: every rank has the issued numbers of its host's ranks from the comparison
+        // inside, and those of other hosts from its rail.
         Ok(())
     }
 
-    /// As `reduce_scatter`, but the blocks of `vector` are ordered by rail, and within a rail by host.
+    /// Like `reduce_scatter`, but the blocks of `vector` are ordered by rail, and within a rail by host.
     pub fn reduce_scatter_over_rails(&mut self, vector: &Vector, sizes: &[usize], output: &[Span]) -> Result<()> {
         let total = vector.bytes();
         let ends = borders(self.host_map.rails().map(|ranks| ranks.iter().map(|rank| sizes[*rank]).sum()));
@@ -72,7 +73,7 @@ impl BatchRun<'_> {
         Ok(())
     }
 
-    /// As `broadcast`, over this number of rails.
+    /// Like `broadcast`, over `rails` rails.
     pub fn broadcast_over_rails(&mut self, data: &[Span], root: usize, rails: usize) -> Result<()> {
         let bytes: usize = data.iter().map(|span| span.bytes).sum();
         let share = |rail: usize| bytes * rail / rails..bytes * (rail + 1) / rails;
@@ -106,7 +107,7 @@ impl BatchRun<'_> {
     }
 }
 
-/// A buffer as a list of spans: one, or none where it is empty.
+/// A buffer as a list of one span, or an empty list if the buffer is empty.
 fn pieces(buffer: &[u8]) -> Vec<Span> {
     if buffer.is_empty() { Vec::new() } else { vec![span(buffer)] }
 }

@@ -1,27 +1,27 @@
-//! What the ranks of a group over several hosts tell each other by mail beside messages, as far as it is known here; and who
-//! carries letters out. Used under the lock of `queue::State` (`post`).
+//! The state of this rank's mail exchange apart from messages of the program: goodbyes, monitored barriers, and which
+//! thread runs errands. Used under the lock of `queue::State` (`post`).
 
 use std::collections::{HashMap, HashSet};
 
 #[derive(Default)]
 pub(super) struct Talk {
-    /// A thread carries out errands.
+    /// Whether a thread is running errands.
     pub busy: bool,
-    /// The ranks that have answered the goodbye.
+    /// The ranks that have answered this rank's goodbye.
     pub heard: HashSet<usize>,
-    /// On rank 0: the last monitored barrier that each rank has come to.
+    /// On rank 0: per rank, the highest number of a monitored barrier that it has entered.
     pub came: HashMap<usize, u64>,
-    /// The outcomes of the last two, by number and whether it failed.
+    /// The outcomes of the last two monitored barriers, at number modulo 2: number, and whether the barrier failed.
     pub decided: [(u64, bool); 2],
-    /// This rank waits in a monitored barrier, or for answers to its goodbye.
+    /// Whether this rank waits in a monitored barrier. `leaving`: whether it waits for answers to its goodbye.
     pub in_barrier: bool,
     pub leaving: bool,
-    /// Held while letters are awaited.
+    /// While it exists, the link reads letters even if no thread waits.
     pub awaiting: Option<Box<dyn Send>>,
 }
 
 impl Talk {
-    /// A thread of the program waits for letters.
+    /// Whether a thread of the program waits for letters.
     pub fn is_awaited(&self) -> bool {
         self.in_barrier || self.leaving
     }

@@ -1,13 +1,13 @@
-//! Messages between hosts: frames over any [`Link`], and the exchange of one step of a schedule. This file gives each lane:
+//! Messages between hosts: frames over any [`Link`], and the exchange of one step of a schedule. Each lane has:
 //!
-//! - A *frame* is a short message: a header (which batch this is, what the sender has issued) and, where it fits, the
-//!   data. Receives for the next frames of a peer are always posted ahead. gloo's sender waits until the receiver has
-//!   said that it is ready, which costs a round trip when the receive is posted late; posted ahead, a frame costs one
-//!   latency.
-//! - Data that does not fit follows as separate messages, whose tag holds a hash of the batch: two ranks that disagree
-//!   about an operation must never match by tag; they find the mismatch by their frame headers. Such data goes from the
-//!   memory in which it lies to the memory in which it belongs (`Outgoing`, `Incoming`). Where the receiver combines it, it
-//!   comes in segments, so that one is combined while it is in the cache and the next one is on its way.
+//! - *Frames*. A frame is a short message: a header (which batch it belongs to, what the sender has issued) and the
+//!   data, if it fits. Receives for the next frames of a peer are always posted ahead, so a frame takes one latency. A
+//!   sender that must wait for a ready message, as gloo's does, takes a further round trip if the receive is posted
+//!   late.
+//! - Data messages, for data that does not fit into a frame. Their tag contains a hash of the batch: two ranks that
+//!   disagree about an operation must not match by tag, and find the mismatch by their frame headers. The data is sent
+//!   directly from its memory and received directly into its memory (`Outgoing`, `Incoming`). If the receiver combines
+//!   the data, it arrives in segments, so that one segment is combined in the cache while the next one is in flight.
 
 #![allow(unsafe_code)] // sends from and receives into memory of operations
 
@@ -29,27 +29,28 @@ use crate::types::Span;
 
 /// Longest frame.
 const FRAME: usize = 16 << 10;
-/// Bytes of the header of a frame.
+/// Size of a frame's header in bytes.
 const HEADER: usize = 56;
-/// Data that fits into a frame.
+/// Most data that fits into a frame.
 pub const INLINE: usize = FRAME - HEADER;
-/// Data that is not copied to be sent. Shorter data is, so that its sender need not wait until the receiver has come.
+/// Data of at least this size is sent from its own memory. Shorter data is copied first, so that the sender need not
+/// wait for the receiver.
 const IN_PLACE: usize = 192 << 10;
-/// Receives posted ahead for each peer. Two, so that the next one is posted while one is being read.
+/// Receives posted ahead per peer. With two, one is still posted while the other is read.
 const AHEAD: usize = 2;
 
 /// The header of every frame.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FrameHeader {
-    /// Signature of the batch's first operation, and the hash of its list (`Op::lists`).
+    /// Signature of the batch's first operation. `lists` is the hash of its list (`Op::lists`).
     pub signature: u64,
     pub lists: u64,
-    /// Hash of everything agreed so far, this batch included.
+    /// Hash of all batches so far, including this one.
     pub chain: u64,
     /// Number of the batch's first operation.
     pub number: u64,
-    /// The number up to which operations are issued and may run together (`State::promised`), as the minimum over all ranks
-    /// that the sender has heard of in this batch.
+    /// Highest operation number that is issued and may be fused (`State::promised`): the minimum over all ranks whose
+    /// value the sender knows in this batch.
     pub issued: u64,
     /// The sender's factor of PREMUL_SUM.
     pub factor: u64,
@@ -58,13 +59,13 @@ pub struct FrameHeader {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Word {
     Data = 1,
-    /// The sender's group failed; the text follows.
+    /// The sender's group failed; the encoded fault follows.
     Fault = 2,
-    /// The sender has left the group in an orderly way.
+    /// The sender has left the group in order.
     Bye = 3,
 }
 
-/// The first operation of a batch: its signature and its number.
+/// Identifies the first operation of a batch by its signature and number.
 #[derive(Clone, Copy, Default)]
 struct Step(u64, u64);
 
@@ -82,17 +83,17 @@ impl FrameHeader {
         Step(self.signature, self.number)
     }
 
-    /// What its rank does, for error texts.
+    /// What the sending rank was doing, for error texts.
     pub fn during(&self) -> String {
         self.step().during()
     }
 
-    /// What a rank called that has sent it.
+    /// The call of the rank that sent this header.
     pub fn called_by(&self, rank: usize) -> Called {
         Called { rank, signature: self.signature, number: self.number }
     }
 
-    /// The error of two ranks that agree about the first operation of the batch, but not about everything in it.
+    /// The error if two ranks agree about the first operation of a batch, but not about the rest of it.
     pub fn differs_in_part(&self, me: usize, peer: usize, came: String) -> Error {
         let (call, number) = (op::describe(self.signature), self.number);
         let head = format!(
@@ -103,8 +104,8 @@ impl FrameHeader {
         Error::mismatch(laid_out(&head, &[what.to_string(), came, MOVED.to_string()], SAME_CALLS))
     }
 
-    /// The error of two ranks that passed different lists of tensors to the first operation of the batch; none where they
-    /// did not.
+    /// The error if two ranks passed different lists of tensors to the first operation of the batch. None if the lists
+    /// agree.
     pub fn other_list(&self, me: usize, peer: usize, theirs: u64) -> Option<Error> {
         let differ = theirs != self.lists && (lists::is_of_tensors(theirs) || lists::is_of_tensors(self.lists));
         let call = || op::describe(self.signature);
@@ -138,7 +139,7 @@ fn unframe(frame: &[u8]) -> (u64, usize, FrameHeader) {
     (first >> 56, (first & ((1 << 56) - 1)) as usize, header)
 }
 
-/// A frame that has come.
+/// A transfer whose frame has arrived.
 struct Came(Vec<u8>);
 
 impl Transfer for Came {
@@ -151,50 +152,51 @@ impl Transfer for Came {
     }
 }
 
-/// The receives of one peer's data, in the order in which their memory must be given up: transfers first.
+/// The receives of one peer's data. Fields drop in order: the transfers must be given up before their memory is freed.
 struct Body {
-    /// The segments of the message; none where it comes with the frame.
+    /// The segments of the message. Empty if the data is in the frame.
     parts: Vec<(Range<usize>, Box<dyn Transfer>)>,
     peer: usize,
     bytes: usize,
     into: Option<Vec<Span>>,
-    /// Where the data goes until it is combined.
+    /// Holds the data until it is combined.
     buffer: Vec<u8>,
 }
 
 /// The messages to and from one peer.
 #[derive(Default)]
 struct Wire {
-    /// Receives posted ahead, the next one first.
+    /// Posted receives, the next one first.
     ahead: VecDeque<Box<dyn Transfer>>,
-    /// Sends whose completion was not checked.
+    /// Sends whose completion was not checked yet.
     sending: VecDeque<Box<dyn Transfer>>,
-    /// Messages beside frames, in each direction.
+    /// Number of data messages sent. `received`: the same for received ones.
     sent: u32,
     received: u32,
 }
 
-/// The messages of one of a group's lanes, which never match those of the other lane.
+/// The messages of one lane of a group, which never match those of the other lane.
 pub struct Transport {
     link: Arc<dyn Link>,
     names: Arc<Names>,
-    /// The operation of the last step, for error texts.
+    /// The first operation of the current batch, for error texts.
     at: Step,
     lane: u32,
     wires: HashMap<usize, Wire>,
     spare: Vec<Vec<u8>>,
-    /// The rank that this lane waits for now, for error texts.
+    /// The rank for which this lane waits now, for error texts.
     waiting_for: Arc<AtomicUsize>,
 }
 
-/// The lane waits for no rank.
+/// Value of `waiting_for` if the lane waits for no rank.
 pub const NOBODY: usize = usize::MAX;
 
-/// What a step sends to one peer: the bytes of `pieces`, one after the other.
+/// What a step sends to one peer: the bytes of `pieces`, in order.
 pub struct Outgoing {
     pub peer: usize,
     pub pieces: Vec<Span>,
-    /// Nobody writes the memory before the exchange has ended; else it is copied before anything is received.
+    /// Whether the memory stays unchanged until the exchange has ended. If not, it is copied before anything is
+    /// received.
     pub stays: bool,
 }
 
@@ -202,19 +204,21 @@ pub struct Outgoing {
 pub struct Incoming {
     pub peer: usize,
     pub bytes: usize,
-    /// The memory that the data goes to. Not given: it goes to the exchange's `take`.
+    /// The memory for the data. If None, the data is passed to the exchange's `take`.
     pub into: Option<Vec<Span>>,
 }
 
-/// Data that arrived from one peer: all of a message or a segment of it; none where the data went to its memory.
+/// Data that arrived from one peer: the whole message or a segment of it. Empty if the data was received into its
+/// memory.
 pub struct Arrived<'a> {
     pub header: FrameHeader,
-    /// Where in the message the data begins.
+    /// Offset of the data in the message.
     pub at: usize,
     pub data: &'a [u8],
 }
 
-/// The segments of a message of so many bytes; the same on both sides. The last one is the longest, so that none is short.
+/// The segments of a message of `bytes` bytes, equal on both sides. The last one takes the remainder, so that none is
+/// short.
 fn segments(bytes: usize, segment: usize) -> impl Iterator<Item = Range<usize>> {
     let count = (bytes / segment).max(1);
     (0..count).map(move |at| at * segment..if at + 1 == count { bytes } else { (at + 1) * segment })
@@ -234,14 +238,14 @@ impl Transport {
         self.lane
     }
 
-    /// Bit 30 and the lane (two bits) mark a data message, two bits tell consecutive ones apart, the rest is a hash of
-    /// the batch.
+    /// Bit 30 marks a data message and the next two bits are the lane. Two more bits distinguish consecutive messages,
+    /// the rest is a hash of the batch.
     fn data_tag(&self, header: &FrameHeader, bytes: usize, count: u32) -> u32 {
         let mixed = (header.chain ^ bytes as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         1 << 30 | self.lane << 28 | (count & 3) << 26 | (mixed >> 38) as u32
     }
 
-    /// Frames get the smallest spare buffer that fits, so that a posted receive does not hold a large one.
+    /// Returns the smallest spare buffer that fits, so that a posted receive of a frame does not hold a large one.
     fn buffer(&mut self, bytes: usize) -> Vec<u8> {
         let fitting = self.spare.iter().enumerate().filter(|(_, spare)| spare.len() >= bytes);
         let smallest = fitting.min_by_key(|(_, spare)| spare.len()).map(|(at, _)| at);
@@ -256,8 +260,8 @@ impl Transport {
         }
     }
 
-    /// Posts receives for the next frames of `peer`, as early as a message is known to come. A broken connection is an
-    /// error only where no posted receive is left: frames that have arrived are still read.
+    /// Posts receives for the next frames of `peer` as soon as a message is expected. A broken connection is an error
+    /// only if no posted receive is left, because frames that have arrived are still read.
     pub fn expect(&mut self, peer: usize) -> Result<()> {
         while self.wires.entry(peer).or_default().ahead.len() < AHEAD {
             let buffer = self.buffer(FRAME);
@@ -272,7 +276,7 @@ impl Transport {
         Ok(())
     }
 
-    /// The error of a failed send, or the fault or goodbye that the peer sent before.
+    /// Returns the fault or goodbye that the peer sent before a send to it failed, or else the send's error.
     fn last_word(&mut self, peer: usize, own: &FrameHeader, error: Error) -> Error {
         let arrived = self.wires.get_mut(&peer).and_then(|wire| wire.ahead.pop_front());
         let Some(transfer) = arrived else { return error };
@@ -289,7 +293,7 @@ impl Transport {
         Ok(())
     }
 
-    /// Waits for sends to `peer` until at most `most` are in flight.
+    /// Waits until at most `most` sends to `peer` are in flight.
     fn settle(&mut self, peer: usize, most: usize, deadline: u64) -> Result<()> {
         loop {
             let wire = self.wires.entry(peer).or_default();
@@ -305,13 +309,13 @@ impl Transport {
     fn finish(&mut self, peer: usize, transfer: Box<dyn Transfer>, deadline: u64) -> Result<Vec<u8>> {
         self.waiting_for.store(peer, Ordering::Relaxed);
         let left = Duration::from_nanos(deadline.saturating_sub(clock::now()));
-        // A little longer than the operation may take: its deadline is reported first, with a text that knows more.
+        // Waits a little beyond the operation's deadline, because the check of that deadline has a better error text.
         let result = transfer.wait(left + Duration::from_millis(500));
         self.waiting_for.store(NOBODY, Ordering::Relaxed);
         result.map_err(|broken| self.lost(peer, &broken))
     }
 
-    /// The error of a peer from which the link gets nothing, in the link's words.
+    /// The error for a peer from which the link receives nothing, with the link's text.
     fn lost(&self, peer: usize, Broken { is_late, words }: &Broken) -> Error {
         if *is_late {
             let first = words.lines().next().unwrap_or_default();
@@ -321,7 +325,7 @@ impl Transport {
         self.names.lost(peer, &self.at.during(), words)
     }
 
-    /// The link refuses a call for a peer.
+    /// The error if the link refuses a call for a peer.
     fn refused(&self, peer: usize, error: Error) -> Error {
         match error {
             error if error.rank().is_some() => self.lost(peer, &error.text().into()),
@@ -329,13 +333,14 @@ impl Transport {
         }
     }
 
-    /// One step: sends to each peer in `sends`, then receives from each peer in `receives`, in that order. Data of a receive
-    /// without `into` is passed to `take`, with the receive's index, in pieces of about `segment` bytes, a number that is the
-    /// same on both sides. Returns the smallest `issued` of all. When it has returned, also with an error, the
-    /// memory of the step is not used any more.
+    /// One step: posts the receives, starts a send to each peer in `sends`, then completes each receive in order. Data
+    /// of a receive without `into` is passed to `take`, with the index of the receive, in pieces of about `segment`
+    /// bytes. `segment` must be equal on both sides. Returns the smallest `issued` of all headers. After the return,
+    /// also with an error, the memory of the step is no longer used.
     ///
     /// # Safety
-    /// All pieces are valid during the call. Nobody else writes those of `sends` that stay, or uses those of `receives`; the
+    /// All pieces must be valid during the call. Nothing else may write those of `sends` that stay, or use those of
+    /// `receives`. The two must not overlap.
     /// two do not overlap.
     pub unsafe fn exchange(
         &mut self,
@@ -351,15 +356,16 @@ impl Transport {
         let mut bodies = Vec::with_capacity(receives.len());
         for incoming in receives {
             self.expect(incoming.peer)?;
-            // SAFETY: as the caller vouches; what `expect_data` returns is dropped when this function returns.
+            // SAFETY: the caller vouches for the memory. The result of `expect_data` is dropped when this function
+            // returns.
             bodies.push(unsafe { self.expect_data(incoming, &header, segment) }?);
         }
         let mut held = Vec::new();
         for outgoing in sends {
             let peer = outgoing.peer;
-            self.expect(peer)?; // it will send a fault or a goodbye at some point
+            self.expect(peer)?; // the peer may send a fault or a goodbye
             let settled = self.settle(peer, ON_THEIR_WAY, deadline);
-            // SAFETY: as above; `held` is emptied or dropped before this function returns.
+            // SAFETY: as above. `held` is emptied or dropped before this function returns.
             let sent = settled.and_then(|()| unsafe { self.send_data(&header, outgoing, segment, &mut held) });
             sent.map_err(|error| self.last_word(peer, &header, error))?;
         }
@@ -373,8 +379,9 @@ impl Transport {
         Ok(issued)
     }
 
-    /// Waits for a send from memory of the operation, which ends when the receiver has taken it. A frame of that rank that has
-    /// come meanwhile belongs to this batch; where it does not, the two ranks disagree, and the receiver may never come.
+    /// Waits for a send from memory of the operation, which ends when the receiver has received it. If a frame of the
+    /// receiver arrives meanwhile, it must belong to this batch. If it does not, the two ranks disagree and the
+    /// receiver may never receive.
     fn finish_held(
         &mut self,
         peer: usize,
@@ -392,13 +399,13 @@ impl Transport {
         self.finish(peer, transfer, deadline).map(drop).map_err(|error| self.last_word(peer, own, error))
     }
 
-    /// What the next frame of `peer` says against this batch, where it is there. It stays the next one.
+    /// The error, if the next frame of `peer` has arrived and contradicts this batch. The frame stays the next one.
     fn early_word(&mut self, peer: usize, own: &FrameHeader) -> Option<Error> {
         let ahead = &mut self.wires.get_mut(&peer)?.ahead;
         if !ahead.front()?.ends_within(Duration::ZERO) {
             return None;
         }
-        let frame = ahead.pop_front()?.wait(Duration::ZERO).ok()?; // else the send fails, too
+        let frame = ahead.pop_front()?.wait(Duration::ZERO).ok()?; // on an error the send fails too
         let said = self.refusal(peer, own, &frame).or_else(|| self.disagreement(peer, own, &unframe(&frame).2));
         self.wires.get_mut(&peer)?.ahead.push_front(Box::new(Came(frame)));
         said
@@ -407,7 +414,7 @@ impl Transport {
     /// Posts the receives of one peer's data.
     ///
     /// # Safety
-    /// The memory of `incoming` is valid and used by nobody else until the result was dropped.
+    /// The memory of `incoming` must be valid, and unused by others, until the result was dropped.
     unsafe fn expect_data(&mut self, incoming: Incoming, header: &FrameHeader, segment: usize) -> Result<Body> {
         let Incoming { peer, bytes, into } = incoming;
         let mut body = Body { parts: Vec::new(), peer, bytes, into, buffer: Vec::new() };
@@ -426,7 +433,8 @@ impl Transport {
                 Some(pieces) => cut(pieces, &range),
                 None => vec![written(&mut body.buffer[range.clone()])],
             };
-            // SAFETY: the caller's memory, or the buffer, which is dropped after the transfers and not used before they end.
+            // SAFETY: the caller's memory, or the buffer, which is dropped after the transfers and not used before they
+            // end.
             let transfer = unsafe { self.link.receive_into(peer, tag, pieces) };
             let transfer = transfer.map_err(|error| self.refused(peer, error))?;
             body.parts.push((range, transfer));
@@ -434,10 +442,10 @@ impl Transport {
         Ok(body)
     }
 
-    /// Sends data to one peer. What is sent from its own memory is added to `held`.
+    /// Sends data to one peer. Sends directly from the caller's memory are added to `held`.
     ///
     /// # Safety
-    /// The memory is valid during the call, and while a transfer of it is in `held`.
+    /// The memory must be valid during the call, and while a transfer of it is in `held`.
     unsafe fn send_data(
         &mut self,
         header: &FrameHeader,
@@ -481,7 +489,8 @@ impl Transport {
         body: Body,
         mut take: impl FnMut(Arrived) -> Result<()>,
     ) -> Result<u64> {
-        // In this order, because the last one is dropped first: the transfers before their memory.
+        // The order matters, because the last variable is dropped first: the transfers must be dropped before their
+        // memory.
         let Body { buffer, into, bytes, peer, parts } = body;
         let (header, frame) = self.next_frame(peer, own, bytes, deadline)?;
         let inline = parts.is_empty();
@@ -504,7 +513,7 @@ impl Transport {
         Ok(header.issued)
     }
 
-    /// The next frame of `peer`, checked against this rank's batch.
+    /// Waits for the next frame of `peer` and checks it against this rank's batch.
     fn next_frame(
         &mut self,
         peer: usize,
@@ -515,7 +524,7 @@ impl Transport {
         self.expect(peer)?;
         let transfer = self.wires.get_mut(&peer).and_then(|wire| wire.ahead.pop_front()).expect("posted above");
         let frame = self.finish(peer, transfer, deadline)?;
-        self.expect(peer)?; // the next one is still posted; this posts the one after it
+        self.expect(peer)?; // one is still posted; this posts another
         if let Some(error) = self.refusal(peer, own, &frame) {
             return Err(error);
         }
@@ -538,7 +547,7 @@ impl Transport {
         own.other_list(me, peer, theirs.lists).or_else(|| (theirs.chain != own.chain).then(in_part))
     }
 
-    /// The error that a frame without data means.
+    /// The error that a Fault or Bye frame stands for. None for a Data frame.
     fn refusal(&self, peer: usize, own: &FrameHeader, frame: &[u8]) -> Option<Error> {
         let (word, length, _) = unframe(frame);
         if word == Word::Fault as u64 {
@@ -547,9 +556,9 @@ impl Transport {
         (word == Word::Bye as u64).then(|| self.names.left(peer, &own.during()))
     }
 
-    /// Leaves in an orderly way. First everything that was sent is delivered, within `delivery`: a peer may come to the
-    /// operation later. Then every peer gets a goodbye and sends one, within `farewell`: closing a connection may lose
-    /// messages in flight. A peer that is gone is skipped.
+    /// Leaves in order. First waits, for at most `delivery`, until all sends have completed, because a peer may reach
+    /// the operation later. Then exchanges goodbyes with every peer, within `farewell`, because closing a connection
+    /// may lose messages in flight. Peers that are gone are skipped.
     pub fn bye(&mut self, delivery: Duration, farewell: Duration) {
         let after = |time: Duration| clock::now().saturating_add(time.as_nanos() as u64);
         let peers = self.peers();
@@ -571,14 +580,14 @@ impl Transport {
         }
     }
 
-    /// The ranks that this lane has exchanged messages with.
+    /// The ranks with which this lane has exchanged messages.
     pub fn peers(&self) -> Vec<usize> {
         self.wires.keys().copied().collect()
     }
 }
 
-/// Tells `peers` on all lanes why this rank's group failed, within a short time and without a guarantee: a lane may be
-/// in the middle of a message, or the peer gone.
+/// Sends this rank's fault to `peers` on all lanes. Takes a short time and gives no guarantee: a lane may be in the
+/// middle of a message, or the peer gone.
 pub fn tell_fault(link: &dyn Link, lanes: usize, peers: &[usize], error: &Error) {
     let text = error.encode(INLINE);
     let mut telling = Vec::new();
@@ -590,7 +599,7 @@ pub fn tell_fault(link: &dyn Link, lanes: usize, peers: &[usize], error: &Error)
             telling.extend(link.send(*peer, lane, buffer, bytes));
         }
     }
-    // A message that the system does not take in this time is lost.
+    // A message that the system does not accept in this time is lost.
     let until = Instant::now() + Duration::from_millis(20);
     for transfer in telling {
         let _ = transfer.wait(until.saturating_duration_since(Instant::now()));
@@ -608,14 +617,15 @@ mod tests {
     use super::*;
     use crate::engine::multihost::link::{Done, Mail, Mailbox};
 
-    /// A link whose peer is lost. Its transfers write their memory until they are dropped, as a thread that reads would.
+    /// A link whose peer is lost. Its transfers write to their memory when they are dropped, like a thread that still
+    /// reads.
     struct Lost;
 
     struct Writes(Vec<Span>);
 
     impl Drop for Writes {
         fn drop(&mut self) {
-            // SAFETY: what is tested: the memory lives as long as the transfer does.
+            // SAFETY: the test checks exactly this: the memory lives as long as the transfer.
             self.0.iter().for_each(|span| unsafe { std::ptr::write_bytes(span.addr as *mut u8, 7, span.bytes) });
         }
     }
@@ -664,7 +674,7 @@ mod tests {
         }
     }
 
-    /// Freed memory of this size has no pages, so a transfer that outlives it ends the process.
+    /// A freed buffer of this size is unmapped, so a transfer that outlives it crashes the process.
     #[test]
     fn a_buffer_outlives_its_transfers_where_the_peer_is_lost() {
         let names = Arc::new(Names { processes: vec![String::new(); 2], ..Names::default() });

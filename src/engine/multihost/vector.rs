@@ -1,4 +1,4 @@
-//! The numbers of a batch as one vector: the spans of caller memory one after the other, in runs of one type each.
+//! The elements of a batch as one vector: the concatenated spans of caller memory, in runs of one type each.
 
 #![allow(unsafe_code)] // copies and reduces caller memory, which comes as addresses
 
@@ -10,16 +10,16 @@ use crate::reduce;
 use crate::reduce::Kernel;
 use crate::types::{Dtype, ReduceOp, Span};
 
-/// Numbers of one type.
+/// Consecutive elements of one type.
 #[derive(Clone)]
 pub struct Run {
     pub bytes: Range<usize>,
     pub dtype: Dtype,
-    /// Reduces the numbers of all ranks at once, as the caller asked.
+    /// Reduces the elements of all ranks at once, with the caller's reduce op.
     whole: Kernel,
-    /// Reduces those of some ranks: as `whole`, but AVG only adds, and factors were applied before.
+    /// Combines elements of some ranks: like `whole`, but AVG only adds, and factors have been applied before.
     part: Kernel,
-    /// Divides by the number of ranks, for AVG.
+    /// For AVG: divides by the number of ranks.
     last: Option<Kernel>,
 }
 
@@ -44,7 +44,7 @@ impl Vector {
         Vector { op, inputs: Vec::new(), outputs: Vec::new(), runs: Vec::new() }
     }
 
-    /// Appends numbers; a run continues where the type does not change.
+    /// Appends elements. They extend the last run if the type is the same.
     pub fn push(&mut self, dtype: Dtype, inputs: &[Span], outputs: &[Span], ranks: usize) -> Result<()> {
         let (start, bytes) = (self.bytes(), Pieces(inputs).bytes());
         self.inputs.extend(inputs);
@@ -72,10 +72,10 @@ impl Vector {
         run.map_or(at, |run| at - (at - run.bytes.start) % run.dtype.size())
     }
 
-    /// Bytes after which a message of these numbers may be cut, which is between two elements: its parts are whole elements of
-    /// one type.
+    /// Size of the segments into which a message of these elements is cut. Cuts must fall between two elements, so a
+    /// vector of several types is not cut.
     pub fn segment(&self) -> usize {
-        /// A segment and what it is combined with stay in a core's cache.
+        /// A segment and the elements it is combined with fit into a core's cache.
         const SEGMENT: usize = 256 << 10;
         if self.runs.len() > 1 { usize::MAX } else { SEGMENT }
     }
@@ -85,26 +85,27 @@ impl Vector {
         let cut = |n: usize| match n {
             0 => range.start,
             n if n == parts => range.end,
-            // Cuts at cache lines keep the vector loops of one part from sharing a line with the next.
+            // Cuts at cache lines, so that two adjacent parts share no line.
             n => self.border(range.start + ((range.len() as u128 * n as u128 / parts as u128) as usize & !63)),
         };
         cut(part)..cut(part + 1)
     }
 
-    /// `own = own op theirs`, or with the operands swapped, for the bytes `at..at + own.len()` of the vector.
+    /// Computes `own = theirs op own`, or `own op theirs` if `own_first`, for the bytes `at..at + own.len()` of the
+    /// vector.
     pub fn combine(&self, at: usize, own: &mut [u8], theirs: &[u8], own_first: bool) {
         assert_eq!(own.len(), theirs.len(), "parts of one length");
         self.each(at..at + own.len(), |run, range| {
             let (own, theirs) = (&mut own[range.start - at..range.end - at], &theirs[range.start - at..range.end - at]);
             let (dst, other) = (own.as_mut_ptr(), theirs.as_ptr());
             let sources = if own_first { [dst.cast_const(), other] } else { [other, dst.cast_const()] };
-            // SAFETY: both slices hold `range`; the destination is exactly one of the sources and does not overlap the
-            // other.
+            // SAFETY: both slices have the length of `range`. The destination is exactly one of the sources and does
+            // not overlap the other.
             unsafe { run.part.reduce(dst, &sources, &[], range.len() / run.dtype.size()) };
         });
     }
 
-    /// Combines partial results in the order of the list; low precision is rounded once.
+    /// Combines partial results in the order of `parts`. Low precision is rounded once.
     pub fn combine_parts(&self, at: usize, to: &mut [u8], parts: &[&[u8]]) {
         let bytes = to.len();
         assert!(parts.iter().all(|part| part.len() == bytes), "parts of one length");
@@ -112,36 +113,36 @@ impl Vector {
             let offset = range.start - at;
             let from: Vec<*const u8> = parts.iter().map(|part| part[offset..].as_ptr()).collect();
             let dst = to[offset..offset + range.len()].as_mut_ptr();
-            // SAFETY: every part holds `range` from its offset on; the destination overlaps none of them.
+            // SAFETY: every part has the bytes of `range` at its offset. The destination overlaps none of the parts.
             unsafe { run.part.reduce(dst, &from, &[], range.len() / run.dtype.size()) };
         });
     }
 
-    /// Copies this rank's numbers at `at..`, multiplied by its factor where the op has one: the start of a partial
-    /// result.
+    /// Starts a partial result: copies this rank's elements from `at` on, and multiplies them by the factor of
+    /// PREMUL_SUM.
     pub fn start(&self, at: usize, to: &mut [u8]) {
         copy_in(&self.inputs, at, to);
         if let ReduceOp::PremulSum(factor) = self.op {
             self.each(at..at + to.len(), |run, range| {
                 let dst = to[range.start - at..range.end - at].as_mut_ptr();
-                // SAFETY: the slice holds `range`; in place on the only source.
+                // SAFETY: the slice has the length of `range`. The kernel works in place on its only source.
                 unsafe { run.whole.reduce(dst, &[dst.cast_const()], &[factor], range.len() / run.dtype.size()) };
             });
         }
     }
 
-    /// The last step when all ranks are in: AVG divides.
+    /// Finishes a result that includes all ranks: AVG divides.
     pub fn finish(&self, at: usize, numbers: &mut [u8]) {
         self.each(at..at + numbers.len(), |run, range| {
             let Some(last) = &run.last else { return };
             let dst = numbers[range.start - at..range.end - at].as_mut_ptr();
-            // SAFETY: the slice holds `range`; in place on the only source.
+            // SAFETY: the slice has the length of `range`. The kernel works in place on its only source.
             unsafe { last.reduce(dst, &[dst.cast_const()], &[], range.len() / run.dtype.size()) };
         });
     }
 
-    /// Combines the original numbers of all ranks, in the order of the ranks: the bits of one host. `sources` holds one
-    /// range of `to.len()` bytes per rank, one after the other.
+    /// Combines the uncombined elements of all ranks in rank order, which gives the bits of one host. `sources` has
+    /// `to.len()` bytes per rank, concatenated.
     pub fn combine_all(&self, at: usize, to: &mut [u8], sources: &[u8], factors: &[f64]) {
         let bytes = to.len();
         assert!(bytes == 0 || sources.len() == bytes * factors.len(), "one range a rank");
@@ -149,13 +150,13 @@ impl Vector {
             let offset = range.start - at;
             let from: Vec<*const u8> = (0..factors.len()).map(|q| sources[q * bytes + offset..].as_ptr()).collect();
             let dst = to[offset..offset + range.len()].as_mut_ptr();
-            // SAFETY: every source holds `range` from its offset on, checked above; the destination overlaps none of
-            // them.
+            // SAFETY: every source has the bytes of `range` at its offset, as checked above. The destination overlaps
+            // none of the sources.
             unsafe { run.whole.reduce(dst, &from, factors, range.len() / run.dtype.size()) };
         });
     }
 
-    /// Calls `each` for every run's part of `range`.
+    /// Calls `each` with every run and its part of `range`.
     fn each(&self, range: Range<usize>, mut each: impl FnMut(&Run, Range<usize>)) {
         for run in &self.runs {
             let common = range.start.max(run.bytes.start)..range.end.min(run.bytes.end);
@@ -166,7 +167,7 @@ impl Vector {
     }
 }
 
-/// The spans that hold the bytes `range` of a list.
+/// The spans of a list that hold the bytes `range` of it.
 pub fn cut(spans: &[Span], range: &Range<usize>) -> Vec<Span> {
     let mut found = Vec::new();
     let mut start = 0;
@@ -180,32 +181,32 @@ pub fn cut(spans: &[Span], range: &Range<usize>) -> Vec<Span> {
     found
 }
 
-/// Copies caller memory at `at..` to a buffer, which may be that memory itself.
+/// Copies from caller memory at offset `at` to a buffer, which may be that memory itself.
 pub fn copy_in(spans: &[Span], at: usize, to: &mut [u8]) {
-    // SAFETY: the contract of `Request`: its spans are valid until the operation has ended, and memory of an operation is the
-    // same or does not overlap.
+    // SAFETY: by the contract of `Request`, its spans are valid until the operation has ended, and two pieces of an
+    // operation's memory are identical or disjoint.
     unsafe { transfer(Pieces(spans), at, Pieces(&[written(to)]), 0, to.len()) };
 }
 
-/// Copies a buffer to caller memory at `at..`, which may be the buffer itself.
+/// Copies a buffer to caller memory at offset `at`, which may be the buffer itself.
 pub fn copy_out(spans: &[Span], at: usize, from: &[u8]) {
-    // SAFETY: as for `copy_in`; only their operation writes its outputs.
+    // SAFETY: as in `copy_in`; only the operation itself writes its outputs.
     unsafe { transfer(Pieces(&[span(from)]), 0, Pieces(spans), at, from.len()) };
 }
 
-/// Copies one list to another one of its size, which may be the same memory.
+/// Copies one list to another list of the same size, which may be the same memory.
 pub fn copy_across(from: &[Span], to: &[Span]) {
-    // SAFETY: as for `copy_in` and `copy_out`.
+    // SAFETY: as in `copy_in` and `copy_out`.
     unsafe { transfer(Pieces(from), 0, Pieces(to), 0, Pieces(from).bytes()) };
 }
 
-/// The memory of a list as one slice, where it is in one piece.
+/// The memory of a list as one slice. None unless the list has exactly one span, which is not empty.
 ///
 /// # Safety
-/// The memory is valid, and nobody else uses it, as long as the slice lives.
+/// The memory must be valid, and unused by others, as long as the slice lives.
 pub unsafe fn whole<'a>(spans: &[Span]) -> Option<&'a mut [u8]> {
     let [one] = spans else { return None };
-    // SAFETY: as the caller vouches.
+    // SAFETY: the caller vouches for the memory.
     (one.bytes > 0).then(|| unsafe { std::slice::from_raw_parts_mut(one.addr as *mut u8, one.bytes) })
 }
 
