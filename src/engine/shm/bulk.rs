@@ -2,9 +2,9 @@
 //!
 //! Idea: an operation is cut into rounds. In each round a rank *fills* its stage buffer with the data that its peers
 //! need, then *takes* the data that it needs from their stage buffers. In all_reduce and reduce every rank takes one
-//! slice, reduces it into its result buffer, and the others *collect* that slice from there. Two buffers per region let
-//! the three cursors run ahead of each other, so copying round k+1 overlaps with waiting for round k. The staging area
-//! stays in the cache: DRAM sees the input once and the output once.
+//! slice and reduces it into its result buffer, from which the others *collect* it. Each region has two buffers, so the
+//! cursors of the three steps can differ: copying round k+1 overlaps with waiting for round k. The staging area stays
+//! in the cache: DRAM traffic is the input once and the output once.
 //!
 //! | kind | steps a round | bytes staged / read per rank | order of summation |
 //! | --- | --- | --- | --- |
@@ -33,7 +33,7 @@ use crate::select;
 use crate::stats::chunk_timer::ChunkTimer;
 use crate::types::Kind;
 
-/// The first round numbers of the next large operation, per region; the same on all ranks.
+/// Number of the first round of the next large operation, per region. Equal on all ranks.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Bases {
     pub stage: u64,
@@ -43,11 +43,12 @@ pub struct Bases {
 /// The progress of a large operation.
 pub struct Rounds {
     chunk: usize,
-    /// Ranks whose headers were seen and agree; all that are needed must be in before the first take.
+    /// Ranks below this one have headers that agree, as far as this rank takes from them. All must agree before the
+    /// first take.
     seen: usize,
-    /// The same for ranks whose headers this rank need not wait for. It looks at them only while nothing moves.
+    /// The same for the ranks from which this rank does not take. It checks their headers only while nothing moves.
     beside: usize,
-    /// Set when the operation is at the head of the large ones and its number of rounds is known.
+    /// Set when the operation is the first of the large ones and its number of rounds is known.
     plan: Option<Plan>,
     fill: u64,
     take: u64,
@@ -59,7 +60,7 @@ pub struct Rounds {
 struct Plan {
     bases: Bases,
     rounds: u64,
-    /// all_to_all: the tables of the ranks (this one too) whose blocks come in rounds.
+    /// For all_to_all: the table of block sizes of each rank whose blocks are sent in rounds, this rank included.
     tables: Vec<Option<Vec<usize>>>,
 }
 
@@ -77,14 +78,14 @@ impl Rounds {
         Rounds { chunk, seen: 0, beside: 0, plan: None, fill: 0, take: 0, collect: 0, factors: Vec::new(), chunk_timer }
     }
 
-    /// True while the operation cannot end before `peer` makes further progress. It checks for the last round the
-    /// conditions that `step` checks for the next one.
+    /// True while the operation cannot end before `peer` makes further progress. Checks the conditions of `step` for
+    /// the last round instead of the next one.
     pub fn needs(&self, area: &Area, op: &Op, peer: usize) -> bool {
         let bulk = Bulk { area, op, kernel: None, scratch: &mut Vec::new() };
         if self.seen < area.ranks && bulk.verifies(peer) && !Slots::is_published(area, peer, op.number) {
             return true;
         }
-        // Without a plan the operation waits for an earlier one.
+        // Without a plan, the operation waits for an earlier one.
         let Some(&Plan { bases, rounds: rounds @ 1.., .. }) = self.plan.as_ref() else { return false };
         let last = rounds - 1;
         self.fill < rounds && bulk.fill_needs(bases, last, peer)
@@ -93,7 +94,7 @@ impl Rounds {
     }
 }
 
-/// One large operation at the head of its group, with what it needs to move.
+/// The first of the group's large operations, with what it needs to advance.
 pub struct Bulk<'a> {
     pub area: &'a Area,
     pub op: &'a Op,
@@ -102,7 +103,7 @@ pub struct Bulk<'a> {
 }
 
 impl Bulk<'_> {
-    /// Does at most one fill, one take and one collect. `bases` advances when the operation ends.
+    /// Does at most one fill, one take and one collect. Advances `bases` when the operation ends.
     pub fn step(&mut self, state: &mut Rounds, bases: &mut Bases) -> Result<Step> {
         let ranks = self.area.ranks;
         let mut moved = false;
@@ -132,13 +133,15 @@ impl Bulk<'_> {
             return Ok(Step::Moved);
         }
         if state.beside < ranks {
-            // A rank that needs nothing from a disagreeing rank would wait until the deadline; report the mismatch now.
+            // Other ranks' mismatches would otherwise be found only at the deadline, by a rank that waits for one of
+            // them. So check them now.
             state.beside = small::look(self.area, self.op, state.beside, |q| !self.verifies(q))?;
         }
         Ok(Step::Blocked)
     }
 
-    /// Signed sizes determine the number of rounds; all_to_all must first see all tables.
+    /// Derives the number of rounds from the signed sizes. For all_to_all it needs the tables of all ranks. Returns
+    /// false if they are not published yet.
     fn make_plan(&mut self, state: &mut Rounds, bases: Bases) -> Result<bool> {
         let (area, request) = (self.area, &self.op.request);
         let ranks = area.ranks;
@@ -172,7 +175,7 @@ impl Bulk<'_> {
         Ok(true)
     }
 
-    /// A rank that never fills, takes or collects marks all rounds as done at once.
+    /// Marks all rounds as done for the steps that this rank never does in this operation.
     fn skip_idle_parts(&self, state: &mut Rounds, rounds: u64, bases: Bases) {
         if !self.fills() {
             state.fill = rounds;
@@ -218,7 +221,7 @@ impl Bulk<'_> {
             _ => false,
         }
     }
-    /// True when the header of `q` must agree before this rank reads any data: for every rank that it takes from.
+    /// Whether the header of `q` must agree before this rank reads any data: true for every rank that it takes from.
     fn verifies(&self, q: usize) -> bool {
         match self.op.request.kind {
             Kind::Broadcast | Kind::Scatter => q == self.op.request.root as usize,
@@ -227,12 +230,13 @@ impl Bulk<'_> {
         }
     }
 
-    // The conditions of each cursor on rank `q` for round `k`. `step` checks the next round, `Rounds::needs` the last.
+    // The conditions of each step on rank `q` for round `k`. `step` checks the next round, `Rounds::needs` the last
+    // one.
 
     fn fill_needs(&self, base: Bases, k: u64, q: usize) -> bool {
         !protocol::has_read(self.area, Region::Stage, q, base.stage + k)
     }
-    /// A take reads the peers' stage buffers.
+    /// A take reads the peers' stage buffers, which must be ready.
     fn take_needs_data(&self, base: Bases, k: u64, q: usize) -> bool {
         let kind = self.op.request.kind;
         let takes_from = !matches!(kind, Kind::Broadcast | Kind::Scatter) || q == self.op.request.root as usize;
@@ -253,19 +257,19 @@ impl Bulk<'_> {
         (0..self.area.ranks).find(|q| *q != self.area.me && needs(*q))
     }
 
-    /// Bytes of one block that travel in one round.
+    /// Bytes of one block that are sent in one round.
     fn unit(&self, chunk: usize) -> usize {
         select::unit(self.op.request.kind, self.area.ranks, chunk)
     }
 
-    /// The bytes of a block that travel in round `k`: offset and length.
+    /// The bytes of a block of `block` bytes that are sent in round `k`: offset and length.
     fn part(&self, state: &Rounds, k: u64, block: usize) -> (usize, usize) {
         let unit = self.unit(state.chunk);
         let start = (k as usize * unit).min(block);
         (start, unit.min(block - start))
     }
 
-    /// Slice of a chunk of `bytes` that rank `q` reduces: start and length, cut at cache lines.
+    /// The slice of a chunk of `bytes` bytes that rank `q` reduces: start and length, cut at cache lines.
     fn slice(&self, bytes: usize, q: usize) -> (usize, usize) {
         let each = bytes.div_ceil(self.area.ranks).div_ceil(64) * 64;
         let start = (q * each).min(bytes);
@@ -278,8 +282,8 @@ impl Bulk<'_> {
             return false;
         }
         let began = state.chunk_timer.begin(self.op);
-        // SAFETY: `may_fill` says that no peer reads this buffer; `Area::stage` checks every bound; the caller keeps
-        // the inputs alive until the operation ends.
+        // SAFETY: `fill_needs` was false for every peer, so no peer reads this buffer. `Area::stage` checks every
+        // bound. The caller keeps the inputs alive until the operation ends.
         unsafe { self.fill(state, k, base.stage + k) };
         state.chunk_timer.end(&self.op.timing.copying, began);
         protocol::filled(area, Region::Stage, area.me, base.stage + k);
@@ -287,10 +291,11 @@ impl Bulk<'_> {
         true
     }
 
-    /// Writes what the peers read in round `g`, the `k`-th of the operation. One function, because it is one table: a short
-    /// arm for each kind that says which bytes go where.
+    /// Writes what the peers read in round `g`, which is round `k` of the operation. One function, because it is one
+    /// table: each kind has a short arm that maps bytes to offsets.
     ///
     /// # Safety
+    /// No peer may read this rank's stage buffer of round `g`.
     /// This rank may write its stage buffer of round `g`.
     unsafe fn fill(&mut self, state: &Rounds, k: u64, g: u64) {
         let (area, request) = (self.area, &self.op.request);
@@ -337,7 +342,7 @@ impl Bulk<'_> {
                 Kind::AllToAll => {
                     let plan = state.plan.as_ref().expect("filling follows planning");
                     if plan.tables[me].is_none() {
-                        return; // the blocks went with the table
+                        return; // the blocks were sent with the table
                     }
                     for q in 0..ranks {
                         let from = block_start(&request.in_blocks, total, ranks, q);
@@ -358,7 +363,8 @@ impl Bulk<'_> {
     fn try_take(&mut self, state: &mut Rounds, rounds: u64, base: Bases) -> bool {
         let (area, k) = (self.area, state.take);
         let kind = self.op.request.kind;
-        // A take follows the own fill: in place, it overwrites what the fill must have staged.
+        // Take follows this rank's fill of the same round: an operation in place overwrites the data that the fill must
+        // stage.
         if k >= rounds || state.seen < area.ranks || (self.fills() && state.fill <= k) {
             return false;
         }
@@ -374,7 +380,7 @@ impl Bulk<'_> {
             state.factors = small::factors(area, self.op);
         }
         let began = state.chunk_timer.begin(self.op);
-        // SAFETY: the stage buffers read here stay filled until this rank stores `Drained`; only this rank writes its
+        // SAFETY: the stage buffers read here stay filled until this rank stores `Drained`. Only this rank writes its
         // result buffer.
         unsafe { self.take(state, k, g, base.result + k) };
         let timing = &self.op.timing;
@@ -387,17 +393,19 @@ impl Bulk<'_> {
         true
     }
 
-    /// Reads the peers' stage buffers of round `g`; one table of the kinds, as `fill`.
+    /// Reads the peers' stage buffers of round `g`. A table of the kinds, like `fill`.
     ///
     /// # Safety
-    /// The peers' stage buffers of round `g` are ready; this rank may write its result buffer of round `result`.
+    /// The peers' stage buffers of round `g` must be ready, and no peer may read this rank's result buffer of round
+    /// `result`.
     unsafe fn take(&mut self, state: &Rounds, k: u64, g: u64, result: u64) {
         let (area, request) = (self.area, &self.op.request);
         let (me, ranks) = (area.me, area.ranks);
         let outputs = Pieces(request.outputs());
         let (total_in, total_out) = (Pieces(request.inputs()).bytes(), outputs.bytes());
         let unit = self.unit(state.chunk);
-        // SAFETY: see the function's contract; every stage address is bounds-checked by Area, every output range by Pieces.
+        // SAFETY: see the function's contract. `Area` checks the bounds of every stage address, `Pieces` those of every
+        // output range.
         unsafe {
             match request.kind {
                 Kind::AllReduce | Kind::Reduce => {
@@ -455,12 +463,13 @@ impl Bulk<'_> {
         }
     }
 
-    /// Combines `bytes` of every rank into `to`, in rank order. This rank's own bytes come from the inputs at `at`,
-    /// never from its stage buffer: this rank's next fill waits only for its peers, so the buffer may hold a later
-    /// round already.
+    /// Combines `bytes` of every rank into `to`, in rank order. This rank's own bytes are read from the inputs at `at`,
+    /// never from its stage buffer: the next fill of this rank waits only for its peers, so the buffer may already have
+    /// a later round.
     ///
     /// # Safety
-    /// `stage(q)` is ready for `bytes` for every peer; `to` holds `bytes` and overlaps none of them.
+    /// `stage(q)` must be ready for `bytes` for every peer. `to` must have room for `bytes` and overlap no stage
+    /// buffer.
     unsafe fn reduce(
         &mut self,
         to: *mut u8,
@@ -486,7 +495,7 @@ impl Bulk<'_> {
         };
         let sources: Vec<*const u8> =
             (0..area.ranks).map(|q| if q == area.me { own } else { stage(q).cast_const() }).collect();
-        // SAFETY: every source holds `bytes`; `to` is the result buffer, or output memory that is either exactly this
+        // SAFETY: every source has `bytes`. `to` is the result buffer, or output memory that is either exactly this
         // rank's input or does not overlap it (the contract of `Request`).
         unsafe { kernel.reduce(to, &sources, factors, bytes / kernel.element_size()) };
     }
@@ -506,7 +515,7 @@ impl Bulk<'_> {
         let (start, bytes) = self.part(state, k, outputs.bytes());
         for q in (0..area.ranks).filter(|q| *q != area.me) {
             let (slice, slice_bytes) = self.slice(bytes, q);
-            // SAFETY: the result buffer of `q` stays filled until this rank stores `Drained`; the range lies within the
+            // SAFETY: the result buffer of `q` stays filled until this rank stores `Drained`. The range is within the
             // outputs.
             unsafe { outputs.write(start + slice, area.result(q, g, slice_bytes), slice_bytes) };
         }

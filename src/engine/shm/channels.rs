@@ -1,18 +1,18 @@
-//! Assigns a receiver's channels to senders. A channel carries the large messages of one sender at a time; a receiver has
-//! fewer channels than there may be senders.
+//! Assigns a receiver's channels to senders. A channel carries the large messages of one sender at a time. A receiver
+//! may have fewer channels than senders.
 //!
 //! A channel is lent with the grant for a message and returned when the receiver has read the whole message. A granted
-//! message was matched by a receive, so both ranks move it whatever else they wait for: every channel comes back. Senders
-//! that find no free channel get one in the order in which they asked. A sender keeps its channel for its next messages as
-//! long as no other sender waits.
+//! message was matched by a receive, so both ranks move it whatever else they wait for: every channel is returned.
+//! Senders that find no free channel get one in the order in which they asked. A sender keeps its channel for its next
+//! messages as long as no other sender waits.
 //!
-//! Only the receiver has this state; a sender reads the number of its channel in the grant (`p2p.rs`).
+//! Only the receiver has this state. A sender reads the number of its channel from the grant (`p2p.rs`).
 
 use std::collections::VecDeque;
 
 pub struct Channels {
     free: Vec<usize>,
-    /// By sender: its channel, and how many of its granted messages are not fully read.
+    /// By sender: its channel, and the number of its granted messages that are not fully read.
     lent: Vec<Option<(usize, usize)>>,
     waiting: VecDeque<usize>,
 }
@@ -22,14 +22,14 @@ impl Channels {
         Channels { free: (0..channels).rev().collect(), lent: vec![None; ranks], waiting: VecDeque::new() }
     }
 
-    /// A channel for one more message of `from`; `None` if it must ask again after a channel was returned.
+    /// Lends a channel for one more message of `from`. `None` if `from` must ask again after a channel was returned.
     pub fn lend(&mut self, from: usize) -> Option<usize> {
         if self.waiting.front().is_none_or(|first| *first == from) {
             let channel = self.of(from).or_else(|| self.free.pop());
             if let Some(channel) = channel {
                 let messages = self.lent[from].map_or(0, |(_, messages)| messages);
                 self.lent[from] = Some((channel, messages + 1));
-                self.waiting.pop_front(); // empty, or this one's turn
+                self.waiting.pop_front(); // the queue is empty or `from` is its first entry
                 return Some(channel);
             }
         }
@@ -39,17 +39,17 @@ impl Channels {
         None
     }
 
-    /// The channel that messages of `from` use now.
+    /// The channel that `from` has now.
     pub fn of(&self, from: usize) -> Option<usize> {
         self.lent[from].map(|(channel, _)| channel)
     }
 
-    /// One message of `from` was fully read.
+    /// Records that one message of `from` was fully read, and returns its channel after the last one.
     pub fn give_back(&mut self, from: usize) {
         match self.lent[from] {
             Some((channel, 1)) => {
                 self.lent[from] = None;
-                self.free.push(channel); // the next one finds it in the cache
+                self.free.push(channel); // last in, first out: its buffers are still in the cache
             }
             Some((channel, messages)) => self.lent[from] = Some((channel, messages - 1)),
             None => debug_assert!(false, "rank {from} has no channel"),

@@ -1,4 +1,4 @@
-//! One rank of a group over shared memory: the queue of its operations, and how they advance.
+//! One rank of a group over shared memory: the queue of its operations and how they advance.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -25,13 +25,14 @@ use crate::select::{Choice, GroupShape, OpDesc, Path, Policy};
 use crate::types::{ANY_RANK, Kind};
 
 enum Phase {
-    /// Not published: a peer may still read the slot that it needs, or an earlier operation uses the same memory.
+    /// Not published: a peer may still read the slot that the operation needs, or an earlier operation uses the same
+    /// memory.
     Queued,
-    /// Published in its slot; the headers of the ranks below this one have been checked.
+    /// Published in its slot. The headers of ranks below this number have been checked.
     Slots(usize),
-    /// Its header is published, its data travels in rounds.
+    /// Its header is published; its data is copied in rounds.
     Rounds(Rounds),
-    /// Its header is published and offers its tensors; if a rank offers none, its data travels in rounds.
+    /// Its header is published and offers its tensors. If a rank offers none, the data is copied in rounds.
     Mapped(Box<Mapped>),
 }
 
@@ -42,12 +43,12 @@ struct Entry {
     phase: Phase,
     /// Its position among all operations that this rank issued in this group.
     turn: u64,
-    /// Earlier operations on the same memory, which must end first. Filled in when this one is next to be published, or
-    /// when a message is issued after it.
+    /// Earlier operations on the same memory, which must end first. Set when this operation is the next to be
+    /// published, or when a message is issued after it.
     predecessors: Option<Vec<Arc<Op>>>,
 }
 
-/// The chunk with which an operation goes in rounds.
+/// The chunk size of an operation that runs in rounds.
 fn chunk_of(path: Path) -> usize {
     match path {
         Path::Rounds { chunk } => chunk,
@@ -60,7 +61,7 @@ pub struct Shm {
     shape: GroupShape,
     policy: Arc<Policy>,
     slots: Slots,
-    /// Collectives that have not ended, by number. The queued ones are at the back.
+    /// Collectives that have not ended, in order of number. The queued ones are at the back.
     entries: VecDeque<Entry>,
     queued: usize,
     bases: Bases,
@@ -68,20 +69,20 @@ pub struct Shm {
     /// Hash of the policy and of all signatures published so far.
     chain: u64,
     p2p: P2p,
-    /// Which operations messages must follow, and which follow messages.
+    /// Which operations messages must follow, and which operations follow messages.
     order: Order,
-    /// Operations issued so far, messages included.
+    /// Number of operations issued so far, messages included.
     turns: u64,
-    /// Collectives up to this turn are in `order`, as long as they are pending: those that are older than some message.
+    /// Pending collectives up to this turn are in `order`: those that are older than some message.
     ordered: u64,
     scratch: Vec<u8>,
-    /// If false, a collective is published only when the one before it has ended, so that none are fused.
+    /// If false, a collective is published only after the previous one has ended, so that none are fused.
     fusion: bool,
 }
 
 impl Shm {
-    /// `cores`: the cores that the ranks of this host may use together; `pids`: their processes, 0 where one is not known.
-    /// All arguments but the area are the same on every rank.
+    /// `cores` is the number of cores that the ranks of this host may use together. `pids` has the ranks' processes, 0
+    /// if unknown. All arguments except `area` are equal on every rank.
     pub fn new(area: Arc<Area>, pids: Vec<i32>, cores: usize, fusion: bool, policy: Arc<Policy>) -> Shm {
         let layout = area.layout;
         let shape = layout.shape(cores);
@@ -104,7 +105,7 @@ impl Shm {
         }
     }
 
-    /// Chooses the path of a collective and queues it; `publish` goes on with it.
+    /// Chooses the path of a collective and queues it. `publish` publishes it later.
     fn enqueue(&mut self, op: Arc<Op>, kernel: Option<Kernel>) {
         self.turns += 1;
         let desc = OpDesc::of(&op.request, self.area.ranks);
@@ -116,7 +117,7 @@ impl Shm {
         self.queued += 1;
     }
 
-    /// Hands a message over to `p2p`, or holds it until the operations that it must follow have ended.
+    /// Passes a message to `p2p`, or holds it until the operations that it must follow have ended.
     fn enqueue_message(&mut self, op: &Arc<Op>, ended: &mut Ended) -> Result<()> {
         self.order_collectives();
         self.turns += 1;
@@ -130,7 +131,7 @@ impl Shm {
         }
     }
 
-    /// Before a message is issued: puts the collectives that are older than it into `order`, each behind what it must
+    /// Called before a message is issued. Adds all older collectives to `order`, each with the operations that it must
     /// follow.
     fn order_collectives(&mut self) {
         let from = self.entries.partition_point(|entry| entry.turn <= self.ordered);
@@ -143,8 +144,8 @@ impl Shm {
         self.ordered = self.turns;
     }
 
-    /// A send that `p2p` already has delays no later operation, because its peer may receive it only after that: it
-    /// continues from a copy.
+    /// Removes predecessors that need not be waited for. A send that `p2p` has accepted continues from a copy of its
+    /// data, because its peer may receive it only after the operation that waits here.
     fn continue_from_copies(&mut self, predecessors: &mut Vec<Arc<Op>>) {
         predecessors.retain(|earlier| {
             let sends =
@@ -157,7 +158,7 @@ impl Shm {
         });
     }
 
-    /// Hands over the messages that no longer have to wait. True if there was one.
+    /// Starts the held messages that no longer have to wait. True if there was one.
     fn hand_over_held(&mut self, ended: &mut Ended) -> Result<bool> {
         let mut moved = false;
         while let Some(op) = self.order.next_ready() {
@@ -175,8 +176,8 @@ impl Shm {
         Ok(moved)
     }
 
-    /// Advances the published operation at `at`. One in rounds waits for an earlier one in rounds (`large`: there is one),
-    /// because all use the same stage.
+    /// Advances the published operation at `at`. Returns its step, and whether it runs in rounds. Only one operation
+    /// runs in rounds at a time, because all use the same stage: with `large`, an earlier one does.
     fn step(&mut self, at: usize, large: bool) -> Result<(Step, bool)> {
         let area = &*self.area;
         let Entry { op, kernel, path, phase, .. } = &mut self.entries[at];
@@ -188,8 +189,8 @@ impl Shm {
                     op.timing.set_late(*seen);
                     return Ok((Step::Blocked, false));
                 }
-                // A barrier ends after every earlier collective of this rank, so that the memory they wrote may be used
-                // after it. Its slot already says what the peers need, so they do not wait for these.
+                // A barrier ends after every earlier collective of this rank, so that the program may use their memory
+                // after it. The peers do not wait for that, because the barrier's slot is already published.
                 if op.request.kind == Kind::Barrier && at > 0 {
                     return Ok((Step::Blocked, false));
                 }
@@ -211,7 +212,8 @@ impl Shm {
         }
     }
 
-    /// Publishes queued operations, in order, as far as free slots and their memory allow. True if there was one.
+    /// Publishes queued operations in order, as far as free slots and the use of memory allow. True if one was
+    /// published.
     fn publish(&mut self) -> bool {
         let mut moved = false;
         while self.queued > 0 {
@@ -239,7 +241,7 @@ impl Shm {
                         None => Phase::Rounds(Rounds::new(op, chunk)),
                     }
                 }
-                // `choose` gives nothing else for a collective of several ranks inside one host.
+                // `choose` returns no other path for a collective of several ranks on one host.
                 _ => {
                     small::write(area, op, chain);
                     Phase::Slots(0)
@@ -255,14 +257,16 @@ impl Shm {
         moved
     }
 
-    /// Moves the published operations and the messages as far as the peers' data allows. True when something moved.
+    /// Advances the published operations and the messages as far as the peers' data allows. Returns true if something
+    /// moved.
     fn advance(&mut self, ended: &mut Ended) -> Result<bool> {
         let (mut moved, mut large) = (false, false);
         let mut at = 0;
         while at < self.entries.len() - self.queued {
             let (step, is_large) = self.step(at, large)?;
             if step == Step::Done {
-                // Before it leaves the list, so that `take_pending` still finds it if the copy panics.
+                // Stored back while it is in the list, so that `take_pending` still finds the operation if the copy
+                // panics.
                 self.entries[at].op.store_back();
                 let entry = self.entries.remove(at).expect("in range");
                 self.slots.retire(&*self.area, entry.op.number);
@@ -287,7 +291,7 @@ impl Shm {
         Ok(moved)
     }
 
-    /// True while the operation at `at` touches memory that an earlier one has still to read or write: publishing it
+    /// Whether the operation at `at` uses memory that an earlier operation still has to read or write. Publishing it
     /// now would read stale data.
     fn must_wait(&mut self, at: usize) -> bool {
         if at == 0 && self.order.is_empty() {
@@ -308,12 +312,12 @@ impl Shm {
         waits
     }
 
-    /// The operations that cannot end before `peer` makes further progress, by the conditions under which they advance;
-    /// `gone` names the ranks that will make none.
+    /// The operations that cannot end before `peer` makes further progress, by the conditions under which they advance.
+    /// `gone` selects the ranks that will make no progress.
     fn blocked_by(&self, peer: usize, gone: &dyn Fn(usize) -> bool) -> impl Iterator<Item = &Arc<Op>> {
         let area = &*self.area;
         let collectives = self.entries.iter().filter(move |entry| match &entry.phase {
-            // It waits for earlier operations, which are checked themselves, or for the slot.
+            // A queued operation waits for earlier operations, which are checked separately, or for its slot.
             Phase::Queued => self.slots.lacks_credit(area, peer, entry.op.number),
             Phase::Slots(_) => small::needs(area, &entry.op, peer),
             Phase::Rounds(rounds) => rounds.needs(area, &entry.op, peer),
@@ -322,7 +326,7 @@ impl Shm {
         collectives.map(|entry| &entry.op).chain(self.p2p.blocked_by(area, peer, gone))
     }
 
-    /// The operation on this rank that `op` waits for: an earlier one that has not ended here.
+    /// The earlier operation of this rank for which `op` waits.
     fn predecessor_of(&self, op: &Op) -> Option<&Arc<Op>> {
         if let Some(held) = self.order.find(op) {
             return held.predecessors.iter().find(|earlier| !earlier.is_released());
@@ -331,7 +335,7 @@ impl Shm {
         let entry = &self.entries[at];
         let queued = matches!(entry.phase, Phase::Queued);
         let first = entry.predecessors.as_ref().filter(|_| queued).and_then(|predecessors| predecessors.first());
-        // A queued operation and a barrier follow all that was issued before.
+        // A queued operation and a barrier follow all collectives issued before them.
         first.or_else(|| (at > 0 && (queued || op.request.kind == Kind::Barrier)).then(|| &self.entries[0].op))
     }
 
@@ -340,7 +344,7 @@ impl Shm {
         self.entries.iter().map(|entry| &entry.op).chain(self.order.held()).chain(self.p2p.pending())
     }
 
-    /// The last call of `peer`, for error texts.
+    /// The last call of `peer` as text, with its number, for error texts.
     fn last_call(&self, peer: usize) -> (u64, Option<String>) {
         let n = self.area.issued(peer);
         let call = || format!("{} number {n}", op::describe(self.area.read_header(peer, n).signature));
@@ -405,7 +409,7 @@ impl Engine for Shm {
     fn blockers(&self, op: &Op) -> Blockers {
         let mut ranks = Vec::new();
         for rank in (0..self.area.ranks).filter(|rank| *rank != self.area.me) {
-            // A receive from anyone that timed out misses all of them.
+            // A receive from `ANY_RANK` that timed out lacks a message from any rank.
             let anyone = op.request.root == ANY_RANK;
             if !self.blocked_by(rank, &|_| anyone).any(|blocked| std::ptr::eq(&**blocked, op)) {
                 continue;
@@ -432,8 +436,8 @@ impl Engine for Shm {
         self.queued = 0;
         let exposed = self.entries.iter().any(|entry| matches!(entry.phase, Phase::Mapped(_)));
         if exposed && !self.area.is_poisoned() && !self.area.left(self.area.me) {
-            // Another thread of this rank has found the fault and may not have stored it yet. The peers must be able to see it
-            // before the program changes a tensor (`mapped`). Both threads store the same text.
+            // Another thread of this rank has found the fault and may not have stored it yet. The peers must be able to
+            // see it before the program changes a tensor (`mapped`). Both threads store the same text.
             self.area.poison(error);
         }
         let collectives = self.entries.drain(..).map(|entry| {

@@ -1,20 +1,21 @@
 //! Collectives and messages between the processes of one host, over one shared-memory segment per group.
 //!
-//! `Shm` is one rank's engine: a queue of operations in the order of their numbers, each a state machine that is advanced
-//! without waiting. `submit` enqueues, publishes and advances; `poll` publishes and advances. Operations are published
-//! strictly in order and may end in any order, because each has its own slot; large ones use the rounds one after the
-//! other. Messages are outside that order, but a message waits for an earlier operation on the same memory, and an
-//! operation for an earlier message. The caller holds the group's lock, so `Shm` is plain single-threaded code.
+//! `Shm` is one rank's engine. It has a queue of operations in the order of their numbers; each is a state machine that
+//! advances without blocking. `submit` enqueues, publishes and advances; `poll` publishes and advances. Operations are
+//! published strictly in order and may end in any order, because each has its own slot. Large ones use the rounds one
+//! after another. Messages are outside that order, but a message waits for an earlier operation on the same memory, and
+//! vice versa. The caller holds the group's lock, so `Shm` is plain single-threaded code.
 //!
 //! | file | |
 //! | --- | --- |
 //! | `memory/layout` | offsets of everything in the segment |
-//! | `protocol` | who may write what, and when (generic: loom runs it) |
+//! | `protocol` | which rank may write which word, and when (generic: loom runs it) |
 //! | `memory/area` | typed access to the segment |
 //! | `small`, `bulk`, `mapped`, `p2p` | the four ways to move data |
-//! | `memory/arena`, `reach`, `extents` | tensors that peers can reach: this process's, those of the others, which pages are used |
-//! | `channels`, `rank_set` | which sender uses which buffers of a receiver; sets of ranks |
-//! | `memory/presence` | memory that is populated when it is first needed |
+//! | `memory/arena`, `reach`, `extents` | tensors that peers can reach: this process's, the peers', which pages are in
+//! use |
+//! | `channels`, `rank_set` | which sender uses which channel of a receiver; sets of ranks |
+//! | `memory/presence` | memory that is populated at its first use |
 //! | `memory/segment` | the memory itself |
 //! | `engine` | the queue: `Shm`, the group's `Engine` |
 //! | `control` | what any thread may use without the group's lock |

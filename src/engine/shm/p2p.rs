@@ -1,24 +1,25 @@
 //! Send and receive between two ranks of a host.
 //!
-//! Each ordered pair of ranks has a ring buffer of envelopes. A message of up to `eager_bytes` travels in its envelope,
-//! and its send ends at once. A larger one waits at the sender until the receiver has matched its envelope and granted
-//! it a channel (`channels`); then it moves through the two buffers of that channel, in the order of the grants. Receivers
-//! always move envelopes to a private list, so a message whose tag no receive has asked for yet blocks none behind it.
-//! Receives match in the order in which they were posted, first in first out per (source, tag); a receive from anyone
-//! takes the message that arrived first.
+//! Each ordered pair of ranks has a ring buffer of envelopes. A message of up to `eager_bytes` is copied into its
+//! envelope, and its send ends at once. A larger message waits at the sender until the receiver has matched its
+//! envelope and granted it a channel (`channels`). Then it is copied through the two buffers of that channel, in the
+//! order of the grants. Receivers always move envelopes to a private list, so a message whose tag no receive has asked
+//! for yet blocks no later message. Receives match in the order in which they were posted, first in first out per
+//! (source, tag). A receive from `ANY_RANK` takes the message that arrived first.
 //!
-//! Bytes: eager N written, N read; larger N staged, N read, in N / body_bytes rounds that overlap.
+//! Bytes: eager N written, N read; larger: N staged, N read, in N / body_bytes rounds that overlap.
 //!
-//! | word | written by | says |
+//! | word | written by | value |
 //! | --- | --- | --- |
-//! | SENT | sender, release after the envelope | envelopes put in the ring |
-//! | CONSUMED | receiver, release after reading the envelope | envelopes that may be overwritten |
-//! | GRANTS | receiver, release after the grant entry (the message's number, its channel) | grants given |
-//! | TAKEN | sender, release after reading the entry | grant entries that may be overwritten |
-//! | READY | sender, release after filling | body rounds filled |
-//! | DRAINED | receiver, release after reading | body rounds that may be overwritten |
+//! | SENT | sender, release after the envelope | number of envelopes written |
+//! | CONSUMED | receiver, release after reading the envelope | number of envelopes that may be overwritten |
+//! | GRANTS | receiver, release after the grant entry (the message's number, its channel) | number of grant entries
+//! written |
+//! | TAKEN | sender, release after reading the entry | number of grant entries that may be overwritten |
+//! | READY | sender, release after filling | number of body rounds filled |
+//! | DRAINED | receiver, release after reading | number of body rounds that may be overwritten |
 //!
-//! Every reader acquires. Numbers that a peer wrote are compared and bounded, never used as an address.
+//! Every reader acquires. Numbers that a peer wrote are compared and bounded, and never used as an address.
 
 #![allow(unsafe_code)] // copies messages between caller memory and the segment
 
@@ -38,7 +39,7 @@ use crate::op::Op;
 use crate::op::words::{not_taken, wrong_size};
 use crate::types::{ANY_RANK, Kind};
 
-// Words of the sender are even, those of the receiver odd: `Layout::pair_word`.
+// Words of the sender have even numbers, words of the receiver odd ones: `Layout::pair_word`.
 const SENT: usize = 0;
 const CONSUMED: usize = 1;
 const TAKEN: usize = 2;
@@ -46,9 +47,9 @@ const GRANTS: usize = 3;
 const READY: usize = 4;
 const DRAINED: usize = 5;
 
-/// Set in a grant entry when the receiver cannot take the message: the send fails too.
+/// Flag of a grant entry: the receiver rejects the message, so the send fails too.
 const REJECTED: u64 = 1 << 63;
-/// Bits of a grant entry from here on hold the channel; the number of the message is below.
+/// The bits of a grant entry from here up to `REJECTED` are the channel; the bits below are the message's number.
 const CHANNEL_SHIFT: u32 = 48;
 
 #[derive(Default)]
@@ -56,9 +57,9 @@ struct Outgoing {
     sent: u64,
     taken: u64,
     round: u64,
-    /// Not yet in the ring buffer.
+    /// Sends that are not in the ring buffer yet.
     queue: VecDeque<Arc<Op>>,
-    /// In the ring buffer, waiting for a grant, by envelope number.
+    /// Sends that are in the ring buffer and wait for a grant, with their envelope number.
     waiting: VecDeque<(u64, Arc<Op>)>,
     /// Sends that the receiver has granted, each with its channel and the number of bytes staged so far.
     bodies: VecDeque<(Arc<Op>, usize, usize)>,
@@ -69,21 +70,21 @@ struct Incoming {
     consumed: u64,
     grants: u64,
     round: u64,
-    /// Arrived and not matched.
+    /// Messages that arrived and are not matched.
     unexpected: VecDeque<Message>,
-    /// Grants (or rejections) that found the ring buffer of grants full.
+    /// Grants and rejections that wait for room in the ring buffer of grants, or for a channel.
     ungranted: VecDeque<u64>,
     /// Receives that this rank has granted, each with the number of bytes received so far.
     bodies: VecDeque<(Arc<Op>, usize)>,
 }
 
 struct Message {
-    /// Order of arrival at this rank over all sources.
+    /// Position in the order of arrival at this rank, over all sources.
     stamp: u64,
     tag: u32,
     bytes: usize,
     number: u64,
-    /// The payload of an eager message.
+    /// The data of an eager message. None for a larger one.
     data: Option<Vec<u8>>,
 }
 
@@ -92,13 +93,13 @@ pub struct P2p {
     incoming: Vec<Incoming>,
     posted: VecDeque<Arc<Op>>,
     arrivals: u64,
-    /// Peers with a message in progress that `poll` can advance.
+    /// Peers with a message in flight that `poll` can advance.
     busy: RankSet,
-    /// Peers from which mail has come: only then are their envelopes populated (`presence.rs`).
+    /// Peers whose mail bit was seen: before it, their envelopes may not be populated (`presence.rs`).
     senders: RankSet,
-    /// This rank's channels, for the peers that it receives from.
+    /// This rank's channels as a receiver.
     channels: Channels,
-    /// Operations that have not ended; nothing is polled while this is zero.
+    /// Number of operations that have not ended. While it is zero, nothing is polled.
     active: usize,
 }
 
@@ -121,7 +122,7 @@ impl P2p {
         self.active
     }
 
-    /// Takes a send or receive; `poll` advances it. Fails when there is no memory for a channel.
+    /// Adds a send or receive, which `poll` advances. Fails if there is no memory for a channel.
     pub fn issue(&mut self, area: &Area, op: Arc<Op>, ended: &mut Ended) -> Result<()> {
         self.active += 1;
         op.prepare();
@@ -152,8 +153,8 @@ impl P2p {
         }
     }
 
-    /// Advances what can advance. True when something did. Fails when a peer's counters are inconsistent, or when there
-    /// is no memory.
+    /// Advances what can advance. Returns true if something did. Fails if a peer's counters are inconsistent or if
+    /// there is no memory.
     pub fn poll(&mut self, area: &Area, ended: &mut Ended) -> Result<bool> {
         if self.active == 0 {
             return Ok(false);
@@ -180,7 +181,8 @@ impl P2p {
         Ok(moved)
     }
 
-    /// No send to `peer` and no granted receive from it is in progress. A new message from it is found by its envelope.
+    /// Whether no send to `peer` and no granted receive from it is in progress. A new message of `peer` is found by its
+    /// envelope.
     fn is_idle(&self, peer: usize) -> bool {
         let (out, incoming) = (&self.out[peer], &self.incoming[peer]);
         out.queue.is_empty()
@@ -217,7 +219,7 @@ impl P2p {
             word(0).store(u64::from(op.request.tag) | u64::from(eager) << 32, Relaxed);
             word(1).store(bytes as u64, Relaxed);
             if eager && bytes > 0 {
-                // SAFETY: the envelope holds `bytes`, and CONSUMED says that the receiver no longer reads it.
+                // SAFETY: the envelope has room for `bytes`, and CONSUMED says that the receiver no longer reads it.
                 unsafe { inputs.read(0, area.envelope_data(me, to, number, bytes), bytes) };
             }
             let channel = &mut self.out[to];
@@ -261,7 +263,7 @@ impl P2p {
             let (number, through) =
                 (entry & ((1 << CHANNEL_SHIFT) - 1), ((entry & !REJECTED) >> CHANNEL_SHIFT) as usize);
             let Some(at) = channel.waiting.iter().position(|(waiting, _)| *waiting == number) else {
-                continue; // not a message of ours: a peer that broke the protocol
+                continue; // no message of this rank: the peer broke the protocol
             };
             if through >= area.layout.channels {
                 return Err(Error::system(format!(
@@ -292,8 +294,8 @@ impl P2p {
         let inputs = Pieces(op.sent());
         let total = inputs.bytes();
         let bytes = area.layout.body_bytes.min(total - *offset);
-        // SAFETY: the body buffer holds `bytes`; this rank was granted the channel, and DRAINED says that the receiver no
-        // longer reads the buffer.
+        // SAFETY: the body buffer has room for `bytes`. This rank was granted the channel, and DRAINED says that the
+        // receiver no longer reads the buffer.
         unsafe { inputs.read(*offset, area.body(to, *through, round, bytes), bytes) };
         *offset += bytes;
         channel.round += 1;
@@ -327,7 +329,7 @@ impl P2p {
                 let bytes = bytes.min(area.layout.eager_bytes);
                 message.bytes = bytes;
                 let mut data = vec![0u8; bytes];
-                // SAFETY: the envelope holds `bytes`, bounded above; SENT was acquired.
+                // SAFETY: the envelope has `bytes`, bounded above, and SENT was acquired.
                 unsafe { crate::reduce::copy(data.as_mut_ptr(), area.envelope_data(from, me, number, bytes), bytes) };
                 message.data = Some(data);
             }
@@ -348,7 +350,7 @@ impl P2p {
         Ok(moved)
     }
 
-    /// Passes a matched message to its receive: copies an eager one, grants a larger one.
+    /// Passes a matched message to its receive: copies an eager message, grants a larger one.
     fn deliver(&mut self, area: &Area, from: usize, op: Arc<Op>, message: Message, ended: &mut Ended) -> Result<()> {
         let outputs = Pieces(op.request.outputs());
         let room = outputs.bytes();
@@ -365,7 +367,7 @@ impl P2p {
         }
         match message.data {
             Some(data) => {
-                // SAFETY: the outputs hold `room` bytes, as many as the message.
+                // SAFETY: the outputs have `room` bytes, as many as the message.
                 unsafe { outputs.write(0, data.as_ptr(), room) };
                 self.end(op, Ok(()), ended);
             }
@@ -418,7 +420,7 @@ impl P2p {
         let outputs = Pieces(op.request.outputs());
         let total = outputs.bytes();
         let bytes = area.layout.body_bytes.min(total - *offset);
-        // SAFETY: the body buffer is ready and holds `bytes`.
+        // SAFETY: the body buffer is ready and has `bytes`.
         unsafe { outputs.write(*offset, area.body(me, through, round, bytes), bytes) };
         *offset += bytes;
         channel.round += 1;
@@ -431,8 +433,8 @@ impl P2p {
         true
     }
 
-    /// The operations that cannot end before `peer` makes further progress. A receive from anyone needs `peer` when no
-    /// other rank can still send; `gone` says which ranks cannot.
+    /// The operations that cannot end before `peer` makes further progress. A receive from `ANY_RANK` needs `peer` if
+    /// no other rank can still send. `gone` selects the ranks that cannot.
     pub fn blocked_by(&self, area: &Area, peer: usize, gone: impl Fn(usize) -> bool) -> impl Iterator<Item = &Arc<Op>> {
         let (out, incoming) = (&self.out[peer], &self.incoming[peer]);
         let no_room = self.ring_is_full(area, peer);
@@ -455,14 +457,14 @@ impl P2p {
         queued.chain(waiting).chain(sent).chain(received).chain(posted)
     }
 
-    /// True when no envelope to `to` may be overwritten. Before the first message the counters must not be read: the
-    /// memory is not populated.
+    /// Whether no envelope to `to` may be overwritten. Does not read the counters before the ring was used once,
+    /// because the memory may not be populated before the first message.
     fn ring_is_full(&self, area: &Area, to: usize) -> bool {
         let (sent, most) = (self.out[to].sent, area.layout.envelopes);
         sent >= most && sent.wrapping_sub(area.pair_word(area.me, to, CONSUMED).load(Acquire)) >= most
     }
 
-    /// Every operation that has not ended.
+    /// Removes and returns all operations that have not ended.
     pub fn take_pending(&mut self) -> Vec<Arc<Op>> {
         let mut all: Vec<Arc<Op>> = self.posted.drain(..).collect();
         for channel in &mut self.out {
@@ -491,7 +493,7 @@ impl P2p {
     }
 }
 
-/// The last round of a message of which `moved` bytes were moved, when both sides are at round `next`.
+/// The last round of a message of which `moved` bytes were moved, if its next round is `next`.
 fn last_round(area: &Area, next: u64, op: &Op, moved: usize) -> u64 {
     let left = op.payload() as usize - moved;
     next + (left.div_ceil(area.layout.body_bytes) as u64).max(1) - 1

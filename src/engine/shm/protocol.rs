@@ -1,54 +1,57 @@
-//! The protocol of the shared memory: which rank may write which word, and when. It has no access to memory:
-//! it loads and stores through [`Words`].
+//! The protocol of the shared memory: which rank may write which word, and when. It has no access to memory: it loads
+//! and stores through [`Words`].
 //!
-//! Everything here is generic over them, so that the same code runs on the mapped segment and, in `tests/loom.rs`,
-//! on loom's atomics, which try every interleaving.
+//! Everything here is generic over `Words`, so the same code runs on the mapped segment and, in `tests/loom.rs`, on
+//! loom's atomics, which try every interleaving.
 //!
 //! **Slots.** Operation `n` of a group uses slot `n mod depth` of each rank. A rank writes the payload, then stores the
-//! tag `n` (release). A peer that loads the tag `n` (acquire) may read the payload. When a rank no longer reads any slot
-//! of the operations up to `n` it stores `Done = n` (release). Before it overwrites the slot of operation `n - depth` a
-//! rank must have loaded (acquire) `Done >= n - depth` from every peer: their reads then happen before the overwrite,
-//! so there is no trailing barrier, and payload accesses are plain.
+//! tag `n` (release). A peer that loads the tag `n` (acquire) may read the payload. When a rank no longer reads any
+//! slot of operations up to `n`, it stores `Done = n` (release). Before a rank overwrites the slot of operation `n -
+//! depth`, it must have loaded (acquire) `Done >= n - depth` from every peer. Their reads then happen before the
+//! overwrite, so no trailing barrier is needed and payload accesses are plain.
 //!
-//! **Rounds.** Large operations are cut into rounds that are numbered through all operations of the group, in order.
-//! Per region (stage, result) a rank has two buffers and two counters: `Ready = g + 1` says that it has filled its
-//! buffer for round `g`; `Drained = g + 1` that it no longer reads any peer's buffer of rounds up to `g`. A rank may
-//! fill round `g` when every peer's `Drained >= g - 1`, that is, when no peer reads round `g - 2`, the last user of
-//! that buffer.
+//! **Rounds.** Large operations are cut into rounds, which are numbered through all operations of the group, in order.
+//! Per region (stage, result) a rank has two buffers and two counters. `Ready = g + 1` means that the rank has filled
+//! its buffer for round `g`. `Drained = g + 1` means that it no longer reads any peer's buffer of rounds up to `g`. A
+//! rank may fill round `g` when every peer's `Drained >= g - 1`: then no peer reads round `g - 2`, which used the same
+//! buffer last.
 //!
-//! **Messages.** A message that does not fit into an envelope goes through the two buffers of a channel of the receiver
-//! (`channels.rs`), in rounds that are numbered through all such messages of an ordered pair: the sender may fill round
-//! `g` when the receiver has drained round `g - 2`. A channel passes to another sender only by a grant, which the receiver
-//! gives (release) after it has read everything that came through the channel before.
+//! **Messages.** A message that does not fit into an envelope is copied through the two buffers of a channel of the
+//! receiver (`channels.rs`). Its rounds are numbered through all such messages of an ordered pair: the sender may fill
+//! round `g` when the receiver has drained round `g - 2`. A channel passes to another sender only by a grant, which the
+//! receiver stores (release) after it has read all earlier data of the channel.
 //!
-//! **Parts.** Where ranks access each other's tensors (`mapped`), each has a part of the operation and stores `Moved = n` in
-//! its slot when it has done it (release). A rank that loads this from every slot (acquire) knows that nobody reads its inputs
-//! any more and that its outputs are complete; then its operation ends. The word is 0 before the slot is published.
+//! **Parts.** If ranks access each other's tensors (`mapped`), each rank has a part of the operation. When its part is
+//! done, it stores `Moved = n` in its slot (release). A rank that loads this value from every slot (acquire) knows that
+//! no rank reads its inputs any more and that its outputs are complete; then its operation ends. The word is 0 before
+//! the slot is published.
 //!
-//! **Mail.** With many ranks, a sender marks at the receiver that it has sent: it sets its bit (release) after the
-//! message is visible. The receiver takes the bits (acquire) before it reads the envelopes of the senders they name, so
-//! a message that comes later comes with a new bit. With few ranks, only a sender's first message to a rank sets a bit;
-//! from then on the receiver polls that sender.
+//! **Mail.** With many ranks, a sender marks each message at the receiver: after the message is visible, it sets its
+//! bit in the receiver's mail words (release). The receiver clears the bits (acquire) before it reads the envelopes of
+//! their senders, so a later message sets its bit again. With few ranks, only a sender's first message to a rank sets a
+//! bit; after that the receiver polls that sender.
 //!
-//! Each word except mail has one writing rank. Nothing here waits: a function answers yes or not yet.
+//! Each word except mail has one writing rank. No function here blocks: each returns whether a step is possible yet.
 
 use super::rank_set::RankSet;
 
 /// A word of the segment that one rank writes and others read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Word {
-    /// Tag of the slot that operation `n` uses at `rank`. Written by `rank` after the payload (release), read by its
-    /// peers (acquire). Value: the operation's number, 0 before the first.
+    /// Tag of the slot that operation `n` uses at `rank`: the operation's number, 0 before the first. Written by `rank`
+    /// after the payload (release), read by its peers (acquire).
     Tag { rank: usize, n: u64 },
-    /// Highest `n` such that `rank` reads no slot of operations up to `n`. Written by `rank` (release) after its last
-    /// such read, read by its peers (acquire) before they overwrite.
+    /// Highest `n` such that `rank` no longer reads any slot of operations up to `n`. Written by `rank` after its last
+    /// such read (release), read by its peers before they overwrite their slots (acquire).
     Done(usize),
-    /// The number of the operation whose part `rank` has done, in the slot of operation `n`; 0 before. Release after the last
-    /// read and write of a peer's tensor; acquire before the tensors are used again.
+    /// In the slot of operation `n`: `n` when `rank` has done its part, 0 before. Written after the last access to a
+    /// peer's tensor (release), read before the tensors are used again (acquire).
     Moved { rank: usize, n: u64 },
-    /// Rounds that `rank` has filled, per region. Release after filling; acquire before reading.
+    /// Number of rounds that `rank` has filled, per region. Written after filling (release), read before reading the
+    /// buffer (acquire).
     Ready(Region, usize),
-    /// Rounds that `rank` no longer reads, per region. Release after reading; acquire before overwriting.
+    /// Number of rounds that `rank` no longer reads, per region. Written after reading (release), read before
+    /// overwriting (acquire).
     Drained(Region, usize),
 }
 
@@ -58,7 +61,7 @@ pub enum Region {
     Result,
 }
 
-/// Access to the words. `load` acquires, `store` releases.
+/// Access to the words. `load` is an acquire load, `store` a release store.
 pub trait Words {
     fn load(&self, word: Word) -> u64;
     fn store(&self, word: Word, value: u64);
@@ -73,7 +76,7 @@ pub struct Slots {
     known: Vec<u64>,
     /// This rank's `Done`.
     done: u64,
-    /// Operations above `done` that this rank has finished reading, out of order: bit `i` is `done + 1 + i`.
+    /// Operations above `done` that this rank has finished reading: bit `i` is operation `done + 1 + i`.
     finished: u128,
 }
 
@@ -100,12 +103,12 @@ impl Slots {
         true
     }
 
-    /// True while `peer` keeps this rank from writing its slot for operation `n`.
+    /// True while `peer` prevents this rank from writing its slot for operation `n`.
     pub fn lacks_credit<W: Words>(&self, words: &W, peer: usize, n: u64) -> bool {
         n.checked_sub(self.depth).is_some_and(|last_user| words.load(Word::Done(peer)) < last_user)
     }
 
-    /// Makes the slot visible. The payload and header must be written before.
+    /// Makes the slot visible to the peers. Payload and header must be written before.
     pub fn publish<W: Words>(&self, words: &W, n: u64) {
         words.store(Word::Tag { rank: self.me, n }, n);
     }
@@ -115,7 +118,7 @@ impl Slots {
         words.load(Word::Tag { rank, n }) == n
     }
 
-    /// This rank no longer reads any slot of operation `n`.
+    /// Records that this rank no longer reads any slot of operation `n`.
     pub fn retire<W: Words>(&mut self, words: &W, n: u64) {
         debug_assert!(n > self.done && n - self.done <= 128);
         self.finished |= 1 << (n - self.done - 1);
@@ -128,33 +131,34 @@ impl Slots {
     }
 }
 
-/// `me` has done its part of operation `n`.
+/// Publishes that `me` has done its part of operation `n`.
 pub fn moved<W: Words>(words: &W, me: usize, n: u64) {
     words.store(Word::Moved { rank: me, n }, n);
 }
 
-/// True when `rank` has done its part of operation `n`, which it has published.
+/// Whether `rank`, which has published operation `n`, has done its part of it.
 pub fn has_moved<W: Words>(words: &W, rank: usize, n: u64) -> bool {
     words.load(Word::Moved { rank, n }) == n
 }
 
-/// Access to what says that a rank has given up its operations.
+/// Access to the words from which a rank sees that another rank has given up its operations.
 pub trait Ends {
     /// Whether the group has failed or a rank has left it. Relaxed.
     fn is_over(&self) -> bool;
-    /// Orders what was read before it before what is read after it.
+    /// Acquire fence: orders the loads before it before the loads after it.
     fn fence(&self);
 }
 
-/// True if no rank had given up its part when peers' tensors were last read before this call. A rank that gives up stores that,
-/// with a fence after it, before its program changes a tensor: if the change was read, the store is found here.
+/// Called after reading peers' tensors. True if no rank had given up its part before those reads. A rank that gives up
+/// stores this, followed by a fence, before its program changes a tensor. So if this rank has read the change, it finds
+/// the store here.
 pub fn was_whole<E: Ends>(ends: &E) -> bool {
     ends.fence();
     !ends.is_over()
 }
 
-/// True when `rank` no longer reads the previous contents of a peer's buffer for round `g`, so that `rank` does not
-/// prevent filling it.
+/// Whether `rank` no longer reads the data that the buffer of round `g` held before, so that a peer may fill the buffer
+/// as far as `rank` is concerned.
 pub fn has_read<W: Words>(words: &W, region: Region, rank: usize, g: u64) -> bool {
     g < 2 || words.load(Word::Drained(region, rank)) >= g - 1
 }
@@ -164,7 +168,7 @@ pub fn may_fill<W: Words>(words: &W, region: Region, me: usize, ranks: usize, g:
     (0..ranks).all(|q| q == me || has_read(words, region, q, g))
 }
 
-/// Makes round `g` of `me` visible.
+/// Publishes that `me` has filled round `g`.
 pub fn filled<W: Words>(words: &W, region: Region, me: usize, g: u64) {
     words.store(Word::Ready(region, me), g + 1);
 }
@@ -174,31 +178,30 @@ pub fn is_ready<W: Words>(words: &W, region: Region, rank: usize, g: u64) -> boo
     words.load(Word::Ready(region, rank)) > g
 }
 
-/// `me` no longer reads any peer's buffer of rounds up to and including `g`.
+/// Publishes that `me` no longer reads any peer's buffer of rounds up to and including `g`.
 pub fn drained<W: Words>(words: &W, region: Region, me: usize, g: u64) {
     words.store(Word::Drained(region, me), g + 1);
 }
 
-/// True when a sender may fill a channel's buffer for round `g` of its pair, given that the receiver has drained rounds up
-/// to `drained`.
+/// Whether a sender may fill a channel's buffer for round `g` of its pair. `drained` is the pair's DRAINED word.
 pub fn may_fill_body(g: u64, drained: u64) -> bool {
     g < 2 || drained >= g - 1
 }
 
 /// Access to the mail words.
 pub trait Mail {
-    /// Sets a bit of `word` of rank `to`. Release.
+    /// Sets `bit` in a mail word of rank `to` (release).
     fn add(&self, to: usize, word: usize, bit: u64);
-    /// Takes the bits of this rank's `word`. Acquire.
+    /// Reads and clears a mail word of this rank (acquire).
     fn take(&self, word: usize) -> u64;
 }
 
-/// Tells `to` that `from` has sent. Call it after the message is visible.
+/// Sets the bit of `from` at `to`. Call it after the message is visible.
 pub fn post<M: Mail>(mail: &M, to: usize, from: usize) {
     mail.add(to, from / 64, 1 << (from % 64));
 }
 
-/// The ranks, of `ranks`, that have sent to this rank since the last call.
+/// Returns the ranks that have sent to this rank since the last call. The group has `ranks` ranks.
 pub fn collect<M: Mail>(mail: &M, ranks: usize) -> RankSet {
     let mut senders = RankSet::default();
     for word in 0..ranks.div_ceil(64) {

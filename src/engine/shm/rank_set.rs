@@ -26,7 +26,7 @@ impl RankSet {
         RankSet(std::array::from_fn(|word| self.0[word] | other.0[word]))
     }
 
-    /// In ascending order.
+    /// The ranks in ascending order.
     pub fn iter(self) -> impl Iterator<Item = usize> {
         self.0.into_iter().enumerate().flat_map(|(word, mut bits)| {
             std::iter::from_fn(move || {

@@ -1,10 +1,9 @@
 //! Small operations: one exchange of tagged slots.
 //!
-//! Idea: every rank writes the data that its peers need into its own slot, then each reads all the slots it needs and
-//! combines them alone. Steps: 1 (write, tag, read). Bytes per rank: own payload written, up to (P-1) payloads read.
-//! Order of summation: rank 0 to P-1. Source: the flag-in-line idea of NCCL's LL protocol and the single exchange of
-//! DeepSpeed's shm all_reduce, here with one numbering for all kinds of operation and no trailing barrier
-//! (protocol.rs).
+//! Idea: every rank writes the data that its peers need into its own slot. Then each rank reads all the slots it needs
+//! and combines them alone. Steps: 1 (write, tag, read). Bytes per rank: own payload written, up to (P-1) payloads
+//! read. Order of summation: rank 0 to P-1. Source: the flag-in-line idea of NCCL's LL protocol and the single exchange
+//! of DeepSpeed's shm all_reduce, with one numbering for all kinds of operation and no trailing barrier (protocol.rs).
 
 #![allow(unsafe_code)] // copies and reduces between caller memory and the slots of the segment
 
@@ -22,7 +21,7 @@ use crate::reduce::Kernel;
 use crate::select;
 use crate::types::{Kind, ReduceOp, Request};
 
-/// Bytes of rank `q`'s block: `blocks[q]`, or an equal part of `total`.
+/// Size of rank `q`'s block: `blocks[q]`, or an equal part of `total` if `blocks` is empty.
 pub fn block(blocks: &[usize], total: usize, ranks: usize, q: usize) -> usize {
     if blocks.is_empty() { total / ranks } else { blocks[q] }
 }
@@ -32,7 +31,7 @@ pub fn block_start(blocks: &[usize], total: usize, ranks: usize, q: usize) -> us
     if blocks.is_empty() { total / ranks * q } else { blocks[..q].iter().sum() }
 }
 
-/// The aux word of an operation's header.
+/// The `aux` word of an operation's header (`Header`).
 fn aux(op: &Op, inline: bool) -> u64 {
     let request = &op.request;
     match (request.kind, request.op) {
@@ -43,8 +42,8 @@ fn aux(op: &Op, inline: bool) -> u64 {
     }
 }
 
-/// Writes the tensors of a call's list into the end of its slot, as far as the data leaves room: a peer with another list
-/// looks there for the first difference.
+/// Writes the tensors of a call's list into the end of its slot, as far as the data leaves room. A peer with another
+/// list compares them to find the first difference.
 fn write_list(area: &Area, op: &Op) {
     if op.request.list.is_empty() {
         return;
@@ -54,10 +53,10 @@ fn write_list(area: &Area, op: &Op) {
     }
 }
 
-/// Tensors of a list for which a slot has room; the same on all ranks with one signature.
+/// Number of tensors of a list for which a slot has room. Equal on all ranks with the same signature.
 fn list_room(area: &Area, op: &Op) -> usize {
     let data = select::slot_payload(&op.request, area.ranks);
-    // The slot of an operation in rounds holds no data, but may hold an offer (`mapped`).
+    // The slot of an operation in rounds has no data, but may have an offer (`mapped`).
     SLOT_BYTES.checked_sub(data).unwrap_or(SLOT_BYTES - OFFER_BYTES) / 8
 }
 
@@ -72,47 +71,47 @@ pub fn write(area: &Area, op: &Op, chain: u64) {
     };
     if writes && bytes > 0 {
         let to = area.payload(area.me, op.number, bytes);
-        // SAFETY: `payload` checked that the slot holds `bytes`; `may_publish` said that no peer reads it; the caller
-        // keeps the inputs alive until the operation ends.
+        // SAFETY: `payload` checked that the slot has room for `bytes`. `may_publish` returned true, so no peer reads
+        // the slot. The caller keeps the inputs alive until the operation ends.
         unsafe { Pieces(request.inputs()).read(0, to, bytes) };
     }
     write_list(area, op);
     area.write_header(op.number, Header { signature: op.signature, chain, aux: aux(op, true) });
 }
 
-/// Writes the header of an operation that uses rounds: its data follows through the stage buffers.
+/// Writes the header of an operation that runs in rounds, whose data follows through the stage buffers.
 pub fn write_header(area: &Area, op: &Op, chain: u64) {
     write_list(area, op);
     area.write_header(op.number, Header { signature: op.signature, chain, aux: aux(op, false) });
 }
 
-/// Writes the slot of an all_to_all: the table of this rank's block sizes, then the blocks if they fit; the header says
-/// whether they did.
+/// Writes the slot of an all_to_all: the table of this rank's block sizes, then the blocks if they fit. `aux` in the
+/// header says whether they did.
 pub fn write_table(area: &Area, op: &Op, chain: u64) {
     let request = &op.request;
     let inputs = Pieces(request.inputs());
     let total = inputs.bytes();
     let table = table_bytes(request, area.ranks);
     let inline = is_inline(request, area.ranks);
-    // Reserves the whole slot, so that table and blocks lie behind the header line whatever their size.
+    // Asks for the whole slot, so that the table is behind the header line whatever its size.
     let to = area.payload(area.me, op.number, SLOT_BYTES);
     for q in 0..area.ranks {
         let bytes = block(&request.in_blocks, total, area.ranks, q) as u64;
-        // SAFETY: the table lies within the slot (MAX_RANKS * 8 <= SLOT_BYTES), which no peer reads now.
+        // SAFETY: the table is within the slot (MAX_RANKS * 8 <= SLOT_BYTES), which no peer reads now.
         unsafe { to.add(q * 8).cast::<u64>().write_unaligned(bytes) };
     }
     if inline {
-        // SAFETY: table + total fit into the slot.
+        // SAFETY: the table and `total` bytes fit into the slot.
         unsafe { inputs.read(0, to.add(table), total) };
     }
     area.write_header(op.number, Header { signature: op.signature, chain, aux: aux(op, inline) });
 }
 
-/// Row `q` of the all_to_all tables: block sizes as rank `q` wrote them. Unchecked values.
+/// The block sizes that rank `q` wrote into its table. The values are unchecked.
 pub fn read_table(area: &Area, op: &Op, q: usize) -> Vec<usize> {
     let from = area.payload(q, op.number, SLOT_BYTES);
     (0..area.ranks)
-        // SAFETY: the table lies within the slot; the tag of `q` was acquired.
+        // SAFETY: the table is within the slot, and the tag of `q` was acquired.
         .map(|r| unsafe { from.add(r * 8).cast::<u64>().read_unaligned() } as usize)
         .collect()
 }
@@ -131,8 +130,8 @@ pub fn needs(area: &Area, op: &Op, q: usize) -> bool {
     reads_from(&op.request, area.me, q) && !Slots::is_published(area, q, op.number)
 }
 
-/// Checks the slots that this rank needs, from rank `seen` on: whether they are published, and whether their signatures
-/// agree. Returns the first rank that is still missing, or `ranks`.
+/// Checks the needed slots from rank `seen` on: that they are published and that their signatures agree. Returns the
+/// first rank whose slot is not published yet, or `ranks`.
 pub fn look(area: &Area, op: &Op, mut seen: usize, needed: impl Fn(usize) -> bool) -> Result<usize> {
     while seen < area.ranks {
         if seen != area.me && needed(seen) {
@@ -148,7 +147,7 @@ pub fn look(area: &Area, op: &Op, mut seen: usize, needed: impl Fn(usize) -> boo
             {
                 return Err(error);
             }
-            // Rank `seen` must bring as many bytes as this rank's list of blocks has for it.
+            // Rank `seen` must have as many bytes as this rank's list of blocks expects from it.
             if matches!(op.request.kind, Kind::AllGather | Kind::Gather) {
                 let expected = op.request.out_blocks.get(seen).map_or(own.aux, |bytes| *bytes as u64);
                 if theirs.aux != expected {
@@ -171,8 +170,8 @@ fn mismatch(number: u64, me: usize, own: u64, peer: usize, theirs: u64) -> Error
     different(called(me, own), called(peer, theirs), UNTOUCHED)
 }
 
-/// The error of two ranks that passed different lists of tensors to this operation, by the aux words of their headers. None
-/// where these do not tell it: those of PREMUL_SUM are factors.
+/// The error if two ranks passed different lists of tensors to this operation, which their headers' `aux` words show.
+/// None if the words do not show it: for PREMUL_SUM they are factors.
 fn other_list(area: &Area, op: &Op, (peer, theirs): (usize, u64), own: u64) -> Option<Error> {
     if !lists::possible(op.signature)
         || matches!(op.request.op, ReduceOp::PremulSum(_))
@@ -190,17 +189,18 @@ fn other_list(area: &Area, op: &Op, (peer, theirs): (usize, u64), own: u64) -> O
     Some(lists::differ(&op::describe(op.signature), op.number, (area.me, own), (peer, theirs), place))
 }
 
-/// The signatures of this operation agree, but an earlier call differed: the lists of sizes of this operation, or an
-/// earlier operation in which neither rank read the other's header. The segment still has the last headers of both;
-/// this reports the first difference among them.
+/// Called if the signatures of this operation agree but the chains differ. Then the lists of sizes of this operation
+/// differ, or an earlier operation in which neither rank read the other's header. The segment still has the last
+/// headers of both ranks; this reports the first difference among them.
 fn earlier_mismatch(area: &Area, op: &Op, peer: usize) -> Error {
     let me = area.me;
     let oldest = op.number.saturating_sub(area.layout.depth - 1).max(1);
-    // Whether all calls up to the one before agreed: true before the first, unknown where its headers were overwritten.
+    // Whether all calls before `n` agreed. True before the first call, false (unknown) if earlier headers were
+    // overwritten.
     let mut agreed = oldest == 1;
     for n in oldest..=op.number {
         if !Slots::is_published(area, me, n) || !Slots::is_published(area, peer, n) {
-            agreed = false; // the slot has a later operation already
+            agreed = false; // the slot already has a later operation
             continue;
         }
         let (own, theirs) = (area.read_header(me, n), area.read_header(peer, n));
@@ -231,7 +231,7 @@ fn earlier_mismatch(area: &Area, op: &Op, peer: usize) -> Error {
     Error::mismatch(laid_out(&head, &[], SAME_CALLS))
 }
 
-/// This rank's list, for error texts; a long one is cut.
+/// This rank's list for error texts. A long list is cut.
 fn sizes(me: usize, request: &Request) -> String {
     const SHOWN: usize = 8;
     let tensors: Vec<usize> = request.list.iter().map(|tensor| tensor.bytes).collect();
@@ -248,7 +248,7 @@ fn sizes(me: usize, request: &Request) -> String {
     }
 }
 
-/// The PREMUL_SUM factor of each rank, from the headers; empty for every other reduction.
+/// The PREMUL_SUM factors by rank, from the headers. Empty for every other reduction.
 pub fn factors(area: &Area, op: &Op) -> Vec<f64> {
     match op.request.op {
         ReduceOp::PremulSum(_) => (0..area.ranks).map(|q| f64::from_bits(area.read_header(q, op.number).aux)).collect(),
@@ -256,24 +256,24 @@ pub fn factors(area: &Area, op: &Op) -> Vec<f64> {
     }
 }
 
-/// Whether this rank's blocks of an all_to_all lie in its slot, behind the table.
+/// Whether this rank's blocks of an all_to_all are in its slot, behind the table.
 pub fn is_inline(request: &Request, ranks: usize) -> bool {
     request.kind == Kind::AllToAll && table_bytes(request, ranks) + Pieces(request.inputs()).bytes() <= SLOT_BYTES
 }
 
-/// Bytes of the table at the beginning of a slot.
+/// Size of the table at the beginning of a slot.
 pub fn table_bytes(request: &Request, ranks: usize) -> usize {
     if request.kind == Kind::AllToAll { ranks * 8 } else { 0 }
 }
 
-/// Reads the slots, which are all published, and writes the results. `scratch` is memory for one payload.
+/// Reads the slots, which are all published, and writes the results. `scratch` is a buffer for one payload.
 pub fn finish(area: &Area, op: &Op, kernel: Option<&Kernel>, scratch: &mut Vec<u8>) -> Result<()> {
     let request = &op.request;
     let (me, ranks, n) = (area.me, area.ranks, op.number);
     let outputs = Pieces(request.outputs());
     let total_out = outputs.bytes();
     if total_out == 0 {
-        return Ok(()); // a barrier, or a rank that gets no data
+        return Ok(()); // a barrier, or a rank that receives no data
     }
     match request.kind {
         Kind::AllReduce | Kind::Reduce => {
@@ -288,7 +288,8 @@ pub fn finish(area: &Area, op: &Op, kernel: Option<&Kernel>, scratch: &mut Vec<u
             let mut to = 0;
             for q in 0..ranks {
                 let bytes = block(&request.out_blocks, total_out, ranks, q);
-                // SAFETY: the slot holds `bytes` (checked by payload), its tag was acquired, the outputs are the caller's.
+                // SAFETY: the slot has `bytes` (checked by `payload`), its tag was acquired, and the outputs are the
+                // caller's.
                 unsafe { outputs.write(to, area.payload(q, n, bytes), bytes) };
                 to += bytes;
             }
@@ -299,7 +300,7 @@ pub fn finish(area: &Area, op: &Op, kernel: Option<&Kernel>, scratch: &mut Vec<u
             unsafe { outputs.write(0, from, total_out) };
         }
         Kind::Scatter => {
-            // All blocks are equal: checked at the root, and signed by every rank.
+            // All blocks are equal: the root checks that, and the signature covers it.
             let from = area.payload(request.root as usize, n, total_out * ranks);
             // SAFETY: as above.
             unsafe { outputs.write(0, from.add(me * total_out), total_out) };
@@ -324,7 +325,7 @@ fn combine(
 ) {
     let kernel = kernel.expect("a reducing operation has a kernel");
     let outputs = Pieces(op.request.outputs());
-    // SAFETY: `start` lies within the payload, whose bounds were checked.
+    // SAFETY: `start` is within the payload, whose bounds were checked.
     let source = |q| unsafe { area.payload(q, op.number, payload).cast_const().add(start) };
     let to = outputs.contiguous(0, bytes);
     scratch.resize(bytes, 0);
@@ -332,7 +333,8 @@ fn combine(
     let count = bytes / kernel.element_size();
     let factors = factors(area, op);
     let mut few = [std::ptr::null(); 8];
-    // SAFETY: every source holds `bytes` behind `start`, and so does the target; slots overlap no caller memory.
+    // SAFETY: every source has `bytes` from `start` on, and the target has room for them. Slots do not overlap caller
+    // memory.
     unsafe {
         if area.ranks <= few.len() {
             for (q, slot) in few[..area.ranks].iter_mut().enumerate() {
@@ -349,15 +351,15 @@ fn combine(
     }
 }
 
-/// Completes an all_to_all when all tables are published: checks all sizes, copies every block that lies in a slot, and
-/// returns the tables of the ranks whose blocks come in rounds.
+/// Completes an all_to_all when all tables are published: checks all sizes and copies every block that is in a slot.
+/// Returns the tables of the ranks whose blocks are sent in rounds.
 pub fn finish_table(area: &Area, op: &Op) -> Result<Vec<Option<Vec<usize>>>> {
     let request = &op.request;
     let (me, ranks) = (area.me, area.ranks);
     let outputs = Pieces(request.outputs());
     let total_out = outputs.bytes();
     let mut in_rounds = Vec::with_capacity(ranks);
-    // The offset of each block that lies in a slot.
+    // The offset in its slot of each block that is in a slot.
     let mut in_slots = Vec::with_capacity(ranks);
     for q in 0..ranks {
         let table = read_table(area, op, q);
@@ -382,7 +384,7 @@ pub fn finish_table(area: &Area, op: &Op) -> Result<Vec<Option<Vec<usize>>>> {
     for (q, at) in in_slots.into_iter().enumerate() {
         let bytes = block(&request.out_blocks, total_out, ranks, q);
         if let Some(at) = at {
-            // SAFETY: `at + bytes` lies within the slot, as checked above; its tag was acquired.
+            // SAFETY: `at + bytes` is within the slot, as checked above, and its tag was acquired.
             unsafe { outputs.write(to, area.payload(q, op.number, SLOT_BYTES).add(at), bytes) };
         }
         to += bytes;

@@ -1,28 +1,30 @@
-//! Large operations on tensors that peers can reach: no copy on the way.
+//! Large operations on tensors that peers can reach, without intermediate copies.
 //!
-//! Idea: the tensors lie in the arenas of their processes (`memory/arena.rs`), which every rank has mapped. In all_reduce each
-//! rank combines its slice of all inputs and writes the result into all outputs; where data only move, each rank copies what
-//! it needs out of its peers' inputs. Then it says that its part is done, and the operation ends when all have said so.
+//! Idea: the tensors are in the arenas of their processes (`memory/arena.rs`), which every rank has mapped. In
+//! all_reduce, each rank combines its slice of all inputs and writes the result into all outputs. In kinds that only
+//! move data, each rank copies what it needs from its peers' inputs. Then it publishes that its part is done. The
+//! operation ends when all parts are done.
 //!
 //! | kind | bytes read and written per rank | order of summation |
 //! | --- | --- | --- |
 //! | all_reduce | N read, N written | rank 0..P-1, each slice at one rank |
 //! | reduce | N read, N/P written | the same |
 //! | reduce_scatter | N read, N/P written | the same |
-//! | all_gather, all_to_all | what it gets, read and written once | - |
+//! | all_gather, all_to_all | its output, read and written once | - |
 //!
-//! Steps: two exchanges (the headers, the ends of the parts). Source: the single-copy collectives of XPMEM-based MPI libraries
-//! (Open MPI's coll/xhc), here over memory that needs no kernel module.
+//! Steps: two exchanges (the headers, the ends of the parts). Source: the single-copy collectives of XPMEM-based MPI
+//! libraries (Open MPI's coll/xhc), here over memory that needs no kernel module.
 //!
-//! **Who decides.** Every rank's header says whether it offers its tensors (`offer.rs`); the operation is mapped if all do,
-//! else its data are staged (`bulk.rs`).
+//! **Choice.** Every rank's header says whether it offers its tensors (`offer.rs`). The operation is mapped if all
+//! ranks do, else its data is staged (`bulk.rs`).
 //!
-//! **When a rank fails.** A rank whose operation fails goes on in its program, which writes into the inputs again and expects
-//! that nobody writes into the outputs. A peer may still be in the middle of its part.
-//! - *Late writes*: outputs are made private before the program gets the error (`Mapped::withdraw`).
-//! - *Late reads*: after it has read, a rank looks whether the group has failed or a rank has left, and if so it does not say
-//!   that its part is done. The failing rank stored the fault, or that it leaves, before its program goes on (`Shm::take_pending`
-//!   sees to that), so who reads changed data finds one of them. No rank's operation ends before all parts are done.
+//! **When a rank fails.** A rank whose operation fails continues its program, which writes into the inputs again and
+//! expects that no rank writes into the outputs. A peer may still be in the middle of its part.
+//! - *Late writes*: outputs are made private before the program receives the error (`Mapped::withdraw`).
+//! - *Late reads*: after reading, a rank checks whether the group has failed or a rank has left. If so, it does not
+//!   publish that its part is done. The failing rank has stored its fault or its leaving before its program continues
+//!   (`Shm::take_pending` ensures that), so a rank that has read changed data finds one of them. No rank's operation
+//!   ends before all parts are done.
 
 #![allow(unsafe_code)] // reads and writes the tensors of peers
 
@@ -46,25 +48,25 @@ use crate::reduce::Kernel;
 use crate::select::Choice;
 use crate::stats::chunk_timer::ChunkTimer;
 
-/// Bytes that are combined, then written to all, while they are in the nearest cache.
+/// Bytes that are combined, then written to all outputs, while they are in the nearest cache.
 const FOLD_BYTES: usize = 32 << 10;
-/// Bytes of one step: a waiting thread looks for signals, deadlines and ended peers between steps.
+/// Bytes of one step. Between steps, a waiting thread checks for signals, deadlines and ended peers.
 const STEP_BYTES: usize = 1 << 20;
 
 /// The progress of an operation whose tensors this rank offers.
 pub struct Mapped {
     offer: Offer,
-    /// Ranks whose headers were seen and agree.
+    /// Ranks below this number have headers that agree.
     seen: usize,
     work: Option<Work>,
-    /// Bytes of the own part that are done.
+    /// Bytes of this rank's part that are done.
     at: usize,
-    /// The own part is done, and the others know it.
+    /// Whether this rank's part is done and published.
     told: bool,
     timer: ChunkTimer,
 }
 
-/// What all have agreed to do.
+/// What the ranks have agreed to do.
 struct Work {
     part: Part,
     theirs: Vec<Theirs>,
@@ -74,7 +76,7 @@ struct Work {
 /// The result of a step.
 pub enum Outcome {
     Step(Step),
-    /// A rank offers nothing: the data must be staged.
+    /// A rank offers nothing, so the data must be staged.
     Staged,
 }
 
@@ -83,7 +85,7 @@ impl Mapped {
         Mapped { offer, seen: 0, work: None, at: 0, told: false, timer: ChunkTimer::new(op) }
     }
 
-    /// Does at most one piece of the own part.
+    /// Does at most one step of this rank's part.
     pub fn step(&mut self, area: &Area, op: &Op, kernel: Option<&Kernel>, arenas: &Arenas) -> Result<Outcome> {
         if self.seen < area.ranks {
             self.seen = small::look(area, op, self.seen, |_| true)?;
@@ -105,14 +107,14 @@ impl Mapped {
         let work = self.work.as_ref().expect("agreed above");
         if !self.told {
             if !protocol::was_whole(area) {
-                return Ok(Outcome::Step(Step::Blocked)); // the group finds out why
+                return Ok(Outcome::Step(Step::Blocked)); // the group finds the reason
             }
             let whole = work.part.bytes();
             if self.at < whole {
                 let bytes = STEP_BYTES.min(whole - self.at);
                 let began = self.timer.begin(op);
-                // SAFETY: every rank has published the operation and keeps its tensors until it ends; `agree` has checked
-                // that the part lies within them.
+                // SAFETY: every rank has published the operation and keeps its tensors until it ends. `agree` has
+                // checked that the part is within them.
                 unsafe { work.advance(area, op, kernel, self.at, bytes) };
                 let timing = &op.timing;
                 self.timer.end(if op.request.kind.reduces() { &timing.reducing } else { &timing.copying }, began);
@@ -131,23 +133,26 @@ impl Mapped {
         })))
     }
 
-    /// True while the operation cannot end before `peer` makes further progress. A peer that left has given up its part of
-    /// this operation: its inputs may change.
+    /// True while the operation cannot end before `peer` makes further progress. A peer that left has given up its part
+    /// of this operation, and its inputs may change.
     pub fn needs(&self, area: &Area, op: &Op, peer: usize) -> bool {
         let published = |q| Slots::is_published(area, q, op.number);
         if !(0..area.ranks).all(published) {
-            // Nobody has begun its part before all are here: a rank that offers and is gone will not do it.
+            // No rank starts its part before all have published, so a peer that offers and then ends has not done its
+            // part.
             return !published(peer) || area.offer(peer, op.number) != 0;
         }
         if self.work.is_none() {
-            return false; // the next step decides, or an earlier operation is in the way
+            return false; // the next step decides, or an earlier operation runs first
         }
         !protocol::has_moved(area, peer, op.number) || !self.told && area.left(peer)
     }
 
-    /// The operation fails here, and the group has: keeps peers that continue later from writing into the outputs.
+    /// Called when the operation fails here and the group has failed. Keeps peers that continue later from writing into
+    /// the outputs.
     pub fn withdraw(self) {
-        // The fault, or that this rank has left, was stored before; no later write of the program may come before it.
+        // The fault, or that this rank has left, was stored before. Later writes of the program must not be ordered
+        // before that store.
         fence(Ordering::SeqCst);
         for lease in self.offer.targets() {
             if let Err(error) = lease.take_out() {
@@ -161,7 +166,7 @@ impl Mapped {
     }
 }
 
-/// What to do if every rank offers its tensors; all have published the operation.
+/// What this rank has to do, if every rank offers its tensors. All ranks have published the operation.
 fn agree(area: &Area, op: &Op, arenas: &Arenas) -> Result<Option<Work>> {
     let request = &op.request;
     let theirs = match arenas.theirs(area, op) {
@@ -208,10 +213,10 @@ impl protocol::Ends for Area {
 }
 
 impl Work {
-    /// Does `bytes` of the part, from `at` on.
+    /// Does `bytes` of this rank's part, from `at` on.
     ///
     /// # Safety
-    /// All tensors of `theirs` are valid, and `at + bytes` is at most the part's length.
+    /// All tensors of `theirs` must be valid, and `at + bytes` must not exceed the part's length.
     unsafe fn advance(&self, area: &Area, op: &Op, kernel: Option<&Kernel>, at: usize, bytes: usize) {
         match &self.part {
             Part::Copy(pieces) => {
@@ -221,8 +226,8 @@ impl Work {
                     if from < to {
                         let (skip, length) = (from - start, to - from);
                         let source = Pieces(&self.theirs[piece.peer].inputs);
-                        // SAFETY: the caller's promise. This rank's own input may be the same bytes of its output, which
-                        // are not copied then.
+                        // SAFETY: the caller vouches for it. This rank's own input may be the same bytes as its output,
+                        // which are not copied then.
                         unsafe { transfer(source, piece.from + skip, outputs, piece.to + skip, length) };
                     }
                     start += piece.bytes;
@@ -232,7 +237,7 @@ impl Work {
                 let kernel = kernel.expect("a reducing operation has a kernel");
                 for at in (at..at + bytes).step_by(FOLD_BYTES).map(|next| (next, FOLD_BYTES.min(at + bytes - next))) {
                     let (next, length) = at;
-                    // SAFETY: the caller's promise.
+                    // SAFETY: the caller vouches for it.
                     unsafe { self.fold(area.me, kernel, (from + next, to + next, length), targets) };
                 }
             }
@@ -242,7 +247,7 @@ impl Work {
     /// Combines `bytes` of all inputs at `from` and writes them into the outputs of `targets` at `to`.
     ///
     /// # Safety
-    /// The ranges lie within all tensors, and no other rank reads or writes them in this operation.
+    /// The ranges must be within all tensors, and no other rank may access them in this operation.
     unsafe fn fold(&self, me: usize, kernel: &Kernel, (from, to, bytes): (usize, usize, usize), targets: &[usize]) {
         let mut gathered: Vec<Vec<u8>> = Vec::new();
         let sources: Vec<*const u8> = self
@@ -253,7 +258,7 @@ impl Work {
                 inputs.contiguous(from, bytes).map_or_else(
                     || {
                         let mut copied = vec![0; bytes];
-                        // SAFETY: within the inputs (the function's contract).
+                        // SAFETY: within the inputs, by the function's contract.
                         unsafe { inputs.read(from, copied.as_mut_ptr(), bytes) };
                         gathered.push(copied);
                         gathered.last().expect("just pushed").as_ptr()
@@ -263,15 +268,16 @@ impl Work {
             })
             .collect();
         let outputs = |rank: usize| Pieces(&self.theirs[rank].outputs);
-        // Into the own output if it is one, and from there, where it is in the cache, to the others.
+        // Reduces into this rank's output if it is a target, and copies the result from there, while it is in the
+        // cache, to the others.
         let first = if targets.contains(&me) { me } else { targets[0] };
         let direct = outputs(first).contiguous(to, bytes);
         let mut scratch = vec![0; if direct.is_some() { 0 } else { bytes }];
         let result = direct.unwrap_or(scratch.as_mut_ptr());
-        // SAFETY: the function's contract; an output is exactly an input or overlaps none (the contract of `Request`).
+        // SAFETY: the function's contract. An output is exactly an input or overlaps none (the contract of `Request`).
         unsafe { kernel.reduce(result, &sources, &self.factors, bytes / kernel.element_size()) };
         for rank in targets.iter().filter(|rank| **rank != first || direct.is_none()) {
-            // SAFETY: as above; the result does not overlap the outputs of other ranks.
+            // SAFETY: as above. The result does not overlap the outputs of other ranks.
             unsafe { outputs(*rank).write(to, result, bytes) };
         }
     }

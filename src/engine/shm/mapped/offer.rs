@@ -1,9 +1,9 @@
-//! How ranks tell each other where their tensors lie: in the slot of the operation, behind its header.
+//! How ranks publish the addresses of their tensors: in the slot of the operation, behind its header.
 //!
-//! A rank *offers* its tensors when it publishes the operation: the word behind the header says how many pieces there are
-//! (0: no offer), then each piece's offset and length in the rank's arena follow. An operation is mapped if every rank
-//! offers; all ranks see the same words, so all decide alike. A rank that has no tensors in its arena offers nothing, and
-//! knows at once that the operation is staged.
+//! A rank *offers* its tensors when it publishes the operation. The word behind the header has the number of pieces (0:
+//! no offer), and each piece's offset and length in the rank's arena follow. An operation is mapped if every rank
+//! offers. All ranks see the same words, so all decide alike. A rank whose tensors are not in its arena offers nothing,
+//! and knows at once that the operation is staged.
 
 use std::sync::Arc;
 
@@ -18,23 +18,23 @@ use crate::engine::shm::small::{is_inline, table_bytes};
 use crate::op::Op;
 use crate::types::{Request, Span};
 
-/// From this size on an operation is mapped where it can be.
+/// Operations of at least this size are mapped if possible.
 pub const FROM: usize = 16 << 10;
-/// The count that says that the outputs are the inputs.
+/// Value of the output count if the outputs are the inputs.
 const SAME: u64 = 0xff;
 
-/// What this rank offers in one operation; it keeps the leases until the operation ends.
+/// What this rank offers in one operation. It owns the leases until the operation ends.
 #[derive(Debug)]
 pub struct Offer {
     inputs: Vec<Lease>,
-    /// Empty where peers write nothing, or into the inputs.
+    /// Empty if peers write nothing, or write into the inputs.
     outputs: Vec<Lease>,
-    /// Peers write into `outputs`, or into the inputs where that is empty.
+    /// Whether peers write into `outputs`, or into the inputs if `outputs` is empty.
     pub written: bool,
 }
 
 impl Offer {
-    /// The pieces that peers write.
+    /// The pieces that peers write into.
     pub fn targets(&self) -> &[Lease] {
         match self.written {
             true if self.outputs.is_empty() => &self.inputs,
@@ -59,23 +59,23 @@ pub struct Theirs {
 
 /// The arenas of the ranks of one group, as far as this rank has mapped them.
 pub struct Arenas {
-    /// By rank; 0 where it is not known.
+    /// Process of each rank; 0 if unknown.
     pids: Vec<i32>,
     reached: Vec<Option<Arc<Reach>>>,
-    /// Arenas that could not be mapped, which was logged once.
+    /// Arenas that could not be mapped, by rank. Each failure is logged once.
     refused: Vec<Option<Identity>>,
-    /// For `arena::lease`: unique to the group and this rank.
+    /// The group's id for `arena::lease`, unique to the group and this rank.
     group: u64,
 }
 
 impl Arenas {
-    /// `pids`: the process of each rank; 0 where it is not known. `group`: unique in this process while the group lives.
+    /// `pids` has the process of each rank, 0 if unknown. `group` must be unique in this process while the group lives.
     pub fn new(pids: Vec<i32>, group: u64) -> Arenas {
         let ranks = pids.len();
         Arenas { pids, reached: vec![None; ranks], refused: vec![None; ranks], group }
     }
 
-    /// The mapping of `rank`'s arena. It is made when the rank has told where it lies.
+    /// The mapping of `rank`'s arena. It is made after `rank` has published its arena's identity.
     fn reach(&mut self, area: &Area, rank: usize) -> Option<&Arc<Reach>> {
         if self.reached[rank].is_none() {
             let identity = area.arena(rank)?;
@@ -95,7 +95,7 @@ impl Arenas {
         self.reached[rank].as_ref()
     }
 
-    /// What this rank can offer for `op`, whose tensors have been prepared.
+    /// What this rank can offer for `op`, whose inputs have been prepared. None if it cannot offer all of its tensors.
     pub fn offer(&mut self, area: &Area, op: &Op) -> Option<Offer> {
         let request = &op.request;
         let (kind, me, root) = (request.kind, area.me, request.root as usize);
@@ -111,7 +111,8 @@ impl Arenas {
             }
             spans().map(|span| arena::lease(self.group, *span)).collect()
         };
-        // Blocks of an all_to_all that lie in the slot are not offered: there is no room for both, and no need.
+        // Blocks of an all_to_all that are in the slot are not offered: the slot has no room for both, and the offer is
+        // not needed.
         let inputs = if is_inline(request, area.ranks) { Vec::new() } else { lease(request.inputs())? };
         let written = part::exposes_outputs(kind, me, root);
         let outputs =
@@ -133,8 +134,8 @@ impl Arenas {
         }
     }
 
-    /// The tensors that every rank offers, by rank; None if one offers nothing. All ranks have published the operation. The
-    /// error is an offer that no rank of ours makes.
+    /// The tensors that every rank offers, by rank. None if a rank offers nothing. All ranks must have published the
+    /// operation. The error is a rank whose offer is invalid.
     pub fn theirs(&self, area: &Area, op: &Op) -> Result<Option<Vec<Theirs>>, usize> {
         if (0..area.ranks).any(|rank| area.offer(rank, op.number) == 0) {
             return Ok(None);

@@ -1,8 +1,8 @@
-//! What each rank does in an operation on tensors that peers can reach. Pure.
+//! Computes each rank's part of an operation on tensors that peers can reach. Pure.
 
 use crate::types::Kind;
 
-/// The numbers that decide a rank's part; `in_blocks` and `out_blocks` as in `Request`.
+/// The numbers that determine a rank's part. `in_blocks` and `out_blocks` are as in `Request`.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape<'a> {
     pub kind: Kind,
@@ -15,7 +15,7 @@ pub struct Shape<'a> {
     pub out_blocks: &'a [usize],
 }
 
-/// Bytes that this rank copies from rank `peer`'s inputs into its own outputs.
+/// A range that this rank copies from the inputs of rank `peer`, at `from`, to its own outputs, at `to`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
     pub peer: usize,
@@ -28,7 +28,7 @@ pub struct Piece {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Part {
     Copy(Vec<Piece>),
-    /// Combines `bytes` of all ranks' inputs from `from` on and writes them at `to` into the outputs of `targets`.
+    /// Combines `bytes` of all ranks' inputs at `from`, and writes them into the outputs of `targets` at `to`.
     Fold {
         from: usize,
         to: usize,
@@ -37,14 +37,15 @@ pub enum Part {
     },
 }
 
-/// Whether operations of this kind are mapped where they can be: those in which every rank has a part. In a broadcast, scatter
-/// or gather the ranks at one end would wait while those at the other copy: a broadcast of 16 MiB took 1.09 times as long as
-/// staged, where both ends copy at once (2 ranks, AMD EPYC, 2026-11-25).
+/// Whether operations of this kind are mapped if possible: those in which every rank has a part. In a broadcast,
+/// scatter or gather, the root and the other ranks would not copy at the same time. A mapped broadcast of 16 MiB took
+/// 1.09 times as long as a staged one, in which root and receivers copy at the same time (2 ranks, AMD EPYC,
+/// 2026-11-25).
 pub fn is_shared_by_all(kind: Kind) -> bool {
     matches!(kind, Kind::AllReduce | Kind::Reduce | Kind::ReduceScatter | Kind::AllGather | Kind::AllToAll)
 }
 
-/// Whether the others write into the outputs of rank `me`.
+/// Whether other ranks write into the outputs of rank `me`.
 pub fn exposes_outputs(kind: Kind, me: usize, root: usize) -> bool {
     kind == Kind::AllReduce || kind == Kind::Reduce && me == root
 }
@@ -57,7 +58,7 @@ fn start(blocks: &[usize], total: usize, ranks: usize, q: usize) -> usize {
     if blocks.is_empty() { total / ranks * q } else { blocks[..q].iter().sum() }
 }
 
-/// The part of `bytes` that rank `q` combines: start and length, cut at cache lines.
+/// The slice of `bytes` bytes that rank `q` combines: start and length, cut at cache lines.
 fn slice(bytes: usize, ranks: usize, q: usize) -> (usize, usize) {
     let each = bytes.div_ceil(ranks).next_multiple_of(64);
     let start = (q * each).min(bytes);
@@ -65,7 +66,7 @@ fn slice(bytes: usize, ranks: usize, q: usize) -> (usize, usize) {
 }
 
 impl Part {
-    /// `tables`: for all_to_all the block sizes of each rank, None where its blocks came with its header.
+    /// `tables` is for all_to_all: each rank's block sizes, None if its blocks were in its slot.
     pub fn of(shape: &Shape, tables: &[Option<Vec<usize>>]) -> Part {
         let &Shape { kind, me, ranks, root, total_in, total_out, in_blocks, out_blocks } = shape;
         match kind {
@@ -101,7 +102,7 @@ impl Part {
         }
     }
 
-    /// Bytes of the part.
+    /// Length of the part in bytes.
     pub fn bytes(&self) -> usize {
         match self {
             Part::Copy(pieces) => pieces.iter().map(|piece| piece.bytes).sum(),
@@ -109,8 +110,8 @@ impl Part {
         }
     }
 
-    /// A rank whose inputs of `inputs[rank]` bytes, or outputs of `outputs[rank]` bytes, are too small for this part. The sizes
-    /// are what the ranks wrote, so nothing is taken for granted.
+    /// Returns a rank whose inputs (`inputs[rank]` bytes) or outputs (`outputs[rank]` bytes) are too small for this
+    /// part. The sizes come from the ranks' slots, so nothing about them is assumed.
     pub fn too_small(&self, inputs: &[usize], outputs: &[usize]) -> Option<usize> {
         let within = |from: usize, bytes: usize, total: usize| from <= total && bytes <= total - from;
         match self {
@@ -125,7 +126,7 @@ impl Part {
     }
 }
 
-/// The ranks, beginning behind `me`, so that not all read from the same one at once; `me` last.
+/// All ranks, starting with the one after `me` so that not all read from the same rank at once. `me` is last.
 fn others_first(me: usize, ranks: usize) -> impl Iterator<Item = usize> {
     (1..=ranks).map(move |step| (me + step) % ranks)
 }

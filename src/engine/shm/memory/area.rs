@@ -1,8 +1,8 @@
 //! Typed access to a group's segment: its words, headers and buffers. All addresses come from `Layout`, and `Segment`
-//! checks each against its length: no index, length or offset that was read from shared memory ends up in a pointer
-//! without passing through them.
+//! checks each against its length. So no index, length or offset read from shared memory becomes part of a pointer
+//! unchecked.
 
-#![allow(unsafe_code)] // hands out slices of the segment as the protocol allows
+#![allow(unsafe_code)] // returns pointers into the segment as the protocol allows
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
@@ -18,28 +18,29 @@ use crate::op::Op;
 use crate::os::event_count::WakeWords;
 use crate::os::topology;
 
-/// Control words of a rank besides those of `protocol::Word`, by index of `Layout::control_word`.
+/// Indices of `Layout::control_word`: the control words of a rank for `protocol::Word`, and others.
 const DONE: usize = 0;
 const STAGE_READY: usize = 1;
 const STAGE_DRAINED: usize = 2;
 const RESULT_READY: usize = 3;
 const RESULT_DRAINED: usize = 4;
 const DOOR: usize = 5;
-/// Written by its rank when it leaves; its peers read it only after they have waited for long.
+/// Set by its rank when it leaves. Peers read it only after they have waited for long.
 const LIFE: usize = 6;
 const MONITOR: usize = 7;
-/// The ranks that have sent to this one, a bit each: set by senders, taken by this rank; see `protocol::post`.
+/// One bit for each rank that has sent to this rank. Senders set bits, this rank clears them; see `protocol::post`.
 const MAIL: usize = 8;
-/// Counts the questions to this rank (`Inquiry`). The second half of its line says where the rank's arena lies.
+/// Number of questions to this rank (`Inquiry`). The second half of its pair of lines has the identity of the rank's
+/// arena.
 const QUESTION: usize = 9;
-/// The signatures of this rank's last launches on devices, by number.
+/// The signatures of this rank's last device launches, by number.
 const LAUNCHES: usize = 10;
 
-/// Group words.
+/// Indices of `Layout::group_word`.
 const ABORT: usize = 0;
 const SLEEPERS: usize = 1;
-/// Number of ranks that left. A leaving rank adds to it after writing its own word; drivers with nothing to move read
-/// it (relaxed: they then read the ranks' own words, and check again).
+/// Number of ranks that left. A leaving rank increments it after it has set its own word. Drivers with nothing to move
+/// read it (relaxed: they then read the ranks' own words, and check again later).
 const LEAVERS: usize = 2;
 
 pub struct Area {
@@ -50,20 +51,21 @@ pub struct Area {
     presence: Presence,
 }
 
-/// The contents of a slot's header line besides its tag.
+/// The contents of a slot's header line, except its tag.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     pub signature: u64,
-    /// Hash of this and all earlier signatures of the group, see `chain`.
+    /// Hash of this signature and all earlier ones of the group, see `chain`.
     pub chain: u64,
-    /// Bytes of this rank's block, or the hash of its list of tensors, or the bits of a PREMUL_SUM factor, or whether all_to_all
-    /// blocks lie in the slot.
+    /// Depends on the operation: the size of this rank's data, the hash of its list of tensors, the bits of a
+    /// PREMUL_SUM factor, or whether the blocks of an all_to_all are in the slot.
     pub aux: u64,
 }
 
-/// Extends the chain by one operation: its signature, and its list if it has one. Two ranks with equal chains
-/// have called the same operations, including those in which neither had to read the other's header (a broadcast of
-/// which both believe to be the root), so their large operations use the same rounds (`bulk::Bases`).
+/// Extends the chain by one operation: its signature, and its list if it has one. Two ranks with equal chains have
+/// called the same operations. That includes operations in which neither reads the other's header, for instance a
+/// broadcast of which both believe to be the root. So the large operations of both ranks use the same rounds
+/// (`bulk::Bases`).
 pub fn chain(before: u64, op: &Op) -> u64 {
     let mix = |before: u64, word: u64| (before.rotate_left(5) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let signed = mix(before, op.signature);
@@ -76,25 +78,25 @@ impl Area {
         Area { segment, layout, me, ranks: layout.ranks, presence }
     }
 
-    /// Reports `headroom` bytes of free memory for this process: for tests.
+    /// For tests: replaces the function that returns the free memory of this process.
     pub fn with_headroom(self, headroom: fn() -> Option<u64>) -> Area {
         Area { presence: Presence::new(headroom), ..self }
     }
 
-    /// Makes parts of this rank's memory present, unless they are. To be called before this rank writes them or lets
-    /// another one do so. The error is that there is no room.
+    /// Populates parts of this rank's memory unless they are populated. Must be called before this rank writes them or
+    /// lets a peer write them. The error says that there is too little memory.
     pub fn make_present(&self, parts: impl IntoIterator<Item = Part>) -> Result<()> {
         self.presence.make(&self.segment, &self.layout, self.me, parts)
     }
 
     fn word64(&self, offset: usize) -> &AtomicU64 {
-        // SAFETY: `ptr` checks the bounds; offsets are multiples of eight in a page-aligned mapping that lives as long
-        // as `self`; other processes access these words with atomic instructions only.
+        // SAFETY: `ptr` checks the bounds. Offsets are multiples of eight in a page-aligned mapping that lives as long
+        // as `self`. Other processes access these words with atomic instructions only.
         unsafe { AtomicU64::from_ptr(self.segment.ptr(offset, 8).cast()) }
     }
 
     fn word32(&self, offset: usize) -> &AtomicU32 {
-        // SAFETY: as for word64, multiples of four.
+        // SAFETY: as in `word64`, with multiples of four.
         unsafe { AtomicU32::from_ptr(self.segment.ptr(offset, 4).cast()) }
     }
 
@@ -111,18 +113,18 @@ impl Area {
         })
     }
 
-    /// Futex word of `rank`: counts its wake-ups. The waking thread adds to it (release), a thread reads it before it
-    /// sleeps (acquire).
+    /// Futex word of `rank`, which counts its wake-ups. A waking thread increments it (release); a thread of `rank`
+    /// reads it before it sleeps (acquire).
     pub fn futex_word(&self, rank: usize) -> &AtomicU32 {
         self.word32(self.layout.control_word(rank, DOOR))
     }
-    /// Sleeping threads of `rank`. They add to it, publishing threads read it; relaxed, ordered by the fences of
-    /// `os/event_count.rs`.
+    /// Number of sleeping threads of `rank`, which change it. Publishing threads read it. Relaxed, ordered by the
+    /// fences of `os/event_count.rs`.
     fn asleep_word(&self, rank: usize) -> &AtomicU32 {
         self.word32(self.layout.control_word(rank, DOOR) + 4)
     }
 
-    // Slots. The header is read with relaxed loads after the tag was acquired; a peer that breaks the protocol can make
+    // Slots. The header is read with relaxed loads after the tag was acquired. A peer that breaks the protocol can make
     // the values wrong, but not the accesses invalid.
 
     pub fn write_header(&self, n: u64, header: Header) {
@@ -141,10 +143,10 @@ impl Area {
         }
     }
 
-    // Offers (`mapped/offer.rs`), in the header line of operations in rounds, which hold no payload there, and behind it.
-    // Written before the tag (relaxed), read after it was acquired.
+    // Offers (`mapped/offer.rs`) are in the header line, where operations in rounds have no payload, and behind it.
+    // They are written before the tag (relaxed) and read after the tag was acquired.
 
-    /// Says how many pieces follow, and that this rank's part is not done.
+    /// Stores the offer's first word, and clears the word for `Moved`.
     pub fn set_offer(&self, n: u64, word: u64) {
         let at = self.layout.slot(self.me, n);
         self.word64(at + 32).store(word, Ordering::Relaxed);
@@ -166,8 +168,8 @@ impl Area {
         self.word64(self.layout.slot(rank, n) + 64 + index * 8)
     }
 
-    /// Tells the others where this process's arena lies. Written once by the thread that drives the group: the size last
-    /// (release), which readers acquire first.
+    /// Publishes the identity of this process's arena. Written once by the thread that drives the group. The size is
+    /// stored last (release), and readers acquire it first.
     pub fn set_arena(&self, arena: Identity) {
         let at = self.layout.control_word(self.me, QUESTION) + 64;
         self.word64(at + 8).store(arena.inode, Ordering::Relaxed);
@@ -181,15 +183,15 @@ impl Area {
         (bytes != 0).then_some(Identity { descriptor, inode, bytes })
     }
 
-    /// Address of a slot's payload of `bytes`: in the header line if it fits, else behind it.
+    /// Address of a slot's payload of `bytes` bytes: in the header line if it fits, else behind it.
     pub fn payload(&self, rank: usize, n: u64, bytes: usize) -> *mut u8 {
         assert!(bytes <= SLOT_BYTES, "sagellm: a slot payload of {bytes} bytes");
         let at = self.layout.slot(rank, n);
         self.segment.ptr(if bytes <= INLINE_BYTES { at + 32 } else { at + 64 }, bytes)
     }
 
-    /// A word of a list of tensors: these grow from the end of the slot towards its data. Written before the tag (relaxed),
-    /// read after it was acquired.
+    /// Word `at` of a list of tensors. The words grow from the end of the slot towards its data. Written before the tag
+    /// (relaxed), read after the tag was acquired.
     pub fn list_word(&self, rank: usize, n: u64, at: usize) -> &AtomicU64 {
         assert!(at < SLOT_BYTES / 8, "sagellm: tensor {at} of a list in a slot");
         self.word64(self.layout.slot(rank, n) + 64 + SLOT_BYTES - (at + 1) * 8)
@@ -205,7 +207,7 @@ impl Area {
         self.segment.ptr(self.layout.result(rank, round), bytes)
     }
 
-    // Pairs, see p2p.rs.
+    // Words of ordered pairs, see p2p.rs.
 
     pub fn pair_word(&self, from: usize, to: usize, index: usize) -> &AtomicU64 {
         self.word64(self.layout.pair_word(from, to, index))
@@ -228,11 +230,12 @@ impl Area {
 
     // Leaving and faults.
 
-    /// Highest number `rank` has published, for stall reports.
+    /// Highest operation number that `rank` has published, for stall reports.
     pub fn issued(&self, rank: usize) -> u64 {
         (0..self.layout.depth).map(|n| self.load(Word::Tag { rank, n })).max().unwrap_or(0)
     }
-    /// This rank leaves in an orderly way (shutdown or exit): release, after everything it published. Wakes the others.
+    /// Publishes that this rank leaves in order (shutdown or exit), with a release store after everything it published.
+    /// Wakes the others.
     pub fn leave(&self) {
         self.word64(self.layout.control_word(self.me, LIFE)).store(1, Ordering::Release);
         self.word64(self.layout.group_word(LEAVERS)).fetch_add(1, Ordering::Release);
@@ -246,32 +249,35 @@ impl Area {
         self.word64(self.layout.control_word(rank, LIFE)).load(Ordering::Acquire) != 0
     }
 
-    /// Records the last device operation that this rank launched: its number, its kind and what it signs. One thread of
-    /// the rank at a time calls this, with the next number.
+    /// Records the last device operation that this rank launched: its number, kind and signature. Called by one thread
+    /// of the rank at a time, with consecutive numbers.
     pub fn set_launched(&self, number: u64, signed: Signed) {
         let (signature, lists) = self.launch_words(self.me, number);
-        // Release: who reads what this writes also sees the number before it, and so knows that the place was used again.
+        // Release: a reader that sees these values also sees the previous number, and so can tell that the place may
+        // have been reused.
         signature.store(signed.signature, Ordering::Release);
         lists.store(signed.lists, Ordering::Release);
         let word = number << 8 | signed.signature >> 59;
-        // Release: the signature is written before the number that refers to it.
+        // Release: the signature is visible before the number that refers to it.
         self.word64(self.layout.control_word(self.me, LIFE) + 16).store(word, Ordering::Release);
     }
     pub fn launched(&self, rank: usize) -> (u64, u8) {
         let word = self.word64(self.layout.control_word(rank, LIFE) + 16).load(Ordering::Acquire);
         (word >> 8, word as u8)
     }
-    /// What a rank signed for this number; `None` before its launch, and when later launches have taken the place.
+    /// What `rank` signed for launch `number`. `None` before that launch, and after later launches have overwritten the
+    /// place.
     pub fn signed(&self, rank: usize, number: u64) -> Option<Signed> {
         if self.launched(rank).0 < number {
             return None;
         }
         let (signature, lists) = self.launch_words(rank, number);
         let signed = Signed { signature: signature.load(Ordering::Acquire), lists: lists.load(Ordering::Acquire) };
-        // The place is written again before the number that it is for is; that number is by LAUNCHES_KEPT higher.
+        // Launch `number + LAUNCHES_KEPT` overwrites this place, after launch `number + LAUNCHES_KEPT - 1` was
+        // published. If that one is not published yet, the values read above were not overwritten.
         (self.launched(rank).0 < number + LAUNCHES_KEPT - 1).then_some(signed)
     }
-    /// The places of a number. The second half of the line of `LIFE` is free for the smaller words.
+    /// The two words of a launch. The smaller one is in the second half of the pair of lines of `LIFE`.
     fn launch_words(&self, rank: usize, number: u64) -> (&AtomicU64, &AtomicU32) {
         let at = (number % LAUNCHES_KEPT) as usize;
         let lists = self.layout.control_word(rank, LIFE) + 64 + at * 4;
@@ -287,7 +293,8 @@ impl Area {
         word.checked_sub(1).and_then(|cpu| u32::try_from(cpu).ok())
     }
 
-    /// Monitored barriers: the count that this rank has entered, and (rank 0) the outcomes of the last eight.
+    /// Number of the last monitored barrier that `rank` has entered. `monitor_outcome`: on rank 0's lines, the last
+    /// eight outcomes.
     pub fn monitor(&self, rank: usize) -> &AtomicU64 {
         self.word64(self.layout.control_word(rank, MONITOR))
     }
@@ -295,15 +302,15 @@ impl Area {
         self.word64(self.layout.control_word(0, MONITOR) + 8 + (index % 8) as usize * 8)
     }
 
-    /// Questions that were put to `rank`. Asking ranks add to it (release), the rank's answering thread reads it (acquire)
-    /// and sleeps on it.
+    /// Number of questions to `rank`. Asking ranks increment it (release). The answering thread of `rank` reads it
+    /// (acquire) and sleeps on it.
     pub fn question_word(&self, rank: usize) -> &AtomicU32 {
         self.word32(self.layout.control_word(rank, QUESTION))
     }
 
-    /// Writes this rank's answer; only its answering thread does. The word in front is odd while the text changes: a
-    /// reader takes a text only between two equal, even values of it. Length and text are words, too: relaxed, ordered by
-    /// the fences on both sides.
+    /// Writes this rank's answer; only its answering thread calls this. A seqlock: the first word is odd while the text
+    /// changes, and a reader accepts a text only if it read the same even value before and after. Length and text are
+    /// also atomic words, relaxed, ordered by the fences on both sides.
     pub fn write_answer(&self, text: &str) {
         let at = self.layout.answer_text(self.me);
         let version = self.word64(at).load(Ordering::Relaxed) | 1;
@@ -322,7 +329,7 @@ impl Area {
         self.word64(at).store(version.wrapping_add(1), Ordering::Release);
     }
 
-    /// The answer that `rank` wrote last. Empty before its first one, and where it keeps changing.
+    /// The last answer of `rank`. Empty before its first answer, and if the answer keeps changing.
     pub fn read_answer(&self, rank: usize) -> String {
         let at = self.layout.answer_text(rank);
         for _ in 0..100 {
@@ -340,23 +347,24 @@ impl Area {
         String::new()
     }
 
-    /// Poisons the group for all ranks: the first fault wins.
+    /// Poisons the group for all ranks. The first fault wins.
     pub fn poison(&self, fault: &Error) {
         const ROOM: usize = super::layout::FAULT_BYTES - 8;
         let bytes = fault.encode(ROOM);
         let at = self.layout.fault_text(self.me);
         for (i, byte) in bytes.iter().enumerate() {
-            // SAFETY: within the bounds that `ptr` checks; volatile because peers may read while we write a second time.
+            // SAFETY: within the bounds that `ptr` checks. Volatile, because peers may read while this rank writes a
+            // second time.
             unsafe { self.segment.ptr(at + 8 + i, 1).write_volatile(*byte) };
         }
         self.word64(at).store(bytes.len() as u64, Ordering::Relaxed);
         let word = self.me as u64 + 1;
-        // Release: the fault is written before the word that refers to it. Only the first of several ranks wins.
+        // Release: the fault is visible before the word that refers to it. Only the first of several ranks succeeds.
         let _ =
             self.word64(self.layout.group_word(ABORT)).compare_exchange(0, word, Ordering::AcqRel, Ordering::Acquire);
     }
 
-    /// The group's fault, and the rank that told it.
+    /// The group's fault, and the rank that reported it.
     pub fn fault(&self) -> Option<(usize, Error)> {
         let word = self.word64(self.layout.group_word(ABORT)).load(Ordering::Acquire);
         if word == 0 {

@@ -1,21 +1,21 @@
-//! Tensors that peers can reach: one file in memory for this process, which its peers map (`reach.rs`), so that a collective
-//! reads and writes the tensors themselves (`mapped`).
+//! Tensors that peers can reach. Each process has one memory file, which its peers map (`reach.rs`), so that a
+//! collective reads and writes the tensors directly (`mapped`).
 //!
-//! The file has a fixed size from the start and no pages; a page comes when it is first touched. It is sealed against
-//! shrinking and growing, so no access of a peer can fault. Tensors are ranges of whole pages (`extents.rs`), and nothing
-//! else lies on these pages.
+//! The file has a fixed size from the start but no pages; a page is allocated at its first access. The file is sealed
+//! against shrinking and growing, so an access of a peer cannot fault. Tensors are ranges of whole pages
+//! (`extents.rs`), and nothing else is on these pages.
 //!
-//! **Late writes.** In an all_reduce or reduce peers write into this process's outputs. A peer that was stopped meanwhile may
-//! continue after the operation has failed here, when the program uses the memory again. So before the program gets the
-//! error, [`Lease::take_out`] makes the pages of the outputs private: a private mapping of the same pages of the file is moved
-//! over them, and each page is written once, so that the kernel copies it. The tensor keeps its address and its contents, and
-//! late writes land in pages of the file that nobody reads. Any thread of this process may access the memory meanwhile and
-//! loses no write. The range of the file is never used again.
+//! **Late writes.** In an all_reduce or reduce, peers write into this process's outputs. A peer that was stopped may
+//! continue after the operation has failed here, when the program uses the memory again. So before the program receives
+//! the error, [`Lease::take_out`] makes the pages of the outputs private. It moves a private mapping of the same file
+//! pages over them, and writes each page once, so that the kernel copies it. The tensor keeps its address and contents,
+//! and late writes go to file pages that nothing reads. Threads of this process may access the memory during this, and
+//! no write of theirs is lost. The range of the file is never reused.
 //!
-//! **Forks.** A child gets a private mapping of the same file (`forks.rs`). It allocates nothing here, and what it frees stays
-//! allocated, because it shares the file with its parent.
+//! **Forks.** A child's mapping is replaced by a private one of the same file (`forks.rs`). The child allocates nothing
+//! here, and its frees have no effect, because it shares the file with its parent.
 
-#![allow(unsafe_code)] // maps memory and hands out addresses in it
+#![allow(unsafe_code)] // maps memory and returns addresses in it
 
 use std::io;
 use std::ops::Range;
@@ -33,9 +33,9 @@ use crate::json;
 use crate::os::topology;
 use crate::types::Span;
 
-/// Filled pages of freed tensors that are kept for the next ones, at most; less where the arena is small.
+/// Most bytes of filled pages of freed tensors that are kept for reuse. A small arena keeps less.
 const KEPT: usize = 1 << 30;
-/// Bytes that are made private at a time, so that at most so much is in memory twice.
+/// Bytes that are made private at a time: at most this much is in memory twice.
 const STEP: usize = 32 << 20;
 
 struct Arena {
@@ -46,38 +46,38 @@ struct Arena {
     extents: Mutex<Extents>,
 }
 
-// SAFETY: an address range that stays mapped for ever; every change of it is made under the lock of `extents`.
+// SAFETY: an address range that is never unmapped. It is changed only under the lock of `extents`.
 unsafe impl Send for Arena {}
 // SAFETY: as above.
 unsafe impl Sync for Arena {}
 
-/// Set by the thread that makes it, which `MAKER` elects. A forked child does not wait for it, because it may lack that
-/// thread.
+/// Set by the one thread that makes the arena, which `MAKER` elects. A forked child does not wait for it, because it
+/// may lack that thread.
 static ARENA: OnceCell<Result<Arena, String>> = OnceCell::new();
 
-/// The process of which a thread makes the arena or has made it; 0 before. Relaxed: what it made is read from `ARENA`.
+/// The process whose thread makes or has made the arena; 0 before. Relaxed: the arena itself is read from `ARENA`.
 static MAKER: AtomicU32 = AtomicU32::new(0);
-/// Counts of this process, relaxed: allocations refused, and bytes taken out.
+/// Counters of this process (relaxed): refused allocations, and bytes made private.
 static REFUSED: AtomicU64 = AtomicU64::new(0);
 static TAKEN_OUT: AtomicU64 = AtomicU64::new(0);
 
-/// What the arena holds, in bytes if not said otherwise. All zero before the first allocation.
+/// The use of the arena, in bytes unless said otherwise. All zero before the first allocation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     pub limit: u64,
     pub used: u64,
-    /// Filled pages of freed tensors, kept for the next ones.
+    /// Filled pages of freed tensors, kept for reuse.
     pub cached: u64,
     /// Number of ranges in use.
     pub extents: u64,
-    /// Number of allocations that it had no room for.
+    /// Number of allocations for which the arena had no room.
     pub refused: u64,
-    /// Became private after an operation had failed.
+    /// Bytes made private after an operation had failed.
     pub taken_out: u64,
 }
 
 impl Usage {
-    /// JSON: `SharedUsage` of `_C.pyi`. `why_not`: why there is no arena, once that is known.
+    /// JSON: `SharedUsage` of `_C.pyi`. `why_not`: why there is no arena, if that is known.
     pub fn json(&self, why_not: Option<&str>) -> String {
         json::text(|to| {
             to.number("limit", self.limit).number("used", self.used).number("cached", self.cached);
@@ -87,7 +87,7 @@ impl Usage {
     }
 }
 
-/// What a peer needs to open and recognise this process's file: its descriptor, inode and size.
+/// By what a peer opens and recognises this process's file: its descriptor, inode and size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Identity {
     pub descriptor: u64,
@@ -95,8 +95,8 @@ pub struct Identity {
     pub bytes: u64,
 }
 
-/// A new tensor's memory, in whole pages; its contents are undefined. None where there is no room, where the arena cannot be
-/// had (`why_not`), and in a forked child.
+/// Allocates a tensor's memory in whole pages, with undefined contents. None if there is no room, if the arena could
+/// not be made (`why_not`), or in a forked child.
 pub fn allocate(bytes: usize) -> Option<NonNull<u8>> {
     if forks::is_child() {
         return None;
@@ -106,14 +106,14 @@ pub fn allocate(bytes: usize) -> Option<NonNull<u8>> {
         REFUSED.fetch_add(1, Ordering::Relaxed);
         return None;
     };
-    // SAFETY: the range lies within the mapping.
+    // SAFETY: the range is within the mapping.
     Some(unsafe { arena.base.add(offset) })
 }
 
-/// Frees what `allocate` gave. In a forked child it does nothing.
+/// Frees memory that `allocate` returned. Does nothing in a forked child.
 ///
 /// # Safety
-/// `at` came from `allocate`, was not freed since, and is used no more.
+/// `at` must come from `allocate`, must not have been freed since, and must no longer be used.
 pub unsafe fn free(at: NonNull<u8>) {
     let Some(arena) = made() else { return };
     if forks::is_child() {
@@ -133,12 +133,13 @@ pub unsafe fn free(at: NonNull<u8>) {
     }
 }
 
-/// Whether this address lies in this process's arena.
+/// Whether this address is in this process's arena.
 pub fn owns(at: *const u8) -> bool {
     forks::owns(at as usize)
 }
 
-/// Whether peers can reach the tensor at this address: it lies in the arena and was not taken out, and this is no forked child.
+/// Whether peers can reach the tensor at this address: it is in the arena, no page of it was made private, and this
+/// process is not a forked child.
 pub fn reaches(at: *const u8) -> bool {
     let Some(arena) = made().filter(|_| owns(at) && !forks::is_child()) else { return false };
     arena
@@ -147,7 +148,7 @@ pub fn reaches(at: *const u8) -> bool {
         .is_some_and(|(_, extent)| !extent.is_taken_out())
 }
 
-/// Why the arena cannot be had, once that is known.
+/// Why the arena could not be made, if that is known.
 pub fn why_not() -> Option<String> {
     ARENA.get().and_then(|made| made.as_ref().err().cloned())
 }
@@ -165,26 +166,26 @@ pub fn usage() -> Usage {
     usage
 }
 
-/// By what peers find this process's file; None before the first allocation and in a forked child.
+/// By what peers find this process's file. None before the first allocation and in a forked child.
 pub fn identity() -> Option<Identity> {
     let arena = made().filter(|_| !forks::is_child())?;
     let descriptor = arena.file.as_raw_fd() as u64;
     Some(Identity { descriptor, inode: arena.inode, bytes: arena.bytes as u64 })
 }
 
-/// Memory that peers may access for one operation. While it lives no other group gets a lease on the same tensor.
+/// Memory that peers may access for one operation. While it exists, no other group can lease the same tensor.
 #[derive(Debug)]
 pub struct Lease {
-    /// Where the piece lies in the file.
+    /// Offset of the piece in the file.
     pub offset: usize,
     pub bytes: usize,
-    /// Where the range begins that holds the piece.
+    /// Offset of the range that contains the piece.
     start: usize,
 }
 
-/// A lease on `span` for an operation of `group`. None if the memory is not in the arena, if pages of its tensor were
-/// made private (`Lease::take_out`), or if an operation of another group uses it: two groups fail at different times,
-/// and making pages private affects everything on them. Also None in a forked child, and when too many ranges are
+/// Leases `span` for an operation of `group`. None if the memory is not in the arena, if pages of its tensor were made
+/// private (`Lease::take_out`), or if an operation of another group uses it: two groups fail at different times, and
+/// making pages private affects all operations on them. Also None in a forked child, and if too many ranges are
 /// private.
 pub fn lease(group: u64, span: Span) -> Option<Lease> {
     if !owns(span.addr as *const u8) || forks::is_child() {
@@ -209,7 +210,7 @@ impl Drop for Lease {
     fn drop(&mut self) {
         let Some(arena) = made() else { return };
         if forks::is_child() {
-            return; // a thread that this child does not have may hold the lock
+            return; // a thread that this child lacks may hold the lock
         }
         if let Some(extent) = arena.extents().starting_at(self.start) {
             extent.holder = extent.holder.and_then(|(group, count)| (count > 1).then(|| (group, count - 1)));
@@ -218,15 +219,15 @@ impl Drop for Lease {
 }
 
 impl Lease {
-    /// Makes the pages of this memory private: same address, same contents, and no process can change them any more. Other
-    /// threads of this process may access them meanwhile. The error says that the system refused.
+    /// Makes the pages of this memory private: their address and contents stay, and no other process can change them
+    /// any more. Other threads of this process may access them during the call. The error says that the system refused.
     pub fn take_out(&self) -> io::Result<()> {
         let Some(arena) = made() else { return Ok(()) };
         let mut extents = arena.extents();
         let Some(extent) = extents.starting_at(self.start) else { return Ok(()) };
         let page = segment::page_size();
         let pages = self.offset / page * page..(self.offset + self.bytes).next_multiple_of(page);
-        // A page that two pieces share was made private for the first one, and the file has it no more.
+        // A page that two pieces share was made private for the first piece; the file no longer has its contents.
         for pages in extent.not_private(pages) {
             for from in pages.clone().step_by(STEP) {
                 let part = from..pages.end.min(from + STEP);
@@ -239,7 +240,7 @@ impl Lease {
     }
 }
 
-/// The arena, made at the first call.
+/// The arena, which the first call makes.
 fn arena() -> Option<&'static Arena> {
     if ARENA.get().is_some() {
         return made();
@@ -250,11 +251,11 @@ fn arena() -> Option<&'static Arena> {
         if let Err(why) = &arena {
             log::warn!("tensors are ordinary memory, which peers cannot reach: {why}");
         }
-        // This thread was elected, so nobody else sets it.
+        // This thread was elected, so no other thread sets it.
         let _ = ARENA.set(arena);
     }
     while ARENA.get().is_none() && MAKER.load(Ordering::Relaxed) == me {
-        std::thread::yield_now(); // some system calls of another thread
+        std::thread::yield_now(); // another thread makes a few system calls
     }
     made()
 }
@@ -263,8 +264,8 @@ fn made() -> Option<&'static Arena> {
     ARENA.get().and_then(|made| made.as_ref().ok())
 }
 
-/// The size of the file. Pages count against the same limits as any memory of the process, so that this only bounds what
-/// goes here instead of there.
+/// The size of the file. Its pages count against the same limits as other memory of the process, so this only bounds
+/// how much memory is allocated here instead of elsewhere.
 fn size() -> Result<usize, String> {
     let bytes = match config::shared_bytes() {
         Some(bytes) => bytes,
@@ -276,7 +277,7 @@ fn size() -> Result<usize, String> {
         return Err("SAGELLM_SHARED_BYTES is 0".to_string());
     }
     match segment::largest_file() {
-        // Beyond it the system would end the process by a signal.
+        // The system would kill a process that writes beyond this limit.
         Some(largest) if largest < bytes as u64 => Err(format!(
             "{bytes} bytes are more than the largest file that this process may write ({largest}, ulimit -f)"
         )),
@@ -293,7 +294,7 @@ impl Arena {
         let flags = libc::MAP_SHARED | libc::MAP_NORESERVE;
         let base = segment::map_pages(bytes, flags, file.as_raw_fd()).map_err(|error| denied("cannot map", error))?;
         if let Err(error) = forks::register(base.as_ptr() as usize, bytes, file.as_raw_fd()) {
-            // SAFETY: just mapped, and unused.
+            // SAFETY: just mapped and unused.
             unsafe { segment::unmap(base, bytes) };
             return Err(format!(
                 "pthread_atfork failed ({error}); a forked child could write the tensors of its parent"
@@ -308,30 +309,30 @@ impl Arena {
 
     fn at(&self, offset: usize) -> *mut u8 {
         debug_assert!(offset <= self.bytes);
-        // SAFETY: offsets of ranges lie within the mapping.
+        // SAFETY: offsets of ranges are within the mapping.
         unsafe { self.base.as_ptr().add(offset) }
     }
 
-    /// Whether the descriptor is still that of the file: a program may have closed it and opened another.
+    /// Whether the descriptor still refers to the file: a program may have closed it and opened another.
     fn has_its_file(&self) -> bool {
         segment::inode_and_size(&self.file).is_ok_and(|found| found == (self.inode, self.bytes as u64))
     }
 
-    /// Gives the pages of a range of the file back to the system. A process that reads it finds zeros.
+    /// Frees the pages of a range of the file. A process that reads them afterwards finds zeros.
     fn give_back(&self, offset: usize, bytes: usize) {
         if !self.has_its_file() {
             return;
         }
         let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-        // SAFETY: plain numbers on a descriptor of ours. No tensor uses the range.
+        // SAFETY: plain numbers on our own descriptor. No tensor uses the range.
         let rc = unsafe { libc::fallocate(self.file.as_raw_fd(), mode, offset as libc::off_t, bytes as libc::off_t) };
         if rc != 0 {
             log::debug!("cannot give back {bytes} bytes of shared memory: {}", io::Error::last_os_error());
         }
     }
 
-    /// See the head of this file. Called with the lock held, for pages that are not private. Where the system refuses, nothing
-    /// has changed.
+    /// Makes pages private as described at the top of this file. Called with the lock held, for pages that are not
+    /// private. If the system refuses, nothing has changed.
     fn make_private(&self, pages: Range<usize>) -> io::Result<()> {
         if !self.has_its_file() {
             return Err(io::Error::other("the program has closed the descriptor of the file"));
@@ -339,15 +340,15 @@ impl Arena {
         let (address, bytes) = (self.at(pages.start), pages.len());
         let private = segment::map_pages_at(bytes, libc::MAP_PRIVATE, self.file.as_raw_fd(), pages.start)?;
         let _changing = forks::Changing::begin();
-        // SAFETY: moves a mapping that nobody uses over pages of our own, which have the same contents. The kernel does so in
-        // one step for all threads: an access finds the old mapping or the new one.
+        // SAFETY: moves an unused mapping over our own pages, which have the same contents. The kernel does this in one
+        // step for all threads: an access finds the old mapping or the new one.
         let moved = unsafe {
             let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
             libc::mremap(private.as_ptr().cast(), bytes, bytes, flags, address.cast::<libc::c_void>())
         };
         if moved == libc::MAP_FAILED {
             let error = io::Error::last_os_error();
-            // SAFETY: just mapped, and unused.
+            // SAFETY: just mapped and unused.
             unsafe { segment::unmap(private, bytes) };
             return Err(error);
         }
@@ -356,12 +357,13 @@ impl Arena {
             segment::write_in_place(unsafe { AtomicU8::from_ptr(address.add(page)) });
         }
         forks::add_private(address as usize, bytes);
-        // Every page of the mapping is a copy now. What peers still write fills new pages, until the tensor is freed.
+        // Now every page of the mapping is a copy. What peers still write fills new file pages, until the tensor is
+        // freed.
         self.give_back(pages.start, bytes);
         Ok(())
     }
 
-    /// A tensor of which pages were taken out was freed: gives its memory back. Its addresses stay reserved.
+    /// Frees the memory of a freed tensor that had private pages. Its addresses stay reserved.
     fn retire(&self, offset: usize, bytes: usize) {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE;
         // SAFETY: the range was freed, so nothing uses it. If the system refuses, its pages stay, which is harmless.
@@ -380,7 +382,7 @@ mod tests {
 
     const MIB: usize = 1 << 20;
 
-    /// A tensor in the arena, and a second mapping of it, as a peer has one.
+    /// A tensor in the arena, with a second mapping of it, such as a peer has.
     struct Tensor {
         own: usize,
         bytes: usize,
@@ -401,13 +403,13 @@ mod tests {
         fn lease(&self, group: u64, from: usize, bytes: usize) -> Option<Lease> {
             lease(group, Span { addr: self.own + from, bytes })
         }
-        /// The byte of a mapping, for threads that race.
+        /// A byte of a mapping as an atomic, for racing threads.
         fn byte(at: usize, index: usize) -> &'static AtomicU8 {
-            // SAFETY: tests free a tensor only when its threads have ended.
+            // SAFETY: tests free a tensor only after its threads have ended.
             unsafe { AtomicU8::from_ptr((at + index) as *mut u8) }
         }
         fn free(self) {
-            // SAFETY: `allocate` gave it.
+            // SAFETY: `allocate` returned it.
             unsafe { free(NonNull::new(self.own as *mut u8).unwrap()) };
         }
     }
@@ -422,7 +424,7 @@ mod tests {
         let lease = one.lease(1, 10, 2 * MIB).unwrap();
         let stop = AtomicBool::new(false);
         std::thread::scope(|scope| {
-            // A peer that writes all the time.
+            // A peer that writes continuously.
             scope.spawn(|| {
                 for value in (8..200u8).cycle() {
                     (64..one.bytes)
@@ -433,7 +435,7 @@ mod tests {
                     }
                 }
             });
-            // A thread of this process that counts in the same pages; no count may be lost.
+            // A thread of this process that counts in the same pages. No count may be lost.
             let counted = scope.spawn(|| {
                 let mut turns = 0u8;
                 while !stop.load(Ordering::Relaxed) {
@@ -453,7 +455,7 @@ mod tests {
             std::thread::sleep(std::time::Duration::from_millis(50));
             let later = read(64, 2 * MIB);
             stop.store(true, Ordering::Relaxed);
-            // Asserted when both threads end by themselves.
+            // Asserted only after both threads have ended.
             let turns = counted.join().unwrap();
             outcome.unwrap();
             let changed = seen.iter().zip(&later).filter(|(before, after)| before != after).count();

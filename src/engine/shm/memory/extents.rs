@@ -1,8 +1,8 @@
-//! Which pages of the arena are in use. It keeps page ranges as offsets and touches no memory. It takes the smallest free range
-//! that fits, the one with the lowest offset first, and joins neighbouring free ranges.
+//! Which pages of the arena are in use. `Extents` works on page ranges as offsets and touches no memory. It allocates
+//! the smallest free range that fits, at the lowest offset among equal ones, and merges adjacent free ranges.
 //!
-//! Pages that were used once stay filled when their range is freed, because filling a page costs far more than using it
-//! again. `to_give_back` says which of them exceed what is kept.
+//! Pages that were used stay filled when their range is freed, because filling a page costs far more than reusing it.
+//! `to_give_back` returns the free ranges that exceed what is kept.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -11,10 +11,10 @@ use std::ops::Range;
 #[derive(Debug)]
 pub struct Extent {
     pub bytes: usize,
-    /// The group whose operations let peers access this memory, and how many of them.
+    /// The group whose operations let peers access this memory, and the number of these operations.
     pub holder: Option<(u64, usize)>,
-    /// Pages that became private after an operation had failed, as offsets. If there are any, peers cannot reach the range any
-    /// more, and it is not used again.
+    /// Pages that were made private after an operation had failed, as offsets. If there are any, peers can no longer
+    /// reach the range, and it is not reused.
     pub private: Vec<Range<usize>>,
 }
 
@@ -37,7 +37,7 @@ impl Extent {
 #[derive(Debug)]
 struct Free {
     bytes: usize,
-    /// At most so many bytes of it are filled pages.
+    /// Upper bound of the filled pages in this range, in bytes.
     filled: usize,
 }
 
@@ -70,7 +70,7 @@ impl Extents {
         self.bytes_used
     }
 
-    /// Filled pages of free ranges, at most.
+    /// Upper bound of the filled pages in all free ranges, in bytes.
     pub fn bytes_filled(&self) -> usize {
         self.bytes_filled
     }
@@ -92,7 +92,7 @@ impl Extents {
         free
     }
 
-    /// A range of at least `bytes`, in whole pages.
+    /// Allocates a range of at least `bytes` bytes, in whole pages. Returns its offset.
     pub fn take(&mut self, bytes: usize) -> Option<usize> {
         let bytes = bytes.max(1).checked_next_multiple_of(self.page)?;
         let &(_, at) = self.by_size.range((bytes, 0)..).next()?;
@@ -105,7 +105,7 @@ impl Extents {
         Some(at)
     }
 
-    /// Ends the use of the range that begins at `at` and returns it. One that was taken out is never given again.
+    /// Frees the range that starts at `at` and returns it. A range with private pages is never reused.
     pub fn release(&mut self, at: usize) -> Option<Extent> {
         let extent = self.used.remove(&at)?;
         self.bytes_used -= extent.bytes;
@@ -129,8 +129,8 @@ impl Extents {
         Some(extent)
     }
 
-    /// A free range whose pages are to be given back to the system, so that no more than `kept` bytes stay filled: the one
-    /// with most of them. From now on it counts as empty.
+    /// If more than `kept` bytes are filled: the free range with the most filled pages, as offset and length. The
+    /// caller must return its pages to the system; the range counts as empty from now on.
     pub fn to_give_back(&mut self, kept: usize) -> Option<(usize, usize)> {
         if self.bytes_filled <= kept {
             return None;
@@ -142,7 +142,7 @@ impl Extents {
         Some((at, bytes))
     }
 
-    /// The range in use that holds all bytes from `offset` to `offset + bytes`, and where it begins.
+    /// The range in use that contains all bytes from `offset` to `offset + bytes`, and its start.
     pub fn holding(&mut self, offset: usize, bytes: usize) -> Option<(usize, &mut Extent)> {
         let (&start, extent) = self.used.range_mut(..=offset).next_back()?;
         let inside = offset - start <= extent.bytes && bytes <= extent.bytes - (offset - start);
@@ -196,7 +196,7 @@ mod tests {
         for at in [held[0], held[2], held[4]] {
             extents.release(at);
         }
-        // The last one joined the rest, which was never filled.
+        // The last range was merged with the free rest, which was never filled.
         assert_eq!(extents.bytes_filled(), 35 * PAGE);
         assert_eq!(extents.to_give_back(35 * PAGE), None);
         assert_eq!(extents.to_give_back(10 * PAGE), Some((11 * PAGE, 20 * PAGE)));

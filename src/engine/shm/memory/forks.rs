@@ -1,8 +1,9 @@
-//! What a forked child does with the memory for tensors (`arena.rs`): before its first own instruction it replaces the mapping
-//! by a private one of the same file, so what it writes, nobody else sees. Ranges that are private already stay.
+//! What a forked child does with the memory for tensors (`arena.rs`). Before the child's first instruction, a fork
+//! handler replaces the mapping by a private one of the same file, so no other process sees what the child writes.
+//! Ranges that are private already stay.
 //!
-//! The handler runs between fork and the child's first instruction, where any lock may be held by a thread that the child does
-//! not have. So all it needs lies in atomics, and it makes system calls only.
+//! When the handler runs, any lock may be held by a thread that the child does not have. So all that it needs is in
+//! atomics, and it makes only system calls.
 
 #![allow(unsafe_code)] // replaces mappings, and registers the handler
 
@@ -10,23 +11,23 @@ use std::io;
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-/// So many private ranges are known to the handler; if there are more, a child finds zeros in the rest.
+/// Most private ranges that the handler knows. If there are more, a child finds zeros in the others.
 const MOST_PRIVATE: usize = 1024;
 
 struct Record {
-    /// This process is a child of the one that made the arena. Written by the handler (relaxed: the child has one thread
-    /// then), read before each use of the arena.
+    /// Whether this process is a forked child of the process that made the arena. The handler writes it (relaxed: the
+    /// child has one thread then). Threads read it before each use of the arena.
     is_child: AtomicBool,
-    /// A thread changes the mapping. Taken with the arena's lock held (acquire, release), and by `fork`, which must not copy a
-    /// mapping in between.
+    /// A spin lock, held while a thread changes the mapping (acquired with the arena's lock held), and during `fork`,
+    /// which must not copy the mapping in the middle of a change.
     changing: AtomicBool,
-    /// Where the arena lies, 0 while there is none. Written once by the thread that made it (release, after `bytes` and
-    /// `file`), read by anyone (acquire).
+    /// Address of the arena, 0 while there is none. Written once by the thread that made it (release, after `bytes` and
+    /// `file`); any thread reads it (acquire).
     base: AtomicUsize,
     bytes: AtomicUsize,
     file: AtomicUsize,
-    /// Address and length of the private ranges. Written under the arena's lock, the count last (release); read by the handler
-    /// (acquire).
+    /// Address and length of the private ranges. Written under the arena's lock, the count last (release); the handler
+    /// reads them (acquire).
     private: [(AtomicUsize, AtomicUsize); MOST_PRIVATE],
     private_count: AtomicUsize,
 }
@@ -41,9 +42,9 @@ static RECORD: Record = Record {
     private_count: AtomicUsize::new(0),
 };
 
-/// Registers the handler and says where the arena lies. Called once a process; the error says that the system refused.
+/// Registers the handlers and the arena's address. Called once per process. The error says that the system refused.
 pub fn register(base: usize, bytes: usize, file: RawFd) -> io::Result<()> {
-    // SAFETY: the handlers are plain functions that live for ever.
+    // SAFETY: the handlers are plain functions that are never unloaded.
     let rc = unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(in_forked_child)) };
     if rc != 0 {
         return Err(io::Error::from_raw_os_error(rc));
@@ -58,18 +59,19 @@ pub fn is_child() -> bool {
     RECORD.is_child.load(Ordering::Relaxed)
 }
 
-/// Whether this address lies in the arena.
+/// Whether this address is in the arena.
 pub fn owns(address: usize) -> bool {
     let base = RECORD.base.load(Ordering::Acquire);
     base != 0 && address.wrapping_sub(base) < RECORD.bytes.load(Ordering::Relaxed)
 }
 
-/// False from half of the ranges on. There are no further leases then, which leaves the other half for operations under way.
+/// False when half of the entries are used. Then no further leases are made, which leaves the other half for operations
+/// in flight.
 pub fn has_room_for_private() -> bool {
     RECORD.private_count.load(Ordering::Relaxed) < MOST_PRIVATE / 2
 }
 
-/// This range is private from now on. Called under the arena's lock.
+/// Records that this range is private from now on. Called under the arena's lock.
 pub fn add_private(address: usize, bytes: usize) {
     let count = RECORD.private_count.load(Ordering::Relaxed);
     if let Some((at, length)) = RECORD.private.get(count) {
@@ -79,13 +81,13 @@ pub fn add_private(address: usize, bytes: usize) {
     }
 }
 
-/// While it lives no fork copies the mapping.
+/// While it exists, no fork can copy the mapping.
 pub struct Changing;
 
 impl Changing {
     pub fn begin() -> Changing {
         while RECORD.changing.swap(true, Ordering::Acquire) {
-            std::thread::yield_now(); // a fork is under way
+            std::thread::yield_now(); // a fork is in progress
         }
         Changing
     }
@@ -109,7 +111,7 @@ extern "C" fn in_forked_child() {
     drop(Changing);
     let base = RECORD.base.load(Ordering::Acquire);
     if base == 0 || RECORD.is_child.swap(true, Ordering::Relaxed) {
-        return; // a child of a child has a private mapping already
+        return; // a child of a child already has a private mapping
     }
     let (bytes, file) = (RECORD.bytes.load(Ordering::Relaxed), RECORD.file.load(Ordering::Relaxed) as RawFd);
     let count = RECORD.private_count.load(Ordering::Acquire).min(MOST_PRIVATE);
@@ -130,8 +132,8 @@ extern "C" fn in_forked_child() {
 fn map_privately(file: RawFd, address: usize, bytes: usize, offset: usize) {
     let (access, flags) =
         (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE);
-    // SAFETY: replaces the child's own mapping of the same pages. If the system refuses, the child must not keep the memory
-    // of its parent, so an access of it faults.
+    // SAFETY: replaces the child's own mapping of the same pages. If the system refuses, the child must not keep the
+    // memory of its parent, so the pages are unmapped and an access faults.
     unsafe {
         if libc::mmap(address as *mut _, bytes, access, flags, file, offset as libc::off_t) == libc::MAP_FAILED {
             libc::munmap(address as *mut _, bytes);

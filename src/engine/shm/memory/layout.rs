@@ -12,39 +12,39 @@
 //! ```
 //!
 //! **Memory for messages.** Every ordered pair of ranks has its own envelopes, so that an unmatched message blocks no
-//! other pair. This part grows with the square of the ranks, so an envelope is small where ranks are many. A large
-//! message needs memory only after a receive has matched it, and from then on nothing but copying delays it: so a
-//! receiver needs only a few channels, which it lends to one sender after the other, and every channel comes back.
+//! other pair. This memory grows with the square of the number of ranks, so envelopes are smaller in larger groups. A
+//! large message needs memory only after a receive has matched it, and from then on only copying delays it. So a
+//! receiver needs only a few channels, which it lends to one sender after another, and every channel is returned.
 //!
-//! **Memory that every group uses is populated when the group is made** (`early_ranges`). The rest, most of it, is
-//! divided into parts (`Part`). A part's owner populates it when an operation first needs it, and no rank touches it
-//! before (`presence.rs`). Filling shared memory past a memory limit kills the process, so the limits are read first
-//! (rule 24).
+//! **Memory that every group uses is populated when the group is made** (`early_ranges`). The rest, most of the
+//! segment, is divided into parts (`Part`). A part's owner populates it when an operation first needs it, and no rank
+//! touches it before (`presence.rs`). Filling shared memory past a memory limit kills the process, so the limits are
+//! read first (rule 24).
 
 use std::ops::Range;
 
 use crate::select::GroupShape;
 
-/// Payload of a slot beyond the header line.
+/// Bytes of payload in a slot, without the header line.
 pub const SLOT_BYTES: usize = 4096;
-/// Payload that fits into the header line itself, behind tag, signature, chain and aux.
+/// Bytes of payload that fit into the header line, behind tag, signature, chain and aux.
 pub const INLINE_BYTES: usize = 32;
-/// Of an operation that is mapped: most pieces of its inputs, and of its outputs.
+/// Most pieces that a mapped operation may have in its inputs, and in its outputs.
 pub const MOST_PIECES: usize = 16;
-/// The words in a slot that say where these pieces lie, behind those of a table.
+/// Bytes in a slot for the offsets and lengths of these pieces, which follow the table of an all_to_all.
 pub const OFFER_BYTES: usize = 2 * MOST_PIECES * 16;
-/// Two cache lines: x86 prefetches them in pairs, and aarch64 has lines of this size.
+/// Size of two cache lines: x86 prefetches lines in pairs, and some aarch64 CPUs have lines of this size.
 pub const PAIR_OF_LINES: usize = 128;
-/// Control words of a rank, each on its own pair of lines.
+/// Number of control words of a rank, each on its own pair of lines.
 pub const CONTROL_WORDS: usize = 11;
 pub const FAULT_BYTES: usize = 1408;
-/// What a rank says about itself when another one asks. With the words and the fault text it fills a page.
+/// Bytes for a rank's answer to another rank's question. With the control words and the fault text it fills a page.
 pub const ANSWER_BYTES: usize = 1280;
-/// Payload that fits into an envelope's first line, behind tag and size.
+/// Bytes of payload that fit into an envelope's first line, behind tag and size.
 pub const SHORT_BYTES: usize = 48;
-/// Most ranks that one segment serves: slot tables hold eight bytes a rank, mail words and `RankSet` a bit.
+/// Most ranks per segment: a slot's table has eight bytes per rank, mail words and `RankSet` have one bit per rank.
 pub const MAX_RANKS: usize = 256;
-/// Largest segment, unless that would leave less than `RANK_SHARE` per rank.
+/// Largest segment, unless that leaves less than `RANK_SHARE` per rank.
 pub const CEILING: usize = 64 << 20;
 pub const RANK_SHARE: usize = 512 << 10;
 
@@ -57,24 +57,24 @@ pub enum Part {
     Stage,
     /// The buffers into which the rank reduces.
     Result,
-    /// Words, grants and envelopes of its messages to all others.
+    /// Words, grants and envelopes of the rank's messages to all others.
     Envelopes,
-    /// The buffers of one channel, through which it receives.
+    /// The buffers of one channel, through which the rank receives.
     Channel(usize),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
     pub ranks: usize,
-    /// Slots of a rank; a power of two.
+    /// Number of slots of a rank; a power of two.
     pub depth: u64,
     pub stage_bytes: usize,
     pub result_bytes: usize,
-    /// Messages of an ordered pair that may be under way in envelopes, and grants; a power of two.
+    /// Number of envelopes, and of grants, of an ordered pair; a power of two.
     pub envelopes: u64,
-    /// Largest message that travels inside its envelope.
+    /// Largest message that is sent inside its envelope.
     pub eager_bytes: usize,
-    /// Number of senders whose larger messages a rank can receive at once.
+    /// Number of senders from which a rank can receive larger messages at the same time.
     pub channels: usize,
     pub body_bytes: usize,
     group: usize,
@@ -120,19 +120,20 @@ impl Layout {
         Layout::possible(ranks).find(|layout| layout.total <= budget)
     }
 
-    /// As `new`, within the share of a host's memory that a segment may take: a quarter of `headroom` bytes.
+    /// Like `new`, limited to the share of the free memory that a segment may use: a quarter of `headroom` bytes.
     pub fn within(ranks: usize, headroom: usize) -> Option<Layout> {
         (1..=MAX_RANKS)
             .contains(&ranks)
             .then(|| Layout::new(ranks, CEILING.max(ranks * RANK_SHARE).min(headroom / 4)))?
     }
 
-    /// Bytes of the smallest layout.
+    /// Size of the smallest layout in bytes.
     pub fn smallest(ranks: usize) -> usize {
         Layout::possible(ranks).map(|layout| layout.total).min().unwrap_or(0)
     }
 
-    /// The layout whose segment has exactly `total` bytes: the ranks derive the layout that was built from its size.
+    /// The layout whose segment has exactly `total` bytes. Peers derive from the segment's size which layout was
+    /// chosen.
     pub fn of_total(ranks: usize, total: usize) -> Option<Layout> {
         Layout::new(ranks, total).filter(|layout| layout.total == total)
     }
@@ -146,7 +147,7 @@ impl Layout {
 
     fn with(ranks: usize, stage_bytes: usize) -> Layout {
         let Sizes { depth, envelopes, eager_bytes, channels, body_bytes, .. } = Sizes::of(ranks);
-        // A slice is a rank's share of a chunk, rounded up to lines; see bulk.rs.
+        // A slice is a rank's share of a chunk, rounded up to cache lines; see bulk.rs.
         let result_bytes = up(stage_bytes.div_ceil(ranks) + 64, PAGE);
         let mut layout = Layout {
             ranks,
@@ -180,8 +181,8 @@ impl Layout {
         self.total
     }
 
-    /// What the algorithm choice needs to know of a group with this layout on one host whose ranks use `cores` cores
-    /// together.
+    /// What the choice of algorithms needs to know of a group with this layout on one host. `cores` is the number of
+    /// cores that the ranks may use together.
     pub fn shape(&self, cores: usize) -> GroupShape {
         GroupShape { ranks: self.ranks, hosts: 1, cores, slot_bytes: SLOT_BYTES, stage_bytes: self.stage_bytes }
     }
@@ -195,7 +196,7 @@ impl Layout {
     fn slots_bytes(&self) -> usize {
         up(self.depth as usize * self.slot_stride(), PAGE)
     }
-    /// A payload that fits into one line lies there, behind tag and size.
+    /// Size of an envelope. A payload of up to `SHORT_BYTES` fits into the first line, behind tag and size.
     fn envelope_stride(&self) -> usize {
         64 + if self.eager_bytes <= SHORT_BYTES { 0 } else { up(self.eager_bytes, 64) }
     }
@@ -208,19 +209,20 @@ impl Layout {
     fn pair_bytes(&self) -> usize {
         up(self.envelopes_offset() + self.envelopes as usize * self.envelope_stride(), PAIR_OF_LINES)
     }
-    /// Bytes of a sender's envelopes for all peers.
+    /// Bytes of a sender's words, grants and envelopes for all peers.
     fn row_bytes(&self) -> usize {
         up((self.ranks - 1) * self.pair_bytes(), PAGE)
     }
-    /// Bytes of a receiver's channels.
+    /// Bytes of all channels of a receiver.
     fn channels_bytes(&self) -> usize {
         self.channels * 2 * self.body_bytes
     }
-    /// With few ranks each word of a pair has its own lines; with many, the words of one writer share a pair of lines.
+    /// With few ranks, each word of a pair has its own pair of lines. With many, the words of one writer share a pair
+    /// of lines.
     fn word_stride(&self) -> usize {
         if self.ranks <= 16 { PAIR_OF_LINES } else { 8 }
     }
-    /// The three words of the sender, or of the receiver.
+    /// Bytes of the three words of the sender, or of the receiver.
     fn side_bytes(&self) -> usize {
         up(3 * self.word_stride(), PAIR_OF_LINES)
     }
@@ -238,7 +240,7 @@ impl Layout {
     pub fn answer_text(&self, rank: usize) -> usize {
         self.fault_text(rank) + FAULT_BYTES
     }
-    /// Header line of a slot; the payload follows 64 bytes later.
+    /// Offset of a slot's header line. The payload follows 64 bytes later.
     pub fn slot(&self, rank: usize, n: u64) -> usize {
         debug_assert!(rank < self.ranks);
         self.slots + rank * self.slots_bytes() + (n % self.depth) as usize * self.slot_stride()
@@ -252,8 +254,8 @@ impl Layout {
         self.result + (rank * 2 + (round % 2) as usize) * self.result_bytes
     }
 
-    /// True where a receiver learns of every message by its mail words (`protocol::post`). With few ranks only the
-    /// first message of each sender uses them; then the receiver polls.
+    /// Whether a receiver finds every message by its mail words (`protocol::post`). With few ranks, only the first
+    /// message of each sender sets them; after that the receiver polls.
     pub fn has_mail(&self) -> bool {
         self.ranks > 16
     }
@@ -262,7 +264,7 @@ impl Layout {
         debug_assert!(from < self.ranks && to < self.ranks && from != to);
         self.pairs + from * self.row_bytes() + (to - usize::from(to > from)) * self.pair_bytes()
     }
-    /// Words of the sender have even numbers, those of the receiver odd ones.
+    /// Words with even numbers are the sender's, words with odd numbers the receiver's.
     pub fn pair_word(&self, from: usize, to: usize, index: usize) -> usize {
         debug_assert!(index < 6);
         self.pair(from, to) + index % 2 * self.side_bytes() + index / 2 * self.word_stride()
@@ -270,7 +272,7 @@ impl Layout {
     pub fn grant(&self, from: usize, to: usize, index: u64) -> usize {
         self.pair(from, to) + self.grants_offset() + (index & (self.envelopes - 1)) as usize * 8
     }
-    /// Tag and size of a message; `payload_offset` says where the payload lies.
+    /// Offset of an envelope: tag and size of a message. The payload is at `payload_offset`.
     pub fn envelope(&self, from: usize, to: usize, number: u64) -> usize {
         let index = (number & (self.envelopes - 1)) as usize;
         self.pair(from, to) + self.envelopes_offset() + index * self.envelope_stride()
@@ -284,7 +286,7 @@ impl Layout {
         self.bodies + to * self.channels_bytes() + (channel * 2 + (round % 2) as usize) * self.body_bytes
     }
 
-    /// The ranges that `rank` populates when the group is made: its words and slots, and on rank 0 those of the group.
+    /// The ranges that `rank` populates when the group is made: its words and slots, and on rank 0 the group's words.
     pub fn early_ranges(&self, rank: usize) -> Vec<Range<usize>> {
         let own = |area: usize, bytes: usize| area + rank * bytes..area + (rank + 1) * bytes;
         let mut ranges = vec![own(self.control, self.control_bytes()), own(self.slots, self.slots_bytes())];
@@ -294,8 +296,8 @@ impl Layout {
         ranges
     }
 
-    /// The range of a part of `rank`. Its owner populates it: the rank that writes it, because the first touch places
-    /// it on that rank's NUMA node; for a channel the rank that reads it, because its senders change.
+    /// The range of a part of `rank`, which populates it. `rank` is the writer of the part, because the first touch
+    /// places pages on that rank's NUMA node. For a channel it is the reader, because the senders change.
     pub fn part(&self, rank: usize, part: Part) -> Range<usize> {
         let (start, bytes) = match part {
             Part::Stage => (self.stage(rank, 0), 2 * self.stage_bytes),
@@ -316,7 +318,7 @@ impl Layout {
 mod tests {
     use super::*;
 
-    /// Start and length of every area that layout `l` names, except the hello area.
+    /// Start and length of every area of layout `l`, except the hello area.
     fn areas(l: &Layout, senders: &[usize]) -> Vec<(usize, usize)> {
         let mut areas: Vec<(usize, usize)> = (0..3).map(|i| (l.group_word(i), 8)).collect();
         for r in 0..l.ranks {
@@ -371,8 +373,8 @@ mod tests {
         }
     }
 
-    /// Every page that an operation touches is populated under the limits: touching an unpopulated one could kill the
-    /// process.
+    /// Every page that an operation touches must have been populated under the limits: touching an unpopulated page
+    /// could kill the process.
     #[test]
     fn the_ranges_that_ranks_populate_are_the_whole_segment() {
         for ranks in 2..=MAX_RANKS {
@@ -387,7 +389,7 @@ mod tests {
         }
     }
 
-    /// The memory of a group as docs/design.md states it.
+    /// The memory of a group is as docs/design.md states it.
     #[test]
     fn memory_is_bounded_per_rank_and_in_all() {
         for ranks in 2..=MAX_RANKS {

@@ -1,4 +1,4 @@
-//! Memory that is populated when it is first needed: most of a segment, because most groups use little of it.
+//! Memory that is populated at its first use: most of a segment, because most groups use little of it.
 //!
 //! **Which rank populates a part, and why its peers may rely on it.** A part belongs to one rank, which populates it
 //! before any rank touches it. The existing release and acquire pairs order the peers' accesses after that:
@@ -6,17 +6,18 @@
 //! | part | populated | peers touch it after |
 //! | --- | --- | --- |
 //! | stage, result | before the first round that fills them | `Ready` of a round (release, acquire) |
-//! | envelopes of a sender | before its first message | mail (release, acquire): its first message to a rank always brings some |
+//! | envelopes of a sender | before its first message | mail (release, acquire): its first message to a rank always
+//! sets a bit |
 //! | channel of a receiver | before it is first lent | the grant (release, acquire) |
 //!
-//! Words and slots are used before ranks exchange anything, so a rank populates them before it says that it has mapped
-//! the memory, and no rank gets its group before all have said so (`rendezvous`).
+//! Words and slots are used before ranks exchange anything. So a rank populates them before it reports that it has
+//! mapped the memory, and no rank gets its group before all have reported (`rendezvous`).
 //!
 //! **The limits.** Filling memory past the limit of a control group kills the process, and memory that was free when
-//! the group was made may be gone. So the limits are read again. Where they leave too little, the operation fails
-//! before anything is written: on this rank with the amounts, on the others with the same text, as for any fault of a
-//! group. A part may take half of the free memory, counted for all ranks, because they may all be about to do the same;
-//! the other half is for another group and for what the programs do at the same time.
+//! the group was made may be in use now. So the limits are read again. If they leave too little, the operation fails
+//! before anything is written: on this rank with the amounts, on the others with the same text, as with any fault of a
+//! group. A part may use half of the free memory, counted for all ranks, because they may all be about to do the same.
+//! The other half is for other groups and for what the programs allocate at the same time.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -24,12 +25,12 @@ use super::layout::{Layout, Part};
 use super::segment::{Backing, Segment};
 use crate::error::{Error, Result};
 
-/// The populated parts of a rank.
+/// Which parts of a rank's memory are populated.
 #[derive(Debug)]
 pub struct Presence {
-    /// A bit each. The thread that drives the rank's group reads and writes it under the group's lock (relaxed).
+    /// One bit per part. The thread that drives the rank's group reads and writes it under the group's lock (relaxed).
     parts: AtomicU32,
-    /// Bytes of memory that this process may still use.
+    /// Returns the bytes of memory that this process may still use.
     headroom: fn() -> Option<u64>,
 }
 
@@ -47,7 +48,7 @@ impl Presence {
         }
     }
 
-    /// `Area::make_present` for the memory of rank `me`.
+    /// Implements `Area::make_present` for the memory of rank `me`.
     pub fn make(
         &self,
         segment: &Segment,
@@ -60,7 +61,7 @@ impl Presence {
         if missing.is_empty() {
             return Ok(());
         }
-        // The pages of a file that is not sealed were taken when it was made.
+        // The pages of an unsealed file were reserved when it was made.
         if segment.backing() != Backing::Unsealed {
             let bytes: usize = missing.iter().map(|part| layout.part(me, *part).len()).sum();
             self.look_for_room(bytes, me, layout.ranks)?;
@@ -72,7 +73,7 @@ impl Presence {
         Ok(())
     }
 
-    /// Fails where the limits leave too little for `bytes` more on every rank.
+    /// Fails if the limits leave too little for `bytes` more on every rank.
     fn look_for_room(&self, bytes: usize, me: usize, ranks: usize) -> Result<()> {
         let needed = (bytes * ranks) as u64;
         match (self.headroom)() {

@@ -1,8 +1,8 @@
-//! The arenas of other processes (`arena.rs`), mapped into this one: each once, for all groups.
+//! The arenas of other processes (`arena.rs`), each mapped once into this process, for all groups.
 //!
-//! A peer names its file by process, descriptor and inode. It is opened by way of /proc, which asks for the same user and no
-//! more, so that ranks without such tensors exchange nothing. Another pid namespace, a process that is not dumpable or a
-//! missing /proc are reasons why a peer's memory cannot be reached; operations are staged then.
+//! A peer publishes its file as process, descriptor and inode. This process opens it through /proc, which only requires
+//! the same user, so ranks exchange no descriptors. In another pid namespace, with a process that is not dumpable, or
+//! without /proc, a peer's memory cannot be reached; then operations are staged.
 
 #![allow(unsafe_code)] // maps the memory of peers
 
@@ -24,28 +24,29 @@ use crate::os::watch::PerProcess;
 pub struct Reach {
     base: NonNull<u8>,
     bytes: usize,
-    /// Of the process that mapped it: a forked child has no such mapping.
+    /// `watch::generation` of the process that mapped it: a forked child does not have the mapping.
     generation: u32,
 }
 
-// SAFETY: an address range that stays mapped for its lifetime; `mapped` orders the accesses.
+// SAFETY: an address range that stays mapped for its lifetime. `mapped` orders the accesses.
 unsafe impl Send for Reach {}
 // SAFETY: as above.
 unsafe impl Sync for Reach {}
 
 type Mapped = HashMap<(i32, u64), Weak<Reach>>;
 
-/// The mapped arenas of this process, by pid and inode. Weak: the groups own them.
+/// The arenas mapped by this process, by pid and inode. Weak, because the groups own them.
 static MAPPED: PerProcess<Mutex<Mapped>> = PerProcess::new();
 
 impl Reach {
-    /// The arena that process `pid` described; the error is a reason for a log.
+    /// Maps the arena `identity` of process `pid`, unless it is mapped already. The error is a text for the log.
     pub fn new(pid: i32, identity: Identity) -> Result<Arc<Reach>, String> {
         let mut mapped = MAPPED.get().lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(known) = mapped.get(&(pid, identity.inode)).and_then(Weak::upgrade) {
             return Ok(known);
         }
-        // Ranks that are threads of one process map it as well: a tensor that was taken out is at its old address only.
+        // Also maps the process's own file, for ranks that are threads: pages made private are visible only at the
+        // tensor's own address.
         let reach = Arc::new(Reach::map(pid, identity)?);
         mapped.retain(|_, weak| weak.strong_count() > 0);
         mapped.insert((pid, identity.inode), Arc::downgrade(&reach));
@@ -57,7 +58,7 @@ impl Reach {
             return Err("its process is in another pid namespace".to_string());
         }
         let path = format!("/proc/{pid}/fd/{}", identity.descriptor);
-        // Looked at first: opening what is no file may have an effect.
+        // Checked before opening, because opening something that is not a regular file may have side effects.
         let found = fs::metadata(&path).map_err(|error| format!("{path}: {error}"))?;
         if (found.ino(), found.len()) != (identity.inode, identity.bytes) {
             return Err(format!("{path} is another file"));
@@ -77,7 +78,7 @@ impl Reach {
         Ok(Reach { base, bytes, generation: watch::generation() })
     }
 
-    /// The address of a piece of that process's memory, if it lies inside.
+    /// The address of a piece of that process's memory. None if the piece is not inside the mapping.
     pub fn at(&self, offset: usize, bytes: usize) -> Option<usize> {
         let inside = offset <= self.bytes && bytes <= self.bytes - offset;
         inside.then(|| self.base.as_ptr() as usize + offset)
@@ -87,7 +88,7 @@ impl Reach {
 impl Drop for Reach {
     fn drop(&mut self) {
         if self.generation == watch::generation() {
-            // SAFETY: our mapping; who uses an address of it keeps the `Reach`.
+            // SAFETY: our own mapping. Users of its addresses keep the `Reach` alive.
             unsafe { segment::unmap(self.base, self.bytes) };
         }
     }

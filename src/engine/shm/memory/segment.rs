@@ -1,4 +1,4 @@
-//! Memory that all ranks of a group map. It has no name, so nothing is left behind when processes are killed, and it is
+//! Memory that all ranks of a group map. It has no name, so nothing is left behind when processes are killed. It is
 //! sealed, so no peer can shrink it.
 
 #![allow(unsafe_code)] // maps the memory and takes references into it
@@ -22,11 +22,11 @@ pub enum Backing {
     /// memfd_create was denied: a nameless file in /dev/shm, which cannot be sealed. Peers run as the same user and are
     /// trusted not to truncate it.
     Unsealed,
-    /// No descriptor: ranks are threads of one process.
+    /// No descriptor: the ranks are threads of one process.
     Anonymous,
 }
 
-/// A shared mapping; unmapped on drop. In a forked child its addresses map private memory (`Mapped`), so the child
+/// A shared mapping, unmapped on drop. In a forked child its addresses map private memory (`Mapped`). So the child
 /// cannot write the memory of its parent and the parent's peers, whatever it does with inherited objects.
 #[derive(Debug)]
 pub struct Segment {
@@ -37,27 +37,27 @@ pub struct Segment {
 }
 
 /// An entry of the list of mapped segments, which the fork handler reads. Entries are never freed, because the handler
-/// may take no lock; an entry whose segment was dropped is used again.
+/// may take no lock. An entry whose segment was dropped is reused.
 #[derive(Debug)]
 struct Mapped {
-    /// 0 while unused. Written by the thread that makes (release, after `len`) or drops a segment; read by the forked
-    /// child, which has no other threads.
+    /// Address of the mapping, 0 while unused. Written by the thread that makes (release, after `len`) or drops a
+    /// segment. A forked child, which has no other threads, reads it.
     base: AtomicUsize,
     len: AtomicUsize,
     next: AtomicPtr<Mapped>,
 }
 
-/// All mappings of this process.
+/// The list of all mappings of this process.
 struct Mappings {
-    /// First entry of the list, which only grows: pushed to (release), read where a segment is made and by a forked child
-    /// (acquire).
+    /// First entry of the list, which only grows. New entries are pushed with a release store. Threads that make a
+    /// segment, and forked children, read it (acquire).
     first: AtomicPtr<Mapped>,
     /// Installs the fork handler.
     installed: Once,
 }
 
 static MAPPINGS: Mappings = Mappings { first: AtomicPtr::new(std::ptr::null_mut()), installed: Once::new() };
-/// Marks an entry that is being filled in: no mapping begins at this address.
+/// Value of `base` while an entry is being filled in. No mapping starts at this address.
 const TAKEN: usize = 1;
 
 /// Every entry of the list.
@@ -69,10 +69,10 @@ fn mapped() -> impl Iterator<Item = &'static Mapped> {
     })
 }
 
-/// Registers a mapping, so that forked children lose it.
+/// Registers a mapping, so that it is replaced in forked children.
 fn enter(base: NonNull<u8>, len: usize) -> &'static Mapped {
     MAPPINGS.installed.call_once(|| {
-        // SAFETY: the handler is a plain function that lives for ever.
+        // SAFETY: the handler is a plain function that is never unloaded.
         let rc = unsafe { libc::pthread_atfork(None, None, Some(in_forked_child)) };
         if rc != 0 {
             log::warn!("pthread_atfork failed ({rc}); a forked child could write the shared memory of its parent");
@@ -84,7 +84,7 @@ fn enter(base: NonNull<u8>, len: usize) -> &'static Mapped {
         let mut first = MAPPINGS.first.load(Ordering::Relaxed);
         loop {
             new.next.store(first, Ordering::Relaxed);
-            // Release: the entry is written before the pointer to it.
+            // Release: the entry is visible before the pointer to it.
             match MAPPINGS.first.compare_exchange_weak(first, new, Ordering::Release, Ordering::Relaxed) {
                 Ok(_) => return new,
                 Err(other) => first = other,
@@ -96,8 +96,8 @@ fn enter(base: NonNull<u8>, len: usize) -> &'static Mapped {
     entry
 }
 
-/// Runs in the child between fork and its first own instruction: replaces every segment by private, empty memory. Uses
-/// only atomics and system calls, because a thread that the child does not have may hold a lock.
+/// Runs in the child before its first own instruction: replaces every segment by private, empty memory. Uses only
+/// atomics and system calls, because a thread that the child does not have may hold a lock.
 extern "C" fn in_forked_child() {
     for one in mapped() {
         let (base, len) = (one.base.load(Ordering::Acquire), one.len.load(Ordering::Relaxed));
@@ -105,7 +105,7 @@ extern "C" fn in_forked_child() {
             continue;
         }
         let flags = libc::MAP_FIXED | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-        // SAFETY: the range is a mapping of ours, of which the child has its own copy; later accesses read zeros.
+        // SAFETY: the range is our own mapping, of which the child has its own copy. Later accesses read zeros.
         unsafe {
             if libc::mmap(base as *mut _, len, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) == libc::MAP_FAILED {
                 libc::munmap(base as *mut _, len);
@@ -114,8 +114,8 @@ extern "C" fn in_forked_child() {
     }
 }
 
-// SAFETY: a segment is an address range that stays mapped for its lifetime. It hands out raw pointers only; the
-// protocol orders the accesses, whatever thread makes them.
+// SAFETY: a segment is an address range that stays mapped for its lifetime. Its methods return only raw pointers; the
+// protocol orders the accesses, whichever thread makes them.
 unsafe impl Send for Segment {}
 // SAFETY: as above; no method changes the segment itself.
 unsafe impl Sync for Segment {}
@@ -128,7 +128,7 @@ fn descriptor(rc: i64) -> io::Result<OwnedFd> {
     if rc < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the kernel just returned this descriptor, so this process owns it alone.
+    // SAFETY: the kernel just returned this descriptor, so only this process owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(rc as i32) })
 }
 
@@ -138,7 +138,8 @@ fn checked(rc: i32) -> io::Result<()> {
 
 fn memfd() -> io::Result<OwnedFd> {
     let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
-    // Kernels before 6.3 do not know MFD_NOEXEC_SEAL; kernels configured to require it refuse calls without it.
+    // Kernels before 6.3 do not know MFD_NOEXEC_SEAL. Kernels that are configured to require it refuse calls without
+    // it.
     let mut result = Err(io::Error::from_raw_os_error(libc::EINVAL));
     for flags in [flags | libc::MFD_NOEXEC_SEAL, flags] {
         // SAFETY: the name ends in NUL; the flags are plain numbers.
@@ -153,7 +154,7 @@ fn memfd() -> io::Result<OwnedFd> {
 /// A file in memory of `len` zero bytes whose size cannot change.
 pub fn sealed_memfd(len: usize) -> io::Result<OwnedFd> {
     let fd = memfd()?;
-    // SAFETY: plain numbers on a descriptor we own.
+    // SAFETY: plain numbers on our own descriptor.
     unsafe {
         checked(libc::ftruncate(fd.as_raw_fd(), len as libc::off_t))?;
         checked(libc::fcntl(
@@ -165,14 +166,14 @@ pub fn sealed_memfd(len: usize) -> io::Result<OwnedFd> {
     Ok(fd)
 }
 
-/// A file in /dev/shm that never has a name. Its pages are reserved now: a full /dev/shm must be an error here, not a
-/// SIGBUS at the first touch.
+/// A file in /dev/shm that never has a name. Its pages are reserved now, so that a full /dev/shm is an error here and
+/// not a SIGBUS at the first touch.
 fn nameless_file(len: usize) -> io::Result<OwnedFd> {
     let flags = libc::O_TMPFILE | libc::O_EXCL | libc::O_RDWR | libc::O_CLOEXEC;
     // SAFETY: the path ends in NUL; the rest are plain numbers.
     let fd = descriptor(unsafe { libc::open(c"/dev/shm".as_ptr(), flags, 0o600) }.into())?;
     loop {
-        // SAFETY: plain numbers on a descriptor we own.
+        // SAFETY: plain numbers on our own descriptor.
         match checked(unsafe { libc::fallocate(fd.as_raw_fd(), 0, 0, len as libc::off_t) }) {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
             result => return result.map(|()| fd),
@@ -181,7 +182,7 @@ fn nameless_file(len: usize) -> io::Result<OwnedFd> {
 }
 
 impl Segment {
-    /// Makes a segment of `len` zero bytes, and the descriptor by which others map it.
+    /// Makes a segment of `len` zero bytes, and the descriptor by which peers map it.
     pub fn create(len: usize) -> Result<(Segment, OwnedFd)> {
         let (fd, backing) = match sealed_memfd(len) {
             Ok(fd) => (fd, Backing::Sealed),
@@ -201,8 +202,8 @@ impl Segment {
         Ok((Segment { base, len, backing, entry: enter(base, len) }, fd))
     }
 
-    /// Maps a segment that another rank made. Its length must be what that rank announced and must be sealed; an
-    /// unsealed descriptor is accepted only where that rank announced one (`backing`).
+    /// Maps a segment that another rank made. Its length must be the announced one, and it must be sealed. An unsealed
+    /// descriptor is accepted only if that rank announced one (`backing`).
     pub fn map(fd: BorrowedFd<'_>, expected_len: usize, backing: Backing) -> Result<Segment> {
         if backing == Backing::Sealed && !is_sealed(&fd) {
             return Err(Error::system("sagellm: the shared memory that rank 0 sent is not sealed against shrinking"));
@@ -237,8 +238,8 @@ impl Segment {
         self.backing
     }
 
-    /// Address of `bytes` bytes at `offset`. Panics when they are not all inside: offsets come from the layout of this
-    /// group, never unchecked from shared memory, so that would be our own bug.
+    /// Address of `bytes` bytes at `offset`. Panics if they are not all inside the segment. Offsets come from the
+    /// group's layout, never unchecked from shared memory, so a panic here is our own bug.
     #[inline]
     pub fn ptr(&self, offset: usize, bytes: usize) -> *mut u8 {
         assert!(
@@ -246,12 +247,12 @@ impl Segment {
             "bytes {offset}..+{bytes} are outside the segment of {} bytes",
             self.len
         );
-        // SAFETY: the offset is at most the length of the mapping, just checked.
+        // SAFETY: the offset is at most the length of the mapping, as just checked.
         unsafe { self.base.as_ptr().add(offset) }
     }
 
-    /// Makes the pages of a range present and writable now. Peers may be writing to the range meanwhile: no content
-    /// changes.
+    /// Makes the pages of a range present and writable now. Peers may write to the range meanwhile: the contents do not
+    /// change.
     pub fn populate(&self, range: Range<usize>) -> Result<()> {
         let page = page_size();
         let start = range.start / page * page;
@@ -261,7 +262,7 @@ impl Segment {
         }
         let first = self.ptr(start, range.end - start);
         loop {
-            // SAFETY: the range lies in whole pages of our mapping; populating changes no content.
+            // SAFETY: the range is in whole pages of our mapping. Populating changes no contents.
             let rc = unsafe { libc::madvise(first.cast(), end - start, MADV_POPULATE_WRITE) };
             let error = match checked(rc) {
                 Ok(()) => return Ok(()),
@@ -273,9 +274,9 @@ impl Segment {
                 _ => return Err(refused(&format!("cannot populate {} bytes of shared memory", end - start), error)),
             }
         }
-        // An older kernel.
+        // The kernel does not support MADV_POPULATE_WRITE, or forbids it.
         for offset in (start..range.end).step_by(page) {
-            // SAFETY: the byte is inside the mapping, and any alignment is right for one byte.
+            // SAFETY: the byte is inside the mapping, and one byte has no alignment.
             write_in_place(unsafe { AtomicU8::from_ptr(self.ptr(offset, 1)) });
         }
         Ok(())
@@ -285,7 +286,7 @@ impl Segment {
 impl Drop for Segment {
     fn drop(&mut self) {
         self.entry.base.store(0, Ordering::Release);
-        // SAFETY: base and len are what mmap returned, and nothing can use them after the drop.
+        // SAFETY: `base` and `len` are what mmap returned, and nothing can use them after the drop.
         unsafe { libc::munmap(self.base.as_ptr().cast(), self.len) };
     }
 }
@@ -297,7 +298,7 @@ pub fn map_pages(len: usize, flags: i32, fd: i32) -> io::Result<NonNull<u8>> {
 /// Maps `len` bytes of a file from `offset` on.
 pub fn map_pages_at(len: usize, flags: i32, fd: i32, offset: usize) -> io::Result<NonNull<u8>> {
     let access = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: a new mapping at an address of the kernel's choice touches no memory of ours.
+    // SAFETY: a new mapping at an address that the kernel chooses touches none of our memory.
     let base = unsafe { libc::mmap(std::ptr::null_mut(), len, access, flags, fd, offset as libc::off_t) };
     if base == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
@@ -305,8 +306,8 @@ pub fn map_pages_at(len: usize, flags: i32, fd: i32, offset: usize) -> io::Resul
     NonNull::new(base.cast()).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))
 }
 
-/// Writes to a byte the value that it has, so that the kernel gives this process the page; no concurrent write is lost. Adding 0
-/// would not do: compilers make a load of it.
+/// Writes a byte's current value to it, so that the kernel makes the page present and writable; no concurrent write is
+/// lost. A fetch_add of 0 would not do, because compilers turn it into a load.
 pub fn write_in_place(byte: &AtomicU8) {
     let mut value = byte.load(Ordering::Relaxed);
     while let Err(now) = byte.compare_exchange(value, value, Ordering::SeqCst, Ordering::Relaxed) {
@@ -314,18 +315,18 @@ pub fn write_in_place(byte: &AtomicU8) {
     }
 }
 
-/// Ends a mapping.
+/// Unmaps a mapping.
 ///
 /// # Safety
-/// `map_pages` gave it, and nothing uses it.
+/// `map_pages` must have returned it, and nothing may use it.
 pub unsafe fn unmap(base: NonNull<u8>, len: usize) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller vouches for it.
     unsafe { libc::munmap(base.as_ptr().cast(), len) };
 }
 
 /// Inode and size of an open file.
 pub fn inode_and_size(fd: &impl AsRawFd) -> io::Result<(u64, u64)> {
-    // SAFETY: all zero bytes are a valid stat, which the call then fills.
+    // SAFETY: an all-zero stat is valid, and the call fills it.
     let stat = unsafe {
         let mut stat: libc::stat = std::mem::zeroed();
         checked(libc::fstat(fd.as_raw_fd(), &mut stat))?;
@@ -334,9 +335,9 @@ pub fn inode_and_size(fd: &impl AsRawFd) -> io::Result<(u64, u64)> {
     Ok((stat.st_ino, u64::try_from(stat.st_size).unwrap_or(0)))
 }
 
-/// Whether no process can shrink an open file.
+/// Whether an open file is sealed against shrinking.
 pub fn is_sealed(fd: &impl AsRawFd) -> bool {
-    // SAFETY: a plain query on an open descriptor.
+    // SAFETY: a query on an open descriptor.
     let seals = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GET_SEALS) };
     seals != -1 && seals & libc::F_SEAL_SHRINK != 0
 }
@@ -344,7 +345,7 @@ pub fn is_sealed(fd: &impl AsRawFd) -> bool {
 /// The largest file that this process may write, if there is a limit.
 pub fn largest_file() -> Option<u64> {
     let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
-    // SAFETY: fills the struct.
+    // SAFETY: the call fills the struct.
     let rc = unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &mut limit) };
     (rc == 0 && limit.rlim_cur != libc::RLIM_INFINITY).then_some(limit.rlim_cur)
 }
@@ -377,7 +378,7 @@ mod tests {
         let (segment, fd) = Segment::create(8192).unwrap();
         assert_eq!(segment.backing(), Backing::Sealed);
         for size in [0, 4096, 16384] {
-            // SAFETY: plain numbers on a descriptor of ours.
+            // SAFETY: plain numbers on our own descriptor.
             let rc = unsafe { libc::ftruncate(fd.as_raw_fd(), size) };
             assert_eq!((rc, io::Error::last_os_error().raw_os_error()), (-1, Some(libc::EPERM)));
         }
