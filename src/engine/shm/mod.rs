@@ -12,8 +12,7 @@
 //! | `protocol` | which rank may write which word, and when (generic: loom runs it) |
 //! | `memory/area` | typed access to the segment |
 //! | `small`, `bulk`, `mapped`, `p2p` | the four ways to move data |
-//! | `memory/arena`, `reach`, `extents` | tensors that peers can reach: this process's, the peers', which pages are in
-//! use |
+//! | `memory/arena`, `reach`, `extents` | tensors that peers can reach: this process's, the peers', pages in use |
 //! | `channels`, `rank_set` | which sender uses which channel of a receiver; sets of ranks |
 //! | `memory/presence` | memory that is populated at its first use |
 //! | `memory/segment` | the memory itself |

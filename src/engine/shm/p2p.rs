@@ -13,8 +13,7 @@
 //! | --- | --- | --- |
 //! | SENT | sender, release after the envelope | number of envelopes written |
 //! | CONSUMED | receiver, release after reading the envelope | number of envelopes that may be overwritten |
-//! | GRANTS | receiver, release after the grant entry (the message's number, its channel) | number of grant entries
-//! written |
+//! | GRANTS | receiver, release after the grant entry (message number, channel) | number of grant entries written |
 //! | TAKEN | sender, release after reading the entry | number of grant entries that may be overwritten |
 //! | READY | sender, release after filling | number of body rounds filled |
 //! | DRAINED | receiver, release after reading | number of body rounds that may be overwritten |

@@ -6,8 +6,7 @@
 //! | part | populated | peers touch it after |
 //! | --- | --- | --- |
 //! | stage, result | before the first round that fills them | `Ready` of a round (release, acquire) |
-//! | envelopes of a sender | before its first message | mail (release, acquire): its first message to a rank always
-//! sets a bit |
+//! | envelopes of a sender | before its first message | mail (release, acquire): a first message to a rank sets a bit |
 //! | channel of a receiver | before it is first lent | the grant (release, acquire) |
 //!
 //! Words and slots are used before ranks exchange anything. So a rank populates them before it reports that it has
