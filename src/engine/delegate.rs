@@ -17,13 +17,13 @@ pub struct Delegate {
 }
 
 impl Delegate {
-    /// `name`: the backend that serves the group; `reason`: why none of our engines does.
+    /// `name` is the backend that serves the group, `reason` says why none of our engines does.
     pub fn new(name: String, reason: String, ranks: usize, policy: Arc<Policy>) -> Delegate {
         Delegate { name, reason, ranks, policy }
     }
 }
 
-/// The other backend deals with peers.
+/// The other backend handles the peers.
 struct NoPeers;
 
 impl Control for NoPeers {}
@@ -50,7 +50,8 @@ impl Engine for Delegate {
     }
 }
 
-/// What a delegate says in an error. gloo has no codes, so its words are read: here, and nowhere else.
+/// The cause of a delegate's error, read from its text, because gloo has no error codes. No other code parses these
+/// texts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Says {
     TimedOut,

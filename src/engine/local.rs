@@ -1,6 +1,6 @@
-//! Ranks as threads of one process: the engines of one host and of several over anonymous memory, and links that copy. For
-//! tests alone, which need neither processes nor a network. It runs no schedule itself, and its links say nothing of real
-//! ones, so `simulate --check` has its own executor (`torch_ext/torch_sagellm/cli/measure.py`).
+//! Ranks as threads of one process: the engines of one host and of several hosts over anonymous memory, and links that
+//! copy. Only for tests, which then need neither processes nor a network. This file runs no schedule, and its links
+//! have no realistic timing, so `simulate --check` has its own executor (`torch_ext/torch_sagellm/cli/measure.py`).
 
 #![allow(unsafe_code)] // copies bodies between the memory of two ranks
 
@@ -24,8 +24,8 @@ pub fn areas(ranks: usize) -> Result<Vec<Arc<Area>>> {
     Ok((0..ranks).map(|me| Arc::new(Area::new(Arc::clone(&segment), layout, me))).collect())
 }
 
-/// Links between ranks that are threads, one per rank. A message is copied into the receiver's queue. Mail and bodies are
-/// delivered by a thread of the links, or by `Mail::poll`.
+/// Links between ranks that are threads, one per rank. A message is copied into the receiver's queue. Mail and bodies
+/// are delivered by a thread of the links, or by `Mail::poll`.
 pub fn links(ranks: usize) -> Vec<Arc<dyn Link>> {
     let post = Arc::new(Post::default());
     post.lock().links = ranks;
@@ -44,31 +44,31 @@ pub fn links(ranks: usize) -> Vec<Arc<dyn Link>> {
     (0..ranks).map(|me| Arc::new(LocalLink { me, post: Arc::clone(&post) }) as Arc<dyn Link>).collect()
 }
 
-/// From, to and tag of messages.
+/// Sender, receiver and tag of a message.
 type Address = (usize, usize, u32);
 
 #[derive(Default)]
 struct Boxes {
     messages: HashMap<Address, VecDeque<Vec<u8>>>,
-    /// Ranks that cut their link.
+    /// Ranks that have cut their link.
     cut: HashSet<usize>,
-    /// Links that live.
+    /// Number of links that are not dropped.
     links: usize,
     mailboxes: HashMap<usize, Arc<dyn Mailbox>>,
-    /// What each rank shall be told, in order.
+    /// What has to be delivered to each rank, in order.
     mail: HashMap<usize, VecDeque<News>>,
-    /// Bodies that one of the two sides has begun, by sender, receiver and number.
+    /// Bodies of which one side was started, by sender, receiver and number.
     bodies: BTreeMap<(usize, usize, u64), HalfBody>,
-    /// Ranks to which a thread delivers now.
+    /// Ranks to which a thread is delivering now.
     served: BTreeSet<usize>,
 }
 
 enum News {
     Came(usize, Vec<u8>),
     Lost(usize),
-    /// The end of a body.
+    /// A body has ended.
     Ended(Done, std::result::Result<(), String>),
-    /// Both sides of a body: this rank receives.
+    /// Both sides of a body were started: copy it.
     Copy {
         from: Vec<Span>,
         to: Vec<Span>,
@@ -116,7 +116,7 @@ impl Post {
 }
 
 impl Post {
-    /// Tells a rank one thing. False where there is none, or another thread is at it.
+    /// Delivers one entry to a rank. False if there is none, or if another thread is delivering to that rank.
     fn deliver(&self, rank: usize) -> bool {
         let mut boxes = self.lock();
         if !boxes.has_mail(rank) {
@@ -132,7 +132,7 @@ impl Post {
             (News::Ended(done, outcome), _) => done(outcome),
             (News::Copy { from, to, done }, _) => {
                 let bytes = Pieces(&from).bytes();
-                // SAFETY: both callers keep their memory until `done`, and two ranks share none.
+                // SAFETY: both callers keep their memory until `done`, and the two ranks share no memory.
                 unsafe { transfer(Pieces(&from), 0, Pieces(&to), 0, bytes) };
                 done.into_iter().for_each(|done| done(Ok(())));
             }
@@ -200,7 +200,7 @@ impl Mail for LocalLink {
     }
 
     fn await_mail(&self) -> Box<dyn Send> {
-        Box::new(()) // the links' thread reads it anyway
+        Box::new(()) // the links' thread reads mail anyway
     }
 
     fn poll(&self, _sleep: Duration) -> bool {
@@ -221,7 +221,7 @@ enum LocalTransfer {
     Awaited { post: Arc<Post>, address: Address, buffer: Vec<u8>, bytes: usize },
 }
 
-/// A message that is copied to memory in pieces at its end.
+/// A message that `wait` copies into memory in pieces.
 struct LocalInto {
     received: Box<dyn Transfer>,
     pieces: Vec<Span>,
@@ -231,7 +231,8 @@ impl Transfer for LocalInto {
     fn wait(self: Box<Self>, timeout: Duration) -> std::result::Result<Vec<u8>, Broken> {
         let bytes = Pieces(&self.pieces).bytes();
         let message = self.received.wait(timeout)?;
-        // SAFETY: the caller of `receive_into` vouches for the memory until this wait has ended; the buffer has its size.
+        // SAFETY: the caller of `receive_into` vouches for the memory until this wait has ended. The buffer has its
+        // size.
         unsafe { Pieces(&self.pieces).write(0, message.as_ptr(), bytes) };
         Ok(Vec::new())
     }

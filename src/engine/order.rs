@@ -1,9 +1,9 @@
-//! The order of a rank's messages among its other operations (rule 4): which ones a message must wait for, and when it may
-//! go.
+//! The order of a rank's messages among its other operations (rule 4): which operations a message must wait for, and
+//! when it may start.
 //!
-//! A message that must wait is *held*. It counts what it waits for: earlier operations on its memory, until the engine no
-//! longer uses that, and earlier held messages that it may not overtake, until these go. Each of those lists its
-//! followers, so that posting a message and letting it go take about as long however many others wait.
+//! A message that must wait is *held*. It counts what it waits for: earlier operations on its memory, until the engine
+//! no longer uses that memory, and earlier held messages that it may not overtake, until they start. Each of these
+//! lists its followers. So posting or starting a message takes about the same time however many others wait.
 
 #![allow(unsafe_code)] // copies the memory of a send
 
@@ -19,52 +19,53 @@ pub struct Held {
     pub op: Arc<Op>,
     /// Its position among all operations of this rank.
     turn: u64,
-    /// Earlier operations on its memory.
+    /// Earlier operations on the same memory.
     pub predecessors: Vec<Arc<Op>>,
-    /// Number of predecessors whose memory is in use, plus that of earlier held messages that it may not overtake.
+    /// Number of predecessors whose memory is in use, plus the number of earlier held messages that it may not
+    /// overtake.
     waits_for: usize,
-    /// Later messages that may not overtake it.
+    /// Later held messages that may not overtake this one.
     followers: Vec<usize>,
 }
 
 /// The last held messages of one direction and tag.
 #[derive(Default)]
 struct Line {
-    /// To or from each rank, since the last receive from anyone.
+    /// By peer: the last message to or from that rank, since the last receive from `ANY_RANK`.
     with: HashMap<u32, usize>,
     from_anyone: Option<usize>,
 }
 
-/// Operations are named by `pending::key`.
+/// Operations are identified by `pending::key`.
 #[derive(Default)]
 pub struct Order {
-    /// Operations whose memory is in use: messages, and collectives that were issued before one of them.
+    /// Operations whose memory is in use: messages, and collectives that were issued before some message.
     in_use: PendingOps,
     held: HashMap<usize, Held>,
-    /// Held messages that wait for the memory of an operation.
+    /// By operation: the held messages that wait for its memory.
     followers: HashMap<usize, Vec<usize>>,
     lines: HashMap<(Kind, u32), Line>,
-    /// Held messages that wait for nothing any more, by turn.
+    /// Held messages that no longer wait for anything, by turn.
     ready: BTreeSet<(u64, usize)>,
 }
 
 impl Order {
-    /// True if this holds no operations: a new operation then has none to follow.
+    /// Whether there are no operations here. Then a new operation has none to follow.
     pub fn is_empty(&self) -> bool {
         self.in_use.is_empty() && self.held.is_empty()
     }
 
-    /// Earlier operations whose memory `op` must wait for: all that were added and not released.
+    /// Earlier operations whose memory `op` must wait for: those that were added and are not released.
     pub fn before(&self, op: &Op) -> Vec<Arc<Op>> {
         self.in_use.before(op)
     }
 
-    /// From now on later operations follow this one, until it is released.
+    /// Makes later operations on the same memory follow this one, until it is released.
     pub fn add(&mut self, op: &Arc<Op>) {
         self.in_use.add(Arc::clone(op));
     }
 
-    /// The engine no longer uses its memory.
+    /// Called when the engine no longer uses the memory of `op`.
     pub fn released(&mut self, op: &Op) {
         if self.is_empty() {
             return;
@@ -80,7 +81,7 @@ impl Order {
         self.followers.contains_key(&key(op))
     }
 
-    /// Holds a message if it has predecessors or may not overtake a held message. True if it is held.
+    /// Holds a message if it has predecessors or may not overtake a held message. Returns whether it is held.
     pub fn hold(&mut self, op: &Arc<Op>, turn: u64, predecessors: Vec<Arc<Op>>) -> bool {
         let ahead = self.ahead_of(op);
         if predecessors.is_empty() && ahead.is_empty() {
@@ -95,7 +96,7 @@ impl Order {
         }
         let line = self.lines.entry((op.request.kind, op.request.tag)).or_default();
         if op.request.root == ANY_RANK {
-            // Whatever may not overtake those before it may not overtake this one.
+            // A message that may not overtake one of the earlier messages may not overtake this one either.
             *line = Line { with: HashMap::new(), from_anyone: Some(name) };
         } else {
             line.with.insert(op.request.root, name);
@@ -106,9 +107,9 @@ impl Order {
         true
     }
 
-    /// The held messages that `op` may not overtake; those that follow one of these are left out. Sends to one rank, and
-    /// receives that may match the same message, keep their order within one tag. Other messages go ahead: the peer may
-    /// need them before it does what the earlier one waits for.
+    /// The held messages that `op` may not overtake, without those that another one of them follows already. Sends to
+    /// one rank, and receives that may match the same message, keep their order within one tag. Other messages may
+    /// overtake: the peer may need them before it does what the earlier message waits for.
     fn ahead_of(&self, op: &Op) -> Vec<usize> {
         if self.lines.is_empty() {
             return Vec::new();
@@ -120,7 +121,7 @@ impl Order {
         line.with.get(&op.request.root).copied().into_iter().chain(line.from_anyone).collect()
     }
 
-    /// The first held message that waits for nothing any more; the caller hands it over.
+    /// Removes and returns the first held message that no longer waits. The caller starts it.
     pub fn next_ready(&mut self) -> Option<Arc<Op>> {
         let (_, name) = self.ready.pop_first()?;
         let held = self.held.remove(&name).expect("it is held");
@@ -138,7 +139,7 @@ impl Order {
         Some(held.op)
     }
 
-    /// Removes one of the things that a held message waits for; the message is ready if that was the last.
+    /// Removes one of the things for which a held message waits. After the last one the message is ready.
     fn let_on(&mut self, name: usize) {
         let Some(held) = self.held.get_mut(&name) else { return };
         held.waits_for -= 1;
@@ -159,7 +160,7 @@ impl Order {
         !self.held.is_empty()
     }
 
-    /// Forgets everything; the held messages, in the order of their issue.
+    /// Removes everything. Returns the held messages in order of issue.
     pub fn take(&mut self) -> Vec<Arc<Op>> {
         let mut held: Vec<_> = std::mem::take(self).held.into_iter().collect();
         held.sort_unstable_by_key(|(_, held)| held.turn);
@@ -167,16 +168,16 @@ impl Order {
     }
 }
 
-/// Whether a message's memory is a copy anyway: of a strided tensor.
+/// Whether a send reads from a copy already, because its tensor is strided.
 pub fn has_left_its_memory(op: &Op) -> bool {
     op.request.kind == Kind::Send && !op.request.also_touched.is_empty()
 }
 
-/// Copies the inputs of a send, so that it continues from the copy.
+/// Copies the inputs of a send, which then continues from the copy.
 pub fn copy_inputs(send: &Op) {
     let inputs = Pieces(send.request.inputs());
     let mut copy = vec![0u8; inputs.bytes()];
-    // SAFETY: the inputs are the caller's, alive until the send ends; the copy has as many bytes.
+    // SAFETY: the inputs are the caller's, alive until the send ends. The copy has as many bytes.
     unsafe { inputs.read(0, copy.as_mut_ptr(), copy.len()) };
     send.send_copy(copy);
 }

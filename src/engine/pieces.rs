@@ -1,5 +1,5 @@
-//! A list of memory pieces that is read and written as one run of bytes, and the staging copies between it and the
-//! segment.
+//! A list of memory pieces that is read and written as one contiguous range of bytes, and the staging copies between it
+//! and the segment.
 
 #![allow(unsafe_code)] // reads and writes caller memory, which comes as addresses
 
@@ -14,7 +14,7 @@ impl Pieces<'_> {
         self.0.iter().map(|span| span.bytes).sum()
     }
 
-    /// The address of `bytes` at `offset`, if one piece holds them all.
+    /// The address of `bytes` at `offset`, if a single piece contains them.
     pub fn contiguous(&self, offset: usize, bytes: usize) -> Option<*mut u8> {
         let mut start = 0;
         for span in self.0 {
@@ -47,7 +47,8 @@ impl Pieces<'_> {
     /// Copies `offset..offset + bytes` to `to`.
     ///
     /// # Safety
-    /// `to` is valid for `bytes` and overlaps no piece; the pieces are valid, as `Request` asks of the caller.
+    /// `to` must be valid for `bytes` and overlap no piece. The pieces must be valid, as `Request` requires of the
+    /// caller.
     pub unsafe fn read(&self, offset: usize, to: *mut u8, bytes: usize) {
         // SAFETY: walk stays within the pieces and within `bytes` of `to`.
         self.walk(offset, bytes, |piece, at, len| unsafe { copy(to.add(at), piece, len) });
@@ -56,21 +57,22 @@ impl Pieces<'_> {
     /// Copies `from` to `offset..offset + bytes`.
     ///
     /// # Safety
-    /// As for `read`, with `from` in place of `to`.
+    /// As for `read`, with `from` instead of `to`.
     pub unsafe fn write(&self, offset: usize, from: *const u8, bytes: usize) {
         // SAFETY: walk stays within the pieces and within `bytes` of `from`.
         self.walk(offset, bytes, |piece, at, len| unsafe { copy(piece, from.add(at), len) });
     }
 }
 
-/// Copies a range of one list to a range of another; the same memory is not copied.
+/// Copies a range of one list to a range of another. Identical memory is not copied.
 ///
 /// # Safety
-/// Both lists are valid, and the ranges are the same memory or do not overlap.
+/// Both lists must be valid, and the ranges must be the same memory or not overlap.
 pub unsafe fn transfer(from: Pieces, from_offset: usize, to: Pieces, to_offset: usize, bytes: usize) {
     from.walk(from_offset, bytes, |source, at, len| {
         to.walk(to_offset + at, len, |target, inner, part| {
-            // SAFETY: both walks stay within their lists; the same memory is skipped, other overlaps are excluded.
+            // SAFETY: both walks stay within their lists. Identical memory is skipped, and other overlaps are excluded
+            // by the contract.
             unsafe {
                 let source = source.add(inner);
                 if source.cast_const() != target.cast_const() {
@@ -96,7 +98,7 @@ mod tests {
         let pieces = Pieces(&list);
         assert_eq!(pieces.bytes(), 6);
         let mut out = [0u8; 4];
-        // SAFETY: `out` holds four bytes, the pieces are alive.
+        // SAFETY: `out` has four bytes, and the pieces are alive.
         unsafe { pieces.read(1, out.as_mut_ptr(), 4) };
         assert_eq!(out, [2, 3, 4, 5]);
         assert!(pieces.contiguous(0, 3).is_some());

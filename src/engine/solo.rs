@@ -1,4 +1,4 @@
-//! A group of one rank: every collective is a local copy, finished at issue.
+//! A group of one rank: every collective is a local copy that ends when it is issued.
 
 #![allow(unsafe_code)] // copies and reduces caller memory, which comes as addresses
 
@@ -48,7 +48,7 @@ impl Engine for Solo {
     }
 }
 
-/// Runs `op`. Reductions of one rank still round as AVG and PREMUL_SUM do.
+/// Runs `op`. A reduction of one rank still rounds as AVG and PREMUL_SUM do.
 fn run(op: &Op, kernel: Option<&Kernel>) -> Result<()> {
     let request = &op.request;
     if request.kind.is_p2p() {
@@ -70,7 +70,7 @@ fn run(op: &Op, kernel: Option<&Kernel>) -> Result<()> {
             };
             let mut data = vec![0u8; bytes];
             let at = data.as_mut_ptr();
-            // SAFETY: `data` holds `bytes`; reduce in place on its only source is allowed.
+            // SAFETY: `data` has `bytes`. The kernel may work in place on its only source.
             unsafe {
                 inputs.read(0, at, bytes);
                 kernel.reduce(at, &[at.cast_const()], &factors, bytes / kernel.element_size());

@@ -1,10 +1,11 @@
-//! Where the processes of a group reach each other, for connections between hosts and those of a delegate. Pure.
+//! At which addresses the processes of a group reach each other, for connections between hosts and those of a delegate.
+//! Pure.
 //!
-//! Each rank says in its record at which addresses it could listen, best first. The ends of a connection must be of one
-//! family, so rank 0 chooses one way for all ranks. A loopback address means another host to each, so it serves only ranks
-//! in one network namespace.
+//! Each rank lists in its record the addresses at which it could listen, best first. Both ends of a connection must be
+//! of one address family, so rank 0 chooses one way for all ranks. A loopback address reaches only the own host, so it
+//! suits only ranks in one network namespace.
 
-/// A family of addresses, and whether they are those of the loopback interface.
+/// An address family, and whether the addresses are on the loopback interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Way {
@@ -28,18 +29,18 @@ impl Way {
     }
 }
 
-/// What a rank says about itself.
+/// The addresses that a rank lists in its record.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Addresses {
-    /// Best first. Each has at least one address, and each address is on an interface of its own. Empty if the caller
-    /// does not specify any.
+    /// Best first. Each way has at least one address, and its addresses are on different interfaces. Empty if the
+    /// caller specifies none.
     pub ways: Vec<(Way, Vec<String>)>,
-    /// Why there is none, as a text for the user, or empty.
+    /// Why the rank has no address, as a text for the user. Empty if it has one or specifies none.
     pub problem: String,
 }
 
 impl Addresses {
-    /// As the caller gives them: one way a line, its code and then its addresses ("4 10.0.0.1"), or a line with the
+    /// Parses the caller's text: one way per line, its code and its addresses ("4 10.0.0.1"), or a line with the
     /// problem ("! the interface is missing").
     pub fn parse(text: &str) -> Option<Addresses> {
         if let Some(problem) = text.strip_prefix("! ") {
@@ -64,16 +65,16 @@ impl Addresses {
     }
 }
 
-/// The way that all ranks of a group take.
+/// The way that all ranks of a group use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Network {
     pub way: Way,
-    /// The number of addresses that every rank has of it; each makes a set of connections.
+    /// The number of addresses that every rank has for this way. Each makes a set of connections.
     pub places: usize,
 }
 
 impl Network {
-    /// For the caller, which knows its addresses: the code of the way, and the number of addresses.
+    /// The code of the way and the number of addresses, for the caller, which knows its addresses.
     pub fn text(&self) -> String {
         format!("{} {}", self.way as u8, self.places)
     }
@@ -81,17 +82,17 @@ impl Network {
 
 const REMEDY: &str = "Set GLOO_SOCKET_IFNAME on every rank to the interface that leads to the other hosts";
 
-/// A rank as the choice needs it.
+/// What the choice needs to know of a rank.
 #[derive(Clone, Copy, Debug)]
 pub struct Rank<'a> {
     pub addresses: &'a Addresses,
     pub hostname: &'a str,
-    /// The boot of its host, and its network namespace there.
+    /// The boot id of the rank's host, and its network namespace.
     pub place: (&'a str, u64),
 }
 
-/// The first way in rank 0's list that all ranks have; None if a rank has listed none. The error names a rank that has
-/// a problem or ranks that have no way in common, and says what to do.
+/// The first way in rank 0's list that all ranks have. None if a rank has listed none. The error names a rank that has
+/// a problem, or ranks without a common way, and says what to do.
 pub fn common(ranks: &[Rank]) -> Result<Option<Network>, String> {
     let who = |rank: usize| format!("rank {rank} on host {}", ranks[rank].hostname);
     if let Some(rank) = ranks.iter().position(|rank| !rank.addresses.problem.is_empty()) {
@@ -101,7 +102,7 @@ pub fn common(ranks: &[Rank]) -> Result<Option<Network>, String> {
         return Ok(None);
     }
     let first = ranks[0].addresses;
-    // Where a host does not say which it is, its loopback is given the benefit of the doubt.
+    // Hosts without a boot id compare as equal, so loopback is allowed for them.
     let one_network = ranks.iter().all(|rank| rank.place == ranks[0].place);
     for (way, _) in first.ways.iter().filter(|(way, _)| one_network || !way.is_loopback()) {
         let places = ranks.iter().map(|rank| rank.addresses.places(*way)).min().unwrap_or(0);
@@ -135,7 +136,7 @@ pub fn common(ranks: &[Rank]) -> Result<Option<Network>, String> {
 mod tests {
     use super::*;
 
-    /// Two ranks, on hosts 1 and 2 or both on host 1.
+    /// The choice for two ranks, on different hosts if `apart`.
     fn common(first: &str, second: &str, apart: bool) -> Result<Option<Network>, String> {
         let addresses = [first, second].map(|text| Addresses::parse(text).unwrap());
         let rank = |addresses, host| Rank { addresses, hostname: ["h1", "h2"][host], place: ("boot", host as u64) };

@@ -1,5 +1,5 @@
 //! Rank 0's part of the rendezvous: gathers the records, decides what they allow, publishes the decision. `serve.rs`
-//! hands out the memory.
+//! distributes the memory.
 
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
@@ -19,31 +19,32 @@ use crate::os::topology;
 /// The outcome of one attempt to share memory.
 pub(super) enum Step {
     Met(Box<Met>),
-    /// A rank has a new nonce; its record was replaced.
+    /// A rank has a new nonce. Its record was replaced.
     Changed,
-    /// Sharing is impossible, for this reason.
+    /// Sharing is impossible, for the given reason.
     Impossible(String),
 }
 
 pub(super) struct Coordinator<'t, 'a> {
     pub(super) session: &'t mut Session<'a>,
     pub(super) records: Vec<Option<Record>>,
-    /// The missing ranks as last published, under the nonces that are known now.
+    /// The missing ranks as last published to the ranks whose nonces are known now. None if not published to all of
+    /// these.
     told_waits: Option<Vec<usize>>,
     /// Time of the last check of the store for each missing rank.
     pub(super) looked: Instant,
 }
 
-/// Interval between checks for missing ranks and for ranks with a new nonce; each check costs a few store requests per
+/// Interval between checks of the store for missing ranks and new nonces. Each check makes a few store requests per
 /// rank.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// The memory that rank 0 has made, as all records allow, and what the others need to use it.
+/// The memory that rank 0 has made, and what the other ranks need to use it.
 pub(super) struct MemoryToShare {
     pub(super) segment: Segment,
     pub(super) memory: OwnedFd,
     pub(super) local_cores: usize,
-    /// Given where all ranks share an earlier group.
+    /// Some if all ranks belong to an earlier group.
     pub(super) group_peers: Option<GroupPeers>,
 }
 
@@ -53,8 +54,8 @@ pub(super) fn coordinate(session: &mut Session, segment_bytes: &SegmentBytes) ->
     let mut lead = Coordinator { session, records, told_waits: None, looked: Instant::now() };
     let result = lead.run(segment_bytes);
     if let Err(error) = &result {
-        // The others must not wait for a rank 0 that has failed. Where this message is lost, their own deadline ends
-        // them.
+        // The other ranks must not wait for a rank 0 that has failed. If this message is lost, their own deadlines end
+        // their waits.
         let text = format!("{}{}", error.code(), error.text());
         let decision = lead.decision([0; 16], Mode::Failed, &text, &[]);
         let _ = lead.publish(&decision);
@@ -73,7 +74,7 @@ impl Coordinator<'_, '_> {
                 Some(reason) => Err(reason),
                 None => self.memory_to_share(segment_bytes)?,
             };
-            // All ranks report the same reason, so it must fit into the message that the others read.
+            // All ranks report the same reason, so it is cut to what fits into the message.
             let to_share = to_share.map_err(|reason| clip(&reason).to_string());
             let step = match to_share {
                 Err(reason) => {
@@ -88,7 +89,7 @@ impl Coordinator<'_, '_> {
             self.session.backoff.refresh();
             match step {
                 Step::Met(met) => return Ok(Outcome::Shared(*met)),
-                // A new process of that rank may succeed, so the next attempt starts without this reason.
+                // The rank's new process may succeed, so the next attempt starts without this reason.
                 Step::Changed => forced = None,
                 Step::Impossible(reason) => forced = Some(reason),
             }
@@ -119,7 +120,7 @@ impl Coordinator<'_, '_> {
         }
     }
 
-    /// Publishes a decision to the ranks that it names: on this host by their mailboxes, and to all by the store.
+    /// Publishes a decision: to the mailboxes of the ranks on this host, and to all ranks by the store.
     pub(super) fn publish(&self, decision: &DecisionMessage) -> Result<()> {
         self.post(decision);
         self.store(decision)
@@ -129,7 +130,7 @@ impl Coordinator<'_, '_> {
         self.session.store.set(DECISION_KEY, &decision.write())
     }
 
-    /// Sends a decision to the mailboxes of the ranks on this host. True when that reached all ranks.
+    /// Sends a decision to the mailboxes of the ranks on this host. Returns true if all ranks were reached.
     pub(super) fn post(&self, decision: &DecisionMessage) -> bool {
         let bytes = decision.write();
         let here = self.session.identity();
@@ -144,7 +145,7 @@ impl Coordinator<'_, '_> {
         reached
     }
 
-    /// True when it is time to check the store again for each missing rank: now and then, and before the deadline.
+    /// Whether to check the store for each missing rank: at intervals, and shortly before the deadline.
     pub(super) fn due(&mut self) -> bool {
         let due = self.looked.elapsed() >= LOOK || self.session.backoff.ends();
         if due {
@@ -153,8 +154,8 @@ impl Coordinator<'_, '_> {
         due
     }
 
-    /// Reads a rank's record; true when it is new. A record that cannot be read, or is of a group of another size, was
-    /// left by an earlier job.
+    /// Reads a rank's record. Returns true if it is new. A record that cannot be parsed, or that is of a group of
+    /// another size, was left by an earlier job and is ignored.
     pub(super) fn look(&mut self, rank: usize) -> Result<bool> {
         let size = self.size() as u32;
         let found = self.session.store.try_get(&record_key(rank))?.and_then(|bytes| Record::read(&bytes));
@@ -169,13 +170,13 @@ impl Coordinator<'_, '_> {
         Ok(new)
     }
 
-    /// Waits until there is a record of every rank.
+    /// Waits until every rank has a record.
     fn gather(&mut self) -> Result<()> {
         loop {
             let before = self.missing();
             let due = self.due();
             for rank in &before {
-                // One request per pass while ranks are missing, unless it is time to find out which.
+                // Stop at the first rank without a record, to save store requests, unless a full check is due.
                 if !self.look(*rank)? && !due {
                     break;
                 }
@@ -195,7 +196,7 @@ impl Coordinator<'_, '_> {
         (1..self.size()).filter(|rank| self.records[*rank].is_none()).collect()
     }
 
-    /// Pauses, and publishes which ranks are missing. At the deadline it returns the error that names them.
+    /// Pauses, and publishes which ranks are missing. Fails at the deadline, with an error that names them.
     pub(super) fn pause<'s>(
         &mut self,
         missing: &[usize],
@@ -214,7 +215,7 @@ impl Coordinator<'_, '_> {
         Err(Error::timeout(self.session.missing_text(missing, waits)))
     }
 
-    /// The memory to share, or the reason why there is none.
+    /// Makes the memory to share, or returns the reason why there is none.
     fn memory_to_share(&self, segment_bytes: &SegmentBytes) -> Result<std::result::Result<MemoryToShare, String>> {
         let bodies = match agreeable(&self.records) {
             Ok(bodies) => bodies,
@@ -240,7 +241,7 @@ impl Coordinator<'_, '_> {
         })
     }
 
-    /// The first known peers of this rank to which every rank belongs and that are alive.
+    /// The first known peers of this rank to which every rank belongs and that are all alive.
     fn group_peers(&self) -> Option<GroupPeers> {
         let place = |record: &Option<Record>, id: Nonce| {
             let known = &record.as_ref()?.body.as_ref()?.known;
@@ -253,8 +254,8 @@ impl Coordinator<'_, '_> {
         })
     }
 
-    /// Announces that shared memory is impossible, and waits until every rank has confirmed it under its present nonce: a
-    /// record that is the reason may be of an earlier incarnation. False where a rank has a new nonce.
+    /// Publishes that shared memory is impossible, and waits until every rank has confirmed it under its present nonce,
+    /// because the record that is the reason may be of an earlier incarnation. Returns false if a rank has a new nonce.
     fn all_confirm(&mut self, id: Nonce, reason: &str) -> Result<bool> {
         self.publish(&self.decision(id, Mode::Ask, reason, &[]))?;
         let mut missing: Vec<usize> = (1..self.size()).collect();
@@ -262,7 +263,7 @@ impl Coordinator<'_, '_> {
             let before = missing.len();
             let due = self.due();
             for rank in std::mem::take(&mut missing) {
-                // As in `gather`.
+                // Stop at the first rank without an answer, as in `gather`.
                 if (!missing.is_empty() && !due) || self.answered(rank, id)?.is_none() {
                     missing.push(rank);
                 }
@@ -282,9 +283,9 @@ impl Coordinator<'_, '_> {
         }
     }
 
-    /// The final decision of ranks that cannot share memory: the group spans `hosts`, or a delegate serves it.
+    /// The final decision for ranks that cannot share memory: the group spans `hosts`, or a delegate serves it.
     fn decide_without_memory(&self, id: Nonce, reason: String, hosts: Option<Vec<usize>>) -> Result<Outcome> {
-        one_delegate(&self.records)?; // messages between hosts go through it, too
+        one_delegate(&self.records)?; // messages between hosts use the delegate too
         let network = self.network(&reason)?;
         match hosts {
             Some(hosts) => {
@@ -299,8 +300,8 @@ impl Coordinator<'_, '_> {
         }
     }
 
-    /// How the ranks of a group that needs gloo reach each other. Refused here, for all ranks with one text: in gloo each
-    /// would fail alone, or wait for the others until its timeout.
+    /// The addresses by which the ranks of a group that needs gloo reach each other. An error is raised here with one
+    /// text for all ranks: in gloo each rank would fail alone, or wait for the others until its timeout.
     fn network(&self, reason: &str) -> Result<Option<Network>> {
         let config = self.session.config;
         let bodies: Option<Vec<&Body>> =
@@ -315,15 +316,15 @@ impl Coordinator<'_, '_> {
         })
     }
 
-    /// A rank's answer to the decision `id` in the store.
+    /// A rank's answer to decision `id` in the store. None if there is no answer yet.
     pub(super) fn answered(&self, rank: usize, id: Nonce) -> Result<Option<String>> {
         let answer = self.session.store.try_get(&answer_key(rank))?.and_then(|bytes| Answer::read(&bytes));
         Ok(answer.filter(|answer| answer.id == id).map(|answer| answer.reason))
     }
 }
 
-/// The bodies of all records when these ranks may share memory, else the reason why not, which names the first rank
-/// that differs from rank 0. Pure.
+/// The bodies of all records if these ranks may share memory. Else the reason why not, with the first rank that differs
+/// from rank 0. Pure.
 fn agreeable(records: &[Option<Record>]) -> std::result::Result<Vec<&Body>, String> {
     let own = records[0].as_ref().expect("rank 0 has its own record");
     let mut bodies: Vec<&Body> = Vec::new();
@@ -356,11 +357,11 @@ fn agreeable(records: &[Option<Record>]) -> std::result::Result<Vec<&Body>, Stri
     Ok(bodies)
 }
 
-/// Fails where the ranks would go to different delegates: they would wait for each other there.
+/// Fails if the ranks name different delegates, in which they would wait for each other forever.
 fn one_delegate(records: &[Option<Record>]) -> Result<()> {
     let named = |record: &Option<Record>| Some(record.as_ref()?.body.as_ref()?.delegate.clone());
     let own = named(&records[0]);
-    // The delegate of another version is unknown; the version mismatch is a separate error.
+    // The delegate of a rank with another version is unknown. The version mismatch is a separate error.
     match records
         .iter()
         .enumerate()
@@ -375,9 +376,8 @@ fn one_delegate(records: &[Option<Record>]) -> Result<()> {
     }
 }
 
-/// The number of each rank's host, counted in the order of the ranks, where different hosts are all that prevents
-/// sharing memory. Ranks of one machine that cannot share memory (other user or network namespace) count as different
-/// hosts.
+/// The number of each rank's host, counted in the order of the ranks. None unless different hosts are all that prevents
+/// sharing memory. Ranks of one machine with different users or network namespaces count as being on different hosts.
 fn hosts(records: &[Option<Record>]) -> Option<Vec<usize>> {
     let own = records[0].as_ref()?;
     let mut seen: Vec<(&str, u32, u64)> = Vec::new();
@@ -439,7 +439,7 @@ mod tests {
         assert_eq!(one_delegate(&[same(), far(), None]), Ok(()));
         let text = one_delegate(&[same(), far(), record(|_, body| body.delegate = "mpi".into())]).unwrap_err();
         assert!(text.text().contains("'gloo' on rank 0 and 'mpi' on rank 2"), "{text}");
-        // An unknown boot id proves nothing, even when it is unknown on both sides.
+        // An unknown boot id proves nothing, even if it is unknown on both ranks.
         let unknown = || record(|_, body| body.identity.boot_id.clear());
         assert!(agreeable(&[unknown(), unknown()]).is_err());
     }

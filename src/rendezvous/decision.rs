@@ -1,8 +1,8 @@
-//! The decision of the ranks of a group before the group is built: which engine serves it, and the resources that each
-//! rank has opened for that. Dropping a decision without building the group tells the peers that this rank leaves.
+//! The decision of a group's ranks before the group is built: which engine serves it, and the resources that each rank
+//! has opened for that. Dropping a decision without building the group tells the peers that this rank leaves.
 //!
-//! Ranks on several hosts run a second rendezvous inside each host, for the shared memory there; then all learn which
-//! hosts have it.
+//! If the ranks are on several hosts, the ranks of each host run a second rendezvous for the shared memory there. Then
+//! all ranks learn which hosts have shared memory.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -24,27 +24,27 @@ use crate::select;
 use crate::select::start::Topology;
 use crate::select::{GroupShape, Policy};
 
-/// The engine that serves a group; the same on all its ranks.
+/// The engine that serves a group. Equal on all its ranks.
 pub enum Decision {
     /// A group of one rank.
     Alone,
-    /// Another backend, for this reason.
+    /// Another backend serves the group, for this reason.
     Delegate(String),
     SharedMemory(SharedMemory),
-    /// Shared memory inside each host, and a link between them, which the caller must provide.
+    /// Shared memory inside each host, and a link between the hosts, which the caller must provide.
     Hosts(Hosts),
 }
 
-/// The mapped memory of a group's ranks, and their processes. Dropped before a group was built from it, it tells the
-/// peers that this rank has left.
+/// The mapped memory of a group's ranks, and their processes. If it is dropped before a group was built from it, it
+/// tells the peers that this rank has left.
 pub struct SharedMemory {
     parts: Option<(Arc<Area>, GroupPeers)>,
-    /// Cores that the ranks may use together; the same number on every rank.
+    /// Number of cores that the ranks may use together. Equal on every rank.
     pub cores: usize,
 }
 
 impl SharedMemory {
-    /// For building a group, which then leaves by itself.
+    /// Returns the parts for building a group. Leaving is then the group's task.
     pub fn into_parts(mut self) -> (Arc<Area>, GroupPeers) {
         self.parts.take().expect("taken once, by value")
     }
@@ -53,7 +53,7 @@ impl SharedMemory {
 impl Drop for SharedMemory {
     fn drop(&mut self) {
         if let Some((area, _)) = &self.parts {
-            // The other ranks may have built their groups by now, and learn only here that this rank will not.
+            // The other ranks may have built their groups by now, and this is how they learn that this rank will not.
             area.leave();
         }
     }
@@ -63,20 +63,21 @@ impl Drop for SharedMemory {
 pub struct Rendezvous {
     pub config: Config,
     pub decision: Decision,
-    /// Equal on all ranks, unique to this attempt; zeros where there was no exchange.
+    /// Equal on all ranks, unique to this attempt. All zeros if there was no exchange.
     pub id: Nonce,
-    /// The policy of algorithm choice: rank 0's, where ranks exchanged it.
+    /// The policy for choosing algorithms: rank 0's if the ranks exchanged it, else this rank's own.
     pub policy: Policy,
-    /// How its ranks reach each other, where it needs a delegate or a link and the ranks have said how they can.
+    /// How the ranks reach each other. Some if the group needs a delegate or a link and the ranks have listed their
+    /// addresses.
     pub network: Option<Network>,
     pub host: Arc<dyn Host>,
-    /// Until the group is made.
+    /// Kept until the group is made.
     pub alive: Alive,
 }
 
 impl Rendezvous {
-    /// Meets the other ranks, until all have come or the timeout. Rank 0 warns about a delegate that the options did
-    /// not ask for.
+    /// Meets the other ranks, for at most the timeout. Rank 0 warns if a delegate serves the group without the options
+    /// asking for it.
     pub fn new(config: Config, store: &dyn Store, host: Arc<dyn Host>) -> Result<Rendezvous> {
         let made = Rendezvous::without_warning(config, store, host)?;
         let config = &made.config;
@@ -94,10 +95,10 @@ impl Rendezvous {
         Ok(made)
     }
 
-    /// As `new`, without the warning, for a caller that reports the consequences itself.
+    /// Like `new`, without the warning, for a caller that reports the consequences itself.
     pub(super) fn without_warning(config: Config, store: &dyn Store, host: Arc<dyn Host>) -> Result<Rendezvous> {
         watch::install();
-        let alive = Alive::default(); // before anything is locked
+        let alive = Alive::default(); // before any lock is acquired
         if watch::orphaned() {
             return Err(Error::invalid(
                 "sagellm: this process was forked from one that had a process group, whose threads it does not have. Start \
@@ -108,13 +109,13 @@ impl Rendezvous {
         if config.size == 0 || config.rank >= config.size {
             return Err(Error::invalid(format!("sagellm: rank {} of a group of {} ranks", config.rank, config.size)));
         }
-        // Invalid rules of the user are refused here, before anything is sent.
+        // Invalid rules of the user are refused here, before anything is sent to the store.
         let said = (&*config.algorithm, &*config.topology, config.settings.measure_link);
         let own = select::policy::decide(said, config.size, SLOT_BYTES, config.rank == 0)?;
         Rendezvous::with_policy(config, (own, alive), store, host)
     }
 
-    /// `own`: this rank's policy.
+    /// `own` is this rank's policy, and the guard `alive`.
     fn with_policy(
         mut config: Config,
         (own, alive): (Policy, Alive),
@@ -133,7 +134,7 @@ impl Rendezvous {
         Ok(Rendezvous { config, decision, id, policy, network, host, alive })
     }
 
-    /// Why another backend must serve the whole group, if so.
+    /// Why another backend must serve the whole group. None if none must.
     pub fn delegate_reason(&self) -> Option<&str> {
         match &self.decision {
             Decision::Delegate(reason) => Some(reason),
@@ -141,7 +142,7 @@ impl Rendezvous {
         }
     }
 
-    /// Whether the group needs a link, and a delegate for its messages.
+    /// Whether the group needs a link between hosts.
     pub fn spans_hosts(&self) -> bool {
         matches!(self.decision, Decision::Hosts(_))
     }
@@ -152,11 +153,11 @@ impl Rendezvous {
     }
 }
 
-/// In the reasons of ranks that have no descriptor left: in the text of EMFILE and ENFILE, and in that of a message whose
-/// descriptors did not come (`unix_socket`).
+/// Part of a reason if a rank has no descriptor left: it is in the text of EMFILE and ENFILE, and in the text for a
+/// message whose descriptors were lost (`unix_socket`).
 const OPEN_FILES: &str = "open files";
 
-/// Meets the others and decides with them.
+/// Meets the other ranks and decides with them.
 fn decide(
     config: &Config,
     own: Policy,
@@ -165,7 +166,7 @@ fn decide(
 ) -> Result<(Decision, Nonce, Policy, Option<Network>)> {
     let fitting = |headroom: usize| layout_within(config.size, headroom).map(|layout| layout.total());
     match meet(config, store, &**host, &fitting)? {
-        // gloo would need more of them, and where its thread cannot accept a connection it ends the process (seen).
+        // gloo would need more descriptors. Its thread ends the process if it cannot accept a connection (observed).
         Outcome::Delegate { reason, .. } if reason.contains(OPEN_FILES) => Err(Error::system(format!(
             "sagellm: group '{}' cannot be made: {reason}. Raise the limit of open files of every rank (ulimit -n); gloo \
              would need more of them than shared memory does",
@@ -196,13 +197,13 @@ fn decide(
 /// The hosts of a group over several hosts, and the shared memory of this rank's host.
 pub struct Hosts {
     pub host_map: HostMap,
-    /// One rendezvous of this host's ranks for each lane; None if this rank is alone on its host.
+    /// One rendezvous of this host's ranks per lane. None if this rank is alone on its host.
     pub insides: Vec<Option<Rendezvous>>,
     /// Why the ranks count as several hosts.
     pub reason: String,
 }
 
-/// A store with prefixed keys: for a group inside one host, within the store of the whole group.
+/// A store whose keys have a prefix: for a group inside one host, within the store of the whole group.
 struct Prefixed<'a> {
     store: &'a dyn Store,
     prefix: String,
@@ -218,9 +219,9 @@ impl Store for Prefixed<'_> {
 }
 
 impl Hosts {
-    /// Meets the ranks of this host. Every rank learns which hosts can share memory; each rank of a host that cannot
+    /// Meets the ranks of this host. Every rank learns which hosts can share memory. Each rank of a host that cannot
     /// counts as a separate host. `id` is new for every attempt, so keys of an earlier attempt are never read. `policy`
-    /// is that of the whole group.
+    /// is the whole group's.
     pub fn decide(
         config: &Config,
         policy: &Policy,
@@ -242,8 +243,8 @@ impl Hosts {
                     delegate_reason: None,
                     ..config.clone()
                 };
-                // The rules are those of the whole group, whatever this host's ranks were given, and were compared already;
-                // the table is this host's. A topology says nothing about the inside of a host.
+                // The rules of the whole group apply, which were compared already, not those of this host's ranks. The
+                // decision table is this host's. A topology does not describe the inside of a host.
                 let (size, leads) = (inner.size, inner.rank == 0);
                 let tabled = select::policy::decide(("", "", policy.measure_link), size, SLOT_BYTES, leads)?;
                 let own = Policy { rules: policy.rules.clone(), ..tabled };
@@ -265,7 +266,7 @@ impl Hosts {
     }
 }
 
-/// Which hosts can share memory: the first rank of each publishes it in the store, and all read it.
+/// Which hosts can share memory. The first rank of each host publishes it in the store, and all ranks read it.
 fn sharing_hosts(
     config: &Config,
     host_map: &HostMap,
@@ -283,7 +284,7 @@ fn sharing_hosts(
         match store.try_get(&number.to_string())? {
             Some(said) => {
                 if !said.is_empty() {
-                    // Warned once per group on rank 0, and once on the host itself.
+                    // Warn once per group on rank 0, and once on the host itself.
                     let level = match config.rank == 0 || host_map.me == host_map.hosts[number][0] {
                         true => log::Level::Warn,
                         false => log::Level::Info,
@@ -317,8 +318,9 @@ fn sharing_hosts(
     Ok(shares)
 }
 
-/// A rank's own policy where the ranks exchanged none: without its topology, which each rank may have read on its own
-/// host, so that ranks that steer a vendor's library by different ones would wait for each other.
+/// This rank's own policy, if the ranks exchanged none. Its topology is removed, because each rank may have read it on
+/// its own host. With different topologies the ranks would control a vendor's library differently and wait for each
+/// other.
 fn not_exchanged(config: &Config, own: Policy) -> Policy {
     if own.topology.is_some() && first_time("a topology that is not used") {
         log::warn!(
@@ -332,8 +334,8 @@ fn not_exchanged(config: &Config, own: Policy) -> Policy {
     Policy { topology: None, ..own }
 }
 
-/// Rank 0's policy, which decides for all. A rank with other rules, another topology, or another wish about the link, warns
-/// once.
+/// Returns rank 0's policy, which decides for all ranks. Warns once if this rank has other rules, another topology, or
+/// another `measure_link`.
 fn agreed(config: &Config, own: &Policy, sent: &str) -> Result<Policy> {
     let policy =
         Policy::parse(sent).map_err(|what| Error::system(format!("sagellm: group '{}': {what}", config.name)))?;
@@ -372,7 +374,7 @@ fn agreed(config: &Config, own: &Policy, sent: &str) -> Result<Policy> {
     Ok(policy)
 }
 
-/// Shape and policy that a group of `ranks` ranks would have if it were made now on this host, with this process as
+/// The shape and policy that a group of `ranks` ranks would have if it were made now on this host with this process as
 /// rank 0.
 pub fn on_this_host(ranks: usize, algorithm: &str) -> Result<(GroupShape, Policy)> {
     let policy = select::policy::decide((algorithm, "", true), ranks, SLOT_BYTES, true)?;
@@ -387,7 +389,7 @@ pub fn on_this_host(ranks: usize, algorithm: &str) -> Result<(GroupShape, Policy
     }
 }
 
-/// The layout of a group's segment where `headroom` bytes of memory are free, or the reason why there is none.
+/// The layout of a group's segment if `headroom` bytes of memory are free, or the reason why there is none.
 fn layout_within(ranks: usize, headroom: usize) -> std::result::Result<Layout, String> {
     if ranks > MAX_RANKS {
         return Err(too_many(ranks));

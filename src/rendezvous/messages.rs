@@ -1,6 +1,6 @@
 //! The messages of the rendezvous, as bytes. Pure.
 //!
-//! Any message may be garbage, or from an earlier incarnation or another version: reading never panics, checks every
+//! Any message may be garbage, or from an earlier incarnation or another version. So reading never panics, checks every
 //! length, and returns `None` for anything it does not fully understand. The first fields of [`Record`] and
 //! [`DecisionMessage`] never change, so that different versions can report that they differ.
 
@@ -10,10 +10,10 @@ use crate::error::cleaned;
 use crate::os::topology;
 use crate::select;
 
-/// Changes whenever the messages or their order change.
+/// Must change whenever the messages or their order change.
 pub const PROTOCOL: u32 = 10;
 
-/// Random, new for every attempt: distinguishes live processes from keys of earlier incarnations.
+/// Random and new for every attempt. Distinguishes live processes from keys of earlier incarnations.
 pub type Nonce = [u8; 16];
 
 const RECORD_MAGIC: &[u8; 8] = b"sgllmREC";
@@ -22,14 +22,14 @@ const ANSWER_MAGIC: &[u8; 8] = b"sgllmANS";
 const HELLO_MAGIC: &[u8; 8] = b"sgllmHLO";
 const OFFER_MAGIC: &[u8; 8] = b"sgllmOFR";
 
-/// Longest text that is written; longer ones are cut.
+/// Longest text in a message. Longer ones are cut.
 const MAX_TEXT: usize = 1024;
-/// Longest policy that is read.
+/// Longest policy that is accepted.
 const MAX_POLICY: usize = select::policy::MAX_BYTES;
-/// Most ranks of a group on one host, far above what makes sense.
+/// Limit for lists in messages, one entry per rank. Far above the size of any group.
 pub const MAX_RANKS: usize = 1 << 16;
 
-/// The prefix of a text that fits into a message.
+/// The longest prefix of a text that fits into a message.
 pub fn clip(text: &str) -> &str {
     let mut end = text.len().min(MAX_TEXT);
     while !text.is_char_boundary(end) {
@@ -65,7 +65,7 @@ impl Writer {
         let value = clip(value);
         self.u32(value.len() as u32).bytes(value.as_bytes())
     }
-    /// A text that is never cut: half of a policy would mean something else.
+    /// A text that is never cut, because half of a policy would mean something else.
     fn whole(self, value: &str) -> Writer {
         self.u32(value.len() as u32).bytes(value.as_bytes())
     }
@@ -114,7 +114,7 @@ impl<'a> Reader<'a> {
     }
     fn list<T>(&mut self, read: impl Fn(&mut Reader<'a>) -> Option<T>) -> Option<Vec<T>> {
         let count = self.u32()? as usize;
-        // Allocates nothing for a count that may be garbage: the list grows as its items are read.
+        // Does not allocate for a count that may be garbage: the list grows as its items are read.
         (count <= MAX_RANKS).then_some(())?;
         let mut items = Vec::new();
         for _ in 0..count {
@@ -153,13 +153,13 @@ impl Identity {
     }
 }
 
-/// Key `r/<rank>`: published when a rank arrives.
+/// Key `r/<rank>`: published when a rank starts the rendezvous.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
     pub nonce: Nonce,
     pub protocol: u32,
     pub version: String,
-    /// `None` when another protocol version wrote it differently.
+    /// `None` if another protocol version wrote it in another format.
     pub body: Option<Body>,
 }
 
@@ -167,20 +167,20 @@ pub struct Record {
 pub struct Body {
     pub size: u32,
     pub identity: Identity,
-    /// Why this rank does not want shared memory, or empty.
+    /// Why this rank does not want shared memory. Empty if it does.
     pub wish: String,
-    /// Name of the backend that would serve the group then.
+    /// Name of the backend that would then serve the group.
     pub delegate: String,
-    /// Known peers from earlier groups, and this rank's place among them.
+    /// Known peers from earlier groups: their id, and this rank's place among them.
     pub known: Vec<(Nonce, u32)>,
-    /// Name of this rank's mailbox, which rank 0 uses if it is on the same host; empty where there is none.
+    /// Name of this rank's mailbox, which rank 0 uses if it is on the same host. Empty if the rank has none.
     pub mailbox: Vec<u8>,
-    /// Where the other ranks can reach this one's process.
+    /// The addresses at which other ranks can reach this process.
     pub addresses: Addresses,
 }
 
 impl Body {
-    /// For the choice of addresses.
+    /// This rank as input of the choice of addresses.
     pub fn reached(&self) -> Rank<'_> {
         let Identity { boot_id, netns, hostname, .. } = &self.identity;
         Rank { addresses: &self.addresses, hostname, place: (boot_id, *netns) }
@@ -243,46 +243,47 @@ impl Record {
     }
 }
 
-/// The instruction to the ranks that the decision names.
+/// What a decision instructs the ranks to do that it names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Mode {
-    /// Come to rank 0's socket. If you cannot, answer why.
+    /// Connect to rank 0's socket, or answer why you cannot.
     Share = 1,
-    /// Shared memory is impossible, for the reason given. Answer, so that all are known to be alive.
+    /// Shared memory is impossible, for the given reason. Answer, so that rank 0 knows that you are alive.
     Ask = 2,
-    /// All have answered: a delegate serves the group. Final.
+    /// Final: all have answered, and a delegate serves the group.
     Delegate = 3,
-    /// Rank 0 gave up, with the text of its error. Final.
+    /// Final: rank 0 gave up, with the text of its error.
     Failed = 4,
-    /// All have answered: the group spans the hosts that are given. Final.
+    /// Final: all have answered, and the group spans the given hosts.
     Hosts = 5,
 }
 
-/// Key `verdict`, written by rank 0 only. Valid only for the ranks whose present nonce it names.
+/// Key `verdict`, which only rank 0 writes. Valid only for ranks whose present nonce it names.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DecisionMessage {
     pub id: Nonce,
-    /// Indexed by rank; all zero for a rank that has not joined.
+    /// By rank. All zeros for a rank without a record.
     pub nonces: Vec<Nonce>,
     pub mode: Mode,
-    /// Reason or error.
+    /// The reason, or for `Failed` the error.
     pub text: String,
     /// `Share`: name of rank 0's socket in the abstract namespace. `Hosts`: the number of each rank's host, two bytes
     /// each.
     pub detail: Vec<u8>,
-    /// `Share` and `Hosts`: rank 0's policy of algorithm choice, `select::Policy` as text. Else empty.
+    /// `Share` and `Hosts`: rank 0's policy for choosing algorithms, `select::Policy` as text. Else empty.
     pub policy: String,
-    /// `Share`: the known peers that the ranks belong to, and each rank's place; no place where they meet for the first
-    /// time.
+    /// `Share`: the known peers that the ranks belong to, and each rank's place. No places if the ranks meet for the
+    /// first time.
     pub known: (Nonce, Vec<u32>),
-    /// `Delegate` and `Hosts`: how the ranks reach each other. None where they do not, or where a rank did not say how.
+    /// `Delegate` and `Hosts`: how the ranks reach each other. None if they need no connections, or if a rank listed no
+    /// addresses.
     pub network: Option<Network>,
 }
 
 impl DecisionMessage {
-    /// `Hosts`: the number of each rank's host. Every message that was read has one for each rank, counted from 0 in the
-    /// order of the ranks, and two hosts or more.
+    /// `Hosts`: the number of each rank's host. In a message that was read, there is one number per rank, counted from
+    /// 0 in the order of the ranks, and at least two hosts.
     pub fn hosts(&self) -> Vec<usize> {
         self.detail.chunks_exact(2).map(|two| usize::from(u16::from_le_bytes([two[0], two[1]]))).collect()
     }
@@ -342,7 +343,7 @@ impl DecisionMessage {
     }
 }
 
-/// Key `a/<rank>`: answer to the decision `id`; an empty reason means "understood". Also sent over the socket.
+/// Key `a/<rank>`: the answer to the decision `id`. An empty reason means agreement. Also sent over the socket.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Answer {
     pub id: Nonce,
@@ -379,8 +380,8 @@ impl Hello {
     }
 }
 
-/// Rank 0's reply to a hello, with descriptors: in the first part the memory, then in every part the processes of the
-/// ranks in `process_of`, in that order. `parts` messages make one offer.
+/// Rank 0's reply to a hello, sent with descriptors. The first part has the descriptor of the memory. Every part has
+/// the descriptors of the processes of the ranks in `process_of`, in that order. An offer is `parts` messages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Offer {
     pub id: Nonce,
@@ -389,9 +390,9 @@ pub struct Offer {
     pub segment_len: u64,
     pub backing: Backing,
     pub local_cores: u32,
-    /// Rank 0's pid namespace: the pids below mean something only there.
+    /// Rank 0's pid namespace. The pids in `ranks` are valid only there.
     pub pidns: u64,
-    /// (pid, host name), indexed by rank. In the first part only, and not for known peers.
+    /// (pid, host name) by rank. Only in the first part, and empty for known peers.
     pub ranks: Vec<(i32, String)>,
     pub process_of: Vec<u32>,
 }

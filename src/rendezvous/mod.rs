@@ -1,30 +1,29 @@
 //! Rendezvous: the ranks of a group find each other, agree whether they share a host, and map one shared memory.
 //!
-//! They exchange messages through the group's store, which may still hold keys of an earlier incarnation (a process
+//! They exchange messages through the group's store, which may still have keys of an earlier incarnation (a process
 //! restarted by torchrun, or the same group made twice). So every attempt has a random nonce, and a record counts only
-//! when rank 0 has named its nonce in a decision:
+//! after rank 0 has named its nonce in a decision:
 //!
 //! 1. Each rank sets `r/<rank>`: its nonce and its identity (`messages.rs`).
-//! 2. Rank 0 waits for all records and publishes a decision: come to my socket, or say why not; or: shared memory is
-//!    impossible, confirm. When all have confirmed that, a last decision says whether the group spans hosts or a delegate
-//!    serves it. A rank that the decision does not name by its present nonce keeps waiting; rank 0 keeps reading the
-//!    records of ranks that do not react, and publishes a new decision when a nonce has changed.
-//! 3. Sharing is proven, never inferred: the others connect, get the memory's descriptor, find rank 0's nonce in the
-//!    page and write theirs beside it. When rank 0 has read all nonces it says "go". Any failure on the way becomes the
-//!    reason why shared memory is impossible, which all confirm; then a delegate serves them. A rank populates the memory
-//!    that every group uses before it writes its nonce, and so before any rank has the group.
+//! 2. Rank 0 waits for all records and publishes a decision. Either: connect to my socket, or answer why you cannot.
+//!    Or: shared memory is impossible, confirm. After all have confirmed that, a last decision says whether the group
+//!    spans hosts or a delegate serves it. A rank whose present nonce the decision does not name keeps waiting. Rank 0
+//!    keeps reading the records of ranks that do not react, and publishes a new decision when a nonce has changed.
+//! 3. Sharing is proven, never inferred. The other ranks connect, receive the memory's descriptor, find rank 0's nonce
+//!    in the first page and write theirs into it. After rank 0 has read all nonces it sends "go". Any failure on the
+//!    way becomes the reason why shared memory is impossible, which all confirm; then a delegate serves them. A rank
+//!    populates the memory that every group uses before it writes its nonce, and so before any rank has the group.
+//! 4. Records name the known peers that a rank has from earlier groups (`peers.rs`). If all ranks name the same, the
+//!    decision says so. Then only the memory's descriptor is sent, and the connections are closed afterwards.
 //!
-//! A rank that waits for a decision sleeps on a mailbox whose name is in its record. Rank 0 posts every decision there,
-//! too, so that ranks on its host neither poll the store nor lose a polling interval. Where all ranks have a mailbox,
-//! "come to my socket" goes to the store only when a rank is late. Neither a mail nor a key of the store is trusted by
-//! itself: both must name this rank's nonce, which only readers of the store know.
+//! A rank that waits for a decision sleeps on a mailbox whose name is in its record. Rank 0 also posts every decision
+//! there, so that ranks on its host need not poll the store at short intervals. If all ranks have a mailbox, the
+//! decision to connect is written to the store only when a rank is late. Neither a mail nor a key of the store is
+//! trusted by itself: both must name this rank's nonce, which only readers of the store know.
 //!
-//! 4. Records name the known peers that a rank has from earlier groups (`peers.rs`). Where all ranks name the same, the
-//!    decision says so: then only the memory is handed over, and the connections are closed afterwards.
-//!
-//! `coordinator.rs` and `serve.rs` are rank 0's part, `participant.rs` that of the others. `decision.rs` has the
-//! result: one decision, the same on all ranks, and the resources that this rank has opened for it, before any rank has
-//! a group.
+//! `coordinator.rs` and `serve.rs` are rank 0's part, `participant.rs` is the other ranks' part. `decision.rs` has the
+//! result: one decision, equal on all ranks, and the resources that this rank has opened for it before any rank has a
+//! group.
 
 pub mod addresses;
 pub mod coordinator;
@@ -56,18 +55,18 @@ use crate::os::watch::{End, Source};
 #[derive(Debug)]
 pub struct Met {
     pub segment: Segment,
-    /// The other ranks' processes, and the descriptors that report their end.
+    /// The processes of the ranks, and the descriptors that report their end.
     pub group_peers: GroupPeers,
-    /// Cores that the ranks can use together; the same number on every rank.
+    /// Number of cores that the ranks can use together. Equal on every rank.
     pub local_cores: usize,
     /// `Config::policy` of rank 0.
     pub policy: String,
-    /// As in `Outcome::Hosts`.
+    /// Same as in `Outcome::Hosts`.
     pub id: Nonce,
 }
 
-/// Registers ranks that met for the first time as known peers. `peers` has an entry for this rank, too; `sockets` are
-/// the connections, a star with rank 0 in its middle: end of file means that the rank ended.
+/// Registers ranks that met for the first time as known peers. `peers` has an entry for this rank too. `sockets` are
+/// the connections, all between rank 0 and the others: end of file means that the rank ended.
 fn acquaint(
     id: Nonce,
     rank: usize,
@@ -84,14 +83,14 @@ fn acquaint(
 #[derive(Debug)]
 pub enum Outcome {
     Shared(Met),
-    /// The ranks cannot share memory; the same reason and `id` on every rank.
+    /// The ranks cannot share memory. Equal reason and `id` on every rank.
     Delegate {
         reason: String,
         id: Nonce,
         network: Option<Network>,
     },
-    /// They are on several hosts: the number of each rank's host, counted from 0 in the order of the ranks. The same
-    /// list and reason on every rank, and an `id` that is unique to this attempt.
+    /// The ranks are on several hosts. `hosts` has each rank's host, numbered from 0 in the order of the ranks. The
+    /// list and the reason are equal on every rank, and so is `id`, which is unique to this attempt.
     Hosts {
         hosts: Vec<usize>,
         id: Nonce,
@@ -102,23 +101,24 @@ pub enum Outcome {
     },
 }
 
-/// Bytes at the start of a segment in which the ranks prove that they map the same memory.
+/// Bytes at the start of a segment, in which the ranks prove that they map the same memory.
 pub fn hello_bytes(ranks: usize) -> usize {
     (ranks * HELLO_STRIDE).next_multiple_of(4096)
 }
 
 const HELLO_STRIDE: usize = 64;
 
-/// The size of a segment, at least `hello_bytes`, given the bytes of free memory; or the reason why they are too few.
+/// Returns the size of a segment, at least `hello_bytes`, for a number of free bytes, or the reason why they are too
+/// few.
 pub type SegmentBytes<'a> = dyn Fn(usize) -> std::result::Result<usize, String> + 'a;
 
-/// Meets the other ranks of a group of at least two; all ranks get the same outcome. Rank 0 calls `segment_bytes` with
-/// the bytes of memory that every rank can spare.
+/// Meets the other ranks of a group of at least two. All ranks get the same outcome. Rank 0 calls `segment_bytes` with
+/// the free memory of the rank that has least.
 pub fn meet(config: &Config, store: &dyn Store, host: &dyn Host, segment_bytes: &SegmentBytes) -> Result<Outcome> {
     meet_as(config, Identity::here(), store, host, segment_bytes)
 }
 
-/// As [`meet`], with a given identity, which need not be the true one: for tests and simulations.
+/// Like [`meet`], with a given identity, which may be false: for tests and simulations.
 pub fn meet_as(
     config: &Config,
     identity: Identity,
@@ -144,7 +144,7 @@ pub fn meet_as(
     };
     let own =
         Record { nonce: random()?, protocol: PROTOCOL, version: env!("CARGO_PKG_VERSION").into(), body: Some(body) };
-    // A rank with a mailbox polls the store only in case rank 0 is on another host or a message was lost.
+    // A rank with a mailbox polls the store only for the case that rank 0 is on another host or that a mail was lost.
     let first_pause = if mailbox.is_some() { FIRST_PAUSE * 20 } else { FIRST_PAUSE };
     let backoff = Backoff::new(host, config.timeout, config.size, first_pause);
     let mut session = Session { config, store, own, known_peers, mailbox, backoff };
@@ -181,14 +181,14 @@ struct Session<'a> {
     config: &'a Config,
     store: &'a dyn Store,
     own: Record,
-    /// The known peers that the record names, kept alive until the rendezvous is over.
+    /// The known peers that this rank's record names, kept alive until the end of the rendezvous.
     known_peers: Vec<Arc<KnownPeers>>,
-    /// Receives rank 0's decisions, too. None on rank 0, and none where sockets are denied.
+    /// Also receives rank 0's decisions. None on rank 0 and if sockets are denied.
     mailbox: Option<OwnedFd>,
     backoff: Backoff<'a>,
 }
 
-/// This rank's mailbox and its name.
+/// Makes this rank's mailbox. Returns it with its name.
 fn mailbox() -> Result<(Option<OwnedFd>, Vec<u8>)> {
     let name = format!("sagellm-mail-{:032x}", u128::from_le_bytes(random()?)).into_bytes();
     Ok(match self::unix_socket::mailbox(&name) {
@@ -201,7 +201,7 @@ fn mailbox() -> Result<(Option<OwnedFd>, Vec<u8>)> {
 }
 
 const DECISION_KEY: &str = "verdict";
-/// The ranks that rank 0 waits for, so that the other ranks' errors can name them; a message without a decision.
+/// Key for the ranks that rank 0 waits for, so that other ranks' errors can name them. Its value is not a decision.
 const WAITS: &str = "waits";
 
 fn record_key(rank: usize) -> String {
@@ -221,7 +221,7 @@ impl Session<'_> {
         self.store.set(&record_key(self.config.rank), &self.own.write())
     }
 
-    /// "group 'g' of 3 ranks: rank 2 has not come within 60 s"; `waits`: what this rank waits for.
+    /// "group 'g' of 3 ranks: rank 2 has not come within 60 s". `waits` says what this rank waits for.
     fn missing_text(&self, missing: &[usize], waits: &str) -> Text {
         let one = missing.len() == 1;
         let (verb, them, their) = if one { ("has", "it was", "its") } else { ("have", "they were", "their") };
@@ -235,7 +235,7 @@ impl Session<'_> {
     }
 }
 
-/// "rank 1, rank 2 and 5 more"; every rank is spelled out, so that searching for it finds the line.
+/// "rank 1, rank 2 and 5 more". Every rank is written as "rank N", so that a text search finds the line.
 fn rank_list(ranks: &[usize]) -> String {
     const SHOWN: usize = 16;
     let mut text = ranks.iter().take(SHOWN).map(|rank| format!("rank {rank}")).collect::<Vec<_>>().join(", ");
@@ -249,13 +249,13 @@ fn seconds(time: Duration) -> String {
     if time.subsec_millis() == 0 { format!("{} s", time.as_secs()) } else { format!("{:.1} s", time.as_secs_f64()) }
 }
 
-/// Pauses that grow until the deadline, and stop when the caller is interrupted.
+/// Pauses of growing length until the deadline. They end early if the caller is interrupted.
 struct Backoff<'a> {
     host: &'a dyn Host,
     start: Instant,
     deadline: Instant,
     asked: Instant,
-    /// The first pause after an event, and the next one.
+    /// The first pause after an event. `pause` is the next one.
     first: Duration,
     pause: Duration,
     longest: Duration,
@@ -263,7 +263,7 @@ struct Backoff<'a> {
 
 const FIRST_PAUSE: Duration = Duration::from_micros(100);
 const LONGEST_PAUSE: Duration = Duration::from_millis(20);
-/// All ranks poll one store: with more ranks than these, each polls less often.
+/// All ranks poll one store. In larger groups each rank polls less often.
 const EAGER_RANKS: u32 = 32;
 
 impl<'a> Backoff<'a> {
@@ -274,12 +274,12 @@ impl<'a> Backoff<'a> {
         Backoff { host, start, deadline: start + timeout.min(far), asked: start, first, pause: first, longest }
     }
 
-    /// An event happened: poll often again.
+    /// Resets the pause after an event, to poll often again.
     fn refresh(&mut self) {
         self.pause = self.first;
     }
 
-    /// True when the next pause may be the last one.
+    /// Whether the next pause may be the last one before the deadline.
     fn ends(&self) -> bool {
         self.deadline.saturating_duration_since(Instant::now()) <= LONGEST_PAUSE
     }
@@ -288,7 +288,7 @@ impl<'a> Backoff<'a> {
         self.start.elapsed()
     }
 
-    /// Pauses, or less when one of the sockets is readable. False when the deadline has passed.
+    /// Pauses until the time is over or one of the sockets is readable. False if the deadline has passed.
     fn pause<'s>(&mut self, sockets: impl Iterator<Item = &'s OwnedFd>) -> Result<bool> {
         let before = Instant::now();
         if before >= self.deadline {
@@ -302,8 +302,8 @@ impl<'a> Backoff<'a> {
         }
         let pause = self.pause.min(self.deadline - before);
         self::unix_socket::wait_readable(sockets, pause);
-        // A sleep that took far longer means that this process or the whole machine was stopped. The others could not
-        // reach this rank meanwhile, so that time does not count against them.
+        // A sleep that took far longer means that this process or the machine was stopped. The other ranks could not
+        // reach this rank meanwhile, so that time does not count.
         let overslept = before.elapsed().saturating_sub(pause);
         if overslept > Duration::from_millis(500) {
             self.deadline += overslept;
@@ -313,24 +313,24 @@ impl<'a> Backoff<'a> {
     }
 }
 
-/// This rank's words in the segment's hello area.
+/// A rank's words in the segment's hello area.
 #[allow(unsafe_code)] // takes references into the mapped memory
 fn hello_words(segment: &Segment, rank: usize) -> [&AtomicU64; 4] {
     let base = segment.ptr(rank * HELLO_STRIDE, 32).cast::<u64>();
-    // SAFETY: `ptr` checked that all four words lie in the mapping, which lives as long as the borrow of the segment;
-    // mappings are page aligned, so the words are aligned; every rank uses them as atomics only.
+    // SAFETY: `ptr` checked that all four words are in the mapping, which lives as long as the borrow of the segment.
+    // Mappings are page aligned, so the words are aligned. Every rank accesses them only as atomics.
     [0, 1, 2, 3].map(|at| unsafe { AtomicU64::from_ptr(base.add(at)) })
 }
 
-/// Populates the memory that every group uses of a rank; enough of it was free before the segment was made. A segment
-/// that matches no layout belongs to a test of the rendezvous alone.
+/// Populates the memory of a rank that every group uses. Enough memory was free before the segment was made. If no
+/// layout has the segment's size, a test runs the rendezvous alone, and nothing is populated.
 fn make_ready(segment: &Segment, ranks: usize, rank: usize) -> Result<()> {
     let layout = Layout::of_total(ranks, segment.len());
     let mut ranges = layout.iter().flat_map(|layout| layout.early_ranges(rank));
     ranges.try_for_each(|range| segment.populate(range))
 }
 
-/// Writes the proof that this rank maps this memory in this attempt.
+/// Writes the proof that this rank maps this memory in this attempt: its nonce and the attempt's id.
 fn sign(segment: &Segment, rank: usize, nonce: &Nonce, id: &Nonce) {
     for (word, value) in hello_words(segment, rank).into_iter().zip(words(nonce).into_iter().chain(words(id))) {
         word.store(value, Ordering::Release);

@@ -1,4 +1,4 @@
-//! The rendezvous on every rank but 0: publish a record, do what the decision says.
+//! The rendezvous on every rank except 0: publishes a record and follows the decision.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -17,9 +17,9 @@ use crate::error::{Error, ErrorKind, Result, laid_out, relaid};
 /// The outcome of connecting to rank 0's socket.
 enum Joined {
     Met(Box<Met>),
-    /// Rank 0 closed the connection: it will publish another decision.
+    /// Rank 0 closed the connection, and will publish another decision.
     Dropped,
-    /// Sharing is impossible, for this reason.
+    /// Sharing is impossible, for the given reason.
     Impossible(String),
 }
 
@@ -58,7 +58,7 @@ pub(super) fn join(session: &mut Session) -> Result<Outcome> {
                 }
                 _ => {}
             },
-            // A late process of an earlier incarnation may have overwritten our record after we set it.
+            // A late process of an earlier incarnation may have overwritten this rank's record.
             None if published.elapsed() > Duration::from_millis(250) => {
                 session.publish_record()?;
                 published = Instant::now();
@@ -68,10 +68,10 @@ pub(super) fn join(session: &mut Session) -> Result<Outcome> {
     }
 }
 
-/// A decision that names this rank: the last one in the mailbox, or else the one in the store. If the store still has
-/// an older one, this rank answers it, and then the newer one again.
+/// The latest decision that names this rank: the last one in the mailbox, or if there is none the one in the store. If
+/// the store still has an older decision, this rank answers that one, and then answers the newer one again.
 fn next_decision(session: &Session) -> Result<Option<DecisionMessage>> {
-    // Rank 0 sends fewer than these. Flooding the mailbox only costs this rank sleep.
+    // Rank 0 sends fewer mails than this. Flooding the mailbox only costs this rank sleep.
     const MOST: usize = 16;
     let messages =
         session.mailbox.iter().flat_map(|mailbox| (0..MOST).map_while(|_| unix_socket::receive(mailbox).ok()));
@@ -94,7 +94,7 @@ fn answer(session: &Session, id: Nonce, reason: &str) -> Result<()> {
     session.store.set(&answer_key(session.config.rank), &Answer { id, reason: reason.into() }.write())
 }
 
-/// The error that ended rank 0, as it is sent: its code letter, then its text.
+/// Converts the error that ended rank 0 from the form in which it is sent: its code letter, then its text.
 fn told(text: &str) -> Error {
     let mut letters = text.chars();
     let code = letters.next();
@@ -115,8 +115,8 @@ fn timeout(session: &Session) -> Error {
     {
         return told(&waits.text);
     }
-    // Rank 0 has sent nothing to this rank, so only the records tell which ranks are missing; old ones look like new
-    // ones.
+    // Rank 0 has sent nothing to this rank, so only the records show which ranks are missing. Old records cannot be
+    // told from new ones.
     let came = |other: usize| read(&record_key(other)).is_some_and(|bytes| Record::read(&bytes).is_some());
     let missing: Vec<usize> = (0..config.size).filter(|other| *other != rank && !came(*other)).collect();
     if !missing.is_empty() {
@@ -130,7 +130,7 @@ fn timeout(session: &Session) -> Error {
     Error::timeout(laid_out(&head, &[records], "Check that rank 0 is running and uses the same store"))
 }
 
-/// The next message from rank 0; `None` when it has closed the connection.
+/// The next message from rank 0. `None` if rank 0 has closed the connection.
 fn next_message(session: &mut Session, socket: &OwnedFd) -> Result<io::Result<Option<unix_socket::Message>>> {
     loop {
         match unix_socket::receive(socket) {
@@ -146,16 +146,16 @@ fn next_message(session: &mut Session, socket: &OwnedFd) -> Result<io::Result<Op
     }
 }
 
-/// The contents of rank 0's offer that this rank accepted.
+/// What this rank accepted from rank 0's offer.
 struct Accepted {
     segment: Segment,
     local_cores: usize,
-    /// Indexed by rank; empty if the ranks are known peers.
+    /// By rank. Empty if the ranks are known peers.
     peers: Vec<(Process, Option<OwnedFd>)>,
 }
 
-/// The known peers that the decision names; `None` inside when the ranks meet for the first time. Fails where this rank
-/// does not have them.
+/// The known peers that the decision names. `Ok(None)` if the ranks meet for the first time. Fails if this rank does
+/// not have these known peers.
 fn group_peers(session: &Session, (id, places): &(Nonce, Vec<u32>)) -> std::result::Result<Option<GroupPeers>, String> {
     if places.is_empty() {
         return Ok(None);
@@ -196,7 +196,7 @@ fn visit(session: &mut Session, decision: &DecisionMessage) -> Result<Joined> {
     }
 }
 
-/// Identifies this rank, receives the offer and signs the memory. The error side ends the attempt early.
+/// Identifies this rank, receives the offer and signs the memory. `Joined` in the inner error ends the attempt early.
 fn introduce(
     session: &mut Session,
     decision: &DecisionMessage,
@@ -246,7 +246,7 @@ fn introduce(
     }
 }
 
-/// Maps the offered memory and signs it.
+/// Maps the offered memory, populates this rank's part and signs the memory.
 fn accept(
     session: &Session,
     decision: &DecisionMessage,
@@ -291,14 +291,14 @@ fn accept(
             Some(pidfd) => pid_of(pidfd),
             None => 0,
         };
-        // Large groups do not pass pidfds; the signature has just proved that the process is alive.
+        // Large groups do not pass pidfds. The signature has just proved that the process is alive.
         let pidfd = pidfd.or_else(|| (pid > 0).then(|| unix_socket::pidfd_open(pid).ok()).flatten());
         (Process { pid, host }, pidfd)
     });
     Ok(Accepted { peers: peers.collect(), segment, local_cores: offer.local_cores.max(1) as usize })
 }
 
-/// The pid in our own pid namespace; 0 when the process is in one that we cannot see.
+/// The pid in this process's pid namespace. 0 if the process is in one that this process cannot see.
 fn pid_of(pidfd: &OwnedFd) -> i32 {
     let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd())).unwrap_or_default();
     let pid = info.lines().find_map(|line| line.strip_prefix("Pid:")?.trim().parse().ok());
@@ -327,7 +327,8 @@ fn await_go(
             Ok(Joined::Met(Box::new(Met { segment, group_peers, local_cores, policy, id })))
         }
         other => {
-            // Rank 0 may have said "go" a moment ago: then the others have a group without this rank.
+            // Rank 0 may have sent "go" just before. Then the other ranks have a group without this rank, and learn
+            // here that it left.
             if let Some(layout) = Layout::of_total(session.config.size, accepted.segment.len()) {
                 Area::new(Arc::new(accepted.segment), layout, session.config.rank).leave();
             }

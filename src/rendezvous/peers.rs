@@ -1,9 +1,9 @@
 //! Processes that share a group, and the descriptors, with their entries in the watch, that report each other's end.
-//! All groups among the same processes share these (rule 25), so that the tenth group costs no descriptor. Each group
-//! has its own callback, and its own memory.
+//! All groups among the same processes share these (rule 25), so that further groups need no more descriptors. Each
+//! group has its own callback and its own memory.
 //!
-//! They live as long as one of the groups. Rank 0 decides during the rendezvous whether a group is made among known
-//! peers, never a process from its own knowledge.
+//! Known peers live as long as one of their groups. During the rendezvous, rank 0 decides whether a group is made among
+//! known peers; no other process decides from its own knowledge.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -15,21 +15,22 @@ use crate::error::Result;
 use crate::os::watch;
 use crate::os::watch::{End, PerProcess, WatchGuard};
 
-/// Most known peers that a rank names in its record: the oldest, among which the largest groups are.
+/// Most known peers that a rank names in its record: the oldest ones, because the largest groups are usually among
+/// them.
 const MOST_NAMED: usize = 32;
 
-/// A process as another one sees it.
+/// A process as another process sees it.
 #[derive(Clone, Debug)]
 pub struct Process {
-    /// 0 when it is in another pid namespace.
+    /// 0 if the process is in another pid namespace.
     pub pid: i32,
     pub host: String,
 }
 
 pub struct KnownPeers {
-    /// The attempt in which they met.
+    /// Id of the rendezvous in which these processes met.
     id: Nonce,
-    /// This process's place among them: its rank in the group that they met for.
+    /// This process's place among them: its rank in the group for which they met.
     place: usize,
     /// By place.
     processes: Vec<Process>,
@@ -39,7 +40,7 @@ pub struct KnownPeers {
 
 #[derive(Default)]
 struct News {
-    /// Places whose end was reported, and why.
+    /// Places whose end was reported, with the reason.
     ended: Vec<(usize, &'static str)>,
     followers: Vec<(u64, Arc<Follower>)>,
     next: u64,
@@ -59,11 +60,11 @@ impl Follower {
     }
 }
 
-/// All known peers of this process. Weak: the groups own them.
+/// All known peers of this process. Weak, because the groups own them.
 static KNOWN: PerProcess<Mutex<Vec<Weak<KnownPeers>>>> = PerProcess::new();
 
 impl KnownPeers {
-    /// Starts to watch processes that have just met. `ends` are numbered by place.
+    /// Starts to watch processes that have just met. The numbers in `ends` are places.
     pub fn new(id: Nonce, place: usize, processes: Vec<Process>, ends: Vec<End>) -> Result<Arc<KnownPeers>> {
         let (news, guard) = (Mutex::default(), OnceCell::new());
         let known_peers = Arc::new(KnownPeers { id, place, processes, news, guard });
@@ -73,7 +74,7 @@ impl KnownPeers {
                 known_peers.spread(place, reason);
             }
         })?;
-        // Just made, so no other code can have set it.
+        // The object was just made, so no other code can have set its guard.
         let _ = known_peers.guard.set(guard);
         let mut known = KNOWN.get().lock().unwrap_or_else(PoisonError::into_inner);
         known.retain(|weak| weak.strong_count() > 0);
@@ -81,8 +82,8 @@ impl KnownPeers {
         Ok(known_peers)
     }
 
-    /// The known peers that this process can name to others, the oldest first. Ranks that are threads of one process
-    /// cannot be told apart by their process, so an entry that several of them share is left out.
+    /// The known peers that this process can name in its record, the oldest first. Ranks that are threads of one
+    /// process cannot be distinguished by their process, so entries that several of them share are left out.
     pub fn known() -> Vec<Arc<KnownPeers>> {
         let known = KNOWN.get().lock().unwrap_or_else(PoisonError::into_inner);
         let held: Vec<Arc<KnownPeers>> = known.iter().filter_map(Weak::upgrade).collect();
@@ -103,7 +104,7 @@ impl KnownPeers {
         self.news.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Called on the watch's thread: reports an end to all groups, with no lock held.
+    /// Reports an end to all groups, with no lock held. Called on the watch's thread.
     fn spread(&self, place: usize, reason: &'static str) {
         let mut news = self.news();
         news.ended.push((place, reason));
@@ -136,7 +137,7 @@ impl GroupPeers {
             .then(|| GroupPeers { known_peers: Arc::clone(known_peers), places })
     }
 
-    /// All processes that have just met.
+    /// A group of all processes that have just met.
     pub fn of_all(known_peers: Arc<KnownPeers>) -> GroupPeers {
         let places = (0..known_peers.processes.len()).collect();
         GroupPeers { known_peers, places }
@@ -154,20 +155,21 @@ impl GroupPeers {
         &self.known_peers.processes[self.places[rank]]
     }
 
-    /// True unless `rank` is known to be another process than `pid`; 0 is a pid that cannot be seen from here.
+    /// False only if `rank` is known to be another process than `pid`. Pid 0 means that the process cannot be seen from
+    /// here.
     pub fn may_be(&self, rank: usize, pid: i32) -> bool {
         let known = self.peer(rank).pid;
         known == pid || known == 0 || pid == 0
     }
 
-    /// True when none of these ranks is known to have ended.
+    /// Whether none of these ranks is known to have ended.
     pub fn lives(&self) -> bool {
         !self.known_peers.news().ended.iter().any(|(place, _)| self.places.contains(place))
     }
 
-    /// Calls `told(rank, reason)` at most once per rank: on the watch's thread when its process ends, or here for
-    /// processes that have ended already. It may still run while the guard is being dropped, so it must own nothing
-    /// that this could break.
+    /// Calls `told(rank, reason)` at most once per rank: on the watch's thread when its process ends, or in this call
+    /// for processes that have ended already. `told` may still be running while the guard is dropped, so it must not
+    /// own anything that this could break.
     pub fn follow(&self, told: impl Fn(usize, &'static str) + Send + Sync + 'static) -> Following {
         let follower = Arc::new(Follower { places: self.places.clone(), told: Box::new(told) });
         let mut news = self.known_peers.news();
@@ -181,7 +183,8 @@ impl GroupPeers {
     }
 }
 
-/// Keeps known peers and the callback for their ends. Never drop it with a lock held that the callback takes.
+/// Keeps known peers and the callback for their ends alive. It must not be dropped with a lock held that the callback
+/// takes.
 pub struct Following {
     known_peers: Arc<KnownPeers>,
     number: u64,
@@ -191,12 +194,12 @@ pub struct Following {
 impl Drop for Following {
     fn drop(&mut self) {
         if watch::generation() != self.generation {
-            return; // a forked child: the lock may have been held by a thread that it does not have
+            return; // in a forked child, a thread that it lacks may hold the lock
         }
         let mut news = self.known_peers.news();
         let at = news.followers.iter().position(|(number, _)| *number == self.number);
         let gone = at.map(|at| news.followers.swap_remove(at));
         drop(news);
-        drop(gone); // may own locks of others
+        drop(gone); // may own objects with locks of their own
     }
 }

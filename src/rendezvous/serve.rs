@@ -1,5 +1,5 @@
-//! Rank 0 hands out the memory: each rank that connects and is named by the decision gets the descriptors and signs the
-//! memory; when all have signed, rank 0 says "go".
+//! Rank 0 distributes the memory. Each rank that connects and that the decision names receives the descriptors and
+//! signs the memory. After all have signed, rank 0 sends "go".
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -13,7 +13,7 @@ use crate::error::Result;
 use crate::os::random;
 use crate::os::topology;
 
-/// Largest number of ranks for which process descriptors are passed around; their number is the square of the ranks.
+/// Largest group in which process descriptors are passed: their number grows with the square of the ranks.
 const MAX_PASSED: usize = 128;
 
 /// A rank that has connected.
@@ -21,21 +21,21 @@ struct Participant {
     socket: OwnedFd,
     pid: i32,
     pidfd: Option<OwnedFd>,
-    /// Messages of the offer that were sent; `usize::MAX` when all were.
+    /// Number of the offer's messages that were sent. `usize::MAX` if all were.
     parts_sent: usize,
     mapped: bool,
 }
 
-/// The connections of the ranks while the memory is handed out.
+/// The connections of the ranks while the memory is distributed.
 struct Serving {
     listener: OwnedFd,
-    /// Connections that have not said whose they are.
+    /// Connections that have not identified themselves.
     strangers: Vec<OwnedFd>,
-    /// By rank; `None` at rank 0 and for ranks without a connection.
+    /// By rank. `None` for rank 0 and for ranks without a connection.
     participants: Vec<Option<Participant>>,
-    /// The ranks that have connected at some time.
+    /// By rank: whether it has ever connected.
     came: Vec<bool>,
-    /// Rank 0 has populated its own part of the memory.
+    /// Whether rank 0 has populated its own part of the memory.
     ready: bool,
 }
 
@@ -49,14 +49,14 @@ impl Serving {
         self.participants[1..].iter().all(Option::is_some)
     }
 
-    /// The ranks that have not signed the memory.
+    /// The ranks that have not signed the memory yet.
     fn unfinished(&self) -> Vec<usize> {
         let signed = |rank: &usize| self.participants[*rank].as_ref().is_some_and(|participant| participant.mapped);
         (1..self.participants.len()).filter(|rank| !signed(rank)).collect()
     }
 
-    /// The sockets on which rank 0 waits: the listener, connections that have not said whose they are, and connections
-    /// of ranks that have not mapped the memory.
+    /// The sockets on which rank 0 waits: the listener, connections that have not identified themselves, and
+    /// connections of ranks that have not mapped the memory.
     fn sockets(&self) -> impl Iterator<Item = &OwnedFd> {
         let open = self.participants.iter().flatten().filter(|participant| !participant.mapped);
         self.strangers.iter().chain(open.map(|participant| &participant.socket)).chain([&self.listener])
@@ -81,7 +81,7 @@ impl Coordinator<'_, '_> {
         if stored {
             self.store(&decision)?;
         }
-        // Ranks that start together have connected long before this interval is over.
+        // Ranks that start together have connected long before the first check of the store.
         self.looked = Instant::now();
         loop {
             if let Err(reason) = self.serve(id, &to_share, &mut serving) {
@@ -92,14 +92,15 @@ impl Coordinator<'_, '_> {
                 return self.conclude(id, to_share, serving.participants);
             }
             if self.due() {
-                // A message to a mailbox was lost, or its owner was replaced or is slow.
+                // A rank is late: its mail was lost, or the rank was replaced or is slow.
                 if !std::mem::replace(&mut stored, true) {
                     self.store(&decision)?;
                 }
                 if let Some(step) = self.refused_or_replaced(id, &unfinished)? {
                     return Ok(step);
                 }
-                // Two store requests per rank: with many ranks, most of the time must remain for those that connect.
+                // Restart the interval after the two store requests per rank: with many ranks, most of the time must
+                // remain for the connections.
                 self.looked = Instant::now();
             }
             let (missing, waits) = late_ranks(&serving.participants, &serving.came);
@@ -107,16 +108,17 @@ impl Coordinator<'_, '_> {
         }
     }
 
-    /// One pass over the connections: sends the memory to the ranks that have connected, and reads from them that they
-    /// have mapped it. The error is a reason not to share.
+    /// One pass over the connections: sends the memory to ranks that have connected, and reads their answers. The error
+    /// is a reason not to share memory.
     fn serve(&mut self, id: Nonce, to_share: &MemoryToShare, serving: &mut Serving) -> std::result::Result<(), String> {
         self.welcome((id, to_share.group_peers.as_ref()), serving)?;
-        // Ranks that meet for the first time get the descriptors of all others' processes, known peers only the memory.
+        // Ranks that meet for the first time receive the descriptors of all other processes, so all must have
+        // connected. Known peers receive only the memory.
         let all_came = serving.all_came();
         if all_came || to_share.group_peers.is_some() {
             self.offer(id, to_share, &mut serving.participants)?;
         }
-        // At the same time as the others.
+        // Rank 0 populates its part at the same time as the other ranks.
         if all_came && !serving.ready {
             make_ready(&to_share.segment, self.size(), 0).map_err(|error| error.reason())?;
             serving.ready = true;
@@ -128,7 +130,7 @@ impl Coordinator<'_, '_> {
         Ok(())
     }
 
-    /// Looks into the store for the ranks that are not finished: whether one has a new nonce, or cannot share.
+    /// Checks the store for the unfinished ranks: whether one has a new nonce or cannot share memory.
     fn refused_or_replaced(&mut self, id: Nonce, unfinished: &[usize]) -> Result<Option<Step>> {
         for rank in unfinished {
             if self.look(*rank)? {
@@ -141,8 +143,8 @@ impl Coordinator<'_, '_> {
         Ok(None)
     }
 
-    /// Accepts connections and identifies them. Any process on this host may connect, so only a rank that shows the
-    /// nonce named by the decision is accepted. The error is a reason not to share.
+    /// Accepts connections and identifies them. Any process on this host may connect, so only a rank that sends the
+    /// nonce named by the decision is accepted. The error is a reason not to share memory.
     fn welcome(
         &mut self,
         (id, group_peers): (Nonce, Option<&GroupPeers>),
@@ -152,7 +154,7 @@ impl Coordinator<'_, '_> {
         while let Some(socket) =
             unix_socket::accept(listener).map_err(|error| format!("rank 0 cannot accept connections ({error})"))?
         {
-            // Connections that stay silent must not use up our descriptors.
+            // Connections that stay silent must not exhaust this process's descriptors.
             if strangers.len() > 2 * participants.len() + 64 {
                 strangers.remove(0);
             }
@@ -182,8 +184,9 @@ impl Coordinator<'_, '_> {
         Ok(())
     }
 
-    /// The rank at the other end; none where it is a stranger that has read the nonce in the store. A rank that other users
-    /// or namespaces keep from sharing memory sees that itself, before it says who it is, and answers why.
+    /// The rank at the other end. None if its user differs: then it is another process that has read the nonce in the
+    /// store. A rank whose user or namespaces prevent sharing finds that itself before it sends its hello, and answers
+    /// why.
     fn participant(
         &self,
         rank: usize,
@@ -213,7 +216,7 @@ impl Coordinator<'_, '_> {
         Ok(Some(Participant { socket, pid, pidfd, parts_sent: 0, mapped: false }))
     }
 
-    /// Sends the memory and the others' processes to every rank, as far as the sockets accept data now.
+    /// Sends the memory and the process descriptors to every rank, as far as the sockets accept data now.
     fn offer(
         &mut self,
         id: Nonce,
@@ -223,7 +226,7 @@ impl Coordinator<'_, '_> {
         if participants.iter().flatten().all(|participant| participant.parts_sent == usize::MAX) {
             return Ok(());
         }
-        // Known peers have the process descriptors already.
+        // Known peers have each other's process descriptors already.
         let passed = to_share.group_peers.is_none() && participants.len() <= MAX_PASSED;
         let own_process = passed.then(|| unix_socket::pidfd_open(std::process::id() as i32).ok()).flatten();
         let hosts = self.records.iter().filter(|_| to_share.group_peers.is_none()).map(hostname);
@@ -254,7 +257,7 @@ impl Coordinator<'_, '_> {
                 match unix_socket::send(&participant.socket, message, descriptors) {
                     Ok(()) => sent += 1,
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-                    // Its connection is closed: `hear` notices that.
+                    // The connection is closed, which `hear` will find.
                     Err(error)
                         if matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) =>
                     {
@@ -273,7 +276,7 @@ impl Coordinator<'_, '_> {
         Ok(())
     }
 
-    /// All have signed: checks the signatures and says "go".
+    /// Called when all have signed: checks the signatures and sends "go".
     fn conclude(&self, id: Nonce, to_share: MemoryToShare, participants: Vec<Option<Participant>>) -> Result<Step> {
         for rank in 1..self.size() {
             if !has_signed(&to_share.segment, rank, &self.nonce(rank), &id) {
@@ -311,8 +314,8 @@ fn hostname(record: &Option<Record>) -> String {
         .map_or_else(String::new, |body| body.identity.hostname.clone())
 }
 
-/// The ranks that all others wait for, and what for. Left out: ranks that came and wait for the rest, and ranks whose
-/// own deadline passed a moment before ours.
+/// The ranks for which all others wait, and what is missing. Leaves out ranks that connected and wait for the rest, and
+/// ranks whose own deadline has just passed.
 fn late_ranks(participants: &[Option<Participant>], came: &[bool]) -> (Vec<usize>, &'static str) {
     let others = 1..participants.len();
     let absent: Vec<usize> = others.clone().filter(|rank| !came[*rank]).collect();
@@ -327,7 +330,8 @@ fn late_ranks(participants: &[Option<Participant>], came: &[bool]) -> (Vec<usize
     (unmapped.collect(), "rank 0 waits for the word that the shared memory is mapped")
 }
 
-/// Reads the participants' answers: "mapped", or why they cannot. A closed connection makes a rank missing again.
+/// Reads the participants' answers: "mapped", or why they cannot. A rank whose connection was closed counts as missing
+/// again.
 fn hear(id: Nonce, participants: &mut [Option<Participant>]) -> std::result::Result<(), String> {
     for place in participants.iter_mut() {
         let Some(participant) = place.as_mut().filter(|participant| !participant.mapped) else { continue };

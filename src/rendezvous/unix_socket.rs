@@ -1,5 +1,5 @@
 //! Unix sockets that keep message boundaries and pass descriptors. They are bound to random names in the abstract
-//! namespace: no file, no guessable name, and they vanish with the process.
+//! namespace: there is no file, the name cannot be guessed, and the socket vanishes with its process.
 
 #![allow(unsafe_code)] // system calls that pass descriptors
 
@@ -7,20 +7,20 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::time::Duration;
 
-/// Descriptors that the kernel takes in one message (SCM_MAX_FD).
+/// Most descriptors that the kernel accepts in one message (SCM_MAX_FD).
 pub const MAX_DESCRIPTORS: usize = 253;
-/// Longest message; the rest of a longer one is lost, so reading it fails.
+/// Longest message. Reading a longer one fails, because its rest would be lost.
 const MAX_MESSAGE: usize = 192 << 10;
 
 fn descriptor(rc: i32) -> io::Result<OwnedFd> {
     if rc < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the kernel just returned this descriptor to us, so nothing else owns it.
+    // SAFETY: the kernel just returned this descriptor, so nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(rc) })
 }
 
-/// Repeats a system call while signals interrupt it.
+/// Repeats a system call as long as signals interrupt it.
 fn retried(mut call: impl FnMut() -> isize) -> io::Result<usize> {
     loop {
         match usize::try_from(call()) {
@@ -74,48 +74,49 @@ fn abstract_address(name: &[u8]) -> io::Result<(libc::sockaddr_un, libc::socklen
 
 pub fn listen(name: &[u8], backlog: usize) -> io::Result<OwnedFd> {
     let socket = bound(libc::SOCK_SEQPACKET, name)?;
-    // SAFETY: plain numbers on a descriptor we own.
+    // SAFETY: plain numbers on our own descriptor.
     retried(|| unsafe { libc::listen(socket.as_raw_fd(), backlog.clamp(16, 4096) as i32) as isize })?;
     Ok(socket)
 }
 
-/// `WouldBlock` while the listener's queue is full.
+/// Connects to a listener. Fails with `WouldBlock` while the listener's queue is full.
 pub fn connect(name: &[u8]) -> io::Result<OwnedFd> {
     connected(libc::SOCK_SEQPACKET, name)
 }
 
-/// A socket that takes messages without a connection from any process of this host that knows its name.
+/// A socket that receives messages, without a connection, from any process of this host that knows its name.
 pub fn mailbox(name: &[u8]) -> io::Result<OwnedFd> {
     bound(libc::SOCK_DGRAM, name)
 }
 
-/// Puts a message into a mailbox. `WouldBlock` while it is full.
+/// Sends a message to a mailbox. Fails with `WouldBlock` while the mailbox is full.
 pub fn post(name: &[u8], message: &[u8]) -> io::Result<()> {
     send(&connected(libc::SOCK_DGRAM, name)?, message, &[])
 }
 
-/// The next connection, or `None` when there is none now.
+/// Accepts the next connection. `None` if there is none now.
 pub fn accept(listener: &OwnedFd) -> io::Result<Option<OwnedFd>> {
     let flags = libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
     let accepted = retried(|| {
-        // SAFETY: null pointers say that the peer's address is not wanted.
+        // SAFETY: null pointers mean that the peer's address is not requested.
         unsafe { libc::accept4(listener.as_raw_fd(), std::ptr::null_mut(), std::ptr::null_mut(), flags) as isize }
     });
     match accepted {
         Ok(fd) => descriptor(fd as i32).map(Some),
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(None),
-        // The peer was gone before we looked.
+        // The peer closed the connection before it was accepted.
         Err(error) if error.raw_os_error() == Some(libc::ECONNABORTED) => Ok(None),
         Err(error) => Err(error),
     }
 }
 
-/// User and pid of the process that connected (or listens); pid 0 when it is in a pid namespace that we cannot see.
+/// User and pid of the process that connected (or listens). The pid is 0 if it is in a pid namespace that this process
+/// cannot see.
 pub fn peer(socket: &OwnedFd) -> io::Result<(u32, i32)> {
     let mut found = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
     let mut length = std::mem::size_of::<libc::ucred>() as libc::socklen_t;
     retried(|| {
-        // SAFETY: `found` and `length` outlive the call and the length is that of `found`.
+        // SAFETY: `found` and `length` outlive the call, and `length` is the size of `found`.
         unsafe {
             libc::getsockopt(
                 socket.as_raw_fd(),
@@ -134,19 +135,20 @@ pub fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
     descriptor(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) } as i32)
 }
 
-/// Memory for the control message with the most descriptors that one message may carry, aligned for its header.
+/// Buffer for the control message of the most descriptors that one message may have, aligned for its header.
 #[repr(align(8))]
 struct Control([u8; 64 + MAX_DESCRIPTORS * 4]);
 
-/// Sends one message. `WouldBlock` when the peer has not read enough yet, or too many descriptors are in flight.
+/// Sends one message. Fails with `WouldBlock` if the peer has not read enough yet, or if too many descriptors are in
+/// flight.
 pub fn send(socket: &OwnedFd, message: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
     assert!(descriptors.len() <= MAX_DESCRIPTORS, "{} descriptors in one message", descriptors.len());
     let mut piece = libc::iovec { iov_base: message.as_ptr().cast_mut().cast(), iov_len: message.len() };
     let mut control = Control([0; 64 + MAX_DESCRIPTORS * 4]);
     let bytes = std::mem::size_of_val(descriptors) as u32;
-    // SAFETY: all zero bytes are a valid msghdr; every pointer set below is to something that outlives the call. The
-    // control buffer has room for a header and MAX_DESCRIPTORS descriptors and is aligned for the header, and
-    // CMSG_FIRSTHDR is not null because the length is at least one header.
+    // SAFETY: an all-zero msghdr is valid. Every pointer set below is to something that outlives the call. The control
+    // buffer has room for a header and MAX_DESCRIPTORS descriptors and is aligned for the header. CMSG_FIRSTHDR is not
+    // null, because the length is at least one header.
     let result = unsafe {
         let mut header: libc::msghdr = std::mem::zeroed();
         header.msg_iov = &raw mut piece;
@@ -171,26 +173,26 @@ pub fn send(socket: &OwnedFd, message: &[u8], descriptors: &[BorrowedFd<'_>]) ->
     }
 }
 
-/// The length of the next message, which is not consumed.
+/// The length of the next message, which stays in the queue.
 fn next_length(socket: &OwnedFd) -> io::Result<usize> {
     let flags = libc::MSG_PEEK | libc::MSG_TRUNC;
-    // SAFETY: no byte is written to a buffer of length 0.
+    // SAFETY: nothing is written to a buffer of length 0.
     retried(|| unsafe { libc::recv(socket.as_raw_fd(), std::ptr::null_mut(), 0, flags) })
 }
 
 /// A message and the descriptors that came with it.
 pub type Message = (Vec<u8>, Vec<OwnedFd>);
 
-/// One message and the descriptors that came with it; an empty message means that the peer has closed. `WouldBlock`
-/// when there is none now.
+/// Receives one message and its descriptors. An empty message means that the peer has closed the connection. Fails with
+/// `WouldBlock` if there is no message now.
 pub fn receive(socket: &OwnedFd) -> io::Result<Message> {
     let mut message = vec![0u8; next_length(socket)?.min(MAX_MESSAGE)];
     let mut piece = libc::iovec { iov_base: message.as_mut_ptr().cast(), iov_len: message.len() };
     let mut control = Control([0; 64 + MAX_DESCRIPTORS * 4]);
     let mut descriptors = Vec::new();
-    // SAFETY: all zero bytes are a valid msghdr; every pointer is to something that outlives the call, with its true
-    // length. The kernel then filled the control buffer: the CMSG macros walk it within msg_controllen, and each
-    // descriptor in an SCM_RIGHTS message was installed for us, so we are its only owner.
+    // SAFETY: an all-zero msghdr is valid. Every pointer is to something that outlives the call, with its true length.
+    // The kernel then filled the control buffer, and the CMSG macros stay within msg_controllen. Each descriptor in an
+    // SCM_RIGHTS message was installed for this process, which is its only owner.
     let (length, flags) = unsafe {
         let mut header: libc::msghdr = std::mem::zeroed();
         header.msg_iov = &raw mut piece;
@@ -219,13 +221,13 @@ pub fn receive(socket: &OwnedFd) -> io::Result<Message> {
     Ok((message, descriptors))
 }
 
-/// Waits until one of the descriptors is readable or was closed by its peer, or the time is over. A signal ends the
-/// wait early.
+/// Waits until one of the descriptors is readable or was closed by its peer, or until the time is over. A signal ends
+/// the wait early.
 pub fn wait_readable<'a>(sockets: impl Iterator<Item = &'a OwnedFd>, time: Duration) {
     let mut polled: Vec<libc::pollfd> =
         sockets.map(|socket| libc::pollfd { fd: socket.as_raw_fd(), events: libc::POLLIN, revents: 0 }).collect();
     let time = libc::timespec { tv_sec: time.as_secs() as _, tv_nsec: time.subsec_nanos() as _ };
-    // SAFETY: the pointer and count describe `polled`; the time outlives the call; no signal mask is given.
+    // SAFETY: the pointer and count describe `polled`. `time` outlives the call. There is no signal mask.
     unsafe { libc::ppoll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, &time, std::ptr::null()) };
 }
 
