@@ -1,8 +1,8 @@
-//! The clock that deadlines run on: monotonic, minus the time in which this process did not run.
+//! The clock for deadlines: monotonic time, without the time in which this process did not run.
 //!
-//! Waiting threads read it at least every 100 ms. A gap of more than a second between two readings during a wait means
-//! that the process was stopped (SIGSTOP, a suspended machine), which must not count against its peers. A gap while no
-//! thread waits is subtracted as well and does no harm: deadlines are set on the same clock, after the reading.
+//! Waiting threads read it at least every 100 ms. If more than a second passes between two readings during a wait, the
+//! process was stopped (SIGSTOP, a suspended machine), which must not count against its peers. Such a gap while no
+//! thread waits is subtracted too. That does no harm, because deadlines are set on the same clock, after the reading.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -14,32 +14,32 @@ const GAP: u64 = 1_000_000_000;
 
 static START: Lazy<Instant> = Lazy::new(Instant::now);
 
-/// What the clock remembers.
+/// State of the clock.
 struct Readings {
-    /// The last reading, in nanoseconds since START: any thread's will do. It never decreases, and it moves over a gap only
-    /// under `gap`, after the gap was added to `lost`. Written (release) and read (acquire) by every thread that reads the
-    /// clock, so one that finds it behind a gap finds that gap in `lost`.
+    /// The last reading by any thread, in nanoseconds since START. It never decreases. It moves over a gap only under
+    /// `gap`, after the gap was added to `lost`. Every thread that reads the clock writes (release) and reads (acquire)
+    /// it, so a thread that finds it after a gap finds that gap in `lost`.
     last: AtomicU64,
-    /// Sum of the gaps. Written under `gap`; read by every thread. Relaxed: ordered by `last`.
+    /// Sum of the gaps. Written under `gap`, read by every thread. Relaxed: ordered by `last`.
     lost: AtomicU64,
-    /// Held while a gap is added, so that it is added once.
+    /// Held while a gap is added, so that it is added only once.
     gap: Mutex<()>,
 }
 
 static READINGS: Readings = Readings::new();
 
-/// Nanoseconds since the first reading in this process, including stops: timestamps for records.
+/// Nanoseconds since the first reading in this process, including stops: for timestamps in records.
 #[inline]
 pub fn stamp() -> u64 {
     START.elapsed().as_nanos() as u64
 }
 
-/// Nanoseconds that this process has been running, without stops.
+/// Nanoseconds for which this process has been running, without stops.
 pub fn now() -> u64 {
     at(stamp())
 }
 
-/// As `now`, for a `stamp` that the caller has just taken.
+/// Like `now`, for a `stamp` that the caller has just taken.
 pub fn at(time: u64) -> u64 {
     READINGS.at(time)
 }
@@ -54,14 +54,14 @@ impl Readings {
         if time.saturating_sub(last) > GAP {
             self.lose(time);
         } else if time > last {
-            // Where it fails another thread's reading is there.
+            // If it fails, another thread has stored its reading.
             let _ = self.last.compare_exchange(last, time, Ordering::Release, Ordering::Relaxed);
         }
-        // A stamp from before the last reading may be from before a gap that is in `lost` by now.
+        // A stamp older than `last` may be from before a gap that is in `lost` by now, so `last` is used instead.
         time.max(last).saturating_sub(self.lost.load(Ordering::Relaxed))
     }
 
-    /// Adds the gap before a reading, unless another thread has done so.
+    /// Adds the gap before the reading `time`, unless another thread has added it.
     #[cold]
     fn lose(&self, time: u64) {
         let _only = self.gap.lock().unwrap_or_else(PoisonError::into_inner);
@@ -96,7 +96,7 @@ mod tests {
         const STOP: u64 = 100 * GAP;
         let (clock, time, running) = (Readings::new(), AtomicU64::new(0), AtomicBool::new(true));
         let reads = || (0..1000).map(|_| clock.at(time.load(Ordering::Acquire))).max().unwrap_or(0);
-        // The time consists of stops alone, so every reading is 0.
+        // The time consists only of stops, so every reading is 0.
         let ahead: u64 = std::thread::scope(|scope| {
             let others = [0, 1].map(|_| {
                 scope.spawn(|| {

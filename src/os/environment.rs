@@ -1,9 +1,9 @@
-//! Environment variables that a library is to find, set while other threads may read the environment.
+//! Sets environment variables for a library while other threads may read the environment.
 //!
-//! `setenv` moves the array of variables when that grows, and frees the old one. torch, gloo and the libraries of vendors call
-//! `getenv` at any time and on any thread, which takes no lock: one that still reads the old array ends the process by
-//! SIGSEGV. So [`add`] makes a new array with one more variable and puts it in the place of the old one by a single store; the
-//! old one is never freed.
+//! `setenv` moves the array of variables when it grows, and frees the old array. torch, gloo and vendors' libraries
+//! call `getenv` at any time on any thread, without a lock. A thread that still reads the old array crashes with
+//! SIGSEGV. So [`add`] makes a new array with one more variable and replaces the old one by a single store. The old
+//! array is never freed.
 
 #![allow(unsafe_code)] // reads and replaces the C library's array of variables
 
@@ -12,22 +12,23 @@ use std::ptr;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
 unsafe extern "C" {
-    /// The C library's variables, "NAME=value" each, ended by null. Stored here and by `setenv` (release here, so that who finds
-    /// the new array finds what is in it); read by `getenv` on any thread, and here (acquire).
+    /// The C library's array of variables, "NAME=value" each, terminated by null. Written here and by `setenv` (release
+    /// here, so that a reader of the new array sees its contents). `getenv` reads it on any thread, and so does this
+    /// file (acquire).
     static environ: AtomicPtr<*mut c_char>;
 }
 
-/// Sets a variable, unless it is set. One caller at a time. A `setenv` of another thread at the same moment may undo it, as it
-/// may any other change; it costs the memory of one array, for ever.
+/// Sets a variable unless it is set. Only one thread may call it at a time. A concurrent `setenv` of another thread may
+/// undo it, like any other change. Each call leaks the memory of one array.
 pub fn add(name: &CStr, value: &CStr) {
-    // SAFETY: a text that ends with zero; the result is only compared.
+    // SAFETY: the text is zero-terminated, and the result is only compared.
     if !unsafe { libc::getenv(name.as_ptr()) }.is_null() {
         return;
     }
     let text = [name.to_bytes(), b"=", value.to_bytes()].concat();
-    let Ok(entry) = CString::new(text) else { return }; // parts of C texts hold no zero
+    let Ok(entry) = CString::new(text) else { return }; // parts of C strings contain no zero
     let mut entries = vec![entry.into_raw()];
-    // SAFETY: `environ` is what its declaration says, and the array ends with null.
+    // SAFETY: `environ` has the declared type, and the array ends with null.
     unsafe {
         let mut at = environ.load(Ordering::Acquire);
         while !at.is_null() && !(*at).is_null() {
@@ -46,7 +47,7 @@ mod tests {
     use super::*;
 
     fn found(name: &CStr) -> Option<&'static CStr> {
-        // SAFETY: what is found stays, because nothing of this process changes or removes variables.
+        // SAFETY: a variable that was found stays, because nothing in this process changes or removes variables.
         unsafe { libc::getenv(name.as_ptr()).as_ref().map(|text| CStr::from_ptr(text)) }
     }
 

@@ -1,28 +1,30 @@
-//! Sleeping without missing a wake-up: an event count per rank, with a Dekker handshake.
+//! Sleeping without a missed wake-up: an event count per rank, with a Dekker handshake.
 //!
-//! A sleeper counts itself, fences, and checks its condition once more; a publisher publishes, fences, and reads the
-//! count of sleepers. One of the two must see the other. The wake count makes the sleep itself atomic: the kernel puts
-//! the thread to sleep only while the count still has the value that was read before the last check.
+//! A sleeper counts itself, fences, and checks its condition once more. A publisher publishes, fences, and reads the
+//! count of sleepers. So the sleeper sees the published data, or the publisher sees the sleeper. The wake count makes
+//! the sleep itself atomic: the kernel puts the thread to sleep only while the count still has the value that was read
+//! before the last check.
 //!
-//! Generic over [`WakeWords`] so that `tests/loom.rs` runs the same code on loom's atomics.
+//! The code is generic over [`WakeWords`], so that `tests/loom.rs` runs it on loom's atomics.
 
 /// The words of the handshake.
 pub trait WakeWords {
-    /// Number of wake-ups of `rank`: the futex word. Acquire.
+    /// Number of wake-ups of `rank`: the futex word (acquire).
     fn wake_count(&self, rank: usize) -> u32;
     /// Increments the wake count of `rank` (release) and wakes its threads that sleep on it.
     fn wake(&self, rank: usize);
-    /// Threads of `rank` that sleep or are about to. Relaxed: the fences order it.
+    /// Number of threads of `rank` that sleep or are about to. Relaxed: the fences order it.
     fn asleep(&self, rank: usize) -> u32;
-    /// Sleeping threads of all ranks: lets a publisher read one cache line that rarely changes. Relaxed.
+    /// Number of sleeping threads of all ranks, so that a publisher reads only one cache line, which rarely changes.
+    /// Relaxed.
     fn sleepers(&self) -> u32;
     /// Adds or subtracts one sleeping thread, for `me` and in the sum. Relaxed.
     fn count_sleeper(&self, me: usize, more: bool);
-    /// Sequentially consistent.
+    /// A sequentially consistent fence.
     fn fence(&self);
 }
 
-/// Call it after publishing something that a peer, or another thread of this rank, may wait for.
+/// Wakes sleepers. Call it after publishing something for which a peer or another thread of this rank may wait.
 #[inline]
 pub fn announce<B: WakeWords + ?Sized>(words: &B, ranks: usize) {
     words.fence(); // pairs with the fence in `prepare_wait`
@@ -33,15 +35,15 @@ pub fn announce<B: WakeWords + ?Sized>(words: &B, ranks: usize) {
     }
 }
 
-/// Wakes `rank` if it sleeps. A fence must stand between publishing and this call.
+/// Wakes `rank` if it sleeps. There must be a fence between publishing and this call.
 pub fn wake_if_asleep<B: WakeWords + ?Sized>(words: &B, rank: usize) {
     if words.asleep(rank) != 0 {
         words.wake(rank);
     }
 }
 
-/// First half of a sleep. After it, check the condition once more, and sleep only while the wake count has the returned
-/// value. `finish_wait` must follow.
+/// First half of a sleep. The caller must then check its condition once more, sleep only while the wake count has the
+/// returned value, and finally call `finish_wait`.
 pub fn prepare_wait<B: WakeWords + ?Sized>(words: &B, me: usize) -> u32 {
     words.count_sleeper(me, true);
     let value = words.wake_count(me);
@@ -53,8 +55,8 @@ pub fn finish_wait<B: WakeWords + ?Sized>(words: &B, me: usize) {
     words.count_sleeper(me, false);
 }
 
-/// Counts a thread of `me` as a sleeper until it is dropped, so that every wake-up reaches it. After `new`, check the
-/// condition once more, and sleep only while the wake count has `value`.
+/// Counts a thread of `me` as a sleeper until it is dropped, so that every wake-up reaches the thread. After `new`, the
+/// caller must check its condition once more, and sleep only while the wake count has `value`.
 pub struct Listening<'a, B: WakeWords + ?Sized> {
     pub words: &'a B,
     me: usize,

@@ -1,31 +1,31 @@
-//! Sleeping in the kernel on words that other processes change. The futexes are the shared kind: the private kind, which
-//! std uses, would never be woken by a peer.
+//! Sleeping in the kernel on words that other processes change. The futexes are of the shared kind, because a peer
+//! cannot wake the private kind, which std uses.
 
-#![allow(unsafe_code)] // a system call that libc has no wrapper for
+#![allow(unsafe_code)] // a system call without a wrapper in libc
 
 use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
 use once_cell::sync::Lazy;
 
-/// Most words one sleep can watch: the kernel's limit for futex_waitv.
+/// Most words that one sleep can watch: the kernel's limit for futex_waitv.
 pub const MOST: usize = 128;
 
 /// Wakes every thread of any process that sleeps on `word`.
 pub fn wake_all(word: &AtomicU32) {
-    // SAFETY: FUTEX_WAKE reads no memory of ours but the address, which is valid.
+    // SAFETY: FUTEX_WAKE uses only the address, which is valid, and reads none of our memory.
     unsafe {
         libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, i32::MAX, 0, 0, 0);
     }
 }
 
-/// Longest sleep where only the first of several words can be watched.
+/// Longest sleep if only the first of several words can be watched.
 const LOOK_AGAIN: Duration = Duration::from_millis(1);
 
 const SYS_FUTEX_WAITV: libc::c_long = 449;
 
-/// Whether the kernel has futex_waitv (since 5.16) and no seccomp profile denies it: then a call that names no words is
-/// an invalid argument.
+/// Whether the kernel has futex_waitv (since 5.16) and no seccomp profile denies it. Then a call without words fails
+/// with EINVAL.
 static HAS_WAITV: Lazy<bool> = Lazy::new(has_waitv);
 
 fn has_waitv() -> bool {
@@ -40,8 +40,9 @@ pub fn watches_several() -> bool {
     *HAS_WAITV
 }
 
-/// Sleeps until one of `words` differs from its value, is woken, or `timeout` passes. May return early for no reason.
-/// Where the kernel can watch only one word, it watches the first, and the others are checked every millisecond.
+/// Sleeps until one of `words` differs from its value, is woken, or `timeout` passes. May return early without a
+/// reason. If the kernel can watch only one word, it watches the first, and the sleep ends after a millisecond so that
+/// the caller checks the others.
 pub fn wait(words: &[(&AtomicU32, u32)], timeout: Duration) {
     match words {
         [] => std::thread::sleep(timeout),
@@ -54,13 +55,13 @@ pub fn wait(words: &[(&AtomicU32, u32)], timeout: Duration) {
 fn wait_one(word: &AtomicU32, value: u32, timeout: Duration) {
     let time =
         libc::timespec { tv_sec: timeout.as_secs() as libc::time_t, tv_nsec: timeout.subsec_nanos() as libc::c_long };
-    // SAFETY: the word and the time are valid for the call; the relative timeout is what FUTEX_WAIT takes.
+    // SAFETY: the word and the time are valid for the call. FUTEX_WAIT takes a relative timeout.
     unsafe {
         libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAIT, value, &raw const time, 0, 0);
     }
 }
 
-/// False when the kernel does not offer it.
+/// Returns false if the kernel does not offer futex_waitv.
 fn wait_many(words: &[(&AtomicU32, u32)], timeout: Duration) -> bool {
     if !*HAS_WAITV {
         return false;
@@ -133,7 +134,7 @@ mod tests {
             libc::sock_filter { code: 0x06, jt: 0, jf: 0, k: 0x7fff_0000 },                // SECCOMP_RET_ALLOW
         ];
         let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
-        // SAFETY: the program lives for both calls and concerns this thread alone.
+        // SAFETY: the program lives for both calls, and affects only this thread.
         unsafe {
             assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
             assert_eq!(libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program), 0);
@@ -142,7 +143,7 @@ mod tests {
 
     #[test]
     fn a_profile_that_denies_futex_waitv_costs_a_millisecond_and_no_busy_loop() {
-        Lazy::force(&HAS_WAITV); // the other tests' threads may use it
+        Lazy::force(&HAS_WAITV); // threads of other tests may use it
         std::thread::spawn(|| {
             deny(SYS_FUTEX_WAITV, libc::EPERM);
             assert!(!has_waitv());

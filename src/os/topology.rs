@@ -1,8 +1,8 @@
-//! The resources of this process on this machine: cores, memory, caches, and the facts that tell whether two ranks
-//! share a host. Reads `/proc`, `/sys` and a few system calls. Every answer is a local fact, so nothing that ranks must
-//! agree on may follow from one rank's answer alone (the rendezvous exchanges them first).
+//! The resources of this process on this machine: cores, memory and caches, and the facts that show whether two ranks
+//! share a host. Reads `/proc` and `/sys` and makes a few system calls. Every answer is a local fact. So nothing that
+//! ranks must agree on may depend on one rank's answer alone (the rendezvous exchanges them first).
 
-#![allow(unsafe_code)] // system calls that ask for facts
+#![allow(unsafe_code)] // system calls that query facts
 
 use std::fmt::Write as _;
 use std::fs;
@@ -17,15 +17,15 @@ fn read_trimmed(path: impl AsRef<Path>) -> Option<String> {
     fs::read_to_string(path).ok().map(|text| text.trim().to_string())
 }
 
-/// The CPU that runs the calling thread now.
+/// The CPU on which the calling thread runs now.
 pub fn current_cpu() -> Option<u32> {
-    // SAFETY: takes no argument and reads nothing of ours.
+    // SAFETY: takes no argument and accesses no memory.
     u32::try_from(unsafe { libc::sched_getcpu() }).ok()
 }
 
-/// CPUs the calling thread may run on, as a bit mask in 64-bit words; empty when the kernel does not say.
+/// CPUs on which the calling thread may run, as a bit mask in 64-bit words. Empty if the kernel does not say.
 pub fn affinity_mask() -> Vec<u64> {
-    // The kernel needs a buffer for all CPUs that it could have, and says EINVAL when the buffer is too short.
+    // The kernel needs a buffer for all CPUs that it could have, and returns EINVAL if the buffer is too short.
     let mut words = 16usize;
     while words <= 1024 {
         let mut mask = vec![0u64; words];
@@ -46,17 +46,18 @@ pub fn affinity_mask() -> Vec<u64> {
     Vec::new()
 }
 
-/// CPUs in a mask as `affinity_mask` returns it.
+/// Number of CPUs in a mask of `affinity_mask`.
 pub fn count_mask(mask: &[u64]) -> usize {
     mask.iter().map(|word| word.count_ones() as usize).sum()
 }
 
-/// Cores that this process can keep busy: its affinity mask, limited by CPU quota. At least 1.
+/// Number of cores that this process can keep busy: its affinity mask, limited by its CPU quota. At least 1.
 pub fn usable_cores() -> usize {
     agreed_cores(&[affinity_mask()], quota_millicores())
 }
 
-/// Cores that processes with these masks can keep busy together under the smallest of their quotas. At least 1.
+/// Number of cores that processes with these masks can keep busy together, under the smallest of their quotas. At least
+/// 1.
 pub fn agreed_cores(masks: &[Vec<u64>], smallest_quota_millicores: Option<u64>) -> usize {
     let words = masks.iter().map(Vec::len).max().unwrap_or(0);
     let mut union = vec![0u64; words];
@@ -67,28 +68,29 @@ pub fn agreed_cores(masks: &[Vec<u64>], smallest_quota_millicores: Option<u64>) 
     }
     let mut cores = count_mask(&union);
     if cores == 0 {
-        // The kernel did not say: ask the standard library.
+        // The kernel returned no mask, so use the standard library.
         cores = std::thread::available_parallelism().map(usize::from).unwrap_or(1);
     }
     if let Some(quota) = smallest_quota_millicores {
-        // Rounded down: with 1.5 cores two spinning threads would use up the quota and be throttled.
+        // Rounded down: with 1.5 cores, two spinning threads would use up the quota and be throttled.
         cores = cores.min((quota / 1000) as usize);
     }
     cores.max(1)
 }
 
-/// The smallest CPU quota of this process's control group and its ancestors, in thousandths of a core.
+/// The smallest CPU quota of this process's control group and its ancestors, in thousandths of a core. None without a
+/// quota.
 pub fn quota_millicores() -> Option<u64> {
     quota_in(&ControlGroups::read())
 }
 
 /// Bytes that can still be used before the machine or a control group runs out of memory. Populating a memfd past a
-/// control group's limit is an out-of-memory kill, not an error, so this is read before.
+/// control group's limit is an out-of-memory kill and not an error, so this is checked before.
 pub fn memory_headroom() -> Option<u64> {
     headroom_in(&ControlGroups::read())
 }
 
-/// `quota_millicores` and `memory_headroom` with one look-up of the control groups, which is half of the cost.
+/// `quota_millicores` and `memory_headroom` with one read of the control groups, which is half of their cost.
 pub fn limits() -> (Option<u64>, Option<u64>) {
     let groups = ControlGroups::read();
     (quota_in(&groups), headroom_in(&groups))
@@ -104,7 +106,7 @@ fn quota_in(groups: &ControlGroups) -> Option<u64> {
     v1.chain(v2).min()
 }
 
-/// `cpu.max` of cgroup v2: "max 100000" or "150000 100000".
+/// Parses `cpu.max` of cgroup v2: "max 100000" or "150000 100000".
 fn parse_cpu_max(text: &str) -> Option<u64> {
     let mut words = text.split_whitespace();
     let quota: u64 = words.next()?.parse().ok()?;
@@ -129,7 +131,7 @@ fn available_memory() -> Option<u64> {
     Some(kib.saturating_mul(1024))
 }
 
-/// The number after `name` in a file of `name number` lines.
+/// The number that follows `name` in a file of `name number` lines.
 fn field(text: &str, name: &str) -> Option<u64> {
     text.lines().find_map(|line| {
         let mut words = line.split_whitespace();
@@ -137,12 +139,12 @@ fn field(text: &str, name: &str) -> Option<u64> {
     })
 }
 
-/// Limit minus use in one control group; file pages that were not used lately count as free, because the kernel
-/// reclaims them before it kills a process.
+/// Limit minus usage of one control group. Inactive file pages count as free, because the kernel reclaims them before
+/// it kills a process.
 fn headroom(dir: &Path, limit: &str, usage: &str, reclaimable: &str) -> Option<u64> {
     let limit: u64 = read_trimmed(dir.join(limit))?.parse().ok()?; // "max" does not parse: no limit
     if limit >= 1 << 60 {
-        return None; // v1 says "no limit" with a huge number
+        return None; // v1 expresses "no limit" by a huge number
     }
     let usage: u64 = read_trimmed(dir.join(usage))?.parse().ok()?;
     let inactive =
@@ -152,13 +154,13 @@ fn headroom(dir: &Path, limit: &str, usage: &str, reclaimable: &str) -> Option<u
 
 /// The directories of this process's control groups.
 struct ControlGroups {
-    /// (controller, or empty for v2; mount point; directory of this process below it)
+    /// Controller (empty for v2), mount point, and the directory of this process below it.
     places: Vec<(String, PathBuf, PathBuf)>,
 }
 
 impl ControlGroups {
-    /// Reads the control groups anew, because a process may be moved to another one. The mount points take ten times
-    /// longer to find and do not change, so they are kept.
+    /// Reads the control groups again at each call, because a process may be moved to another one. The mount points
+    /// take ten times longer to read and do not change, so they are cached.
     fn read() -> ControlGroups {
         static MOUNTS: Lazy<String> = Lazy::new(|| {
             let all = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
@@ -168,7 +170,7 @@ impl ControlGroups {
         ControlGroups { places: control_group_places(&cgroup, &MOUNTS) }
     }
 
-    /// The directories of this process's group for one controller, from its own up to the mount point.
+    /// The directories of this process's group for one controller, from the group up to the mount point.
     fn ancestors(&self, controller: &str) -> Vec<PathBuf> {
         let mut found = Vec::new();
         for (_, mount, dir) in self.places.iter().filter(|(name, ..)| name == controller) {
@@ -188,10 +190,10 @@ fn control_group_places(cgroup: &str, mounts: &str) -> Vec<(String, PathBuf, Pat
     for line in cgroup.lines() {
         let mut parts = line.splitn(3, ':');
         let (Some(_), Some(controllers), Some(path)) = (parts.next(), parts.next(), parts.next()) else { continue };
-        // Only processors and memory are needed here; v2 has one tree for all controllers, whose name is empty.
+        // Only CPU and memory are needed here. v2 has one tree for all controllers, whose name is empty.
         for controller in controllers.split(',').filter(|name| matches!(*name, "cpu" | "memory" | "")) {
             for (root, mount) in mounts.lines().filter_map(|line| control_group_mount(line, controller)) {
-                // Inside a container the mount may show only a part of the tree; then its root is our own group.
+                // In a container the mount may show only a part of the tree. Then its root is this process's own group.
                 let below = path.strip_prefix(root.trim_end_matches('/')).unwrap_or("").trim_start_matches('/');
                 let outside = below.split('/').any(|part| part == "..");
                 let mount = PathBuf::from(mount);
@@ -204,7 +206,7 @@ fn control_group_places(cgroup: &str, mounts: &str) -> Vec<(String, PathBuf, Pat
     places
 }
 
-/// (root, mount point) when a mountinfo line mounts this controller; the empty name means the v2 tree.
+/// Root and mount point, if a mountinfo line mounts this controller. The empty name stands for the v2 tree.
 fn control_group_mount<'a>(line: &'a str, controller: &str) -> Option<(&'a str, &'a str)> {
     let (front, back) = line.split_once(" - ")?;
     let front: Vec<&str> = front.split(' ').collect();
@@ -217,7 +219,7 @@ fn control_group_mount<'a>(line: &'a str, controller: &str) -> Option<(&'a str, 
     matches.then_some((*front.get(3)?, *front.get(4)?))
 }
 
-/// A new value at every boot of the machine: equal on two ranks means one kernel. Empty when unknown.
+/// A value that changes at every boot. If it is equal on two ranks, they run on one kernel. Empty if unknown.
 pub fn boot_id() -> String {
     read_trimmed("/proc/sys/kernel/random/boot_id").unwrap_or_default()
 }
@@ -226,18 +228,18 @@ pub fn hostname() -> String {
     read_trimmed("/proc/sys/kernel/hostname").unwrap_or_else(|| "unknown host".into())
 }
 
-/// The effective user, as a peer sees it on a socket.
+/// The effective user, which a peer sees on a socket.
 pub fn uid() -> u32 {
-    // SAFETY: takes nothing and always succeeds.
+    // SAFETY: takes no argument and always succeeds.
     unsafe { libc::geteuid() }
 }
 
-/// Number of this process's network namespace; abstract sockets are seen within one only. 0 when unknown.
+/// Number of this process's network namespace, which limits the visibility of abstract sockets. 0 if unknown.
 pub fn netns() -> u64 {
     fs::metadata("/proc/self/ns/net").map(|data| data.ino()).unwrap_or(0)
 }
 
-/// Number of this process's pid namespace; pids mean the same within one only. 0 when unknown.
+/// Number of this process's pid namespace, within which pids have the same meaning. 0 if unknown.
 pub fn pidns() -> u64 {
     fs::metadata("/proc/self/ns/pid").map(|data| data.ino()).unwrap_or(0)
 }
@@ -271,7 +273,7 @@ fn mebibytes(bytes: u64) -> String {
     format!("{} MiB", bytes >> 20)
 }
 
-/// "0-3,8" for a mask.
+/// A mask as text, such as "0-3,8".
 fn mask_as_list(mask: &[u64]) -> String {
     let has = |cpu: usize| mask.get(cpu / 64).is_some_and(|word| word >> (cpu % 64) & 1 == 1);
     let mut list = String::new();
@@ -290,7 +292,7 @@ fn mask_as_list(mask: &[u64]) -> String {
     list
 }
 
-/// Size of the data or unified cache of this level as CPU 0 sees it, and the CPUs that share it.
+/// Size of CPU 0's data or unified cache of this level, and the CPUs that share it.
 fn cache(level: u32) -> Option<String> {
     let (size, shared) = cache_of(level)?;
     Some(format!("{size} shared by CPUs {shared}"))
@@ -310,14 +312,14 @@ fn cache_of(level: u32) -> Option<(String, String)> {
     None
 }
 
-/// Bytes of the last cache before memory, as CPU 0 sees it. Read once in a process.
+/// Size in bytes of CPU 0's last cache before memory. Read once per process.
 pub fn last_level_cache() -> Option<u64> {
     static BYTES: Lazy<Option<u64>> =
         Lazy::new(|| [4, 3, 2].into_iter().find_map(cache_of).and_then(|(size, _)| kernel_size(&size)));
     *BYTES
 }
 
-/// "32768K" or "32M", as sysfs writes sizes.
+/// Parses a size as sysfs writes it: "32768K" or "32M".
 fn kernel_size(text: &str) -> Option<u64> {
     let (number, shift) = match text.strip_suffix(['K', 'M', 'G'].as_slice()) {
         Some(number) => (number, 10 * (1 + "KMG".find(&text[number.len()..])?)),
@@ -326,7 +328,7 @@ fn kernel_size(text: &str) -> Option<u64> {
     number.parse::<u64>().ok()?.checked_mul(1 << shift)
 }
 
-/// Identifies this machine for measured times: processor, usable cores, caches. Read once per process.
+/// Identifies this machine in measurements: processor, usable cores, caches. Read once per process.
 pub fn fingerprint() -> &'static str {
     static TEXT: Lazy<String> = Lazy::new(|| {
         let mut text = format!("{}; {} cores", processor(), usable_cores());
@@ -340,7 +342,7 @@ pub fn fingerprint() -> &'static str {
     &TEXT
 }
 
-/// The processor's name. Only the first lines are read: the kernel writes a paragraph for every CPU.
+/// The processor's name. Only the first lines are read, because the kernel writes a paragraph for every CPU.
 fn processor() -> String {
     let mut head = [0u8; 4096];
     let length = fs::File::open("/proc/cpuinfo").and_then(|mut file| file.read(&mut head)).unwrap_or(0);
@@ -352,12 +354,12 @@ fn processor_in(cpuinfo: &str) -> String {
         let lines = cpuinfo.lines().filter_map(|line| line.split_once(':'));
         lines.filter(|(found, _)| found.trim() == name).map(|(_, value)| value.trim().to_string()).next()
     };
-    // Arm names no model, but has numbers for the maker and the part.
+    // Arm has no model name, but numbers for implementer and part.
     let part = || Some(format!("CPU {} part {}", field("CPU implementer")?, field("CPU part")?));
     field("model name").or_else(part).unwrap_or_else(|| std::env::consts::ARCH.to_string())
 }
 
-/// Accelerators of this host as their driver lists them, one name per device; none where no driver is loaded.
+/// Accelerators of this host as listed by their driver, one name per device. Empty if no driver is loaded.
 pub fn accelerators() -> Vec<String> {
     let Ok(devices) = fs::read_dir("/proc/driver/nvidia/gpus") else { return Vec::new() };
     let about = devices.filter_map(|device| fs::read_to_string(device.ok()?.path().join("information")).ok());
@@ -384,7 +386,7 @@ fn numa() -> Option<String> {
 }
 
 fn dev_shm() -> String {
-    // SAFETY: all zero bytes are a valid statvfs, which the call then fills; the path ends in NUL.
+    // SAFETY: an all-zero statvfs is valid, and the call fills it. The path ends in NUL.
     let (rc, stat) = unsafe {
         let mut stat: libc::statvfs = std::mem::zeroed();
         (libc::statvfs(c"/dev/shm".as_ptr(), &mut stat), stat)
@@ -398,12 +400,12 @@ fn dev_shm() -> String {
     format!("{}, {} free (not needed while memfd works)", mebibytes(size * block), mebibytes(free * block))
 }
 
-/// Wraps a system call that returns a descriptor.
+/// Converts the result of a system call that returns a descriptor.
 fn descriptor(rc: i64) -> Result<OwnedFd, std::io::Error> {
     if rc < 0 {
         return Err(std::io::Error::last_os_error());
     }
-    // SAFETY: the kernel just returned this descriptor to us, so nothing else owns it.
+    // SAFETY: the kernel just returned this descriptor, so nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(rc as i32) })
 }
 
@@ -431,14 +433,14 @@ fn probe_peer_pidfd() -> String {
     availability(result, "pidfd_open on the peer's pid is used instead")
 }
 
-/// `SO_PEERPIDFD` (Linux 6.5), which libc does not name yet.
+/// `SO_PEERPIDFD` (Linux 6.5), which libc does not define yet.
 const SO_PEERPIDFD: i32 = 77;
 
-/// A descriptor of the process at the other end of a unix socket, right even when its pid was reused since.
+/// A pidfd of the process at the other end of a unix socket. It is right even if the process's pid was reused.
 pub fn peer_pidfd(socket: &impl AsRawFd) -> Result<OwnedFd, std::io::Error> {
     let mut fd: i32 = -1;
     let mut length = std::mem::size_of::<i32>() as libc::socklen_t;
-    // SAFETY: `fd` and `length` outlive the call and the length is that of `fd`.
+    // SAFETY: `fd` and `length` outlive the call, and `length` is the size of `fd`.
     let rc = unsafe {
         libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, SO_PEERPIDFD, (&raw mut fd).cast(), &raw mut length)
     };
@@ -477,7 +479,7 @@ mod tests {
         let names: Vec<&str> = places.iter().map(|(name, ..)| name.as_str()).collect();
         assert_eq!(names, ["cpu", ""], "cpuacct limits nothing");
         assert_eq!(places[0].1, PathBuf::from("/sys/fs/cgroup/cpu,cpuacct"));
-        // A directory that is not there falls back to the mount point.
+        // A directory that does not exist falls back to the mount point.
         assert_eq!(places[1].2, PathBuf::from("/nowhere/unified"));
     }
 

@@ -1,39 +1,40 @@
-//! Yielding the core while a thread waits, as long as that pays.
+//! Yields the core while a thread waits, as long as that pays.
 //!
-//! A yield costs 0.4 us where no other thread wants the core, and lets a rank run that waits for it. Beside a thread that
-//! computes it costs a slice of the scheduler, 1 to 4 ms: a thread that yields queues up behind the one that computes, while
-//! one that sleeps is woken ahead of it. No call says beforehand which of the two it will be, but the yield itself does: after
-//! a long one the waits of this process sleep at once for a while. That while grows as long as every new try is long again.
+//! A yield costs 0.4 us if no other thread wants the core, and lets a waiting rank run. Beside a thread that computes,
+//! it costs a time slice, 1 to 4 ms: a thread that yields is scheduled after the computing one, while a sleeping thread
+//! is scheduled before it when it wakes. No system call predicts the cost, but the yield itself shows it. After a long
+//! yield, the waits of this process sleep at once for a period. The period grows as long as each new attempt is long
+//! again.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::clock;
 
-/// A yield that lasts this long has met a thread that computes. Ranks that wait yield within microseconds; one that moves
-/// megabytes takes this long, too, and then sleeping costs little.
+/// A yield of at least this length has met a thread that computes. Waiting ranks yield again within microseconds. A
+/// rank that moves megabytes takes this long too, but then sleeping costs little.
 const LONG: u64 = 1_000_000;
-/// Nanoseconds without yields after the first long one, and the most.
+/// Nanoseconds without yields after the first long yield. `MOST`: the longest such period.
 const FIRST: u64 = 20_000_000;
 const MOST: u64 = 1_000_000_000;
 
-/// All words are hints: two threads that change them at once leave the time of one of them. Written by threads that wait
-/// after a long yield, read by every thread that waits (relaxed: nothing else is read by them).
+/// All words are hints: if two threads change them at the same time, one of the two results remains. Waiting threads
+/// write them after a long yield, and every waiting thread reads them. Relaxed, because they order nothing else.
 #[derive(Debug, Default)]
 pub struct Yielding {
-    /// Until when waits do not yield (`clock::stamp`); 0 before the first long yield.
+    /// Time until which waits do not yield (`clock::stamp`). 0 before the first long yield.
     off_until: AtomicU64,
-    /// For how long they did not, the last time.
+    /// Length of the last period without yields.
     off_for: AtomicU64,
 }
 
 impl Yielding {
-    /// Whether a thread that waits shall yield rather than sleep.
+    /// Whether a waiting thread should yield rather than sleep.
     pub fn pays(&self) -> bool {
         let until = self.off_until.load(Ordering::Relaxed);
         until == 0 || clock::stamp() >= until
     }
 
-    /// Yields the core, and notices if that took long.
+    /// Yields the core, and starts a period without yields if that took long.
     pub fn yield_now(&self) {
         let begin = clock::stamp();
         std::thread::yield_now();
@@ -43,10 +44,10 @@ impl Yielding {
         }
     }
 
-    /// A long yield ended at `now`.
+    /// Starts a period without yields, after a long yield that ended at `now`.
     fn took_long(&self, now: u64) {
         let (until, last) = (self.off_until.load(Ordering::Relaxed), self.off_for.load(Ordering::Relaxed));
-        // Within the same time after the last end: the core is still shared.
+        // Soon after the end of the last period: the core is still shared with a computing thread.
         let again = last > 0 && now < until.saturating_add(last);
         let pause = if again { (2 * last).min(MOST) } else { FIRST };
         self.off_for.store(pause, Ordering::Relaxed);
@@ -69,7 +70,7 @@ mod tests {
         assert!(!yielding.pays());
         let pause = |yielding: &Yielding, now: u64| yielding.off_until.load(Ordering::Relaxed) - now;
         assert_eq!(pause(&yielding, now), FIRST);
-        // Each time the first try after the pause is long again.
+        // Each time, the first yield after the period is long again.
         for doubled in [2, 4, 8, 16, 32] {
             now = yielding.off_until.load(Ordering::Relaxed);
             yielding.took_long(now);
@@ -80,7 +81,7 @@ mod tests {
             yielding.took_long(now);
         }
         assert_eq!(pause(&yielding, now), MOST);
-        // A long one after a time of short ones begins anew.
+        // A long yield after a time of short ones starts with the first period again.
         now = yielding.off_until.load(Ordering::Relaxed) + 2 * MOST;
         yielding.took_long(now);
         assert_eq!(pause(&yielding, now), FIRST);

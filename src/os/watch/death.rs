@@ -1,9 +1,10 @@
 //! One thread per process that sleeps until a watched peer ends.
 //!
-//! There are two signs: a pidfd becomes readable when the process has ended, and a socket reports end of file when its
-//! other end was closed. The pidfd has priority, because forked helpers of a peer may hold its socket open; without one
-//! (another pid namespace on an old kernel, or pidfds denied) the socket must do. The kernel closes a dying process's
-//! sockets just before its pidfd becomes readable, so a closed socket waits [`GRACE`] for the better reason.
+//! There are two signs. A pidfd becomes readable when the process has ended, and a socket reports end of file when its
+//! other end was closed. The pidfd has priority, because forked helpers of a peer may keep its socket open. Without a
+//! pidfd (another pid namespace on an old kernel, or pidfds denied) only the socket is used. The kernel closes a dying
+//! process's sockets just before its pidfd becomes readable, so the report of a closed socket is delayed by [`GRACE`]
+//! to prefer the pidfd's reason.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
@@ -26,7 +27,7 @@ const CONNECTION_CLOSED: &str = "its connection closed";
 pub enum Source {
     /// A pidfd.
     Process,
-    /// A connected socket over which nothing more is sent.
+    /// A connected socket, over which nothing more is sent.
     Connection,
 }
 
@@ -50,26 +51,26 @@ struct Watched {
 struct State {
     watched: HashMap<u32, Watched>,
     next_id: u32,
-    /// (when, watch, rank): closed sockets of ranks whose pidfd has reported nothing yet.
+    /// When to report, watch, rank: closed sockets of ranks whose pidfd has reported nothing yet.
     closed: Vec<(Instant, u32, usize)>,
-    /// The watch whose callback runs now.
+    /// The watch whose callback is running.
     running: Option<u32>,
     thread: Option<JoinHandle<()>>,
     thread_id: Option<ThreadId>,
     stopping: bool,
 }
 
-/// The thread's state. Never freed: a forked child may appear at any moment and gets its own.
+/// State of the watch thread. Never freed: a forked child may appear at any moment, and makes its own.
 pub(super) struct Watcher {
     epoll: OwnedFd,
-    /// Wakes the thread.
+    /// An eventfd that wakes the thread.
     wakeup: OwnedFd,
     state: Mutex<State>,
     /// Notified whenever a callback has returned.
     idle: Condvar,
 }
 
-/// Token of the wakeup descriptor; the others are watch number and index.
+/// Token of the wakeup descriptor. Other tokens consist of watch id and index.
 const WAKEUP: u64 = u64::MAX;
 fn refused(what: &str) -> Error {
     Error::system(format!("sagellm: {what}: {}", io::Error::last_os_error()))
@@ -79,24 +80,24 @@ fn descriptor(rc: i32, what: &str) -> Result<OwnedFd> {
     if rc < 0 {
         return Err(refused(what));
     }
-    // SAFETY: the kernel just returned this descriptor to us, so nothing else owns it.
+    // SAFETY: the kernel just returned this descriptor, so nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(rc) })
 }
 
 impl Watcher {
-    /// The process's watcher, made at the first call.
+    /// The process's watcher, which the first call makes.
     fn get() -> Result<&'static Watcher> {
         let present = PROCESS.watcher.load(Ordering::Acquire);
         if !present.is_null() {
-            // SAFETY: a watcher that the pointer once held is never freed.
+            // SAFETY: a watcher that was stored in the pointer is never freed.
             return Ok(unsafe { &*present });
         }
         let made = Box::into_raw(Box::new(Watcher::new()?));
         match PROCESS.watcher.compare_exchange(ptr::null_mut(), made, Ordering::AcqRel, Ordering::Acquire) {
-            // SAFETY: published just now, never freed from here on.
+            // SAFETY: just published, and never freed from now on.
             Ok(_) => Ok(unsafe { &*made }),
             Err(winner) => {
-                // SAFETY: no other thread saw the loser, so this one may free it; the winner is never freed.
+                // SAFETY: no other thread saw `made`, so this thread may free it. `winner` is never freed.
                 unsafe {
                     drop(Box::from_raw(made));
                     Ok(&*winner)
@@ -118,7 +119,7 @@ impl Watcher {
         Ok(watcher)
     }
 
-    /// A panicking callback must not take the watch of all other groups with it.
+    /// Ignores poisoning: a panicking callback must not end the watch of all other groups.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -130,9 +131,9 @@ impl Watcher {
         if rc == 0 { Ok(()) } else { Err(refused("epoll_ctl")) }
     }
 
-    /// Stops watching a descriptor; one report per end is enough.
+    /// Stops watching a descriptor, because one report per end is enough.
     fn forget(&self, end: &End) {
-        // SAFETY: both descriptors are open. A descriptor that is not in the set is an error that changes nothing.
+        // SAFETY: both descriptors are open. For a descriptor that is not in the set the call fails without effect.
         unsafe {
             libc::epoll_ctl(self.epoll.as_raw_fd(), libc::EPOLL_CTL_DEL, end.fd.as_raw_fd(), ptr::null_mut());
         }
@@ -140,11 +141,11 @@ impl Watcher {
 
     fn wake(&self) {
         let one = 1u64;
-        // SAFETY: writes the eight bytes of a number that outlives the call. A full counter wakes just as well.
+        // SAFETY: writes the eight bytes of a number that outlives the call. A full counter wakes the thread too.
         unsafe { libc::write(self.wakeup.as_raw_fd(), (&raw const one).cast(), 8) };
     }
 
-    /// Starts the thread where it is not running.
+    /// Starts the thread unless it is running.
     fn ensure_thread(&'static self, state: &mut State) -> Result<()> {
         if state.thread.is_some() {
             return Ok(());
@@ -171,7 +172,7 @@ impl Watcher {
             };
             // SAFETY: the pointer and count describe `events`.
             let count = unsafe { libc::epoll_wait(self.epoll.as_raw_fd(), events.as_mut_ptr(), 64, timeout) };
-            // Processes first: where both signs of one death arrived together, the better reason is reported.
+            // Processes first: if both signs of one death arrived together, the pidfd's reason is reported.
             let (mut sockets, mut ended) = (Vec::new(), Vec::new());
             for event in &events[..count.max(0) as usize] {
                 match event.u64 {
@@ -204,11 +205,11 @@ impl Watcher {
         unsafe { libc::read(self.wakeup.as_raw_fd(), (&raw mut count).cast(), 8) };
     }
 
-    /// Classifies an event, and stops watching its descriptor if that has ended.
+    /// Classifies an event, and stops watching its descriptor if it reports an end.
     fn sort(&self, token: u64, ended: &mut Vec<(u32, usize)>, closed: &mut Vec<(u32, usize)>) {
         let (id, index) = ((token >> 32) as u32, (token & 0xffff_ffff) as usize);
         let state = self.lock();
-        // Missing: the watch was dropped after the event was fetched.
+        // The watch may have been dropped after the event was fetched.
         let Some(end) = state.watched.get(&id).and_then(|watched| watched.ends.get(index)) else { return };
         match end.source {
             Source::Process => ended.push((id, end.rank)),
@@ -229,7 +230,7 @@ impl Watcher {
         }
     }
 
-    /// Calls back, once per rank, with no lock held.
+    /// Calls the callback, once per rank, with no lock held.
     fn report(&self, id: u32, rank: usize, reason: &'static str) {
         let callback = {
             let mut state = self.lock();
@@ -244,14 +245,15 @@ impl Watcher {
         if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| callback(rank, reason))).is_err() {
             log::error!("internal error, please report it: the callback for the end of rank {rank} panicked");
         }
-        // Before `running` is cleared: the thread that waits for that may free what the callback refers to.
+        // Dropped before `running` is cleared: the thread that waits for that may then free what the callback refers
+        // to.
         drop(callback);
         self.lock().running = None;
         self.idle.notify_all();
     }
 }
 
-/// True when the other end is closed. Data that it may have sent is discarded.
+/// Whether the other end is closed. Data that it may have sent is discarded.
 fn has_closed(socket: &OwnedFd) -> bool {
     let mut rest = [0u8; 256];
     loop {
@@ -269,16 +271,16 @@ fn has_closed(socket: &OwnedFd) -> bool {
     }
 }
 
-/// Keeps a watch alive. After its drop the callback does not run any more, and is not running (unless the drop happens
-/// in the callback itself). So never drop it with a lock held that the callback takes.
+/// Keeps a watch alive. After the guard's drop, the callback is not running and will not run again (unless the drop
+/// happens in the callback itself). So the guard must not be dropped with a lock held that the callback takes.
 pub struct WatchGuard {
     watcher: &'static Watcher,
     id: u32,
     generation: u32,
 }
 
-/// Calls `on_death(rank, reason)` on the watch thread, at most once per rank, when one of `ends` reports it. Takes the
-/// descriptors and closes them when the guard is dropped.
+/// Calls `on_death(rank, reason)` on the watch thread when one of `ends` reports the end of its rank, at most once per
+/// rank. Owns the descriptors, and closes them when the guard is dropped.
 pub fn watch(ends: Vec<End>, on_death: impl Fn(usize, &'static str) + Send + Sync + 'static) -> Result<WatchGuard> {
     super::install();
     let watcher = Watcher::get()?;
@@ -288,10 +290,10 @@ pub fn watch(ends: Vec<End>, on_death: impl Fn(usize, &'static str) + Send + Syn
     }
     watcher.ensure_thread(&mut state)?;
     let id = state.next_id;
-    // The largest number is the token of the wakeup descriptor.
+    // The largest number would collide with the token of the wakeup descriptor.
     state.next_id = (id + 1) % (u32::MAX - 1);
     let raw: Vec<i32> = ends.iter().map(|end| end.fd.as_raw_fd()).collect();
-    // Events may come at once: the thread looks them up under the lock that is held here.
+    // Events may arrive at once: the thread looks them up under the lock that is held here.
     state.watched.insert(id, Watched { ends, callback: Arc::new(on_death), reported: HashSet::new() });
     let guard = WatchGuard { watcher, id, generation: super::generation() };
     for (index, fd) in raw.into_iter().enumerate() {
@@ -307,7 +309,7 @@ pub fn watch(ends: Vec<End>, on_death: impl Fn(usize, &'static str) + Send + Syn
 impl Drop for WatchGuard {
     fn drop(&mut self) {
         if super::generation() != self.generation {
-            return; // a forked child: the watch is the parent's
+            return; // in a forked child, the watch is the parent's
         }
         let mut state = self.watcher.lock();
         let removed = state.watched.remove(&self.id);
@@ -326,19 +328,19 @@ impl Drop for WatchGuard {
     }
 }
 
-/// Ends the thread, for the end of the process. Watches report nothing afterwards, until a new watch starts the thread
+/// Ends the thread before the process ends. Watches report nothing afterwards, until a new watch starts the thread
 /// again.
 pub fn stop() {
     let present = PROCESS.watcher.load(Ordering::Acquire);
     if present.is_null() {
         return;
     }
-    // SAFETY: a watcher that the pointer once held is never freed.
+    // SAFETY: a watcher that was stored in the pointer is never freed.
     let watcher: &'static Watcher = unsafe { &*present };
     let thread = {
         let mut state = watcher.lock();
         if state.thread_id == Some(std::thread::current().id()) {
-            return; // a callback cannot wait for its own end
+            return; // a callback cannot wait for the end of its own thread
         }
         state.stopping = true;
         state.thread.take()

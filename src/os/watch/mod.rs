@@ -1,7 +1,7 @@
-//! Detects failures outside this thread: peers that ended, processes that are stopped, and that this process is a fork
-//! of the one that made the groups. It calls nothing above it except registered callbacks.
+//! Detects failures from outside: peers that ended, processes that are stopped, and that this process was forked from
+//! the one that made the groups. It calls no higher layer except registered callbacks.
 
-#![allow(unsafe_code)] // system calls, and a list that a forked child must be able to leave alone
+#![allow(unsafe_code)] // system calls, and state that a forked child must be able to abandon
 
 mod death;
 
@@ -13,19 +13,20 @@ use std::thread::JoinHandle;
 use self::death::Watcher;
 pub use self::death::{End, Source, WatchGuard, stop, watch};
 
-/// The state by which a process differs from its parent after a fork.
+/// State that a forked child must reset.
 struct Process {
-    /// Forks between the process that first used this module and this one. Written by `in_forked_child` alone, when the
-    /// process has one thread (relaxed).
+    /// Number of forks between the process that first used this module and this process. Only `in_forked_child` writes
+    /// it, when the process has one thread (relaxed).
     generation: AtomicU32,
-    /// Installs the handler that counts forks.
+    /// Used to install the fork handler once.
     installed: Once,
-    /// Groups that live or are being made. Raised and lowered by any thread, read by `in_forked_child` (relaxed: the child
-    /// has the memory of one moment).
+    /// Number of groups that live or are being made. Any thread changes it, `in_forked_child` reads it (relaxed: the
+    /// child has a snapshot of the memory).
     alive: AtomicU32,
-    /// A group of an ancestor lived when this process was forked from it. Written by `in_forked_child` alone (relaxed).
+    /// Whether a group of an ancestor lived when this process was forked from it. Only `in_forked_child` writes it
+    /// (relaxed).
     orphaned: AtomicBool,
-    /// The thread that watches, or null; see `Watcher::get`. Published with release, read with acquire.
+    /// The watcher, or null; see `Watcher::get`. Published with release, read with acquire.
     watcher: AtomicPtr<Watcher>,
 }
 
@@ -37,10 +38,11 @@ static PROCESS: Process = Process {
     watcher: AtomicPtr::new(ptr::null_mut()),
 };
 
-/// Runs in the child between fork and its first own instruction: only atomics and nothing that may hold a lock.
+/// Runs in the child before its first own instruction. Uses only atomics and nothing that may hold a lock.
 ///
-/// The child has neither the watcher's thread nor a right to the locks it may have held; a watch made there starts anew.
-/// The epoll instance is shared with the parent and must not be changed, so even closing it is left to the process's end.
+/// The child does not have the watcher's thread, and must not use the locks that this thread may have held. So a watch
+/// in the child makes a new watcher. The epoll instance is shared with the parent and must not be changed; even closing
+/// it is left to the end of the process.
 extern "C" fn in_forked_child() {
     PROCESS.generation.fetch_add(1, Ordering::Relaxed);
     if PROCESS.alive.swap(0, Ordering::Relaxed) > 0 {
@@ -49,10 +51,11 @@ extern "C" fn in_forked_child() {
     PROCESS.watcher.store(ptr::null_mut(), Ordering::Release);
 }
 
-/// Must have run before a fork for [`generation`] to count it. Cheap to repeat; `watch` and the rendezvous call it.
+/// Installs the fork handler, before a fork that [`generation`] must count. Cheap to repeat; `watch` and the rendezvous
+/// call it.
 pub fn install() {
     PROCESS.installed.call_once(|| {
-        // SAFETY: the handler is a plain function that lives for ever and touches only atomics.
+        // SAFETY: the handler is a plain function that is never unloaded, and touches only atomics.
         let rc = unsafe { libc::pthread_atfork(None, None, Some(in_forked_child)) };
         if rc != 0 {
             log::warn!("pthread_atfork failed ({rc}); groups used in forked children are not refused");
@@ -61,19 +64,20 @@ pub fn install() {
 }
 
 /// Number of forks that led to this process. Objects made under another number (threads, groups, watches) belong to the
-/// parent and must not be touched here: their threads are not running and their shared memory must not be written.
+/// parent and must not be used here: their threads do not run, and their shared memory must not be written.
 #[inline]
 pub fn generation() -> u32 {
     PROCESS.generation.load(Ordering::Relaxed)
 }
 
-/// True in a child that was forked, by whatever number of forks, while a group lived: it has a copy of that group's memory,
-/// and none of its threads. Where no group lived, what the child lacks is made anew ([`PerProcess`]).
+/// Whether a group lived when this process, or an ancestor of it, was forked. Then the process has a copy of that
+/// group's memory but none of its threads. If no group lived, a child makes the state that it lacks anew
+/// ([`PerProcess`]).
 pub fn orphaned() -> bool {
     PROCESS.orphaned.load(Ordering::Relaxed)
 }
 
-/// While it exists, a child that is forked is `orphaned`.
+/// While it exists, a forked child will be `orphaned`.
 pub struct Alive {
     generation: u32,
 }
@@ -87,15 +91,15 @@ impl Default for Alive {
 
 impl Drop for Alive {
     fn drop(&mut self) {
-        // A forked child does not count those of its parent.
+        // In a forked child the parent's objects were not counted.
         if self.generation == generation() {
             PROCESS.alive.fetch_sub(1, Ordering::Relaxed);
         }
     }
 }
 
-/// A value of the process that a forked child does not inherit, because a thread that the child does not have may have
-/// been changing it: each process begins with the default. The parent's is left as it was, and leaked.
+/// A value of the process that a forked child does not inherit, because a thread that the child lacks may have been
+/// changing it. Each process starts with the default. In a child, the parent's value is left as it was, and leaked.
 pub struct PerProcess<T>(AtomicPtr<Made<T>>);
 
 struct Made<T> {
@@ -111,7 +115,7 @@ impl<T: Default + Send + Sync + 'static> PerProcess<T> {
 
     pub fn get(&self) -> &'static T {
         let current = self.0.load(Ordering::Acquire);
-        // SAFETY: null, or a value that was published below (release, acquire here) and is never freed.
+        // SAFETY: null, or a value that was published below (release there, acquire here) and is never freed.
         match unsafe { current.as_ref() } {
             Some(made) if made.generation == generation() => &made.value,
             _ => self.make(current),
@@ -122,11 +126,11 @@ impl<T: Default + Send + Sync + 'static> PerProcess<T> {
     fn make(&self, current: *mut Made<T>) -> &'static T {
         let new = Box::into_raw(Box::new(Made { generation: generation(), value: T::default() }));
         match self.0.compare_exchange(current, new, Ordering::AcqRel, Ordering::Acquire) {
-            // SAFETY: published, and so never freed.
+            // SAFETY: it is published, and so never freed.
             Ok(_) => unsafe { &(*new).value },
             Err(other) => {
-                // SAFETY: `new` was made above, and nobody else has it. Another thread of this process published `other`,
-                // which is never freed.
+                // SAFETY: `new` was made above, and no other thread has it. Another thread of this process published
+                // `other`, which is never freed.
                 unsafe {
                     drop(Box::from_raw(new));
                     &(*other).value
@@ -136,10 +140,10 @@ impl<T: Default + Send + Sync + 'static> PerProcess<T> {
     }
 }
 
-/// Starts a thread that takes no signals: those belong to the program.
+/// Starts a thread that receives no signals, because signals belong to the program.
 pub fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> std::io::Result<JoinHandle<()>> {
-    // SAFETY: all zero bytes are valid signal sets; `all` is filled before it is used, `before` before it is read. The
-    // new thread inherits the blocking mask, so it never takes a signal.
+    // SAFETY: all-zero signal sets are valid. `all` is filled before it is used, `before` before it is read. The new
+    // thread inherits the blocking mask, so it never receives a signal.
     let before = unsafe {
         let (mut all, mut before): (libc::sigset_t, libc::sigset_t) = std::mem::zeroed();
         libc::sigfillset(&mut all);
@@ -152,19 +156,19 @@ pub fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> std::io::Resul
     thread
 }
 
-/// The number by which Python knows this thread, too.
+/// The number of this thread, which Python also uses (`threading.get_ident`).
 pub fn this_thread() -> u64 {
-    // SAFETY: asks for a number and touches no memory.
+    // SAFETY: returns a number and touches no memory.
     unsafe { libc::pthread_self() as u64 }
 }
 
-/// State letter of a process as `ps` shows it ('R' running, 'S' sleeping, 'T' stopped, 'Z' ended), for error texts.
+/// The state letter of a process as in `ps` ('R' running, 'S' sleeping, 'T' stopped, 'Z' ended), for error texts.
 pub fn process_state(pid: i32) -> Option<char> {
     if pid <= 0 {
         return None;
     }
     let stat = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
-    // The name in parentheses may contain parentheses: the state follows the last one.
+    // The process name in parentheses may contain parentheses, so the state follows the last one.
     let after = stat.iter().rposition(|byte| *byte == b')')?;
     stat.get(after + 2).map(|byte| *byte as char)
 }
