@@ -1,21 +1,22 @@
-//! The cost of a schedule: the time of its steps under an alpha-beta-gamma model, from its messages and parts. Pure,
-//! the same on every rank; the choice uses it where nothing was measured, and `torch-sagellm simulate` prints it.
+//! The cost of a schedule: the time of its steps under an alpha-beta-gamma model, computed from its messages and parts.
+//! Pure, and equal on every rank. The choice uses it if no table line or rule applies, and `torch-sagellm simulate`
+//! prints it.
 //!
-//! A step takes as long as its slowest rank: `alpha + (messages - 1) * overhead + bytes * beta` over the network or
-//! inside the host, whichever is longer, plus `gamma` for every byte it combines. Ranks of one host share its network
-//! link, so their bytes add up; inside a host every rank has its own link. Ranks are numbered host by host. Links carry
-//! both directions at once. In the model all ranks begin a step together: real ranks drift, so a pipeline may be a
-//! little faster than predicted; a machine with fewer cores than ranks is slower.
+//! A step takes as long as its slowest rank: `alpha + (messages - 1) * overhead + bytes * beta`, over the network or
+//! inside the host, whichever is longer, plus `gamma` for every byte that it combines. Ranks of one host share the
+//! host's network link, so their bytes add up. Inside a host every rank has its own link. Ranks are numbered host by
+//! host. Links carry both directions at once. In the model all ranks start a step together. Real ranks drift, so a
+//! pipeline may be a little faster than predicted. A machine with fewer cores than ranks is slower.
 //!
-//! It also computes hierarchical all_reduces: the ranks of a host reduce to leaders, the leaders exchange with those of
-//! other hosts, and the result is spread inside the host, in segments, so that these three phases overlap. Pure, for
-//! `torch-sagellm simulate`.
+//! This file also computes hierarchical all_reduces, for `torch-sagellm simulate`. The ranks of a host reduce to
+//! leaders, the leaders exchange with other hosts' leaders, and the result is distributed inside the host. The data is
+//! cut into segments, so that these three phases overlap.
 //!
-//! Inside a host the cost is that of direct exchange, which is how shared memory works: every rank reads the others.
-//! With one leader per host: reduce, all_reduce between leaders, broadcast. With every rank a leader: reduce_scatter,
-//! each exchanges its share, all_gather; their bytes share the host's link. Segments pass through the three phases as a
-//! pipeline: the slowest phase counts for every segment, the others once. Hosts count as equal: the largest stands for
-//! all.
+//! Inside a host the cost is that of direct exchange, because in shared memory every rank reads the others. With one
+//! leader per host the phases are reduce, all_reduce between leaders, broadcast. With every rank a leader they are
+//! reduce_scatter, exchange of each rank's share, all_gather; then the leaders share the host's link. Segments pass
+//! through the phases as a pipeline: the slowest phase counts once per segment, the others once. Hosts count as equal:
+//! the largest one represents all.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -23,12 +24,12 @@ use std::ops::Range;
 use crate::algorithms::{Algorithm, How, Schedule, count};
 use crate::types::Kind;
 
-/// A link between two ranks.
+/// Parameters of a link between two ranks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Link {
     /// Seconds until an empty message has arrived.
     pub alpha: f64,
-    /// Seconds for every further message of the same step: the work of sender or receiver for it.
+    /// Seconds for each further message of the same step: the work that it costs the sender or receiver.
     pub overhead: f64,
     /// Seconds per byte.
     pub beta: f64,
@@ -38,15 +39,15 @@ pub struct Link {
 pub struct Model {
     /// Between two ranks of one host.
     pub host: Link,
-    /// Between hosts; `beta` is the link that all ranks of a host share.
+    /// Between hosts. `beta` is for the link that all ranks of a host share.
     pub network: Link,
     /// Seconds per byte that is combined.
     pub gamma: f64,
-    /// The last host may have fewer.
+    /// Ranks on each host; the last host may have fewer.
     pub ranks_per_host: usize,
 }
 
-/// The load of one rank in one step; `network_parts` is that of its whole host.
+/// The load of one rank in one step. `network_parts` is the load of its whole host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 struct Load {
     host_messages: usize,
@@ -59,11 +60,11 @@ struct Load {
 /// A schedule with the loads of its steps, for any size and any links.
 pub struct Priced {
     pub schedule: Schedule,
-    /// Number of steps by the loads of their busiest ranks; the order of steps does not matter for a sum.
+    /// Number of steps for each set of loads of the busiest ranks. The order of steps does not matter for the sum.
     steps: BTreeMap<Vec<Load>, usize>,
 }
 
-/// Up to this number of ranks, all ranks of every step are examined.
+/// Up to this number of ranks, the loads of all ranks are examined in every step.
 const ALL_RANKS: usize = 64;
 /// Numbers of segments that are tried for pipelined algorithms.
 const SEGMENTS: [usize; 6] = [1, 4, 16, 64, 256, 1024];
@@ -90,8 +91,8 @@ impl Priced {
         Priced { schedule, steps }
     }
 
-    /// Predicted seconds. `bytes`: the vector of all_reduce, broadcast and reduce; all blocks together of all_gather,
-    /// reduce_scatter, gather and scatter; the data of one rank of all_to_all.
+    /// Predicted seconds. `bytes` is the vector of all_reduce, broadcast and reduce, all blocks together of all_gather,
+    /// reduce_scatter, gather and scatter, or the data of one rank of all_to_all.
     pub fn seconds(&self, bytes: f64, model: &Model) -> f64 {
         let parts = if self.schedule.kind == Kind::AllToAll { self.schedule.ranks } else { self.schedule.parts() };
         let part = if parts == 0 { 0.0 } else { bytes / parts as f64 };
@@ -110,7 +111,7 @@ impl Priced {
     }
 }
 
-/// Every schedule that serves `kind`, pipelined ones once per number of segments. Limited to `only`.
+/// Every schedule of the algorithms `only` that serves `kind`. Pipelined ones appear once per number of segments.
 pub fn candidates(kind: Kind, ranks: usize, root: usize, ranks_per_host: usize, only: &[Algorithm]) -> Vec<Priced> {
     only.iter()
         .flat_map(|algorithm| {
@@ -121,7 +122,7 @@ pub fn candidates(kind: Kind, ranks: usize, root: usize, ranks_per_host: usize, 
         .collect()
 }
 
-/// The fastest for this size, the first of equals. None where there is no candidate.
+/// The fastest candidate for this size, the first one of equals. None if there are no candidates.
 pub fn fastest<'a>(candidates: &'a [Priced], bytes: f64, model: &Model) -> Option<(&'a Priced, f64)> {
     candidates.iter().map(|priced| (priced, priced.seconds(bytes, model))).min_by(|a, b| a.1.total_cmp(&b.1))
 }
@@ -152,7 +153,7 @@ fn host_loads(s: &Schedule, host: usize, ranks_per_host: usize, k: usize) -> Vec
     loads
 }
 
-/// Counts messages and parts inside the host, then those to other hosts.
+/// Counts messages and parts inside the host, then messages and parts to other hosts.
 fn sorted<'a>(transfers: impl Iterator<Item = (bool, &'a Vec<Range<usize>>)>) -> (usize, usize, usize, usize) {
     transfers.fold(
         (0, 0, 0, 0),
@@ -162,7 +163,7 @@ fn sorted<'a>(transfers: impl Iterator<Item = (bool, &'a Vec<Range<usize>>)>) ->
     )
 }
 
-/// Drops loads that exceed another load in nothing: they can never be the slowest.
+/// Drops loads that exceed another load in no value, because they can never be the slowest.
 fn only_greatest(loads: &[Load]) -> Vec<Load> {
     let within = |a: &Load, b: &Load| {
         a.host_messages <= b.host_messages
@@ -174,7 +175,7 @@ fn only_greatest(loads: &[Load]) -> Vec<Load> {
     loads.iter().filter(|a| !loads.iter().any(|b| *a != b && within(a, b))).copied().collect()
 }
 
-/// The algorithms that leaders may use among each other.
+/// The algorithms that leaders may use between hosts.
 const BETWEEN: [Algorithm; 6] =
     [Algorithm::Doubling, Algorithm::Halving, Algorithm::Ring, Algorithm::Torus, Algorithm::Direct, Algorithm::TwoStep];
 const PARTS: [usize; 5] = [1, 2, 4, 16, 64];
@@ -190,7 +191,7 @@ pub struct HierarchicalPlan {
     pub segments: usize,
 }
 
-/// The costs of every plan, for any size and any links.
+/// The costs of all plans, for any size and any links.
 pub struct HierarchicalCosts {
     per_host: usize,
     reduce: Priced,
@@ -201,7 +202,7 @@ pub struct HierarchicalCosts {
 }
 
 impl HierarchicalCosts {
-    /// None where there are no ranks.
+    /// None if there are no ranks.
     pub fn new(ranks: usize, ranks_per_host: usize) -> Option<HierarchicalCosts> {
         let per_host = ranks_per_host.clamp(1, ranks.max(1));
         let hosts = ranks.div_ceil(per_host);
@@ -222,7 +223,7 @@ impl HierarchicalCosts {
         })
     }
 
-    /// The fastest plan for this size, and its predicted seconds.
+    /// The fastest plan for this size, with its predicted seconds.
     pub fn fastest(&self, bytes: f64, model: &Model) -> (HierarchicalPlan, f64) {
         let leaders = if self.per_host > 1 { vec![1, self.per_host] } else { vec![1] };
         let mut best: Option<(HierarchicalPlan, f64)> = None;
@@ -270,7 +271,7 @@ mod tests {
         (a - b).abs() <= 1e-9 * b.abs()
     }
 
-    /// The closed forms of textbooks, for ranks that all share one kind of link.
+    /// Checks the closed forms of textbooks, for ranks that all have the same kind of link.
     #[test]
     fn known_formulas() {
         let flat = Model { host: link(3.0, 0.5), network: link(3.0, 0.5), gamma: 0.25, ranks_per_host: 64 };
@@ -297,14 +298,14 @@ mod tests {
 
     #[test]
     fn ranks_of_a_host_share_its_link() {
-        // The four ranks of each of two hosts exchange with the other host at once.
+        // The four ranks of one host and the four of the other exchange at the same time.
         let s = Schedule::new(Algorithm::Doubling, Kind::AllReduce, 8, 0, 1).unwrap();
         let free = Link { alpha: 0.0, overhead: 0.0, beta: 0.0 };
         let model = Model { host: free, network: Link { beta: 1.0, ..free }, gamma: 0.0, ranks_per_host: 4 };
         assert!(near(Priced::new(s, 4).seconds(100.0, &model), 400.0));
     }
 
-    /// Examining few ranks must give the same result as examining all, or the cost for 100,000 ranks is a guess.
+    /// Examining few ranks must give the same cost as examining all, or the cost for 100,000 ranks is a guess.
     #[test]
     fn few_ranks_tell_what_all_tell() {
         let shapes = [(64, 8), (64, 1), (60, 4), (48, 3), (37, 5), (128, 16), (81, 9), (200, 8), (300, 7)];
@@ -329,7 +330,7 @@ mod tests {
         let (small, _) = fastest(&priced, 8.0, &model(8)).unwrap();
         let (large, seconds) = fastest(&priced, 1e9, &model(8)).unwrap();
         assert!(small.schedule.steps() < 40, "{:?}", small.schedule);
-        // No all_reduce beats its bandwidth bound: all bytes into and out of a host once.
+        // No all_reduce beats its bandwidth bound: all bytes enter and leave a host once.
         assert!(seconds > 1e9 * 1e-9, "{:?} in {seconds} s", large.schedule);
     }
 
@@ -350,7 +351,7 @@ mod tests {
         assert!(seconds < 1.1e-3, "one latency, not {seconds} s");
         let bytes = 16.0 * 1024.0 * 1024.0;
         let (large, seconds) = costs.fastest(bytes, &model);
-        let bound = bytes * model.network.beta; // of two hosts: all bytes once in each direction
+        let bound = bytes * model.network.beta; // of two hosts: all bytes once per direction
         assert!(seconds > bound && seconds < bound / 0.9, "{large:?}: {seconds} s, bound {bound} s");
     }
 

@@ -1,5 +1,5 @@
-//! Explains which algorithm an operation takes and why: the choice, what it overruled, and every other algorithm with
-//! its predicted time and what speaks against it. Pure; the same for past operations and for hypothetical ones.
+//! Explains which algorithm an operation uses and why: the choice, what it overruled, and every other algorithm with
+//! its predicted time and why it was not chosen. Pure, and equal for past operations and hypothetical ones.
 
 use std::fmt::Write as _;
 
@@ -15,13 +15,13 @@ use super::{Choice, Class, GroupShape, OpDesc, Path, Policy};
 use crate::algorithms::Algorithm;
 use crate::types::{Dtype, Kind};
 
-/// Chunks that are listed as alternatives; those larger than the stage are left out.
+/// Chunk sizes that are listed as alternatives. Those larger than the stage are left out.
 pub const CHUNKS: [usize; 6] = [16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10];
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Alternative {
     pub way: String,
-    /// `None` where it is impossible.
+    /// `None` if the alternative is impossible.
     pub predicted_ns: Option<u64>,
     pub why_not: String,
 }
@@ -31,18 +31,18 @@ pub struct Explanation {
     pub desc: OpDesc,
     pub shape: GroupShape,
     pub choice: Choice,
-    /// The record of a past operation; `None` for a hypothetical one.
+    /// The record of a past operation. `None` for a hypothetical one.
     pub past: Option<Past>,
-    /// Predicted time of the choice; 0 where the model cannot predict it.
+    /// Predicted time of the choice. 0 if the model cannot predict it.
     pub predicted_ns: u64,
-    /// Measured time of the choice, where the table has a line for this size.
+    /// Measured time of the choice. None if the table has no line for this size.
     pub measured_ns: Option<u64>,
-    /// The rule, the measurement or the default that decided.
+    /// Which rule, measurement or default decided.
     pub decided: String,
-    /// The choices of weaker sources, strongest first.
+    /// What weaker sources would have chosen, the strongest first.
     pub overruled: Vec<String>,
     pub rejected: Vec<Alternative>,
-    /// The source of the table, or why there is none.
+    /// The source of the measured table, or why there is none.
     pub table: String,
 }
 
@@ -51,23 +51,24 @@ pub struct Explanation {
 pub struct Past {
     /// Number in its group, or in its pair of ranks.
     pub number: u64,
-    /// The recorded choice; `None` before it has started, and where it failed before that.
+    /// The recorded choice. `None` if the operation has not started, or failed before it started.
     pub choice: Option<Choice>,
-    /// The operations that it was fused with; `None` while that is not known.
+    /// The operations that it was fused with. `None` while this is not known.
     pub batch: Option<Batch>,
-    /// Its tensors were on a device; copies of them in host memory were moved.
+    /// Whether its tensors were on a device, and copies of them in host memory were moved.
     pub host_staged: bool,
 }
 
 /// Operations that were fused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Batch {
-    /// Number of operations, this one included.
+    /// Number of operations, including this one.
     pub count: u64,
-    /// First and last number of them.
+    /// Lowest number among them. `last`: the highest.
     pub first: u64,
     pub last: u64,
-    /// Bytes of a batch between hosts, for which the algorithm was chosen; `None` where each was chosen alone.
+    /// Bytes of a batch between hosts, for which the algorithm was chosen. `None` if it was chosen for each operation
+    /// alone.
     pub bytes: Option<u64>,
 }
 
@@ -92,7 +93,7 @@ pub fn explain(desc: OpDesc, shape: &GroupShape, policy: &Policy) -> Explanation
     explanation
 }
 
-/// An operation of a group on several hosts, or (`batched`) a whole batch.
+/// Explains an operation of a group on several hosts, or (`batched`) a whole batch.
 pub fn between(
     desc: OpDesc,
     batched: bool,
@@ -152,7 +153,7 @@ pub fn between(
     }
 }
 
-/// Why a start rule decides: the rule, and the topology, or the lack of a measurement, that made it decide.
+/// Why a start rule decides: the rule, and the topology or missing measurement that made it decide.
 pub fn by_start_rule(start: Start, policy: &Policy) -> String {
     let first = if start.hierarchical { "hosts of several ranks combine inside each host first; " } else { "" };
     let because = match policy.topology {
@@ -165,7 +166,7 @@ pub fn by_start_rule(start: Start, policy: &Policy) -> String {
     format!("{} {start}: {first}{}; {because}", start.reason.basis(), start.reason.text())
 }
 
-/// An operation that the backend `by` serves, for the reason `why`.
+/// Explains an operation that backend `by` serves for the reason `why`.
 pub fn delegated(desc: OpDesc, shape: &GroupShape, policy: &Policy, (by, why): (&str, &str)) -> Explanation {
     let refused =
         |way: AlgorithmChoice| Alternative { way: way.to_string(), predicted_ns: None, why_not: why.to_string() };
@@ -196,7 +197,7 @@ fn predicted(desc: OpDesc, way: AlgorithmChoice, shape: &GroupShape, policy: &Po
 }
 
 impl Explanation {
-    /// Fills in the source that decided, and the sources that it overruled.
+    /// Sets the source that decided, and the sources that it overruled.
     fn settle(&mut self, policy: &Policy) {
         let (desc, shape) = (self.desc, self.shape);
         let by_start = start(desc, &shape, policy.cache_bytes);
@@ -231,16 +232,16 @@ impl Explanation {
     }
 }
 
-/// Every choice of a group inside one host.
+/// All choices of a group inside one host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Table {
-    /// The measured table's file, or why there is none.
+    /// The path of the measured table, or why there is none.
     pub note: String,
     pub rules: Vec<String>,
     pub rows: Vec<Row>,
 }
 
-/// A kind and the range of sizes, both ends included, in which one choice holds.
+/// A kind, and the range of sizes (both ends included) for which one choice holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Row {
     pub kind: Kind,
@@ -251,7 +252,7 @@ pub struct Row {
 }
 
 impl Row {
-    /// The range as rules write it.
+    /// The range in the syntax of rules.
     pub fn sizes(&self) -> String {
         let to = if self.to == u64::MAX { String::new() } else { size_text(self.to) };
         format!("{}-{to}", size_text(self.from))
@@ -270,7 +271,7 @@ pub fn table(shape: &GroupShape, policy: &Policy) -> Table {
     Table { note: policy.note.clone(), rules, rows: rows.collect() }
 }
 
-/// The size ranges in which one choice holds, in order, from 0 up.
+/// The ranges of sizes for which one choice holds, in order, starting with 0.
 fn ranges(kind: Kind, shape: &GroupShape, policy: &Policy) -> Vec<(u64, u64, Explanation)> {
     let mut begins = vec![0];
     let ends = [shape.slot_bytes as u64, out_of_cache(policy.cache_bytes)];
@@ -306,7 +307,7 @@ fn measured(line: &Line) -> String {
     )
 }
 
-/// "3.04 us", "1.2 ms".
+/// A time with a unit: "3.04 us", "1.2 ms".
 pub fn time(nanoseconds: u64) -> String {
     let ns = nanoseconds as f64;
     match nanoseconds {
@@ -317,7 +318,8 @@ pub fn time(nanoseconds: u64) -> String {
     }
 }
 
-/// The time of a model with constants of another machine, in the one digit that it may be right in: "about 3 us".
+/// A predicted time as text. The model's constants are from another machine, so it is rounded to one digit: "about 3
+/// us".
 fn about(nanoseconds: u64) -> String {
     let digit = 10u64.pow(nanoseconds.checked_ilog10().unwrap_or(0));
     let rounded = (nanoseconds + digit / 2) / digit * digit;
@@ -392,7 +394,7 @@ mod tests {
         assert_eq!(large.choice.path, Path::Rounds { chunk: 512 << 10 });
         assert!(large.decided.starts_with("default: it stays in the last-level cache"), "{}", large.decided);
         assert!(large.rejected.iter().any(|other| other.way == "slots" && other.why_not.contains("a slot holds 4KiB")));
-        // Measured numbers of ranks; with more ranks the model would leave the slots a little below 4 KiB.
+        // Numbers of ranks that were measured. With more ranks the model would choose rounds a little below 4 KiB.
         for crowd in [2, 4] {
             let shape = GroupShape { ranks: crowd, ..SHAPE };
             for power in 0..30 {
@@ -465,7 +467,7 @@ mod tests {
         let small = between(desc(8), false, &SHAPE, &hosts, &menu, &policy);
         assert!(small.decided.starts_with("start rule hierarchical (recursive_doubling between"), "{}", small.decided);
         assert!(small.overruled[0].starts_with("direct (only choice: small sums of floats"), "{:?}", small.overruled);
-        // Where nothing was measured the rule says so.
+        // If the link was not measured, the explanation says so.
         let unmeasured = Hosts { link: inter::LinkFacts::default(), ranks: 2, least_ranks: 1, ..hosts };
         let found = between(desc(4 << 20), false, &SHAPE, &unmeasured, &menu, &Policy::default());
         assert!(found.decided.starts_with("start rule ring: ") && found.decided.ends_with("the link was not measured"));
@@ -478,7 +480,7 @@ mod tests {
             "{}",
             found.decided
         );
-        // A rule comes before the topology, and strict mode before both.
+        // A rule has priority over the topology, and strict mode over both.
         let ruled = Policy { rules: Rules::parse("*:0-=hierarchical").unwrap(), ..policy.clone() };
         let found = between(desc(8), false, &SHAPE, &hosts, &menu, &ruled);
         assert_eq!(found.decided, "override: the rule \"*:0-=hierarchical\"");

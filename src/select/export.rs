@@ -1,5 +1,4 @@
-//! Explanations and tables as JSON, for Python: `Explanation` and `ChoiceTable` of `_C.pyi`. Nanoseconds are 0 where they
-//! are unknown.
+//! Explanations and tables as JSON, for Python: `Explanation` and `ChoiceTable` of `_C.pyi`. Unknown nanoseconds are 0.
 
 use super::explain::{Alternative, Batch, Explanation, Past, Row, Table};
 use super::start::{Start, Topology};

@@ -1,10 +1,10 @@
-//! The choice between hosts: the schedule of the leaders of the hosts, the number of leaders, and the segments in which
-//! a large operation overlaps with the work inside the hosts. Pure and total, the same on every rank.
+//! The choice between hosts: the schedule of the hosts' leaders, the number of leaders, and the segments in which a
+//! large operation overlaps with the work inside the hosts. Pure and total, and equal on every rank.
 //!
-//! What decides, from strong to weak: strict mode, the user's rules, the table, the start rules where the user gave a
-//! topology or has left the link unmeasured, one order for small sums of floats, the cost model where the link was
-//! measured, the start rules. A batch of operations uses only schedules whose order of summation does not depend on an
-//! element's position in the batch, so that the bits of an operation do not depend on the others.
+//! The sources that decide, from strong to weak: strict mode; the user's rules; the table; the start rules, if the user
+//! gave a topology or turned off the link measurement; one fixed order for small sums of floats; the cost model, if the
+//! link was measured; the start rules. A batch uses only schedules whose order of summation does not depend on an
+//! element's position in the batch. So the bits of an operation do not depend on the other operations in the batch.
 
 use super::cost::{Link, Model, Priced};
 use super::rules::{AlgorithmChoice, Rule};
@@ -14,10 +14,10 @@ use super::{Choice, Class, OpDesc, Path, Policy, Reason, WHOLE};
 use crate::algorithms::{Algorithm, Schedule};
 use crate::types::Kind;
 
-/// The measured latency and bandwidth between two hosts, agreed between the ranks before use. Zeros: not measured.
+/// The measured latency and bandwidth between two hosts. The ranks agree on them before use. Zeros mean not measured.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LinkFacts {
-    /// Time until an empty message has arrived.
+    /// Nanoseconds until an empty message has arrived.
     pub alpha_ns: u64,
     pub beta_ps_per_byte: u64,
 }
@@ -43,24 +43,24 @@ impl LinkFacts {
 pub struct Hosts {
     pub hosts: usize,
     pub ranks: usize,
-    /// The smallest number of ranks on a host.
+    /// The smallest number of ranks on any host.
     pub least_ranks: usize,
     pub link: LinkFacts,
-    /// Gives the bits of one host: every element is combined in the order of the ranks.
+    /// Whether results must have the bits of one host: every element is combined in rank order.
     pub strict: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostsChoice {
     pub algorithm: Algorithm,
-    /// Ranks of each host that talk to other hosts, each with its share of the data.
+    /// Ranks of each host that talk to other hosts, each for its share of the data.
     pub leaders: u8,
-    /// Bytes that pass through reduce, exchange and spread at a time (`WHOLE` where the operation is not cut), and the
-    /// number of such segments.
+    /// Bytes that pass through the phases (reduce, exchange, distribute) at a time, `WHOLE` if the operation is not
+    /// cut. `segments` is the number of such pieces.
     pub segment_bytes: usize,
     pub segments: usize,
     pub reason: Reason,
-    /// 0 where the link was not measured.
+    /// Predicted nanoseconds. 0 if the link was not measured.
     pub predicted_ns: u64,
 }
 
@@ -71,21 +71,20 @@ impl HostsChoice {
     }
 }
 
-/// Above this size kinds that move blocks are split over all ranks of a host (`leaders`).
+/// Above this size, kinds that move blocks are split over all ranks of a host (`leaders`).
 const LARGE: u64 = 1 << 20;
-/// Up to this size an operation may share a batch and is never cut, and a second leader would cost more messages than
-/// it saves.
+/// Up to this size an operation may be fused and is never cut. A second leader would cost more messages than it saves.
 pub const SMALL: u64 = 64 << 10;
 const MOST_OVERHEAD_NS: u64 = 20_000;
-/// Bytes of a segment where the link was not measured, and the smallest where it was.
+/// Segment size in bytes if the link was not measured. `LEAST_SEGMENT`: the smallest if it was.
 const SEGMENT: usize = 2 << 20;
 const LEAST_SEGMENT: f64 = 256.0 * 1024.0;
-/// Nanoseconds per byte inside a host, from docs/internals/benchmarks.md: the work that a segment overlaps with.
+/// Nanoseconds per byte of the work inside a host that overlaps with the exchange, from docs/internals/benchmarks.md.
 const INSIDE_NS: f64 = 0.05;
-/// Up to this number of hosts the costs of all schedules are computed in advance.
+/// Up to this number of hosts, the costs of all schedules are computed in advance.
 const MOST_PRICED: usize = 1024;
 
-/// The schedules that serve each kind for a number of hosts, with the loads of their steps: computed once per group,
+/// The schedules that serve each kind for a number of hosts, with the loads of their steps. Computed once per group,
 /// because examining every step takes longer than a small operation.
 pub struct Menu {
     hosts: usize,
@@ -104,15 +103,15 @@ impl Menu {
     }
 }
 
-/// Up to this number of hosts a direct exchange of small sums costs less than more steps would.
+/// Up to this number of hosts, direct exchange of small sums costs less than a schedule with more steps.
 const MOST_DIRECT: usize = 8;
-/// Operations are pipelined above the schedules, in segments, so no schedule cuts its data itself.
+/// The schedules for a kind, with one segment: segments are made above the schedules, so no schedule cuts its data.
 fn serving(kind: Kind, hosts: usize) -> impl Iterator<Item = Schedule> {
     Algorithm::ALL.into_iter().filter_map(move |algorithm| Schedule::new(algorithm, kind, hosts, 0, 1))
 }
 
-/// Chooses for one operation between hosts. `batched`: it is fused with others. `desc.bytes` are those of one rank. For
-/// a single host, or a kind that is no collective, the answer is a direct exchange, which is correct everywhere.
+/// Chooses for one operation between hosts, or for a batch (`batched`). `desc.bytes` is one rank's size. For a single
+/// host, or a kind that is not a collective, the answer is direct exchange, which is always correct.
 pub fn between_hosts(desc: OpDesc, batched: bool, hosts: &Hosts, menu: &Menu, policy: &Policy) -> HostsChoice {
     let bytes = exchanged(desc, hosts);
     let mut choice = HostsChoice {
@@ -136,7 +135,7 @@ pub fn between_hosts(desc: OpDesc, batched: bool, hosts: &Hosts, menu: &Menu, po
             AlgorithmChoice::Hierarchical { leaders, segment } => {
                 (by_start_rules(desc, batched, hosts.hosts, policy.topology, &allowed).0, leaders, segment)
             }
-            _ => (choice.algorithm, None, None), // `said` finds no others
+            _ => (choice.algorithm, None, None), // `said` returns no other algorithm
         };
         if !hosts.strict {
             choice.reason = reason;
@@ -159,9 +158,10 @@ pub fn between_hosts(desc: OpDesc, batched: bool, hosts: &Hosts, menu: &Menu, po
     choice
 }
 
-/// The schedule where no rule and no line of the table names one, why, and its predicted time (0 where the link was not
-/// measured); strict mode is not asked. A topology comes before the link, because the user gave it: so all ranks of rank
-/// 0's job decide by it, whatever was measured. So does the user's word that the link shall not be measured.
+/// The schedule if no rule and no table line names one, the reason, and the predicted time (0 if the link was not
+/// measured). Strict mode is ignored here. A topology has priority over the measured link, because the user gave it:
+/// all ranks then decide by rank 0's topology, whatever was measured. Turning off the link measurement has the same
+/// effect.
 pub(crate) fn without_rules(
     desc: OpDesc,
     batched: bool,
@@ -184,8 +184,8 @@ pub(crate) fn without_rules(
     (algorithm, reason, predicted(algorithm))
 }
 
-/// The start rules for an operation or a batch. A small sum of floats counts as small also in a large batch: alone and in
-/// every batch it is added in one order (rule 18).
+/// The start rules for an operation or a batch. A small sum of floats counts as small also in a large batch, because it
+/// must be added in one order alone and in every batch (rule 18).
 fn by_start_rules(
     desc: OpDesc,
     batched: bool,
@@ -197,33 +197,33 @@ fn by_start_rules(
     start::schedule(desc, bytes, hosts, topology.is_some_and(|topology| topology.full_nvlink), allowed)
 }
 
-/// Predicted time of one schedule for an operation, with the measured link; `None` where it was not measured.
+/// Predicted nanoseconds of one schedule for an operation, with the measured link. `None` if the link was not measured.
 pub fn predict(desc: OpDesc, algorithm: Algorithm, hosts: &Hosts, menu: &Menu) -> Option<u64> {
     let only = |other: Algorithm| other == algorithm;
     fastest(desc.kind, exchanged(desc, hosts), hosts, menu, &only).map(|(_, seconds)| (seconds * 1e9) as u64)
 }
 
-/// Small sums of floats, alone or in a batch, always use one order, whatever is in the batch and whatever the link
-/// measured, so that their bits are the same in every run.
+/// Whether the operation is a small sum of floats, or a batch of such sums. They always use one order, whatever else is
+/// in the batch and whatever the link measurement, so that their bits are equal in every run.
 fn one_order(desc: OpDesc, batched: bool) -> bool {
     desc.kind == Kind::AllReduce && order_shows(desc) && (batched || desc.bytes <= SMALL)
 }
 
-/// Whether an operation may use a schedule: only the direct one in strict mode, and in a batch only one that combines
-/// every element in the same order.
+/// Whether an operation may use a schedule. Strict mode allows only direct exchange, and a batch only schedules that
+/// combine every element in the same order.
 pub fn allowed(algorithm: Algorithm, desc: OpDesc, batched: bool, hosts: &Hosts) -> bool {
     algorithm.serves(desc.kind)
         && (!hosts.strict || algorithm == Algorithm::Direct)
         && (!batched || algorithm.one_order() || !order_shows(desc))
 }
 
-/// The rule or line that names the schedule, for `explain`.
+/// The rule or table line that names the schedule, for `explain`.
 pub fn said_by(desc: OpDesc, batched: bool, hosts: &Hosts, policy: &Policy) -> Option<Rule> {
     let allowed = |algorithm| allowed(algorithm, desc, batched, hosts);
     said(desc, policy, &allowed).map(|(rule, _)| *rule)
 }
 
-/// The first rule, or else the line of the table, that names an allowed schedule for this operation.
+/// The first rule, or else the first table line, that names an allowed schedule for this operation.
 fn said<'a>(desc: OpDesc, policy: &'a Policy, allowed: &dyn Fn(Algorithm) -> bool) -> Option<(&'a Rule, Reason)> {
     let names = |rule: &Rule| match rule.way {
         AlgorithmChoice::Hosts { algorithm, .. } => allowed(algorithm),
@@ -242,7 +242,7 @@ fn said<'a>(desc: OpDesc, policy: &'a Policy, allowed: &dyn Fn(Algorithm) -> boo
     lines.filter(|rule| rule.fits(desc.kind, desc.bytes)).find(|rule| names(rule)).map(|rule| (rule, Reason::Measured))
 }
 
-/// True where the order of summation shows in the bits of the sum.
+/// Whether the order of summation affects the bits of the result.
 fn order_shows(desc: OpDesc) -> bool {
     matches!(desc.class, Class::Float | Class::Low) && desc.kind.reduces()
 }
@@ -264,7 +264,7 @@ fn fastest<'a>(
     mine.map(|priced| (priced, priced.seconds(bytes as f64, &model))).min_by(|a, b| a.1.total_cmp(&b.1))
 }
 
-/// Bytes as the cost model counts them: the whole vector, or the blocks of all hosts together.
+/// Bytes as the cost model counts them: the whole vector, or the blocks of all ranks together.
 fn exchanged(desc: OpDesc, hosts: &Hosts) -> u64 {
     match desc.kind {
         Kind::AllGather | Kind::Gather => desc.bytes.saturating_mul(hosts.ranks as u64),
@@ -272,7 +272,8 @@ fn exchanged(desc: OpDesc, hosts: &Hosts) -> u64 {
     }
 }
 
-/// Cost of one more message in flight for sender and receiver, without its latency: a quarter of a short latency.
+/// Cost in nanoseconds of one more message in flight for sender and receiver, without its latency. A quarter of the
+/// latency, for short latencies.
 fn overhead_ns(link: LinkFacts) -> f64 {
     link.alpha_ns.min(MOST_OVERHEAD_NS * 4) as f64 / 4.0
 }
@@ -281,15 +282,16 @@ fn cap(count: usize) -> u8 {
     u8::try_from(count.clamp(1, 255)).unwrap_or(u8::MAX)
 }
 
-/// A default: large operations are split over all ranks of a host, which fill the link with several connections. The
-/// limit for kinds that move blocks was measured on hosts with a core for every rank (docs/internals/benchmarks.md).
+/// The default number of leaders: large operations are split over all ranks of a host, which fill the link with several
+/// connections. The limit for kinds that move blocks was measured on hosts with a core per rank
+/// (docs/internals/benchmarks.md).
 fn leaders(desc: OpDesc, hosts: &Hosts) -> u8 {
     let border = if desc.kind == Kind::AllReduce { SMALL } else { LARGE };
     if exchanged(desc, hosts) > border { possible_leaders(desc.kind, u8::MAX, hosts) } else { 1 }
 }
 
-/// Leaders of each host where `count` are requested: at most all ranks; all or one for kinds that some ranks cannot
-/// split.
+/// Leaders per host if `count` are requested: at most all ranks of the smallest host. Kinds that only all ranks
+/// together can split get all leaders or one.
 fn possible_leaders(kind: Kind, count: u8, hosts: &Hosts) -> u8 {
     let most = cap(hosts.least_ranks);
     let even = hosts.ranks == hosts.hosts.saturating_mul(most.into());
@@ -300,8 +302,8 @@ fn possible_leaders(kind: Kind, count: u8, hosts: &Hosts) -> u8 {
     }
 }
 
-/// The size at which the cost of one more message equals the time that a shorter first and last segment save: a power
-/// of two, and at least one whole small operation.
+/// The segment size at which the cost of one more message equals the time saved by a shorter first and last segment. A
+/// power of two, at least `LEAST_SEGMENT`.
 fn segment(bytes: u64, link: LinkFacts) -> usize {
     if !link.known() {
         return SEGMENT;

@@ -1,34 +1,35 @@
 //! The choice inside one host: one exchange of slots, or rounds through the stage, with their chunk size.
 //!
-//! Where nothing was measured on this machine, `explain` compares algorithms by predicted times:
-//! time = call + exchanges + rounds x cost of a round + bytes moved by the busiest rank x time a byte x ranks a core
+//! If nothing was measured on this machine, `explain` compares algorithms by predicted times:
+//! time = call + exchanges + rounds x cost of a round + bytes moved by the busiest rank x time per byte x ranks per
+//! core
 //!
-//! The constants come from docs/internals/benchmarks.md (two and four ranks on two cores, 2026-11-21): 2.8 us for a call
-//! through torch, 0.2 us per exchange between cores, 17 us where ranks share a core, 21 ps per byte in the cache and 37 ps from
-//! memory. `torch-sagellm tune` replaces predictions by measured times.
+//! The constants are from docs/internals/benchmarks.md (two and four ranks on two cores, 2026-11-21). A call through
+//! torch takes 2.8 us. An exchange takes 0.2 us between cores and 17 us if ranks share a core. A byte takes 21 ps in
+//! the cache and 37 ps from memory. `torch-sagellm tune` replaces predictions by measured times.
 
 use super::rules::{AlgorithmChoice, Rule, Rules};
 use super::table::Line;
 use super::{Choice, GroupShape, OpDesc, Path, Policy, Reason, unit};
 use crate::types::Kind;
 
-/// Chunk of a tensor that is read from memory: two of them per rank stay in a core's own cache.
+/// Chunk size for a tensor that is read from memory: two chunks per rank stay in a core's own cache.
 pub const SMALL_CHUNK: usize = 128 << 10;
-/// A call through torch to the core and back, which every algorithm needs.
+/// Time of a call through torch to the core and back, which every algorithm needs.
 const CALL_NS: f64 = 2800.0;
 const EXCHANGE_NS: f64 = 200.0;
 /// Ranks that share a core wait for each other by context switches.
 const OVERSUBSCRIBED_EXCHANGE_NS: f64 = 17_000.0;
 const ROUND_NS: f64 = 300.0;
 const OVERSUBSCRIBED_ROUND_NS: f64 = 5_000.0;
-/// A byte through a slot: every rank writes, reads and combines it alone.
+/// Time per byte through a slot: every rank writes, reads and combines alone.
 const SLOT_NS: f64 = 0.060;
-/// A byte through the stage, of a tensor that stays in the cache as the stage does.
+/// Time per byte through the stage, for a tensor that stays in the cache.
 const CACHED_NS: f64 = 0.021;
-/// The same for a tensor that is read from memory.
+/// Time per byte through the stage, for a tensor that is read from memory.
 const MEMORY_NS: f64 = 0.037;
 
-/// The choice for one operation; total. Inside one host (`shape.hosts` is 1) a collective of at least two ranks gets
+/// The choice for one operation. Total. Inside one host (`shape.hosts` is 1), a collective of at least two ranks gets
 /// `Slots` or `Rounds` that fit into the slots and the stage.
 pub fn choose(desc: OpDesc, shape: &GroupShape, policy: &Policy) -> Choice {
     if desc.kind.is_p2p() {
@@ -44,7 +45,7 @@ pub fn choose(desc: OpDesc, shape: &GroupShape, policy: &Policy) -> Choice {
     }
 }
 
-/// The source that decides for an operation of a group with peers.
+/// The source that decides for an operation of a group of at least two ranks.
 pub(crate) enum Decisive<'a> {
     Rule(&'a Rule, Path),
     Line(&'a Line, Path),
@@ -75,7 +76,7 @@ pub(crate) fn possible(way: AlgorithmChoice, desc: OpDesc, shape: &GroupShape) -
         AlgorithmChoice::Rounds { chunk } if desc.kind != Kind::Barrier => {
             Some(Path::Rounds { chunk: fitting(chunk, shape) })
         }
-        _ => None, // an algorithm between hosts does not run inside one
+        _ => None, // algorithms between hosts do not run inside one
     }
 }
 
@@ -83,19 +84,19 @@ fn fits_slot(desc: OpDesc, shape: &GroupShape) -> bool {
     desc.kind != Kind::AllToAll && desc.bytes <= shape.slot_bytes as u64
 }
 
-/// A chunk that the stage holds, cut at cache lines.
+/// The largest chunk up to `chunk` that fits into the stage, cut at cache lines.
 fn fitting(chunk: usize, shape: &GroupShape) -> usize {
     (chunk.min(shape.stage_bytes) / 64 * 64).max(64)
 }
 
-/// The size from which tensors no longer stay in the last-level cache.
+/// The size in bytes above which tensors no longer stay in the last-level cache.
 pub(crate) fn out_of_cache(cache_bytes: u64) -> u64 {
     cache_bytes / 4 * 3
 }
 
-/// Defaults, measured with two ranks on two cores (docs/internals/benchmarks.md): as few rounds as the buffers allow while
-/// the tensor stays in the last-level cache; smaller chunks where it does not; as few rounds as possible where ranks share
-/// cores, because there every round costs context switches.
+/// The defaults, measured with two ranks on two cores (docs/internals/benchmarks.md). While the tensor stays in the
+/// last-level cache: as few rounds as the buffers allow. Above that size: smaller chunks. If ranks share cores: as few
+/// rounds as possible, because every round costs context switches.
 pub(crate) fn start(desc: OpDesc, shape: &GroupShape, cache_bytes: u64) -> Choice {
     let rounds = |chunk: usize, reason| Choice { path: Path::Rounds { chunk: fitting(chunk, shape) }, reason };
     match desc.kind {
@@ -108,7 +109,7 @@ pub(crate) fn start(desc: OpDesc, shape: &GroupShape, cache_bytes: u64) -> Choic
     }
 }
 
-/// Nanoseconds of one operation of `bytes` (as `slot_payload` counts them) with the algorithm `way`.
+/// Predicted nanoseconds of one operation of `bytes` (as in `slot_payload`) with the algorithm `way`.
 pub fn predict(kind: Kind, bytes: u64, way: AlgorithmChoice, shape: &GroupShape, cache_bytes: u64) -> u64 {
     let ranks = shape.ranks.max(1) as f64;
     let oversubscribed = shape.oversubscribed();
@@ -119,7 +120,7 @@ pub fn predict(kind: Kind, bytes: u64, way: AlgorithmChoice, shape: &GroupShape,
             let chunk = chunk.clamp(64, shape.stage_bytes.max(64));
             let rounds = bytes.div_ceil(unit(kind, shape.ranks, chunk) as u64).max(1);
             let round = if oversubscribed { OVERSUBSCRIBED_ROUND_NS } else { ROUND_NS };
-            // The header, the stage, and the results where they are collected.
+            // The header, the stage, and the results if they are collected.
             let exchanges = if oversubscribed { 1.0 } else { 3.0 };
             let byte = per_byte(bytes, cache_bytes) * spill(bytes, chunk as u64, shape, cache_bytes);
             exchanges * exchange + rounds as f64 * round + moved(kind, ranks, bytes) * byte * share
@@ -129,16 +130,16 @@ pub fn predict(kind: Kind, bytes: u64, way: AlgorithmChoice, shape: &GroupShape,
     (CALL_NS + time) as u64
 }
 
-/// Nanoseconds per byte: cached up to an eighth of the last-level cache, because several buffers are used in turn; from
-/// memory above half of it.
+/// Nanoseconds per byte: the cached time up to an eighth of the last-level cache, because several buffers are used in
+/// turn, the memory time above half of it, and between these interpolated.
 fn per_byte(bytes: u64, cache_bytes: u64) -> f64 {
     let (low, high) = (cache_bytes as f64 / 8.0, cache_bytes as f64 / 2.0);
     let at = ((bytes as f64 - low) / (high - low).max(1.0)).clamp(0.0, 1.0);
     CACHED_NS + (MEMORY_NS - CACHED_NS) * at
 }
 
-/// While a tensor streams from memory, a large stage does not stay in the cache. That small chunks win there was
-/// measured; the factor of a tenth is an assumption.
+/// Factor for a large stage, which does not stay in the cache while a tensor streams from memory. It was measured that
+/// small chunks are faster there; the factor 1.1 is an assumption.
 fn spill(bytes: u64, chunk: u64, shape: &GroupShape, cache_bytes: u64) -> f64 {
     if bytes > out_of_cache(cache_bytes) && !shape.oversubscribed() && chunk > SMALL_CHUNK as u64 { 1.1 } else { 1.0 }
 }
@@ -274,8 +275,8 @@ mod tests {
 
     const APART: GroupShape = GroupShape { ranks: 2, hosts: 1, cores: 2, slot_bytes: 4096, stage_bytes: 512 << 10 };
 
-    /// Medians of docs/internals/benchmarks.md in microseconds, with the largest accepted factor between them and the model:
-    /// the model ranks algorithms and predicts an order of magnitude, no more.
+    /// Medians of docs/internals/benchmarks.md in microseconds. The model ranks algorithms and predicts only an order
+    /// of magnitude, so the test accepts a factor between 0.6 and 1.67.
     #[test]
     fn the_start_values_are_near_the_measured_table() {
         let oversubscribed = GroupShape { ranks: 4, stage_bytes: 512 << 10, ..APART };

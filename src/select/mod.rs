@@ -1,22 +1,22 @@
 //! Chooses the algorithm of an operation, with the reason: a pure function of what all ranks share. Nothing local may
-//! enter here: no clock, no queue length, no `sync` flag. Two ranks that chose differently would wait for each other
+//! be an input: no clock, no queue length, no `sync` flag. Two ranks that chose differently would wait for each other
 //! until the deadline.
 //!
-//! What decides, from strong to weak: the user's rules, a line of the measured table, a topology that the user gave, the
-//! defaults. The first three are rank 0's [`policy`], which every rank of the group has.
+//! The sources that decide, from strong to weak: the user's rules, a line of the measured table, the user's topology,
+//! the defaults. The first three are in rank 0's [`policy`], which every rank of the group has.
 //!
 //! | file | |
 //! | --- | --- |
-//! | `mod` | the operation's description, the choice, and its reason in one byte |
-//! | `intra` | the choice inside one host, and predicted times there |
+//! | `mod` | the operation's description, the choice, the codes of paths and reasons |
+//! | `intra` | the choice inside one host, with predicted times |
 //! | `inter` | the choice between hosts |
-//! | `start` | the start rules between ranks: what is chosen where nothing was measured |
+//! | `start` | the start rules between ranks: the choice if nothing was measured |
 //! | `cost` | predicted times of schedules, flat and hierarchical |
 //! | `rules` | the syntax of rules and sizes |
 //! | `table` | the measured table, as text and on disk |
-//! | `policy` | rules, table and topology that rank 0 sends to the others |
-//! | `explain` | the choice and its alternatives in words |
-//! | `export` | the same as JSON |
+//! | `policy` | rules, table and topology that rank 0 sends to the other ranks |
+//! | `explain` | the choice and its alternatives as text |
+//! | `export` | the explanations as JSON |
 
 pub mod cost;
 pub mod explain;
@@ -37,7 +37,7 @@ use self::rules::AlgorithmChoice;
 use crate::algorithms::Algorithm;
 use crate::types::{Dtype, Kind, Request};
 
-/// Last-level cache where the machine does not say.
+/// Assumed size of the last-level cache if the machine does not report it.
 pub const DEFAULT_CACHE_BYTES: u64 = 32 << 20;
 
 /// The algorithm of an operation, with its parameters.
@@ -51,15 +51,15 @@ pub enum Path {
     Message,
     /// One exchange of tagged slots (`engine/shm/small.rs`).
     Slots,
-    /// Rounds through staging buffers, `chunk` bytes a round (`engine/shm/bulk.rs`).
+    /// Rounds through staging buffers with `chunk` bytes per round (`engine/shm/bulk.rs`).
     Rounds { chunk: usize },
-    /// In the tensors themselves, which every rank can reach (`engine/shm/mapped`).
+    /// Direct access to the tensors, which every rank can reach (`engine/shm/mapped`).
     Mapped,
-    /// A schedule between the leaders of several hosts, `segment` bytes at a time or `WHOLE` (`inter`).
+    /// A schedule between the leaders of several hosts, for `segment` bytes at a time (`WHOLE`: not cut) (`inter`).
     Hosts { algorithm: Algorithm, leaders: u8, segment: usize },
-    /// torch's own backend.
+    /// One of torch's built-in backends.
     Delegate,
-    /// Several operations of ours, each with its own record.
+    /// Several of our operations, each with its own record.
     Composed,
     /// The library of a device's vendor.
     Device,
@@ -76,11 +76,12 @@ impl Choice {
     pub const MESSAGE: Choice = Choice { path: Path::Message, reason: Reason::Message };
     pub const DELEGATE: Choice = Choice { path: Path::Delegate, reason: Reason::Delegated };
     pub const COMPOSED: Choice = Choice { path: Path::Composed, reason: Reason::Composed };
-    /// Where the tensors lie decides, which only a call knows.
+    /// Depends on the addresses of the tensors, which only the call knows.
     pub const MAPPED: Choice = Choice { path: Path::Mapped, reason: Reason::Reachable };
     pub const DEVICE: Choice = Choice { path: Path::Device, reason: Reason::Vendor };
 
-    /// As an operation stores it: path (8 bits), reason (8), leaders (16), bytes of a chunk or segment (32).
+    /// The form in which an operation stores its choice: path (8 bits), reason (8), leaders (16), bytes of chunk or
+    /// segment (32).
     pub fn code(self) -> u64 {
         let (leaders, bytes) = match self.path {
             Path::Rounds { chunk } => (0, chunk),
@@ -91,7 +92,7 @@ impl Choice {
         u64::from(self.path.code()) | (self.reason as u64) << 8 | u64::from(leaders) << 16 | bytes << 32
     }
 
-    /// The inverse of `code`; any other value is `Unknown`.
+    /// The inverse of `code`. Any other value gives `Unknown`.
     pub fn from_code(code: u64) -> Choice {
         let path = match code as u8 {
             SLOTS => Path::Slots,
@@ -113,8 +114,7 @@ impl Choice {
     }
 }
 
-/// The codes of paths, for records and statistics; they never change their meaning. 0 is an operation that has not
-/// started.
+/// The codes of paths, for records and statistics. Their meaning never changes. 0 is an operation that has not started.
 const SLOTS: u8 = 1;
 const ROUNDS: u8 = 2;
 const LOCAL: u8 = 3;
@@ -123,11 +123,11 @@ const DELEGATE: u8 = 5;
 const COMPOSED: u8 = 31;
 const DEVICE: u8 = 30;
 const MAPPED: u8 = 29;
-/// Paths between hosts: this plus the algorithm's own code.
+/// The code of a path between hosts is this value plus the algorithm's code.
 const BEFORE_ALGORITHMS: u8 = 5;
 
 impl Path {
-    /// One byte for records and statistics; `path_name` reads it.
+    /// One byte for records and statistics. `path_name` converts it to a name.
     pub fn code(self) -> u8 {
         match self {
             Path::Unknown => 0,
@@ -144,7 +144,7 @@ impl Path {
     }
 }
 
-/// The name of a code; `none` for an operation that has not started.
+/// The name of a path's code. `none` is an operation that has not started.
 pub fn path_name(code: u8) -> &'static str {
     const NAMES: [&str; 6] = ["none", "slots", "rounds", "local", "message", "delegate"];
     let between = || Algorithm::from_code(code.wrapping_sub(BEFORE_ALGORITHMS)).map(Algorithm::name);
@@ -187,16 +187,16 @@ impl fmt::Display for Path {
 /// The segment size of an operation that is not cut.
 pub const WHOLE: usize = 0;
 
-/// The class of an element type that the choice depends on. The numbers are in records.
+/// The class of an element type, as far as the choice depends on it. The numbers are stored in records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Class {
     /// Data that is moved and never combined.
     Moved = 0,
-    /// Integers and booleans: the order of a sum does not change its bits.
+    /// Integers and booleans: the order of summation does not change the bits of the result.
     Exact = 1,
     Float = 2,
-    /// Two-byte floats, which are rounded once from 32 bits.
+    /// Small floats, which are combined in 32 bits and rounded once.
     Low = 3,
 }
 
@@ -213,7 +213,7 @@ impl Class {
     }
 }
 
-/// An operation, as far as the choice depends on it. `bytes` as `slot_payload` counts them.
+/// An operation, as far as the choice depends on it. `bytes` is as in `slot_payload`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OpDesc {
     pub kind: Kind,
@@ -231,7 +231,8 @@ impl OpDesc {
         OpDesc { kind: request.kind, bytes: bytes as u64, class: Class::of(request.kind, request.dtype) }.normal()
     }
 
-    /// As an operation stores it: class (8 bits), bytes (56). Its kind is stored anyway.
+    /// The form in which an operation stores its description: class (8 bits), bytes (56). The kind is stored
+    /// separately.
     pub fn load(self) -> u64 {
         (self.class as u64) << 56 | self.bytes.min((1 << 56) - 1)
     }
@@ -247,35 +248,35 @@ impl OpDesc {
         OpDesc { kind, bytes: load & ((1 << 56) - 1), class }
     }
 
-    /// The description of several operations of one kind as one.
+    /// Several operations of one kind described as one.
     pub fn together(all: impl IntoIterator<Item = OpDesc>) -> Option<OpDesc> {
         all.into_iter().reduce(|all, one| OpDesc {
             bytes: all.bytes.saturating_add(one.bytes),
-            // For different classes the strictest one.
+            // Mixed classes give the strictest one.
             class: if one.class == all.class { all.class } else { Class::Float },
             ..all
         })
     }
 
-    /// Without values that differ between ranks: no rank knows all the sizes of an all_to_all, and a barrier has none.
+    /// Removes values that differ between ranks: no rank knows all sizes of an all_to_all, and a barrier has none.
     pub fn normal(self) -> OpDesc {
         if matches!(self.kind, Kind::AllToAll | Kind::Barrier) { OpDesc { bytes: 0, ..self } } else { self }
     }
 }
 
-/// The facts about a group that all its ranks know.
+/// Facts about a group that all its ranks know.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GroupShape {
     pub ranks: usize,
     pub hosts: usize,
-    /// Cores that the ranks of this host may use together; agreed in the rendezvous.
+    /// Number of cores that the ranks of this host may use together, agreed in the rendezvous.
     pub cores: usize,
     pub slot_bytes: usize,
     pub stage_bytes: usize,
 }
 
 impl GroupShape {
-    /// For ranks without shared memory.
+    /// The shape of a group without shared memory.
     pub fn without_memory(ranks: usize) -> GroupShape {
         GroupShape { ranks, hosts: 1, cores: 1, slot_bytes: 0, stage_bytes: 0 }
     }
@@ -289,7 +290,7 @@ fn sum(spans: &[crate::types::Span]) -> usize {
     spans.iter().map(|span| span.bytes).sum()
 }
 
-/// Bytes that the rank with the largest payload writes into its slot when the operation uses slots.
+/// Bytes that the rank with the largest payload writes into its slot if the operation uses slots.
 pub fn slot_payload(request: &Request, ranks: usize) -> usize {
     match request.kind {
         Kind::AllReduce | Kind::Reduce | Kind::Gather | Kind::ReduceScatter => sum(request.inputs()),
@@ -298,13 +299,13 @@ pub fn slot_payload(request: &Request, ranks: usize) -> usize {
             request.out_blocks.iter().copied().max().unwrap_or_else(|| sum(request.outputs()) / ranks.max(1))
         }
         Kind::Scatter => sum(request.outputs()) * ranks,
-        // The slot always holds the block table; its header says whether the blocks fit, too (small.rs).
+        // The slot always has the table of block sizes. The header says whether the blocks fit too (small.rs).
         Kind::AllToAll => ranks * 8,
         Kind::Barrier | Kind::Send | Kind::Recv => 0,
     }
 }
 
-/// Bytes of one block in a round of `chunk` bytes: kinds with a block for every peer divide the chunk.
+/// Bytes of one block in a round of `chunk` bytes. Kinds with a block for every peer divide the chunk.
 pub fn unit(kind: Kind, ranks: usize, chunk: usize) -> usize {
     match kind {
         Kind::Scatter | Kind::ReduceScatter | Kind::AllToAll => (chunk / ranks.max(1) / 64 * 64).max(64),
@@ -315,14 +316,14 @@ pub fn unit(kind: Kind, ranks: usize, chunk: usize) -> usize {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Reason {
-    /// Nothing was recorded: the operation was refused, or has not been issued.
+    /// Nothing was recorded: the operation was refused or has not been issued.
     Unknown = 0,
     Alone = 1,
     Message = 2,
     Delegated = 3,
-    /// The rules of the option `algorithm` or of `SAGELLM_ALGORITHM`.
+    /// A rule of the option `algorithm` or of `SAGELLM_ALGORITHM`.
     Override = 4,
-    /// A line of the decision table, written by `torch-sagellm tune`.
+    /// A line of the decision table that `torch-sagellm tune` wrote.
     Measured = 5,
     FitsSlot = 6,
     InCache = 7,
@@ -330,20 +331,20 @@ pub enum Reason {
     Oversubscribed = 9,
     NoCommonSize = 10,
     NothingToMove = 11,
-    /// Between hosts.
+    /// Only between hosts.
     Strict = 12,
     Model = 13,
-    // 14 to 17 and 19 named reasons that no longer occur; records of older versions may hold them.
+    // 14 to 17 and 19 were reasons that no longer occur. Records of older versions may have them.
     OneSchedule = 18,
     Composed = 20,
     OneOrder = 21,
-    /// Tensors on a device go to the library of its vendor.
+    /// Tensors on a device are passed to the library of its vendor.
     Vendor = 22,
-    /// The three start rules between ranks (`start`).
+    /// This and the next two are the start rules between ranks (`start`).
     FewSteps = 23,
     FullNvlink = 24,
     FewBytes = 25,
-    /// Every rank's tensors lie in memory that the others have mapped.
+    /// Every rank's tensors are in memory that the other ranks have mapped.
     Reachable = 26,
 }
 
@@ -377,7 +378,7 @@ impl Reason {
         Reason::ALL.into_iter().find(|reason| *reason as u8 == value).unwrap_or(Reason::Unknown)
     }
 
-    /// One word for records and programs.
+    /// One word, for records and programs.
     pub fn name(self) -> &'static str {
         match self {
             Reason::Unknown => "unknown",
@@ -405,7 +406,7 @@ impl Reason {
         }
     }
 
-    /// One of the start rules between ranks.
+    /// Whether this is one of the start rules between ranks.
     pub fn is_start_rule(self) -> bool {
         matches!(self, Reason::FewSteps | Reason::FullNvlink | Reason::FewBytes)
     }

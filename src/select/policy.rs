@@ -1,6 +1,7 @@
-//! Rank 0's decisions for its group before the first operation: the user's rules, a measured table, the topology that the
-//! user gave, whether the link is measured, and the size of the cache. The rendezvous sends them to the other ranks, and their hash begins the chain of signatures, so that two
-//! ranks with different policies get an error in their first operation.
+//! Rank 0's decisions for its group before the first operation: the user's rules, a measured table, the user's
+//! topology, whether the link is measured, and the size of the cache. The rendezvous sends them to the other ranks.
+//! Their hash is the start of the chain of signatures, so two ranks with different policies get an error in their first
+//! operation.
 
 use super::rules;
 use super::rules::Rules;
@@ -12,24 +13,24 @@ use crate::host::first_time;
 use crate::os::topology;
 
 const HEAD: &str = "sagellm policy 3";
-/// Longest policy that is sent.
+/// Longest policy that is sent, in bytes.
 pub const MAX_BYTES: usize = rules::MAX_BYTES + table::MAX_BYTES + 2048;
 const MOST_NOTE: usize = 1024;
 
-/// Rules for every group of the process, after those of its option.
+/// Variable with rules for all groups of the process. They apply after the rules of the group's option.
 pub const RULES_VARIABLE: &str = "SAGELLM_ALGORITHM";
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Policy {
     pub rules: Rules,
     pub table: Option<Table>,
-    /// What the user says about the machines: then the start rules decide where no rule and no line of the table does.
+    /// The user's description of the machines. If given, the start rules decide when no rule and no table line does.
     pub topology: Option<Topology>,
-    /// Whether the link between hosts is measured: if not, the start rules decide there as well.
+    /// Whether the link between hosts is measured. If not, the start rules decide in the same way.
     pub measure_link: bool,
-    /// The path of the table, or why there is none; for people.
+    /// The path of the table, or why there is none. Only for display.
     pub note: String,
-    /// The last-level cache that the ranks of a host share.
+    /// Size of the last-level cache that the ranks of a host share.
     pub cache_bytes: u64,
 }
 
@@ -62,7 +63,7 @@ impl Policy {
         )
     }
 
-    /// Reads what rank 0 sent. Checks all of it.
+    /// Parses and fully checks the text that rank 0 sent.
     pub fn parse(text: &str) -> Result<Policy, String> {
         if text.len() > MAX_BYTES {
             return Err(format!("rank 0's policy has {} bytes, more than {MAX_BYTES}", text.len()));
@@ -89,15 +90,15 @@ impl Policy {
         Ok(Policy { rules, table, topology, measure_link, note, cache_bytes })
     }
 
-    /// The beginning of the chain of signatures.
+    /// Start value of the chain of signatures.
     pub fn hash(&self) -> u64 {
         table::hash(self.text().as_bytes())
     }
 }
 
-/// This rank's own policy: the user's rules (the option `algorithm`, and those of the environment) and topology (the option
-/// of that name), whether it measures the link, and on rank 0 (`leads`) the table of this machine. The other ranks' policies are only compared with rank
-/// 0's, so they read no file.
+/// This rank's own policy: the user's rules (option `algorithm`, then the environment), topology (option `topology`),
+/// whether the link is measured, and on rank 0 (`leads`) the table of this machine. The other ranks' policies are only
+/// compared with rank 0's, so they read no file.
 pub fn decide(
     (algorithm, topology, measure_link): (&str, &str, bool),
     ranks: usize,
@@ -179,7 +180,7 @@ mod tests {
         for at in 0..text.len() {
             let mut bytes = text.clone().into_bytes();
             bytes[at] ^= 0x15;
-            // A change inside the rules may give other valid rules; the chain of signatures detects that.
+            // A change inside the rules may give other valid rules. The chain of signatures detects that.
             if let Ok(other) = std::str::from_utf8(&bytes).map_err(|_| String::new()).and_then(Policy::parse) {
                 assert_ne!(other.hash(), full().hash());
             }

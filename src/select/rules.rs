@@ -1,5 +1,5 @@
-//! Rules that assign algorithms to operations by size: one syntax for the option `algorithm`, the environment variable
-//! `SAGELLM_ALGORITHM` and the lines of a decision table.
+//! Rules that assign algorithms to operations by size. The option `algorithm`, the environment variable
+//! `SAGELLM_ALGORITHM` and the lines of a decision table have the same syntax.
 //!
 //! ```text
 //! rules  = rule { ";" rule }              the first rule that fits decides
@@ -20,28 +20,28 @@ use crate::types::Kind;
 
 pub const SYNTAX: &str =
     "rules are OP:FROM-TO=ALGORITHM, separated by ';', for example \"all_reduce:0-4KiB=slots;*:1MiB-=rounds(128KiB)\"";
-/// Longest list of rules, so that rank 0's fits into its rendezvous message.
+/// Longest list of rules in bytes, so that rank 0's list fits into its rendezvous message.
 pub const MAX_BYTES: usize = 4096;
-/// Chunks are cut at cache lines.
+/// Smallest chunk. Chunks are multiples of a cache line.
 pub const LEAST_CHUNK: usize = 1024;
 const MOST_CHUNK: usize = 1 << 30;
 
 /// The algorithm that a rule assigns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AlgorithmChoice {
-    /// The default.
+    /// The default algorithm.
     Start,
     Slots,
     Rounds {
         chunk: usize,
     },
-    /// Between hosts; parameters that are not given keep their defaults.
+    /// Between hosts. Parameters that are not given keep their defaults.
     Hosts {
         algorithm: Algorithm,
         leaders: Option<u8>,
         segment: Option<usize>,
     },
-    /// Between hosts: the schedule that the start rules name for the size (`start`).
+    /// Between hosts: the schedule that the start rules choose for the size (`start`).
     Hierarchical {
         leaders: Option<u8>,
         segment: Option<usize>,
@@ -50,20 +50,20 @@ pub enum AlgorithmChoice {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rule {
-    /// `None`: every kind of collective.
+    /// `None` stands for every kind of collective.
     pub kind: Option<Kind>,
-    /// First and last size in bytes to which it applies.
+    /// First and last size in bytes to which the rule applies.
     pub from: u64,
     pub to: u64,
     pub way: AlgorithmChoice,
 }
 
-/// In the order they were given.
+/// Rules in the order in which they were given.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Rules(pub Vec<Rule>);
 
 impl Rules {
-    /// Reads a list; the empty text is the empty list. The error quotes the rule and says what was expected.
+    /// Parses a list of rules. The empty text is the empty list. The error quotes the rule and says what was expected.
     pub fn parse(text: &str) -> Result<Rules, String> {
         if text.len() > MAX_BYTES {
             return Err(format!("{} bytes of rules are more than {MAX_BYTES}", text.len()));
@@ -72,12 +72,12 @@ impl Rules {
         rules.map(|rule| Rule::parse(rule).map_err(|what| format!("rule {rule:?}: {what}; {SYNTAX}"))).collect()
     }
 
-    /// The first rule for an operation of this kind and size.
+    /// The first rule that fits an operation of this kind and size.
     pub fn find(&self, kind: Kind, bytes: u64) -> Option<&Rule> {
         self.0.iter().find(|rule| rule.fits(kind, bytes))
     }
 
-    /// Refuses rules that no group could follow: slots hold `slot_bytes`.
+    /// Refuses rules that no group could follow. A slot holds `slot_bytes` bytes.
     pub fn check(&self, slot_bytes: usize) -> Result<(), String> {
         for rule in &self.0 {
             let wrong = |what: String| Err(format!("rule \"{rule}\": {what}"));
@@ -257,7 +257,7 @@ impl fmt::Display for Rules {
 
 const UNITS: [(&str, u64); 4] = [("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1)];
 
-/// Bytes, or `None` unless it is a whole number with one of the units B, KiB, MiB, GiB.
+/// Parses a size in bytes: a whole number with an optional unit B, KiB, MiB or GiB. Else `None`.
 pub fn parse_size(text: &str) -> Option<u64> {
     let text = text.trim();
     let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit()).len();
@@ -270,7 +270,7 @@ pub fn parse_size(text: &str) -> Option<u64> {
     number.checked_mul(unit)
 }
 
-/// The shortest exact form; `parse_size` is its inverse.
+/// The shortest exact text of a size. `parse_size` is its inverse.
 pub fn size_text(bytes: u64) -> String {
     match UNITS.iter().find(|(_, unit)| bytes > 0 && bytes.is_multiple_of(*unit)) {
         Some((name, unit)) if *unit > 1 => format!("{}{name}", bytes / unit),

@@ -1,13 +1,13 @@
-//! The start rules: the algorithm between ranks where neither a measured link, nor a table, nor a rule of the user says
-//! more. They are the usual rules of libraries for collectives:
+//! The start rules: the algorithm between ranks if there is no measured link, table line or rule of the user. They are
+//! the usual rules of collective libraries:
 //!
-//! - below [`LARGE`] bytes the time is that of the steps: recursive doubling, or a tree where NVLink joins all devices;
-//! - from there on the time is that of the bytes: a ring; from [`MIDDLE`] on already where the number of ranks is no power
-//!   of two, because then the ranks beyond one send and receive everything once more;
-//! - where hosts have several ranks each, `hierarchical`: the ranks of each host first, then the hosts among each other by
-//!   the two rules above.
+//! - below [`LARGE`] bytes the number of steps dominates: recursive doubling, or a tree if NVLink joins all devices;
+//! - from that size on the number of bytes dominates: a ring. If the number of ranks is not a power of two, the ring
+//!   starts at [`MIDDLE`], because recursive doubling then sends everything of the extra ranks once more;
+//! - if hosts have several ranks each, `hierarchical`: first the ranks of each host, then the hosts by the two rules
+//!   above.
 //!
-//! Pure. Three places use them: `inter` for groups over several hosts, the plugin that a vendor's library asks
+//! Pure. Three places use them: `inter` for groups over several hosts, the plugin that a vendor's library calls
 //! (`tuner.rs` in `engine/device`), and `select_all_reduce_algorithm` of the Python package.
 
 use std::fmt;
@@ -16,28 +16,28 @@ use super::{OpDesc, Reason};
 use crate::algorithms::Algorithm;
 use crate::types::Kind;
 
-/// From this size in bytes on the bytes count most, below it the steps.
+/// From this size in bytes on the number of bytes dominates, below it the number of steps.
 pub const LARGE: u64 = 1_000_000;
-/// From this size on recursive doubling of other numbers of ranks than powers of two loses more by bytes than it gains by
-/// steps: it is where sums of floats end that have one order (`inter`).
+/// From this size on, recursive doubling loses more by bytes than it gains by steps if the number of ranks is not a
+/// power of two. It equals the size up to which sums of floats have one order (`inter`).
 pub const MIDDLE: u64 = 64 << 10;
-/// The name of two-level algorithms in rules and answers.
+/// Name of two-level algorithms in rules and answers.
 pub const HIERARCHICAL: &str = "hierarchical";
-/// The name of trees in rules and answers.
+/// Name of trees in rules and answers.
 pub const TREE: &str = "tree";
 
-/// What the user says about the machines of a group. Rank 0's holds for the whole group (`policy`).
+/// The user's description of a group's machines. Rank 0's applies to the whole group (`policy`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Topology {
-    /// Hosts that the ranks are on. A group that knows its own hosts uses those.
+    /// Number of hosts of the ranks. A group that knows its own hosts uses those instead.
     pub hosts: usize,
-    /// NVLink joins every pair of the ranks' devices.
+    /// Whether NVLink joins every pair of the ranks' devices.
     pub full_nvlink: bool,
 }
 
 impl Topology {
-    /// Reads `hosts=2,full_nvlink=true`; the empty text is no topology, and a field that is left out has the value of one
-    /// host without NVLink. The error is a clause that names the field.
+    /// Parses `hosts=2,full_nvlink=true`. The empty text is no topology. A missing field means one host, or no NVLink.
+    /// The error is a clause that names the field.
     pub fn parse(text: &str) -> Result<Option<Topology>, String> {
         if text.trim().is_empty() {
             return Ok(None);
@@ -60,23 +60,23 @@ impl Topology {
 }
 
 impl fmt::Display for Topology {
-    /// As `parse` reads it.
+    /// In the syntax of `parse`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "hosts={},full_nvlink={}", self.hosts, self.full_nvlink)
     }
 }
 
-/// The answer of the start rules for an all_reduce.
+/// The start rules' answer for an all_reduce.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Start {
-    /// The ranks of each host combine first, and `algorithm` is that between the hosts.
+    /// Whether the ranks of each host combine first. Then `algorithm` is the one between the hosts.
     pub hierarchical: bool,
     pub algorithm: Algorithm,
     pub reason: Reason,
 }
 
 impl Start {
-    /// For an all_reduce of `bytes` over `ranks` ranks on `hosts` hosts.
+    /// The answer for an all_reduce of `bytes` over `ranks` ranks on `hosts` hosts.
     pub fn of(bytes: u64, ranks: usize, hosts: usize, full_nvlink: bool) -> Start {
         let hierarchical = hosts > 1 && ranks > hosts;
         let (algorithm, reason) = by_size(bytes, if hierarchical { hosts } else { ranks }, full_nvlink);
@@ -98,7 +98,7 @@ impl fmt::Display for Start {
     }
 }
 
-/// The name under which users know an algorithm of the start rules.
+/// The name by which users know an algorithm of the start rules.
 fn public_name(algorithm: Algorithm) -> &'static str {
     if algorithm == Algorithm::Binomial { TREE } else { algorithm.name() }
 }
@@ -113,9 +113,9 @@ fn by_size(bytes: u64, ranks: usize, full_nvlink: bool) -> (Algorithm, Reason) {
     }
 }
 
-/// The schedule between `hosts` hosts by the start rules, for every kind. `bytes` is the size that decides; for small sums
-/// of floats this is not the size of their batch (`inter`). A kind that the rule's algorithm does not serve, or may not
-/// use, takes the one with the fewest steps; a direct exchange serves all.
+/// The schedule between `hosts` hosts by the start rules, for every kind. `bytes` is the size that decides; for small
+/// sums of floats it is not the size of their batch (`inter`). If the rule's algorithm does not serve the kind or is
+/// not allowed, the schedule with the fewest steps is used. Direct exchange serves all kinds.
 pub fn schedule(
     desc: OpDesc,
     bytes: u64,
@@ -124,10 +124,10 @@ pub fn schedule(
     allowed: &dyn Fn(Algorithm) -> bool,
 ) -> (Algorithm, Reason) {
     use Algorithm::*;
-    // Doubling of an all_reduce alone sends everything once more; other kinds keep to their sizes.
+    // Only an all_reduce by doubling sends everything once more. So other kinds use the limit for powers of two.
     let doubled = if desc.kind == Kind::AllReduce { hosts } else { 1 };
     let (algorithm, reason) = by_size(bytes, doubled, full_nvlink);
-    // A chain from one root moves no byte less than a tree and needs more steps; a barrier has no bytes.
+    // A chain from one root moves as many bytes as a tree and needs more steps. A barrier has no bytes.
     let wish = match (algorithm, desc.kind) {
         (Ring, Kind::Broadcast | Kind::Reduce) => DoubleTree,
         (_, Kind::Barrier) => Dissemination,
@@ -174,7 +174,7 @@ mod tests {
         }
     }
 
-    /// Where the rule of users' older tables (a tree over PCIe) loses by proof: no algorithm moves fewer bytes than a ring.
+    /// Users' older tables have a tree over PCIe here. That loses by proof: no algorithm moves fewer bytes than a ring.
     #[test]
     fn from_the_large_size_on_a_ring_moves_the_fewest_bytes() {
         let bytes = |algorithm, ranks| {

@@ -1,6 +1,6 @@
-//! The decision table: the fastest algorithm for each size, measured on one machine with one number of ranks. A plain
-//! text file in the user's cache directory, one per machine and number of ranks. Rank 0 of a group reads it when the
-//! group is made; `torch-sagellm tune` writes it.
+//! The decision table: the fastest algorithm for each size, measured on one machine with one number of ranks. It is a
+//! text file in the user's cache directory, one per machine and number of ranks. `torch-sagellm tune` writes it, and
+//! rank 0 of a group reads it when the group is made.
 //!
 //! ```text
 //! # what it is
@@ -14,8 +14,8 @@
 //! sum 0123456789abcdef
 //! ```
 //!
-//! A line is a rule, its median, and the median of the default at the same size. The sum is over everything above it.
-//! Any other contents are refused, with the reason: a table decides how every operation runs.
+//! A line is a rule, the median of its algorithm, and the median of the default at the same size. The sum covers
+//! everything above it. Any other contents are refused with a reason, because a table decides how every operation runs.
 
 use std::fmt::Write as _;
 use std::fs::{self, File};
@@ -29,10 +29,10 @@ use crate::os::topology;
 const FORMAT: &str = "1";
 const HEAD: &str =
     "# sagellm decision table: the algorithm of each operation, as measured on this machine by `torch-sagellm tune`.";
-/// Longest table that is read, written or sent to the other ranks.
+/// Longest table in bytes that is read, written or sent to the other ranks.
 pub const MAX_BYTES: usize = 16 << 10;
 
-/// The machine, version and number of ranks that a table is for.
+/// The machine, version and number of ranks for which a table was made.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Key {
     pub version: String,
@@ -46,20 +46,20 @@ pub struct Line {
     pub rule: Rule,
     /// Median of this algorithm.
     pub nanoseconds: u64,
-    /// Median of the defaults at the same size, in the same run.
+    /// Median of the default at the same size, in the same run.
     pub start_nanoseconds: u64,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Table {
     pub key: Key,
-    /// Date and quality of the measurement, for people.
+    /// Date and quality of the measurement, for display.
     pub made: String,
     pub lines: Vec<Line>,
 }
 
 impl Table {
-    /// The line for an operation, if there is one: the first that fits.
+    /// The first line that fits an operation. None if no line does.
     pub fn find(&self, kind: crate::types::Kind, bytes: u64) -> Option<&Line> {
         self.lines.iter().find(|line| line.rule.fits(kind, bytes))
     }
@@ -78,7 +78,7 @@ impl Table {
         text
     }
 
-    /// Parses a table without checking what it is for. The error is a clause: "it is damaged: ...".
+    /// Parses a table without checking for what it was made. The error is a clause: "it is damaged: ...".
     pub fn parse(bytes: &[u8]) -> Result<Table, String> {
         if bytes.len() > MAX_BYTES {
             return Err(format!("it has {} bytes, more than the {MAX_BYTES} of a table", bytes.len()));
@@ -105,7 +105,7 @@ impl Table {
         Ok(Table { key: Key { version, machine, ranks }, made, lines })
     }
 
-    /// Refuses a table that was made for something else: the error is a clause, as in `parse`.
+    /// Refuses a table that was made for another key. The error is a clause, as in `parse`.
     pub fn serves(&self, wanted: &Key) -> Result<(), String> {
         if self.key.version != wanted.version {
             return Err(format!(
@@ -144,7 +144,7 @@ fn one_line(text: &str) -> String {
     text.replace(char::is_control, " ")
 }
 
-/// The text above the sum, when the sum is right.
+/// The text above the sum, if the sum is right.
 fn checked_body(text: &str) -> Result<&str, String> {
     let damaged = || "it is damaged: the sum at its end does not match".to_string();
     let body = &text[..text.rfind("sum ").ok_or_else(damaged)?];
@@ -152,21 +152,21 @@ fn checked_body(text: &str) -> Result<&str, String> {
     if body.ends_with('\n') && text[body.len()..] == expected { Ok(body) } else { Err(damaged()) }
 }
 
-/// FNV-1a: any one changed byte changes it. It guards against accidents; a user who may write the cache directory can
-/// do worse than falsify a table.
+/// FNV-1a: a change of any one byte changes it. It protects against accidents only; a user who can write the cache
+/// directory can do worse than falsify a table.
 pub fn hash(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))
 }
 
-/// Names the directory; without it `$XDG_CACHE_HOME/sagellm` or `~/.cache/sagellm`.
+/// Variable that names the cache directory. Without it: `$XDG_CACHE_HOME/sagellm` or `~/.cache/sagellm`.
 pub const VARIABLE: &str = "SAGELLM_CACHE_DIR";
 
-/// The key that a table must have to apply here.
+/// The key that a table must have to apply on this machine.
 pub fn key(ranks: usize) -> Key {
     Key { version: env!("CARGO_PKG_VERSION").into(), machine: topology::fingerprint().into(), ranks }
 }
 
-/// The cache directory of this user, or None.
+/// This user's cache directory. None if no variable names one.
 pub fn directory() -> Option<PathBuf> {
     let named = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     named(VARIABLE)
@@ -174,25 +174,25 @@ pub fn directory() -> Option<PathBuf> {
         .or_else(|| named("HOME").map(|path| path.join(".cache").join("sagellm")))
 }
 
-/// The file for one machine and number of ranks: machines that share a home directory use different files.
+/// The table's file for one machine and number of ranks. Machines that share a home directory use different files.
 pub fn path(directory: &Path, key: &Key) -> PathBuf {
     directory.join(format!("table-{:016x}-{}.txt", hash(key.machine.as_bytes()), key.ranks))
 }
 
-/// The result of loading: a table and its path, or why there is none.
+/// The result of loading a table.
 pub enum Found {
     Table(Table, PathBuf),
-    /// There is none, which is the usual case.
+    /// There is no table, which is the usual case. The text says so.
     Missing(String),
-    /// There is one that must not be used.
+    /// There is a table that must not be used. The text says why.
     Refused(String),
 }
 
-/// The table for `key` in `directory`, if it is undamaged and made for exactly this key.
+/// Loads the table for `key` from `directory`, if it is undamaged and was made for exactly this key.
 pub fn load(directory: &Path, key: &Key, slot_bytes: usize) -> Found {
     let path = path(directory, key);
     let mut bytes = Vec::new();
-    // Reads one byte more than a table may have, so that a file that is too long is noticed.
+    // Reads one byte more than a table may have, to notice a file that is too long.
     match File::open(&path).and_then(|file| file.take(MAX_BYTES as u64 + 1).read_to_end(&mut bytes)) {
         Ok(_) => {}
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
@@ -214,7 +214,7 @@ pub fn load(directory: &Path, key: &Key, slot_bytes: usize) -> Found {
     }
 }
 
-/// Writes a table so that a reader finds either the old one or the new one, complete.
+/// Writes a table atomically: a reader finds either the old table or the complete new one.
 pub fn save(directory: &Path, table: &Table) -> io::Result<PathBuf> {
     let text = table.text();
     if text.len() > MAX_BYTES {
@@ -233,7 +233,7 @@ pub fn save(directory: &Path, table: &Table) -> io::Result<PathBuf> {
     Ok(path)
 }
 
-/// Builds the table of this machine for `ranks` ranks from `lines`, each a `Line`, writes it and returns its path.
+/// Makes the table of this machine for `ranks` ranks from `lines`, each a `Line`. Writes it and returns its path.
 pub fn make(ranks: usize, made: &str, lines: &str) -> Outcome<String> {
     let lines: Result<Vec<Line>, String> = lines.lines().map(Line::parse).collect();
     let lines = lines.map_err(|what| Error::invalid(format!("sagellm: the new table cannot be used: {what}")))?;
