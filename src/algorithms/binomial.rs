@@ -1,16 +1,17 @@
 //! Binomial tree: in every step each rank that has the data passes it to one that does not.
 //!
-//! p ranks, L = ceil(log2 p), N bytes (gather and scatter: all blocks together). Ranks are counted from the root; the
-//! subtree of v holds v, v + 1, ... up to the lowest set bit of v.
+//! p ranks, L = ceil(log2 p), N bytes (gather and scatter: all blocks together). Ranks are numbered from the root as
+//! places. The subtree of place v consists of v, v + 1, ..., as many places as the lowest set bit of v.
 //!
 //! - broadcast: L steps; the root sends N L bytes, a rank receives N.
 //! - reduce: the same backwards; a rank sends N, the root receives N L.
 //! - all_reduce: reduce to rank 0, then broadcast. 2 L steps, at most N L sent and received.
-//! - gather, scatter: L steps; the root moves N (p - 1) / p, a rank at most its subtree: parts of max(p - 2^(L-1), 2^(L-2)).
-//! - barrier: reduce and broadcast of nothing. 2 L steps.
+//! - gather, scatter: L steps; the root moves N (p - 1) / p. Any other rank moves at most its subtree, which has up to
+//!   max(p - 2^(L-1), 2^(L-2)) blocks.
+//! - barrier: reduce and broadcast without data. 2 L steps.
 //!
-//! Order of summation: the balanced tree over consecutive ranks counted from the root, lower ranks on the left:
-//! ((x0 op x1) op (x2 op x3)) op ...; the same for all elements.
+//! Order of summation: the balanced tree over consecutive ranks, counted from the root, with lower ranks on the left:
+//! ((x0 op x1) op (x2 op x3)) op .... The same for all elements.
 //! Source: MPICH's binomial broadcast, reduce, gather and scatter (Thakur, Rabenseifner, Gropp, "Optimization of collective
 //! communication operations in MPICH", 2005).
 
@@ -66,7 +67,7 @@ impl Pattern for Binomial {
     }
 }
 
-/// The parts that move between a rank at `place` and its parent when their distance is `1 << level`.
+/// The parts that move between the rank at `place` and its parent, at the distance `1 << level`.
 fn cargo(s: &Schedule, place: usize, level: usize) -> Vec<Range<usize>> {
     match s.kind {
         Kind::Gather | Kind::Scatter => {
@@ -78,7 +79,7 @@ fn cargo(s: &Schedule, place: usize, level: usize) -> Vec<Range<usize>> {
     }
 }
 
-/// Towards the root, over the distance `1 << level`.
+/// The step towards the root, over the distance `1 << level`.
 fn up(s: &Schedule, rank: usize, level: usize) -> Step {
     let mut step = Step::default();
     let (place, distance) = (s.place_of(rank), 1 << level);
@@ -91,7 +92,7 @@ fn up(s: &Schedule, rank: usize, level: usize) -> Step {
     step
 }
 
-/// Away from the root, over the distance `1 << level`.
+/// The step away from the root, over the distance `1 << level`.
 fn down(s: &Schedule, rank: usize, level: usize) -> Step {
     let mut step = Step::default();
     let (place, distance) = (s.place_of(rank), 1 << level);

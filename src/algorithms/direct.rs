@@ -1,21 +1,22 @@
-//! Direct exchange: every rank sends each other rank its data directly, all at once. In two forms.
+//! Direct exchange: every rank sends its data directly to each other rank, all at the same time. There are two forms.
 //!
 //! p ranks, N bytes (the vector, or all blocks together). [`Direct`], always one step:
 //!
-//! - all_reduce: everything to everyone; N (p - 1) bytes sent and received. For small vectors.
-//! - reduce_scatter, all_gather, all_to_all: N (p - 1) / p (all_to_all: N all that one rank has for others and itself).
-//! - broadcast, scatter: the root sends N (p - 1), N (p - 1) / p; the others receive N, N / p.
-//! - reduce, gather: the same towards the root. barrier: an empty message to everyone.
+//! - all_reduce: each rank sends the whole vector to every rank; N (p - 1) bytes sent and received. For small vectors.
+//! - reduce_scatter, all_gather, all_to_all: N (p - 1) / p (for all_to_all, N is all blocks of one rank, including its
+//!   own).
+//! - broadcast: the root sends N (p - 1), each other rank receives N. scatter: N (p - 1) / p and N / p.
+//! - reduce, gather: the same towards the root. barrier: an empty message to every rank.
 //!
 //! [`TwoStep`], two steps, the vector cut into p parts:
 //!
 //! - all_reduce: direct reduce_scatter, then direct all_gather; 2 N (p - 1) / p sent and received.
-//! - broadcast: direct scatter, then everyone sends its part to all but the root; the root sends 2 N (p - 1) / p, the others
-//!   receive N.
+//! - broadcast: direct scatter, then every rank sends its part to all except the root. The root sends 2 N (p - 1) / p,
+//!   the others receive N.
 //! - reduce: direct reduce_scatter, then direct gather; a rank sends N, the root receives 2 N (p - 1) / p.
 //!
-//! Order of summation: x0 op x1 op x2 ..., from left to right in rank order, for every element; low precision can be
-//! rounded once. It is the order of shared memory on one host.
+//! Order of summation: x0 op x1 op x2 ..., from left to right in rank order, for every element, so low precision can be
+//! rounded once. This is the order of shared memory on one host.
 //! Source: the pairwise exchange of MPICH's reduce_scatter and the scattered all_to_all, posted at once; two-shot
 //! all_reduce as in NCCL's and vLLM's one-host kernels.
 
@@ -144,7 +145,7 @@ fn swap(step: &mut Step, peer: usize, out: usize, come: usize, how: How) {
     step.recv(peer, one(come), how);
 }
 
-/// One part from the root to each other rank; `peer` counts only where one of the two is the root.
+/// Sends one part from the root to each other rank. Does nothing unless `rank` or `peer` is the root.
 fn from_root(step: &mut Step, s: &Schedule, rank: usize, peer: usize, part: usize) {
     if rank == s.root {
         step.send(peer, one(part));

@@ -1,7 +1,8 @@
-//! Dissemination barrier: in step k every rank tells the one 2^k ahead that it has come, and all ranks it has heard of.
+//! Dissemination barrier: in step k every rank sends to the rank 2^k ahead, after it has received the messages of step
+//! k - 1. So a message says that its sender and all ranks of which the sender knows have entered.
 //!
-//! p ranks: ceil(log2 p) steps, one empty message sent and received per step; no rank waits for a central one.
-//! Nothing is summed.
+//! p ranks: ceil(log2 p) steps, one empty message sent and received per step. There is no central rank. Nothing is
+//! summed.
 //! Source: Hensgen, Finkel, Manber, "Two algorithms for barrier synchronization" (1988); MPICH's barrier.
 
 use super::{How, Pattern, Schedule, Step, Volume, ceil_log2};

@@ -1,21 +1,22 @@
 //! Double tree: two binary trees at once, each for one half of the vector, pipelined in segments. An inner rank of one
 //! tree is a leaf of the other, so every rank sends and receives as much as every other.
 //!
-//! p ranks, counted from the root as places 0 to p - 1; D = ceil(log2 p) levels; N bytes; each half in S segments. Both
-//! trees hold the places 1 to p - 1: the first is the in-order binary tree (odd places are leaves, a place's level is its
-//! number of trailing zeros), the second the same seen from the other end (p odd) or shifted by one (p even). Place 0
-//! stands above the top of both.
+//! p ranks, numbered from the root as places 0 to p - 1; D = ceil(log2 p) levels; N bytes; each half in S segments.
+//! Both trees contain the places 1 to p - 1. The first is the in-order binary tree: odd places are leaves, and a
+//! place's level is its number of trailing zeros. The second is the first in reverse (p odd) or shifted by one (p
+//! even). Place 0 is the parent of both trees' tops.
 //!
-//! - broadcast: S + D - 1 steps; N bytes received by all but the root, at most N sent.
+//! - broadcast: S + D - 1 steps; N bytes received by all except the root, at most N sent.
 //! - reduce: the same backwards.
-//! - all_reduce: reduce to rank 0, then broadcast: 2 (S + D - 1) steps; at most 2 N sent and received (N of
-//!   2 ranks, 1.5 N of 3). The two do not overlap: with two trees each of them alone already fills the links of both directions.
+//! - all_reduce: reduce to rank 0, then broadcast: 2 (S + D - 1) steps; at most 2 N sent and received (N for 2 ranks,
+//!   1.5 N for 3). Reduce and broadcast do not overlap: with two trees, each alone already fills the links in both
+//!   directions.
 //!
-//! Order of summation: a rank adds the numbers of its children to its own, those at lower places on the left, then
-//! those at higher places on the right: (lower op own) op higher; place 0: own op tree. The two halves of the vector
-//! have different trees, so the order depends on an element's position in the vector.
-//! Source: Sanders, Speck, Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (2009); NCCL's
-//! double binary trees, whose trees these are.
+//! Order of summation: a rank combines its own numbers with those of children at lower places on the left, then with
+//! those of children at higher places on the right: (lower op own) op higher. Place 0: own op tree. The two halves of
+//! the vector have different trees, so the order depends on an element's position in the vector.
+//! Source: Sanders, Speck, Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (2009). The
+//! trees are those of NCCL's double binary trees.
 
 use super::{How, Pattern, Schedule, Step, Volume, ceil_log2, one};
 use crate::types::Kind;
@@ -62,7 +63,7 @@ impl Pattern for DoubleTree {
         Volume { sent: halves * s.segments, received: halves * s.segments }
     }
 
-    /// Between the first and the last segments every level is busy.
+    /// Every level is busy from the time the first segments have filled the pipeline until the last segment starts.
     fn alike(&self, s: &Schedule, k: usize) -> usize {
         let levels = ceil_log2(s.ranks);
         let k = k % (s.segments + levels - 1);
@@ -83,7 +84,7 @@ struct Tree {
 }
 
 impl Tree {
-    /// The place's number in the first tree, and its inverse: the second tree is the first one renumbered.
+    /// The number of a place in the first tree: the second tree is the first one renumbered. `place` is the inverse.
     fn label(self, place: usize) -> usize {
         match (self.second, self.nodes % 2) {
             (false, _) => place,
@@ -100,7 +101,7 @@ impl Tree {
         }
     }
 
-    /// 0 above the top.
+    /// The parent's place. 0 for the top of the tree.
     fn parent(self, place: usize) -> usize {
         let label = self.label(place);
         let bit = label & label.wrapping_neg();
@@ -109,7 +110,7 @@ impl Tree {
         if up == 0 { 0 } else { self.place(up) }
     }
 
-    /// In order of their places.
+    /// The children's places, in ascending order.
     fn children(self, place: usize) -> Vec<usize> {
         if place == 0 {
             return Vec::from([self.place(1 << self.nodes.ilog2())]);
@@ -130,7 +131,7 @@ impl Tree {
         children
     }
 
-    /// Number of steps from place 0.
+    /// Number of edges to place 0.
     fn depth(self, place: usize) -> usize {
         let mut depth = 0;
         let mut at = place;
@@ -142,7 +143,7 @@ impl Tree {
     }
 }
 
-/// The part number of the segment that is sent in step `k` with the delay `wait`.
+/// The part number of the segment that is sent in step `k` if each segment is delayed by `wait` steps.
 fn due(s: &Schedule, tree: Tree, k: usize, wait: usize) -> Option<usize> {
     let segment = k.checked_sub(wait).filter(|segment| *segment < s.segments)?;
     Some(usize::from(tree.second) * s.segments + segment)
@@ -181,7 +182,7 @@ fn up(s: &Schedule, tree: Tree, rank: usize, k: usize, step: &mut Step) {
     }
 }
 
-/// Two ranks are neighbours in both trees only where there are just two: then both parts go in one message.
+/// Only with two ranks are two ranks neighbours in both trees. Then both parts are sent in one message.
 fn add_send(step: &mut Step, peer: usize, part: usize) {
     match step.sends.iter_mut().find(|send| send.peer == peer) {
         Some(send) => send.parts.push(part..part + 1),

@@ -1,14 +1,15 @@
-//! Recursive doubling: in step j ranks exchange all they have over the distance 2^j.
+//! Recursive doubling: in step j ranks exchange all they have with the rank at distance 2^j.
 //!
-//! p ranks, L = floor(log2 p), N bytes (all_gather: all blocks together). Where p is no power of two, p - 2^L odd ranks
-//! first give their data to the rank before them and get the result in a last step (`power.rs`).
+//! p ranks, L = floor(log2 p), N bytes (all_gather: all blocks together). If p is not a power of two, p - 2^L odd ranks
+//! first send their data to the rank before them, and receive the result in a last step (`power.rs`). Values for this
+//! case are in brackets.
 //!
 //! - all_reduce: L steps (L + 2); every rank sends and receives N L bytes (N (L + 1)).
-//! - all_gather: L steps (L + 2); every rank sends and receives N (p - 1) / p bytes. Where p is no power of two the ranks
-//!   that act for two send up to almost twice that; Bruck's algorithm is better there.
-//! - barrier: all_reduce of nothing.
+//! - all_gather: L steps (L + 2); every rank sends and receives N (p - 1) / p bytes. If p is not a power of two, the
+//!   ranks that act for two send up to almost twice that, and Bruck's algorithm is better.
+//! - barrier: all_reduce without data.
 //!
-//! Order of summation: the balanced tree over consecutive ranks, lower ranks on the left; a pair that acts as one is
+//! Order of summation: the balanced tree over consecutive ranks, lower ranks on the left. A pair that acts as one is
 //! combined first. The same for all elements, whatever their position in the vector.
 //! Source: MPICH's recursive doubling (Thakur, Rabenseifner, Gropp 2005).
 
@@ -55,7 +56,7 @@ impl Pattern for Doubling {
                 Volume { sent: each, received: each }
             }
             Kind::AllGather if power.extra > 0 => {
-                // Rank 0 sends the data of its growing group, then all but one part.
+                // Rank 0 sends the data of its growing group, then all parts except its partner's.
                 let grown: usize = (0..power.bits).map(|bit| power.ranks(0..1 << bit).len()).sum();
                 Volume { sent: grown + s.ranks - 1, received: s.ranks - 1 }
             }
@@ -65,12 +66,12 @@ impl Pattern for Doubling {
     }
 }
 
-/// The whole vector; no part for a barrier.
+/// The whole vector. Empty for a barrier.
 fn whole(kind: Kind) -> Vec<Range<usize>> {
     if kind == Kind::AllReduce { one(0) } else { Vec::new() }
 }
 
-/// Odd ranks of pairs send their data to their partner.
+/// First step: odd ranks of pairs send their data to their partner.
 fn fold_in(kind: Kind, power: Power, rank: usize) -> Step {
     let mut step = Step::default();
     let Some(partner) = power.partner(rank) else { return step };
@@ -85,7 +86,7 @@ fn fold_in(kind: Kind, power: Power, rank: usize) -> Step {
     step
 }
 
-/// The rank that acted for both sends the result to its partner.
+/// Last step: the rank that acted for a pair sends the result to its partner.
 fn fold_out(s: &Schedule, power: Power, rank: usize) -> Step {
     let mut step = Step::default();
     let Some(partner) = power.partner(rank) else { return step };

@@ -1,18 +1,18 @@
-//! Recursive halving and doubling: ranks exchange over the distances 1, 2, 4, ... and each time halve the parts that
-//! they still reduce; then the reverse to gather the results.
+//! Recursive halving and doubling: ranks exchange over the distances 1, 2, 4, ..., and each time halve the parts that
+//! they still reduce. Then they gather the results in reverse.
 //!
-//! p ranks, P = 2^L <= p the power of two inside it, N bytes (all blocks together of all_gather and reduce_scatter). Where
-//! p is no power of two, p - P odd ranks first give their data to the rank before them and get the result in a last step
-//! (`power.rs`); the numbers for that stand in brackets.
+//! p ranks, P = 2^L the largest power of two up to p, N bytes (all blocks together of all_gather and reduce_scatter).
+//! If p is not a power of two, p - P odd ranks first send their data to the rank before them, and receive the result in
+//! a last step (`power.rs`). Values for this case are in brackets.
 //!
-//! - reduce_scatter: L steps (L + 2); N (p - 1) / p bytes sent and received (at most N sent; received N + N (P - 1) / p and
-//!   some blocks more).
-//! - all_gather: its reverse; N (p - 1) / p bytes (at most N (P - 1) / p + N and some blocks more sent).
+//! - reduce_scatter: L steps (L + 2); N (p - 1) / p bytes sent and received (at most N sent, and N + N (P - 1) / p plus
+//!   a few blocks received).
+//! - all_gather: its reverse; N (p - 1) / p bytes (at most N (P - 1) / p + N plus a few blocks sent).
 //! - all_reduce: both; 2 L steps (2 L + 2), 2 N (P - 1) / P bytes (and N more).
 //!
 //! The nearest ranks exchange the most, which suits ranks that are numbered host by host.
-//! Order of summation: exactly that of recursive doubling, for every element, because both use the distances in the
-//! same order. So it does not depend on an element's position in the vector.
+//! Order of summation: that of recursive doubling, for every element, because both use the distances in the same order.
+//! So it does not depend on an element's position in the vector.
 //! Source: Rabenseifner, "Optimization of collective reduction operations" (2004); MPICH. Theirs starts with the largest
 //! distance, which gives another order of summation.
 
@@ -61,7 +61,8 @@ impl Pattern for Halving {
     fn volume(&self, s: &Schedule) -> Volume {
         let power = Power::of(s.ranks);
         let folded = power.extra > 0;
-        // The parts that rank 0 still reduces after each halving: the most of all ranks, because the pairs come first.
+        // The parts that rank 0 still reduces after each halving. No rank has more, because the pairs are the first
+        // ranks.
         let kept: usize = (1..=power.bits).map(|bit| (power.size >> bit) + power.extra.div_ceil(1 << bit)).sum();
         let (sent, received) = match s.kind {
             Kind::AllReduce => {
@@ -75,7 +76,7 @@ impl Pattern for Halving {
         Volume { sent, received }
     }
 
-    /// Naming the parts of blocks takes time, so a few ranks are examined for all, among them those at the end of the
+    /// Listing the parts of blocks takes time, so only a few ranks are examined, including those at the end of the
     /// pairs.
     fn busiest(&self, s: &Schedule, _k: usize) -> Vec<usize> {
         const SOME: usize = 64;
@@ -94,7 +95,8 @@ fn exchanges(kind: Kind, power: Power) -> usize {
 /// The parts that the rank with this index still reduces after `halvings` halvings.
 fn kept(kind: Kind, power: Power, index: usize, halvings: usize) -> Vec<Range<usize>> {
     if kind == Kind::AllReduce {
-        // The parts of all_reduce belong to no rank, so each rank keeps one run: the half that its bit selects.
+        // The parts of all_reduce belong to no rank, so each rank keeps one contiguous range: the half that its bit
+        // selects.
         let start = (0..halvings).map(|bit| (index >> bit & 1) * (power.size >> (bit + 1))).sum();
         return run(start..start + (power.size >> halvings));
     }
@@ -126,7 +128,7 @@ fn double(kind: Kind, power: Power, index: usize, bit: usize) -> Step {
     step
 }
 
-/// Odd ranks of pairs send their numbers, or their block, to their partner.
+/// First step: odd ranks of pairs send their numbers, or their block, to their partner.
 fn fold_in(s: &Schedule, power: Power, rank: usize) -> Step {
     let mut step = Step::default();
     let Some(partner) = power.partner(rank) else { return step };
@@ -141,7 +143,7 @@ fn fold_in(s: &Schedule, power: Power, rank: usize) -> Step {
     step
 }
 
-/// The rank that acted for both sends its partner's parts to the partner.
+/// Last step: the rank that acted for a pair sends its partner's parts to the partner.
 fn fold_out(s: &Schedule, power: Power, rank: usize) -> Step {
     let mut step = Step::default();
     let Some(partner) = power.partner(rank) else { return step };

@@ -1,26 +1,27 @@
 //! Schedules: which rank sends which parts to which rank in which step of a collective. Pure arithmetic over rank
-//! numbers, without data, clock or side effects, so that one schedule can be executed over a link, proved for every
-//! rank count (`tests/it/algorithms.rs`), and priced for 100,000 ranks (`select/cost.rs`).
+//! numbers, without data, clock or side effects. So one schedule can be executed over a link, proved for every rank
+//! count (`tests/it/algorithms.rs`), and priced for 100,000 ranks (`select/cost.rs`).
 //!
 //! # What a schedule guarantees
 //!
-//! - The vector of the collective is cut into [`Schedule::parts`] parts, numbered in the order in which they lie in
-//!   memory. all_reduce, broadcast, reduce: about equal parts, see [`part_range`]; they may be empty. all_gather,
-//!   reduce_scatter, gather, scatter: part `q` is the block of rank `q`, of any size. all_to_all: part `src * ranks + dst`
-//!   is what `src` has for `dst`. barrier: no parts; its messages are empty and must be sent all the same.
-//! - At the start a rank holds every part of its own input (all_reduce, reduce, reduce_scatter; at the root broadcast and
-//!   scatter), its own part (all_gather, gather), or the parts it has for others (all_to_all). Other parts are scratch: a
-//!   schedule may pass foreign parts through a rank, and may leave partial sums in parts that are no result of that rank.
-//! - All transfers of one [`Step`] are in flight together. A send reads what its rank held before the step; step `k + 1`
-//!   of a rank begins when its step `k` is done. Ranks are not in step with each other otherwise.
-//! - Between two ranks there is at most one message per step and direction, and the sender and the receiver name the same
-//!   parts in the same order under the same step number. So receives that are posted step by step never meet a wrong
-//!   message, and a rank that has posted the receives of its present step alone cannot cause a deadlock.
+//! - The vector of the collective is cut into [`Schedule::parts`] parts, numbered in memory order. For all_reduce,
+//!   broadcast and reduce they are about equal, see [`part_range`], and may be empty. For all_gather, reduce_scatter,
+//!   gather and scatter, part `q` is the block of rank `q`, of any size. For all_to_all, part `src * ranks + dst` is
+//!   the data that `src` sends to `dst`. A barrier has no parts; its messages are empty and must still be sent.
+//! - At the start a rank has every part of its own input (all_reduce, reduce, reduce_scatter; on the root broadcast and
+//!   scatter), its own part (all_gather, gather), or its parts for others (all_to_all). Other parts are scratch: a
+//!   schedule may pass foreign parts through a rank, and may leave partial sums in parts that are not a result of that
+//!   rank.
+//! - All transfers of one [`Step`] are in flight together. A send reads what its rank had before the step. Step `k + 1`
+//!   of a rank starts when its step `k` is done. Otherwise ranks do not run in lockstep.
+//! - Between two ranks there is at most one message per step and direction. Sender and receiver name the same parts in
+//!   the same order under the same step number. So receives that are posted step by step never match a wrong message,
+//!   and a rank that has posted only the receives of its current step cannot cause a deadlock.
 //! - What a [`How::Copy`] writes in a step is not sent by the same rank in that step.
-//! - Every element is combined by one expression, the same wherever it is computed, so that all ranks get equal bits. Which
-//!   expression it is stands in the header of the algorithm.
+//! - Every element is combined by one expression, wherever it is computed, so that all ranks get equal bits. The header
+//!   of each algorithm has its expression.
 //!
-//! How to add an algorithm stands in `CONTRIBUTING.md`.
+//! `CONTRIBUTING.md` describes how to add an algorithm.
 
 /// The Rust examples of `docs/internals/algorithms.md` run as tests.
 #[cfg(doctest)]
@@ -43,7 +44,7 @@ use std::ops::Range;
 use crate::types::{Kind, enumeration};
 
 enumeration! {
-    /// The numbers are for tables and records; they never change their meaning.
+    /// The numbers are stored in tables and records. Their meaning never changes.
     Algorithm {
         Ring = 1, "ring";
         Torus = 2, "torus";
@@ -86,18 +87,19 @@ impl Algorithm {
         Algorithm::ALL.into_iter().find(|algorithm| algorithm.code() == code)
     }
 
-    /// True where there is a schedule of this algorithm for `kind`, for every rank count.
+    /// Whether this algorithm has schedules for `kind`. They then exist for every rank count.
     pub fn serves(self, kind: Kind) -> bool {
         self.pattern().serves(kind)
     }
 
-    /// True where every element is added in one order, wherever it stands in the vector. Only such a schedule may carry a
-    /// batch of sums, because otherwise the bits of an operation would depend on its neighbours (rule 18).
+    /// Whether every element is combined in one order, whatever its position in the vector. Only such a schedule may
+    /// run a batch of sums, because otherwise the bits of an operation would depend on the others in the batch (rule
+    /// 18).
     pub fn one_order(self) -> bool {
         self.pattern().one_order()
     }
 
-    /// True where cutting the vector into more segments lets steps overlap; elsewhere `segments` is always 1.
+    /// Whether cutting the vector into more segments lets steps overlap. If not, `segments` is always 1.
     pub fn pipelines(self, kind: Kind) -> bool {
         self.pattern().pipelines(kind)
     }
@@ -109,24 +111,24 @@ pub struct Schedule {
     pub kind: Kind,
     pub algorithm: Algorithm,
     pub ranks: usize,
-    /// 0 where the kind has no root.
+    /// 0 if the kind has no root.
     pub root: usize,
-    /// Pipelining: into how many segments each stream of data is cut. 1 where the algorithm does not pipeline.
+    /// Number of segments into which each stream of data is cut, for pipelining. 1 if the algorithm does not pipeline.
     pub segments: usize,
 }
 
-/// What one rank does in one step; empty where it pauses.
+/// What one rank does in one step. Empty if it pauses.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Step {
     pub sends: Vec<Send>,
-    /// Numbers are combined in the order of this list.
+    /// Received numbers are combined in the order of this list.
     pub recvs: Vec<Recv>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Send {
     pub peer: usize,
-    /// Part numbers, in the order in which they lie in the message.
+    /// Part numbers, in the order of the parts in the message.
     pub parts: Vec<Range<usize>>,
 }
 
@@ -146,49 +148,49 @@ pub enum How {
     ReduceAfter,
     /// own = theirs op own
     ReduceBefore,
-    /// own = x0 op x1 op x2 ..., from left to right over this rank's own value and those of all receives of the step,
-    /// in the order of the rank numbers. All receives of such a step have this kind and name the same parts.
+    /// own = x0 op x1 op x2 ..., from left to right over this rank's own value and the values of all receives of the
+    /// step, in rank order. All receives of such a step have this kind and name the same parts.
     InRankOrder,
 }
 
-/// Parts that the busiest sender and the busiest receiver move in all; these may be two ranks. With equal parts of `b`
-/// bytes the busiest sender sends `sent * b` bytes.
+/// Number of parts that the busiest sender sends and the busiest receiver receives in total; these may be two ranks.
+/// With equal parts of `b` bytes, the busiest sender sends `sent * b` bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Volume {
     pub sent: usize,
     pub received: usize,
 }
 
-/// One algorithm. Callers have checked `serves` and `ranks > 1`; `rank < ranks`, `k < steps`.
+/// One algorithm. Callers have checked `serves` and `ranks > 1`, and that `rank < ranks` and `k < steps`.
 trait Pattern: Sync {
     fn serves(&self, kind: Kind) -> bool;
     fn pipelines(&self, _kind: Kind) -> bool {
         false
     }
-    /// What `Algorithm::one_order` says, of all kinds that it serves; a proof in `tests/it/algorithms.rs` holds it.
+    /// The value of `Algorithm::one_order`, for all kinds that it serves. `tests/it/algorithms.rs` proves it.
     fn one_order(&self) -> bool {
         false
     }
-    /// Number of parts of the vector: used for all_reduce, broadcast and reduce, where the algorithm decides it.
+    /// Number of parts of the vector for all_reduce, broadcast and reduce, for which the algorithm decides it.
     fn cuts(&self, s: &Schedule) -> usize;
     fn steps(&self, s: &Schedule) -> usize;
     fn step(&self, s: &Schedule, rank: usize, k: usize) -> Step;
-    /// The formula of the header.
+    /// The number of parts by the formula in the algorithm's header.
     fn volume(&self, s: &Schedule) -> Volume;
-    /// Number of steps from `k` on that are alike: every rank has the same peers and counts of parts in them.
+    /// Number of steps from `k` on that are alike: every rank has the same peers and counts of parts in each of them.
     fn alike(&self, _s: &Schedule, _k: usize) -> usize {
         1
     }
-    /// Ranks of which one, or one next to it, does as much in step `k` as any other. All ranks, unless they are too
-    /// many to examine.
+    /// Ranks, one of which (or its neighbour) does as much in step `k` as any other rank. All ranks, unless they are
+    /// too many to examine.
     fn busiest(&self, s: &Schedule, _k: usize) -> Vec<usize> {
         (0..s.ranks).collect()
     }
 }
 
 impl Schedule {
-    /// None where the algorithm does not serve the kind, or `root` is no rank. `segments` is at least 1, and matters
-    /// only where the algorithm pipelines the kind.
+    /// None if the algorithm does not serve the kind, or `root` is not a rank. `segments` is at least 1, and only
+    /// matters if the algorithm pipelines the kind.
     pub fn new(algorithm: Algorithm, kind: Kind, ranks: usize, root: usize, segments: usize) -> Option<Schedule> {
         if !algorithm.serves(kind) || root >= ranks {
             return None;
@@ -208,39 +210,39 @@ impl Schedule {
         }
     }
 
-    /// Number of steps of the rank with the most.
+    /// Number of steps of the rank that has most.
     pub fn steps(&self) -> usize {
         if self.ranks == 1 { 0 } else { self.algorithm.pattern().steps(self) }
     }
 
-    /// The sends and receives of `rank` in step `k`. Panics where there is no such rank or step.
+    /// The sends and receives of `rank` in step `k`. Panics if there is no such rank or step.
     pub fn step(&self, rank: usize, k: usize) -> Step {
         assert!(rank < self.ranks && k < self.steps(), "no step {k} of rank {rank} in {self:?}");
         self.algorithm.pattern().step(self, rank, k)
     }
 
-    /// Parts moved by the busiest ranks.
+    /// Number of parts moved by the busiest ranks.
     pub fn volume(&self) -> Volume {
         if self.ranks == 1 { Volume { sent: 0, received: 0 } } else { self.algorithm.pattern().volume(self) }
     }
 
     /// Number of steps from `k` on that are alike, at least 1: every rank has the same peers and counts of parts in
-    /// them. For the cost model, which need not examine each of 200,000 steps.
+    /// each of them. So the cost model need not examine each of 200,000 steps.
     pub fn alike(&self, k: usize) -> usize {
         self.algorithm.pattern().alike(self, k)
     }
 
-    /// Ranks of which one, or one on the same host, does as much in step `k` as any other, or nearly so.
+    /// Ranks, one of which (or a rank on its host) does as much in step `k` as any other rank, or nearly so.
     pub fn busiest(&self, k: usize) -> Vec<usize> {
         self.algorithm.pattern().busiest(self, k)
     }
 
-    /// The rank's place when the root is counted as 0.
+    /// The rank's place, counted from the root as 0.
     fn place_of(&self, rank: usize) -> usize {
         (rank + self.ranks - self.root) % self.ranks
     }
 
-    /// The rank at a place counted from the root.
+    /// The rank at a place, which is counted from the root.
     fn rank_at(&self, place: usize) -> usize {
         (self.root + place) % self.ranks
     }
@@ -260,7 +262,8 @@ impl Step {
     }
 }
 
-/// Elements of part `part` when `count` elements are cut into `parts` parts: the first `count % parts` have one more.
+/// The elements of part `part` if `count` elements are cut into `parts` parts. The first `count % parts` parts have one
+/// more.
 pub fn part_range(count: usize, parts: usize, part: usize) -> Range<usize> {
     let start = |q: usize| q * (count / parts) + q.min(count % parts);
     start(part)..start(part + 1)
@@ -286,13 +289,13 @@ fn run(parts: Range<usize>) -> Vec<Range<usize>> {
     std::iter::once(parts).collect()
 }
 
-/// Parts `start`, `start + 1`, ... `length` of them, counted around the circle of `ranks`.
+/// The `length` parts from `start` on, modulo `ranks`.
 fn around(start: usize, length: usize, ranks: usize) -> Vec<Range<usize>> {
     let start = start % ranks;
     if start + length <= ranks { run(start..start + length) } else { vec![start..ranks, 0..start + length - ranks] }
 }
 
-/// All ranks but `rank`, in order.
+/// All ranks except `rank`, in order.
 fn others(ranks: usize, rank: usize) -> impl Iterator<Item = usize> {
     (0..ranks).filter(move |peer| *peer != rank)
 }

@@ -1,6 +1,6 @@
-//! The largest power of two within a rank count, for algorithms that pair ranks by the bits of their number: of the
-//! first `2 * extra` ranks every odd one sends its data to the even one before it and waits for the result. The `size`
-//! ranks that take part get an index; consecutive indices stand for consecutive ranks.
+//! The largest power of two up to a rank count, for algorithms that pair ranks by the bits of their number. Among the
+//! first `2 * extra` ranks, every odd rank sends its data to the even rank before it and waits for the result. The
+//! `size` ranks that take part have indices; consecutive indices stand for consecutive ranks.
 
 use std::ops::Range;
 
@@ -8,19 +8,19 @@ use std::ops::Range;
 pub(super) struct Power {
     pub size: usize,
     pub bits: usize,
-    /// Pairs that act as one.
+    /// Number of pairs that act as one rank.
     pub extra: usize,
 }
 
-/// The role of a rank while the paired ranks exchange.
+/// The role of a rank in the exchanges.
 pub(super) enum Role {
-    /// Takes part under this index.
+    /// Takes part, with this index.
     Active(usize),
-    /// Rests; the rank before it acts for both.
+    /// Pauses; the rank before it acts for both.
     Resting,
 }
 
-/// The phase of step `k`: the first and the last step serve the resting ranks, where there are any.
+/// The phase of a step. The first and the last step serve the resting ranks, if there are any.
 pub(super) enum Phase {
     FoldIn,
     Exchange(usize),
@@ -57,17 +57,17 @@ impl Power {
         }
     }
 
-    /// The partner of `rank` in the folding steps, if it has one.
+    /// The other rank of the pair of `rank` in the folding steps. None if `rank` is in no pair.
     pub fn partner(self, rank: usize) -> Option<usize> {
         (rank < 2 * self.extra).then_some(rank ^ 1)
     }
 
-    /// The rank that acts under `index`; also the first of the ranks that it acts for.
+    /// The rank that acts under `index`. It is the first of the ranks for which it acts.
     pub fn rank(self, index: usize) -> usize {
         if index < self.extra { 2 * index } else { index + self.extra }
     }
 
-    /// The ranks for which the indices `of` act.
+    /// The ranks for which the ranks with the indices `of` act.
     pub fn ranks(self, of: Range<usize>) -> Range<usize> {
         self.rank(of.start)..self.rank(of.end)
     }

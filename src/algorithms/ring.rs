@@ -1,15 +1,15 @@
-//! Ring: every rank talks to its two neighbours alone.
+//! Ring: every rank sends to the next rank and receives from the previous one.
 //!
 //! p ranks, N bytes: the vector of all_reduce, all blocks together of all_gather and reduce_scatter.
 //!
-//! - reduce_scatter: block q starts at rank q + 1 and goes once around; every rank adds its own. p - 1 steps.
-//! - all_gather: every block goes once around. p - 1 steps.
-//! - all_reduce: the first, then the second. 2 (p - 1) steps.
-//! - broadcast, reduce: a chain through all ranks, in S segments that follow each other. S + p - 2 steps.
+//! - reduce_scatter: block q starts at rank q + 1 and is passed once around; every rank adds its own numbers. p - 1
+//!   steps.
+//! - all_gather: every block is passed once around. p - 1 steps.
+//! - all_reduce: reduce_scatter, then all_gather. 2 (p - 1) steps.
+//! - broadcast, reduce: a chain through all ranks, in S consecutive segments. S + p - 2 steps.
 //!
-//! Bytes per rank, sent and received: N (p - 1) / p, twice that for all_reduce, which is the least possible; N for the
-//! chain.
-//! Order of summation: block q is ((x[q+1] op x[q+2]) op ...) op x[q], around the circle: it depends on an element's
+//! Bytes per rank, sent and received: N (p - 1) / p, twice that for all_reduce, which is the minimum; N for the chain.
+//! Order of summation: block q is ((x[q+1] op x[q+2]) op ...) op x[q], around the ring, so it depends on an element's
 //! position in the vector. The chain of reduce: x[root] op (x[root+1] op (... op x[root-1])), the same for all
 //! elements.
 //! Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009); NCCL's ring.
@@ -63,7 +63,7 @@ impl Pattern for Ring {
         if self.pipelines(s.kind) { 1 } else { circle - k % circle }
     }
 
-    /// As many consecutive ranks are busy as there are segments in flight: examine those at both ends.
+    /// The busy ranks are consecutive, as many as segments are in flight. Examine those at both ends.
     fn busiest(&self, s: &Schedule, k: usize) -> Vec<usize> {
         let wave = match s.kind {
             Kind::Broadcast => [(k + 1).saturating_sub(s.segments), k.min(s.ranks - 1)],
@@ -74,7 +74,7 @@ impl Pattern for Ring {
     }
 }
 
-/// One step of the reduce_scatter; afterwards rank q has block q.
+/// One step of the reduce_scatter. At the end rank q has block q.
 fn scatter(ranks: usize, rank: usize, k: usize) -> Step {
     let mut step = Step::default();
     let out = (rank + 2 * ranks - 1 - k) % ranks;
@@ -108,7 +108,7 @@ fn forward(s: &Schedule, place: usize, k: usize) -> Step {
     step
 }
 
-/// The chain towards the root: the last place sends segment `i` in step `i`, the one before it in step `i + 1`.
+/// The chain towards the root: the last place sends segment `i` in step `i`, the place before it in step `i + 1`.
 fn backward(s: &Schedule, place: usize, k: usize) -> Step {
     let mut step = Step::default();
     let segment = |at: usize| k.checked_sub(s.ranks - 1 - at).filter(|i| *i < s.segments);

@@ -1,17 +1,17 @@
-//! 2D torus: the ranks stand in rows and columns, and rings run along both.
+//! 2D torus: the ranks are arranged in rows and columns, with rings along both.
 //!
-//! p = R C ranks in R rows of C; R is the largest divisor of p that is no larger than its square root, and ranks are
-//! numbered row by row. N bytes: the vector, or all blocks together.
+//! p = R C ranks in R rows of C. R is the largest divisor of p up to its square root. Ranks are numbered row by row. N
+//! bytes: the vector, or all blocks together.
 //!
-//! - reduce_scatter: ring along the rows, after which column c answers for C-th parts; then along the columns.
-//!   C + R - 2 steps.
+//! - reduce_scatter: a ring along the rows, after which each rank of a column has 1/C of the parts, summed over its
+//!   row; then a ring along the columns. C + R - 2 steps.
 //! - all_gather: along the columns, then along the rows. C + R - 2 steps.
 //! - all_reduce: both. 2 (C + R - 2) steps, against 2 (p - 1) of one ring.
 //!
-//! Bytes per rank, sent and received: N (p - 1) / p, twice that for all_reduce: as the ring. A prime p has one row, and
-//! this is the ring.
-//! Order of summation of the part of row i, column j: within each row around the circle from column j + 1 to j, then
-//! these sums down the column around the circle from row i + 1 to i, always from left to right. It depends on an
+//! Bytes per rank, sent and received: N (p - 1) / p, twice that for all_reduce, as with the ring. A prime p has one
+//! row, which is the ring.
+//! Order of summation of the part of row i, column j: within each row around the ring from column j + 1 to j, then
+//! these sums down the column around the ring from row i + 1 to i, always from left to right. It depends on an
 //! element's position in the vector.
 //! Source: Mikami et al., "Massively distributed SGD: ImageNet/ResNet-50 training in a flash" (2018); the bucket algorithms
 //! on meshes of Barnett et al. (1993).
@@ -69,7 +69,8 @@ impl Pattern for Torus {
 struct Grid {
     rows: usize,
     columns: usize,
-    /// The parts of a column are contiguous, which all_reduce is free to choose; blocks of ranks are in rank order.
+    /// Whether the parts of a column are contiguous, which all_reduce is free to choose. Blocks of ranks are in rank
+    /// order.
     by_column: bool,
 }
 
@@ -79,7 +80,7 @@ impl Grid {
         Grid { rows, columns: s.ranks / rows, by_column: s.kind == Kind::AllReduce }
     }
 
-    /// Steps of one pass over rows and columns.
+    /// Number of steps of one pass over rows and columns.
     fn steps(&self) -> usize {
         self.columns + self.rows - 2
     }

@@ -1,11 +1,11 @@
-//! Which operations are sent together is decided here alone; all of it is pure, and all ranks come to the same answers.
+//! Decides which operations are sent together. Pure, and no other module decides this; all ranks get equal results.
 //!
 //! | what | decided | carried out |
 //! | --- | --- | --- |
 //! | a list that one call names | `lists`: how many operations, of which tensors | `cpp/lower` |
 //! | single operations between hosts | `planner`: which consecutive ones are a batch | `engine/multihost` |
 //! | single operations on one host | nothing: each is published at once (rule 14) | `engine/shm` |
-//! | a region, or a batch of messages | on a device one launch, on the CPU nothing (rule 16) | `cpp/c10d/region.hpp` |
+//! | a region, or a batch of messages | on a device one launch, on the CPU none (rule 16) | `cpp/c10d/region.hpp` |
 
 pub mod lists;
 pub mod planner;

@@ -1,30 +1,31 @@
 //! Decides which operations are sent as one batch between hosts. Pure.
 //!
-//! On one host nothing has to be decided: every operation is published at once, and a reader takes in all that is there
-//! (`engine/shm`). Between hosts a message costs a latency, so small operations that wait anyway share one. All ranks must
-//! cut the same batches, and none may wait for an operation that some rank has not issued (rules 13 and 15):
+//! On one host there is nothing to decide: every operation is published at once, and a reader handles all that are
+//! published (`engine/shm`). Between hosts a message costs a latency, so small operations that wait anyway share one.
+//! All ranks must make the same batches, and none may wait for an operation that some rank has not issued (rules 13 and
+//! 15):
 //!
-//! - Every batch carries, beside its data, the smallest of the numbers up to which each rank has issued operations that do
-//!   not wait for each other's memory. A rank that has finished batch j knows that all ranks have issued the operations up
-//!   to that number.
-//! - Batch j + 2 ends at the number agreed in batch j, limited by bytes, count and likeness. If that adds nothing, it is
-//!   the next single operation, sent at issue, as without fusion. No timer, no waiting.
-//! - Two batches are on their way at a time, one on each lane; a lane is strictly sequential.
+//! - Every batch carries a number beside its data. Each rank contributes the number up to which it has issued
+//!   operations that do not wait for each other's memory; the batch carries the minimum. A rank that has finished batch
+//!   j knows that all ranks have issued the operations up to that number.
+//! - Batch j + 2 ends at the number agreed in batch j, limited by bytes, count and equal keys. If that adds nothing, it
+//!   is the next single operation, sent at issue, as without fusion. There is no timer and no waiting.
+//! - Two batches are in flight at a time, one on each lane. A lane is strictly sequential.
 //!
-//! An operation too large to gain from fusion is cut into segments instead, and each counts as a batch, so that the
-//! two lanes work on it in turn: one moves data between hosts while the other combines inside the host.
+//! An operation too large to gain from fusion is cut into segments, each of which counts as a batch. So the two lanes
+//! work on it in turn: one moves data between hosts while the other combines inside the host.
 //!
-//! Source: the agreement is the one-bit "who is ready" exchange of Horovod's coordinator, here without a coordinator and
-//! without a cycle time, carried by the batch before the last.
+//! Source: the agreement is the one-bit "who is ready" exchange of Horovod's coordinator, here without a coordinator
+//! and without a cycle time; the batch before the previous one carries it.
 
 use std::collections::VecDeque;
 
 use crate::types::Kind;
 
-/// Number of batches that may be in progress at once, one on each lane.
+/// Number of batches that may be in progress at the same time, one on each lane.
 pub const LANES: usize = 2;
 
-/// What may share a batch: equal kind and reduce op.
+/// Operations may share a batch if their keys are equal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FusionKey {
     pub kind: Kind,
@@ -35,17 +36,17 @@ pub struct FusionKey {
 /// What the planner needs to know of an operation; equal on all ranks.
 #[derive(Clone, Copy, Debug)]
 pub struct Item {
-    /// `None`: it shares no batch.
+    /// `None` if the operation cannot share a batch.
     pub key: Option<FusionKey>,
     /// Bytes that one rank contributes.
     pub bytes: usize,
-    /// At least 1; more where it is cut.
+    /// Number of segments into which the operation is cut; 1 if it is not cut.
     pub segments: usize,
 }
 
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Bytes of one batch; a single operation may be larger.
+    /// Most bytes of a batch. A single operation may be larger.
     pub bytes: usize,
     pub operations: usize,
 }
@@ -53,7 +54,7 @@ pub struct Limits {
 /// Operations `first..=last`, or one segment of one operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Batch {
-    /// Counted from 0.
+    /// Number of the batch in the group, counted from 0.
     pub index: u64,
     pub first: u64,
     pub last: u64,
@@ -67,43 +68,43 @@ impl Batch {
     }
 }
 
-/// Cuts the stream of a group's operations into batches. One a rank; all give the same answers.
+/// Cuts the stream of a group's operations into batches. Every rank has one planner, and all give equal results.
 #[derive(Debug)]
 pub struct Planner {
     limits: Limits,
-    /// Number of the first operation that is in no batch.
+    /// Number of the first operation that is not completely in batches.
     next: u64,
-    /// Number of its segments that are in a batch already.
+    /// Number of segments of operation `next` that are in batches already.
     segment: usize,
-    /// The operations from `next` on.
+    /// The issued operations from `next` on.
     items: VecDeque<Item>,
     planned: u64,
     agreed: [u64; LANES],
 }
 
 impl Planner {
-    /// `limits.operations` 1 switches fusion off. The first operation has number 1.
+    /// `limits.operations` of 1 turns fusion off. The first operation has number 1.
     pub fn new(limits: Limits) -> Planner {
         Planner { limits, next: 1, segment: 0, items: VecDeque::new(), planned: 0, agreed: [0; LANES] }
     }
 
-    /// The next operation was issued on this rank.
+    /// Adds the next operation that was issued on this rank.
     pub fn push(&mut self, item: Item) {
         self.items.push_back(item);
     }
 
-    /// The lane that the next batch belongs to.
+    /// The lane of the next batch.
     pub fn lane(&self) -> usize {
         (self.planned % LANES as u64) as usize
     }
 
-    /// `batch` has ended, and every rank had issued the operations up to `highest` (0 where it agreed on nothing). Call
-    /// it before asking for the next batch of the same lane.
+    /// Records that `batch` has ended, and that every rank had issued the operations up to `highest` (0 if the batch
+    /// agreed on nothing). Must be called before the next batch of the same lane is requested.
     pub fn agree(&mut self, batch: &Batch, highest: u64) {
         self.agreed[batch.lane()] = highest;
     }
 
-    /// The next batch, if its first operation was issued here.
+    /// The next batch. None if its first operation was not issued on this rank yet.
     pub fn next_batch(&mut self) -> Option<Batch> {
         let first = *self.items.front()?;
         let mut batch = Batch {
@@ -129,7 +130,8 @@ impl Planner {
         Some(batch)
     }
 
-    /// How many operations from the next on travel together when all ranks have issued those up to `agreed`.
+    /// The number of operations, starting with the next one, that form the next batch if all ranks have issued those up
+    /// to `agreed`.
     fn alike(&self, agreed: u64) -> usize {
         let first = self.items[0];
         let mut bytes = first.bytes;
@@ -199,8 +201,8 @@ mod tests {
             planner.agree(&batch, 100);
             ranges.push((batch.first, batch.last, batch.segment));
         }
-        // Nothing is agreed for the first two; then three by count, two of a kind, the lone one alone, the large one in
-        // its segments.
+        // Nothing is agreed for the first two batches. Then there are three operations by the limit, two of one kind,
+        // the one without a key alone, and the large one in its segments.
         let expected = [(1, 1, 0), (2, 2, 0), (3, 5, 0), (6, 7, 0), (8, 8, 0), (9, 9, 0)];
         assert_eq!(ranges[..6], expected);
         assert_eq!(ranges[6..], [(10, 10, 0), (10, 10, 1), (10, 10, 2), (11, 11, 0)]);
@@ -219,8 +221,8 @@ mod tests {
     }
 
     proptest! {
-        /// Ranks that issue at random moments, some of them waiting for each operation before the next: all cut the same
-        /// batches, every operation is in exactly one, and no rank waits for an operation that was not issued.
+        /// Ranks issue at random moments, and some wait for each operation before the next. All must make the same
+        /// batches, every operation must be in exactly one, and no rank may wait for an operation that was not issued.
         #[test]
         fn rule_13_and_15_all_ranks_cut_alike_and_no_rank_waits_for_the_unissued(
             ranks in 1usize..5, sizes in prop::collection::vec((1usize..60, 0u8..5), 1..40),
@@ -235,17 +237,17 @@ mod tests {
             let total = items.len() as u64;
             let mut planners: Vec<Planner> = (0..ranks).map(|_| Planner::new(Limits { bytes: 150, operations: 6 })).collect();
             let mut issued = vec![0u64; ranks];
-            let mut ended = 0u64; // operations that have ended everywhere: batches end in step here
+            let mut ended = 0u64; // ended on all ranks: batches end in step here
             let mut seen: Vec<Batch> = Vec::new();
             let mut turns = order.iter().cycle();
             while ended < total {
-                // A random rank issues if it may.
+                // A random rank issues an operation if it may.
                 let rank = turns.next().unwrap() % ranks;
                 if issued[rank] < total && (!waits[rank] || ended >= issued[rank]) {
                     planners[rank].push(items[issued[rank] as usize]);
                     issued[rank] += 1;
                 }
-                // A batch runs as soon as every rank can name it.
+                // A batch runs as soon as every rank has issued its first operation.
                 if planners.iter().all(|planner| !planner.items.is_empty()) {
                     let batches: Vec<Batch> = planners.iter_mut().map(|planner| planner.next_batch().unwrap()).collect();
                     prop_assert!(batches.iter().all(|batch| *batch == batches[0]), "ranks cut differently: {:?}", batches);

@@ -1,20 +1,20 @@
-//! The lists on which the ranks of an operation must agree besides its signature: the tensors of a call that takes a
-//! list, or the sizes of the ranks' blocks. Two lists of as many bytes in all have equal signatures, so a hash of the list
-//! goes into the chain of calls (rule 5), and every error that such calls get one by one they get as a list.
+//! The lists on which the ranks of an operation must agree in addition to its signature: the tensors of a call that has
+//! a list, or the sizes of the ranks' blocks. Two lists with the same total size have equal signatures, so a hash of
+//! the list is part of the chain of calls (rule 5). A call with a list gets every error that separate calls would get.
 
 use super::words::UNTOUCHED;
 use crate::error::{Error, laid_out};
 use crate::types::{Dtype, Kind, Listed, ReduceOp, Request};
 
-/// Marks the hash of a list of tensors; that of a list of block sizes does not have it.
+/// Set in the hash of a list of tensors, and never in the hash of a list of block sizes.
 const OF_TENSORS: u64 = 1 << 63;
-/// The lowest bits of the hash of a list of tensors are their number, or this where there are more.
+/// The lowest bits of the hash of a list of tensors are the number of tensors, or this value if there are more.
 const MANY: u64 = 0xffff;
-/// The bits of `word` that are the size.
+/// The bits of `word` with the size.
 const BYTES: u64 = (1 << 56) - 1;
 
-/// Hash of the list of a request: its tensors ([`of_tensors`]), or the sizes of the ranks' blocks. 0 where there is none or
-/// all blocks are equal, because then the signature's bytes determine them.
+/// Hash of the list of a request: its tensors ([`of_tensors`]), or the sizes of the ranks' blocks. 0 if there is no
+/// list or all blocks are equal, because the signature's bytes then determine the sizes.
 pub fn hash(request: &Request) -> u64 {
     if !request.list.is_empty() {
         return of_tensors(&request.list);
@@ -22,7 +22,7 @@ pub fn hash(request: &Request) -> u64 {
     of_blocks(request.kind, (&request.in_blocks, &request.out_blocks))
 }
 
-/// Hash of the sizes of the blocks that a call reads and writes; 0 where `hash` has 0.
+/// Hash of the sizes of the blocks that a call reads and writes. 0 in the cases in which `hash` is 0.
 pub fn of_blocks(kind: Kind, (read, written): (&[usize], &[usize])) -> u64 {
     let blocks = match kind {
         Kind::AllGather => written,
@@ -40,7 +40,7 @@ pub fn possible(signature: u64) -> bool {
     matches!(Kind::from_u8((signature >> 59) as u8), Some(Kind::AllReduce | Kind::AllGather | Kind::ReduceScatter))
 }
 
-/// Whether the aux words of two headers with this signature differ wherever the lists of their operations do
+/// Whether different lists of two operations with this signature always give different `aux` words in their headers
 /// (`engine/shm/small.rs`).
 pub fn told_by_aux(signature: u64) -> bool {
     let (kind, op) = (Kind::from_u8((signature >> 59) as u8), signature >> 55 & 0xf);
@@ -58,7 +58,7 @@ pub fn is_of_tensors(hash: u64) -> bool {
     hash & OF_TENSORS != 0
 }
 
-/// How many tensors a list has; 0 for a hash that is none of tensors.
+/// Number of tensors in the list. 0 if this is not the hash of a list of tensors.
 pub fn count(hash: u64) -> usize {
     if is_of_tensors(hash) { (hash & MANY) as usize } else { 0 }
 }
@@ -67,12 +67,12 @@ fn mixed(count: usize, words: impl Iterator<Item = u64>) -> u64 {
     words.fold(count as u64, |hash, word| (hash.rotate_left(5) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15))
 }
 
-/// A tensor of a list as one word: its type and its size.
+/// A tensor of a list as one word: type and size.
 pub fn word(tensor: &Listed) -> u64 {
     (tensor.dtype as u64) << 56 | (tensor.bytes as u64 & BYTES)
 }
 
-/// Such a word as text: `8 bytes`, `8 bytes of float32`.
+/// The text of such a word: `8 bytes`, `8 bytes of float32`.
 fn describe(word: u64) -> String {
     let bytes = counted(word & BYTES, "byte");
     match Dtype::from_u8((word >> 56) as u8) {
@@ -85,15 +85,15 @@ fn counted(count: u64, what: &str) -> String {
     format!("{count} {what}{}", if count == 1 { "" } else { "s" })
 }
 
-/// Where two lists differ first, and the tensors there as [`word`].
+/// The first position at which two lists differ, with the tensors there as [`word`]s.
 pub struct Place {
     pub at: usize,
     pub own: u64,
     pub theirs: u64,
 }
 
-/// The error of two ranks whose lists of tensors differ in operation `number`, of which `call` is the signature as text.
-/// Each rank comes with its hash, which is that of no list of tensors where it passed one tensor.
+/// The error of two ranks whose lists of tensors differ in operation `number`. `call` is its signature as text. Each
+/// rank comes with its hash, which is not the hash of a list of tensors if it passed one tensor.
 pub fn differ(call: &str, number: u64, own: (usize, u64), theirs: (usize, u64), place: Option<Place>) -> Error {
     let passed = |(rank, hash): (usize, u64)| {
         let tensors = match count(hash) as u64 {

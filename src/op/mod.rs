@@ -1,7 +1,7 @@
 //! One operation from issue to end: its request, its number, and its outcome.
 //!
-//! The engine advances it, the group ends it, the caller waits for it. Only the outcome is written by one thread and
-//! read by others without a lock: see `state`.
+//! The engine advances the operation, the group ends it, the caller waits for it. Only the outcome is written by one
+//! thread and read by others without a lock: see `state`.
 
 pub mod lists;
 pub mod overlap;
@@ -24,28 +24,30 @@ const PENDING: u8 = 0;
 const DONE: u8 = 1;
 const FAILED: u8 = 2;
 
-/// The rank in fields that name no rank.
+/// Value of rank fields that name no rank.
 pub const NOBODY: u32 = u32::MAX;
 
-/// Where an operation's time went, for the statistics.
+/// How long the parts of an operation took, for the statistics.
 ///
-/// Read and written only with the group's lock held, which orders all accesses: all are relaxed. Every field
-/// is a whole word and starts as zero: single bytes written shortly before the operation is copied would stall the copy.
+/// Read and written only with the group's lock held, which orders all accesses, so all are relaxed. Every field is a
+/// whole word and starts as zero, because single bytes written shortly before the operation is copied would stall the
+/// copy.
 #[derive(Debug, Default)]
 pub struct OpTiming {
-    /// Index of its record in the statistics.
+    /// Id of the operation's record in the statistics.
     pub record: AtomicU64,
     /// 1 if the operation did not end in the pass that issued it.
     blocked: AtomicU32,
-    /// One more than the rank that it waited for last, or longest where that is known; 0 if it waited for none.
+    /// One more than the rank for which the operation waited longest if that is known, else last. 0 if it waited for
+    /// none.
     late: AtomicU32,
-    /// Nanoseconds.
+    /// Nanoseconds of copying. `reducing`: nanoseconds of reducing.
     pub copying: AtomicU64,
     pub reducing: AtomicU64,
 }
 
 impl OpTiming {
-    /// It did not end in the pass that issued it.
+    /// Records that the operation did not end in the pass that issued it.
     pub fn set_blocked(&self) {
         self.blocked.store(1, Ordering::Relaxed);
     }
@@ -57,51 +59,51 @@ impl OpTiming {
         self.late.store(rank as u32 + 1, Ordering::Relaxed);
     }
 
-    /// The rank it waited for, or `NOBODY`.
+    /// The rank for which the operation waited, or `NOBODY`.
     pub fn late(&self) -> u32 {
         self.late.load(Ordering::Relaxed).wrapping_sub(1)
     }
 
-    /// Adds nanoseconds to one of the sums. No two threads do this at once: see above.
+    /// Adds nanoseconds to one of the sums. The group's lock excludes concurrent calls.
     pub fn spend(sum: &AtomicU64, time: u64) {
         sum.store(sum.load(Ordering::Relaxed) + time, Ordering::Relaxed);
     }
 }
 
-/// The operations that an operation was fused with: those of its batch between hosts; on one host those that ended in
-/// the same pass. One word, so that it is read atomically: the number of the other operations (16 bits), and the
-/// distances to the first and last number (24 each). All zeros, which need not be written, mean that it was alone.
+/// The operations with which an operation was fused: between hosts those of its batch, on one host those that ended in
+/// the same pass. One word, so that it is read atomically: the number of other operations (16 bits), and the distances
+/// to the first and last number (24 bits each). All zeros, which need not be written, mean that it was alone.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FusedWith(u64);
 
 impl FusedWith {
     pub const ALONE: FusedWith = FusedWith(0);
 
-    /// For operation `number`, one of `count` with the numbers `first` to `last`.
+    /// For operation `number`, one of `count` operations with the numbers `first` to `last`.
     pub fn new(number: u64, (first, last): (u64, u64), count: usize) -> FusedWith {
         let near = |distance: u64| distance.min((1 << 24) - 1);
         let others = count.saturating_sub(1).min(usize::from(u16::MAX)) as u64;
         FusedWith(others | near(number.saturating_sub(first)) << 16 | near(last.saturating_sub(number)) << 40)
     }
 
-    /// Number of operations, itself included.
+    /// Number of fused operations, including this one.
     pub fn count(self) -> u64 {
         (self.0 & 0xffff) + 1
     }
 
-    /// The first and the last number of the operations that operation `number` was fused with; its own where the others
+    /// First and last number of the operations with which operation `number` was fused. Both are `number` if the others
     /// are messages.
     pub fn numbers(self, number: u64) -> (u64, u64) {
         (number - (self.0 >> 16 & 0xff_ffff).min(number), number + (self.0 >> 40))
     }
 }
 
-/// The path of an operation, as far as it is known.
+/// The path of an operation, as far as it is recorded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Route {
-    /// `select::Choice::code`; 0 before it has started.
+    /// `select::Choice::code`. 0 before the operation has started.
     pub choice: u64,
-    /// `select::OpDesc::load` of the description that the choice was made for: its own, or that of its whole batch.
+    /// `select::OpDesc::load` of the description for which the choice was made: the operation's, or its whole batch's.
     pub load: u64,
     pub fused_with: FusedWith,
 }
@@ -110,35 +112,36 @@ pub struct Op {
     pub request: Request,
     /// Number within the group (collectives) or the ordered pair of ranks (point to point).
     pub number: u64,
-    /// The hash that must agree between ranks, see [`signature`].
+    /// The hash that must be equal on all ranks, see [`signature`].
     pub signature: u64,
-    /// A second hash that must agree: [`lists::hash`].
+    /// A second hash that must be equal on all ranks: [`lists::hash`].
     pub lists: u64,
-    /// `clock::stamp`.
+    /// Time of issue (`clock::stamp`).
     pub issued: u64,
-    /// Bytes that this rank's call reads and writes.
+    /// Bytes that this rank's call reads. `written`: bytes that it writes.
     pub read: u64,
     pub written: u64,
     pub timeout: Duration,
-    /// The time at which it fails, on `clock::now`.
+    /// Time at which the operation fails (`clock::now`).
     pub deadline: u64,
-    /// The range that contains all its memory: `overlap::extent`.
+    /// The address range that contains all its memory: `overlap::extent`.
     extent: (usize, usize),
-    /// All its memory in detail, computed when two operations of several pieces are compared.
+    /// All its memory in detail, computed when it is first compared with another operation of several pieces.
     reach: OnceCell<Box<Reach>>,
-    /// The copy that a send uses instead of its inputs: see `send_copy`.
+    /// The copy that a send reads instead of its inputs: see `send_copy`.
     copy: OnceCell<Box<(Vec<u8>, [Span; 1])>>,
-    /// The engine no longer uses its memory. Written and read under the group's lock: relaxed.
+    /// Whether the engine no longer uses its memory. Accessed under the group's lock, so relaxed.
     released: AtomicBool,
-    /// PENDING, then DONE or FAILED for ever. Written once by the thread that ends the operation (release), after the
-    /// results are in the caller's memory, `source` and `error` are set; readers acquire and may then use all three.
+    /// PENDING, then finally DONE or FAILED. Written once by the thread that ends the operation (release), after the
+    /// results are in the caller's memory and `source` and `error` are set. Readers acquire, and may then use all
+    /// three.
     state: AtomicU8,
     error: OnceCell<Error>,
     source: AtomicI32,
     nanoseconds: AtomicU64,
-    /// `Route`. The engine writes the choice once, when the operation starts (release), after the load and, between hosts,
-    /// the batch in `fused_with`; a reader acquires the choice first. On one host `fused_with` is written when the
-    /// operation ends, before `state`, if it was fused.
+    /// The parts of `Route`. The engine writes `choice` once, when the operation starts (release), after `load` and,
+    /// between hosts, after `fused_with`. A reader acquires `choice` first. On one host, `fused_with` of a fused
+    /// operation is written when it ends, before `state`.
     choice: AtomicU64,
     load: AtomicU64,
     fused_with: AtomicU64,
@@ -147,7 +150,7 @@ pub struct Op {
 }
 
 impl Op {
-    #[inline(always)] // without a call, the operation is not copied once more on its way into the `Arc`
+    #[inline(always)] // a call would copy the operation once more on its way into the `Arc`
     pub fn new(
         request: Request,
         number: u64,
@@ -183,8 +186,8 @@ impl Op {
         }
     }
 
-    /// True when one of the two writes memory that the other reads or writes, so that the later one must run after the
-    /// earlier.
+    /// Whether one of the two operations writes memory that the other reads or writes, so that the later one must run
+    /// after the earlier one.
     pub fn conflicts_with(&self, other: &Op) -> bool {
         if self.extent.0 >= other.extent.1 || other.extent.0 >= self.extent.1 {
             return false;
@@ -195,7 +198,7 @@ impl Op {
         self.reach().conflicts_with(other.reach())
     }
 
-    /// The memory that it reads and writes.
+    /// The memory that the operation reads and writes.
     pub fn reach(&self) -> &Reach {
         self.reach.get_or_init(|| Box::new(Reach::of(&self.request)))
     }
@@ -205,14 +208,15 @@ impl Op {
         self.copy.get().map_or(self.request.inputs(), |copy| &copy.1)
     }
 
-    /// Makes a send use `copy`, which has the bytes of its inputs, so that later operations may overwrite them.
+    /// Makes a send read from `copy`, which has the bytes of its inputs, so that later operations may overwrite the
+    /// inputs.
     pub fn send_copy(&self, copy: Vec<u8>) {
         let span = Span { addr: copy.as_ptr() as usize, bytes: copy.len() };
         let _ = self.copy.set(Box::new((copy, [span])));
         self.release();
     }
 
-    /// The engine no longer reads or writes its memory.
+    /// Records that the engine no longer reads or writes the operation's memory.
     pub fn release(&self) {
         self.released.store(true, Ordering::Relaxed);
     }
@@ -229,12 +233,12 @@ impl Op {
         self.state.load(Ordering::Acquire) != PENDING
     }
 
-    /// The error, once it has failed.
+    /// The error, if the operation has failed.
     pub fn error(&self) -> Option<&Error> {
         if self.state.load(Ordering::Acquire) == FAILED { self.error.get() } else { None }
     }
 
-    /// The outcome; call only after `is_done`.
+    /// The outcome. Call it only after `is_done` returned true.
     pub fn outcome(&self) -> Result<()> {
         match self.error() {
             Some(error) => Err(error.clone()),
@@ -242,7 +246,7 @@ impl Op {
         }
     }
 
-    /// The rank that a receive took its message from, -1 before and for everything else.
+    /// The rank whose message a receive matched. -1 before that, and for all other operations.
     pub fn source(&self) -> i32 {
         self.source.load(Ordering::Relaxed)
     }
@@ -268,37 +272,38 @@ impl Op {
         self.fused_with.store(fused_with.0, Ordering::Relaxed);
     }
 
-    /// Records that it starts, with `select::Choice::code`.
+    /// Records that the operation starts, with `select::Choice::code`.
     pub fn record_choice(&self, choice: u64) {
         self.choice.store(choice, Ordering::Release);
     }
 
-    /// From issue to end; zero while it runs.
+    /// Time from issue to end. Zero while the operation runs.
     pub fn duration(&self) -> Duration {
         Duration::from_nanos(self.nanoseconds.load(Ordering::Relaxed))
     }
 
-    /// The owner, until the end. It must hear of the end even after a panic in one of its copies, hence no poisoning.
+    /// The owner, until the end. Poisoning is ignored: the owner must be notified of the end even after a panic in one
+    /// of its copies.
     fn completion(&self) -> MutexGuard<'_, Option<Box<dyn Completion>>> {
         self.completion.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Copies strided inputs into contiguous memory, right before the engine first reads them.
+    /// Copies strided inputs into contiguous memory. Called right before the engine first reads them.
     pub fn prepare(&self) {
         if let Some(completion) = self.completion().as_ref() {
             completion.prepare();
         }
     }
 
-    /// Copies contiguous results into strided outputs, right after the engine wrote them.
+    /// Copies contiguous results into strided outputs. Called right after the engine wrote them.
     pub fn store_back(&self) {
         if let Some(completion) = self.completion().as_ref() {
             completion.store_back();
         }
     }
 
-    /// Ends the operation, which finished at `at` (`clock::stamp`), once, and tells its owner. Call without locks: the
-    /// owner queues its own work.
+    /// Ends the operation, which finished at `at` (`clock::stamp`), and notifies its owner. Called once, without locks
+    /// held, because the owner queues further work.
     pub fn end(&self, outcome: Result<()>, at: u64) {
         let completion = self.completion().take();
         self.nanoseconds.store(at.saturating_sub(self.issued).max(1), Ordering::Relaxed);
@@ -316,11 +321,11 @@ impl Op {
     }
 }
 
-/// Packs the values that all ranks must agree on into 64 bits that can be decoded for error texts: kind (5 bits),
+/// Packs the values on which all ranks must agree into 64 bits that can be decoded for error texts: kind (5 bits),
 /// reduce op (4), dtype (6), root (9), bytes (40).
 ///
-/// Operations that only move data sign bytes, not dtype. Blocks of different sizes sign their sum; all_to_all signs no
-/// bytes, because no rank knows all of its sizes (its block table is checked pair by pair).
+/// Operations that only move data sign bytes but no dtype. Blocks of different sizes sign their sum. all_to_all signs
+/// no bytes, because no rank knows all of its sizes (its table of block sizes is checked pair by pair).
 pub fn signature(request: &Request, ranks: usize) -> u64 {
     debug_assert!(ranks <= 512);
     let sum = |spans: &[Span]| spans.iter().map(|span| span.bytes as u64).sum::<u64>();
@@ -328,7 +333,7 @@ pub fn signature(request: &Request, ranks: usize) -> u64 {
     signature_of(request.kind, (request.dtype, request.op), request.root, sizes)
 }
 
-/// The signature of a call that reads and writes so many bytes.
+/// The signature of a call that reads `read` and writes `written` bytes.
 pub fn signature_of(kind: Kind, (dtype, op): (Dtype, ReduceOp), root: u32, (read, written): (u64, u64)) -> u64 {
     let bytes = match kind {
         Kind::AllReduce | Kind::Reduce | Kind::ReduceScatter | Kind::Gather | Kind::Send => read,

@@ -2,8 +2,8 @@
 
 use crate::types::{Request, Span, Strided};
 
-/// Memory that is read and memory that is written, each sorted by address and merged where pieces touch. Strided
-/// tensors are compared run by run: the columns of one matrix do not overlap.
+/// The memory that is read and the memory that is written, each sorted by address, with adjacent pieces merged. Strided
+/// tensors are compared by their contiguous runs: different columns of a matrix do not overlap.
 #[derive(Debug)]
 pub struct Reach {
     reads: Vec<Span>,
@@ -22,13 +22,14 @@ impl Reach {
         Reach { reads: sorted(reads), writes: sorted(writes) }
     }
 
-    /// True when one of the two writes memory that the other reads or writes.
+    /// Whether one of the two writes memory that the other reads or writes.
     pub fn conflicts_with(&self, other: &Reach) -> bool {
         meet(&self.writes, &other.writes) || meet(&self.writes, &other.reads) || meet(&self.reads, &other.writes)
     }
 }
 
-/// The same for two short requests, pair by pair: sorting would take longer.
+/// The same as `Reach::conflicts_with` for two short requests, compared pair by pair, because sorting would take
+/// longer.
 pub fn conflict_in_pairs(one: &Request, other: &Request) -> bool {
     let touch = |a: &[Span], b: &[Span]| a.iter().any(|x| b.iter().any(|y| x.overlaps(y)));
     touch(one.outputs(), other.outputs())
@@ -36,12 +37,12 @@ pub fn conflict_in_pairs(one: &Request, other: &Request) -> bool {
         || touch(one.inputs(), other.outputs())
 }
 
-/// True for few pieces and no strided tensors: for `conflict_in_pairs`.
+/// Whether a request has few pieces and no strided tensors, so that `conflict_in_pairs` applies.
 pub fn is_short(request: &Request) -> bool {
     request.inputs().len() + request.outputs().len() <= 4 && request.also_touched.is_empty()
 }
 
-/// The range from the first to the last byte that a request touches; empty where it touches none.
+/// The address range from the first to the last byte that a request uses. Empty if it uses none.
 pub fn extent(request: &Request) -> (usize, usize) {
     let join = |(low, high): (usize, usize), span: &Span| (low.min(span.addr), high.max(span.addr + span.bytes));
     let plain = request.inputs().iter().chain(request.outputs()).filter(|span| span.bytes > 0);
@@ -49,7 +50,7 @@ pub fn extent(request: &Request) -> (usize, usize) {
     request.also_touched.iter().map(Strided::extent).fold(extent, |extent, span| join(extent, &span))
 }
 
-/// Adds the runs of a strided tensor, or its extent where there are very many.
+/// Adds the contiguous runs of a strided tensor, or its extent if there are very many runs.
 fn runs(strided: &Strided, to: &mut Vec<Span>) {
     const MOST: usize = 1 << 22;
     let Strided { addr, run, counts, strides, .. } = *strided;
@@ -82,8 +83,8 @@ fn sorted(mut all: Vec<Span>) -> Vec<Span> {
 }
 
 /// Whether two sorted lists share a byte. Checks each span of the shorter list once, and finds its position in the
-/// longer one by doubling steps: in total about as many steps as both lists have spans, and far fewer where one is
-/// short.
+/// longer list by doubling steps. In total this takes about as many steps as both lists have spans, and far fewer if
+/// one is short.
 fn meet(one: &[Span], other: &[Span]) -> bool {
     let (few, mut rest) = if one.len() <= other.len() { (one, other) } else { (other, one) };
     for span in few {
@@ -96,7 +97,7 @@ fn meet(one: &[Span], other: &[Span]) -> bool {
             step *= 2;
         }
         let (from, to) = (step / 2, step.min(rest.len()));
-        // Spans that end before this one end before the later ones, too.
+        // Spans that end before this span also end before the later ones.
         rest = &rest[from + rest[from..to].partition_point(before)..];
         match rest.first() {
             None => return false,
@@ -186,7 +187,7 @@ mod tests {
         }
     }
 
-    /// Twenty lists of a thousand interleaved tensors: every list against every other.
+    /// Twenty lists of a thousand interleaved tensors. Every list is compared with every other.
     #[test]
     fn rule_04_long_lists_are_compared_in_about_as_many_steps_as_they_have_pieces() {
         let (lists, tensors) = (20, 1000);
@@ -199,7 +200,7 @@ mod tests {
         let looks = LOOKS.with(std::cell::Cell::get);
         let pairs = lists * (lists - 1) / 2;
         assert!(looks <= pairs * 3 * tensors, "{looks} looks for {pairs} pairs of {tensors} pieces");
-        // One tensor against a list.
+        // One tensor is compared with a list.
         LOOKS.with(|looks| looks.set(0));
         assert!(!meet(&all[0], &spans(&[(64 + 16 * 10_001, 8)])));
         assert!(LOOKS.with(std::cell::Cell::get) < 40);

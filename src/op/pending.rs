@@ -1,28 +1,30 @@
-//! Pending operations by the memory that they touch: finds those that a later one must follow (rule 4) without looking
-//! at all others.
+//! Pending operations by the memory that they use. Finds those that a later operation must follow (rule 4) without
+//! looking at all of them.
 //!
-//! An operation is found by its extent, the range that contains all its memory. The extents lie in maps by their length,
-//! one for each power of two, each sorted by address: a range can meet only extents of a map that begin less than twice
-//! that power before it. Operations with equal extents share a place. Where one of them writes the whole extent it is the
-//! only one that stays there: it follows all that were there before it, so whatever follows it follows those, too. A few
-//! operations are looked at one by one instead, which is faster and allocates nothing.
+//! An operation is found by its extent, the address range that contains all its memory. Extents are in maps by their
+//! length, one map for each power of two, each sorted by address. A range can overlap only extents of a map that start
+//! less than twice that power before the range. Operations with equal extents share an entry. An operation that writes
+//! the whole extent replaces all operations in its entry: it follows all of them, so whatever follows it follows them
+//! too. A small number of operations is instead kept in a list and checked one by one, which is faster and allocates
+//! nothing.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use super::Op;
 
-/// Operations that are looked at one by one.
+/// Most operations in the list that is checked one by one.
 const FEW: usize = 16;
 
 #[derive(Default)]
 pub struct PendingOps {
     few: Vec<Arc<Op>>,
-    /// By the number of bits of the length; then by the first address and the length.
+    /// By the number of bits of the length, then by first address and length.
     by_length: BTreeMap<u32, BTreeMap<(usize, usize), Place>>,
 }
 
-/// The operations of one extent. Those that only read, and those that touch parts of it, by their address in memory.
+/// The operations with one extent: the last that writes all of it, readers of all of it, and those that use parts of
+/// it. `readers` and `parts` are keyed by `key`.
 #[derive(Default)]
 struct Place {
     writer: Option<Arc<Op>>,
@@ -36,7 +38,7 @@ impl Place {
     }
 }
 
-/// A name for an operation, as long as somebody holds it.
+/// Identifies an operation, as long as a reference to it exists.
 pub fn key(op: &Op) -> usize {
     std::ptr::from_ref(op) as usize
 }
@@ -46,12 +48,12 @@ impl PendingOps {
         self.few.is_empty() && self.by_length.is_empty()
     }
 
-    /// Adds an operation that follows all operations here with which it conflicts. The caller takes it away when its memory
-    /// is no longer used.
+    /// Adds an operation, which follows all operations here that conflict with it. The caller removes it when its
+    /// memory is no longer used.
     pub fn add(&mut self, op: Arc<Op>) {
         let (from, to) = op.extent;
         if from >= to {
-            return; // it touches no memory
+            return; // it uses no memory
         }
         if self.few.len() < FEW {
             return self.few.push(op);
@@ -70,7 +72,7 @@ impl PendingOps {
         }
     }
 
-    /// Takes an operation away. Nothing happens where it is not here.
+    /// Removes an operation, if it is here.
     pub fn remove(&mut self, op: &Op) {
         if let Some(at) = self.few.iter().position(|other| key(other) == key(op)) {
             self.few.swap_remove(at);
@@ -93,12 +95,12 @@ impl PendingOps {
         }
     }
 
-    /// The operations here that `op` must follow; those that it follows by way of another one may be left out.
+    /// The operations here that `op` must follow. Those that one of them follows already may be left out.
     pub fn before(&self, op: &Op) -> Vec<Arc<Op>> {
         self.near(op).filter(|other| op.conflicts_with(other)).cloned().collect()
     }
 
-    /// The operations here with which `op` may conflict.
+    /// The operations here that may conflict with `op`.
     fn near(&self, op: &Op) -> impl Iterator<Item = &Arc<Op>> {
         let (from, to) = op.extent;
         let writes = !op.request.outputs().is_empty() || op.request.also_touched.iter().any(|strided| strided.written);
@@ -113,7 +115,7 @@ impl PendingOps {
     }
 }
 
-/// The number of bits of a length: all lengths with equally many are less than twice as long as each other.
+/// The number of bits of a length. Lengths with equal numbers of bits differ by less than a factor of two.
 fn bits(bytes: usize) -> u32 {
     usize::BITS - bytes.leading_zeros()
 }
@@ -134,9 +136,9 @@ mod tests {
         }
     }
 
-    /// Reads or writes one piece, or two, or the columns of a matrix; also nothing at all.
+    /// A random operation: reads or writes one piece, or two, or the columns of a matrix, or nothing.
     fn drawn(numbers: &mut Numbers) -> Arc<Op> {
-        // Half of them on the same few places.
+        // Half of the pieces are at a few fixed addresses, so that many are equal.
         let piece = |numbers: &mut Numbers| match numbers.below(2) {
             0 => Span { addr: 1 + 8 * numbers.below(12), bytes: 8 },
             _ => Span { addr: 1 + numbers.below(100), bytes: numbers.below(3) * numbers.below(9) },
@@ -156,14 +158,14 @@ mod tests {
         Arc::new(Op::new(request, 0, 0, Duration::from_secs(1), None))
     }
 
-    /// As an engine uses it: an operation comes with those that it follows, and goes when these have gone.
+    /// Like an engine, the test adds each operation with those that it follows, and removes it after these are removed.
     #[test]
     fn rule_04_every_conflict_is_found_at_once_or_by_way_of_another_operation() {
         let mut numbers = Numbers(7);
         let (mut found, mut conflicts) = (0, 0);
         for _ in 0..30 {
             let mut here = PendingOps::default();
-            // Each operation with the ones that it follows.
+            // Each operation with the keys of those that it follows.
             let mut pending: Vec<(Arc<Op>, Vec<usize>)> = Vec::new();
             let mut ended = Vec::new(); // kept, because a key is an address
             for _ in 0..100 {

@@ -1,18 +1,19 @@
-//! Operations in the texts of errors: one operation, and two ranks whose operations differ.
+//! Error texts about operations: one operation, and two ranks whose operations differ.
 
 use super::{Op, describe};
 use crate::error::{Error, SAME_CALLS, laid_out};
 use crate::types::{ANY_RANK, Kind};
 
-/// An operation that moves data between hosts or through a device may have moved some when two ranks are found to differ.
+/// For operations between hosts or through a device, which may have moved data before the mismatch of two ranks is
+/// found.
 pub const MOVED: &str = "What was received in it is undefined";
-/// On one host signatures are compared before.
+/// For operations on one host, whose signatures are compared before data is moved.
 pub const UNTOUCHED: &str = "No data was exchanged";
 
 const SAME_SIZES: &str = "Both sides must use tensors of the same size";
 
 impl Op {
-    /// The operation as its rank called it, with its number.
+    /// The operation as this rank called it, with its number, as text.
     pub fn what(&self) -> String {
         let request = &self.request;
         in_words(request.kind, request.root, request.tag, || {
@@ -21,7 +22,7 @@ impl Op {
     }
 }
 
-/// A message in words; another operation by `collective`.
+/// A message as text. Any other operation is described by `collective`.
 pub fn in_words(kind: Kind, root: u32, tag: u32, collective: impl FnOnce() -> String) -> String {
     match kind {
         Kind::Send => format!("send to rank {root} with tag {tag}"),
@@ -31,14 +32,14 @@ pub fn in_words(kind: Kind, root: u32, tag: u32, collective: impl FnOnce() -> St
     }
 }
 
-/// What a rank called: itself, the signature, and the number in its group.
+/// What a rank called: the rank, the signature, and the number in its group.
 pub struct Called {
     pub rank: usize,
     pub signature: u64,
     pub number: u64,
 }
 
-/// The error of two ranks that called different operations; `data` says what became of the data.
+/// The error of two ranks that called different operations. `data` says what happened to the data.
 pub fn different(one: Called, other: Called, data: &str) -> Error {
     let calls = if one.rank < other.rank { [one, other] } else { [other, one] };
     let number = calls[0].number;
@@ -51,14 +52,14 @@ pub fn different(one: Called, other: Called, data: &str) -> Error {
     Error::mismatch(laid_out(&head, &[first, second, data.to_string()], SAME_CALLS))
 }
 
-/// The error of a receive on rank `me` that has room for another size than the message has.
+/// The error of a receive on rank `me` whose buffer has another size (`room`) than the message.
 pub fn wrong_size(me: usize, from: usize, tag: u32, room: usize, bytes: usize) -> Error {
     let head =
         format!("rank {me} receives {room} bytes with tag {tag} from rank {from}, but the message has {bytes} bytes");
     Error::mismatch(laid_out(&head, &[], SAME_SIZES))
 }
 
-/// The same of the send of that message, on rank `me`.
+/// The error of the send of such a message, on rank `me`.
 pub fn not_taken(me: usize, to: usize, tag: u32, bytes: usize) -> Error {
     let head = format!("rank {to} could not take the message of {bytes} bytes with tag {tag} from rank {me}");
     Error::mismatch(laid_out(&head, &["its receive buffer has another size".to_string()], SAME_SIZES))

@@ -1,21 +1,22 @@
-//! f16 and bf16 in integer arithmetic, and the floating-point mode of the thread.
+//! f16 and bf16 in integer arithmetic, and the thread's floating-point mode.
 
 pub const F32_NAN: u32 = 0x7fc0_0000;
 pub const F64_NAN: u64 = 0x7ff8_0000_0000_0000;
 
-/// Exact.
+/// Widens exactly.
 #[inline(always)]
 pub fn bf16_to_f32(stored: u16) -> f32 {
     f32::from_bits((stored as u32) << 16)
 }
 
-/// Rounds to nearest, ties to even; denormals are kept, which the bf16 instructions of x86 do not do.
+/// Rounds to nearest, ties to even. Keeps denormals, which x86's bf16 instructions do not.
 #[inline(always)]
 pub fn f32_to_bf16(number: f32) -> u16 {
-    // First, so that it is a choice between numbers of one width, which vectors do well. Rounding does not change it.
+    // Selected here, between values of one width, which vectorizes well. Rounding does not change this NaN.
     let number = if number.is_nan() { f32::from_bits(F32_NAN) } else { number };
     let bits = number.to_bits();
-    // Half of the last place that stays, less one where that place is even: a tie then carries only into an odd one.
+    // Adds half of the last place that is kept, less one if that place is even. So a tie carries only if the place is
+    // odd.
     let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1));
     (rounded >> 16) as u16
 }
@@ -26,33 +27,33 @@ const F16_NAN: u32 = 0x7e00;
 const F32_INFINITY: u32 = 0x7f80_0000;
 /// The smallest normal f16 as f32: 2^-14.
 const F16_MIN_NORMAL: u32 = 0x3880_0000;
-/// 2^16 as f32; from here on, even before rounding, f16 has only infinity.
+/// 2^16 as f32. f16 has only infinity from here on, even before rounding.
 const F16_BEYOND: u32 = 0x4780_0000;
 
-/// Exact.
+/// Widens exactly.
 #[inline(always)]
 pub fn f16_to_f32(stored: u16) -> f32 {
     let sign = ((stored & 0x8000) as u32) << 16;
     let magnitude = (stored & 0x7fff) as u32;
-    // A denormal is a count of 2^-24.
+    // A denormal is an integer multiple of 2^-24.
     let denormal = (magnitude as i32 as f32 * f32::from_bits(0x3380_0000)).to_bits();
     let normal = (magnitude << 13) + REBIAS;
-    // Infinity and NaN: the largest exponent here as there.
+    // Infinity and NaN have the largest exponent in both formats.
     let special = normal + REBIAS;
     let bits = if magnitude < 0x0400 { denormal } else { normal };
     let bits = if magnitude >= 0x7c00 { special } else { bits };
     f32::from_bits(sign | bits)
 }
 
-/// Rounds to nearest, ties to even; denormals are kept.
+/// Rounds to nearest, ties to even. Keeps denormals.
 #[inline(always)]
 pub fn f32_to_f16(number: f32) -> u16 {
     let number = if number.is_nan() { f32::from_bits(F32_NAN) } else { number };
     let sign = (number.to_bits() >> 16) & 0x8000;
     let magnitude = number.to_bits() & 0x7fff_ffff;
-    // As in bf16; a carry out of the largest exponent is infinity, as it should be.
+    // As in bf16. A carry out of the largest exponent gives infinity, which is correct.
     let normal = magnitude.wrapping_sub(REBIAS).wrapping_add(0x0fff + ((magnitude >> 13) & 1)) >> 13;
-    // The last place of numbers in [0.5, 1) is 2^-24, f16's smallest step, so that this addition rounds to it.
+    // The last place of f32 numbers in [0.5, 1) is 2^-24, f16's smallest step, so this addition rounds to that step.
     let denormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5f32.to_bits());
     let bits = if magnitude < F16_MIN_NORMAL { denormal } else { normal };
     let special = if magnitude > F32_INFINITY { F16_NAN } else { 0x7c00 };
@@ -60,12 +61,12 @@ pub fn f32_to_f16(number: f32) -> u16 {
     (sign | bits) as u16
 }
 
-/// While it lives, this thread computes as IEEE 754 and Rust assume: rounding to nearest even, denormals kept.
+/// While it exists, this thread computes as IEEE 754 and Rust assume: rounding to nearest even, denormals kept.
 ///
-/// A program may have changed that for its own threads (`torch.set_flush_denormal`), but not for ours, nor on all
-/// ranks; without this the bits would depend on which thread ran the operation.
+/// A program may change the mode of its own threads (`torch.set_flush_denormal`), but not of ours, and not on all
+/// ranks. Without this guard, the bits would depend on which thread ran the operation.
 pub struct StandardMode {
-    /// The control register as it was, where it had to be changed.
+    /// The previous value of the control register, if it had to be changed.
     found: Option<mode::Register>,
 }
 
@@ -96,13 +97,13 @@ mod mode {
 
     pub type Register = u32;
 
-    /// MXCSR: denormals are zero (bit 6), rounding (13, 14), flush to zero (15).
+    /// MXCSR: denormals-are-zero (bit 6), rounding (13, 14), flush-to-zero (15).
     const NOT_STANDARD: Register = 1 << 6 | 3 << 13 | 1 << 15;
 
     #[inline(always)]
     pub fn read() -> Register {
         let mut register: Register = 0;
-        // SAFETY: every x86_64 has SSE; the instruction writes the four bytes of `register` and nothing else.
+        // SAFETY: every x86_64 has SSE. The instruction writes the four bytes of `register` and nothing else.
         unsafe { asm!("stmxcsr [{}]", in(reg) &mut register, options(nostack, preserves_flags)) };
         register
     }
@@ -119,8 +120,8 @@ mod mode {
 
     #[cold]
     pub fn write(register: Register) {
-        // SAFETY: the value is one that was read from the register, or that with the bits above cleared: no reserved
-        // bit is set and no exception unmasked. Not `nomem`, so that no store to memory moves across it.
+        // SAFETY: the value was read from the register, possibly with the bits above cleared, so no reserved bit is set
+        // and no exception is unmasked. Without `nomem`, so that no store to memory moves across it.
         unsafe { asm!("ldmxcsr [{}]", in(reg) &register, options(nostack, preserves_flags)) };
     }
 }
@@ -131,7 +132,7 @@ mod mode {
 
     pub type Register = u64;
 
-    /// FPCR: FIZ (bit 0), AH (1), rounding (22, 23), flush to zero (24), default NaN (25) is harmless.
+    /// FPCR: FIZ (bit 0), AH (1), rounding (22, 23), flush-to-zero (24). Default NaN (25) is harmless.
     const NOT_STANDARD: Register = 1 | 1 << 1 | 3 << 22 | 1 << 24;
 
     #[inline(always)]
@@ -154,14 +155,14 @@ mod mode {
 
     #[cold]
     pub fn write(register: Register) {
-        // SAFETY: the value is one that was read from the register, or that with the bits above cleared.
+        // SAFETY: the value was read from the register, possibly with the bits above cleared.
         unsafe { asm!("msr fpcr, {}", in(reg) register, options(nostack, preserves_flags)) };
     }
 }
 
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 mod mode {
-    //! Nothing is known of this processor's mode; it stays as it is.
+    //! This processor's mode is unknown, so it is left unchanged.
     pub type Register = ();
 
     pub fn read() -> Register {}

@@ -1,29 +1,29 @@
-//! What compressed sums send of numbers of 32 bits: whole numbers of eight with a scale for each block, or the places of
-//! the largest.
+//! What compressed sums send instead of 32-bit floats: 8-bit integers with a scale per block, or the indices of the
+//! largest elements.
 //!
-//! An encoded block is its scale, the largest magnitude divided by 127 (f32, in the machine's order of bytes), and one
-//! byte for each element: the element divided by the scale, to the nearest whole number (to even), from -127 to 127.
-//! Missing elements of the last block are 0. A block that holds an infinity or a NaN is NaN as a whole. As in `scalar`, a
-//! result depends on its own block alone, so the vector width changes no bit. `levels!` compiles each loop for every
-//! instruction set.
+//! An encoded block is its scale, the largest magnitude divided by 127 (f32 in native byte order), and one byte per
+//! element. The byte is the element divided by the scale, rounded to the nearest integer (ties to even), from -127 to
+//! 127. Missing elements of the last block are 0. A block that contains an infinity or NaN decodes to NaN as a whole.
+//! As in `scalar`, a result depends only on its own block, so the vector width changes no bit. `levels!` compiles each
+//! loop for every instruction set.
 
 use super::Level;
 use super::float::StandardMode;
 use crate::error::{Error, Result};
 
-/// Bytes of a block's scale.
+/// Size of a block's scale in bytes.
 const SCALE: usize = size_of::<f32>();
 const MAGNITUDE: u32 = 0x7fff_ffff;
 const INFINITY: u32 = 0x7f80_0000;
-/// 1.5 * 2^23: the sum with a number below 2^22 has no bits behind the point, and the number in its low bits.
+/// 1.5 * 2^23. The sum with a number below 2^22 has no fraction bits, and the rounded number is in its low bits.
 const ROUNDER: f32 = 12_582_912.0;
 
-/// The bytes of `elements` numbers, in whole blocks.
+/// Encoded size of `elements` numbers in bytes, in whole blocks.
 pub fn encoded_bytes(elements: usize, block: usize) -> usize {
     elements.div_ceil(block) * (SCALE + block)
 }
 
-/// Encodes `values` into the blocks of `encoded`; blocks behind the last value are 0.
+/// Encodes `values` into the blocks of `encoded`. Blocks after the last value are set to 0.
 pub fn encode(level: Level, values: &[f32], block: usize, encoded: &mut [u8]) -> Result<()> {
     has_room(encoded.len(), values.len(), block)?;
     let _mode = StandardMode::enter();
@@ -39,8 +39,8 @@ pub fn decode(level: Level, encoded: &[u8], block: usize, values: &mut [f32]) ->
     Ok(())
 }
 
-/// Adds addends that lie one behind the other, in their order, and encodes the sums. Each scale is divided by `divisor`
-/// first, so that an average does not overflow.
+/// Adds consecutive addends in order, and encodes the sums. Each scale is first divided by `divisor`, so that an
+/// average does not overflow.
 pub fn sum(level: Level, addends: &[u8], block: usize, divisor: f32, summed: &mut [u8]) -> Result<()> {
     whole_blocks(block, summed.len())?;
     if addends.is_empty() != summed.is_empty() || !summed.is_empty() && !addends.len().is_multiple_of(summed.len()) {
@@ -51,8 +51,8 @@ pub fn sum(level: Level, addends: &[u8], block: usize, divisor: f32, summed: &mu
     Ok(())
 }
 
-/// Writes the indices of the `places.len()` elements of largest magnitude, in ascending order. Ties go to the lower index,
-/// and a NaN counts as larger than any number.
+/// Writes the indices of the `places.len()` elements of largest magnitude, in ascending order. Among equal magnitudes
+/// the lower index wins, and a NaN counts as larger than any number.
 pub fn largest(values: &[f32], places: &mut [i32]) -> Result<()> {
     if i32::try_from(values.len()).is_err() || places.len() > values.len() {
         return Err(sizes("values", values.len(), places.len()));
@@ -74,8 +74,9 @@ pub fn largest(values: &[f32], places: &mut [i32]) -> Result<()> {
     Ok(())
 }
 
-/// The magnitude of the element that is `wanted`th in size, and how many that are as large are among the `wanted`. A
-/// digit at a time from the top, by counting: memory is read three times, whatever the numbers.
+/// The magnitude of the `wanted`th largest element, and how many elements of exactly that magnitude are among the
+/// `wanted`. Determines one digit after another by counting, from the top, so memory is read three times whatever the
+/// values.
 fn bound(values: &[f32], wanted: usize) -> (u32, usize) {
     const BITS: u32 = 11;
     let mut known = 0;
@@ -100,7 +101,7 @@ fn bound(values: &[f32], wanted: usize) -> (u32, usize) {
     (known, left)
 }
 
-/// Whether the encoded bytes are whole blocks, and enough for the values.
+/// Checks that the encoded bytes are whole blocks and enough for the values.
 fn has_room(encoded: usize, values: usize, block: usize) -> Result<()> {
     whole_blocks(block, encoded)?;
     let needed = encoded_bytes(values, block);
@@ -121,7 +122,7 @@ fn sizes(what: &str, have: usize, wanted: usize) -> Error {
     Error::bug(format!("sagellm: {what} has the size {have}, which does not fit to {wanted}"))
 }
 
-/// A function that runs a loop as it was compiled for the instructions of a level.
+/// Defines a function that runs a loop compiled for the instructions of a level.
 macro_rules! levels {
     ($name:ident, $body:ident, $($argument:ident: $type:ty),*) => {
         fn $name(level: Level, $($argument: $type),*) {
@@ -137,7 +138,7 @@ macro_rules! levels {
             }
             assert!(level.can_run(), "kernels for {level:?} cannot run here");
             match level {
-                // SAFETY: the processor can run it, as was checked.
+                // SAFETY: the processor can run it, as the assertion has checked.
                 #[cfg(target_arch = "x86_64")]
                 Level::Avx512 => unsafe { avx512($($argument),*) },
                 // SAFETY: as above.
@@ -167,8 +168,8 @@ fn encode_block(values: &[f32], into: &mut [u8]) {
     let (scale, numbers) = into.split_at_mut(SCALE);
     let (numbers, missing) = numbers.split_at_mut(values.len());
     missing.fill(0);
-    // As whole numbers magnitudes have the same order, with infinity and then NaN at the end, and their maximum does not
-    // depend on the order of the elements.
+    // As integers, magnitudes have the same order, with infinity and then NaN at the end. Their maximum does not depend
+    // on the order of the elements.
     let mut most = 0;
     for value in values {
         most = most.max(value.to_bits() & MAGNITUDE);
@@ -186,8 +187,8 @@ fn encode_block(values: &[f32], into: &mut [u8]) {
     }
 }
 
-/// The nearest whole number from -127 to 127, in eight bits. A quotient lies beyond where the scale is a denormal, which
-/// is rounded coarsely.
+/// The nearest integer from -127 to 127, as a byte. The quotient can be outside if the scale is a denormal, which is
+/// rounded coarsely.
 #[inline(always)]
 fn nearest(value: f32) -> u8 {
     let held = if value > 127.0 { 127.0 } else { value };
@@ -212,7 +213,7 @@ fn decode_all(encoded: &[u8], block: usize, values: &mut [f32]) {
 
 #[inline(always)]
 fn sum_all(addends: &[u8], block: usize, divisor: f32, summed: &mut [u8]) {
-    // One block's sums, so that addends are read once and no sum goes to memory before it is encoded.
+    // The sums of one block, so that addends are read once and no sum is stored to memory before it is encoded.
     let mut total = vec![0.0f32; block];
     let whole = summed.len();
     for (at, into) in summed.chunks_exact_mut(SCALE + block).enumerate() {

@@ -1,20 +1,20 @@
-//! Adds the numbers: `dst[i] = sources[0][i] op sources[1][i] op ...`, always in that order.
+//! Combines numbers: `dst[i] = sources[0][i] op sources[1][i] op ...`, always in that order.
 //!
-//! Every result is a function of its own elements only, computed in the order of the ranks. It does not depend on how a
-//! tensor was cut, on the vector width, or on the thread (design, "same bits"):
+//! Every result is a function of its own elements only, computed in rank order. It does not depend on how a tensor was
+//! cut, on the vector width, or on the thread (design, "same bits"):
 //! - f16 and bf16 are widened to f32, combined there, and rounded once (to nearest even) at the end;
 //! - f32 and f64 are combined as they are, without fused multiply-add; denormals are kept;
-//! - a NaN result is always the quiet NaN without sign and payload; MIN and MAX give NaN where any rank has one, and
-//!   treat -0 as smaller than +0;
-//! - integers wrap; bool is true for any byte but 0, its SUM and MAX are "or", its PRODUCT and MIN "and";
-//! - AVG divides the sum once, integers truncate towards zero;
-//! - PREMUL_SUM multiplies each rank's number by that rank's factor, rounded to the type it is combined in.
+//! - a NaN result is always the quiet NaN without sign and payload; MIN and MAX give NaN if any rank has one, and treat
+//!   -0 as smaller than +0;
+//! - integers wrap; bool is true for any byte except 0, its SUM and MAX are "or", its PRODUCT and MIN "and";
+//! - AVG divides the sum once; integers truncate towards zero;
+//! - PREMUL_SUM multiplies each rank's number by that rank's factor, rounded to the type in which numbers are combined.
 //!
-//! One source alone is copied, bit for bit (PREMUL_SUM scales it).
+//! A single source is copied bit for bit (PREMUL_SUM scales it).
 //!
-//! `number` says how numbers are stored and combined, `scalar` has the one loop, `x86` compiles it for wider vectors,
-//! `float` converts f16 and bf16, `int8` has what compressed sums send. To add an operation: an `Op` in `scalar.rs`, and a line in each of
-//! `bits`, `integer`, `real` and `complex` whose types it is for.
+//! `number` defines how numbers are stored and combined, `scalar` has the one loop, and `x86` compiles it for wider
+//! vectors. `float` converts f16 and bf16, `int8` has the encodings of compressed sums. To add an operation, add an
+//! `Op` in `scalar.rs`, and a line in each of `bits`, `integer`, `real` and `complex` whose types it supports.
 
 #![allow(unsafe_code)] // loops over raw pointers, and instructions that the processor must have
 
@@ -35,7 +35,7 @@ use crate::types::{Dtype, ReduceOp};
 
 pub use self::float::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
 
-/// Instruction sets the kernels are compiled for; all give the same bits.
+/// Instruction sets for which the kernels are compiled. All give the same bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Level {
     Portable,
@@ -44,7 +44,7 @@ pub enum Level {
 }
 
 impl Level {
-    /// Those this processor can run, the best last.
+    /// The levels that this processor can run, the best last.
     pub fn available() -> Vec<Level> {
         [Level::Portable, Level::Avx2, Level::Avx512].into_iter().filter(|level| level.can_run()).collect()
     }
@@ -53,7 +53,8 @@ impl Level {
         self as u8 <= Level::best() as u8
     }
 
-    /// The widest level of this processor that `SAGELLM_KERNELS` permits. Read once: all calls of a process use one level.
+    /// The widest level of this processor that `SAGELLM_KERNELS` permits. Read once, so all calls of a process use one
+    /// level.
     pub fn best() -> Level {
         static BEST: Lazy<Level> = Lazy::new(|| {
             let widest = Level::detect();
@@ -74,7 +75,7 @@ impl Level {
         *BEST
     }
 
-    /// As `SAGELLM_KERNELS` names it.
+    /// The name of the level in `SAGELLM_KERNELS`.
     pub fn name(self) -> &'static str {
         match self {
             Level::Portable => "portable",
@@ -109,19 +110,20 @@ impl Level {
 pub struct Kernel {
     run: Run,
     element_size: usize,
-    /// What `run` counts, per element: 2 where a complex number is taken as its parts, the bytes for bit operations.
+    /// Units that `run` counts, per element: 2 if a complex number is processed as its parts, the bytes for bit
+    /// operations, else 1.
     units: usize,
     ranks: usize,
-    /// PREMUL_SUM: one factor per source, and one source alone is not just copied.
+    /// Whether the op is PREMUL_SUM: there is one factor per source, and a single source is not just copied.
     scales: bool,
 }
 
-/// The kernel for an operation, chosen once. An error says which dtypes or operations are possible instead.
+/// The kernel for an operation, chosen once. An error says which dtypes or operations are possible.
 pub fn kernel(dtype: Dtype, op: ReduceOp, ranks: usize) -> Result<Kernel> {
     kernel_at(Level::best(), dtype, op, ranks)
 }
 
-/// As `kernel`, for one of `Level::available`: to compare them.
+/// Like `kernel`, for one of `Level::available`, to compare them.
 ///
 /// # Panics
 /// If this processor does not have the level, or `SAGELLM_KERNELS` does not permit it.
@@ -143,40 +145,40 @@ pub fn kernel_at(level: Level, dtype: Dtype, op: ReduceOp, ranks: usize) -> Resu
 }
 
 impl Kernel {
-    /// Bytes.
+    /// Size of an element in bytes.
     pub fn element_size(&self) -> usize {
         self.element_size
     }
 
-    /// `dst[i] = sources[0][i] op sources[1][i] op ...`, in the order of `sources`, for `elements` elements.
-    /// `factors` has one number per source for PREMUL_SUM and is not read otherwise.
+    /// `dst[i] = sources[0][i] op sources[1][i] op ...`, in the order of `sources`, for `elements` elements. `factors`
+    /// has one number per source for PREMUL_SUM, and is not read otherwise.
     ///
     /// # Safety
-    /// Every source is readable and `dst` writable for `elements * element_size()` bytes, aligned or not. `dst` may be
-    /// exactly one of the sources; otherwise it overlaps none.
+    /// Every source must be readable and `dst` writable for `elements * element_size()` bytes, aligned or not. `dst`
+    /// may be exactly one of the sources; otherwise it must not overlap any of them.
     pub unsafe fn reduce(&self, dst: *mut u8, sources: &[*const u8], factors: &[f64], elements: usize) {
         assert!(!sources.is_empty(), "a reduction needs at least one source");
         if self.scales {
             assert_eq!(factors.len(), sources.len(), "PREMUL_SUM needs one factor for each source");
         } else if sources.len() == 1 && self.ranks == 1 {
-            // SAFETY: the caller's promise; `copy` takes a source that is the destination.
+            // SAFETY: the caller vouches for it. `copy` allows the source to be the destination.
             return unsafe { copy(dst, sources[0], elements * self.element_size) };
         }
         let _mode = self::float::StandardMode::enter();
         let job = Job { dst, sources, factors, ranks: self.ranks, elements: elements * self.units };
-        // SAFETY: the caller's promise; `kernel_at` has checked that the processor can run this kernel.
+        // SAFETY: the caller vouches for it. `kernel_at` has checked that the processor can run this kernel.
         unsafe { (self.run)(&job) }
     }
 }
 
-/// Plain copy into or out of a staging area; the written data stays in the cache, where a peer will read it.
+/// Plain copy into or out of a staging area. The written data stays in the cache, where a peer will read it.
 ///
-/// The platform's `memcpy` does this best (measured against AVX2 and AVX-512 loops: 1.3 times as fast from 64 to 512
-/// KiB, up to twice as slow between 4 and 16 KiB), except that a large one goes around the cache, from a size on
-/// that differs by machine and tunables. Hence in pieces well below that.
+/// The platform's `memcpy` is best for this. Compared with AVX2 and AVX-512 loops it was 1.3 times as fast from 64 to
+/// 512 KiB, and up to twice as slow between 4 and 16 KiB. But it bypasses the cache for large copies, from a size that
+/// differs by machine and tunables. So this copies in pieces well below that size.
 ///
 /// # Safety
-/// `src` is readable and `dst` writable for `bytes`; they are the same address or do not overlap.
+/// `src` must be readable and `dst` writable for `bytes`. They must be the same address or not overlap.
 #[inline]
 pub unsafe fn copy(dst: *mut u8, src: *const u8, bytes: usize) {
     const PIECE: usize = 128 << 10;
@@ -186,7 +188,7 @@ pub unsafe fn copy(dst: *mut u8, src: *const u8, bytes: usize) {
     let mut at = 0;
     while at < bytes {
         let piece = PIECE.min(bytes - at);
-        // SAFETY: the caller's promise, for a part of it; not overlapping, since the addresses differ.
+        // SAFETY: the caller vouches for it. The ranges do not overlap, because the addresses differ.
         unsafe { std::ptr::copy_nonoverlapping(src.add(at), dst.add(at), piece) };
         at += piece;
     }
@@ -218,7 +220,7 @@ fn check(dtype: Dtype, op: ReduceOp) -> Result<()> {
     Err(Error::invalid(format!("ReduceOp.{op} is not defined for {}; {advice}", dtype.name())))
 }
 
-/// An integer times 0.5 would be an integer times 0: refused rather than wrong.
+/// Refuses fractional factors of integers: an integer times 0.5 would be an integer times 0.
 fn check_factor(dtype: Dtype, op: ReduceOp) -> Result<()> {
     let integer =
         !matches!(dtype, Dtype::F16 | Dtype::Bf16 | Dtype::F32 | Dtype::F64 | Dtype::C32 | Dtype::C64 | Dtype::C128);
@@ -231,7 +233,7 @@ fn check_factor(dtype: Dtype, op: ReduceOp) -> Result<()> {
     }
 }
 
-/// A kernel and the number of its units per element; `None` where `check` has refused.
+/// A kernel and its units per element. `None` for combinations that `check` refuses.
 fn choose<I: Isa>(dtype: Dtype, op: ReduceOp) -> Option<(Run, usize)> {
     if let Some(run) = bits::<I>(dtype, op) {
         return Some((run, dtype.size()));
@@ -257,7 +259,8 @@ fn choose<I: Isa>(dtype: Dtype, op: ReduceOp) -> Option<(Run, usize)> {
     run.map(|run| (run, 1))
 }
 
-/// Bit by bit: bool, whose bytes are made 0 or 1 on the way in, and integers of any width as bytes.
+/// Bitwise kernels: for bool, whose bytes are converted to 0 or 1 when they are read, and for integers of any width as
+/// bytes.
 fn bits<I: Isa>(dtype: Dtype, op: ReduceOp) -> Option<Run> {
     use ReduceOp::*;
     Some(match (dtype, op) {
@@ -271,7 +274,8 @@ fn bits<I: Isa>(dtype: Dtype, op: ReduceOp) -> Option<Run> {
     })
 }
 
-/// `U` is the unsigned type as wide as `T`: sums and products that wrap are the same bits, and one kernel.
+/// `U` is the unsigned type of the width of `T`. Wrapping sums and products have the same bits in both, so one kernel
+/// serves both.
 fn integer<I: Isa, T: Number, U: Number>(op: ReduceOp) -> Option<Run> {
     Some(match op {
         ReduceOp::Sum => I::compile::<Int<U>, Sum>(),
@@ -296,7 +300,7 @@ fn real<I: Isa, F: Format<Number: Number>>(op: ReduceOp) -> Option<Run> {
     })
 }
 
-/// All reductions but the product work on the parts alone, as twice as many real numbers.
+/// All reductions except the product work on the parts, as twice as many real numbers.
 fn complex<I: Isa, F: Format>(op: ReduceOp) -> Option<(Run, usize)>
 where
     F::Number: Number + std::ops::Sub<Output = F::Number>,

@@ -1,7 +1,7 @@
 //! Numbers in memory (`Format`) and in the accumulator (`Number`).
 //!
-//! Everything here is one element at a time, branch-free and of fixed meaning, so that the compiler may turn it into
-//! vectors of any width without changing a bit.
+//! Everything here works on one element at a time, without branches and with a fixed meaning, so that the compiler may
+//! vectorize it at any width without changing a bit.
 
 use super::float;
 
@@ -11,7 +11,7 @@ pub trait Number: Copy + Default {
     fn multiply(self, other: Self) -> Self;
     fn smaller(self, other: Self) -> Self;
     fn larger(self, other: Self) -> Self;
-    /// Times a rank's PREMUL_SUM factor, converted to this type first.
+    /// Multiplies by a rank's PREMUL_SUM factor, which is first converted to this type.
     fn scale(self, factor: f64) -> Self;
     fn divide(self, ranks: usize) -> Self;
 }
@@ -37,7 +37,7 @@ macro_rules! integer_number {
             }
             #[inline(always)]
             fn scale(self, factor: f64) -> Self {
-                // Through 64 bits, so that -1 is all ones in an unsigned type, too: a factor wraps like the product.
+                // Through 64 bits, so that -1 is all ones in an unsigned type too: a factor wraps like a product.
                 let factor = if factor < 0.0 { factor as i64 as Self } else { factor as u64 as Self };
                 self.wrapping_mul(factor)
             }
@@ -62,8 +62,8 @@ macro_rules! float_number {
             fn multiply(self, other: Self) -> Self {
                 self * other
             }
-            // Both: a NaN on either side gives NaN, and -0 is smaller than +0. `min` and `max` of the language and of
-            // the processors promise neither.
+            // In `smaller` and `larger`, a NaN on either side gives NaN, and -0 is smaller than +0. `min` and `max` of
+            // the language and of processors guarantee neither.
             #[inline(always)]
             fn smaller(self, other: Self) -> Self {
                 let lower = if self < other { self } else { other };
@@ -89,7 +89,7 @@ macro_rules! float_number {
 }
 float_number!(f32, f64);
 
-/// The storage of an element: `widen` reads it, `narrow`, which rounds once, writes it.
+/// The storage format of an element: `widen` reads it, `narrow` rounds once and writes it.
 pub trait Format {
     type Stored: Copy + Default;
     type Number: Copy + Default;
@@ -97,10 +97,10 @@ pub trait Format {
     fn widen(stored: Self::Stored) -> Self::Number;
     fn narrow(number: Self::Number) -> Self::Stored;
 
-    /// The same for several elements; a format with a conversion instruction overrides these.
+    /// The same for several elements. A format with a conversion instruction overrides these.
     ///
     /// # Safety
-    /// The processor has the features of the instruction set that the format belongs to (`Isa`).
+    /// The processor must have the features of the instruction set to which the format belongs (`Isa`).
     #[inline(always)]
     unsafe fn widen_all<const N: usize>(stored: [Self::Stored; N]) -> [Self::Number; N] {
         let mut numbers = [Self::Number::default(); N];
@@ -110,7 +110,7 @@ pub trait Format {
         numbers
     }
     /// # Safety
-    /// As `widen_all`.
+    /// As for `widen_all`.
     #[inline(always)]
     unsafe fn narrow_all<const N: usize>(numbers: [Self::Number; N]) -> [Self::Stored; N] {
         let mut stored = [Self::Stored::default(); N];
@@ -121,7 +121,7 @@ pub trait Format {
     }
 }
 
-/// Integers: stored as they are accumulated.
+/// Integers, stored in the form in which they are accumulated.
 pub struct Int<T>(std::marker::PhantomData<T>);
 
 impl<T: Copy + Default> Format for Int<T> {
@@ -138,7 +138,7 @@ impl<T: Copy + Default> Format for Int<T> {
     }
 }
 
-/// One byte; any value but 0 is true, results are 0 or 1.
+/// Bool in one byte. Any value except 0 is true; results are 0 or 1.
 pub struct Bool;
 
 impl Format for Bool {
@@ -155,8 +155,8 @@ impl Format for Bool {
     }
 }
 
-/// f32 and f64. Every NaN is stored as the one quiet, positive NaN without payload: which payload survives an addition
-/// depends on the order of operands that the compiler chooses, which must not change the result.
+/// f32 and f64. Every NaN is stored as the one quiet, positive NaN without payload. Which payload survives an addition
+/// depends on the order of operands that the compiler chooses, and this must not change the result.
 pub struct Float<T>(std::marker::PhantomData<T>);
 
 impl Format for Float<f32> {
@@ -220,8 +220,8 @@ impl Format for Bf16 {
     }
 }
 
-/// Real and imaginary part of any of the above, where they must be taken together: the product.
-/// Sums go through the parts, as twice as many elements.
+/// Real and imaginary part of any of the formats above, for the product, which needs both together. Sums process the
+/// parts as twice as many elements.
 pub struct Complex<F>(std::marker::PhantomData<F>);
 
 impl<F: Format> Format for Complex<F> {

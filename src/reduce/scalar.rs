@@ -1,11 +1,11 @@
 //! The loop of every kernel, and the kernels for any processor.
 //!
-//! `fold` is always inlined into a small function per instruction set (`Isa`), where the compiler makes vectors of it.
-//! It combines element by element in the order of the sources, so vector width and blocking cannot change a bit.
+//! `fold` is always inlined into a small function per instruction set (`Isa`), where the compiler vectorizes it. It
+//! combines element by element in the order of the sources, so vector width and blocking cannot change a bit.
 
 use super::number::{Format, Half, Number};
 
-/// One call.
+/// The arguments of one call.
 #[derive(Clone, Copy)]
 pub struct Job<'a> {
     pub dst: *mut u8,
@@ -13,19 +13,19 @@ pub struct Job<'a> {
     /// One per source for PREMUL_SUM, else empty.
     pub factors: &'a [f64],
     pub ranks: usize,
-    /// In units of the kernel's format.
+    /// Number of elements in units of the kernel's format.
     pub elements: usize,
 }
 
 /// A kernel.
 ///
 /// # Safety
-/// As `Kernel::reduce`, and the processor has the features the kernel was compiled for.
+/// As for `Kernel::reduce`, and the processor must have the features for which the kernel was compiled.
 pub type Run = unsafe fn(&Job<'_>);
 
 /// How numbers are combined.
 pub trait Op<N> {
-    /// `PremulSum` only: `enter` reads the source's factor.
+    /// True only for `PremulSum`, whose `enter` uses the source's factor.
     const SCALES: bool = false;
 
     #[inline(always)]
@@ -109,19 +109,19 @@ impl<N: Number + std::ops::Sub<Output = N>> Op<[N; 2]> for ComplexProduct {
     }
 }
 
-/// Elements that are held in registers at a time: enough for several loads of every source to be in flight.
+/// Elements that are kept in registers at a time: enough to have several loads of every source in flight.
 const BLOCK: usize = 64;
-/// The same for what is left; then one by one.
+/// The same for the rest of at least this many elements. Then elements are processed one by one.
 const PIECE: usize = 8;
 
-/// The whole job.
+/// Runs the whole job.
 ///
 /// # Safety
-/// As `Run`.
+/// As for `Run`.
 #[inline(always)]
 pub unsafe fn fold<F: Format, O: Op<F::Number>>(job: &Job<'_>) {
     let mut at = 0;
-    // SAFETY: the caller's promise holds for `elements` elements, and every call stays below that.
+    // SAFETY: the caller vouches for `elements` elements, and every call stays below that.
     unsafe {
         while job.elements - at >= BLOCK {
             fold_block::<F, O, BLOCK>(job, at);
@@ -138,13 +138,13 @@ pub unsafe fn fold<F: Format, O: Op<F::Number>>(job: &Job<'_>) {
     }
 }
 
-/// `N` elements from `at`. All sources are read before `dst` is written: it may be one of them.
+/// Combines `N` elements from `at` on. All sources are read before `dst` is written, because `dst` may be one of them.
 ///
 /// # Safety
-/// As `Run`; `at + N <= job.elements`.
+/// As for `Run`, and `at + N <= job.elements`.
 #[inline(always)]
 unsafe fn fold_block<F: Format, O: Op<F::Number>, const N: usize>(job: &Job<'_>, at: usize) {
-    // SAFETY: the caller's promise, here and in the loop.
+    // SAFETY: the caller vouches for it, here and in the loop.
     let mut sum = unsafe { enter::<F, O, N>(job, 0, at) };
     for source in 1..job.sources.len() {
         // SAFETY: as above.
@@ -156,26 +156,26 @@ unsafe fn fold_block<F: Format, O: Op<F::Number>, const N: usize>(job: &Job<'_>,
     for number in &mut sum {
         *number = O::leave(*number, job.ranks);
     }
-    // SAFETY: the caller's processor has the features that `F` asks for.
+    // SAFETY: the caller's processor has the features that `F` needs.
     let stored = unsafe { F::narrow_all(sum) };
-    // SAFETY: `dst` is writable for `job.elements` elements; alignment is not asked for.
+    // SAFETY: `dst` is writable for `job.elements` elements, and needs no alignment.
     unsafe { job.dst.cast::<F::Stored>().add(at).cast::<[F::Stored; N]>().write_unaligned(stored) };
 }
 
-/// `N` elements of one source, ready to be combined. (Not a closure: that would not be inlined into the function with
-/// the instruction set, and its instructions would then be calls.)
+/// `N` elements of one source, ready to be combined. Not a closure, which would not be inlined into the function with
+/// the instruction set, so that its intrinsics would become calls.
 ///
 /// # Safety
-/// As `fold_block`; `source` is one of the sources.
+/// As for `fold_block`, and `source` must be the index of a source.
 #[inline(always)]
 unsafe fn enter<F: Format, O: Op<F::Number>, const N: usize>(
     job: &Job<'_>,
     source: usize,
     at: usize,
 ) -> [F::Number; N] {
-    // SAFETY: the source is readable for `job.elements` elements; alignment is not asked for.
+    // SAFETY: the source is readable for `job.elements` elements, and needs no alignment.
     let stored = unsafe { job.sources[source].cast::<F::Stored>().add(at).cast::<[F::Stored; N]>().read_unaligned() };
-    // SAFETY: the caller's processor has the features that `F` asks for.
+    // SAFETY: the caller's processor has the features that `F` needs.
     let mut numbers = unsafe { F::widen_all(stored) };
     if O::SCALES {
         for number in &mut numbers {
@@ -185,9 +185,9 @@ unsafe fn enter<F: Format, O: Op<F::Number>, const N: usize>(
     numbers
 }
 
-/// An instruction set: compiles `fold` for itself.
+/// An instruction set, for which it compiles `fold`.
 pub trait Isa {
-    /// f16 with the instructions there are.
+    /// f16, converted by the instructions of this set if it has any.
     type Half: Format<Stored = u16, Number = f32>;
 
     fn compile<F: Format, O: Op<F::Number>>() -> Run;

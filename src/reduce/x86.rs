@@ -1,4 +1,4 @@
-//! x86_64 with AVX2 or AVX-512: the loop of `scalar.rs` in wider vectors, and f16 by instruction.
+//! x86_64 with AVX2 or AVX-512: the loop of `scalar.rs` in wider vectors, and f16 conversion by instructions.
 
 use std::arch::x86_64::{
     _CMP_UNORD_Q, _MM_FROUND_TO_NEAREST_INT, _mm_loadu_si128, _mm_storeu_si128, _mm256_blendv_ps, _mm256_cmp_ps,
@@ -9,7 +9,7 @@ use super::float;
 use super::number::Format;
 use super::scalar::{Isa, Job, Op, Run, fold};
 
-/// f16 converted eight at a time. The instructions round to nearest even and keep denormals whatever the thread's mode.
+/// f16, converted eight at a time. The instructions round to nearest even and keep denormals in any mode of the thread.
 pub struct HalfF16c;
 
 impl Format for HalfF16c {
@@ -32,7 +32,7 @@ impl Format for HalfF16c {
         }
         let mut numbers = [0.0; N];
         for i in (0..N).step_by(8) {
-            // SAFETY: F16C is there (the caller's promise); `i + 8 <= N` since N is a multiple of 8.
+            // SAFETY: the caller vouches for F16C. `i + 8 <= N`, because N is a multiple of 8.
             unsafe {
                 let eight = _mm_loadu_si128(stored.as_ptr().add(i).cast());
                 _mm256_storeu_ps(numbers.as_mut_ptr().add(i), _mm256_cvtph_ps(eight));
@@ -51,7 +51,7 @@ impl Format for HalfF16c {
             // SAFETY: as in `widen_all`.
             unsafe {
                 let eight = _mm256_loadu_ps(numbers.as_ptr().add(i));
-                // The conversion would keep part of a NaN's payload.
+                // The conversion instruction would keep a part of a NaN's payload.
                 let nan = _mm256_set1_ps(f32::from_bits(float::F32_NAN));
                 let eight = _mm256_blendv_ps(eight, nan, _mm256_cmp_ps::<_CMP_UNORD_Q>(eight, eight));
                 _mm_storeu_si128(
@@ -77,10 +77,10 @@ macro_rules! isa {
         }
 
         /// # Safety
-        /// As `Run`.
+        /// As for `Run`.
         #[target_feature(enable = $features)]
         unsafe fn $run<F: Format, O: Op<F::Number>>(job: &Job<'_>) {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller vouches for it.
             unsafe { fold::<F, O>(job) }
         }
     };

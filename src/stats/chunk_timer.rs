@@ -1,5 +1,5 @@
-//! Times the parts of a large operation: two clock readings around each chunk that is copied or reduced; the time
-//! between chunks is charged to the rank that was missing. Reads no clock while the operation is blocked.
+//! Measures the parts of a large operation, with two clock readings around each chunk that is copied or reduced. The
+//! time between chunks is attributed to the rank whose data was missing. Reads no clock while the operation is blocked.
 
 use std::sync::atomic::AtomicU64;
 
@@ -7,11 +7,11 @@ use crate::op::{Op, OpTiming};
 use crate::os::clock;
 
 pub struct ChunkTimer {
-    /// End of the last chunk, or issue.
+    /// Time at which the last chunk ended, or at first the time of issue.
     rest: u64,
-    /// The rank that was missing at the last check.
+    /// The rank whose data was missing at the last check.
     missing: Option<usize>,
-    /// The longest single wait so far; the operation records its rank.
+    /// The longest wait so far. The operation records the rank that caused it.
     longest: u64,
 }
 
@@ -25,7 +25,7 @@ impl ChunkTimer {
         self.missing = Some(rank);
     }
 
-    /// A chunk is available.
+    /// Called when a chunk is available. Returns the start time of the work on it.
     pub fn begin(&mut self, op: &Op) -> u64 {
         let now = clock::stamp();
         if let Some(rank) = self.missing.take() {
@@ -38,7 +38,7 @@ impl ChunkTimer {
         now
     }
 
-    /// The work on the chunk is done; its time is added to `sum`.
+    /// Called when the work on a chunk is done. Adds its time to `sum`.
     pub fn end(&mut self, sum: &AtomicU64, began: u64) {
         let now = clock::stamp();
         OpTiming::spend(sum, now - began);

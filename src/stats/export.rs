@@ -1,4 +1,4 @@
-//! Counts and records as JSON: for Python, and for the file of a failed group.
+//! Counts and records as JSON, for Python and for the file of a failed group.
 
 use super::history::{History, Record, State};
 use super::{Cell, MIXED, Stats};
@@ -6,37 +6,37 @@ use crate::json;
 use crate::op::NOBODY;
 use crate::types::{ANY_RANK, Dtype, ReduceOp};
 
-/// The names of path and reason codes, which `select` has.
+/// Functions of `select` that name path and reason codes.
 #[derive(Clone, Copy)]
 pub struct Names {
     pub path: fn(u8) -> &'static str,
     pub reason: fn(u8) -> &'static str,
 }
 
-/// One moment on our clock (`clock::stamp`) and since the epoch, in nanoseconds.
+/// One moment in nanoseconds, on our clock (`clock::stamp`) and since the epoch.
 #[derive(Clone, Copy)]
 pub struct Moment {
     pub now: u64,
     pub wall: u64,
 }
 
-/// A rank in a record; -1 is none, or any.
+/// A rank in a record. -1 stands for no rank or any rank.
 fn rank(rank: u32) -> i64 {
     if rank == NOBODY || rank == ANY_RANK { -1 } else { i64::from(rank) }
 }
 
-/// Names of the element type and the reduce op of a record, empty where nothing is combined.
+/// Names of a record's element type and reduce op. Empty if nothing is combined.
 fn reduction(record: &Record) -> (&'static str, &'static str) {
     let dtype = if record.dtype == Dtype::Bytes { "" } else { record.dtype.name() };
     (dtype, if record.kind.reduces() { ReduceOp::name_of(record.op) } else { "" })
 }
 
-/// Number of operations that it was fused with, itself included; 0 while that is not known.
+/// Number of operations that were fused, including this one. 0 while it is not known.
 fn together(record: &Record) -> u64 {
     if record.state == State::Done { record.route.fused_with.count() } else { 0 }
 }
 
-/// All but the records: `Stats` of `_C.pyi`.
+/// Everything except the records: `Stats` of `_C.pyi`.
 pub fn counts(
     stats: &Stats,
     (rank, size): (usize, usize),
@@ -67,8 +67,8 @@ fn write_cell(out: &mut String, cell: &Cell, path: fn(u8) -> &'static str) {
     });
 }
 
-/// The last `last` records, oldest first, and before them the oldest pending one, if that is older: a list of `Record` of
-/// `_C.pyi`.
+/// The last `last` records, oldest first, as a list of `Record` of `_C.pyi`. The oldest pending record precedes them if
+/// it is older.
 pub fn last_records(history: &History, last: usize, names: Names) -> String {
     let skipped = history.iter().count().saturating_sub(last);
     let pending = history.iter().take(skipped).find(|record| record.state == State::Pending);
@@ -78,7 +78,7 @@ pub fn last_records(history: &History, last: usize, names: Names) -> String {
     out
 }
 
-/// Nanoseconds, `clock::stamp`.
+/// Writes one record. Times are in nanoseconds of `clock::stamp`.
 fn write_record(to: &mut json::Object<'_>, record: &Record, names: Names) {
     let (dtype, op) = reduction(record);
     let (first, last) = record.route.fused_with.numbers(record.number);
@@ -96,7 +96,7 @@ fn write_record(to: &mut json::Object<'_>, record: &Record, names: Names) {
     to.number("waiting", record.waiting()).number("copying", record.copying).number("reducing", record.reducing);
 }
 
-/// The file of a failed group: its ranks, the fault, and its records.
+/// The file of a failed group, with its ranks, the fault and the records.
 pub fn dump<'a>(
     group: &str,
     fault: &str,

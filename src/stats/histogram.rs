@@ -1,14 +1,14 @@
-//! Times in buckets of equal relative width: 16 exact ones, then 8 per power of two, so a bucket is at most an eighth
-//! wide and any quantile is correct within that. Fixed memory, one addition per value.
+//! Times in buckets: 16 exact ones, then 8 of equal width per power of two. So a bucket is at most an eighth of its
+//! values wide, and any quantile is correct within that. Fixed memory, one addition per value.
 //!
 //! Source: the log-linear layout of HdrHistogram.
 
-/// Values below this have a bucket each.
+/// Each value below this has its own bucket.
 const EXACT: u64 = 16;
-/// Buckets per power of two, and their binary logarithm.
+/// Buckets per power of two. `SHIFT` is the binary logarithm.
 const PER_OCTAVE: u64 = 8;
 const SHIFT: u32 = 3;
-/// Values from 2^TOP nanoseconds on (18 minutes) share the last bucket.
+/// Values from 2^TOP nanoseconds on (18 minutes) are counted in the last bucket.
 const TOP: u32 = 40;
 const BUCKETS: usize = (EXACT + (TOP as u64 - 4) * PER_OCTAVE) as usize;
 
@@ -23,7 +23,7 @@ impl Default for Histogram {
     }
 }
 
-/// The bucket that `value` belongs to.
+/// The bucket of `value`.
 fn bucket(value: u64) -> usize {
     if value < EXACT {
         return value as usize;
@@ -36,7 +36,7 @@ fn bucket(value: u64) -> usize {
     (EXACT + u64::from(exponent - 4) * PER_OCTAVE + within) as usize
 }
 
-/// First value beyond bucket `at`.
+/// The first value above bucket `at`.
 fn bound(at: usize) -> u64 {
     let at = at as u64;
     if at < EXACT {
@@ -52,7 +52,7 @@ impl Histogram {
         self.buckets[bucket(value)] += 1;
     }
 
-    /// The buckets that are not empty: the first value beyond each, and its count.
+    /// The buckets that are not empty, each with the first value above it and its count.
     pub fn filled(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         self.buckets.iter().enumerate().filter(|(_, count)| **count > 0).map(|(at, count)| (bound(at), *count))
     }

@@ -1,5 +1,5 @@
-//! The last operations of a group, one record each, the oldest overwritten first: the flight record and the
-//! explanations of past operations are made from them. A record is written at issue and completed at the end.
+//! The last operations of a group, one record each; the oldest is overwritten first. The flight record and the
+//! explanations of past operations are made from these records. A record is written at issue and completed at the end.
 
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -26,34 +26,34 @@ impl State {
 
 #[derive(Clone, Copy, Debug)]
 pub struct Record {
-    /// Operations that the group issued before this one.
+    /// Number of operations that the group issued before this one.
     pub id: u64,
-    /// Number in the group, or in the ordered pair of ranks (point to point; 0 for a receive from anyone).
+    /// Number in the group, or in the ordered pair of ranks for point to point (0 for a receive from `ANY_RANK`).
     pub number: u64,
     pub kind: Kind,
-    /// The element type of a reduction; `Bytes` where data is only moved.
+    /// The element type of a reduction. `Bytes` if data is only moved.
     pub dtype: Dtype,
-    /// Reduce op by its code.
+    /// `ReduceOp::code`.
     pub op: u8,
     pub route: Route,
     pub state: State,
-    /// It had to wait.
+    /// Whether the operation did not end in the pass that issued it.
     pub blocked: bool,
-    /// The time of its end is known.
+    /// Whether the time of its end is known.
     pub timed: bool,
     pub note: CallNote,
-    /// Root, or the peer of a message.
+    /// The root, or the peer of a message.
     pub root: u32,
     pub tag: u32,
-    /// The rank that it waited for, or `NOBODY`.
+    /// The rank for which it waited, or `NOBODY`.
     pub late: u32,
-    /// Bytes that this rank's call reads and writes.
+    /// Bytes that this rank's call reads. `written`: bytes that it writes.
     pub read: u64,
     pub written: u64,
-    /// `clock::stamp`; `ended` is 0 while it is pending.
+    /// Times of `clock::stamp`. `ended` is 0 while the operation is pending.
     pub issued: u64,
     pub ended: u64,
-    /// Times that were measured in between.
+    /// Nanoseconds of copying and of reducing between issue and end.
     pub copying: u64,
     pub reducing: u64,
 }
@@ -81,7 +81,7 @@ impl Record {
         reducing: 0,
     };
 
-    /// The record of an operation that was just numbered.
+    /// The record of an operation that has just been numbered.
     #[inline(always)]
     pub fn of(op: &Op) -> Record {
         let request = &op.request;
@@ -100,7 +100,7 @@ impl Record {
         }
     }
 
-    /// Marks it as ended `at` that stamp. A message waits for its peer.
+    /// Records the end of the operation at the stamp `at`. A message always waits for its peer.
     #[inline]
     pub fn end(&mut self, op: &Op, well: bool, at: u64) {
         let timing = &op.timing;
@@ -116,13 +116,13 @@ impl Record {
         self.reducing = timing.reducing.load(Relaxed);
     }
 
-    /// The record of an operation that the core does not run itself, issued now.
+    /// A record for an operation that the core does not run itself. It is issued now.
     pub fn external_op(kind: Kind, choice: u64, number: u64, (root, tag): (u32, u32), note: CallNote) -> Record {
         let route = Route { choice, ..Route::default() };
         Record { number, kind, route, note, root, tag, issued: clock::stamp(), ..Record::EMPTY }
     }
 
-    /// The path's one-byte code, from the choice.
+    /// The path's one-byte code, which is part of the choice.
     pub fn path(&self) -> u8 {
         self.route.choice as u8
     }
@@ -135,17 +135,17 @@ impl Record {
         self.ended.saturating_sub(self.issued)
     }
 
-    /// The time that was neither copying nor reducing, where the operation did not end in the pass that issued it.
+    /// Nanoseconds that were neither copying nor reducing. 0 if the operation ended in the pass that issued it.
     pub fn waiting(&self) -> u64 {
         if self.blocked { self.took().saturating_sub(self.copying).saturating_sub(self.reducing) } else { 0 }
     }
 
-    /// The caller's payload, as `Op::payload`.
+    /// The caller's payload, as in `Op::payload`.
     pub fn bytes(&self) -> u64 {
         self.read.max(self.written)
     }
 
-    /// The rank it waited for, if any.
+    /// The rank for which it waited, if any.
     pub fn late(&self) -> Option<usize> {
         (self.late != NOBODY).then_some(self.late as usize)
     }
@@ -155,12 +155,12 @@ impl Record {
 pub struct History {
     records: Vec<Record>,
     room: usize,
-    /// Operations issued so far.
+    /// Number of operations issued so far.
     issued: u64,
 }
 
 impl History {
-    /// For `room` records, rounded up to a power of two. Memory is touched only as it is used.
+    /// For `room` records, rounded up to a power of two. Memory is touched only when it is first used.
     pub fn new(room: usize) -> History {
         let room = if room == 0 { 0 } else { room.next_power_of_two() };
         History { records: Vec::with_capacity(room), room, issued: 0 }
@@ -170,12 +170,12 @@ impl History {
         self.room
     }
 
-    /// Operations issued since the group was made.
+    /// Number of operations issued since the group was made.
     pub fn issued(&self) -> u64 {
         self.issued
     }
 
-    /// Gives a record its id and stores it, written in place rather than moved.
+    /// Assigns the next id to a record and stores it, written in place rather than moved.
     #[inline(always)]
     pub fn push(&mut self, record: Record) -> u64 {
         let id = self.issued;
@@ -190,7 +190,7 @@ impl History {
         id
     }
 
-    /// Forgets the last record; false where it is not the last.
+    /// Removes the record `id` if it is the last one, else returns false.
     pub fn take_back(&mut self, id: u64) -> bool {
         if id + 1 != self.issued {
             return false;
@@ -198,16 +198,16 @@ impl History {
         self.issued = id;
         if self.records.len() as u64 > id {
             self.records.pop();
-        } // else it stays where it overwrote an older one, passed over by its id, until the next push
+        } // else it stays until the next push; `iter` skips it because of its id
         true
     }
 
-    /// A history with the same number of issued operations and no records.
+    /// A history with the same number of issued operations but without records.
     pub fn without_records(&self) -> History {
         History { records: Vec::new(), room: 0, issued: self.issued }
     }
 
-    /// The record that the next push overwrites.
+    /// Id of the record that the next push overwrites, if any.
     #[inline]
     pub fn next_to_go(&self) -> Option<u64> {
         self.issued.checked_sub(self.room as u64)
@@ -217,7 +217,7 @@ impl History {
         id as usize & (self.room - 1)
     }
 
-    /// The record by its id, unless it was overwritten.
+    /// The record with this id, unless it was overwritten.
     #[inline]
     pub fn get_mut(&mut self, id: u64) -> Option<&mut Record> {
         if self.room == 0 {
@@ -227,7 +227,7 @@ impl History {
         self.records.get_mut(at).filter(|record| record.id == id)
     }
 
-    /// From the oldest to the newest.
+    /// The records, from the oldest to the newest.
     pub fn iter(&self) -> impl DoubleEndedIterator<Item = &Record> {
         let split = if self.records.len() < self.room || self.room == 0 { 0 } else { self.slot(self.issued) };
         let issued = self.issued;

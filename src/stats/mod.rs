@@ -1,19 +1,19 @@
-//! Statistics of a group: how many operations, how many bytes, how long, and which peers it waited for.
+//! Statistics of a group: how many operations, how many bytes, how long, and for which peers it waited.
 //!
-//! `group` reports every operation twice, at issue and at the end, under the lock and with the clock readings that it
-//! needs anyway; the engine stores the route and the times in `Op::timing`. So everything here is plain single-threaded
-//! code. It calls nothing above it, allocates only when a kind, path and size appears for the first time, and its
-//! memory is bounded.
+//! `group` reports every operation twice, at issue and at its end, with the lock held and with clock readings that it
+//! needs anyway. The engine stores the route and the times in `Op::timing`. So everything here is plain single-threaded
+//! code. It calls no higher layer, allocates only when a kind, path and size appears for the first time, and its memory
+//! is bounded.
 //!
 //! While an operation runs, only its record is written. Counts are computed from the records later: by a driver that
-//! has nothing to move, by a caller of the statistics, or when many records have gathered.
+//! has nothing to move, by a caller of the statistics, or when many records have accumulated.
 //!
 //! | file | |
 //! | --- | --- |
 //! | `histogram` | times, in buckets of equal relative width |
 //! | `history` | the last operations, one record each |
 //! | `chunk_timer` | where a large operation spends its time |
-//! | `export` | the records as a file, for a group that failed |
+//! | `export` | counts and records as JSON |
 
 pub mod chunk_timer;
 pub mod export;
@@ -30,19 +30,18 @@ use crate::op::{FusedWith, Op};
 use crate::os::clock;
 use crate::types::Kind;
 
-/// Kinds by number (0 is none), paths by code and size classes have so many values; `Stats::index` is a table over all
-/// three.
+/// Numbers of kinds (0 is none), of path codes, and of size classes. `Stats::index` is a table over all three.
 const KINDS: usize = Kind::ALL.len() + 1;
 const PATHS: usize = 32;
 const CLASSES: usize = 48;
-/// Combinations that get their own counts; later ones share one entry per kind.
+/// Most combinations that get their own counts. Later ones share one entry per kind.
 const CELLS: usize = 128;
-/// Most operations that wait to be counted.
+/// Most ended operations that are not counted yet.
 const APART: usize = 64;
-/// The path and class of a shared entry.
+/// Path and class of a shared entry.
 pub const MIXED: u8 = u8::MAX;
 
-/// Size class of a payload: 0 for none, 1 for one byte, c for up to 2^(c-1) bytes.
+/// Size class of a payload: 0 for no bytes, 1 for one byte, c for up to 2^(c-1) bytes.
 pub fn class(bytes: u64) -> u8 {
     match bytes {
         0 => 0,
@@ -50,23 +49,24 @@ pub fn class(bytes: u64) -> u8 {
     }
 }
 
-/// The counts of one kind, path and size class. Times in nanoseconds.
+/// The counts for one kind, path and size class. Times are in nanoseconds.
 #[derive(Clone, Debug)]
 pub struct Cell {
     pub kind: Kind,
     pub path: u8,
     pub class: u8,
-    /// Calls that ended well.
+    /// Calls that ended without an error.
     pub count: u64,
     /// Calls that failed.
     pub failed: u64,
-    /// Tensors in them.
+    /// Tensors in the calls that ended without an error.
     pub tensors: u64,
-    /// Payload, as `Op::payload`.
+    /// Bytes of payload, as in `Op::payload`.
     pub bytes: u64,
-    /// Bytes of the timed calls as nccl-tests counts them: the whole tensor, also on ranks that hold a part of it.
+    /// Bytes of the timed calls as counted by nccl-tests: the whole tensor, even on ranks that have only a part of it.
     pub whole: u64,
-    /// Sums; `took` is from issue to end. The rest after waiting, copying and reducing was not measured separately.
+    /// Sums of times; `took` is from issue to end. What remains after waiting, copying and reducing was not measured
+    /// separately.
     pub took: u64,
     pub waiting: u64,
     pub copying: u64,
@@ -96,27 +96,27 @@ impl Cell {
     }
 }
 
-/// The waits of this rank for one peer.
+/// This rank's waits for one peer.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Wait {
-    /// Operations for which this peer came last, or delayed this rank longest.
+    /// Number of operations in which this peer was last, or delayed this rank longest.
     pub count: u64,
-    /// Nanoseconds from their issue to their end, less copying and reducing.
+    /// Nanoseconds from issue to end of these operations, without copying and reducing.
     pub total: u64,
     pub longest: u64,
 }
 
-/// Operations that were fused.
+/// Counts of fused operations.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Fused {
     pub batches: u64,
-    /// Operations in batches; each tensor of a list counts.
+    /// Operations in batches. Each tensor of a list counts.
     pub ops: u64,
     pub largest: u64,
 }
 
-/// Records which operations completed in the same pass over the group without an error; messages have separate numbers.
-/// The batch of an operation between hosts was recorded before and stays.
+/// Records in each operation which operations ended without an error in the same pass over the group. Messages have
+/// separate numbers. If an operation between hosts has a batch recorded already, it stays.
 #[inline(never)]
 fn introduce(ended: &[(Arc<Op>, Result<()>)]) {
     let well = || ended.iter().filter(|(_, outcome)| outcome.is_ok()).map(|(op, _)| op);
@@ -129,7 +129,7 @@ fn introduce(ended: &[(Arc<Op>, Result<()>)]) {
     }
 }
 
-/// Calls whose tensors were on a device and went through host memory.
+/// Calls whose tensors were on a device and were copied through host memory.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct HostStaged {
     pub count: u64,
@@ -139,22 +139,22 @@ pub struct HostStaged {
 
 #[derive(Clone, Debug)]
 pub struct Stats {
-    /// One more than the entry of a kind, path and class; 0 where there is none yet.
+    /// One more than the position in `cells`, by kind, path and class. 0 if there is no entry yet.
     index: Vec<u16>,
     cells: Vec<Cell>,
     waits: Vec<Wait>,
     fused: Fused,
     host_staged: HostStaged,
     history: History,
-    /// Records that have ended and are not counted yet, and the smallest of their ids.
+    /// Ids of records that have ended and are not counted yet. `oldest_apart` is the smallest of them.
     apart: Vec<u64>,
     oldest_apart: u64,
-    /// Time of creation or of the last reset, `clock::stamp`.
+    /// Time of creation or of the last reset (`clock::stamp`).
     since: u64,
 }
 
 impl Stats {
-    /// For a group of `ranks`, with a history of `room` records.
+    /// For a group of `ranks` ranks, with a history of `room` records.
     pub fn new(ranks: usize, room: usize) -> Stats {
         Stats {
             index: vec![0; KINDS * PATHS * CLASSES],
@@ -169,7 +169,7 @@ impl Stats {
         }
     }
 
-    /// Resets all counts; the history stays.
+    /// Resets all counts. The history stays.
     pub fn reset(&mut self) {
         self.fold_all();
         let history = std::mem::replace(&mut self.history, History::new(0));
@@ -225,7 +225,7 @@ impl Stats {
         self.history.push(record)
     }
 
-    /// Records that operations ended in one pass over the group, at the stamp `at`, before their owners are told.
+    /// Records that operations ended in one pass over the group, at the stamp `at`, before their owners are notified.
     #[inline]
     pub fn ended(&mut self, ended: &[(Arc<Op>, Result<()>)], at: u64) {
         if ended.len() > 1 {
@@ -265,8 +265,8 @@ impl Stats {
         self.push(record)
     }
 
-    /// Forgets it again: it was refused and never began. Where other records have come behind it, its record stays, as
-    /// one that failed, and is not counted.
+    /// Removes the record of an operation that was refused and never started. If later records exist, the record stays,
+    /// marked as failed, and is not counted.
     pub fn take_back(&mut self, id: u64) {
         if !self.history.take_back(id)
             && let Some(record) = self.history.get_mut(id)
@@ -275,7 +275,7 @@ impl Stats {
         }
     }
 
-    /// Records its end; `record` is complete.
+    /// Records the end of an operation that the core did not run itself. `record` is complete.
     pub fn external_ended(&mut self, record: Record) {
         if let Some(kept) = self.history.get_mut(record.id) {
             *kept = record;
@@ -283,7 +283,7 @@ impl Stats {
         self.fold(&record);
     }
 
-    /// Counts the waiting records: for a driver that has nothing to move.
+    /// Counts the records that are not counted yet. For a driver that has nothing to move.
     #[inline]
     pub fn catch_up(&mut self) {
         if !self.apart.is_empty() {
@@ -301,7 +301,7 @@ impl Stats {
         self.oldest_apart = u64::MAX;
     }
 
-    /// Adds an operation that ended to the counts.
+    /// Adds an ended operation to the counts.
     fn fold(&mut self, record: &Record) {
         let waiting = record.waiting();
         if let Some(wait) = record.late().and_then(|rank| self.waits.get_mut(rank))
@@ -350,7 +350,7 @@ impl Stats {
         &mut self.cells[cell]
     }
 
-    /// A separate entry while there is room, then one for the whole kind.
+    /// Returns the entry for a combination: a new one while there is room, then the shared one of the kind.
     #[cold]
     fn place(&mut self, kind: Kind, path: u8, class: u8) -> u16 {
         let mixed = self.cells.iter().position(|cell| cell.kind == kind && cell.class == MIXED);
@@ -367,7 +367,7 @@ impl Stats {
     }
 }
 
-/// The bytes that nccl-tests would count for the call.
+/// The bytes that nccl-tests counts for the call.
 fn whole(record: &Record, ranks: u64) -> u64 {
     match record.kind {
         Kind::Gather => record.read * ranks,

@@ -1,4 +1,4 @@
-//! Operations are entered by hand; the counts must match them exactly.
+//! The tests enter operations directly, and the counts must match them exactly.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use crate::types::{ANY_RANK, CallNote, Dtype, Request, Span};
 #[allow(unsafe_code)] // memory that no operation uses
 fn request(kind: Kind, read: usize, written: usize) -> Request {
     let spans = |bytes| if bytes == 0 { Vec::new() } else { vec![Span { addr: 64, bytes }] };
-    // SAFETY: nothing reads or writes: no operation of this file reaches an engine.
+    // SAFETY: nothing accesses the memory, because no operation of this file reaches an engine.
     let mut request = unsafe { Request::new(kind, spans(read), spans(written)) };
     request.dtype = Dtype::F32;
     request
@@ -96,7 +96,7 @@ fn each_operation_knows_with_whom_it_ended() {
     let mut stats = Stats::new(2, 8);
     let ops: Vec<_> = (1..=5).map(|n| issue(&mut stats, request(Kind::AllReduce, 8, 8), n)).collect();
     let message = issue(&mut stats, request(Kind::Send, 8, 0), 9);
-    // The batch of an operation between hosts was recorded before, and stays.
+    // The batch of an operation between hosts was recorded before its end, and must stay.
     ops[4].set_fused_with(FusedWith::new(5, (2, 5), 4));
     let failed = (Arc::clone(&ops[0]), Err(Error::aborted("over")));
     let well = [2, 3, 4].map(|at: usize| (Arc::clone(&ops[at]), Ok(())));
@@ -180,7 +180,7 @@ fn a_reset_forgets_the_counts_and_keeps_the_ring() {
 }
 
 proptest! {
-    /// More combinations than there are entries: memory stays bounded, and the sums of a kind lose nothing.
+    /// With more combinations than entries, memory stays bounded and the sums of a kind stay exact.
     #[test]
     fn sums_are_exact_and_memory_is_bounded(
         calls in prop::collection::vec((0usize..11, 0u8..40, 0u32..47, any::<bool>()), 0..400)
