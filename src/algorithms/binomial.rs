@@ -12,8 +12,8 @@
 //!
 //! Order of summation: the balanced tree over consecutive ranks, counted from the root, with lower ranks on the left:
 //! ((x0 op x1) op (x2 op x3)) op .... The same for all elements.
-//! Source: MPICH's binomial broadcast, reduce, gather and scatter (Thakur, Rabenseifner, Gropp, "Optimization of collective
-//! communication operations in MPICH", 2005).
+//! Source: MPICH's binomial broadcast, reduce, gather and scatter (Thakur, Rabenseifner, Gropp, "Optimization of
+//! collective communication operations in MPICH", 2005).
 
 use std::ops::Range;
 

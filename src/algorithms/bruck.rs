@@ -10,7 +10,8 @@
 //!   must be of equal size, because a rank forwards blocks whose sizes it does not know.
 //!
 //! Nothing is summed.
-//! Source: Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing systems" (1997).
+//! Source: Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing systems"
+//! (1997).
 
 use std::ops::Range;
 

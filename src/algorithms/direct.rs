@@ -78,7 +78,7 @@ impl Pattern for Direct {
         Volume { sent, received }
     }
 
-    /// All ranks but the root are equal.
+    /// All ranks except the root are equal.
     fn busiest(&self, s: &Schedule, _k: usize) -> Vec<usize> {
         vec![s.root, s.ranks / 2, s.ranks - 1]
     }
@@ -134,7 +134,7 @@ impl Pattern for TwoStep {
         Volume { sent, received }
     }
 
-    /// All ranks but the root are equal.
+    /// All ranks except the root are equal.
     fn busiest(&self, s: &Schedule, _k: usize) -> Vec<usize> {
         vec![s.root, s.ranks / 2, s.ranks - 1]
     }

@@ -13,8 +13,8 @@
 //! The nearest ranks exchange the most, which suits ranks that are numbered host by host.
 //! Order of summation: that of recursive doubling, for every element, because both use the distances in the same order.
 //! So it does not depend on an element's position in the vector.
-//! Source: Rabenseifner, "Optimization of collective reduction operations" (2004); MPICH. Theirs starts with the largest
-//! distance, which gives another order of summation.
+//! Source: Rabenseifner, "Optimization of collective reduction operations" (2004); MPICH. Theirs starts with the
+//! largest distance, which gives another order of summation.
 
 use std::ops::Range;
 

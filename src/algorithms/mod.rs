@@ -13,7 +13,7 @@
 //!   schedule may pass foreign parts through a rank, and may leave partial sums in parts that are not a result of that
 //!   rank.
 //! - All transfers of one [`Step`] are in flight together. A send reads what its rank had before the step. Step `k + 1`
-//!   of a rank starts when its step `k` is done. Otherwise ranks do not run in lockstep.
+//!   of a rank starts when step `k` of the same rank is done. Ranks do not run in lockstep.
 //! - Between two ranks there is at most one message per step and direction. Sender and receiver name the same parts in
 //!   the same order under the same step number. So receives that are posted step by step never match a wrong message,
 //!   and a rank that has posted only the receives of its current step cannot cause a deadlock.
@@ -181,8 +181,8 @@ trait Pattern: Sync {
     fn alike(&self, _s: &Schedule, _k: usize) -> usize {
         1
     }
-    /// Ranks, one of which (or its neighbour) does as much in step `k` as any other rank. All ranks, unless they are
-    /// too many to examine.
+    /// Some ranks: at least one of them, or its neighbour, does as much in step `k` as any other rank. All ranks,
+    /// unless they are too many to examine.
     fn busiest(&self, s: &Schedule, _k: usize) -> Vec<usize> {
         (0..s.ranks).collect()
     }
@@ -232,7 +232,8 @@ impl Schedule {
         self.algorithm.pattern().alike(self, k)
     }
 
-    /// Ranks, one of which (or a rank on its host) does as much in step `k` as any other rank, or nearly so.
+    /// Some ranks: at least one of them, or a rank on its host, does as much in step `k` as any other rank, or nearly
+    /// so.
     pub fn busiest(&self, k: usize) -> Vec<usize> {
         self.algorithm.pattern().busiest(self, k)
     }

@@ -12,7 +12,8 @@
 //! Order of summation: block q is ((x[q+1] op x[q+2]) op ...) op x[q], around the ring, so it depends on an element's
 //! position in the vector. The chain of reduce: x[root] op (x[root+1] op (... op x[root-1])), the same for all
 //! elements.
-//! Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009); NCCL's ring.
+//! Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009); NCCL's
+//! ring.
 
 use super::{How, Pattern, Schedule, Step, Volume, one};
 use crate::types::Kind;
@@ -63,7 +64,7 @@ impl Pattern for Ring {
         if self.pipelines(s.kind) { 1 } else { circle - k % circle }
     }
 
-    /// The busy ranks are consecutive, as many as segments are in flight. Examine those at both ends.
+    /// In a chain, the busy ranks are consecutive, one per segment in flight. Examine those at both ends.
     fn busiest(&self, s: &Schedule, k: usize) -> Vec<usize> {
         let wave = match s.kind {
             Kind::Broadcast => [(k + 1).saturating_sub(s.segments), k.min(s.ranks - 1)],

@@ -13,8 +13,8 @@
 //! Order of summation of the part of row i, column j: within each row around the ring from column j + 1 to j, then
 //! these sums down the column around the ring from row i + 1 to i, always from left to right. It depends on an
 //! element's position in the vector.
-//! Source: Mikami et al., "Massively distributed SGD: ImageNet/ResNet-50 training in a flash" (2018); the bucket algorithms
-//! on meshes of Barnett et al. (1993).
+//! Source: Mikami et al., "Massively distributed SGD: ImageNet/ResNet-50 training in a flash" (2018); the bucket
+//! algorithms on meshes of Barnett et al. (1993).
 
 use std::ops::Range;
 
@@ -69,8 +69,8 @@ impl Pattern for Torus {
 struct Grid {
     rows: usize,
     columns: usize,
-    /// Whether the parts of a column are contiguous, which all_reduce is free to choose. Blocks of ranks are in rank
-    /// order.
+    /// Whether the parts of a column are contiguous. True for all_reduce, whose parts may be numbered freely. Blocks
+    /// are in rank order.
     by_column: bool,
 }
 

@@ -221,8 +221,8 @@ pub trait Control: Send + Sync {
         None
     }
 
-    /// What `rank` signed for a number. None before that launch, and for launches older than the last `LAUNCHES_KEPT -
-    /// 1`.
+    /// What `rank` signed for a number. None before that launch, and for launches older than the last
+    /// `LAUNCHES_KEPT - 1`.
     fn signed(&self, _rank: usize, _number: u64) -> Option<Signed> {
         None
     }

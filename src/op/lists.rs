@@ -92,8 +92,8 @@ pub struct Place {
     pub theirs: u64,
 }
 
-/// The error of two ranks whose lists of tensors differ in operation `number`. `call` is its signature as text. Each
-/// rank comes with its hash, which is not the hash of a list of tensors if it passed one tensor.
+/// The error of two ranks whose lists of tensors differ in operation `number`. `call` is its signature as text. `own`
+/// and `theirs` are a rank and its hash, which is not the hash of a list of tensors if that rank passed one tensor.
 pub fn differ(call: &str, number: u64, own: (usize, u64), theirs: (usize, u64), place: Option<Place>) -> Error {
     let passed = |(rank, hash): (usize, u64)| {
         let tensors = match count(hash) as u64 {

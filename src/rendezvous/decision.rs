@@ -115,7 +115,7 @@ impl Rendezvous {
         Rendezvous::with_policy(config, (own, alive), store, host)
     }
 
-    /// `own` is this rank's policy, and the guard `alive`.
+    /// `own` is this rank's policy, `alive` the guard.
     fn with_policy(
         mut config: Config,
         (own, alive): (Policy, Alive),
@@ -134,7 +134,7 @@ impl Rendezvous {
         Ok(Rendezvous { config, decision, id, policy, network, host, alive })
     }
 
-    /// Why another backend must serve the whole group. None if none must.
+    /// Why another backend must serve the whole group. None if the group needs no other backend.
     pub fn delegate_reason(&self) -> Option<&str> {
         match &self.decision {
             Decision::Delegate(reason) => Some(reason),

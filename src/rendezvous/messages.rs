@@ -243,7 +243,7 @@ impl Record {
     }
 }
 
-/// What a decision instructs the ranks to do that it names.
+/// What a decision instructs the ranks that it names to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Mode {

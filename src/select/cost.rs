@@ -1,6 +1,6 @@
 //! The cost of a schedule: the time of its steps under an alpha-beta-gamma model, computed from its messages and parts.
-//! Pure, and equal on every rank. The choice uses it if no table line or rule applies, and `torch-sagellm simulate`
-//! prints it.
+//! Pure, and equal on every rank. The choice between hosts uses it if the link was measured and nothing stronger
+//! decides (`inter`), and `torch-sagellm simulate` prints it.
 //!
 //! A step takes as long as its slowest rank: `alpha + (messages - 1) * overhead + bytes * beta`, over the network or
 //! inside the host, whichever is longer, plus `gamma` for every byte that it combines. Ranks of one host share the

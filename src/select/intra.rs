@@ -1,8 +1,7 @@
 //! The choice inside one host: one exchange of slots, or rounds through the stage, with their chunk size.
 //!
 //! If nothing was measured on this machine, `explain` compares algorithms by predicted times:
-//! time = call + exchanges + rounds x cost of a round + bytes moved by the busiest rank x time per byte x ranks per
-//! core
+//! time = call + exchanges + rounds x cost per round + bytes of the busiest rank x time per byte x ranks per core
 //!
 //! The constants are from docs/internals/benchmarks.md (two and four ranks on two cores, 2026-11-21). A call through
 //! torch takes 2.8 us. An exchange takes 0.2 us between cores and 17 us if ranks share a core. A byte takes 21 ps in

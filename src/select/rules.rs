@@ -7,8 +7,8 @@
 //! op     = all_reduce | broadcast | ... | *
 //! range  = from "-" [ to ]                both ends belong to it; without `to` it has no upper end
 //! algorithm = start                       the default, where no rule applies and nothing is measured
-//!        | slots | rounds "(" chunk ")"   inside one host
-//!        | ( schedule | tree | hierarchical ) [ "(" [ "leaders=" count ] [ "," ] [ "segment=" size ] ")" ] between hosts
+//!      | slots | rounds "(" chunk ")"   inside one host
+//!      | ( schedule | tree | hierarchical ) [ "(" [ "leaders=" count ] [ "," ] [ "segment=" size ] ")" ] between hosts
 //! sizes  = whole numbers, or with a unit: 4096, 64KiB, 1MiB
 //! ```
 

@@ -1,5 +1,5 @@
-//! Times in buckets: 16 exact ones, then 8 of equal width per power of two. So a bucket is at most an eighth of its
-//! values wide, and any quantile is correct within that. Fixed memory, one addition per value.
+//! Times in buckets: 16 exact ones, then 8 of equal width per power of two. So a bucket is at most an eighth as wide as
+//! the values in it are large, and any quantile is correct within that. Fixed memory, one addition per value.
 //!
 //! Source: the log-linear layout of HdrHistogram.
 

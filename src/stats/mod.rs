@@ -116,7 +116,7 @@ pub struct Fused {
 }
 
 /// Records in each operation which operations ended without an error in the same pass over the group. Messages have
-/// separate numbers. If an operation between hosts has a batch recorded already, it stays.
+/// separate numbers. If a batch is already recorded for an operation between hosts, that batch stays.
 #[inline(never)]
 fn introduce(ended: &[(Arc<Op>, Result<()>)]) {
     let well = || ended.iter().filter(|(_, outcome)| outcome.is_ok()).map(|(op, _)| op);
@@ -154,7 +154,7 @@ pub struct Stats {
 }
 
 impl Stats {
-    /// For a group of `ranks` ranks, with a history of `room` records.
+    /// Makes the statistics of a group of `ranks` ranks, with a history of `room` records.
     pub fn new(ranks: usize, room: usize) -> Stats {
         Stats {
             index: vec![0; KINDS * PATHS * CLASSES],
@@ -283,7 +283,7 @@ impl Stats {
         self.fold(&record);
     }
 
-    /// Counts the records that are not counted yet. For a driver that has nothing to move.
+    /// Counts the records that are not counted yet. The group calls it if it has nothing to move.
     #[inline]
     pub fn catch_up(&mut self) {
         if !self.apart.is_empty() {

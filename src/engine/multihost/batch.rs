@@ -139,8 +139,8 @@ impl BatchRun<'_> {
     }
 
     /// Runs the schedule of a collective among `members` (ranks of the group), one of which is this rank. The schedule
-    /// works on the memory of `spans`; `ranges` maps a part to its bytes there. `numbers` is the vector that combines
-    /// elements, and the offset in it at which the memory begins; the memory must then be one span.
+    /// works on the memory of `spans`; `ranges` maps a part to its bytes in that memory. `numbers` is the vector that
+    /// combines elements, and the offset in it at which the memory begins; the memory must then be one span.
     #[allow(unsafe_code)] // sends from and receives into memory of the batch, and waits for the end
     pub fn run_schedule(
         &mut self,
@@ -157,7 +157,8 @@ impl BatchRun<'_> {
         for k in 0..schedule.steps() {
             let step = schedule.step(position, k);
             let into: Vec<Vec<Range<usize>>> = step.recvs.iter().map(|recv| ranges(&recv.parts)).collect();
-            // Sent memory may be combined into in the same step, but a copy never overwrites it (`algorithms`).
+            // In one step, numbers may be combined into memory that is also sent, but a copy never overwrites it
+            // (`algorithms`).
             let combined: Vec<&Range<usize>> = step
                 .recvs
                 .iter()

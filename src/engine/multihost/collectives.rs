@@ -3,7 +3,7 @@
 //! | collective | inside | between the leaders | inside |
 //! | --- | --- | --- | --- |
 //! | all_reduce | reduce to the leader, or reduce_scatter over k leaders | all_reduce | broadcast, or all_gather |
-//! | reduce | reduce to the leader (the root is its host's) | reduce | |
+//! | reduce | reduce to the leader (the root leads its host) | reduce | |
 //! | broadcast | | broadcast from the root's host | broadcast |
 //! | all_gather | all_gather | all_gather of the hosts' blocks | broadcast |
 //! | reduce_scatter | reduce of all blocks | reduce_scatter of the hosts' blocks | scatter |
@@ -12,7 +12,7 @@
 //! | all_to_all | | every rank with every rank of other hosts | all_to_all |
 //! | barrier | (the comparison) | all_reduce without data | (the issued numbers) |
 //!
-//! `rails` has the kinds other than all_reduce for several ranks per host that talk to other hosts.
+//! If several ranks of a host talk to other hosts, all kinds except all_reduce use `rails`.
 //!
 //! Bytes between hosts per leader: as in the schedule (docs/internals/algorithms.md) with hosts as its members. Order
 //! of summation: first the ranks inside a host, then the hosts in the schedule's order. Low precision is rounded once
@@ -70,10 +70,11 @@ impl BatchRun<'_> {
         self.share_issued(0)
     }
 
-    /// Working memory for `range` of the vector; `bytes` is 0 if this rank needs none. Return it with `keep`. It is the
-    /// operation's own outputs, which saves two copies, between two hosts with one rank each, if the operation is in
-    /// place, contiguous and without a factor. On a mismatch the outputs stay unchanged: nothing is combined before the
-    /// other rank's header was compared, and there is no third rank that could differ later.
+    /// Working memory for `range` of the vector; `bytes` is 0 if this rank needs none. Return it with `keep`. If the
+    /// group is two hosts with one rank each, and the operation is in place, contiguous and without a factor, the
+    /// working memory is the operation's own outputs, which saves two copies. On a mismatch the outputs stay unchanged:
+    /// nothing is combined before the other rank's header was compared, and there is no third rank that could differ
+    /// later.
     #[allow(unsafe_code)] // memory of an operation
     fn room(&mut self, vector: &Vector, range: &Range<usize>, bytes: usize) -> Room {
         let outputs = cut(&vector.outputs, range);
@@ -94,7 +95,7 @@ impl BatchRun<'_> {
     }
 
     /// Reduces the elements of this host's ranks: `shares[i]` to local rank i, or all of `range` to local rank `root`
-    /// if there is only one share. The results are stored in `memory`, which is for `range`.
+    /// if there is only one share. The results are stored in `memory`, which covers `range`.
     pub fn reduce_inside(
         &mut self,
         vector: &Vector,
@@ -134,7 +135,7 @@ impl BatchRun<'_> {
         Ok(())
     }
 
-    /// Copies the results from the owners of the shares to the outputs of every rank. `memory` is for `range`.
+    /// Copies the results from the owners of the shares to the outputs of every rank. `memory` covers `range`.
     fn spread_inside(
         &mut self,
         vector: &Vector,

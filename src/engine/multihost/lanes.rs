@@ -207,7 +207,8 @@ impl Lanes {
         })
     }
 
-    /// Marks a batch as ended. Returns the operations that it ended, and separately each barrier that waited for them.
+    /// Marks a batch as ended. Returns the operations that it ended, and each barrier that waited for them in a list of
+    /// its own.
     fn finish(&self, lane: usize, task: &Task, agreed: u64) -> Vec<Ended> {
         let mut state = self.lock();
         state.planner.agree(&task.batch, agreed);
@@ -278,8 +279,8 @@ impl Lanes {
         Ok(if agrees { run.header.issued } else { 0 })
     }
 
-    /// Copies strided inputs to contiguous memory, once for all segments. Fails with the group's fault, because the
-    /// group may have failed while the lane waited for its turn.
+    /// Copies strided inputs to contiguous memory, once for all segments. Fails with the group's fault if the group
+    /// failed while the lane waited for its turn.
     fn prepare(&self, task: &Task) -> Result<()> {
         let fault = |state: &State| state.fault.clone().map_or(Ok(()), Err);
         fault(&self.lock())?;

@@ -21,7 +21,7 @@ pub enum Letter<'a> {
     Bye,
     /// The answer to `Bye`.
     Heard,
-    /// The sender's group failed. The data is `Error::encode`.
+    /// The sender's group failed. The data is the fault, encoded by `Error::encode`.
     Fault(Cow<'a, [u8]>),
     /// To rank 0: the sender has entered the monitored barrier `turn`.
     Come { turn: u64 },

@@ -7,8 +7,8 @@
 //! the memory of one tensor to the memory of the other. Until the grant, the sender may replace that memory by a copy
 //! (rule 4). Letters of one rank arrive in order and are matched as they arrive, so no message blocks another one.
 //! Receives match in the order in which they were posted, first in first out per (source, tag). A receive with
-//! `ANY_RANK` takes the message that arrived first. Both sides are looked up by source and tag, so the number of other
-//! pending ones does not matter.
+//! `ANY_RANK` takes the message that arrived first. Messages and receives are looked up by source and tag, so the cost
+//! does not depend on how many are pending.
 
 #![allow(unsafe_code)] // copies messages between caller memory and letters
 
@@ -44,7 +44,7 @@ pub(super) enum Gone {
     Lost(String),
 }
 
-/// Entries in order, each with its sequence number among all entries.
+/// A queue of entries, each with its sequence number among the entries of all queues.
 type InLine<T> = VecDeque<(u64, T)>;
 
 struct Message {
@@ -178,7 +178,7 @@ impl Messages {
         }
     }
 
-    /// If every rank from which a receive from `root` could take a message is gone: the rank to blame.
+    /// If all ranks are gone from which a receive from `root` could take a message: the rank to blame.
     fn last_gone(&self, root: u32) -> Option<usize> {
         if root != ANY_RANK {
             return self.gone[root as usize].is_some().then_some(root as usize);

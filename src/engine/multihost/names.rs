@@ -26,12 +26,12 @@ impl Names {
         Error::rank_failed(peer, text).while_rank(self.me, during)
     }
 
-    /// The error that `peer` has left in order although this rank needs it. `during` says what this rank was doing.
+    /// The error for a peer that has left in order although this rank needs it. `during` says what this rank was doing.
     pub fn left(&self, peer: usize, during: &str) -> Error {
         self.error(peer, LEFT, during, &[])
     }
 
-    /// The error that `peer` was lost. `words` is the link's text, or empty.
+    /// The error for a peer that was lost. `words` is the link's text, or empty.
     pub fn lost(&self, peer: usize, during: &str, words: &str) -> Error {
         if self.mates.contains(&peer) {
             return self.error(peer, "ended or left the group", during, &[]);

@@ -87,7 +87,8 @@ fn facts(bytes: &[u8]) -> LinkFacts {
 }
 
 /// The partner of `host` in each turn, None if it has no partner in that turn. Pair k is hosts k and k + 1. The first
-/// turn has the even pairs, the second the odd ones, and a third the pair that closes a ring of an odd number.
+/// turn has the even pairs, the second the odd ones. If the number of hosts is odd, the pair that closes the ring has a
+/// third turn.
 fn turns_of(hosts: usize, host: usize) -> Vec<Option<usize>> {
     let (pairs, turns) = if hosts == 2 { (1, 1) } else { (hosts, 2 + hosts % 2) };
     let turn_of = |pair: usize| if hosts % 2 == 1 && pair == hosts - 1 { 2 } else { pair % 2 };
@@ -199,7 +200,7 @@ impl Probe<'_> {
             first = self.rounds(partner.as_slice(), LARGE, 1)?.max(first);
         }
         let [_, first] = self.worst([0, first])?;
-        // The time that is left after the latencies of opening the window is the time of the bytes.
+        // Subtract the latencies in which the window opens. The rest is the time of the bytes.
         let slow = first.saturating_sub(2 * u64::from(OPENS) * alpha_ns) > SLOW_RATE;
         let (opening, blocks, times) = if slow { (0, 1, 1) } else { (u64::from(OPENS).min(OPENING / alpha_ns), 2, 3) };
         let mut slowest = 0;

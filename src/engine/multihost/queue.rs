@@ -16,7 +16,7 @@ use crate::types::Kind;
 
 pub(super) struct Entry {
     pub op: Arc<Op>,
-    /// Batches that the operation still has to run in: its remaining segments, or 1.
+    /// Number of batches in which the operation still has to run: its remaining segments, or 1.
     pub left: usize,
     /// Number of lanes that work on the operation now. While it is not 0, the operation's memory is in use.
     pub active: usize,
@@ -118,7 +118,7 @@ impl State {
 
     /// Removes predecessors that need not be waited for. A send that was not granted continues from a copy of its data,
     /// because its peer may receive it only after the operation that waits here. A granted send ends without help, so
-    /// it stays.
+    /// it stays a predecessor.
     fn continue_from_copies(&mut self, predecessors: &mut Vec<Arc<Op>>) {
         predecessors.retain(|earlier| {
             if !earlier.is_released() && self.messages.may_copy(earlier) {

@@ -11,7 +11,8 @@ pub(super) struct Talk {
     pub heard: HashSet<usize>,
     /// On rank 0: per rank, the highest number of a monitored barrier that it has entered.
     pub came: HashMap<usize, u64>,
-    /// The outcomes of the last two monitored barriers, at number modulo 2: number, and whether the barrier failed.
+    /// Outcomes of the last two monitored barriers, each at index number modulo 2: the number, and whether the barrier
+    /// failed.
     pub decided: [(u64, bool); 2],
     /// Whether this rank waits in a monitored barrier. `leaving`: whether it waits for answers to its goodbye.
     pub in_barrier: bool,

@@ -341,7 +341,6 @@ impl Transport {
     /// # Safety
     /// All pieces must be valid during the call. Nothing else may write those of `sends` that stay, or use those of
     /// `receives`. The two must not overlap.
-    /// two do not overlap.
     pub unsafe fn exchange(
         &mut self,
         header: FrameHeader,
@@ -399,7 +398,7 @@ impl Transport {
         self.finish(peer, transfer, deadline).map(drop).map_err(|error| self.last_word(peer, own, error))
     }
 
-    /// The error, if the next frame of `peer` has arrived and contradicts this batch. The frame stays the next one.
+    /// The error if the next frame of `peer` has arrived and contradicts this batch. The frame stays in the queue.
     fn early_word(&mut self, peer: usize, own: &FrameHeader) -> Option<Error> {
         let ahead = &mut self.wires.get_mut(&peer)?.ahead;
         if !ahead.front()?.ends_within(Duration::ZERO) {

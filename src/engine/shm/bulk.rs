@@ -3,7 +3,7 @@
 //! Idea: an operation is cut into rounds. In each round a rank *fills* its stage buffer with the data that its peers
 //! need, then *takes* the data that it needs from their stage buffers. In all_reduce and reduce every rank takes one
 //! slice and reduces it into its result buffer, from which the others *collect* it. Each region has two buffers, so the
-//! cursors of the three steps can differ: copying round k+1 overlaps with waiting for round k. The staging area stays
+//! three steps can be in different rounds: copying round k+1 overlaps with waiting for round k. The staging area stays
 //! in the cache: DRAM traffic is the input once and the output once.
 //!
 //! | kind | steps a round | bytes staged / read per rank | order of summation |
@@ -43,10 +43,10 @@ pub struct Bases {
 /// The progress of a large operation.
 pub struct Rounds {
     chunk: usize,
-    /// Ranks below this one have headers that agree, as far as this rank takes from them. All must agree before the
+    /// The headers of all ranks below this one agree, or this rank does not take from them. All must agree before the
     /// first take.
     seen: usize,
-    /// The same for the ranks from which this rank does not take. It checks their headers only while nothing moves.
+    /// The same for the ranks from which this rank does not take. It compares their headers only while nothing moves.
     beside: usize,
     /// Set when the operation is the first of the large ones and its number of rounds is known.
     plan: Option<Plan>,
@@ -133,8 +133,8 @@ impl Bulk<'_> {
             return Ok(Step::Moved);
         }
         if state.beside < ranks {
-            // Other ranks' mismatches would otherwise be found only at the deadline, by a rank that waits for one of
-            // them. So check them now.
+            // Also compare the headers of ranks from which this rank does not take. Otherwise a rank that waits for one
+            // of them might find a mismatch only at the deadline.
             state.beside = small::look(self.area, self.op, state.beside, |q| !self.verifies(q))?;
         }
         Ok(Step::Blocked)
@@ -296,7 +296,6 @@ impl Bulk<'_> {
     ///
     /// # Safety
     /// No peer may read this rank's stage buffer of round `g`.
-    /// This rank may write its stage buffer of round `g`.
     unsafe fn fill(&mut self, state: &Rounds, k: u64, g: u64) {
         let (area, request) = (self.area, &self.op.request);
         let (me, ranks) = (area.me, area.ranks);

@@ -94,7 +94,7 @@ pub struct P2p {
     arrivals: u64,
     /// Peers with a message in flight that `poll` can advance.
     busy: RankSet,
-    /// Peers whose mail bit was seen: before it, their envelopes may not be populated (`presence.rs`).
+    /// Peers whose mail bit this rank has seen. Before that, their envelopes may not be populated (`presence.rs`).
     senders: RankSet,
     /// This rank's channels as a receiver.
     channels: Channels,
@@ -456,8 +456,8 @@ impl P2p {
         queued.chain(waiting).chain(sent).chain(received).chain(posted)
     }
 
-    /// Whether no envelope to `to` may be overwritten. Does not read the counters before the ring was used once,
-    /// because the memory may not be populated before the first message.
+    /// Whether no envelope to `to` may be overwritten. Does not read the peer's counter before this rank has sent as
+    /// many messages as the ring holds, because the memory may not be populated before the first message.
     fn ring_is_full(&self, area: &Area, to: usize) -> bool {
         let (sent, most) = (self.out[to].sent, area.layout.envelopes);
         sent >= most && sent.wrapping_sub(area.pair_word(area.me, to, CONSUMED).load(Acquire)) >= most

@@ -43,7 +43,7 @@ fn aux(op: &Op, inline: bool) -> u64 {
 }
 
 /// Writes the tensors of a call's list into the end of its slot, as far as the data leaves room. A peer with another
-/// list compares them to find the first difference.
+/// list compares the tensors to find the first difference.
 fn write_list(area: &Area, op: &Op) {
     if op.request.list.is_empty() {
         return;

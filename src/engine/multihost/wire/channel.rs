@@ -44,7 +44,7 @@ struct Peer {
     joined: bool,
     /// Why nothing more arrives from the peer. None while the peer is connected or may still connect.
     lost: Option<String>,
-    /// Bytes of short messages that this rank may still send, and messages that wait for more Credit (with their tags).
+    /// Bytes of short messages that this rank may still send. `queued`: messages, with their tags, that wait for more.
     window: usize,
     queued: VecDeque<(u32, Waiting)>,
     /// Bytes of the peer's short messages that receives have consumed and for which no Credit has been sent yet.
@@ -99,7 +99,7 @@ impl Peer {
         queued.chain(posted).chain(unwanted).chain(wants).collect()
     }
 
-    /// Whether `token` is of the current connection to the peer, not of one that was replaced.
+    /// Whether `token` is the token of the current connection to the peer, not of a connection that was replaced.
     fn leads_by(&self, token: u64) -> bool {
         self.connection.as_ref().is_some_and(|connection| connection.token == token)
     }

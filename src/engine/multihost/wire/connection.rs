@@ -24,8 +24,8 @@ use crate::types::Span;
 const BUFFER: usize = 64 << 10;
 /// Longer data is received directly into its memory, not through the buffer.
 const SHORT: usize = 16 << 10;
-/// Bytes that one connection receives, roughly, before other connections get their turn and a waiting thread checks for
-/// its segment. A thread that finds its segment early combines it while it is in the cache.
+/// Rough limit of the bytes that one connection receives in one turn. Then other connections get their turn, and a
+/// waiting thread checks whether its segment has arrived: combining is faster while the segment is in the cache.
 const TURN: usize = 256 << 10;
 
 pub struct Connection {

@@ -8,8 +8,8 @@
 //!
 //! | file | |
 //! | --- | --- |
-//! | `frame` | the header of what travels |
-//! | `memory` | what data is sent from and received into |
+//! | `frame` | the header of a frame |
+//! | `memory` | the memory from which data is sent and into which it is received |
 //! | `transfer` | the end of a transfer: its result, its callback |
 //! | `connection` | one connection: writes frames, reads them |
 //! | `channel` | one group: its messages, mail and bodies; implements `Link` and `Mail` |
@@ -81,8 +81,8 @@ pub struct Wire {
     closing: Mutex<Vec<Closing>>,
     /// Rung when a transfer has ended or a thread has stopped driving.
     changed: Bell,
-    /// Number of threads in `wait`, which change it. The background thread and a thread that leaves `wait` read it,
-    /// relaxed: it is a hint, and sleepers look again after at most `NAP`.
+    /// Number of threads in `wait`. These threads change it. The background thread and a thread that leaves `wait` read
+    /// it, relaxed: it is a hint, and sleepers look again after at most `NAP`.
     waiting: AtomicUsize,
     /// Number of things that must be driven even if no thread waits (`Counted`). Relaxed: a hint like `waiting`.
     pending: AtomicUsize,

@@ -261,8 +261,8 @@ const KNOWN: usize = 1 << 16;
 static OPEN: [AtomicU64; KNOWN / 64] = [const { AtomicU64::new(0) }; KNOWN / 64];
 static INSTALLED: Once = Once::new();
 
-/// Makes every child forked from now on close this descriptor, or no longer so if `open` is false. Peers detect the end
-/// of this process by the end of its connections, and a child with copies of them would keep them open.
+/// If `open`: makes every child forked from now on close this descriptor. Else ends that. Peers detect the end of this
+/// process by the end of its connections, and a child with copies of them would keep them open.
 pub fn close_in_children(fd: RawFd, open: bool) {
     INSTALLED.call_once(|| {
         // SAFETY: the handler is a plain function, which is never unloaded and uses only atomics and `close`.
