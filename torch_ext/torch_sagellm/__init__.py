@@ -2,8 +2,8 @@
 
 ``init_process_group("sagellm")`` is all that a program needs.
 
-torch finds the name by way of the module `_torch_sagellm_autoload`, which imports this package when a group is made.
-Here too nothing is loaded before it is used: no extension, no thread, no file.
+torch finds the name through the module `_torch_sagellm_autoload`, which imports this package when a group is created.
+Importing this package loads no extension, starts no thread and opens no file before they are used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import _torch_sagellm_autoload
 
 
 def _listed() -> dict[str, str]:
-    """The public names and the module of this package where each lives: those of `__init__.pyi`."""
+    """The public names and the module of this package that defines each, parsed from `__init__.pyi`."""
     stub = __spec__.loader.get_data(str(Path(__file__).with_name("__init__.pyi"))).decode()
     return {name: home for home, name in re.findall(r"^from torch_sagellm\.(\S+) import (\w+)", stub, re.MULTILINE)}
 
@@ -27,12 +27,12 @@ __all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
-    """Loads the module of a name when it is first used."""
+    """Loads the module of a name when the name is first used."""
     if name == "__version__":
         from torch_sagellm._private import load
 
         return load.version()
-    if name == "Options":  # of the extension, which is looked at before it is loaded
+    if name == "Options":  # part of the extension; load.extension() checks it before loading it
         from torch_sagellm._private import load
 
         return load.extension().Options
@@ -42,7 +42,10 @@ def __getattr__(name: str) -> Any:
 
 
 def _unknown(module: str, name: str) -> AttributeError:
-    """Python asks for a private module as an attribute, too, before it imports it: no name is meant then."""
+    """The error for an unknown name.
+
+    It suggests no name for a private one, because Python also looks up private modules as attributes.
+    """
     text = f"module {module!r} has no attribute {name!r}"
     if not name.startswith("_"):
         text += importlib.import_module("torch_sagellm._private.nearest").meant(name, __all__)
@@ -54,24 +57,24 @@ def __dir__() -> list[str]:
 
 
 def _public(module: str, name: str) -> Any:
-    """A public name that older code imports from ``module``, whichever module of this package it lives in."""
+    """A public name that older code imports from ``module``, whichever module of this package defines it."""
     if name in __all__ and _HOMES.get(name) != module.removeprefix("torch_sagellm."):
         return __getattr__(name)
     raise _unknown(module, name)
 
 
 def _is_command_line() -> bool:
-    """This process is a command of ours, which registers the backend itself if it uses torch."""
+    """Whether this process is a command of ours, which registers the backend itself if it uses torch."""
     import os
     import sys
 
-    if sys.argv[:1] == ["-m"]:  # while Python looks for the module that it is to run
+    if sys.argv[:1] == ["-m"]:  # Python is still looking for the module to run
         return sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1] == ["torch_sagellm"]
     return os.path.basename(sys.argv[0] if sys.argv else "") == "torch-sagellm"
 
 
-# `import torch_sagellm` registers the backend where torch's autoloading is off. It may import torch, and torch then
-# calls the same function in the middle of this line, so it must be the last one. The command line does not wait for
-# torch's import where it needs no torch, as in a probe that is run every few seconds.
+# `import torch_sagellm` registers the backend if torch's autoloading is off. `register` may import torch, which then
+# calls it again in the middle of this line, so it must be the last line. The command line does not register here: a
+# command that needs no torch, such as a probe that runs every few seconds, must not wait for its import.
 if not _is_command_line():
     _torch_sagellm_autoload.register()

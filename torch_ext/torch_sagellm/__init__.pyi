@@ -1,6 +1,7 @@
-"""The list of the package's public names: for type checkers, for readers, and for `__init__.py`, which reads it.
+"""The package's public names, for type checkers, for readers, and for `__init__.py`, which parses this file.
 
-Each name once, in one line, with the module where it lives; that module is loaded when the name is first used.
+Each name is listed once, in one line, with the module that defines it. That module is loaded when the name is first
+used.
 """
 
 from torch_sagellm._C import Options as Options

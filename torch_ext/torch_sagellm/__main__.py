@@ -7,6 +7,6 @@ if __name__ == "__main__":
         from torch_sagellm.cli.main import main
 
         code = main()
-    except KeyboardInterrupt:  # while Python reads this program
+    except KeyboardInterrupt:  # Ctrl-C while Python is still loading this program
         code = 130
     sys.exit(code)

@@ -1,9 +1,9 @@
 """The build record that setup.py writes next to the extensions."""
 
 VERSION: str
-#: Of the sources; empty where git did not know it.
+#: Commit of the sources; empty if git did not know it.
 COMMIT: str
-#: The torch that each extension was built with, and the extension's file without its suffixes.
+#: For each torch version that an extension was built with, the name of the extension's file without its suffixes.
 EXTENSIONS: dict[str, str]
-#: The folder of the sources; empty in a wheel, which is for other machines.
+#: The source folder; empty in a wheel, which is used on other machines.
 SOURCE: str

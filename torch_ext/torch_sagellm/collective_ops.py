@@ -1,7 +1,7 @@
 """Collectives as objects, over ranks that are objects of one process or processes of a real group.
 
-``create_ring_topology`` makes ranks for learning and tests: no second process, no environment, and the core's own
-collectives. The same operators work over the ranks of a job with ``DistributedCommunicator()``.
+``create_ring_topology`` creates ranks for learning and tests: without a second process or environment variables, but
+with the core's own collectives. The same operators work over the ranks of a job with ``DistributedCommunicator()``.
 
 Example::
 
@@ -46,27 +46,27 @@ __all__ = [
 ]
 
 Shape = int | Sequence[int]
-#: Calls before the first that a benchmark times.
+#: Calls before the first one that a benchmark measures.
 WARM_UP = 2
 
 
 class DistributedCommunicator:
-    """One rank that talks to the others of its group.
+    """One rank that communicates with the others of its group.
 
-    ``DistributedCommunicator(rank, world_size)`` is a rank of a real group: the running process group, or the one that
-    is started from torchrun's environment, or one rank alone, as in ``create_comm_backend``. ``create_ring_topology``
-    makes ranks of one process.
+    ``DistributedCommunicator(rank, world_size)`` is a rank of a real group: the running process group, or the group
+    that is started from torchrun's environment, or one rank alone, as in ``create_comm_backend``.
+    ``create_ring_topology`` creates ranks of one process.
 
-    All ranks call the same operations in the same order, with equal shapes and dtypes. A message goes to the receive of
-    the same two ranks and the same tag, in the order of the calls. A call with wrong arguments is a ValueError or a
-    TypeError and counts as not made. A call whose deadline passes is a ``CommTimeoutError`` that names the missing
-    ranks; calls that do not fit together are a ``torch.distributed.DistBackendError`` that shows both. After those two
-    the group has failed on all ranks.
+    All ranks call the same operations in the same order, with equal shapes and dtypes. A message matches the receive of
+    the same two ranks and the same tag, in the order of the calls. A call with wrong arguments raises a ValueError or a
+    TypeError and counts as not made. A call whose deadline passes raises a ``CommTimeoutError`` that names the missing
+    ranks. Calls that do not match each other raise a ``torch.distributed.DistBackendError`` that shows both. After
+    either of the last two errors the group has failed on all ranks.
 
     Args:
         rank, world_size: the expected values; they are compared with the group (ValueError).
-        group: a process group to work in; None the default group.
-        timeout: of each call, in seconds or as timedelta; None: the group's.
+        group: a process group to work in; None means the default group.
+        timeout: deadline of each call, in seconds or as timedelta; None means the group's.
 
     Example::
 
@@ -108,7 +108,7 @@ class DistributedCommunicator:
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self._member.world_size
 
     @property
@@ -126,27 +126,27 @@ class DistributedCommunicator:
         return f"<DistributedCommunicator rank {self.rank} of {self.world_size}, {where}>"
 
     def send(self, data: torch.Tensor, dst_rank: int, tag: int = 0) -> None:
-        """Sends a tensor to another rank; when it returns, the tensor may be used again.
+        """Sends a tensor to another rank; after it returns, the tensor may be changed.
 
-        Between ranks of one process it copies the tensor and never waits for the receiver. In a real group a large one
-        waits.
+        Between ranks of one process it copies the tensor and never waits for the receiver. In a real group the send of
+        a large tensor waits for the receiver.
         """
         self._member.send(data, dst_rank, tag)
 
     def recv(
         self, src_rank: int, shape: Shape, dtype: torch.dtype, tag: int = 0, device: torch.device | str = "cpu"
     ) -> torch.Tensor:
-        """A new tensor with the data that rank ``src_rank`` sends.
+        """Returns a new tensor with the data that rank ``src_rank`` sends.
 
-        On the thread that made the ranks of one process it returns at once; where the message has not been sent yet,
-        the tensor holds NaN (0 where its dtype has no NaN) until then.
+        On the thread that created the ranks of one process it returns at once. If the message has not been sent yet,
+        the tensor holds NaN until it is sent (0 if its dtype has no NaN).
         """
         tensor = unset(_tuple(shape), dtype, device)
         self._member.recv(tensor, src_rank, tag)
         return tensor
 
     def isend(self, data: torch.Tensor, dst_rank: int, tag: int = 0) -> CommFuture:
-        """``send`` as a future. In a real group ``data`` must not change before it has ended."""
+        """``send`` as a future. In a real group ``data`` must not change before the future is done."""
         return self._member.isend(data, dst_rank, tag)
 
     def irecv(
@@ -156,35 +156,36 @@ class DistributedCommunicator:
         return self._member.irecv(unset(_tuple(shape), dtype, device), src_rank, tag)
 
     def barrier(self) -> None:
-        """Returns when all ranks have called it; at once on the thread that made the ranks of one process."""
+        """Returns when all ranks have called it; at once on the thread that created the ranks of one process."""
         self._member.barrier()
 
 
 def create_ring_topology(world_size: int, timeout: Seconds = 60.0) -> list[DistributedCommunicator]:
-    """``world_size`` ranks of this process that form a group, by rank; for learning, and for tests without processes.
+    """Creates ``world_size`` ranks of this process that form a group, for learning and for tests without processes.
 
-    They are ranks of the core, which meet, share memory and combine numbers as processes of one host do, in the order
-    of the ranks, with the same bits. They take tensors on the CPU.
+    They are ranks of the core, which meet, share memory and combine numbers like processes of one host, in the order of
+    the ranks, with the same bits. They accept tensors on the CPU.
 
-    On the thread that calls this function, calls of the communicators return at once, because there the other ranks may
-    have their turn only later. So a plain loop over ranks works: results are there when the last rank has called. Until
-    then floating-point and complex tensors that receive a result hold NaN, other tensors in place what they held, and
-    new ones 0. Inputs are copied at the call, unless an input is itself such a result: then it is copied when the
-    result is there.
+    On the thread that calls this function, calls of the communicators return at once, because the other ranks may make
+    their calls only later on the same thread. So a plain loop over ranks works: results are there after the last rank
+    has called. Until then, floating-point and complex tensors that receive a result hold NaN, other tensors in place
+    keep their old values, and other new tensors hold 0. Inputs are copied at the call, unless an input is itself such a
+    pending result: then it is copied when that result is there.
 
-    On any other thread a call returns when it has ended, as between processes.
+    On any other thread a call returns when it has completed, as between processes.
 
-    Gradients pass through the operators but broadcast, where the tensor requires them on every rank; all ranks' losses
-    count as one sum. Each rank calls ``backward``, on the thread of its forward pass. On the thread that made the ranks
-    gradients are complete when the last rank has called it; there a tensor that goes into an operator and elsewhere too
-    needs ``retain_graph=True``. Asynchronous forms take no part in autograd.
+    Gradients pass through the operators except broadcast, if the tensor requires them on every rank; the losses of all
+    ranks count as one sum. Each rank calls ``backward`` on the thread of its forward pass. On the thread that created
+    the ranks, gradients are complete after the last rank has called it. On this thread a tensor that is used both in an
+    operator and elsewhere needs ``retain_graph=True``. Asynchronous forms take no part in autograd.
 
-    Where a call fails, all calls that have not ended fail, tensors in place hold again what they held before, and the
-    ranks take no more calls. Ranks whose communicators are dropped end with their memory, also in the middle of calls.
+    If a call fails, all calls that have not completed fail, tensors in place hold their previous values again, and the
+    ranks accept no more calls. If the communicators are dropped, even in the middle of calls, their ranks end and their
+    memory is freed.
 
     Args:
-        world_size: how many ranks, 1 to 256 (ValueError). n ranks open n * n files, so the usual limit of 1024 open
-            files is enough for 30 (RuntimeError, which says what is needed).
+        world_size: number of ranks, 1 to 256 (ValueError). n ranks open n * n files, so the usual limit of 1024 open
+            files is enough for 30 (RuntimeError that says what is needed).
         timeout: how long a call on another thread waits for the other ranks, in seconds or as timedelta.
 
     Example::
@@ -214,14 +215,14 @@ class BenchmarkResult:
     shape: tuple[int, ...]
     dtype: torch.dtype
     world_size: int
-    #: The size of the operation: of the tensor that a rank passes; of all_gather that of the result.
+    #: The size of the operation in bytes: the tensor that a rank passes; for all_gather the result.
     nbytes: int
     #: Seconds of each trial, from the call until its result is there.
     seconds: tuple[float, ...]
 
     @property
     def num_trials(self) -> int:
-        """How many trials there were."""
+        """The number of trials."""
         return len(self.seconds)
 
     @property
@@ -246,15 +247,15 @@ class BenchmarkResult:
 
     @property
     def algbw_gbs(self) -> float:
-        """Algorithm bandwidth: ``nbytes`` by the median time, in GB/s (10^9 bytes)."""
+        """Algorithm bandwidth: ``nbytes`` divided by the median time, in GB/s (10^9 bytes)."""
         return self.nbytes / self.median_seconds / 1e9
 
     @property
     def busbw_gbs(self) -> float:
         """Bus bandwidth, as in ``torch_sagellm.get_stats``: the traffic on the link of a rank, in GB/s.
 
-        ``algbw_gbs`` times 2(n-1)/n for all_reduce, (n-1)/n for all_gather and reduce_scatter, 1 for broadcast; n is
-        the number of ranks, so it is 0 for one rank, which sends nothing.
+        It is ``algbw_gbs`` times 2(n-1)/n for all_reduce, (n-1)/n for all_gather and reduce_scatter, 1 for broadcast,
+        for n ranks. So it is 0 for one rank, which sends nothing.
         """
         factor = BUS_FACTORS.get(self.op)
         return self.algbw_gbs * (1.0 if factor is None else factor(self.world_size))
@@ -271,7 +272,7 @@ class BenchmarkResult:
 class _Operator:
     """A collective of one communicator."""
 
-    #: The collective's name, which is also that of the method of a communicator.
+    #: The collective's name, which is also the name of a communicator's method.
     kind: ClassVar[str]
 
     def __init__(self, comm: DistributedCommunicator) -> None:
@@ -284,12 +285,12 @@ class _Operator:
     def benchmark(
         self, shapes: Sequence[Shape], num_trials: int = 10, dtype: torch.dtype = torch.float32
     ) -> list[BenchmarkResult]:
-        """Times the collective with its default arguments on CPU tensors of each shape; one result for each shape.
+        """Measures the collective with its default arguments on CPU tensors of each shape; one result for each shape.
 
-        All ranks call it with the same arguments. On the thread that made the ranks of one process a single call is
-        enough: it makes the calls of all ranks one after the other (RuntimeError where some ranks have called fewer
-        collectives). The times there include collecting the calls and copying their tensors: they show how sizes
-        compare, but not how fast ranks in separate processes are; for that call it in a real group, or run
+        All ranks call it with the same arguments. On the thread that created the ranks of one process a single call is
+        enough, because it makes the calls of all ranks one after the other (RuntimeError if some ranks have called
+        fewer collectives). The times there include collecting the calls and copying their tensors. They show how sizes
+        compare, but not how fast ranks in separate processes are; to measure that, call it in a real group, or run
         ``torch-sagellm bench``.
         """
         checked_number("benchmark", "num_trials", num_trials)
@@ -321,7 +322,7 @@ class _Operator:
 
 
 class AllReduceOperator(_Operator):
-    """Combines the tensors of all ranks, for all ranks.
+    """Combines the tensors of all ranks; all ranks get the result.
 
     Example::
 
@@ -348,12 +349,12 @@ class AllReduceOperator(_Operator):
     ) -> torch.Tensor | CommFuture:
         """Combines ``tensor`` element by element over all ranks, in place, and returns it.
 
-        ``op`` is "sum", "avg" ("mean"), "max", "min", "prod", or torch's ReduceOp. ``timeout`` is that of this call
-        alone, in seconds or as timedelta.
+        ``op`` is "sum", "avg" ("mean"), "max", "min", "prod", or torch's ReduceOp. ``timeout`` is the deadline of this
+        call alone, in seconds or as timedelta.
 
-        Gradients pass through "sum" and "avg" of a tensor that is the result of other operations; on the thread that
-        made the ranks of one process what is returned is then a tensor of its own, over the same memory. A leaf that
-        requires gradients (a parameter) is reduced as it is, and autograd sees nothing of it.
+        Gradients pass through "sum" and "avg" of a tensor that is the result of other operations. On the thread that
+        created the ranks of one process, the returned tensor is then a different object over the same memory. A leaf
+        that requires gradients (a parameter) is reduced as it is, without being recorded by autograd.
         """
         if not async_op and crosses(tensor) and not tensor.is_leaf:
             if timeout is not None:
@@ -364,7 +365,7 @@ class AllReduceOperator(_Operator):
         return self.comm._member.all_reduce(tensor, op, async_op=async_op, timeout=timeout)
 
     def _batch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What ``batch_all_reduce`` does with an operator."""
+        """Implements ``batch_all_reduce`` for an operator."""
         member = self.comm._member
         if isinstance(member, CommBackend):
             return member.fused_all_reduce(tensors)
@@ -373,13 +374,13 @@ class AllReduceOperator(_Operator):
         return list(tensors)
 
     def _safe(self, tensor: torch.Tensor, timeout: Seconds) -> torch.Tensor:
-        """What ``safe_all_reduce`` does with an operator."""
+        """Implements ``safe_all_reduce`` for an operator."""
         self.comm._member.all_reduce(tensor, timeout=timeout)
         return tensor
 
 
 class BroadcastOperator(_Operator):
-    """Gives the tensor of one rank to all.
+    """Copies the tensor of one rank to all ranks.
 
     Example::
 
@@ -398,7 +399,7 @@ class BroadcastOperator(_Operator):
         self, tensor: torch.Tensor, root_rank: int = 0, async_op: bool = False
     ) -> torch.Tensor | CommFuture: ...
     def broadcast(self, tensor: torch.Tensor, root_rank: int = 0, async_op: bool = False) -> torch.Tensor | CommFuture:
-        """Writes the tensor of ``root_rank`` into those of the other ranks, in place; returns it.
+        """Writes the tensor of ``root_rank`` into the tensors of the other ranks, in place; returns it.
 
         Gradients do not pass through it.
         """
@@ -406,7 +407,7 @@ class BroadcastOperator(_Operator):
 
 
 class AllGatherOperator(_Operator):
-    """Gives the tensors of all ranks to all.
+    """Collects the tensors of all ranks on every rank.
 
     Example::
 
@@ -424,7 +425,7 @@ class AllGatherOperator(_Operator):
     @overload
     def all_gather(self, tensor: torch.Tensor, *, async_op: bool = False) -> torch.Tensor | CommFuture: ...
     def all_gather(self, tensor: torch.Tensor, *, async_op: bool = False) -> torch.Tensor | CommFuture:
-        """A new tensor: those of all ranks, in the order of the ranks, concatenated along dimension 0.
+        """Returns a new tensor: the tensors of all ranks, in rank order, concatenated along dimension 0.
 
         A scalar counts as one row. Gradients pass through it; see ``create_ring_topology``.
         """
@@ -434,7 +435,7 @@ class AllGatherOperator(_Operator):
 
 
 class ReduceScatterOperator(_Operator):
-    """Combines the tensors of all ranks, and gives each rank a slice.
+    """Combines the tensors of all ranks; each rank gets a slice of the result.
 
     Example::
 
@@ -456,7 +457,7 @@ class ReduceScatterOperator(_Operator):
         self, tensor: torch.Tensor, op: Op = "sum", async_op: bool = False
     ) -> torch.Tensor | CommFuture: ...
     def reduce_scatter(self, tensor: torch.Tensor, op: Op = "sum", async_op: bool = False) -> torch.Tensor | CommFuture:
-        """A new tensor: this rank's slice, along dimension 0, of the sum (or other ``op``) over all ranks.
+        """Returns a new tensor: this rank's slice, along dimension 0, of the sum (or other ``op``) over all ranks.
 
         Dimension 0 must be a multiple of the number of ranks (ValueError). Gradients pass through "sum" and "avg"; see
         ``create_ring_topology``.
@@ -471,7 +472,7 @@ def _tuple(shape: Shape) -> tuple[int, ...]:
 
 
 def __getattr__(name: str) -> Any:
-    """Older code imports other public names from here as well."""
+    """Older code imports other public names from this module too."""
     import torch_sagellm
 
     return torch_sagellm._public(__name__, name)

@@ -1,15 +1,16 @@
-"""The module paths of older code, for programs whose imports shall stay as they are.
+"""The module paths of older code, for programs that keep their imports.
 
-``import torch_sagellm.compat``, once and before those imports, lets these names lead to modules of this package:
+After ``import torch_sagellm.compat`` these module names lead to modules of this package. Import it once, before the
+older imports:
 
-- ``sage.llm.engines.sagellm.comm_backend`` and every module below it, such as ``collective_ops`` or ``topology``: a
-  module of ours with that last name, else one with all public names;
+- ``sage.llm.engines.sagellm.comm_backend`` and every module below it, such as ``collective_ops`` or ``topology``: our
+  module with that last name if there is one, else a module with all public names;
 - ``core.protocols.comm_backend``: ``torch_sagellm.protocols.comm_backend``;
-- ``scaletorch.parallel.pg_manager``: ``ProcessGroupManager``, ``setup_process_group_manager`` and the manager that this
-  made, as ``process_group_manager``.
+- ``scaletorch.parallel.pg_manager``: ``ProcessGroupManager``, ``setup_process_group_manager`` and, as
+  ``process_group_manager``, the manager that this function created.
 
-They are aliases in ``sys.modules``. A module that is installed under such a name is what Python finds first: of it
-nothing is replaced, and only what it lacks below these paths is added.
+They are aliases in ``sys.modules``. If a module is installed under such a name, Python finds the installed module
+first. It is not replaced; only names that it lacks below these paths are added.
 
 Example::
 
@@ -32,9 +33,9 @@ import torch_sagellm
 
 __all__ = ["install"]
 
-#: Where all modules below are ours.
+#: The prefix of older code below which every module name leads to a module of ours.
 COMM_BACKEND = "sage.llm.engines.sagellm.comm_backend"
-#: The modules that stand for a name; packages above them are empty.
+#: Older module names and the module of ours for each; packages above them are empty.
 MODULES = {
     COMM_BACKEND: "torch_sagellm.compat",
     f"{COMM_BACKEND}.collective_ops": "torch_sagellm.collective_ops",
@@ -46,7 +47,7 @@ PACKAGES = {name[:at] for name in MODULES for at, letter in enumerate(name) if l
 
 
 class _Aliases(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """The last of the finders: Python asks it for what no other has found."""
+    """The last finder in ``sys.meta_path``: Python asks it for modules that no other finder has found."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -57,7 +58,7 @@ class _Aliases(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return None  # Python makes an empty one
+        return None  # None: Python creates an empty module
 
     def exec_module(self, module: ModuleType) -> None:
         assert module.__spec__ is not None
@@ -66,7 +67,7 @@ class _Aliases(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             module.__doc__ = "Made by torch_sagellm.compat."
             return
         ours = MODULES.get(name, "torch_sagellm.compat")
-        if ours == "torch_sagellm.compat":  # a package of the alias's own, which serves the public names
+        if ours == "torch_sagellm.compat":  # an alias without a counterpart; it serves all public names
 
             def public(wanted: str) -> Any:
                 return torch_sagellm._public(name, wanted)
@@ -81,13 +82,13 @@ _ALIASES = _Aliases()
 
 
 def install() -> None:
-    """Makes the aliases; importing this module has done so. Names that are installed keep their modules."""
+    """Installs the aliases; importing this module does it too. Modules that are installed under these names stay."""
     if _ALIASES not in sys.meta_path:
         sys.meta_path.append(_ALIASES)
     for name in MODULES:
         try:
             importlib.import_module(name)
-        except ImportError:  # an installed module above it that is no package, or cannot be imported
+        except ImportError:  # an installed parent module is not a package, or cannot be imported
             continue
 
 

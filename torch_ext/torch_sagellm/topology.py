@@ -1,6 +1,6 @@
-"""The machines of a job: ``TopologyInfo`` has the facts, ``TopologyManager`` reads them or takes them from the user.
+"""The machines of a job: ``TopologyInfo`` holds the facts, ``TopologyManager`` reads or accepts them.
 
-A topology decides nothing here: the core's start rules (src/select/start.rs) choose by it, in groups that are made with
+This module decides nothing. The core's start rules (src/select/start.rs) use a topology in groups that are created with
 it and in ``select_all_reduce_algorithm``.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 LIBRARY = "libnvidia-ml.so.1"
-#: Of nvml.h: the query "are they connected by NVLink", and the answer yes.
+#: Constants of nvml.h: the query "connected by NVLink?", its positive answer, and the code for success.
 P2P_NVLINK, P2P_OK, SUCCESS = 2, 0, 0
 NAME_BYTES = 96
 
@@ -26,8 +26,8 @@ NAME_BYTES = 96
 class TopologyInfo:
     """Facts about the machines of a job.
 
-    Only ``hosts`` and ``full_nvlink`` decide; the others are for people. A wrong value is a ValueError that names the
-    field, what it takes and what came.
+    Only ``hosts`` and ``full_nvlink`` affect a decision; the other fields are informative. A wrong value is a
+    ValueError that names the field, the expected value and the actual one.
 
     Example::
 
@@ -35,15 +35,15 @@ class TopologyInfo:
         assert pair.is_fully_connected_nvlink()
     """
 
-    #: Hosts that the devices are on. A group that knows its own hosts uses those.
+    #: Number of hosts of the devices. A group that knows its own hosts uses those instead.
     hosts: int = 1
-    #: Every pair of devices is connected by NVLink, directly or through a switch.
+    #: Whether every pair of devices is connected by NVLink, directly or through a switch.
     full_nvlink: bool = False
     #: Names of this host's devices.
     devices: tuple[str, ...] = ()
-    #: Cores that this process may use; None where that is not known.
+    #: Number of cores that this process may use; None if it is not known.
     cores: int | None = None
-    #: NUMA nodes of this host; None where that is not known.
+    #: Number of NUMA nodes of this host; None if it is not known.
     numa_nodes: int | None = None
 
     def __post_init__(self) -> None:
@@ -59,16 +59,16 @@ class TopologyInfo:
         object.__setattr__(self, "devices", tuple(names))
 
     def is_fully_connected_nvlink(self) -> bool:
-        """True where no pair of devices communicates through PCIe or a network."""
+        """True if no pair of devices communicates through PCIe or a network."""
         return self.full_nvlink
 
     def option(self) -> str:
-        """The fields that decide, in the form of the option ``topology``: "hosts=2,full_nvlink=false"."""
+        """The fields that affect decisions, in the form of the option ``topology``: "hosts=2,full_nvlink=false"."""
         return f"hosts={self.hosts},full_nvlink={str(self.full_nvlink).lower()}"
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> TopologyInfo:
-        """From fields by name; those that are left out have their defaults, and an unknown one is a ValueError."""
+        """Creates it from fields by name; missing fields have their defaults, and an unknown one is a ValueError."""
         if not isinstance(fields, Mapping):
             raise TypeError(f"sagellm topology: got {fields!r}, expected a dict of fields by name")
         known = cls.__dataclass_fields__
@@ -83,8 +83,9 @@ class TopologyInfo:
     def detect(cls, hosts: int | None = None) -> TopologyInfo:
         """Reads this machine: NVML for GPUs and NVLink, the kernel for cores and NUMA nodes.
 
-        ``hosts``: those of the job; None takes them from torchrun's environment, and 1 without it. On several hosts
-        NVLink counts as not full, because NVML sees one host alone. Without NVML or a driver there is no NVLink.
+        ``hosts`` is the number of hosts of the job; None reads it from torchrun's environment, and means 1 without
+        torchrun. On several hosts NVLink counts as not full, because NVML sees only one host. Without NVML or a driver,
+        no NVLink is assumed.
         """
         from torch_sagellm._private import load
 
@@ -106,12 +107,12 @@ class TopologyInfo:
 class TopologyManager:
     """The topology of a job, read from this machine or given; ``create_comm_backend(topology_manager=...)`` uses it.
 
-    In a group that is made with it the start rules choose the algorithm of every operation that no rule and no table
-    names, also where the link between hosts was measured, and steer the library of a device's vendor. Rank 0's topology
-    holds for the whole group: a rank with another one follows it and warns. See docs/choosing.md.
+    In a group that is created with it, the start rules choose the algorithm of every operation for which no rule and no
+    table names one, even if the link between hosts was measured. They also steer the library of a device's vendor. Rank
+    0's topology applies to the whole group: a rank with another one follows it and warns. See docs/choosing.md.
 
     Args:
-        topology: the topology; None to read that of this machine (``TopologyInfo.detect``).
+        topology: the topology; None to read this machine's (``TopologyInfo.detect``).
 
     Example::
 
@@ -134,7 +135,7 @@ class TopologyManager:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> TopologyManager:
-        """As ``from_json``, from a file. A file that cannot be read is an OSError."""
+        """Like ``from_json``, from a file. A file that cannot be read is an OSError."""
         try:
             return cls._read(Path(path).read_bytes(), f"from the file {os.fspath(path)}")
         except ValueError as error:
@@ -144,7 +145,7 @@ class TopologyManager:
     def _read(cls, text: str | bytes, source: str) -> TopologyManager:
         try:
             fields = json.loads(text)
-        except ValueError as error:  # also bytes that are no text
+        except ValueError as error:  # also raised for bytes that are not text
             raise ValueError(f"sagellm topology: this is no JSON: {error}") from None
         if not isinstance(fields, dict):
             raise ValueError(f"sagellm topology: expected a JSON object of fields, got {json.dumps(fields)[:80]}")
@@ -153,11 +154,11 @@ class TopologyManager:
         return manager
 
     def to_json(self) -> str:
-        """The topology as ``from_json`` reads it."""
+        """The topology as JSON that ``from_json`` reads."""
         return json.dumps(asdict(self.topology))
 
     def is_fully_connected_nvlink(self) -> bool:
-        """True where no pair of devices communicates through PCIe or a network."""
+        """True if no pair of devices communicates through PCIe or a network."""
         return self.topology.is_fully_connected_nvlink()
 
     def select_all_reduce_algorithm(self, data_size: int, num_devices: int) -> str:
@@ -173,14 +174,14 @@ def select_all_reduce_algorithm(
 ) -> str:
     """The start rules' algorithm for an all_reduce of ``data_size`` bytes over ``num_devices`` devices.
 
-    "hierarchical" where there are several hosts with several devices. Else below 1,000,000 bytes "recursive_doubling",
-    or "tree" where NVLink connects all devices, and from there on "ring"; "ring" already from 65,536 bytes on where the
-    number of devices is no power of two. Without a topology: one host, no full NVLink.
-    In a group, the user's rules, a measured table and a measured link have priority over the start rules; ``explain``
-    says which source decided.
+    The result is "hierarchical" if there are several hosts with several devices each. Otherwise, below 1,000,000 bytes,
+    it is "recursive_doubling", or "tree" if NVLink connects all devices; from 1,000,000 bytes on it is "ring". If the
+    number of devices is no power of two, it is "ring" already from 65,536 bytes on. Without a topology: one host, no
+    full NVLink. In a group, the user's rules, a measured table and a measured link have priority over the start rules;
+    ``explain`` says which source decided.
 
     Raises:
-        ValueError: the size is below 0, or there are fewer devices than one, or than hosts.
+        ValueError: the size is below 0, or there is no device, or there are fewer devices than hosts.
 
     Example::
 
@@ -201,7 +202,7 @@ def select_all_reduce_algorithm(
 
 
 def option_of(given: TopologyManager | TopologyInfo | None, name: str = "topology_manager") -> str:
-    """The option ``topology`` of a group, from the argument ``name``."""
+    """The option ``topology`` of a group, from the argument called ``name``."""
     if given is None:
         return ""
     topology = given.topology if isinstance(given, TopologyManager) else given
@@ -215,7 +216,7 @@ def _wrong(name: str, expected: str, got: Any) -> ValueError:
 
 
 def _hosts_of_the_job() -> int:
-    """The number of hosts, from torchrun's environment; 1 where torchrun did not start this process."""
+    """The number of hosts, from torchrun's environment; 1 if torchrun did not start this process."""
     world, local = (os.environ.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if not (world.isdigit() and local.isdigit() and int(world) and int(local)):
         return 1
@@ -225,7 +226,8 @@ def _hosts_of_the_job() -> int:
 def nvlink() -> tuple[list[str], bool]:
     """Names of the GPUs, and whether NVLink connects every pair of at least two.
 
-    Without the library, a driver or GPUs the answer is ``([], False)``; an unknown pair counts as not linked.
+    Without the library, a driver or GPUs the result is ``([], False)``; a pair that cannot be queried counts as not
+    linked.
     """
     try:
         nvml: Any = ctypes.CDLL(LIBRARY)
@@ -238,12 +240,12 @@ def nvlink() -> tuple[list[str], bool]:
             return ask(nvml)
         finally:
             nvml.nvmlShutdown()
-    except AttributeError:  # a library that is too old for a function
+    except AttributeError:  # the library is too old for a function
         return [], False
 
 
 def ask(nvml: Any) -> tuple[list[str], bool]:
-    """As ``nvlink``, with an initialised library."""
+    """Like ``nvlink``, with an initialised library."""
     count = ctypes.c_uint()
     if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != SUCCESS:
         return [], False
@@ -267,7 +269,7 @@ def _joined(nvml: Any, one: Any, other: Any) -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    """Older code imports other public names from here as well."""
+    """Older code imports other public names from this module too."""
     import torch_sagellm
 
     return torch_sagellm._public(__name__, name)

@@ -1,1 +1,1 @@
-"""What the package itself needs and no program calls: loading, registering, options, variables, addresses."""
+"""Internals of the package that no program calls: loading, registering, options, variables, addresses."""

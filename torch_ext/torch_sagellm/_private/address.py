@@ -1,17 +1,17 @@
-"""Where the other ranks reach this process, and gloo's devices there.
+"""The addresses at which other ranks reach this process, and gloo's devices at these addresses.
 
-One rule holds for all that listens to other ranks: the delegate, the link, and the port of ``alive``. Where
-GLOO_SOCKET_IFNAME names interfaces, their addresses are taken, and no others. Elsewhere, best first:
+The delegate, the link and the port of ``alive`` all listen at addresses chosen by one rule. If GLOO_SOCKET_IFNAME names
+interfaces, only their addresses are used. Otherwise, best first:
 
-1. the address by which this host reaches the store of the group: the others reach the same store, so they are likely to
-   reach this address, whatever this host calls itself;
-2. that of this host's own name in /etc/hosts;
-3. that of the default route, and then of any interface that is up;
+1. the address by which this host reaches the store of the group: the other ranks reach the same store, so they are
+   likely to reach this address, whatever this host's name is;
+2. the address of this host's own name in /etc/hosts;
+3. the address of the default route, and then of any interface that is up;
 4. the loopback interface, which serves ranks of one host.
 
-A rank puts all of them into its record of the rendezvous (`Addresses.text`); rank 0 chooses for all ranks which kind
-they take (src/rendezvous/addresses.rs), because the two ends of a connection must be of one family. Nothing is sent for
-that, and no name is looked up but that of the store, to which this process has connected before.
+A rank puts all of them into its record of the rendezvous (`Addresses.text`). Rank 0 chooses the kind of address for all
+ranks (src/rendezvous/addresses.rs), because the two ends of a connection must be of one address family. Finding the
+addresses sends nothing, and looks up no name except the store's, to which this process has connected before.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ VARIABLE = "GLOO_SOCKET_IFNAME"
 #: The codes of src/rendezvous/addresses.rs.
 V4, V6, LOOPBACK_4, LOOPBACK_6 = 4, 6, 14, 16
 SIOCGIFADDR = 0x8915
-#: Addresses of documentation (RFC 5737, RFC 3849), which lead to the default route. Nothing is sent to them.
+#: Documentation addresses (RFC 5737, RFC 3849), which are routed by the default route. Nothing is sent to them.
 ANYWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 
 LOOPBACK = ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1"))
 
 _lock = threading.Lock()
-#: By the host of a store: where it is.
+#: Cached socket addresses of stores, by the host name of the store.
 _stores: dict[str, list[tuple[int, Any]]] = {}
-#: By address: gloo's device, which listens there for all groups of this process.
+#: gloo's devices by address; each listens there for all groups of this process.
 _devices: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
 class Addresses:
-    """The addresses of this process by kind, best first."""
+    """The addresses of this process by kind, the best kind first."""
 
     kinds: dict[int, list[str]] = field(default_factory=dict)
-    #: Why there are none.
+    #: The reason if there are no addresses, else "".
     problem: str = ""
 
     def text(self) -> str:
-        """For the record of the rendezvous."""
+        """The addresses in the form of the rendezvous's record."""
         if self.problem:
             return f"! {self.problem}"
         return "\n".join(" ".join([str(kind), *found]) for kind, found in self.kinds.items())
 
     def chosen(self, network: str) -> list[str]:
-        """Those that the ranks have agreed on; the best of this process where they have not."""
+        """The addresses of the kind on which the ranks agreed; without agreement the best ones of this process."""
         if network:
             kind, count = map(int, network.split())
             return self.kinds[kind][:count]
@@ -78,7 +78,7 @@ def find(store: Any) -> Addresses:
 
 
 def towards(host: str) -> Addresses:
-    """The addresses of this process for groups whose store is on a host, or for those of no known store ("")."""
+    """The addresses of this process for groups whose store is on ``host``, or for groups without a known store ("")."""
     return find(_Server(host))
 
 
@@ -99,7 +99,7 @@ def is_loopback(address: str) -> bool:
 
 
 def devices(addresses: list[str]) -> list[Any]:
-    """gloo's devices at these addresses. A process has one at each address, for all its groups."""
+    """gloo's devices at these addresses. A process has one device at each address, for all its groups."""
     from torch_sagellm.api import serve_as
 
     made = []
@@ -121,10 +121,10 @@ def socket_address(address: str, port: int) -> tuple[int, Any]:
 
 
 def _forget() -> None:
-    """In a forked child, which has none of the devices' threads."""
+    """Runs in a forked child, which does not have the devices' threads."""
     global _lock
     _lock = threading.Lock()
-    # Never freed there: a device waits for its thread when it ends.
+    # Keep a reference so that the child never frees the devices: a device's destructor waits for its thread.
     _left.append(dict(_devices))
     _devices.clear()
 
@@ -152,7 +152,7 @@ def _of_interfaces(names: list[str]) -> Addresses:
 
 
 def of_interface(name: str) -> list[str]:
-    """The addresses of an interface as gloo takes them: IPv4 first; link-local ones last, with their scope."""
+    """The addresses of an interface as gloo uses them: IPv4 first; link-local ones last, with their scope."""
     found = []
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         answer = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
@@ -162,8 +162,8 @@ def of_interface(name: str) -> list[str]:
 
 
 def _ipv6() -> Iterator[tuple[str, str]]:
-    """Addresses and their interfaces, as the kernel lists them: without those that are not usable (yet)."""
-    unusable = 0x08 | 0x40  # a duplicate was found; whether there is one is being asked
+    """IPv6 addresses and their interfaces, as the kernel lists them, without those that are not usable (yet)."""
+    unusable = 0x08 | 0x40  # flags of the kernel: duplicate address found; duplicate detection still running
     with contextlib.suppress(OSError), open("/proc/thread-self/net/if_inet6") as lines:
         for line in lines:
             digits, _, _, scope, flags, name = line.split()
@@ -186,7 +186,7 @@ def _without_variable(store: Any) -> Iterator[str]:
 
 
 def _source(family: int, where: Any) -> list[str]:
-    """The address from which this host would send to another one; nothing is sent."""
+    """The local address from which this host would send to ``where``. Nothing is sent."""
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as asking:
             asking.connect(where)
@@ -204,7 +204,7 @@ def _source(family: int, where: Any) -> list[str]:
 
 
 def _store_places(store: Any) -> list[tuple[int, Any]]:
-    """Where the server of a TCPStore is; nothing for other stores."""
+    """The socket addresses of a TCPStore's server; an empty list for other stores."""
     import torch.distributed as dist
 
     while isinstance(store, dist.PrefixStore):
@@ -226,7 +226,10 @@ def _store_places(store: Any) -> list[tuple[int, Any]]:
 
 
 def named_in_hosts(name: str, file: str = "/etc/hosts") -> list[str]:
-    """The addresses of a name in /etc/hosts that this host has. No name server is asked: it may take seconds."""
+    """The addresses of a name in /etc/hosts that this host owns.
+
+    No name server is asked, because that may take seconds.
+    """
     found = []
     with contextlib.suppress(OSError), open(file, errors="replace") as lines:
         for line in lines:

@@ -1,11 +1,12 @@
 """Whether the process of a rank on another host still runs, for `torch_sagellm.recover`.
 
-Each process that has such groups listens at one port of the address that gloo listens at, and serves nobody there: the
-system answers, also for a process that is stopped or busy. When the process ends, however it ends, a connection breaks
-and a new one is refused, which is the only evidence that it is gone. A connection that is closed in order says nothing:
-its place was needed. A host that has gone away without a word answers nothing, and where too many connections wait the
-system does not answer, either: both say nothing about the process. gloo's own connections do not tell this: a live rank
-whose group failed has cut them.
+Each process that has groups over several hosts or under a delegate listens at one port of the address at which the
+group listens, but accepts no connection to serve it. The kernel completes the handshake, even if the process is stopped
+or busy. When the process ends for any reason, its connections break and a new one is refused. A refused connection is
+the only evidence that the process is gone. A connection that is closed in order is no evidence, because the process
+closes waiting connections to empty the queue. If a host is unreachable, or the queue of the port is full, there is no
+answer, which is no evidence either. The connections of gloo and of the link cannot be used, because a live rank whose
+group failed has closed them.
 """
 
 from __future__ import annotations
@@ -21,27 +22,27 @@ from typing import Any
 
 from torch_sagellm._private import address as _address
 
-#: Keys in the store of a group, one for each rank.
+#: Prefix of the keys in a group's store; one key for each rank.
 PREFIX = "sagellm/alive"
-#: What a rank writes that has no port.
+#: What a rank without a port writes.
 UNKNOWN = "unknown"
-#: Connections that wait at the port, up to this number or what the system allows. The next group or recovery of the
-#: process takes them away.
+#: Backlog of the port: connections that may wait at it, up to the limit of the system. The process closes them when it
+#: creates its next group or recovers.
 WAITING = 4096
-#: Seconds until a host that did not answer is asked again.
+#: Seconds after which a host that did not answer is asked again.
 PAUSE = 1.0
 
 _lock = threading.Lock()
-#: By address.
+#: The listening sockets of this process by address. Guarded by `_lock`.
 _ports: dict[str, socket.socket] = {}
 _told = False
 
 
 def announce(store: Any, rank: int, addresses: list[str], agreed: bool) -> None:
-    """Tells the other ranks where this one's process listens. Called by every rank when the group is made.
+    """Publishes in the store where this rank's process listens. Every rank calls it when the group is created.
 
-    ``agreed``: all ranks take addresses of this kind. Where they have not agreed, that of the loopback interface may
-    mean another host to each.
+    ``agreed``: all ranks have agreed to use addresses of this kind. If they have not agreed, a loopback address is not
+    published, because on each host it means that host.
     """
     usable = [each for each in addresses if agreed or not _address.is_loopback(each)]
     why = "this host has no address by which other hosts reach it"
@@ -71,7 +72,7 @@ def _warn(why: str) -> None:
 
 
 def _listen(address: str) -> socket.socket:
-    """The port of this process at an address."""
+    """The listening socket of this process at an address; created at the first call."""
     with _lock:
         port = _ports.get(address)
         if port is None:
@@ -90,24 +91,30 @@ def _listen(address: str) -> socket.socket:
 
 
 def _empty(port: socket.socket) -> None:
-    """Closes what waits at a port, of recoveries that are over and of strangers. Those who look on connect again."""
+    """Closes the connections that wait at a port: those of finished recoveries and of strangers.
+
+    A rank that still watches connects again.
+    """
     for _ in range(2 * WAITING):  # more may come meanwhile
         try:
             connection, _ = port.accept()
-        except OSError:  # nothing waits, or there is no descriptor for it
+        except OSError:  # nothing waits, or there is no descriptor left for it
             return
         connection.close()
 
 
 def empty() -> None:
-    """The same for all ports of this process."""
+    """Closes the waiting connections at all ports of this process."""
     with _lock:
         for port in _ports.values():
             _empty(port)
 
 
 def _leave_to_parent() -> None:
-    """In a forked child, which must not keep the ports open when its parent has ended, and may open its own."""
+    """Runs in a forked child: closes the inherited ports, which must not stay open after the parent has ended.
+
+    The child may open its own.
+    """
     global _lock, _told
     _lock, _told = threading.Lock(), False
     for port in _ports.values():
@@ -120,20 +127,20 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 @dataclass
 class _Place:
-    """Where the process of a rank listens."""
+    """The socket address at which the process of a rank listens."""
 
     family: int
     where: Any
 
 
 def _place(text: str) -> _Place | None:
-    """What a rank has announced; None where that is no address and port."""
+    """Parses what a rank has announced; None if it is not an address and a port."""
     words = text.split()
     try:
         address, port = words[0], int(words[1])
         with _lock:
             own = next((each for each in _ports if "%" in each), "")
-        if "%" in address:  # link-local: its interface has another name and number on this host
+        if "%" in address:  # link-local: the interface may have another name on this host
             address = address.partition("%")[0] + "%" + own.partition("%")[2]
         return _Place(*_address.socket_address(address, port))
     except (IndexError, ValueError, OSError, OverflowError):
@@ -141,11 +148,11 @@ def _place(text: str) -> _Place | None:
 
 
 class Watch:
-    """What this rank sees of the processes of other ranks, by connections that it keeps open meanwhile."""
+    """Watches the processes of other ranks by connections that stay open as long as this object is in use."""
 
     def __init__(self) -> None:
         self.gone: set[int] = set()
-        #: Those whose process is there, as their host says at this time.
+        #: Ranks whose process exists, as their host reported at the last `look`.
         self.alive: set[int] = set()
         self._places: dict[int, _Place] = {}
         self._open: dict[int, socket.socket] = {}
@@ -160,11 +167,11 @@ class Watch:
             connection.close()
 
     def asks(self, rank: int) -> bool:
-        """Whether `follow` should be called for this rank: nothing is known of it, and it is time to ask."""
+        """Whether to call `follow` for this rank: no connection is open, it is not gone, and `PAUSE` has passed."""
         return rank not in self._open and rank not in self.gone and time.monotonic() >= self._again.get(rank, 0)
 
     def follow(self, rank: int, place: str) -> None:
-        """Asks the host of a rank about its process; `place` is what the rank announced. Waits for nothing."""
+        """Connects to the host of a rank; `place` is what the rank announced. Does not wait for the answer."""
         self._again[rank] = time.monotonic() + PAUSE
         found = _place(place)
         if found is not None:
@@ -178,7 +185,7 @@ class Watch:
         except OSError:
             return
         connection.setblocking(False)
-        # A host that goes away without a word is seen after some seconds; it answers also for a stopped process.
+        # Keepalive detects an unreachable host after some seconds; the kernel of a stopped process still answers it.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
             connection.setsockopt(socket.IPPROTO_TCP, option, 1)
@@ -191,7 +198,7 @@ class Watch:
         self._note(rank, code)
 
     def look(self) -> None:
-        """Takes in what the hosts have answered."""
+        """Reads the answers that have arrived, and updates `alive` and `gone`."""
         poll = select.poll()
         for connection in self._open.values():
             poll.register(connection, select.POLLIN | select.POLLOUT)
@@ -211,7 +218,7 @@ class Watch:
             self._note(rank, code)
 
     def _note(self, rank: int, code: int) -> None:
-        """What the system said of a connection."""
+        """Handles the result of a connection attempt or of a read."""
         if code in (0, errno.EINPROGRESS):
             return
         self.alive.discard(rank)
@@ -219,5 +226,5 @@ class Watch:
         if code == errno.ECONNREFUSED:
             self.gone.add(rank)
         elif code in (errno.ECONNRESET, errno.EPIPE):
-            # The process has ended, or it has closed this connection: a new one tells which.
+            # Either the process has ended or it has closed this connection. A new connection shows which.
             self._connect(rank)

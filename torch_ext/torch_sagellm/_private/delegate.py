@@ -1,7 +1,7 @@
-"""torch's own groups that sagellm uses: the delegate, for groups that the engine cannot serve, and the link of hosts.
+"""Connects the ranks of a group: by a delegate if the engine cannot serve them, or by the link between hosts.
 
-They are made here, in Python, because torch ships the classes of its groups without their headers; the C++ side then
-calls them as c10d backends, and releases them in shutdown.
+The delegate is created here, in Python, because torch ships the classes of its groups without their headers. The C++
+side then calls it as a c10d backend and releases it in shutdown.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from typing import Any
 
 from torch_sagellm._private import load
 
-#: Keys of the delegate must differ from those of the rendezvous in the same store.
+#: Prefix of the delegate's keys, which must differ from the rendezvous's keys in the same store.
 PREFIX = "delegate"
 DEFAULT = "gloo"
-#: Seconds beyond the timeout after which a caller does not wait for the others' words either: the store may be gone.
+#: Seconds beyond the timeout after which the caller stops waiting for the other ranks' errors, because the store may be
+#: gone.
 GRACE = 1.0
-#: Seconds between two looks at the store for the failure of another rank.
+#: Seconds between two checks in the store for the failure of another rank.
 LOOK = 0.1
 
 
@@ -35,10 +36,10 @@ def _gloo(c10d: Any, store: Any, options: Any, addresses: list[str]) -> Any:
     if not addresses:
         raise RuntimeError("it has no address")
     _require_descriptors(options)
-    kind = serve_as.real()  # torch's own gloo, also where this package serves its name
+    kind = serve_as.real()  # torch's own gloo, even if this package serves that name
     asked = kind._Options()
     asked._timeout = options.timeout
-    # torch sets these on its gloo groups; they appear in messages.
+    # torch sets these two on its gloo groups; they appear in messages.
     asked.global_ranks_in_group = options.global_ranks_in_group
     asked.group_name = options.group_id
     asked._devices = address.devices(addresses)
@@ -47,15 +48,18 @@ def _gloo(c10d: Any, store: Any, options: Any, addresses: list[str]) -> Any:
 
 
 def _require_descriptors(options: Any) -> None:
-    """DistBackendError where too few are left for a group of gloo: its thread ends the process when it gets none."""
+    """Raises a DistBackendError if too few descriptors are left for a gloo group.
+
+    The thread of gloo would end the process if it got none.
+    """
     from torch.distributed import DistBackendError
 
-    # A connection to each other rank; its own port and loop, and what it opens meanwhile.
+    # One connection to each other rank, plus gloo's own port, its event loop, and files that it opens temporarily.
     needed = options.group_size + 8
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         used = len(os.listdir("/proc/self/fd"))
-    except OSError:  # it opens one itself
+    except OSError:  # listing opens a descriptor itself, and none is left
         used = limit
     if limit != resource.RLIM_INFINITY and used + needed > limit:
         raise DistBackendError(
@@ -72,7 +76,7 @@ def _ucc(c10d: Any, store: Any, options: Any, addresses: list[str]) -> Any:
     return c10d.ProcessGroupUCC(store, options.group_rank, options.group_size, timeout=options.timeout)
 
 
-#: Built the same way in every supported torch, so that none of torch's private functions is needed.
+#: Each creator works in every supported torch without torch's private functions.
 BUILT_IN: dict[str, tuple[str, Callable[[Any, Any, Any, list[str]], Any]]] = {
     "gloo": ("ProcessGroupGloo", _gloo),
     "mpi": ("ProcessGroupMPI", _mpi),
@@ -81,7 +85,7 @@ BUILT_IN: dict[str, tuple[str, Callable[[Any, Any, Any, list[str]], Any]]] = {
 
 
 def check(name: str) -> str:
-    """The name in lower case, or a ValueError. Every rank must fail here, before the ranks wait for each other."""
+    """The name in lower case, or a ValueError. It must be called on every rank before the ranks wait for each other."""
     from torch.distributed import distributed_c10d as c10d
 
     wanted = (name or DEFAULT).lower()
@@ -95,7 +99,7 @@ def check(name: str) -> str:
 
 @dataclass(frozen=True)
 class Facts:
-    """The fields that this package uses of torch's struct of facts about a group."""
+    """The fields that this package uses of the struct in which torch describes a group."""
 
     store: Any
     group_rank: int
@@ -106,10 +110,11 @@ class Facts:
 
 
 def make(name: str, options: Any, decided: Any, addresses: list[str]) -> list[Any]:
-    """Connects the ranks of a group that spans hosts, or makes the delegate of one. Every rank of the group calls it.
+    """Connects the ranks of a group that spans hosts, or creates a group's delegate. Every rank calls it.
 
-    It succeeds on all ranks, or all raise the same error, at the latest a second after the group's timeout, because a
-    rank that fails publishes its error in the store. With gloo alone, a rank could wait for a peer for five timeouts.
+    It succeeds on all ranks, or all ranks raise the same error, at the latest a second after the group's timeout,
+    because a rank that fails publishes its error in the store. With gloo alone, a rank could wait for a peer for five
+    timeouts.
     """
     wanted = check(name)
 
@@ -117,10 +122,10 @@ def make(name: str, options: Any, decided: Any, addresses: list[str]) -> list[An
         if decided.spans_hosts:
             decided._connect(addresses[0])
             return []
-        # Keys of an earlier attempt at the same group may lie in the store, and gloo would believe them.
+        # Keys of an earlier attempt at the same group may be in the store, and gloo would use them.
         made = build(wanted, options, f"{PREFIX}/{decided.id}", addresses)
         if wanted == DEFAULT:
-            # When it ends here, every rank has made its own: none of them goes on with a group that others lack.
+            # After this barrier every rank has its delegate, so no rank goes on with a group that others lack.
             made.barrier().wait(options.timeout)
         return [made]
 
@@ -128,7 +133,7 @@ def make(name: str, options: Any, decided: Any, addresses: list[str]) -> list[An
 
 
 def build(wanted: str, options: Any, prefix: str, addresses: list[str]) -> Any:
-    """The built-in group over the same ranks. ``prefix`` keeps several groups over one store apart."""
+    """Creates the built-in group over the same ranks. ``prefix`` separates the keys of several groups in one store."""
     from torch.distributed import PrefixStore
     from torch.distributed import distributed_c10d as c10d
 
@@ -136,17 +141,17 @@ def build(wanted: str, options: Any, prefix: str, addresses: list[str]) -> Any:
 
 
 class Making:
-    """One rank's part in making torch's groups, which wait for their peers in calls that ignore signals.
+    """One rank's part in connecting a group. The calls of torch that wait for peers ignore signals.
 
-    So they are called on a daemon thread, which keeps waiting after an error and does not keep the program from ending.
-    Another one asks the store whether a rank has failed, so that the caller never waits in a request, either.
+    So they run on a daemon thread, which may keep waiting after an error and does not prevent the program from ending.
+    A second thread checks in the store whether a rank has failed, so the caller never waits in a store request either.
     """
 
     def __init__(self, options: Any, decided: Any, addresses: list[str]) -> None:
         self.options, self.decided = options, decided
         self.seconds = options.timeout.total_seconds()
         self.own = f"rank {options.group_rank} on host {os.uname().nodename} ({', '.join(addresses) or 'no address'})"
-        # Ranks that have not met have no name for their attempt, and would find the failure of an earlier one.
+        # Ranks that have not met have no id for their attempt, so they would find the failure of an earlier attempt.
         self.tells = bool(decided.id.strip("0"))
         self._ended: queue.SimpleQueue[tuple[list[Any], str, BaseException | None]] = queue.SimpleQueue()
         self._over = threading.Event()
@@ -172,26 +177,28 @@ class Making:
         load.extension()._outlive_python()
         try:
             made = run()
-        except BaseException as error:  # handed to the caller, and told to the other ranks
+        except BaseException as error:  # passed to the caller, and published to the other ranks
             own = self._failure(str(error).strip().partition("\n")[0])
             self._ended.put(([], self._first(own), error))
         else:
             self._ended.put((made, "", None))
 
     def _first(self, own: str) -> str:
-        """The text of the first rank that failed, which may be this one."""
+        """Publishes this rank's error, and returns the error of the rank that failed first, which may be this one."""
         if not self.tells:
             return own
-        with contextlib.suppress(Exception):  # the store may be what failed
-            for _ in range(10):  # the first one may be about to write it
+        with contextlib.suppress(Exception):  # the store itself may be what failed
+            for _ in range(10):  # the first rank to fail may be about to write its text
                 if text := _plain(self.decided._tell_failure(own)):
                     return text
                 time.sleep(0.02)
         return own
 
     def _listen(self) -> None:
-        """Asks whether another rank has failed, and tells the others when the time is over, which gloo does not notice
-        where nothing answers. All ranks ask one store: with many, each asks less often.
+        """Checks whether another rank has failed.
+
+        Publishes a failure when the timeout is over, because gloo does not notice it if no peer answers. All ranks ask
+        one store, so in a large group each rank asks less often.
         """
         load.extension()._outlive_python()
         pause = LOOK * max(1.0, self.options.group_size / 32)
@@ -203,7 +210,7 @@ class Making:
             else:
                 try:
                     text = _plain(self.decided._told_failure())
-                except Exception:  # the store is gone, which the caller learns elsewhere
+                except Exception:  # the store is gone; the caller gets that error elsewhere
                     return
         if text:
             self._ended.put(([], text, None))
@@ -221,5 +228,8 @@ class Making:
 
 
 def _plain(text: str) -> str:
-    """A text from the store, to which anyone may write who reaches it: without what a terminal obeys."""
+    """Replaces unprintable characters in a text from the store.
+
+    Anyone who reaches the store may write terminal controls to it.
+    """
     return "".join(each if each.isprintable() else "?" for each in text)

@@ -1,4 +1,4 @@
-"""The exception that a failed call on a device raises in the program, in the middle of whatever a thread does."""
+"""The exception that a failed call on a device raises asynchronously in threads of the program."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 
 
 def prepare(threads: list[int], text: str) -> tuple[list[tuple[int, int, int]], Any]:
-    """Of threads, by their system's ids: the given id, and id and Python's number of the thread that is to be told.
+    """Selects the threads in which to raise the error, and creates its class.
 
-    That is the main thread where Python does not know the given one: it has ended, or, as one of autograd's, runs no
-    code of the program. The second value is the exception's class: Python raises a class in another thread, no object.
+    ``threads`` are system thread ids. The first value has for each a tuple: given id, target's system id, target's
+    Python ident. The target is the main thread if Python does not know the given thread: it has ended, or it is one of
+    autograd's threads, which run no code of the program. The second value is the exception's class, because Python can
+    raise only a class in another thread, not an object.
     """
     main = threading.main_thread()
     known = {_id(each): each for each in threading.enumerate() if not isinstance(each, threading._DummyThread)}
@@ -20,18 +22,21 @@ def prepare(threads: list[int], text: str) -> tuple[list[tuple[int, int, int]], 
 
 
 def _id(thread: threading.Thread) -> int:
-    """The system's id of a thread. Python keeps that of the parent for the main thread of a forked process."""
+    """The system's id of a thread.
+
+    For the main thread the system is asked, because in a forked process Python keeps the parent's id.
+    """
     return os.getpid() if thread is threading.main_thread() else thread.native_id or 0
 
 
 def _error(text: str) -> Any:
-    """A class for one text. It looks like its base, is caught as that, and is pickled as that."""
+    """An exception class for one text. It is named like its base, is caught as its base, and is pickled as its base."""
     import torch.distributed as dist
 
     from torch_sagellm._private import load
 
     class DistBackendError(dist.DistBackendError):  # type: ignore[misc]  # torch's class has no annotations
-        #: Code of ours that is interrupted by it hands it on.
+        #: Marks the exception: code of ours that it interrupts re-raises it.
         of_sagellm = True
 
         def __init__(self, *given: Any) -> None:

@@ -1,7 +1,7 @@
 """Loads the extension module that was built for the installed torch.
 
-A build from sources has one, ``_C``, for the torch that it found; a wheel has one for each minor version that it
-serves, ``_C_t211`` for torch 2.11 and so on.
+A build from sources has one extension, ``_C``, for the torch that it was built with. A wheel has one for each minor
+version that it serves, such as ``_C_t211`` for torch 2.11.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from types import ModuleType
 from _torch_sagellm_autoload import DISTRIBUTION, Unusable
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-#: Once it has been loaded.
+#: The extension module; None until it is loaded.
 _loaded: ModuleType | None = None
 
 
 def version() -> str:
-    """The version of the package, even where the extension was never built."""
+    """The version of the package, even if the extension was never built."""
     try:
         from torch_sagellm._build import VERSION
-    except Exception:  # there is none, or it cannot be read
+    except Exception:  # there is no build record, or it cannot be read
         from importlib import metadata
 
         try:
@@ -36,7 +36,7 @@ def version() -> str:
 
 
 def commit() -> str:
-    """The commit that the package was built from; empty where it is not known."""
+    """The commit that the package was built from; empty if it is not known."""
     try:
         from torch_sagellm._build import COMMIT
     except Exception:
@@ -49,7 +49,7 @@ def _minor(torch_version: str) -> str:
 
 
 def minors() -> list[str]:
-    """The minor versions of torch that this build serves, the oldest first; none where it was never built."""
+    """The minor versions of torch that this build serves, the oldest first; an empty list if it was never built."""
     try:
         return list(map(_minor, _record()[0]))
     except Unusable:
@@ -69,10 +69,11 @@ def _mend(source: str, is_wheel: bool = False) -> str:
 
 
 def check(built_for: Iterable[str], running: str, source: str) -> str:
-    """The one of the versions of torch built for that fits this one; refuses a torch that none fits.
+    """Returns the version in ``built_for`` that fits the torch ``running``; raises if none fits.
 
-    The layout of c10d's classes changes with every minor version. An extension that is loaded under another one may
-    fail at once with an unknown symbol, or load and call the wrong methods; so this is checked before it is loaded.
+    The layout of c10d's classes changes with every minor version. An extension that is loaded under another version may
+    fail at once with an unknown symbol, or load and call the wrong methods. Therefore this is checked before it is
+    loaded.
     """
     built = list(built_for)
     for version in built:
@@ -91,7 +92,7 @@ def check(built_for: Iterable[str], running: str, source: str) -> str:
 
 
 def extension() -> ModuleType:
-    """The module ``torch_sagellm._C``; an ImportError says what to do."""
+    """The module ``torch_sagellm._C``; an ImportError that names the remedy if it cannot be loaded."""
     global _loaded
     if _loaded is None:
         _loaded = _load()
@@ -99,7 +100,7 @@ def extension() -> ModuleType:
 
 
 def _record() -> tuple[dict[str, str], str]:
-    """For each torch built for the extension's name, and the folder of the sources, from the record of the build."""
+    """Reads the build record: the extension's name for each torch it was built with, and the source folder."""
     try:
         from torch_sagellm import _build
 
@@ -127,7 +128,7 @@ def _load() -> ModuleType:
         made_for = getattr(found, "torch_version_built", "unknown")
         if made_for != built_for:
             raise ImportError(f"{found.__file__} is not the one of this package: it is for torch {made_for}")
-    # pybind11 raises other errors than ImportError where an extension belongs to another torch.
+    # pybind11 raises other errors than ImportError if an extension belongs to another torch.
     except Exception as error:
         raise Unusable(
             f"sagellm's extension does not load under Python {sys.version.split()[0]} with torch "
@@ -138,7 +139,7 @@ def _load() -> ModuleType:
 
 
 def _import(stem: str) -> ModuleType:
-    """Every file is the same module, ``torch_sagellm._C``, whichever torch it is for."""
+    """Imports a file as the module ``torch_sagellm._C``, whichever torch the file is for."""
     _look_at_file(stem)
     if stem != "_C":
         import torch_sagellm
@@ -161,13 +162,13 @@ def _import(stem: str) -> ModuleType:
 
 
 def _file(stem: str) -> Path:
-    """The first that is there, as Python chooses it."""
+    """The file of an extension: the first that exists in Python's order of suffixes."""
     paths = [_PACKAGE / f"{stem}{suffix}" for suffix in EXTENSION_SUFFIXES]
     return next((path for path in paths if path.is_file()), paths[0])
 
 
 def _look_at_file(stem: str) -> None:
-    """Refuses a file that was cut off: the system would end the process while it loads one."""
+    """Refuses a file that was cut off, because the system would kill the process that loads it."""
     if not _PACKAGE.is_dir():
         raise ImportError(f"Python loads no extension out of {_PACKAGE.parent}; install the package unpacked")
     path = _file(stem)
@@ -175,7 +176,7 @@ def _look_at_file(stem: str) -> None:
         return
     with path.open("rb") as file:
         head = file.read(64)
-    # An ELF file of 64 bits ends with the table of its sections, whose place, row size and rows the head has.
+    # A 64-bit ELF file ends with its section table; the header has the table's offset, row size and row count.
     if len(head) == 64 and head[:5] == b"\x7fELF\x02":
         (begin,), (size, number) = struct.unpack_from("<Q", head, 40), struct.unpack_from("<HH", head, 58)
         if path.stat().st_size < begin + size * number:

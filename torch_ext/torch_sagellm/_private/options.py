@@ -1,4 +1,7 @@
-"""The arguments of ``Options``, which C++ hands over: here a wrong one is refused with the one that is meant."""
+"""Checks the arguments of ``Options``, which C++ passes to this module.
+
+The error for a wrong one names the nearest valid one.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 
 from torch_sagellm._private import delegate, nearest, variables
 
-#: The options of a group, and what each takes. The defaults stand in cpp/c10d/options.hpp.
+#: The options of a group, and the type of each. Their defaults are in cpp/c10d/options.hpp.
 OPTIONS: dict[str, type] = {
     "engine": str,
     "delegate": str,
@@ -22,7 +25,7 @@ OPTIONS: dict[str, type] = {
     "on_device_failure": str,
     "blocking_wait": bool,
 }
-#: What some of them must be; rules of algorithms and topologies are judged by the core, when a group is made.
+#: Checks of some options' values. The core checks rules of algorithms and topologies when a group is created.
 _JUDGES: dict[str, Callable[[str], str | None]] = {
     "engine": variables.words("auto", "delegate"),
     "vendor": variables.RULES["SAGELLM_VENDOR"].judge,
@@ -32,7 +35,7 @@ _WORDS = {str: "a text", bool: "True or False", Real: "seconds, or None"}
 
 
 def apply(options: Any, positional: tuple[Any, ...], given: Mapping[str, Any]) -> None:
-    """Sets the options that were given."""
+    """Sets the given options on ``options``; raises for an unknown name or a wrong value."""
     if positional:
         raise TypeError(f"sagellm Options: {positional[0]!r} has no name, expected such as Options(fusion=False)")
     for name, value in given.items():
@@ -49,7 +52,7 @@ def apply(options: Any, positional: tuple[Any, ...], given: Mapping[str, Any]) -
 
 
 def _judge(name: str, value: Any) -> None:
-    """A ValueError for a value of the right type that no group takes."""
+    """Raises a ValueError for a value of the right type that no group accepts."""
     expected = _JUDGES[name](value) if name in _JUDGES else None
     if expected:
         raise ValueError(f"sagellm: the option {name} is {value!r}, expected {expected}")
@@ -60,7 +63,7 @@ def _judge(name: str, value: Any) -> None:
 
 
 def shown(options: Any) -> str:
-    """The options as a program writes them: those that are not the default."""
+    """The options as a program would write them: only those that differ from the default."""
     default = type(options)()
     values = {name: getattr(options, name) for name in OPTIONS}
     given = ", ".join(f"{name}={value!r}" for name, value in values.items() if value != getattr(default, name))

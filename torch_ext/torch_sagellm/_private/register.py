@@ -1,4 +1,4 @@
-"""Makes the backend of a group. torch calls it by way of `_torch_sagellm_autoload`, which registers the name."""
+"""Creates the backend of a group. torch calls it through `_torch_sagellm_autoload`, which registers the name."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 NAME = "sagellm"
-#: Overrides the option ``vendor`` of every group, which selects the path of tensors on a device, see docs/devices.md.
+#: Overrides the option ``vendor`` of every group, which selects how device tensors are carried; see docs/devices.md.
 VENDOR = "SAGELLM_VENDOR"
 
 
-#: All CPU tensors of 16 KiB or more that torch makes lie where peers can reach them, from the first group on.
+#: If set, all CPU tensors of 16 KiB or more that torch allocates after the first group are reachable by peers.
 SHARED = "SAGELLM_SHARED_TENSORS"
 
 
@@ -22,19 +22,19 @@ SHARED = "SAGELLM_SHARED_TENSORS"
 STATUS = "SAGELLM_STATUS_DIR"
 
 
-#: Taken once and never released: each lock guards a once-per-process action.
+#: Each lock is acquired once and never released, because it guards an action that happens once per process.
 _at_exit = threading.Lock()
 _told = threading.Lock()
 
 
 def create(options: Any, pg_options: Any = None) -> Any:
-    """Makes the backend of one group, after a rendezvous with its other ranks. torch calls it.
+    """Creates the backend of one group, after a rendezvous with its other ranks. torch calls it.
 
-    ``options`` is torch's struct of facts about the group. Of its newer fields, which 2.11 does not have,
-    ``process_group`` and ``split_from`` are not read. ``pg_options`` are the user's, if any: ours, or the
-    plain options of torch.
+    ``options`` is the struct in which torch describes the group. Its newer fields ``process_group`` and ``split_from``,
+    which torch 2.11 does not have, are not read. ``pg_options`` are the user's options, if any: ours, or the plain
+    options of torch.
     """
-    # `regions` is what torch's coalescing manager asks from now on.
+    # torch's coalescing manager uses `regions` from now on.
     from torch_sagellm._private import delegate as _delegate
     from torch_sagellm._private import load, regions, variables  # noqa: F401
     from torch_sagellm.observe import log
@@ -66,7 +66,7 @@ def create(options: Any, pg_options: Any = None) -> Any:
 
 
 def part(ours: Any, store: Any, rank: int, size: int) -> Any:
-    """Makes the backend of a group of some ranks of another one, in a split or a shrink. C++ calls it."""
+    """Creates the backend of a group of some ranks of another group, in a split or a shrink. C++ calls it."""
     from torch_sagellm._private import delegate as _delegate
     from torch_sagellm._private import load
 
@@ -76,7 +76,7 @@ def part(ours: Any, store: Any, rank: int, size: int) -> Any:
 
 
 def _meet(extension: ModuleType, options: Any, ours: Any, is_part: bool = False) -> Any:
-    """The backend, after the ranks have met: connected, or with a delegate, if the ranks decided that it needs that."""
+    """Builds the backend after the ranks have met, with a link or a delegate if they decided so."""
     from torch_sagellm._private import address, alive
     from torch_sagellm._private import delegate as _delegate
 
@@ -111,8 +111,8 @@ def _refuse_mpi(group: str, reason: str) -> NoReturn:
     )
 
 
-#: Switches for a whole process, see docs/fusion.md, determinism.md and choosing.md: variable and option.
-#: The last of two for one option counts.
+#: Switches for a whole process, see docs/fusion.md, determinism.md and choosing.md: variable and option. If two
+#: variables set one option, the later one in this table wins.
 SWITCHES = {
     "SAGELLM_FUSION": "fusion",
     "SAGELLM_STRICT": "strict",
@@ -126,10 +126,11 @@ _BOOLEANS = {"0": False, "off": False, "false": False, "no": False, "1": True, "
 
 
 def inherited(extension: ModuleType, options: Any) -> Any:
-    """The options of a group that is made without any, as by ``new_group(ranks)`` or a ``DeviceMesh``.
+    """The options of a group that is created without any, as by ``new_group(ranks)`` or a ``DeviceMesh``.
 
-    Of our groups that have all its ranks, so that each of these finds the same one, the default group's count, or else
-    those of the group that was made first. Without such a group they are the defaults.
+    They are copied from a group of ours that contains all ranks of the new group, so that each of these ranks finds the
+    same one: the default group if it is one, otherwise the group that was created first. If there is no such group, the
+    defaults are used.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -164,8 +165,9 @@ def _settings(extension: ModuleType, given: Any) -> Any:
 
 
 def _vendor(text: str) -> str:
-    """The option ``vendor`` as the core reads it, which knows the names and checks it before any rank meets another: a
-    name in small letters, which the file of its library may follow.
+    """The option ``vendor`` as the core reads it: a name in lower case, then optionally a colon and the library's file.
+
+    The core checks the name before any rank meets another.
     """
     name, colon, library = text.strip().partition(":")
     return name.lower() + colon + library
@@ -174,9 +176,9 @@ def _vendor(text: str) -> str:
 def _detach_flight_recorder() -> None:
     """Disables torch's generic flight recorder, unless the user enabled it by ``TORCH_FR_BUFFER_SIZE``.
 
-    It costs 1.5 us per synchronous call, and when a group fails it writes its trace on a thread that needs the
-    interpreter: a program that ends meanwhile is aborted. torch (from 2.15 on) attaches it right after this creator
-    returned, to every backend that is not in this set.
+    The recorder costs 1.5 us per synchronous call. When a group fails, it writes its trace on a thread that needs the
+    interpreter, which aborts a program that exits meanwhile. torch (from 2.15 on) attaches the recorder right after
+    this creator has returned, to every backend that is not in this set.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -194,13 +196,13 @@ def _detach_flight_recorder() -> None:
 
 
 def _step_at_exit(extension: ModuleType) -> None:
-    """Ends the core's threads before the interpreter exits: once per process, and only where groups were made."""
+    """Ends the core's threads before the interpreter exits. Registered once per process, if it creates a group."""
     if _at_exit.acquire(blocking=False):
         atexit.register(extension.at_exit)
 
 
 def _tell_delegate(delegate: str, reason: str, options: Any) -> None:
-    """Warns once per job, for the first such group of its rank 0; the others are logged at a lower level."""
+    """Warns once per job, on rank 0 of the first delegated group; all others are logged at a lower level."""
     import logging
 
     from torch_sagellm.observe import log

@@ -1,4 +1,4 @@
-"""Sizes and times as people write and read them: in rules exactly, as the core does, in tables in three digits."""
+"""Sizes and times as text: exact in rules, as the core parses them, and with three digits in tables."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from fractions import Fraction
 
 BINARY = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 DECIMAL = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
-#: Powers of two in any letters, also as a prefix alone. Powers of ten only in their exact spelling, because KB may mean
-#: either.
+#: Binary units in any case, also as a prefix alone (k, M, G). Decimal units only in their exact spelling, because KB
+#: may mean either.
 _ANY_CASE = {"": 1, "b": 1, **{short: factor for name, factor in BINARY for short in (name.lower(), name[0].lower())}}
 _EXACT = dict(DECIMAL)
 
 
 def parse_size(text: str) -> int:
-    """Bytes of ``4096``, ``64KiB`` or ``1.5MB``; a ValueError otherwise."""
+    """Bytes of ``4096``, ``64KiB`` or ``1.5MB``; a ValueError for any other text."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", text.strip())
     unit = found and (_EXACT.get(found[2]) or _ANY_CASE.get(found[2].lower()))
     size = Fraction(found[1]) * unit if found and unit else Fraction(1, 2)  # exact: a float has 53 bits
@@ -37,7 +37,7 @@ def show_size(size: float) -> str:
 
 
 def show_time(seconds: float, digits: int = 3) -> str:
-    """``3.04 us``, ``12.3 ms``: three digits, or fewer where it is not known as well."""
+    """``3.04 us``, ``12.3 ms``: three digits, or fewer if the time is known less precisely."""
     if digits < 3:
         seconds = float(f"{seconds:.{digits}g}")
     for name, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):

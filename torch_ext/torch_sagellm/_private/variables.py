@@ -1,7 +1,7 @@
-"""Checks the values of this package's environment variables: when the first group is made, and in ``doctor``.
+"""Checks the values of this package's environment variables: when the first group is created, and in ``doctor``.
 
-The core reads its variables where it needs them, and takes the default where a value cannot be read. That must not go
-unnoticed, so each process warns about it once.
+The core reads each variable when it needs it, and uses the default if the value is invalid. So that this does not go
+unnoticed, each process warns about it once.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-#: How a switch is written; the core's own read "1" alone.
+#: Accepted spellings of a switch. The core's own switches accept only "1".
 SWITCH = {"0": False, "off": False, "false": False, "no": False, "1": True, "on": True, "true": True, "yes": True}
 
 
 @dataclass(frozen=True)
 class Wrong:
-    """A variable with a value that does not do what its user wants."""
+    """A variable whose value does not have the effect that its user wants."""
 
     what: str
     fix: str
-    #: Whether every group is refused because of it.
+    #: Whether every group is refused because of this value.
     is_refused: bool
-    #: Whether what reads it says so itself.
+    #: Whether the code that reads the variable reports the wrong value itself.
     is_told: bool
 
 
@@ -51,7 +51,7 @@ def words(*known: str) -> Callable[[str], str | None]:
 
 
 def _folder(text: str) -> str | None:
-    """A folder that is there or can be made, and written."""
+    """Accepts a folder that exists and is writable, or that can be created."""
     path = os.path.abspath(text)
     if os.path.exists(path):
         return None if os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK) else "a folder that can be written"
@@ -64,10 +64,10 @@ def _folder(text: str) -> str | None:
 
 @dataclass(frozen=True)
 class Rule:
-    """What a variable may be: ``judge`` says what was expected, or nothing."""
+    """The valid values of a variable: ``judge`` returns what was expected, or None for a valid value."""
 
     judge: Callable[[str], str | None]
-    #: What happens with another value.
+    #: The effect of any other value.
     then: str
     is_refused: bool = False
     is_told: bool = False
@@ -101,7 +101,7 @@ RULES: dict[str, Rule] = {
 
 
 def wrong(environment: Mapping[str, str]) -> Iterator[Wrong]:
-    """The variables whose values cannot be used. An empty one counts as unset."""
+    """The variables with invalid values. An empty variable counts as unset."""
     for name, rule in RULES.items():
         text = environment.get(name, "").strip()
         expected = rule.judge(text) if text else None
@@ -114,12 +114,12 @@ def wrong(environment: Mapping[str, str]) -> Iterator[Wrong]:
             )
 
 
-#: Taken once and never released.
+#: Acquired at the first check and never released.
 _told = threading.Lock()
 
 
 def check() -> None:
-    """When a group is made, the first time: warns about values that have no effect, and makes the folder of dumps."""
+    """At the first group of the process: warns about values that have no effect, and creates the folder of dumps."""
     if not _told.acquire(blocking=False):
         return
     from torch_sagellm.observe.log import logger
