@@ -9,12 +9,12 @@ torch_version_built: str
 KINDS: tuple[str, ...]
 DTYPES: tuple[str, ...]
 
-# The core answers in JSON (src/stats/export.rs, src/select/export.rs), whose fields are named here and nowhere between.
-# Times are nanoseconds.
+# The core answers in JSON (src/stats/export.rs, src/select/export.rs). Its fields are named here and in no code
+# between. Times are nanoseconds.
 
 class Alternative(TypedDict):
     way: str
-    #: 0 where this algorithm cannot run the operation.
+    #: 0 if this algorithm cannot run the operation.
     predicted_ns: int
     why_not: str
 
@@ -22,13 +22,13 @@ class Batch(TypedDict):
     operations: int
     first: int
     last: int
-    #: -1 where each operation was chosen alone.
+    #: -1 if each operation's algorithm was chosen separately.
     bytes: int
 
 class Past(TypedDict):
     number: int
     host_staged: bool
-    #: 0 before it has started.
+    #: Time of the record; 0 before the operation has started.
     recorded: int
     batch: Batch | None
 
@@ -43,7 +43,7 @@ class Explanation(TypedDict):
     reason: str
     code: int
     decided: str
-    #: 0 where it is unknown; the same for the next.
+    #: Predicted and measured time; 0 if unknown.
     predicted_ns: int
     measured_ns: int
     table: str
@@ -79,7 +79,7 @@ class ChoiceRow(TypedDict):
     sizes: str
     way: str
     reason: str
-    #: 0 where it was not measured.
+    #: 0 if it was not measured.
     measured_ns: int
 
 class ChoiceTable(TypedDict):
@@ -92,7 +92,7 @@ class Cell(TypedDict):
 
     kind: str
     path: str
-    #: -1 where several classes share the entry.
+    #: -1 if several classes share the entry.
     size_class: int
     count: int
     failed: int
@@ -104,13 +104,13 @@ class Cell(TypedDict):
     copying: int
     reducing: int
     longest: int
-    #: The first value beyond each bucket, and its count.
+    #: For each bucket of the histogram: the first value beyond it, and its count.
     times: list[list[int]]
 
 class Stats(TypedDict):
     rank: int
     size: int
-    #: The time of reading on the clock of the records, and since the epoch.
+    #: When this was read: on the clock of the records, and since the epoch.
     now: int
     wall: int
     since: int
@@ -125,7 +125,7 @@ class Stats(TypedDict):
     cells: list[Cell]
 
 class Record(TypedDict):
-    """One of the last operations: src/stats/history.rs. Ranks are -1 for no rank or any rank."""
+    """One of the last operations: src/stats/history.rs. A rank of -1 means no rank or any rank."""
 
     id: int
     number: int
@@ -176,48 +176,49 @@ class Options:
         blocking_wait: bool = False,
     ) -> None: ...
     def __copy__(self) -> Options: ...
-    #: "auto", or "delegate" to have torch's own backend serve the group even where shared memory could.
+    #: "auto", or "delegate" to make torch's own backend serve the group even if shared memory could.
     engine: str
-    #: The built-in backend of torch that serves what the engine cannot: gloo, mpi or ucc.
+    #: The built-in backend of torch that serves a group which the engine cannot: gloo, mpi or ucc.
     delegate: str
-    #: Fuses small operations that are pending at the same time.
+    #: Whether small operations that are pending at the same time are fused.
     fusion: bool
-    #: Gives ranks on several hosts the bits of one host: every element is combined in the order of the ranks.
+    #: Whether ranks on several hosts get the bits of one host: every element is combined in the order of the ranks.
     strict: bool
-    #: Rules for the algorithm choice, with priority over those of SAGELLM_ALGORITHM; see docs/choosing.md.
+    #: Rules for the algorithm choice, with priority over SAGELLM_ALGORITHM's rules; see docs/choosing.md.
     algorithm: str
-    #: The path of tensors on a device: "auto", "host" (through host memory), "nccl", "hccl", "cncl", also with a file
-    #: ("nccl:/path"); SAGELLM_VENDOR overrides it; see docs/devices.md.
+    #: How device tensors are carried: "auto", "host" (through host memory), "nccl", "hccl" or "cncl", optionally with a
+    #: file ("nccl:/path"). SAGELLM_VENDOR overrides it; see docs/devices.md.
     vendor: str
-    #: The topology, as `TopologyInfo.option()` writes it, or ""; see docs/choosing.md.
+    #: The topology in the form of `TopologyInfo.option()`, or ""; see docs/choosing.md.
     topology: str
-    #: Measures the link between hosts when the group is made, by which algorithms are chosen there; if False, the start
-    #: rules choose them. Rank 0's holds for the group; SAGELLM_MEASURE_LINK overrides it; see docs/choosing.md.
+    #: Whether the link between hosts is measured when the group is created; the measurement then selects algorithms. If
+    #: False, the start rules do. Rank 0's value applies to the group; SAGELLM_MEASURE_LINK overrides it; see
+    #: docs/choosing.md.
     measure_link: bool
-    #: Seconds after which one line of the log reports a pending operation, 0: never; None: by SAGELLM_SOFT_TIMEOUT.
-    #: Local to a rank; see docs/hangs.md.
+    #: Seconds after which one line of the log reports a pending operation; 0: never; None: as SAGELLM_SOFT_TIMEOUT
+    #: says. Each rank may have its own value; see docs/hangs.md.
     soft_timeout: float | None
-    #: How the program learns of a failed call on a device for which no thread waits: "raise" an exception in the
-    #: threads whose calls are under way, "exit" the process, or "none". Local to a rank; SAGELLM_ON_DEVICE_FAILURE
-    #: overrides it; see docs/devices.md.
+    #: How the program learns of a failed call on a device if no thread waits for it: "raise" an exception in the
+    #: threads with calls in flight, "exit" the process, or "none". Each rank may have its own value;
+    #: SAGELLM_ON_DEVICE_FAILURE overrides it; see docs/devices.md.
     on_device_failure: str
-    #: ``wait()`` of a call on a device blocks the host until the call has ended, and raises where it failed. Local to a
-    #: rank; SAGELLM_BLOCKING_WAIT and TORCH_NCCL_BLOCKING_WAIT override it.
+    #: Whether ``wait()`` of a call on a device blocks the host until the call has ended, and raises if the call failed.
+    #: Each rank may have its own value; SAGELLM_BLOCKING_WAIT and TORCH_NCCL_BLOCKING_WAIT override it.
     blocking_wait: bool
     _library_folders: list[str]
-    #: Lists of tensors mean what they mean in gloo: ``serve_as``.
+    #: Whether lists of tensors have gloo's meaning: ``serve_as``.
     _as_gloo: bool
-    #: Ranks of a shrink meet only those of the same attempt: ``recover``.
+    #: Id of a shrink attempt. Its ranks meet only ranks of the same attempt: ``recover``.
     _attempt: str
-    #: Where other ranks reach this process: ``_private.address``.
+    #: Addresses at which other ranks reach this process: ``_private.address``.
     _addresses: str
-    #: From torch's base class.
+    #: The rest is defined by torch's base class.
     _timeout: timedelta
     global_ranks_in_group: list[int]
     group_name: str
 
 class SageBackend:
-    """The backend of one group; the calls of a c10d backend come from its base class."""
+    """The backend of one group; its base class defines the calls of a c10d backend."""
 
     @property
     def delegate_reason(self) -> str: ...
@@ -229,20 +230,20 @@ class SageBackend:
     def fault(self) -> str: ...
     def _explain(self, kind: str, bytes: int, dtype: str) -> Explanation: ...
     def _explain_number(self, number: int) -> Explanation: ...
-    #: The library for tensors on devices of this kind, or "".
+    #: The vendor's library that carries tensors on devices of this kind, or "".
     def _device_library(self, device: str) -> str: ...
-    #: Why they go through host memory.
+    #: The reason why tensors on devices of this kind go through host memory.
     def _device_reason(self, device: str) -> str: ...
     def _stats(self) -> Stats: ...
-    #: Oldest first; the last ones, so many, and before them the oldest pending one.
+    #: The last `last` records, oldest first, preceded by the oldest pending operation's.
     def _records(self, last: int = ...) -> list[Record]: ...
     def _reset_stats(self) -> None: ...
     def _set_default_timeout(self, timeout: timedelta) -> None: ...
     @property
     def _store(self) -> Any: ...
-    #: Whether the group failed, or a call of its delegate did, after which torch's group may be broken.
+    #: Whether the group failed, or a call of its delegate failed, after which torch's group may be broken.
     def _has_failed(self) -> bool: ...
-    #: The other ranks whose end this rank detects, and those of them that have ended or left.
+    #: The other ranks whose end this rank detects; and the ranks among them that have ended or left.
     def _watched(self) -> list[int]: ...
     def _gone(self) -> list[int]: ...
     @property
@@ -257,25 +258,30 @@ class _Manager:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> Any: ...
 
 class Rendezvous:
-    """The decision of the ranks before a group is built. Dropped without ``build``, it tells the peers of leaving."""
+    """The decision of the ranks before a group is built.
 
-    #: Why a delegate must serve the whole group, or "".
+    If it is dropped without ``build``, the peers learn that this rank leaves.
+    """
+
+    #: The reason why a delegate must serve the whole group, or "".
     @property
     def delegate_reason(self) -> str: ...
-    #: Ranks are on several hosts: the group must be connected, and needs a delegate for messages.
+    #: Whether the ranks are on several hosts, so that they must connect before the group is built.
     @property
     def spans_hosts(self) -> bool: ...
-    #: Equal on all ranks, and of no other attempt to make a group.
+    #: Id of this attempt to create the group: equal on all ranks, and different from every other attempt's.
     @property
     def id(self) -> str: ...
-    #: How the ranks reach each other, as ``_private.address`` reads it; "" where they have not agreed on it.
+    #: The kind of address at which the ranks reach each other, as ``_private.address`` reads it; "" if they have not
+    #: agreed on one.
     @property
     def network(self) -> str: ...
-    #: Tells the others that this rank could not connect or make its delegate; the text that the first to fail has told.
+    #: Publishes that this rank could not connect or create its delegate. Returns the text of the rank that failed
+    #: first.
     def _tell_failure(self, text: str) -> str: ...
-    #: That text, or "".
+    #: The text of the rank that failed first, or "".
     def _told_failure(self) -> str: ...
-    #: Connects to the other ranks of a group on several hosts, which reach this process at that address.
+    #: Connects to the other ranks of a group on several hosts; `address` is where they reach this process.
     def _connect(self, address: str) -> None: ...
     def build(self, delegate: Any = None) -> SageBackend: ...
 
@@ -291,21 +297,21 @@ def rendezvous(
 def explain_work(work: Any) -> list[Explanation] | list[Carried]: ...
 def explain_without_group(kind: str, bytes: int, dtype: str, ranks: int, algorithm: str = "") -> Explanation: ...
 
-#: The start rules for an all_reduce of `ranks` devices with a topology, as an option takes it.
+#: The start rules' algorithm for an operation of `ranks` devices; `topology` is in the form of the option.
 def start_rule(kind: str, bytes: int, ranks: int, topology: str) -> StartRule: ...
 def table_without_group(ranks: int, algorithm: str = "") -> ChoiceTable: ...
 def save_table(ranks: int, made: str, lines: str) -> str: ...
 def set_log_level(level: int) -> None: ...
 def drain_log() -> None: ...
 
-#: The exception of a failed call on a device was raised in this thread.
+#: Reports that the exception of a failed call on a device was raised in this thread.
 def told_of_failure() -> None: ...
 def doctor() -> dict[str, str]: ...
 
 #: The algorithms that have a schedule for the kind.
 def algorithms_of(kind: str) -> list[str]: ...
 
-#: Seconds and segments at each size.
+#: For each size: predicted seconds, and the number of segments.
 def predict(
     kind: str,
     algorithm: str,
@@ -320,71 +326,75 @@ def program(
     kind: str, algorithm: str, ranks: int, segments: int, rank: int
 ) -> tuple[int, list[tuple[int, bool, int, list[int], str]]]: ...
 
-#: Name and bytes of torch's element type with this number.
+#: Name and size in bytes of torch's element type with this number.
 def _element(number: int) -> tuple[str, int]: ...
 
 class SharedUsage(TypedDict):
-    """The memory of this process that peers can reach: bytes, but for the two counts."""
+    """The memory of this process that peers can reach, in bytes except for the two counts."""
 
     limit: int
     used: int
-    #: Of freed tensors, kept for the next ones.
+    #: Memory of freed tensors that is kept for later tensors.
     cached: int
-    #: Tensors, and allocations for which there was no room.
+    #: Number of tensors, and number of allocations for which there was no room.
     extents: int
     refused: int
-    #: Made private after an operation had failed.
+    #: Memory that was made private after an operation had failed.
     taken_out: int
-    #: Why there is none at all, once that is known, or "".
+    #: The reason why there is no such memory, if that is known, or "".
     why_not: str
 
 # Tensors in memory that peers can reach (cpp/host/allocator.hpp).
 def _shared_tensor(sizes: Any, strides: Any, dtype: Any) -> Any: ...
 def _is_shared(tensor: Any) -> bool: ...
 
-#: Lets torch's CPU allocations be served from it, on all threads (`everywhere`) or on those that ask for it.
+#: Serves torch's CPU allocations from reachable memory: on all threads (`everywhere`), or on threads within a block.
 def _share_allocations(everywhere: bool) -> None: ...
 
-#: Adds to the number of blocks within which this thread asks for it.
+#: Adds to the number of blocks that this thread is within.
 def _share_on_this_thread(blocks: int) -> None: ...
 
-#: For tests: whether memory that torch's CPU allocator gives without a deleter is such; it is freed again.
+#: For tests: whether memory that torch's CPU allocator returns without a deleter is reachable; the memory is freed
+#: again.
 def _share_raw(bytes: int) -> bool: ...
 def _shared_usage() -> SharedUsage: ...
 
-#: The first two places in a list whose tensors have memory in common, or None.
+#: The indices of the first two tensors in the list that share memory, or None.
 def _shared(tensors: list[Any]) -> tuple[int, int] | None: ...
 
-#: This thread sleeps where it would end the process, because it asks for the GIL while the interpreter ends.
+#: Makes this thread sleep for ever if it asks for the GIL while the interpreter exits; otherwise it would end the
+#: process.
 def _outlive_python() -> None: ...
 
-#: Whether it is a tensor whose memory receives what a call writes: not one that torch conjugates or negates when it is
-#: read, nor one without data.
+#: Whether the argument is a tensor whose memory receives what a call writes. False for a tensor that torch conjugates
+#: or negates when it is read, and for one without data.
 def _receives(tensor: Any) -> bool: ...
 def at_exit() -> None: ...
 
-# Over contiguous tensors on the CPU; ValueError for others. Encoded are whole blocks: a scale of four bytes, then a
-# byte for each of `block` elements (src/reduce/int8.rs).
+# These need contiguous tensors on the CPU; a ValueError for others. Encoded data consists of whole blocks: a scale of
+# four bytes, then one byte for each of `block` elements (src/reduce/int8.rs).
 def _int8_encode(values: Any, block: int, encoded: Any) -> None: ...
 
-#: The sum of addends that lie one behind the other, in their order, with scales divided by `divisor`.
+#: The sum of encoded addends that are stored one after the other, in their order, with each scale divided by `divisor`.
 def _int8_sum(addends: Any, block: int, divisor: float, summed: Any) -> None: ...
 def _int8_decode(encoded: Any, block: int, values: Any) -> None: ...
 
-#: The places of the elements of largest magnitude, ascending, as many as `places` (int32) has room for.
+#: Writes the indices of the elements of largest magnitude into `places` (int32), in ascending order, as many as it
+#: holds.
 def _largest(values: Any, places: Any) -> None: ...
 
-# The rows of a mixture of experts (src/routing.rs), in tensors of int64: `taken` is what each rank sends to each
-# expert.
+# The rows of a mixture of experts (src/routing.rs), in tensors of int64. `taken` has, for each rank and expert, how
+# many rows the rank sends to the expert.
 def _sort_assignments(experts: Any, counts: Any, order: Any) -> None: ...
 def _row_figures(taken: Any, experts: int, rank: int, found: Any) -> None: ...
 def _rows_leaving(taken: Any, rank: int, own_last: bool, order: Any, wanted: Any, rows: Any, places: Any) -> None: ...
 def _rows_coming(taken: Any, experts: int, rank: int, own_last: bool, sorting: Any, unsorted: Any) -> None: ...
 
-#: Equal tensors of a list that follow each other as one entry: dtype, shape, number. None where one of them does not
-#: lie together in memory of the CPU, or is to be written and has a gradient.
+#: Groups consecutive equal tensors of a list: (dtype, shape, number) for each group. None if a tensor is not contiguous
+#: in CPU memory, or is to be written and requires a gradient.
 def _runs(tensors: list[Any], written: bool) -> list[tuple[Any, tuple[int, ...], int]] | None: ...
 
-#: Copies the bytes of the tensors from `begin` to before `end` one behind the other, and back.
+#: Copies the bytes of tensors `begin` to `end` (exclusive) one after the other into a tensor; `_unpack` copies them
+#: back.
 def _pack(tensors: list[Any], begin: int, end: int, into: Any) -> None: ...
 def _unpack(from_: Any, tensors: list[Any], begin: int, end: int) -> None: ...

@@ -1,1 +1,1 @@
-"""What programs call directly: backends as objects, lists of tensors, errors."""
+"""The functions and classes that programs call directly: backends as objects, lists of tensors, errors."""

@@ -17,22 +17,23 @@ if TYPE_CHECKING:
 OPS = {"sum": "SUM", "avg": "AVG", "mean": "AVG", "max": "MAX", "min": "MIN", "prod": "PRODUCT", "product": "PRODUCT"}
 #: A reduce op as callers name it: "sum", or ``torch.distributed.ReduceOp.SUM``.
 Op: TypeAlias = "str | dist.ReduceOp | dist.ReduceOp.RedOpType"
-#: The same, or an operator that is asked to reduce.
+#: A reduce op, or an operator that performs the reduction.
 OpOrOperator: TypeAlias = "str | dist.ReduceOp | dist.ReduceOp.RedOpType | AllReduceOperator"
 Seconds = float | timedelta
 
 
 def checked_tensor(what: str, tensor: Any) -> None:
-    """A TypeError, for the call ``what``, where an argument is no tensor."""
+    """Raises a TypeError for the call ``what`` if an argument is not a tensor."""
     if type(tensor) is not torch.Tensor and not isinstance(tensor, torch.Tensor):  # the first is ten times faster
         raise TypeError(f"sagellm {what}: got a {type(tensor).__name__}, expected a tensor")
 
 
 def checked_result(what: str, tensor: Any, sparse: bool = False) -> None:
-    """A ValueError or a TypeError, for the call ``what``, where an argument cannot receive a result.
+    """Raises a ValueError or a TypeError for the call ``what`` if an argument cannot receive a result.
 
-    Of a view that is conjugated or negated only when it is read, torch gives a backend a copy, and drops the result. To
-    a tensor without data torch does nothing, and says nothing. ``sparse`` leaves layouts to the backend.
+    For a view that is conjugated or negated only when it is read, torch passes a copy to the backend and drops the
+    result. For a tensor without data torch silently does nothing. ``sparse`` leaves the check of layouts to the
+    backend.
     """
     checked_tensor(what, tensor)
     if tensor.is_conj() or tensor.is_neg():
@@ -46,7 +47,7 @@ def checked_result(what: str, tensor: Any, sparse: bool = False) -> None:
 
 
 def checked_dense(what: str, tensor: Any) -> None:
-    """A ValueError or a TypeError, for the call ``what``, where an argument is no dense tensor with data."""
+    """Raises a ValueError or a TypeError for the call ``what`` unless an argument is a dense tensor with data."""
     checked_tensor(what, tensor)
     if tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested):
         return
@@ -57,7 +58,7 @@ def checked_dense(what: str, tensor: Any) -> None:
 
 
 def checked_written(what: str, tensor: torch.Tensor) -> None:
-    """A ValueError, for the call ``what``, where not every element of a dense tensor has memory of its own."""
+    """Raises a ValueError for the call ``what`` if elements of a dense tensor share memory."""
     if torch._debug_has_internal_overlap(tensor) == 1:
         raise ValueError(
             f"sagellm {what}: tensor of sizes {list(tensor.shape)} and strides {list(tensor.stride())} shares memory "
@@ -71,18 +72,18 @@ def in_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def checked_number(what: str, name: str, value: Any, least: int = 1) -> None:
-    """A ValueError, for the call ``what``, where an argument is no whole number from ``least`` on."""
+    """Raises a ValueError for the call ``what`` unless an argument is a whole number of at least ``least``."""
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
         raise ValueError(f"sagellm {what}: {name} is {value!r}, expected a whole number from {least} on")
 
 
 def is_real(value: Any) -> bool:
-    """Whether it is a real number, of Python or of numpy."""
+    """Whether the value is a real number, of Python or of numpy."""
     return isinstance(value, Real)
 
 
 def rows_of_slice(what: str, tensor: torch.Tensor, world_size: int) -> int:
-    """Rows of one rank's slice of ``tensor`` along dimension 0."""
+    """The number of rows of one rank's slice of ``tensor`` along dimension 0."""
     rows = tensor.shape[0] if tensor.dim() else 1
     if tensor.dim() == 0 or rows % world_size:
         raise ValueError(
@@ -93,12 +94,12 @@ def rows_of_slice(what: str, tensor: torch.Tensor, world_size: int) -> int:
 
 
 def as_timedelta(seconds: Seconds) -> timedelta:
-    """A timeout as a timedelta; a ValueError where it is not more than 0."""
+    """A timeout as a timedelta; a ValueError if it is not positive."""
     given: Any = seconds
     try:
-        # A timedelta itself takes no integer of numpy.
+        # timedelta itself does not accept an integer of numpy.
         found = given if isinstance(given, timedelta) else timedelta(seconds=float(given) if is_real(given) else given)
-    except (TypeError, OverflowError, ValueError):  # no number, infinite, or NaN
+    except (TypeError, OverflowError, ValueError):  # not a number, infinite, or NaN
         raise ValueError(
             f"sagellm: timeout is {seconds!r}, expected a finite number of seconds or a timedelta"
         ) from None
@@ -108,7 +109,7 @@ def as_timedelta(seconds: Seconds) -> timedelta:
 
 
 def soft_seconds(seconds: Seconds | None) -> float | None:
-    """A soft timeout in seconds; a ValueError where it is less than 0."""
+    """A soft timeout in seconds; a ValueError if it is negative."""
     found = seconds.total_seconds() if isinstance(seconds, timedelta) else seconds
     if found is not None and not (is_real(found) and found >= 0):
         raise ValueError(f"sagellm: soft_timeout is {seconds!r}, expected 0 seconds (no line) or more")
@@ -116,7 +117,7 @@ def soft_seconds(seconds: Seconds | None) -> float | None:
 
 
 def checked_root(what: str, root_rank: int, world_size: int, order: str) -> int:
-    """A rank of the group; a ValueError, with the order of the call's arguments, where it is none."""
+    """Checks a rank of the group; the ValueError for a wrong one shows the order of the call's arguments."""
     if not isinstance(root_rank, Integral) or not 0 <= root_rank < world_size:
         raise ValueError(
             f"sagellm {what}: root_rank is {root_rank!r}, expected a rank from 0 to {world_size - 1}: {what}({order})"
@@ -125,7 +126,10 @@ def checked_root(what: str, root_rank: int, world_size: int, order: str) -> int:
 
 
 def checked_op(what: str, op: Op) -> str:
-    """torch's name of a reduce op, of its name or of torch's own; a ValueError, for the call ``what``, of any other."""
+    """torch's name of a reduce op, given by name or as torch's object.
+
+    Any other is a ValueError that names ``what``.
+    """
     if isinstance(op, str):
         if found := OPS.get(op.lower()):
             return found
@@ -137,9 +141,9 @@ def checked_op(what: str, op: Op) -> str:
 def operator_or_op(what: str, given: Any, backend: Any) -> tuple[AllReduceOperator | None, Op]:
     """Returns (operator, "sum") for an ``AllReduceOperator``, and (None, op) for a reduce op.
 
-    An operator has its own communicator, so a backend beside it is refused (ValueError).
+    An operator has its own communicator, so a backend in addition to it is refused (ValueError).
     """
-    known = sys.modules.get("torch_sagellm.collective_ops")  # without that module there is no operator
+    known = sys.modules.get("torch_sagellm.collective_ops")  # if it was never imported, there is no operator
     if known is None or not isinstance(given, known.AllReduceOperator):
         return None, given
     if backend is not None:

@@ -1,7 +1,7 @@
 """Communication backends as objects, for serving engines and training frameworks, without c10d's argument forms.
 
-Each is a thin layer over one process group of this package (``group_choice`` finds or makes the group, ``comm_backend``
-has the methods). ``create_comm_backend`` returns the backend of a type.
+Each is a thin layer over one process group of this package (``group_choice`` finds or creates the group,
+``comm_backend`` has the methods). ``create_comm_backend`` returns the backend of a type.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch_sagellm.topology import TopologyInfo, TopologyManager, option_of
 
 
 class CPUBackend(CommBackend):
-    """CPU tensors through shared memory on one host, over a link between hosts.
+    """CPU tensors through shared memory on one host, and over a link between hosts.
 
     Example::
 
@@ -38,7 +38,7 @@ class CPUBackend(CommBackend):
 
 
 class NCCLBackend(CommBackend):
-    """Tensors on NVIDIA GPUs through NCCL; CPU tensors as ``CPUBackend``.
+    """Tensors on NVIDIA GPUs through NCCL; CPU tensors as in ``CPUBackend``.
 
     Raises:
         RuntimeError: this process has no device of type cuda. ``SAGELLM_VENDOR=nccl`` lets a device of another
@@ -56,7 +56,7 @@ class NCCLBackend(CommBackend):
 
 
 class HCCLBackend(CommBackend):
-    """Tensors on Ascend NPUs through HCCL; CPU tensors as ``CPUBackend``.
+    """Tensors on Ascend NPUs through HCCL; CPU tensors as in ``CPUBackend``.
 
     Raises:
         RuntimeError: this process has no device of type npu. ``SAGELLM_VENDOR=hccl`` lets a device of another
@@ -74,7 +74,7 @@ class HCCLBackend(CommBackend):
 
 
 class CNCLBackend(CommBackend):
-    """Tensors on Cambricon MLUs through CNCL; CPU tensors as ``CPUBackend``.
+    """Tensors on Cambricon MLUs through CNCL; CPU tensors as in ``CPUBackend``.
 
     Raises:
         RuntimeError: this process has no device of type mlu. ``SAGELLM_VENDOR=cncl`` lets a device of another
@@ -92,7 +92,7 @@ class CNCLBackend(CommBackend):
 
 
 class GlooBackend(CommBackend):
-    """CPU tensors as ``CPUBackend``; tensors on a device through host memory, without the library of its vendor.
+    """CPU tensors as in ``CPUBackend``; tensors on a device through host memory, without the library of its vendor.
 
     Example::
 
@@ -106,9 +106,9 @@ class GlooBackend(CommBackend):
 BACKENDS: dict[str, type[CommBackend]] = {
     each.backend_type: each for each in (CPUBackend, NCCLBackend, HCCLBackend, CNCLBackend, GlooBackend)
 }
-#: The type of backend for each kind of device.
+#: The type of backend for each type of device.
 BY_DEVICE = {each.device_type: each.backend_type for each in BACKENDS.values() if each.device_type is not None}
-#: The backends that ``create_comm_backend`` has made, by its arguments.
+#: The backends that ``create_comm_backend`` has created, by its arguments.
 _made: dict[Any, CommBackend] = {}
 
 
@@ -125,21 +125,21 @@ def create_comm_backend(
     soft_timeout: Seconds | None = None,
     retry: int = 0,
 ) -> CommBackend:
-    """A communication backend over the ranks of this job.
+    """Returns a communication backend over the ranks of this job.
 
-    It uses the running process group (or ``group``), a sibling of it over the same ranks where that is of another
-    backend or has other settings, or starts one from the environment that torchrun sets. Without either it is a group
-    of one rank. Equal arguments return the same object, as long as its group lives.
+    It uses the running process group (or ``group``). If that group is of another backend or has other settings, it
+    creates a further group over the same ranks. If no group is running, it starts one from the environment that
+    torchrun sets, or without that environment a group of one rank. Equal arguments return the same object, as long as
+    its group exists.
 
     Args:
-        backend_type: "auto" (the library of this process's accelerator, or "cpu" where there is none; the backend's
+        backend_type: "auto" (the library of this process's accelerator, or "cpu" if there is none; the backend's
             ``reason``, its ``repr`` and the log say what was found), "cpu", "nccl", "hccl", "cncl", or "gloo" (tensors
             on devices through host memory).
-        rank, world_size, group, algorithm, topology_manager, fusion, timeout, soft_timeout, retry: see
-            ``CommBackend``.
+        rank, world_size, group, algorithm, topology_manager, fusion, timeout, soft_timeout, retry: see ``CommBackend``.
 
     Raises:
-        ValueError: the name is unknown, or ``rank`` or ``world_size`` is not what the group says.
+        ValueError: the name is unknown, or ``rank`` or ``world_size`` differs from the group's.
         RuntimeError: the type needs a device that this process does not have.
 
     Example::
@@ -154,7 +154,7 @@ def create_comm_backend(
         raise ValueError(f"sagellm: backend_type={backend_type!r}, expected one of auto, {', '.join(BACKENDS)}{near}")
     checked_number("create_comm_backend", "retry", retry, least=0)
     base = group if group is not None else (dist.group.WORLD if dist.is_initialized() else None)
-    # Forty seconds are as long as a timedelta of forty seconds.
+    # Convert, so that a timeout of 40 seconds and a timedelta of 40 seconds give the same key.
     waits = (None if timeout is None else as_timedelta(timeout), soft_seconds(soft_timeout))
     key = (asked, chosen, rank, world_size, base, algorithm, option_of(topology_manager), fusion, *waits)
     known = _made.get(key)
@@ -175,7 +175,7 @@ def create_comm_backend(
         made.reason = f"auto: {why}"
     for stale in [each for each, backend in _made.items() if not is_alive(backend.group)]:
         del _made[stale]
-    # A group that was started here is the default group from now on: the next call finds it there.
+    # A group that was started here is the default group from now on, so the next call looks it up under that group.
     _made[(*key[:4], group if group is not None else dist.group.WORLD, *key[5:])] = made
     return made
 
@@ -188,15 +188,15 @@ def safe_all_reduce(
 ) -> torch.Tensor:
     """Combines ``tensor`` over all ranks, in place, and returns it; never waits longer than ``timeout``.
 
-    On a device the call returns when it is queued, as every call of torch does there; where the deadline passes, the
+    On a device the call returns when it is queued, like every call of torch on a device. If the deadline passes, the
     next call in the group raises the error.
 
     Args:
-        tensor: of the same shape and dtype on every rank.
-        op: "sum", "avg" ("mean"), "max", "min", "prod", or torch's ReduceOp; or an ``AllReduceOperator``, which
-            means "sum" over the ranks of its communicator.
+        tensor: a tensor of the same shape and dtype on every rank.
+        op: "sum", "avg" ("mean"), "max", "min", "prod", or torch's ReduceOp; or an ``AllReduceOperator``, which means
+            "sum" over the ranks of its communicator.
         timeout: in seconds, or as timedelta.
-        backend: the one of ``create_comm_backend()`` if None.
+        backend: the backend; None means that of ``create_comm_backend()``.
 
     Raises:
         CommTimeoutError: the deadline has passed; it names the ranks that are missing.
@@ -213,7 +213,7 @@ def safe_all_reduce(
 
 
 def _auto() -> tuple[str, str]:
-    """The type of backend for this process, and why."""
+    """The type of backend for this process, and the reason."""
     found = torch.accelerator.current_accelerator(check_available=True)
     named = named_vendor()
     if found is None:

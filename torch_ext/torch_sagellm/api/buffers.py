@@ -1,4 +1,4 @@
-"""Lists of tensors that are reduced together, memory that is used again, and a report of what a block of code sends."""
+"""Lists of tensors that are reduced together, reusable memory, and a report of what a block of code sends."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ MIB = 1 << 20
 
 
 class CommFusionBuffer:
-    """Collects tensors up to a size, and reduces all of them in one go.
+    """Collects tensors up to a size, and reduces all of them in one call.
 
-    Nothing is copied: the tensors are reduced where they lie, whatever their shapes, strides and dtypes, and numbers
-    are added as numbers of their dtype. All ranks add the same tensors in the same order.
+    Nothing is copied: the tensors are reduced in place, with any shapes, strides and dtypes, and each is combined in
+    its dtype. All ranks add the same tensors in the same order.
 
     Args:
-        max_size_mb: how much it takes, in MiB (2^20 bytes).
+        max_size_mb: its capacity, in MiB (2^20 bytes).
 
     Raises:
-        ValueError: ``max_size_mb`` is not more than 0.
+        ValueError: ``max_size_mb`` is not positive.
 
     Example::
 
@@ -61,15 +61,15 @@ class CommFusionBuffer:
 
     @property
     def offset(self) -> int:
-        """Bytes that are taken, as ``nbytes``: where the next tensor would begin in ``buffer``."""
+        """Bytes of the collected tensors, like ``nbytes``: where the next tensor would begin in ``buffer``."""
         return self.nbytes
 
     @property
     def buffer(self) -> torch.Tensor:
-        """The tensors so far as one flat tensor of ``max_bytes`` bytes (uint8), each behind the one before.
+        """The collected tensors one after the other in a flat tensor of ``max_bytes`` bytes (uint8).
 
-        It is a copy for those who look, made when it is read: the tensors themselves travel, not this one. Bytes from
-        ``offset`` on are not set to anything.
+        It is a copy for inspection, created when it is read; the reduction uses the tensors themselves. Bytes from
+        ``offset`` on are uninitialized.
         """
         flat, at = torch.empty(self.max_bytes, dtype=torch.uint8), 0
         for tensor in self.tensors:
@@ -79,10 +79,11 @@ class CommFusionBuffer:
         return flat
 
     def add_tensor(self, tensor: torch.Tensor) -> bool:
-        """Takes a tensor, or returns False where it does not fit any more.
+        """Adds a tensor, or returns False if it does not fit any more.
 
-        One that is larger than the whole buffer never fits: reduce it by itself. A TypeError where it is no tensor, and
-        a ValueError where it is not dense, has no data, or is a lazily conjugated or negated view.
+        A tensor that is larger than the whole buffer never fits: reduce it separately. It raises a TypeError if the
+        argument is not a tensor, and a ValueError if it is not dense, has no data, or is a lazily conjugated or negated
+        view.
         """
         checked_result("CommFusionBuffer", tensor)
         if self.nbytes + tensor.nbytes > self.max_bytes:
@@ -94,27 +95,27 @@ class CommFusionBuffer:
     def flush_and_all_reduce(self, backend: CommBackendProtocol, op: Op = "sum") -> list[torch.Tensor]:
         """Reduces all tensors over all ranks, in place, empties the buffer and returns the tensors.
 
-        Where the backend refuses the call the tensors stay in the buffer.
+        If the backend refuses the call, the tensors stay in the buffer.
         """
         reduced = backend.fused_all_reduce(self.tensors, op) if self.tensors else []
         self.reset()
         return reduced
 
     def reset(self) -> None:
-        """Forgets all tensors, which stay as they are."""
+        """Drops all tensors without changing them."""
         self.tensors = []
         self.nbytes = 0
 
 
 class CommunicationBuffer:
-    """Memory for messages that is allocated once and used again.
+    """Memory for messages that is allocated once and reused.
 
-    It has one user at a time: ``get_buffer`` gives the same memory each time, also before ``release``, which ends the
-    use and changes nothing but ``in_use``.
+    It has one user at a time: ``get_buffer`` returns the same memory each time, even before ``release``. ``release``
+    ends the use and changes only ``in_use``.
 
     Args:
-        max_size: how many elements it holds.
-        dtype, device: of the elements.
+        max_size: its capacity in elements.
+        dtype, device: dtype and device of the elements.
 
     Raises:
         ValueError: ``max_size`` is less than 1.
@@ -129,7 +130,7 @@ class CommunicationBuffer:
     def __init__(self, max_size: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> None:
         checked_number("CommunicationBuffer", "max_size", max_size)
         self.max_size = max_size
-        #: The whole memory, of ``max_size`` elements; on the CPU the other ranks of the host can reach it (``empty``).
+        #: The whole memory, ``max_size`` elements; on the CPU the other ranks of the host can reach it (``empty``).
         on_cpu = torch.device(device).type == "cpu"
         self.buffer = empty(max_size, dtype=dtype) if on_cpu else torch.empty(max_size, dtype=dtype, device=device)
         self._in_use = False
@@ -140,10 +141,10 @@ class CommunicationBuffer:
         return self._in_use
 
     def get_buffer(self, size: int) -> torch.Tensor:
-        """The first ``size`` elements, not set to anything.
+        """Returns the first ``size`` elements, uninitialized.
 
         Raises:
-            ValueError: "Buffer too small", where ``size`` is more than ``max_size``; or it is less than 0.
+            ValueError: "Buffer too small", if ``size`` is more than ``max_size``; or ``size`` is negative.
         """
         checked_number("CommunicationBuffer", "size", size, least=0)
         if size > self.max_size:
@@ -169,9 +170,9 @@ def batch_all_reduce(
     op: OpOrOperator = "sum",
     backend: CommBackendProtocol | None = None,
 ) -> list[torch.Tensor]:
-    """Reduces every tensor of a list over all ranks, in place, in one go; returns the tensors.
+    """Reduces every tensor of a list over all ranks, in place, in one call; returns the tensors.
 
-    ``backend`` is the one of ``create_comm_backend()`` if None. In place of an op it takes an ``AllReduceOperator``:
+    ``backend`` None means that of ``create_comm_backend()``. Instead of an op, an ``AllReduceOperator`` may be passed:
     then the ranks are those of its communicator, and the op is "sum". Ranks of one process reduce the tensors one after
     the other.
 
@@ -191,7 +192,7 @@ def batch_all_reduce(
 
 @dataclass
 class CommReport:
-    """The communication of this process's groups between two moments.
+    """The communication of this process's groups between two points in time.
 
     Example::
 
@@ -203,11 +204,11 @@ class CommReport:
     name: str
     #: Wall time in seconds.
     seconds: float = 0.0
-    #: Operations that ended, by kind: how many.
+    #: Number of operations that ended, by kind.
     operations: dict[str, int] = field(default_factory=dict)
-    #: Bytes that this rank passed to these operations or got from them, whichever is more.
+    #: Bytes of the inputs or outputs of these operations on this rank, whichever is more.
     nbytes: int = 0
-    #: Seconds that operations of this rank waited for other ranks, all of them together.
+    #: Sum of the seconds that operations of this rank waited for other ranks.
     waiting: float = 0.0
 
     def __str__(self) -> str:
@@ -216,17 +217,17 @@ class CommReport:
         return f"{self.name}: {kinds}, {self.nbytes} bytes, {times}"
 
 
-class monitor_communication:  # in the spelling of a function, because it is used as one
+class monitor_communication:  # named like a function, because it is used like one
     """Counts the communication of this process while a block or a function runs, and prints it as one line.
 
-    Counted are all groups of ours: process groups, and ranks of one process, of which each counts its own calls. As a
-    context it gives a ``CommReport``, which is filled at the end of the block; as a decorator, of functions and
-    methods, also asynchronous ones, it keeps the report of the call that ended last in the function's attribute
+    All groups of ours are counted: process groups, and ranks of one process, each of which counts its own calls. As a
+    context manager it returns a ``CommReport``, which is filled at the end of the block. As a decorator, of functions
+    and methods, also asynchronous ones, it stores the report of the call that ended last in the function's attribute
     ``report``.
 
     Args:
         what: the function, or a name for the report.
-        printed: False for a line in the log at level "info" in place of the one on standard error.
+        printed: False writes a line to the log at level "info" instead of printing it on standard error.
 
     Example::
 
@@ -261,7 +262,7 @@ class monitor_communication:  # in the spelling of a function, because it is use
             return named
         if inspect.iscoroutinefunction(self._function):
             return self._awaited(self._function, args, kwargs)
-        # A context for each call: calls may run within one another, and on several threads.
+        # A new context for each call, because calls may be nested and may run on several threads.
         call = monitor_communication(self.report.name, printed=self._printed)
         try:
             with call:
@@ -270,7 +271,7 @@ class monitor_communication:  # in the spelling of a function, because it is use
             self.report = call.report
 
     async def _awaited(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Counts from the first step of the coroutine to its end, also what other tasks do in between."""
+        """Counts from the first step of the coroutine to its end, including what other tasks do in between."""
         call = monitor_communication(self.report.name, printed=self._printed)
         try:
             with call:
@@ -281,7 +282,7 @@ class monitor_communication:  # in the spelling of a function, because it is use
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
         """Binds a decorated method to its object, as Python does with functions.
 
-        A static method and a context that a class holds stay as they are.
+        Static methods, and a context manager that is an attribute of a class, are not bound.
         """
         return MethodType(self, owner) if owner is not None and inspect.isfunction(self._function) else self
 
@@ -298,7 +299,7 @@ class monitor_communication:  # in the spelling of a function, because it is use
         report.seconds = perf_counter() - self._began
         for (group, op), after in _totals().items():
             before = self._before.get((group, op), (0, 0, 0))
-            # Less than before: the counts were set to 0 meanwhile, or another group has the name now.
+            # A smaller count means that the counts were reset meanwhile, or that another group has the name now.
             count, nbytes, waiting = (
                 new - old if after[0] >= before[0] else new for new, old in zip(after, before, strict=True)
             )
@@ -313,14 +314,17 @@ class monitor_communication:  # in the spelling of a function, because it is use
 
 
 def _mark_coroutine(function: Any) -> None:
-    """Lets frameworks see that a call gives a coroutine; `inspect` cannot be told so before Python 3.12."""
+    """Marks a function whose call returns a coroutine, for frameworks.
+
+    `inspect` supports the mark from Python 3.12 on.
+    """
     mark = getattr(inspect, "markcoroutinefunction", None)
     if mark is not None:
         mark(function)
 
 
 def _totals() -> dict[tuple[str, str], tuple[float, float, float]]:
-    """Operations, bytes and nanoseconds of waiting by group and kind, over all groups of ours."""
+    """Number of operations, bytes and nanoseconds of waiting, by group and kind, over all groups of ours."""
     import torch.distributed as dist
 
     totals: dict[tuple[str, str], tuple[float, float, float]] = {}
@@ -329,7 +333,7 @@ def _totals() -> dict[tuple[str, str], tuple[float, float, float]]:
             count, nbytes, waiting = totals.get((member.name, cell["kind"]), (0, 0, 0))
             sums = (count + cell["count"], nbytes + cell["bytes"], waiting + cell["waiting"])
             totals[member.name, cell["kind"]] = sums
-    in_process = sys.modules.get("torch_sagellm.api.in_process")  # without that module there are no such ranks
+    in_process = sys.modules.get("torch_sagellm.api.in_process")  # if it was never imported, there are no such ranks
     if in_process is not None:
         totals |= {("ranks of this process", kind): tally for kind, tally in in_process.totals().items()}
     return totals

@@ -1,4 +1,4 @@
-"""Calls of ranks that are objects of one process: what must agree, which memory a call uses, how it is issued."""
+"""Calls of ranks that are objects of one process: what must agree, which memory they use, how they are issued."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ import torch.distributed as dist
 
 
 def unset(shape: Any, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-    """A tensor whose values do not exist yet: NaN, or 0 where the dtype has no NaN."""
+    """A tensor whose values are not there yet: filled with NaN, or with 0 if the dtype has no NaN."""
     return _hide(torch.zeros(shape, dtype=dtype, device=device))
 
 
 def _hide(tensor: torch.Tensor) -> torch.Tensor:
-    """Fills a tensor with NaN where its dtype has that, and returns it."""
+    """Fills a tensor with NaN if its dtype has NaN, and returns it."""
     return tensor.fill_(float("nan")) if tensor.is_floating_point() or tensor.is_complex() else tensor
 
 
 @dataclass(eq=False)
 class Call:
-    """One call of one rank, from when it is made until its result is there."""
+    """One call of one rank, from its creation until its result is there."""
 
     rank: int
     kind: str
-    #: Of the tensor, and the other arguments as text: what must agree with the calls of the other ranks.
+    #: Shape and dtype of the tensor, and the other arguments as text. They must agree with the other ranks' calls.
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
     arguments: str = ""
     #: The reduce op, the root, or the peer and the tag of a message.
     option: Any = None
-    #: The caller's tensors: the one that is read, and the one that receives the result.
+    #: The caller's tensors: the input, and the tensor that receives the result.
     source: torch.Tensor | None = None
     result: torch.Tensor | None = None
-    #: How long it waits for the other ranks; None: as long as its topology says.
+    #: How long it waits for the other ranks; None means the topology's timeout.
     timeout: timedelta | None = None
-    #: Copies: of the input, for the core, and of the values that ``result`` held before.
+    #: Copies: of the input, for the core, and of the previous values of ``result``.
     given: torch.Tensor | None = None
     before: torch.Tensor | None = None
-    #: Earlier calls of the same rank that write what this one reads or writes, so they must end first.
+    #: Earlier calls of the same rank that write what this call reads or writes. They must end first.
     after: list[Call] = field(default_factory=list)
     taken: bool = False
     done: bool = False
@@ -53,12 +53,15 @@ class Call:
 
     @property
     def released(self) -> bool:
-        """Whether the caller may go on: when the call has ended, or, for a send, when the tensor was copied."""
+        """Whether the caller may continue: the call has ended or, for a send, the tensor was copied."""
         return self.done or (self.kind == "send" and self.taken)
 
     @cached_property
     def reads(self) -> range:
-        """The address ranges (begin, end) that it reads and that it writes; the end is exclusive."""
+        """The address range (begin, end) that it reads.
+
+        ``writes`` is the range that it writes. The end is exclusive.
+        """
         return _addresses(self.source)
 
     @cached_property
@@ -66,19 +69,19 @@ class Call:
         return _addresses(self.result)
 
     def will_write_for(self, other: Call) -> bool:
-        """Whether its result has a byte of what the other call reads or writes."""
+        """Whether its result shares a byte with what the other call reads or writes."""
         ours = self.writes
         if not ours:
             return False
-        # A topology asks this for every pair of pending calls; addresses that lie apart are the answer nearly always.
+        # A topology asks this for every pair of pending calls. Nearly always the address ranges do not overlap.
         apart = all(each.stop <= ours.start or ours.stop <= each.start for each in (other.reads, other.writes))
         return not apart and (share_memory(self.result, other.source) or share_memory(self.result, other.result))
 
     def take(self) -> None:
-        """Copies the input, and the memory that will be overwritten, which holds NaN from now on."""
+        """Copies the input, and the memory that will be overwritten; then fills that memory with NaN."""
         self.taken = True
         if self.source is not None:
-            plain = self.source.resolve_conj().resolve_neg()  # the core reads memory as it lies
+            plain = self.source.resolve_conj().resolve_neg()  # the core reads raw memory
             self.given = plain.clone(memory_format=torch.contiguous_format)
         if self.result is not None:
             self.before = self.result.clone()
@@ -142,7 +145,7 @@ def _issue_recv(group: Any, call: Call) -> tuple[Any, Any]:
     return group.recv([result], *call.option), result
 
 
-#: Issues the call of one rank to the core: returns a Work or None, and the tensor that holds the result when that Work
+#: Issues the call of one rank to the core. Returns a Work or None, and the tensor that holds the result after the Work
 #: has ended.
 ISSUE: dict[str, Callable[[Any, Call], tuple[Any, Any]]] = {
     "all_reduce": _issue_all_reduce,
@@ -172,7 +175,8 @@ def share_memory(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
         return False
     if one.is_contiguous() and other.is_contiguous():
         return True
-    # Both lie in one range, perhaps as different columns: the bytes of one are marked, those of the other looked up.
+    # The ranges overlap, but the tensors may be different columns: mark the bytes of one, then look up those of the
+    # other.
     marks = torch.zeros(max(one_bytes.stop, other_bytes.stop), dtype=torch.bool)
     _at(marks, one, one_bytes.start).fill_(True)
     return bool(_at(marks, other, other_bytes.start).any())
@@ -183,13 +187,13 @@ def _addresses(tensor: torch.Tensor | None) -> range:
 
 
 def _bytes_of(tensor: torch.Tensor, start: int) -> range:
-    """From the first byte of a tensor to behind its last one, counted from the address ``start``."""
+    """The byte range of a tensor from its first byte to after its last byte, relative to the address ``start``."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     first = tensor.data_ptr() - start
     return range(first, first + (last + 1) * tensor.element_size())
 
 
 def _at(marks: torch.Tensor, tensor: torch.Tensor, first: int) -> torch.Tensor:
-    """The marks of the bytes of ``tensor``, whose first byte has the mark ``first``."""
+    """The entries of ``marks`` for the bytes of ``tensor``; ``first`` is the index of its first byte."""
     size = tensor.element_size()
     return marks.as_strided((*tensor.shape, size), (*(stride * size for stride in tensor.stride()), 1), first)

@@ -1,4 +1,4 @@
-"""The class of all backends, with a method for each collective."""
+"""The base class of all backends, with a method for each collective."""
 
 from __future__ import annotations
 
@@ -45,31 +45,32 @@ from torch_sagellm.topology import TopologyInfo, TopologyManager, option_of
 
 
 class CommBackend(CommBackendProtocol):
-    """Collectives over one process group, with tensors in and tensors out.
+    """Collectives over one process group, with tensors as arguments and results.
 
-    All ranks call the same methods in the same order. Ranks are those of the group, counted from 0. Tensors lie on the
-    CPU or on the device of this process; each call may use another. A call that the backend refuses is a ValueError and
-    nothing was sent (a result for a lazily conjugated or negated view is one: torch would lose it); one whose deadline
-    passes is a ``CommTimeoutError``; other failures (a rank that died, ranks that called different operations) are
-    ``torch.distributed.DistBackendError``. After those two the group has failed.
+    All ranks call the same methods in the same order. Ranks are those of the group, counted from 0. Tensors are on the
+    CPU or on the device of this process; each call may use another. A call that the backend refuses raises a
+    ValueError, and nothing was sent. (A lazily conjugated or negated view as the result is refused, because torch would
+    lose the result.) A call whose deadline passes raises a ``CommTimeoutError``. Other failures (a rank that died,
+    ranks that called different operations) raise a ``torch.distributed.DistBackendError``. After either of the last two
+    errors the group has failed.
 
-    Asynchronous forms return a ``CommFuture``, a ``torch.futures.Future`` whose ``wait()`` gives what the synchronous
+    Asynchronous forms return a ``CommFuture``, a ``torch.futures.Future`` whose ``wait()`` returns what the synchronous
     form returns.
 
     Args:
-        rank, world_size: the expected values; they are compared with the group (ValueError), and used where the group
-            is started here. None: those of the group or of torchrun.
-        group: a process group to work in; None the default group. One of another backend gets a sibling of ours over
-            the same ranks, which all of these must then make, in the same order.
+        rank, world_size: the expected values; they are compared with the group (ValueError), and used if the group is
+            started here. None means the values of the group or of torchrun.
+        group: a process group to work in; None means the default group. For a group of another backend, a further group
+            of ours over the same ranks is created; all these ranks must then create it, in the same order.
         algorithm: rules that assign algorithms to operations and sizes, see docs/choosing.md.
-        topology_manager: the machines of the job; with it the start rules choose where no rule and no table names an
+        topology_manager: the machines of the job; with it the start rules choose if no rule and no table names an
             algorithm.
-        fusion: False to fuse no operations.
-        timeout: of each operation, in seconds or as timedelta; None: the group's.
+        fusion: False disables fusion.
+        timeout: deadline of each operation, in seconds or as timedelta; None means the group's.
         soft_timeout: an operation that is pending for longer (seconds or timedelta) gets one line in the log, see
-            docs/hangs.md; 0 for no line, None: the value of ``SAGELLM_SOFT_TIMEOUT``.
-        retry: how often making the group is tried again after it failed, because the store was not there yet, or ranks
-            did not come in time; pauses in between grow from 1 to 10 seconds. Operations are never tried again.
+            docs/hangs.md; 0 means no line, None the value of ``SAGELLM_SOFT_TIMEOUT``.
+        retry: number of retries if creating the group fails because the store was not there yet, or ranks were late;
+            pauses in between grow from 1 to 10 seconds. Operations are never retried.
 
     Example::
 
@@ -80,9 +81,9 @@ class CommBackend(CommBackendProtocol):
 
     #: The name in ``create_comm_backend``.
     backend_type: ClassVar[str]
-    #: The option ``vendor`` of its group; None where any will do.
+    #: The option ``vendor`` of its group; None if any value is accepted.
     vendor: ClassVar[str | None] = None
-    #: The kind of device that it needs in this process, if it needs one.
+    #: The type of device that this process must have; None if it needs no device.
     device_type: ClassVar[str | None] = None
     #: Why the backend is of this type: what "auto" found, or that its name was given.
     reason: str = "asked for by name"
@@ -117,7 +118,7 @@ class CommBackend(CommBackendProtocol):
         self._receives: Callable[[Any], bool] = load.extension()._receives
         self._compression = CompressionStats()
         self._methods: dict[str, Compression] = {}
-        #: The thread of asynchronous calls with ``compress``; made by the first of them.
+        #: The thread of asynchronous calls with ``compress``; created by the first of them.
         self._thread: CompressionThread | None = None
 
     @classmethod
@@ -138,7 +139,7 @@ class CommBackend(CommBackendProtocol):
         return f"<{type(self).__name__} ({self.reason}) {where}: {self.describe()}>"
 
     def describe(self) -> str:
-        """The engine that serves the group and how it is set up, in one line."""
+        """Describes the engine that serves the group and its configuration, in one line."""
         return str(our_backend(self.group).describe())
 
     # ------------------------------------------------------------------------------------------- reductions
@@ -188,15 +189,15 @@ class CommBackend(CommBackendProtocol):
     ) -> torch.Tensor | CommFuture:
         """Combines ``tensor`` element by element over all ranks, in place, and returns it.
 
-        ``op`` is "sum", "avg" ("mean"), "max", "min", "prod", or torch's ReduceOp. ``timeout`` is that of this call
-        alone. Every rank passes the same shape and dtype.
+        ``op`` is "sum", "avg" ("mean"), "max", "min", "prod", or torch's ReduceOp. ``timeout`` is the deadline of this
+        call alone. Every rank passes the same shape and dtype.
 
         ``compress`` sends fewer bytes, with the errors that docs/api.md states: "fp16", "bf16", "int8", "topk", or an
-        object of ``torch_sagellm.Half``, ``Int8``, ``TopK``. It takes floats, "sum" and "avg". "topk" keeps what it
-        leaves out for the next call with the same ``key``, which it needs (ValueError): the parameter whose gradient
-        the tensor is, a name or a number. ``get_stats()["compression"]`` counts the bytes. Several operations make one
-        such call, so it takes no ``timeout``; an asynchronous one runs on a thread, in a separate group that the first
-        of them makes, for tensors on the CPU.
+        object of ``torch_sagellm.Half``, ``Int8``, ``TopK``. It accepts floats, "sum" and "avg". "topk" keeps the
+        elements that it leaves out for the next call with the same ``key``, which is required (ValueError): the
+        parameter whose gradient the tensor is, a name or a number. ``get_stats()["compression"]`` counts the bytes.
+        Such a call consists of several operations, so it accepts no ``timeout``. An asynchronous one needs tensors on
+        the CPU; it runs on a thread, in a separate group that the first such call creates.
 
         Example::
 
@@ -238,7 +239,7 @@ class CommBackend(CommBackendProtocol):
         return CommFuture(Later(thread.later(lambda: run(thread.group))), tensor)
 
     def safe_all_reduce(self, tensor: torch.Tensor, op: Op = "sum", timeout: Seconds = 30.0) -> torch.Tensor:
-        """``all_reduce`` with a timeout, which raises ``CommTimeoutError`` naming the ranks that are missing."""
+        """``all_reduce`` with a timeout; raises a ``CommTimeoutError`` that names the missing ranks."""
         result: torch.Tensor = self.all_reduce(tensor, op, timeout=timeout)
         return result
 
@@ -265,10 +266,10 @@ class CommBackend(CommBackendProtocol):
     def reduce(
         self, tensor: torch.Tensor, root_rank: int = 0, op: Op = "sum", async_op: bool = False
     ) -> torch.Tensor | CommFuture:
-        """Combines ``tensor`` over all ranks into that of ``root_rank``, in place; returns it.
+        """Combines ``tensor`` over all ranks into the tensor of ``root_rank``, in place; returns it.
 
-        On the other ranks it is unchanged. torch's order is ``reduce(tensor, dst, op)``, too. A ``root_rank`` that is
-        no rank of the group is a ValueError, here and in the methods below.
+        On the other ranks it is unchanged. torch's order is ``reduce(tensor, dst, op)`` too. A ``root_rank`` that is
+        not a rank of the group raises a ValueError, here and in the methods below.
         """
         checked_result("reduce", tensor)
         root = checked_root("reduce", root_rank, self.world_size, "tensor, root_rank, op")
@@ -298,7 +299,7 @@ class CommBackend(CommBackendProtocol):
     def reduce_scatter(
         self, tensor: torch.Tensor, op: Op = "sum", async_op: bool = False, output: torch.Tensor | None = None
     ) -> torch.Tensor | CommFuture:
-        """Combines ``tensor`` over all ranks; returns this rank's slice of it along dimension 0.
+        """Combines ``tensor`` over all ranks; returns this rank's slice of the result along dimension 0.
 
         Dimension 0 must be a multiple of the number of ranks (ValueError). ``output``, if given, receives the slice.
         """
@@ -332,7 +333,7 @@ class CommBackend(CommBackendProtocol):
     def all_gather(
         self, tensor: torch.Tensor, output: torch.Tensor | None = None, async_op: bool = False
     ) -> torch.Tensor | CommFuture:
-        """The tensors of all ranks, in the order of the ranks, concatenated along dimension 0.
+        """Returns the tensors of all ranks, in rank order, concatenated along dimension 0.
 
         Every rank passes the same shape; a scalar counts as one row. ``output``, if given, receives the result.
         """
@@ -355,7 +356,7 @@ class CommBackend(CommBackendProtocol):
         self, tensor: torch.Tensor, root_rank: int = 0, async_op: bool = False
     ) -> torch.Tensor | CommFuture: ...
     def broadcast(self, tensor: torch.Tensor, root_rank: int = 0, async_op: bool = False) -> torch.Tensor | CommFuture:
-        """Writes the tensor of ``root_rank`` into those of the other ranks; returns it."""
+        """Writes the tensor of ``root_rank`` into the tensors of the other ranks; returns it."""
         checked_result("broadcast", tensor)
         root = checked_root("broadcast", root_rank, self.world_size, "tensor, root_rank")
         return self._run(
@@ -363,7 +364,7 @@ class CommBackend(CommBackendProtocol):
         )
 
     def gather(self, tensor: torch.Tensor, root_rank: int = 0) -> torch.Tensor | None:
-        """On ``root_rank`` the tensors of all ranks, concatenated along dimension 0; None on the others.
+        """Returns the tensors of all ranks, concatenated along dimension 0, on ``root_rank``; None on the other ranks.
 
         torch's ``gather(tensor, gather_list, dst)`` fills a list instead.
         """
@@ -393,7 +394,9 @@ class CommBackend(CommBackendProtocol):
     def scatter(
         self, input: torch.Tensor | None, output: torch.Tensor, root_rank: int = 0, async_op: bool = False
     ) -> torch.Tensor | CommFuture:
-        """Gives every rank its slice of the ``input`` of ``root_rank`` along dimension 0, in ``output``; returns that.
+        """Sends every rank its slice of the ``input`` of ``root_rank`` along dimension 0.
+
+        Returns ``output``, which receives it.
 
         The other ranks pass None as ``input``. torch's order is ``scatter(output, scatter_list, src)``.
         """
@@ -448,11 +451,10 @@ class CommBackend(CommBackendProtocol):
         output_split_sizes: list[int] | None = None,
         async_op: bool = False,
     ) -> torch.Tensor | CommFuture:
-        """Sends the r-th slice of ``input`` along dimension 0 to rank r, and returns the received slices, in the order
-        of the ranks.
+        """Sends the r-th slice of ``input`` along dimension 0 to rank r; returns the received slices in rank order.
 
-        Slices are equal, or have the rows that the two lists say; without ``output`` one of the right size is made.
-        torch's order is ``all_to_all_single(output, input, output_split_sizes, input_split_sizes)``.
+        Slices are equal, or have the numbers of rows in the two lists. Without ``output``, a tensor of the right size
+        is created. torch's order is ``all_to_all_single(output, input, output_split_sizes, input_split_sizes)``.
         """
         checked_dense("all_to_all", input)
         if input_split_sizes is None:
@@ -478,19 +480,19 @@ class CommBackend(CommBackendProtocol):
     # ------------------------------------------------------------------------------------------- messages, barrier
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> torch.Tensor:
-        """Sends ``tensor`` to rank ``dst`` and returns it when its memory may be used again."""
+        """Sends ``tensor`` to rank ``dst`` and returns it when its memory may be changed."""
         checked_dense("send", tensor)
         with_timeouts(lambda: dist.send(in_memory(tensor), group_dst=dst, group=self.group, tag=tag))
         return tensor
 
     def recv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0) -> torch.Tensor:
-        """Receives into ``tensor`` from rank ``src``, or from any rank if that is None; returns it."""
+        """Receives into ``tensor`` from rank ``src``, or from any rank if ``src`` is None; returns ``tensor``."""
         checked_result("recv", tensor)
         with_timeouts(lambda: dist.recv(tensor, group_src=src, group=self.group, tag=tag))
         return tensor
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> CommFuture:
-        """``send`` as a future. ``tensor`` must not change before it has ended."""
+        """``send`` as a future. ``tensor`` must not change before the future is done."""
         checked_dense("isend", tensor)
         return CommFuture(dist.isend(in_memory(tensor), group_dst=dst, group=self.group, tag=tag), tensor)
 
@@ -519,8 +521,8 @@ class CommBackend(CommBackendProtocol):
     def get_stats(self) -> dict[str, Any]:
         """The statistics of this group: ``torch_sagellm.get_stats(group=...)``.
 
-        Under "compression" the calls with ``compress`` of this object: their number, the bytes that this rank would
-        have sent without it, the bytes that it sent, and how many it saved.
+        The entry "compression" has the calls with ``compress`` of this object: their number, the bytes that this rank
+        would have sent without compression, the bytes that it sent, and how many it saved.
         """
         counted = self._compression
         saved = {"saved_bytes": counted.saved_bytes}
@@ -549,7 +551,7 @@ class CommBackend(CommBackendProtocol):
 
 
 def named_vendor() -> str:
-    """What SAGELLM_VENDOR names, which comes before every option; "" where it is not set."""
+    """The vendor in SAGELLM_VENDOR, which overrides every option; "" if it is not set."""
     return os.environ.get("SAGELLM_VENDOR", "").partition(":")[0].strip().lower()
 
 
@@ -559,7 +561,7 @@ def _reduce_op(what: str, op: Op) -> Any:
 
 @cache
 def _reduction(what: str, op: Op, async_op: bool) -> Any:
-    """Options of an all_reduce, made once: making them takes as long as a small operation."""
+    """Options of an all_reduce, cached because creating them takes as long as a small operation."""
     options = dist.AllreduceOptions()
     options.reduceOp = _reduce_op(what, op)
     if hasattr(options, "asyncOp"):

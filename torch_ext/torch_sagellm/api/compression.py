@@ -1,6 +1,7 @@
-"""Sums in fewer bytes: 16 bits, whole numbers of eight bits with a scale per block, or the largest elements only.
+"""Sums in fewer bytes: as 16-bit floats, as 8-bit integers with a scale per block, or of the largest elements only.
 
-``compressed_all_reduce`` is one call; ``CompressionHook`` is the same for the buckets of DistributedDataParallel.
+``compressed_all_reduce`` is a single call; ``CompressionHook`` does the same for the buckets of
+DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ logger = logging.getLogger("sagellm")
 
 @dataclass
 class CompressionStats:
-    """The bytes of the tensors, and of them the share that a plain all_reduce would have sent in their place.
+    """Counts the bytes of compressed sums: of the tensors, and what was sent, scaled to the same unit.
 
-    ``sent_bytes`` / ``plain_bytes`` is what leaves a host, or a rank where all are on one host, over what leaves it in
-    a plain all_reduce of the same tensors.
+    ``sent_bytes`` / ``plain_bytes`` is the traffic that leaves a host (or a rank, if all ranks are on one host),
+    divided by the traffic of a plain all_reduce of the same tensors.
 
     Example::
 
@@ -39,12 +40,15 @@ class CompressionStats:
 
     @property
     def saved_bytes(self) -> int:
-        """The bytes saved; negative where compression cost more than it saved."""
+        """The bytes saved; negative if compression cost more than it saved."""
         return self.plain_bytes - self.sent_bytes
 
 
 def compression(how: str | Compression) -> Compression:
-    """A compression by its name: "fp16", "bf16", "int8", "topk" or "auto"; a ValueError names them."""
+    """A compression by its name: "fp16", "bf16", "int8", "topk" or "auto".
+
+    The ValueError for another name lists these.
+    """
     if isinstance(how, Compression):
         return how
     if how in ("fp16", "bf16"):
@@ -59,7 +63,7 @@ def compression(how: str | Compression) -> Compression:
 
 
 def check_compressible(tensor: torch.Tensor, op: Op, method: Compression, key: Any) -> None:
-    """A ValueError or a TypeError where there is no compressed sum of this kind."""
+    """Raises a ValueError or a TypeError if the tensor, op or key does not fit a compressed sum."""
     what = "compressed_all_reduce"
     checked_tensor(what, tensor)
     if checked_op(what, op) not in ("SUM", "AVG"):
@@ -86,22 +90,22 @@ def compressed_all_reduce(
 ) -> torch.Tensor:
     """``all_reduce`` in fewer bytes, in place; returns the tensor.
 
-    Autograd does not see the call: the tensor may be a parameter, or one that a graph holds.
+    Autograd does not record the call: the tensor may be a parameter, or one that a graph holds.
 
     Args:
-        tensor: of floats (ValueError otherwise); every rank passes the same shape and dtype.
+        tensor: a tensor of floats (ValueError otherwise); every rank passes the same shape and dtype.
         how: "fp16", "bf16", "int8", "topk", an object of one of the classes, or "auto": int8 between hosts, and no
-            compression on one host. There int8 and top-k are slower than none, which the log says once. A ``TopK``
-            object keeps what it leaves out for the next call; "topk" by its name is one call alone, and what it leaves
-            out is lost.
+            compression on one host. On one host int8 and top-k are slower than no compression; the log says so once. A
+            ``TopK`` object keeps the elements that it leaves out for the next call; with the name "topk" each call is
+            independent, and these elements are lost.
         op: "sum" or "avg" ("mean").
-        key: names the tensor for a ``TopK`` object, which needs it (ValueError): the same in every call with this
-            tensor, and no other's. The parameter will do whose gradient it is; the gradient itself is a new tensor in
-            every step.
+        key: identifies the tensor for a ``TopK`` object, which needs it (ValueError): the same key in every call for
+            this tensor, and a different one for every other tensor. The parameter of a gradient is a good key. The
+            gradient itself is not, because it is a new tensor in every step.
         stats: counts the bytes, if given.
 
     Raises:
-        TypeError: it is no tensor.
+        TypeError: the argument is not a tensor.
         ValueError: the compression or the op is unknown, the tensor has no floats or is not dense (sparse, expanded,
             without data), or a key is missing. Nothing was sent.
 
@@ -120,14 +124,14 @@ def compressed_all_reduce(
     check_compressible(tensor, op, method, key)
     with torch.no_grad():
         own = tensor.detach()
-        # In place where it can be. Methods compute with dense numbers of at least 16 bits.
+        # In place if possible. Methods compute with dense numbers of at least 16 bits.
         direct = own.is_contiguous() and own.element_size() > 1 and not own.is_neg() and not own.is_inference()
         work = own if direct else _dense(own)
         reduce = method.all_reduce if checked_op("compressed_all_reduce", op) == "SUM" else method.average
         _say_if_slower(method, group, tensor)
         sent = reduce(work, group, key)
         if not direct:
-            # Tensors of inference mode may be written in that mode only, and all others may be written there, too.
+            # A tensor of inference mode may be written only in that mode; any other tensor may be written in it too.
             with torch.inference_mode():
                 own.copy_(work)
     if stats is not None:
@@ -141,7 +145,7 @@ _said: Any = WeakKeyDictionary()
 
 
 def _say_if_slower(method: Compression, group: Any, tensor: torch.Tensor) -> None:
-    """One line of the log for each group on one host whose CPU tensors are compressed."""
+    """Logs once for each group on one host that compressing its CPU tensors is slower."""
     base = dist.group.WORLD if group is None else group
     if base in _said or not tensor.is_cpu or not isinstance(method, Int8 | TopK):
         return

@@ -1,6 +1,6 @@
-"""Compressed sums on a thread of their own, and as hooks of DistributedDataParallel."""
+"""Compressed sums on a separate thread, and as hooks of DistributedDataParallel."""
 
-# No annotations from the future here: DistributedDataParallel reads those of a hook, and does not take texts.
+# No `from __future__ import annotations`: DistributedDataParallel checks a hook's annotations, and rejects strings.
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,21 +14,21 @@ from torch_sagellm.api.formats import Compression
 
 
 class CompressionThread:
-    """A thread that makes one compressed sum after the other, in a separate group.
+    """A thread that executes compressed sums one after the other, in a separate group.
 
-    So all ranks call the same collectives in the same order, whatever else their other threads call.
+    So all ranks call the same collectives in the same order, independently of what their other threads call.
 
     Args:
-        group: the ranks; None the default group. All of them make the thread at the same point.
+        group: the ranks; None means the default group. All of them create the thread at the same point.
     """
 
     def __init__(self, group: Any = None) -> None:
         self.group = _own_group(group)
-        formats.hosts_of(self.group)  # here, because other threads make no groups beside the caller's
+        formats.hosts_of(self.group)  # now, because later the caller's thread may create groups at the same time
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sagellm-compression")
 
     def later(self, work: Callable[[], torch.Tensor]) -> torch.futures.Future[torch.Tensor]:
-        """Makes the thread call ``work`` after all earlier calls; returns the future of its result."""
+        """Queues ``work`` for the thread, after all earlier calls; returns the future of its result."""
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
 
         def run() -> None:
@@ -41,7 +41,7 @@ class CompressionThread:
         return future
 
     def close(self) -> None:
-        """Ends the thread and the group; all ranks call it after the last sum."""
+        """Ends the thread and destroys the group; all ranks call it after the last sum."""
         self._thread.shutdown()
         among = formats.forget(self.group)
         for group in [self.group] if among is None else [among.across, among.inside, self.group]:
@@ -51,17 +51,17 @@ class CompressionThread:
 class CompressionHook:
     """Averages the gradients of DistributedDataParallel on the CPU in fewer bytes.
 
-    One thread takes one bucket after the other, in a separate group: so all ranks call the same collectives in the same
-    order, whatever the number of buckets, and the backward pass goes on meanwhile.
+    One thread processes the buckets one after the other, in a separate group. So all ranks call the same collectives in
+    the same order for any number of buckets, and the backward pass continues meanwhile.
 
     Args:
-        how: as in ``compressed_all_reduce``, or "topk". What that leaves out is kept by parameter, and
-            ``hook.compression.residual(parameter)`` shows it.
-        group: the ranks of the model; None the default group. All of them make the hook at the same point.
+        how: as in ``compressed_all_reduce``, or "topk". The elements that top-k leaves out are kept for each parameter;
+            ``hook.compression.residual(parameter)`` returns them.
+        group: the ranks of the model; None means the default group. All of them create the hook at the same point.
 
     Raises:
-        ValueError: the compression is unknown. From the backward pass, before anything is sent: the gradients are on a
-            device; torch's own hooks serve those.
+        ValueError: the compression is unknown. Raised from the backward pass, before anything is sent: the gradients
+            are on a device; use torch's own hooks for them.
 
     Example::
 
@@ -78,13 +78,14 @@ class CompressionHook:
         self.stats = CompressionStats()
         self._thread = CompressionThread(group)
         self.group = self._thread.group
-        # DistributedDataParallel asks a hook for its names.
+        # DistributedDataParallel reads a hook's names.
         self.__name__ = self.__qualname__ = f"CompressionHook({self.compression.name})"
 
     def __call__(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         device = bucket.buffer().device
         if device.type != "cpu":
-            # The thread would have to order its work with the streams of the backward pass, which is not built.
+            # On a device the thread would have to order its work with the streams of the backward pass, which is not
+            # implemented.
             raise ValueError(
                 f"sagellm {self.__name__}: the gradients are on {device}, expected cpu; on a device use the hooks of "
                 "torch.distributed.algorithms.ddp_comm_hooks"
@@ -92,15 +93,15 @@ class CompressionHook:
         return self._thread.later(lambda: self._average(bucket))
 
     def _average(self, bucket: Any) -> torch.Tensor:
-        # By parameters and not by the bucket's number: after the first step DistributedDataParallel fills its buckets
-        # in the order in which gradients become ready.
+        # The key consists of the parameters, not of the bucket's number: after the first step DistributedDataParallel
+        # fills its buckets in the order in which gradients become ready.
         key = tuple(bucket.parameters())
         return compressed_all_reduce(
             bucket.buffer(), self.compression, op="avg", group=self.group, key=key, stats=self.stats
         )
 
     def close(self) -> None:
-        """Ends the thread and the group; all ranks call it after the last step."""
+        """Ends the thread and destroys the group; all ranks call it after the last step."""
         self._thread.close()
 
 
@@ -108,8 +109,8 @@ class PowerSGDHook(CompressionHook):
     """torch's PowerSGD hook for models of any number of buckets.
 
     torch's hook calls collectives from callbacks of futures, whose order between buckets differs from rank to rank.
-    Here one thread takes one bucket after the other and waits for it. ``stats`` counts bytes as for the other formats:
-    the first steps, in which torch does not compress (``start_powerSGD_iter``), save none.
+    Here one thread processes the buckets one after the other and waits for each. ``stats`` counts bytes as for the
+    other formats. The first steps save no bytes, because torch does not compress them (``start_powerSGD_iter``).
 
     Args:
         state: a ``PowerSGDState`` of ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook``; its group is
@@ -144,7 +145,7 @@ class PowerSGDHook(CompressionHook):
         gradients = bucket.buffer()
         before = self.state.total_numel_after_compression
         result: torch.Tensor = powerSGD_hook(self.state, bucket).wait()
-        # torch counts the elements that it passes on for a bucket, and none where it does not compress it yet.
+        # torch adds the elements that it sends for a bucket; it adds 0 for a bucket that it does not compress yet.
         elements = self.state.total_numel_after_compression - before or gradients.numel()
         self.stats.calls += 1
         self.stats.plain_bytes += gradients.nbytes

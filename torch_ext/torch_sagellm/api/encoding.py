@@ -1,7 +1,8 @@
-"""Numbers of 32 bits as whole numbers of eight with a scale for each block, and the places of the largest.
+"""Encodes 32-bit floats as 8-bit integers with a scale for each block, and finds the indices of the largest elements.
 
-On the CPU the core computes (``src/reduce/int8.rs``), on a device torch, by the same steps. An encoded block is its
-scale, the largest magnitude divided by 127, and a byte for each element. A block with an infinity or a NaN is NaN.
+On the CPU the core computes (``src/reduce/int8.rs``), on a device torch, in the same steps. An encoded block is its
+scale (the largest magnitude divided by 127), then a byte for each element. A block that contains an infinity or a NaN
+decodes to NaN.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ SCALE_BYTES = 4
 
 
 def encoded(flat: Tensor, block: int, blocks: int) -> Tensor:
-    """Encodes float32 numbers into so many blocks; what is behind the last number is 0."""
+    """Encodes float32 numbers into ``blocks`` blocks; the space after the last number is encoded as 0."""
     into = torch.empty(blocks * (SCALE_BYTES + block), dtype=torch.uint8, device=flat.device)
     if flat.is_cpu:
         load.extension()._int8_encode(flat, block, into)
@@ -26,7 +27,10 @@ def encoded(flat: Tensor, block: int, blocks: int) -> Tensor:
 
 
 def summed(addends: Tensor, block: int, ranks: int, divisor: int) -> Tensor:
-    """The sum of the addends of all ranks, which lie one behind the other, in their order; each divided first."""
+    """The sum of the encoded addends of all ranks, which are stored one after the other in rank order.
+
+    Each is divided first.
+    """
     into = addends.new_empty(addends.numel() // ranks)
     if addends.is_cpu:
         load.extension()._int8_sum(addends, block, divisor, into)
@@ -40,7 +44,7 @@ def summed(addends: Tensor, block: int, ranks: int, divisor: int) -> Tensor:
 
 
 def decode(from_: Tensor, block: int, into: Tensor) -> None:
-    """Decodes as many numbers as ``into`` has room for."""
+    """Decodes as many numbers as ``into`` holds."""
     if from_.is_cpu:
         load.extension()._int8_decode(from_, block, into)
     else:
@@ -49,7 +53,7 @@ def decode(from_: Tensor, block: int, into: Tensor) -> None:
 
 
 def _pack(rows: Tensor, into: Tensor) -> None:
-    # Divisors are tensors: by a number some devices multiply with its rounded inverse.
+    # Divisors are tensors, because some devices divide by a Python number by multiplying with its rounded inverse.
     if not len(rows):
         return
     magnitudes = rows.abs().amax(1, keepdim=True)
@@ -61,7 +65,7 @@ def _pack(rows: Tensor, into: Tensor) -> None:
 
 
 def _unpacked(encoded: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    if not encoded.numel():  # torch views no memory without elements as other numbers
+    if not encoded.numel():  # torch cannot view an empty tensor as another dtype
         return encoded.new_empty((0, block), dtype=torch.float32), encoded.new_empty((0, 1), dtype=torch.float32)
     table = encoded.view(-1, SCALE_BYTES + block)
     scales = table[:, :SCALE_BYTES].contiguous().view(torch.float32)
@@ -69,7 +73,7 @@ def _unpacked(encoded: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def largest(flat: Tensor, count: int) -> Tensor:
-    """The places of so many elements of largest magnitude, of 32 bits where these hold them all."""
+    """The indices of the ``count`` elements of largest magnitude, as int32 if the tensor is small enough for it."""
     small = flat.numel() <= torch.iinfo(torch.int32).max
     if flat.is_cpu and flat.dtype is torch.float32 and small:
         places = torch.empty(count, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""The error of an operation that did not end in time."""
+"""The error of an operation whose deadline passed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch.distributed import DistBackendError
 
 Result = TypeVar("Result")
 
-#: The form in which the core reports that the deadline of an operation passed (tests/golden/timeout.txt).
+#: Recognizes the core's report that the deadline of an operation passed (tests/golden/timeout.txt).
 _TIMED_OUT = re.compile(r"\bTimed out after\b")
-#: Finds the ranks that such a text names; the first "rank N" is the rank that reports.
+#: Finds the ranks that such a text says are missing. The rank that reports is not followed by a parenthesis.
 _RANK = re.compile(r"\brank (\d+) \(")
 
 
@@ -20,8 +20,8 @@ class CommTimeoutError(DistBackendError, TimeoutError):  # type: ignore[misc]  #
     """An operation did not end within its timeout.
 
     It is a ``torch.distributed.DistBackendError``, which programs for torch catch, and a ``TimeoutError``. The text
-    says in which operation, how long it took, and what each missing rank does. The group has failed on every rank: its
-    other operations end with an error, and a new group is needed to go on.
+    names the operation, how long it took, and what each missing rank does. The group has failed on every rank: its
+    other operations end with an error, and continuing needs a new group.
 
     Example::
 
@@ -33,12 +33,12 @@ class CommTimeoutError(DistBackendError, TimeoutError):  # type: ignore[misc]  #
 
     @property
     def missing_ranks(self) -> list[int]:
-        """The ranks that the operation waited for, in ascending order; empty where the text names none."""
+        """The ranks that the operation waited for, in ascending order; empty if the text names none."""
         return sorted({int(rank) for rank in _RANK.findall(str(self))})
 
 
 def translated(error: DistBackendError) -> DistBackendError:
-    """The same error, as a ``CommTimeoutError`` where a deadline passed."""
+    """The same error, converted to a ``CommTimeoutError`` if it says that a deadline passed."""
     text = str(error)
     if isinstance(error, CommTimeoutError) or not _TIMED_OUT.search(text):
         return error
@@ -46,7 +46,7 @@ def translated(error: DistBackendError) -> DistBackendError:
 
 
 def with_timeouts(call: Callable[[], Result]) -> Result:
-    """Returns the result of ``call``; raises a ``CommTimeoutError`` where a deadline passes in it."""
+    """Returns the result of ``call``; raises a ``CommTimeoutError`` if a deadline passes in it."""
     try:
         return call()
     except DistBackendError as error:

@@ -1,4 +1,4 @@
-"""The formats in which tensors are summed in fewer bytes; each class states its error bound for one call."""
+"""The formats in which tensors are summed in fewer bytes; each class states the error bound of one call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch_sagellm.api.group_choice import our_backend
 
 
 class Compression(ABC):
-    """A way to sum a tensor over ranks in fewer bytes.
+    """A method to sum a tensor over ranks in fewer bytes.
 
     Example::
 
@@ -32,22 +32,25 @@ class Compression(ABC):
 
     #: Its name in ``compressed_all_reduce``.
     name: str
-    #: Whether it keeps a remainder from call to call, so that each tensor needs a ``key``.
+    #: Whether it keeps a remainder from call to call, which requires a ``key`` for each tensor.
     needs_key: bool = False
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, group: Any, key: Any = None) -> int:
         """Sums a contiguous float tensor over the ranks of ``group``, in place; returns the bytes that it sent.
 
-        That is ``tensor.nbytes`` times what leaves the host over what leaves it in a plain all_reduce.
+        The result is ``tensor.nbytes`` times the ratio of the bytes that leave the host to those of a plain all_reduce.
 
-        ``key`` names the tensor for compressions that keep a remainder from call to call. A tuple of parameters says
-        that the tensor holds their gradients, one behind the other: a bucket of DistributedDataParallel holds others
-        from the second step on.
+        ``key`` identifies the tensor for compressions that keep a remainder from call to call. A tuple of parameters
+        means that the tensor holds their gradients, one after the other, because a bucket of DistributedDataParallel
+        holds other parameters from the second step on.
         """
 
     def average(self, tensor: torch.Tensor, group: Any, key: Any = None) -> int:
-        """The same for the average. A format whose sums may be too large for it divides earlier than this one."""
+        """The same for the average.
+
+        A format whose sums may overflow divides before it sums; this method divides after.
+        """
         sent = self.all_reduce(tensor, group, key)
         tensor /= dist.get_world_size(group)
         return sent
@@ -57,7 +60,7 @@ class Half(Compression):
     """16 bits: each rank's numbers are rounded once, the core adds them in 32 bits, and the result is rounded once.
 
     The relative error of each addend and of the result is at most 2^-11 for float16 (whose largest number is 65,504)
-    and 2^-8 for bfloat16. An average is finite where its addends are: it is divided before the sum is rounded.
+    and 2^-8 for bfloat16. An average is finite if its addends are, because it is divided before the sum is rounded.
 
     Args:
         dtype: ``torch.float16`` or ``torch.bfloat16`` (ValueError otherwise).
@@ -78,7 +81,8 @@ class Half(Compression):
         return self._reduce(tensor, tensor, dist.ReduceOp.SUM, group)
 
     def average(self, tensor: torch.Tensor, group: Any, key: Any = None) -> int:
-        # bfloat16 has the range of the 32 bits in which numbers are added: the sum of its largest would not fit.
+        # bfloat16 has the range of the 32 bits in which numbers are added, so the sum of its largest numbers would
+        # overflow.
         if self.dtype is torch.float16 and _has_average(group):
             return self._reduce(tensor, tensor, dist.ReduceOp.AVG, group)
         return self._reduce(tensor, tensor / dist.get_world_size(group), dist.ReduceOp.SUM, group)
@@ -91,16 +95,16 @@ class Half(Compression):
 
 
 class Int8(Compression):
-    """Whole numbers from -127 to 127 with a float32 scale for each block of a flat tensor.
+    """Integers from -127 to 127 with a float32 scale for each block of a flat tensor.
 
-    Every rank adds one part: it gets that of all ranks by an all_to_all, and all get the sums by an all_gather. With m
-    the largest magnitude of a block, an addend is off by at most m / 254, and so is the sum once more, by its own m.
-    Where several hosts have the same number of ranks, more than one, each host is summed first, in full precision: its
-    sum is an addend then, and a host sends 25.4 % of what it would send in a plain all_reduce, however many ranks it
-    has.
+    Every rank sums one part: it receives this part of all ranks by an all_to_all, and an all_gather distributes the
+    sums. If m is the largest magnitude of a block, each addend has an error of at most m / 254; the sum then has
+    another such error for its own m. If several hosts have the same number of ranks, more than one, each host is summed
+    first, in full precision, and its sum is then one addend. A host then sends 25.4 % of what it would send in a plain
+    all_reduce, for any number of its ranks.
 
     Args:
-        block: elements that share a scale, 1 or more (ValueError).
+        block: number of elements that share a scale, at least 1 (ValueError).
 
     Example::
 
@@ -121,7 +125,7 @@ class Int8(Compression):
         return self._reduce(tensor, group, dist.get_world_size(group))
 
     def _reduce(self, tensor: torch.Tensor, group: Any, divisor: int) -> int:
-        flat = tensor.view(-1).to(torch.float32)  # the tensor's own memory, if it is of this type
+        flat = tensor.view(-1).to(torch.float32)  # the tensor's own memory if it is float32, otherwise a copy
         among = _among(group)
         if among is None:
             sent = self._between(flat, group, divisor)
@@ -134,7 +138,10 @@ class Int8(Compression):
         return sent
 
     def _between(self, flat: torch.Tensor, group: Any, divisor: int) -> int:
-        """Sums ``flat`` over the ranks; overwrites it once all parts are there; returns the encoded data's bytes."""
+        """Sums ``flat`` over the ranks and overwrites it after all parts are there.
+
+        Returns the bytes of the encoded data.
+        """
         ranks = dist.get_world_size(group)
         blocks = math.ceil(flat.numel() / self.block / ranks) * ranks
         encoded = encoding.encoded(flat, self.block, blocks)
@@ -142,19 +149,19 @@ class Int8(Compression):
         dist.all_to_all_single(every, encoded, group=group)
         dist.all_gather_into_tensor(encoded, encoding.summed(every, self.block, ranks, divisor), group=group)
         encoding.decode(encoded, self.block, flat)
-        # Both steps pass the share of the other ranks, as those of a plain all_reduce do.
+        # Both steps send the other ranks' share of the data, like the two steps of a plain all_reduce.
         return int(encoded.nbytes)
 
 
 class TopK(Compression):
-    """The share ``ratio`` of the elements, those of largest magnitude; the others are added to the next call's.
+    """Sends the elements of largest magnitude, the share ``ratio``, and adds the others to the next call's elements.
 
-    No element is lost, it only comes later: the sum over all calls is that of plain calls, except for the remainder at
-    the end, which ``residual(key)`` shows. Where several hosts have the same number of ranks, more than one, each host
-    is summed first, and each of its ranks picks elements of its part of that sum: a host sends as much however many
-    ranks it has. An element travels with its index, of 32 bits, to every other rank (host). A tensor is known by its
-    ``key``: a number, a name, or the parameter whose gradient it is. The remainder of a parameter ends with the
-    parameter; a call that fails changes no remainder.
+    No element is lost, only delayed: the sum over all calls equals that of plain calls, except for the remainder at the
+    end, which ``residual(key)`` returns. If several hosts have the same number of ranks, more than one, each host is
+    summed first, and each of its ranks selects elements of its part of that sum; a host then sends the same amount for
+    any number of its ranks. An element is sent with its 32-bit index to every other rank (host). A tensor is identified
+    by its ``key``: a number, a name, or the parameter whose gradient it is. The remainder of a parameter is dropped
+    with the parameter. A call that fails changes no remainder.
 
     Args:
         ratio: more than 0 and at most 1 (ValueError).
@@ -173,11 +180,12 @@ class TopK(Compression):
             raise ValueError(f"sagellm TopK: ratio is {ratio}, expected more than 0 and at most 1")
         self.ratio = ratio
         self._left: dict[Any, torch.Tensor] = {}
-        #: The same for parameters, by identity: they live no longer for it, and no other ever has their remainder.
+        #: The same for parameters, by identity. It does not keep a parameter alive, and no other parameter gets its
+        #: remainder.
         self._left_of: Any = WeakTensorKeyDictionary()
 
     def residual(self, key: Any) -> torch.Tensor | None:
-        """The part of a tensor, flat, that this rank has not sent yet; None where no call has had this key."""
+        """The flat part of a tensor that this rank has not sent yet; None if no call has had this key."""
         found: torch.Tensor | None = self._kept(key).get(key)
         return found
 
@@ -193,7 +201,7 @@ class TopK(Compression):
     def _reduce(self, tensor: torch.Tensor, group: Any, key: Any, divisor: int) -> int:
         flat = tensor.view(-1)
         parts = _parts(key, flat.numel())
-        # The tensor and the remainder change only when the exchange is over: a call that failed may be made again.
+        # The tensor and the remainder change only after the exchange, so that a failed call can be repeated.
         rest = self._with_remainder(flat, parts)
         among = _among(group)
         if among is None:
@@ -202,7 +210,7 @@ class TopK(Compression):
             part = _part_of_host(rest, among)
             total, sent = self._between(part, among.across, divisor)
             total, sent = _whole_of_host(total, among)[: flat.numel()], sent * len(among.columns)
-            # What this rank's part of the host's sum keeps is added to this rank's addend in the next call.
+            # The remainder of this rank's part of the host's sum is added to this rank's addend in the next call.
             rest.zero_()
             begin = among.place * len(part)
             rest[begin : begin + len(part)] = part[: max(len(rest) - begin, 0)]
@@ -213,7 +221,7 @@ class TopK(Compression):
         return sent
 
     def _between(self, rest: torch.Tensor, group: Any, divisor: int) -> tuple[torch.Tensor, int]:
-        """The sum of what all ranks send, which ``rest`` loses; and the bytes."""
+        """Removes the elements to send from ``rest``; returns the sum of all ranks' elements, and the bytes."""
         ranks = dist.get_world_size(group)
         count = max(1, math.ceil(self.ratio * rest.numel())) if rest.numel() else 0
         places = encoding.largest(rest, count)
@@ -227,11 +235,11 @@ class TopK(Compression):
         # Rank by rank, so that all ranks add in the same order.
         for place, value in zip(every_place.chunk(ranks), every_value.chunk(ranks), strict=True):
             total.index_add_(0, place, value / divisor)
-        # Each rank's elements go to all others; of a plain all_reduce 2 / ranks of the tensor do.
+        # Each rank's elements are sent to all other ranks. A plain all_reduce sends 2 / ranks of the tensor to each.
         return total, int(places.nbytes + values.nbytes) * ranks // 2
 
     def _with_remainder(self, flat: torch.Tensor, parts: list[tuple[Any, int]]) -> torch.Tensor:
-        """A copy of the elements, to which what earlier calls have left out is added."""
+        """A copy of the elements, plus the remainder of earlier calls."""
         whole = flat.clone()
         for (key, size), addend in zip(parts, whole.split([size for _, size in parts]), strict=True):
             left = self.residual(key)
@@ -248,8 +256,9 @@ class TopK(Compression):
 
 
 class Auto(Compression):
-    """int8 between hosts, and no compression where all ranks are on one host, where int8 and top-k were slower than
-    none in every measurement.
+    """int8 between hosts, and no compression if all ranks are on one host.
+
+    On one host int8 and top-k were slower than no compression in every measurement.
 
     Example::
 
@@ -273,12 +282,12 @@ class Auto(Compression):
 
 
 def on_one_host(group: Any) -> bool:
-    """Whether all ranks of a group are on one host; a collective in the group's first call."""
+    """Whether all ranks of a group are on one host. Collective in the group's first call."""
     return len(set(hosts_of(group)[0])) == 1
 
 
 def _parts(key: Any, numel: int) -> list[tuple[Any, int]]:
-    """The keys of a flat tensor's parts with their sizes: one, or those of a tuple of parameters."""
+    """The keys and sizes of a flat tensor's parts: one part, or one for each parameter of a tuple."""
     if not (isinstance(key, tuple) and key and all(isinstance(each, torch.Tensor) for each in key)):
         return [(key, numel)]
     sizes = [each.numel() for each in key]
@@ -289,12 +298,12 @@ def _parts(key: Any, numel: int) -> list[tuple[Any, int]]:
     return list(zip(key, sizes, strict=True))
 
 
-#: For each group the hosts of its ranks, and how they are summed first; found in its first compressed call.
+#: By group: the hosts of its ranks, and how they are summed first. Filled in the group's first compressed call.
 _places: Any = WeakKeyDictionary()
 
 
 def hosts_of(group: Any) -> tuple[list[Any], hosts.Hosts | None]:
-    """The host of each rank, and how the hosts are summed first, if they are; a collective in a group's first call."""
+    """The host of each rank, and how hosts are summed first, if they are. Collective in a group's first call."""
     base = dist.group.WORLD if group is None else group
     if base not in _places:
         where = hosts.names(base)
@@ -304,7 +313,7 @@ def hosts_of(group: Any) -> tuple[list[Any], hosts.Hosts | None]:
 
 
 def forget(group: Any) -> hosts.Hosts | None:
-    """Drops what was found of a group that ends, and returns how its ranks were on hosts."""
+    """Drops the entry of a group that ends, and returns how its ranks were placed on hosts."""
     among: hosts.Hosts | None = _places.pop(group, (None, None))[1]
     return among
 
@@ -314,7 +323,7 @@ def _among(group: Any) -> hosts.Hosts | None:
 
 
 def _part_of_host(flat: torch.Tensor, among: hosts.Hosts) -> torch.Tensor:
-    """This rank's part of its host's sum: as many elements on every rank, with zeros behind the last."""
+    """This rank's part of its host's sum: the same number of elements on every rank, padded with zeros."""
     ranks = len(among.columns)
     size = math.ceil(flat.numel() / ranks)
     padded = torch.nn.functional.pad(flat, (0, size * ranks - flat.numel()))
@@ -330,6 +339,9 @@ def _whole_of_host(part: torch.Tensor, among: hosts.Hosts) -> torch.Tensor:
 
 
 def _has_average(group: Any) -> bool:
-    """Whether our engine serves the group, which has ReduceOp.AVG; gloo, as a backend or as our delegate, has not."""
+    """Whether our engine serves the group, which supports ReduceOp.AVG.
+
+    Gloo, as a backend or as our delegate, does not.
+    """
     ours = our_backend(dist.group.WORLD if group is None else group)
     return ours is not None and not ours.delegate_reason

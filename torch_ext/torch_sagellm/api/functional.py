@@ -1,12 +1,12 @@
-"""Collectives as plain functions, with the arguments in the order input, output, and results that are returned.
+"""Collectives as plain functions with arguments in the order input, output; each returns its result.
 
-Each is a call of torch.distributed in ``group`` (None: the default group, of any backend), after checks of its tensors.
-Ranks in ``src`` and ``dst`` are those of the default group, as in torch. Where a deadline passes the error is a
+Each function checks its tensors and then calls torch.distributed in ``group`` (None: the default group, of any
+backend). Ranks in ``src`` and ``dst`` are those of the default group, as in torch. If a deadline passes, the error is a
 ``CommTimeoutError``.
 
 Example::
 
-    parts = torch_sagellm.all_gather(torch.ones(2))  # a list of a tensor for each rank
+    parts = torch_sagellm.all_gather(torch.ones(2))  # a list with a tensor of each rank
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def all_reduce(tensor: torch.Tensor, op: Op = "sum", group: dist.ProcessGroup | 
 
 
 def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
-    """The tensors of all ranks, which have one shape and dtype, as a list in the order of the ranks.
+    """Returns the tensors of all ranks, which have one shape and dtype, as a list in rank order.
 
     Example::
 
@@ -67,10 +67,10 @@ def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> 
 def reduce_scatter(
     tensor: torch.Tensor | Tensors, op: Op = "sum", group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """This rank's part of what all ranks give, combined: a new tensor.
+    """Combines the inputs of all ranks; returns this rank's part of the result as a new tensor.
 
-    ``tensor`` is a list with a tensor for each rank, all of one shape, or one tensor that is divided along dimension 0,
-    which is then a multiple of the number of ranks (ValueError).
+    ``tensor`` is a list with a tensor for each rank, all of one shape, or one tensor that is divided along dimension 0.
+    Dimension 0 must then be a multiple of the number of ranks (ValueError).
 
     Example::
 
@@ -92,7 +92,7 @@ def reduce_scatter(
 
 
 def broadcast(tensor: torch.Tensor, src: int = 0, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Writes the tensor of rank ``src`` into those of the other ranks, in place; returns it.
+    """Writes the tensor of rank ``src`` into the tensors of the other ranks, in place; returns it.
 
     Example::
 
@@ -106,11 +106,11 @@ def broadcast(tensor: torch.Tensor, src: int = 0, group: dist.ProcessGroup | Non
 def all_to_all(
     send_list: Tensors, recv_list: Sequence[torch.Tensor] | None = None, group: dist.ProcessGroup | None = None
 ) -> list[torch.Tensor]:
-    """Sends ``send_list[r]`` to each rank r and returns what comes from the ranks, in their order.
+    """Sends ``send_list[r]`` to each rank r; returns the tensors received from all ranks, in rank order.
 
-    ``recv_list`` has the tensors that receive it; without one they are made, of the shapes that this rank sends.
-    torch's order is the other one: in ``dist.all_to_all(output, input)`` the lists of this order would be exchanged the
-    wrong way round, without an error.
+    ``recv_list`` has the tensors that receive the data; without it they are created with the shapes that this rank
+    sends. torch's order of arguments is the opposite: with the lists in this order, ``dist.all_to_all(output, input)``
+    would exchange them in the wrong direction, without an error.
 
     Example::
 
@@ -130,7 +130,7 @@ def all_to_all(
 
 
 def send(tensor: torch.Tensor, dst: int, group: dist.ProcessGroup | None = None, tag: int = 0) -> None:
-    """Sends ``tensor`` to rank ``dst``; when it returns the memory may be used again.
+    """Sends ``tensor`` to rank ``dst``; after it returns, the memory may be changed.
 
     Example::
 
@@ -146,7 +146,7 @@ def send(tensor: torch.Tensor, dst: int, group: dist.ProcessGroup | None = None,
 def recv(
     tensor: torch.Tensor, src: int | None = None, group: dist.ProcessGroup | None = None, tag: int = 0
 ) -> torch.Tensor:
-    """Receives into ``tensor`` from rank ``src``, or from any rank where that is None; returns it.
+    """Receives into ``tensor`` from rank ``src``, or from any rank if ``src`` is None; returns ``tensor``.
 
     Example::
 
@@ -161,7 +161,7 @@ def recv(
 
 
 def isend(tensor: torch.Tensor, dst: int, group: dist.ProcessGroup | None = None, tag: int = 0) -> CommFuture:
-    """``send`` as a future. ``tensor`` must not change before it has ended.
+    """``send`` as a future. ``tensor`` must not change before the future is done.
 
     Example::
 
@@ -194,7 +194,7 @@ def _named(what: str, op: Op) -> Any:
 
 
 def _checked_list(what: str, name: str, tensors: Tensors, ranks: int) -> list[torch.Tensor]:
-    """The tensors in memory of their own order; a ValueError where there is not one for each rank."""
+    """The tensors of a list, each in contiguous memory; a ValueError unless there is one for each rank."""
     if isinstance(tensors, torch.Tensor) or len(tensors) != ranks:
         got = "one tensor" if isinstance(tensors, torch.Tensor) else f"{len(tensors)} tensors"
         raise ValueError(f"sagellm {what}: {name} is {got}, expected a list of {ranks}, one a rank")

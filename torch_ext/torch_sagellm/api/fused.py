@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-#: Values of ``op`` besides a ``torch.distributed.ReduceOp``.
+#: Values of ``op`` in addition to a ``torch.distributed.ReduceOp``.
 OPS = {
     "sum": "SUM",
     "avg": "AVG",
@@ -38,20 +38,20 @@ def fused_all_reduce(
             Every rank passes the same number, with the same shapes and dtypes in the same order.
         op: "sum", "avg" (or "mean"), "product" (or "prod"), "min", "max", "band", "bor", "bxor", or a
             ``torch.distributed.ReduceOp``.
-        group: the default group if None. Groups of other backends work if they support coalescing.
+        group: the group; None means the default group. Groups of other backends work if they support coalescing.
 
     Returns:
         The same tensors, in a new list.
 
     Raises:
-        TypeError: a tensor was passed in place of a list, or something in the list is no tensor.
+        TypeError: a single tensor was passed instead of a list, or an element of the list is not a tensor.
         ValueError: ``op`` is unknown, two tensors share memory, one has no data, is sparse or a lazily conjugated or
             negated view, or the backend refuses the call; nothing was sent.
         RuntimeError: as for every collective: a mismatch between ranks, a rank that died, a deadline.
 
-    On one host, and in strict mode on several, the bits are those of one ``all_reduce`` per tensor; docs/determinism.md
-    says what holds otherwise. The list is not packed into a buffer: its tensors are read and written in place, so
-    there is no limit on its size.
+    On one host, and in strict mode on several hosts, the bits are the same as with one ``all_reduce`` per tensor;
+    docs/determinism.md describes other cases. The list is not packed into a buffer: its tensors are read and written in
+    place, so there is no limit on its size.
 
     Example::
 
@@ -61,7 +61,7 @@ def fused_all_reduce(
     import torch
     import torch.distributed as dist
 
-    if isinstance(tensors, torch.Tensor):  # which is a sequence of its rows
+    if isinstance(tensors, torch.Tensor):  # a tensor is a sequence of its rows
         raise TypeError("sagellm fused_all_reduce: tensors is one tensor, expected a list of them; pass [tensor]")
     listed = list(tensors)
     receives = _extension()._receives
@@ -104,7 +104,7 @@ def _refuse(number: int, tensor: Any) -> None:
 
 @cache
 def _named_options(op: str) -> Any:
-    """The options of a reduce op by name, cached: making them takes as long as a small operation."""
+    """The options of a reduce op by name, cached because creating them takes as long as a small operation."""
     import torch.distributed as dist
 
     if op.lower() not in OPS:
@@ -128,7 +128,7 @@ def _extension() -> ModuleType:
 
 
 def _apart(tensors: list[torch.Tensor]) -> None:
-    """Refuses a list in which tensors share memory: its elements would be reduced twice."""
+    """Refuses a list in which tensors share memory, because the shared elements would be reduced twice."""
     shared = _extension()._shared(tensors)
     if shared is not None:
         raise ValueError(

@@ -12,11 +12,10 @@ from torch_sagellm.api.errors import translated, with_timeouts
 
 
 class CommFuture(torch.futures.Future[torch.Tensor]):  # type: ignore[misc]  # torch has no annotations for mypy
-    """The future of an asynchronous call: ``wait()`` returns its tensor, ``then`` chains what comes after it.
+    """The future of an asynchronous call: ``wait()`` returns its tensor, ``then`` chains a function to it.
 
-    On a device ``wait()`` makes the current stream wait, as a Work of torch does. Messages that a delegate carries (all
-    of a group over several hosts) have no future of torch: functions that ``then`` chains to them run when ``wait()``
-    returns.
+    On a device ``wait()`` makes the current stream wait, like a Work of torch. Messages of a group that gloo serves
+    have no future in torch: functions that ``then`` chains to them run when ``wait()`` returns.
 
     Example::
 
@@ -28,7 +27,7 @@ class CommFuture(torch.futures.Future[torch.Tensor]):  # type: ignore[misc]  # t
         super().__init__(devices=None if result.is_cpu else [result.device])
         self._work, self._result = work, result
         self._ends_with_wait = False
-        if work is None:  # it has ended
+        if work is None:  # the operation has already ended
             self.set_result(result)
             return
         try:
@@ -39,7 +38,7 @@ class CommFuture(torch.futures.Future[torch.Tensor]):  # type: ignore[misc]  # t
             inner.add_done_callback(lambda ended: self._end(ended.value))
 
     def _end(self, value: Callable[[], Any]) -> None:
-        """Ends this future with the result or the error of ``value``, which returns at once."""
+        """Completes this future with the result or the error of ``value``, which returns at once."""
         try:
             value()
         except Exception as error:  # torch passes on only the text of the operation's error
@@ -54,7 +53,7 @@ class CommFuture(torch.futures.Future[torch.Tensor]):  # type: ignore[misc]  # t
         return self._work is None or bool(self._work.is_completed())
 
     def wait(self) -> torch.Tensor:
-        """The tensor, when the operation has ended; raises what the synchronous form would."""
+        """Returns the tensor when the operation has ended; raises what the synchronous form would raise."""
         if self._ends_with_wait:
             if not super().done():
                 self._end(self._work.wait)
@@ -64,15 +63,15 @@ class CommFuture(torch.futures.Future[torch.Tensor]):  # type: ignore[misc]  # t
         return self._result
 
     def value(self) -> torch.Tensor:
-        """The tensor of an operation that has ended, as after ``wait()``; a RuntimeError before that."""
+        """The tensor of an operation that has ended, like ``wait()``; a RuntimeError before that."""
         if not self.done():
             raise RuntimeError("sagellm: the operation has not ended yet; wait() waits for it and returns its tensor")
-        # The future of torch ends a moment later: on another thread, or, for a delegate's messages, in ``wait()``.
+        # torch's future completes slightly later: on another thread or, for a delegate's messages, in ``wait()``.
         return self.wait()
 
 
 class Later:
-    """Gives a future of ours the methods of a Work, for ``CommFuture``."""
+    """Adapts a future of ours to the methods of a Work, for ``CommFuture``."""
 
     def __init__(self, future: torch.futures.Future[torch.Tensor]) -> None:
         self.get_future = lambda: future

@@ -1,9 +1,9 @@
-"""Gradients through the collectives of operators: the backward pass of each is the collective that belongs to it.
+"""Gradients through the collectives of operators: the backward pass of each calls the dual collective.
 
-In a group of processes, and where the ranks of one process have a thread each, a backward pass waits for the other
-ranks, as its forward pass does. On the thread that made such ranks nothing may wait, because the other ranks have
-their turn later: there the gradient of a rank stops at the operator, and goes on, for all ranks together, when the last
-rank has come as far.
+In a group of processes, and if each rank of one process has a thread, a backward pass waits for the other ranks, as its
+forward pass does. On the thread that created such ranks nothing may wait, because the other ranks make their calls
+later on the same thread. There a rank's backward pass stops at the operator; when the last rank has reached it, the
+backward passes of all ranks continue.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def crosses(tensor: Any) -> bool:
 
 
 def crossed(member: Any, kind: str, tensor: torch.Tensor, op: Op = "sum") -> torch.Tensor:
-    """The collective ``kind`` ("all_reduce", "all_gather" or "reduce_scatter") of a tensor that autograd follows."""
+    """Calls all_reduce, all_gather or reduce_scatter (``kind``) with a tensor that autograd follows."""
     name = checked_op(kind, op)
     if isinstance(member, Member) and member.topology.made_here:
-        # An edge of the graph would carry the gradient on at once, so there is none: a token stands for the tensor.
+        # An edge of the graph would pass the gradient on at once, so there is none: an empty token replaces the tensor.
         token = torch.empty(0, dtype=tensor.dtype, requires_grad=True)
         result: torch.Tensor = _Later.apply(token, tensor.detach(), _Upstream(tensor), member, kind, name)
     else:
@@ -35,7 +35,7 @@ def crossed(member: Any, kind: str, tensor: torch.Tensor, op: Op = "sum") -> tor
 
 
 class _Upstream:
-    """Holds a tensor for a function of autograd without an edge to it."""
+    """Passes a tensor to an autograd function without an edge to it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -76,7 +76,7 @@ class _Later(torch.autograd.Function):  # type: ignore[misc]  # torch has no ann
 
 
 def _go_on(tensor: torch.Tensor, member: Any, kind: str, name: str, came: torch.Tensor, keep: bool) -> None:
-    """The rest of a rank's backward pass, from the tensor that went into an operator on."""
+    """Continues a rank's backward pass from the tensor that was passed to an operator."""
     gradient = _finished(member, kind, name, came, tensor.shape)
     torch.autograd.backward([tensor], [gradient], retain_graph=keep)
 
@@ -88,7 +88,7 @@ def _call(member: Any, kind: str, tensor: torch.Tensor, name: str) -> torch.Tens
 
 
 def _dual(member: Any, kind: str, grad: torch.Tensor, name: str) -> tuple[Any, torch.Tensor]:
-    """The method that carries gradients back, and what it is given: all ranks' losses count, as one sum."""
+    """Returns the method of the dual collective and its input. The losses of all ranks count as one sum."""
     if name not in ("SUM", "AVG"):
         raise RuntimeError(
             f"sagellm {kind}: there is no gradient of op {name}, only of sum and avg; detach() the tensor"

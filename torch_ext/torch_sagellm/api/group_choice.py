@@ -1,4 +1,4 @@
-"""The process group that a backend works in: the running one, a new one over the same ranks, or one started here."""
+"""Selects the process group of a backend: the running one, a new one over the same ranks, or one that is started."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_sagellm.observe import stats as statistics
 
 #: The variables of torchrun's environment that ``init_process_group`` needs.
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-#: Seconds between two attempts to make a group: doubled each time.
+#: Pauses in seconds between attempts to create a group: the first one, doubled after each attempt up to the longest.
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 10.0
 Result = TypeVar("Result")
 
@@ -36,7 +36,7 @@ class GroupSettings:
         retry: int,
     ) -> None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
-        # Without a device every group carries the same tensors in the same way.
+        # Without a device the option has no effect, so any group fits.
         self.vendor = vendor if accelerator is not None else None
         self.algorithm = algorithm
         self.topology = topology
@@ -58,7 +58,7 @@ class GroupSettings:
         )
 
     def _also(self) -> tuple[str, ...]:
-        # "auto" finds a vendor's library by itself, never the way through host memory.
+        # "auto" may select a vendor's library by itself, but never the way through host memory.
         return () if self.vendor == "host" else ("auto",)
 
     def options(self) -> Any:
@@ -72,7 +72,7 @@ class GroupSettings:
 
 
 def group_for(group: Any, rank: int | None, world_size: int | None, settings: GroupSettings, who: str) -> Any:
-    """The process group to work in: the one given, the default one, a sibling of it, or one that is started here."""
+    """The process group to work in: the given one, the default one, a further one over its ranks, or a started one."""
     if group is None and not dist.is_initialized():
         _start(rank, world_size, settings, who)
     base = group if group is not None else dist.group.WORLD
@@ -103,13 +103,13 @@ def group_for(group: Any, rank: int | None, world_size: int | None, settings: Gr
 
 
 def _tried(retry: int, who: str, make: Callable[[], Result]) -> Result:
-    """Makes a group, in several attempts if needed. A further attempt is safe, because no rank has the group yet."""
+    """Creates a group, in several attempts if needed. A retry is safe, because no rank has the group yet."""
     world = dist.distributed_c10d._world
     number = world.group_count
     for attempt in range(retry):
         try:
             return make()
-        except RuntimeError as error:  # of torch's store, or of the rendezvous; wrong arguments are ValueErrors
+        except RuntimeError as error:  # from torch's store or from the rendezvous; wrong arguments are ValueErrors
             pause = min(FIRST_PAUSE * 2**attempt, LONGEST_PAUSE)
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             log.logger.warning(
@@ -120,14 +120,15 @@ def _tried(retry: int, who: str, make: Callable[[], Result]) -> Result:
                 retry + 1,
                 pause,
             )
-        # torch names groups by a count, which a failed attempt has raised: the ranks would look for different names.
+        # torch names groups by a count. A failed attempt has incremented it, so the ranks would look for different
+        # names.
         world.group_count = number
         time.sleep(pause)
     return make()
 
 
 def _start(rank: int | None, world_size: int | None, settings: GroupSettings, who: str) -> None:
-    """Starts the default group: from torchrun's environment, or of this process alone."""
+    """Starts the default group: from torchrun's environment, or with this process as its only rank."""
     missing = [name for name in ENVIRONMENT if name not in os.environ]
     common = {"timeout": settings.timeout, "pg_options": settings.options()}
     if not missing:
@@ -152,12 +153,12 @@ def _start(rank: int | None, world_size: int | None, settings: GroupSettings, wh
 
 
 def our_backend(group: Any) -> Any:
-    """The backend of this package behind a group, or None."""
+    """The backend of this package that serves a group, or None."""
     return statistics._backend(group)
 
 
 def is_alive(group: Any) -> bool:
-    """Whether the group has not been destroyed."""
+    """Whether the group still exists, that is, has not been destroyed."""
     try:
         dist.get_world_size(group)
     except (RuntimeError, ValueError):

@@ -1,7 +1,7 @@
-"""Rows to other ranks in two steps where hosts have several ranks: first between hosts, then inside each of them.
+"""Sends rows to other ranks in two steps if hosts have several ranks: first between hosts, then inside each host.
 
-With H hosts of L ranks each rank sends H - 1 messages between hosts instead of (H - 1) * L: rows for a host go to the
-rank there that has the same place as the sender; that rank passes them on in shared memory.
+With H hosts of L ranks each rank sends H - 1 messages between hosts instead of (H - 1) * L. Rows for a host are sent to
+the rank on it that has the same place (index within the host) as the sender; that rank passes them on in shared memory.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Hosts:
-    """Where the ranks of a group are: the same number of them, more than one, on each of several hosts.
+    """The hosts of a group: several hosts with the same number of ranks each, more than one.
 
-    All lists of ranks are in the order of the groups that are made of them.
+    All lists of ranks are in the order of the groups that are created from them.
     """
 
-    #: For each rank of the group the ranks of its host, by their place there.
+    #: For each rank of the group: the ranks of its host, by their place on it.
     host_of: list[list[int]]
-    #: For each place the ranks that have it, one on each host.
+    #: For each place: the ranks that have it, one on each host.
     columns: list[list[int]]
-    #: This rank's place; the ranks that share it, and the ranks of this host, as groups.
+    #: This rank's place; the group of the ranks with the same place (`across`), and of the ranks on this host
+    #: (`inside`).
     place: int
     across: Any
     inside: Any
 
 
 def names(group: Any) -> list[Any]:
-    """The host of each rank of a group. Collective."""
+    """Identifies the host of each rank of a group. Collective."""
     here = (Path("/proc/sys/kernel/random/boot_id").read_text().strip(), Path("/proc/self/ns/net").readlink().name)
     where: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(where, here, group=group)
@@ -41,14 +42,16 @@ def names(group: Any) -> list[Any]:
 
 
 def find(group: Any, where: list[Any] | None = None) -> Hosts | None:
-    """The hosts of a group; None on one host, and where hosts have one rank or different numbers. Collective.
+    """The hosts of a group.
 
-    ``where``: what ``names`` has found.
+    None if there is one host, or if hosts have one rank or different numbers of ranks. Collective.
+
+    ``where``: the result of ``names``, if the caller has it.
     """
     where = names(group) if where is None else where
     here = where[dist.get_rank(group)]
     members = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
-    # torch sorts the ranks of a new group.
+    # torch sorts the ranks of a new group, so use that order.
     order = sorted(range(len(members)), key=lambda rank: members[rank])
     hosts = {name: [rank for rank in order if where[rank] == name] for name in where}
     here_too = hosts[here]
@@ -65,13 +68,16 @@ def find(group: Any, where: list[Any] | None = None) -> Hosts | None:
 
 
 def exchange(rows: Tensor, sent: list[int], received: list[int], hosts: Hosts) -> Tensor:
-    """Sends ``sent[r]`` rows to each rank r, and returns the ``received[r]`` that come, in the order of the ranks."""
+    """Sends ``sent[r]`` rows to each rank r.
+
+    Returns the rows received from all ranks (``received[r]``), in rank order.
+    """
     column = hosts.columns[hosts.place]
     by_host = [rank for other in column for rank in hosts.host_of[other]]
     counts = torch.tensor([sent[rank] for rank in by_host], device=rows.device)
     theirs = torch.empty_like(counts)
     dist.all_to_all_single(theirs, counts, group=hosts.across)
-    # For each rank of the column the rows that it has for each place of this host.
+    # For each rank of the column: how many rows it has for each place of this host.
     table = theirs.view(len(column), -1).tolist()
     parts = rows.split(sent)
     sizes = [sum(sent[rank] for rank in hosts.host_of[other]) for other in column]

@@ -1,9 +1,9 @@
-"""Ranks that are objects of one process, for learning and tests: groups of the core, as processes have them.
+"""Ranks that are objects of one process, for learning and tests: groups of the core, like those of processes.
 
-The ranks of a ``Topology`` meet over a store in memory and share memory, as processes of one host do. Their calls are
-collected here, because a loop over ranks makes them one after the other: when the last rank has made a call, the
-operation is issued on all ranks at once. The core is given copies, so that an operation that fails leaves no tensor
-half written. The core alone decides how data is moved and combined.
+The ranks of a ``Topology`` meet over a store in memory and share memory, like processes of one host. Their calls are
+collected here, because a loop over ranks makes them one after the other. When the last rank has made a call, the
+operation is issued on all ranks at once. The core works on copies, so that an operation that fails leaves no tensor
+partly written. The core alone decides how data is moved and combined.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from torch_sagellm.api.errors import CommTimeoutError, with_timeouts
 from torch_sagellm.api.futures import CommFuture
 from torch_sagellm.observe import log
 
-#: The most ranks that share memory on one host.
+#: The largest number of ranks that share memory on one host.
 MOST_RANKS = 256
-#: The live topologies of this process, and the counts of the collected ones, for `totals`.
+#: The live topologies of this process, and the counts of those that were garbage-collected, for `totals`.
 _alive: weakref.WeakSet[Topology] = weakref.WeakSet()
 _gone: deque[Totals] = deque()
-#: Operations, bytes and nanoseconds of waiting, by kind.
+#: By kind: number of operations, bytes and nanoseconds of waiting.
 Totals = dict[str, tuple[int, int, int]]
 
 
 def totals() -> Totals:
-    """What all ranks of this process have done since it began, also ranks that are gone; the sum never falls."""
+    """The counts of all ranks of this process since it began, including ranks that are gone; they never decrease."""
     found: Totals = {}
-    # Copies: a topology may end on another thread, which moves its counts from the one to the other.
+    # Copies, because a topology may end on another thread, which moves its counts from `_alive` to `_gone`.
     for each in [*_gone, *(counted(topology._groups) for topology in list(_alive))]:
         for kind, tally in each.items():
             one = found.get(kind, (0, 0, 0))
@@ -58,7 +58,7 @@ def totals() -> Totals:
 
 
 def counted(groups: list[Any]) -> Totals:
-    """The counts of groups, all together."""
+    """The sums of the counts of some groups."""
     found: Totals = {}
     for group in list(groups):
         for cell in group._stats()["cells"]:
@@ -68,10 +68,13 @@ def counted(groups: list[Any]) -> Totals:
 
 
 def _end(groups: list[Any]) -> None:
-    """Keeps the counts of groups, and drops them. Parts of a failed operation that the core still has end with them."""
+    """Keeps the counts of groups, and drops the groups.
+
+    This ends parts of a failed operation that the core still has.
+    """
     if groups:
         last = counted(groups)
-        while len(_gone) > 100:  # few are kept apart: all but the newest are added up
+        while len(_gone) > 100:  # only the newest are kept separately; the others are summed
             for kind, tally in _gone.popleft().items():
                 one = last.get(kind, (0, 0, 0))
                 last[kind] = (one[0] + tally[0], one[1] + tally[1], one[2] + tally[2])
@@ -83,9 +86,9 @@ class Topology:
     """All ranks of one process that form a group.
 
     Args:
-        world_size: how many ranks, 1 to 256.
-        timeout: how long a call waits for the other ranks on any thread but the one that made the topology, in seconds
-            or as timedelta.
+        world_size: number of ranks, 1 to 256.
+        timeout: how long a call waits for the other ranks, in seconds or as timedelta, on any thread except the one
+            that created the topology.
     """
 
     def __init__(self, world_size: int, timeout: Seconds) -> None:
@@ -93,37 +96,40 @@ class Topology:
             raise ValueError(f"sagellm: world_size is {world_size!r}, expected a number of ranks, 1 to {MOST_RANKS}")
         self.world_size = world_size
         self._timeout = as_timedelta(timeout)
-        #: Calls on this thread return at once.
+        #: The thread that created the topology. Calls on it return at once.
         self._maker = threading.current_thread()
         _require_descriptors(world_size)
         self._groups = _meet(world_size, self._timeout)
         weakref.finalize(self, _end, self._groups).atexit = False
         _alive.add(self)
-        #: A group of one rank, where operations change nothing: the core checks each call there when it is made.
+        #: A group of one rank. Every call is first made in it, where it changes nothing, so that the core checks it at
+        #: once.
         self.alone = _meet(1, self._timeout)[0]
-        #: Guards the tensors of all calls, also while an operation runs, and all below. Notified when calls end.
+        #: Guards the tensors of all calls, even while an operation runs, and all fields below. Notified when calls end.
         self.changed = threading.Condition()
-        #: How many collectives each rank has called.
+        #: By rank: how many collectives it has called.
         self._counts = [0] * world_size
-        #: Collectives that some rank has not called yet, by number; messages of which one half is there, by their ranks
-        #: and tag; operations whose calls are all there.
+        #: Collectives that some rank has not called yet, by number; messages with only one side called, by their ranks
+        #: and tag; operations that all their ranks have called.
         self._collectives: dict[int, Operation] = {}
         self._messages: dict[tuple[int, int, int], deque[Operation]] = {}
         self._complete: list[Operation] = []
-        #: Calls that have not ended, in the order in which they were made.
+        #: Calls that have not ended, in the order of the calls.
         self._pending: list[Call] = []
-        #: Why no further call is accepted, as class and text: the error itself would keep its stack alive.
+        #: Class and text of the error after which no call is accepted. The error object itself would keep its stack
+        #: alive.
         self._failure: tuple[type[dist.DistBackendError], str] | None = None
-        #: What follows calls of a backward pass (`gradients`): run by the thread that finds the call ended.
+        #: Functions to run after calls of a backward pass (`gradients`). The thread that finds a call ended runs its
+        #: function.
         self._following: list[tuple[Call, Callable[[], None]]] = []
 
     @property
     def made_here(self) -> bool:
-        """Whether the calling thread made the topology."""
+        """Whether the calling thread created the topology."""
         return threading.current_thread() is self._maker
 
     def require_equal_counts(self, what: str) -> None:
-        """RuntimeError unless all ranks have called equally many collectives."""
+        """Raises a RuntimeError unless all ranks have called the same number of collectives."""
         with self.changed:
             fewest, most = min(self._counts), max(self._counts)
         if fewest != most:
@@ -135,8 +141,8 @@ class Topology:
     # ------------------------------------------------------------------------------------------- calls come in
 
     def collective(self, call: Call, waits: bool = True) -> Operation:
-        """Takes a call as the next collective of its rank, and waits for its end (`_go_on`) unless told not to."""
-        with torch.inference_mode(), self.changed:  # in which every tensor may be written
+        """Accepts a call as the next collective of its rank; waits for its end (`_go_on`) unless ``waits`` is False."""
+        with torch.inference_mode(), self.changed:  # every tensor may be written in this mode
             self._refuse_if_unusable(call)
             number = self._counts[call.rank] + 1
             everyone = tuple(range(self.world_size))
@@ -150,8 +156,8 @@ class Topology:
             return operation
 
     def message(self, call: Call, source: int, destination: int, tag: int, waits: bool = True) -> Operation:
-        """Takes a send or a receive; those of two ranks and one tag match in the order in which they are called."""
-        with torch.inference_mode(), self.changed:  # in which every tensor may be written
+        """Accepts a send or a receive. Calls of two ranks with one tag match in the order in which they are made."""
+        with torch.inference_mode(), self.changed:  # every tensor may be written in this mode
             self._refuse_if_unusable(call)
             waiting = self._messages.get((source, destination, tag), deque())
             matches = bool(waiting) and call.rank in waiting[0].missing()
@@ -168,20 +174,23 @@ class Topology:
             return operation
 
     def wait(self, call: Call, operation: Operation) -> None:
-        """Waits for a call that was made without waiting; on the thread that made the topology only for its error."""
+        """Waits for a call that was made without waiting.
+
+        The thread that created the topology does not wait, but raises.
+        """
         with torch.inference_mode(), self.changed:
             if not (self.made_here and self._failure is None):
                 self._wait(call, operation)
 
     def ended(self, call: Call) -> bool:
-        """Whether a call has ended, also with an error."""
+        """Whether a call has ended, possibly with an error."""
         with self.changed:
             return call.released or self._failure is not None
 
     def follow(self, call: Call, then: Callable[[], None]) -> None:
-        """Keeps what shall follow a call of a backward pass, and runs what can follow now, in the order of the calls.
+        """Stores a function to run after a call of a backward pass, and runs the functions that can run, in call order.
 
-        One thread at a time runs it, because the collectives in it have the order of its calls.
+        One thread at a time runs them, because the collectives in them must be called in this order.
         """
         with self.changed:
             self._following.append((call, then))
@@ -203,9 +212,9 @@ class Topology:
                 )
 
     def _join(self, call: Call, operation: Operation) -> None:
-        """Adds a call to its operation. One that does not agree with the first fails all ranks.
+        """Adds a call to its operation. If it does not agree with the first call, all ranks fail.
 
-        An error in copying the call's tensors leaves everything as it was: the call counts as not made.
+        If copying the call's tensors fails, nothing changes: the call counts as not made.
         """
         first = next(iter(operation.calls.values()), None)
         if first is not None and not agree(first, call):
@@ -224,7 +233,7 @@ class Topology:
             self._complete.append(operation)
 
     def _go_on(self, call: Call, operation: Operation, waits: bool) -> None:
-        """Runs what can run, and waits for the call to end, except on the thread that made the topology."""
+        """Runs operations that can run; waits for the call to end, except on the thread that created the topology."""
         while (ready := next((each for each in self._complete if not each.unfinished()), None)) is not None:
             self._complete.remove(ready)
             self._run(ready)
@@ -243,13 +252,13 @@ class Topology:
             raise self._told(call)
 
     def _overdue(self, call: Call, operation: Operation) -> str:
-        """The error at the deadline: names the ranks that have not made the call that this one waits for."""
+        """The error text at the deadline, with the ranks that have not made the call that this one waits for."""
         head = (
             f"sagellm: rank {call.rank} Timed out after {(call.timeout or self._timeout).total_seconds():g} s in {call}"
         )
         seen = [operation]
         while not (missing := operation.missing()):
-            # All its calls are there, so one of them waits for an earlier call.
+            # All its calls have been made, so one of them waits for an earlier call.
             earlier = operation.unfinished()[0]
             head += f", which waits for {earlier} of rank {earlier.rank}"
             operation = next(each for each in self._unfinished() if each.calls.get(earlier.rank) is earlier)
@@ -287,14 +296,14 @@ class Topology:
         for call in calls:
             call.done = True
             self._pending.remove(call)
-        # In the order in which they were made, so that each sees the results of the calls before it.
+        # In call order, so that each call reads the results of the calls before it.
         for call in self._pending:
             if not call.taken and all(earlier.done for earlier in call.after):
                 call.take()
         self.changed.notify_all()
 
     def _fail(self, error: BaseException) -> None:
-        """Ends all calls: tensors of the caller hold again what they held before."""
+        """Fails all calls, and restores the previous values of the caller's tensors."""
         kind = CommTimeoutError if isinstance(error, CommTimeoutError) else dist.DistBackendError
         self._failure = kind, str(error) or type(error).__name__
         for call in self._pending:
@@ -306,7 +315,7 @@ class Topology:
         self.changed.notify_all()
 
     def _told(self, call: Call) -> Exception:
-        """The error of a call that the failure of another one ends or forbids."""
+        """The error of a call that another call's failure ends or forbids."""
         assert self._failure is not None
         kind, why = self._failure
         error: Exception = kind(
@@ -317,7 +326,7 @@ class Topology:
 
 
 class _Made:
-    """A call that was made without waiting, with the methods of a Work that ``CommFuture`` asks for."""
+    """A call that was made without waiting, with the methods of a Work that ``CommFuture`` uses."""
 
     def __init__(self, topology: Topology, call: Call, operation: Operation) -> None:
         self.topology, self.call, self.operation = topology, call, operation
@@ -336,7 +345,7 @@ class _Future(CommFuture):
     """The future of a call in this process: functions that ``then`` chains to it run when ``wait()`` returns."""
 
     def wait(self) -> torch.Tensor:
-        """The tensor when the call has ended; on the thread that made the ranks at once, as every call there."""
+        """Returns the tensor when the call has ended; on the thread that created the ranks at once, like every call."""
         if self._work.topology.made_here and not self._work.is_completed():
             return self._result
         return super().wait()
@@ -378,7 +387,7 @@ class Member:
         name = checked_op("reduce_scatter", op)
         _require_dense("reduce_scatter", tensor)
         rows = rows_of_slice("reduce_scatter", tensor, self.world_size)
-        one = tensor.new_zeros(1)  # the op and the dtype are what the core can refuse here
+        one = tensor.new_zeros(1)  # only the op and the dtype can be refused by the core here
         with self.topology.changed:
             self.topology.alone.reduce_scatter([one.clone()], [[one]], reduction(dist.ReduceScatterOptions(), name))
         result = unset((rows, *tensor.shape[1:]), tensor.dtype)
@@ -432,7 +441,7 @@ class Member:
 
     def _require_movable(self, kind: str, tensor: torch.Tensor, written: bool) -> None:
         _require_dense(kind, tensor)
-        if written:  # an input may share memory between its elements
+        if written:  # an input's elements may share memory
             checked_written(kind, tensor)
         with self.topology.changed:
             self.topology.alone.broadcast([tensor if written else tensor.new_zeros(1)], dist.BroadcastOptions())
@@ -449,8 +458,8 @@ def _require_dense(kind: str, tensor: torch.Tensor) -> None:
 
 
 def _require_descriptors(world_size: int) -> None:
-    """RuntimeError where the limit of open files is too low for the ranks, before anything is opened."""
-    # A rank watches each rank by a descriptor. Two more each are open while they meet, and for its memory.
+    """Raises a RuntimeError if the limit of open files is too low for the ranks, before anything is opened."""
+    # Each rank watches every rank by a descriptor. While the ranks meet, each has two more, and one for its memory.
     needed, used = world_size * (world_size + 3), len(os.listdir("/proc/self/fd"))
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit != resource.RLIM_INFINITY and used + needed > limit:
@@ -461,7 +470,10 @@ def _require_descriptors(world_size: int) -> None:
 
 
 def _meet(world_size: int, timeout: timedelta) -> list[Any]:
-    """The groups of ranks that meet over a store in memory, each on its own thread, because it waits for the others."""
+    """Creates the groups of ranks that meet over a store in memory.
+
+    Each rank runs on a thread, because it waits for peers.
+    """
     extension = load.extension()
     log.configure(extension)
     register._step_at_exit(extension)
@@ -479,7 +491,7 @@ def _meet(world_size: int, timeout: timedelta) -> list[Any]:
             if decided.delegate_reason:
                 raise RuntimeError(f"sagellm: the ranks of this process cannot share memory: {decided.delegate_reason}")
             groups[rank] = decided.build()
-        except BaseException as error:  # it is raised below, on the thread that asked
+        except BaseException as error:  # raised below, on the calling thread
             errors[rank] = error
 
     threads = [threading.Thread(target=meet, args=(rank,), name=f"rank {rank}", daemon=True) for rank in ranks]

@@ -1,8 +1,9 @@
-"""Going on after ranks died: the survivors find out who is left, agree on it, and get a group of their own.
+"""Recovery after ranks died: the survivors agree on the remaining ranks and create a group of these ranks.
 
-The survivors talk through the store of the group that failed, in rounds. In a round each rank that calls tells what it
-sees; the members are decided by one write that only the first writer wins (``compare_set``); the members build a group;
-and whether all of them have it is decided in the same way. If a member dies meanwhile, all go on to the next round.
+The survivors communicate in rounds through the store of the group that failed. In a round each rank that calls
+publishes what it observes. The members are decided by one write, of which only the first writer succeeds
+(``compare_set``). The members build a group, and whether all of them have it is decided in the same way. If a member
+dies meanwhile, all start the next round.
 """
 
 from __future__ import annotations
@@ -28,62 +29,64 @@ from torch_sagellm.observe import stats as statistics
 
 Result = TypeVar("Result")
 
-#: torch's flag of a shrink: what the old group is still doing ends with an error.
+#: torch's flag of a shrink: pending operations of the old group end with an error.
 ABORT = 1
-#: Seconds between two looks at the store.
+#: Seconds between two checks of the store.
 PAUSE = 0.02
-#: Seconds after which the end of a process is known for sure, unless its host is silent.
+#: Seconds after which the end of a process is known for certain, unless its host is unreachable.
 NOTICED = 2.0
-#: Seconds after which the hosts of ranks that have not called are asked for them; most ranks call within that time.
+#: Seconds after which the hosts of ranks that have not called are asked about them. Most ranks call within this time.
 QUIET = 0.2
 PREFIX = "sagellm/recover"
 
 
 def recover(group: Any = None, timeout: float | timedelta = 30.0, leave_silent: bool = False) -> dist.ProcessGroup:
-    """Makes a group of the ranks that are left, after a rank died or an operation failed. Survivors call it together.
+    """Creates a group of the remaining ranks after a rank died or an operation failed. All survivors call it.
 
-    Every rank of ``group`` that is alive calls it, usually where it catches the error of an operation. They agree on
-    who is left, however many die meanwhile, and return when all of them have the new group, or all have an error.
+    Every rank of ``group`` that is alive calls it, usually where it catches the error of an operation. The ranks agree
+    on the remaining ranks, however many die meanwhile. It returns when all remaining ranks have the new group, or
+    raises an error on all.
 
-    - Ranks are counted anew, from 0, in the old order. If ``group`` is the default group, the new one takes its place:
-      ``get_rank()`` and ``get_world_size()`` tell the new numbers, and torch ends all other groups, which are made
-      again by ``new_group``. Otherwise the new group has the old group's global ranks without the ranks that are gone.
-    - Tensors are as the failed operation left them: its outputs may hold anything. Go on from a state
-      that all members have, such as the last step or a checkpoint.
-    - On a group in which nothing has failed, and no rank is gone, it returns ``group`` itself. If something has failed,
-      but no rank is gone (a timeout, different calls), it returns a new group of the same ranks.
-    - The new group serves the devices that the old one served. On those that a vendor's library carries it makes a new
-      communicator at its first call there: the failure has ended the old one, which the library could shrink otherwise
-      (``dist.shrink_group``).
-    - Alone it returns a group of one rank.
-    - A rank that is alive and does not call (because it is stopped, or busy elsewhere) is never left out: after
-      ``timeout`` all others get a ``CommTimeoutError`` that names it, and may call again.
-    - Whether the process of a rank is there is known at once on its own host, and to other hosts by a port that each
-      process of a group over several hosts, or under a delegate, opens for that. So ranks that were killed are found
-      within a second, also where they are all of a host. A rank of another host that has left the group, and whose
-      process goes on, is one that is alive and does not call.
-    - A rank is left out only on evidence that its process has ended. A host that has gone away without a word (its
-      power, its network) is not told from one that is cut off and goes on: after ``timeout`` all others get a
-      ``CommTimeoutError`` that names its ranks. If you know that they are gone, call again with ``leave_silent=True``
-      on all ranks that are left. The same holds for a rank that could open no port, of which it has warned.
-    - A rank that was left out and calls later gets an error.
+    - Ranks are numbered again, from 0, in the old order. If ``group`` is the default group, the new group replaces it:
+      ``get_rank()`` and ``get_world_size()`` return the new numbers, and torch ends all other groups, which must be
+      created again by ``new_group``. Otherwise the new group has the old group's global ranks without the ranks that
+      are gone.
+    - Tensors keep the values that the failed operation left, and its outputs are undefined. Continue from a state that
+      all members have, such as the last step or a checkpoint.
+    - If nothing has failed in the group and no rank is gone, it returns ``group`` itself. If something has failed but
+      no rank is gone (a timeout, different calls), it returns a new group of the same ranks.
+    - The new group serves the devices that the old one served. On devices that a vendor's library carries, it creates a
+      new communicator at its first call, because the failure has ended the old communicator. (``dist.shrink_group``
+      instead lets the library shrink it.)
+    - A rank that is the only one left gets a group of one rank.
+    - A rank that is alive but does not call (because it is stopped, or busy elsewhere) is never excluded. After
+      ``timeout`` all other ranks get a ``CommTimeoutError`` that names it, and may call again.
+    - Ranks of the same host know at once whether a rank's process exists. Other hosts learn it from a port that each
+      process of a group over several hosts, or under a delegate, opens for this purpose. So ranks that were killed are
+      detected within a second, even if they are all ranks of a host. If a rank of another host has left the group and
+      its process continues, it counts as a rank that is alive but does not call.
+    - A rank is excluded only on evidence that its process has ended. A host that has become unreachable (its power, its
+      network) cannot be distinguished from a host that is cut off but continues. After ``timeout`` all other ranks get
+      a ``CommTimeoutError`` that names its ranks. If you know that they are gone, call again with ``leave_silent=True``
+      on all remaining ranks. The same applies to a rank that could open no port; it has logged a warning about that.
+    - A rank that was excluded and calls later gets an error.
 
-    The store of the group must still be there: with torchrun it is, in the launcher; a store that lived in a rank's
+    The store of the group must still exist. With torchrun it does, because the launcher holds it; a store in a rank's
     process ends with that rank. A group with ``enable_reconfigure`` is torch's own, which has ``reconfigure``.
 
     Args:
-        group: the group that failed; None the default group.
-        timeout: seconds (or a timedelta) for each of the steps: until the others have called, and until they have the
-            new group. Longer than a live rank needs to notice the failure and call.
-        leave_silent: ranks that have not called within ``timeout``, and of which nothing says that they are alive,
-            count as gone. If they live, two groups go on. The same on all ranks.
+        group: the group that failed; None means the default group.
+        timeout: seconds (or a timedelta) for each of two steps: until the other ranks have called, and until they have
+            the new group. It must be longer than a live rank needs to notice the failure and to call.
+        leave_silent: if True, ranks that have not called within ``timeout`` and without evidence that they are alive
+            count as gone. If they are alive, two groups continue. It must be the same on all ranks.
 
     Raises:
         CommTimeoutError: a rank that is not known to be gone did not call, or did not build the group, in time; or the
             store did not answer.
-        torch.distributed.DistBackendError: the others went on without this rank; the store is gone; the new group could
-            not be made.
-        ValueError: the group is of another backend, or this process is no member of it.
+        torch.distributed.DistBackendError: the other ranks continued without this rank; the store is gone; the new
+        group could not be created.
+        ValueError: the group is of another backend, or this process is not a member of it.
 
     Example::
 
@@ -117,7 +120,7 @@ def _converse(backend: Any, requests: _Requests, seconds: float, leave_silent: b
 
 
 def _take_over(base: Any, backend: Any, members: list[int], made: Any) -> Any:
-    """Puts the new backend into torch's place of the old group, as ``shrink_group`` does; local."""
+    """Replaces the old group by the new backend in torch's tables, as ``shrink_group`` does. Local."""
     of_default = base is c10d._get_default_group()
     ranks = dist.get_process_group_ranks(base)
     gone = {ranks[place] for place in range(len(ranks)) if place not in members}
@@ -125,17 +128,17 @@ def _take_over(base: Any, backend: Any, members: list[int], made: Any) -> Any:
     info: Any = {"process_group": base, "is_default_group": of_default}
     new = c10d._finalize_shrunk_group(info, gone, made)
     for kind in served:
-        if kind not in new._device_types:  # torch puts it in place for one kind of device alone
+        if kind not in new._device_types:  # torch registers it for only one device type
             new._register_backend(kind, dist.ProcessGroup.BackendType.CUSTOM, made)
     if of_default:
-        # torch keeps the old global ranks beside the new numbers; later groups are asked for by the new ones.
+        # torch keeps the old global ranks next to the new numbers; later groups are requested by the new numbers.
         c10d._world.pg_group_ranks[new] = {rank: rank for rank in range(made.size())}
     log.logger.warning("recovered: ranks %s of %d go on as a group of %d", members, len(ranks), made.size())
     return new
 
 
 class _Requests:
-    """Requests to a store, on a thread of their own: its client has no deadline where the server does not answer."""
+    """Sends requests to a store on a separate thread: its client has no deadline if the server does not answer."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -153,11 +156,11 @@ class _Requests:
             request, answer = asked
             try:
                 answer.put((request(), None))
-            except BaseException as error:  # handed to the thread that asked
+            except BaseException as error:  # raised in the thread that asked
                 answer.put((None, error))
 
     def ask(self, request: Callable[[], Result]) -> Result:
-        """What the request returns."""
+        """Returns the result of the request, or raises its error; a CommTimeoutError if there is no answer in time."""
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._asked.put((request, answer))
         where = "Start the ranks with torchrun, whose launcher holds the store, so that no rank's end takes it away"
@@ -177,22 +180,22 @@ class _Requests:
 
 @dataclass
 class _Heard:
-    """What the ranks have told in one round."""
+    """The facts that the ranks have published in one round."""
 
     read: set[int] = field(default_factory=set)
     #: The ranks that called, and those that built their group.
     called: set[int] = field(default_factory=set)
     built: set[int] = field(default_factory=set)
-    #: Ranks that some rank knows to be gone; by rank, those whose process it sees to be there.
+    #: Ranks that some rank knows to be gone; and for each rank, the ranks whose processes it sees.
     gone: set[int] = field(default_factory=set)
     sees: dict[int, set[int]] = field(default_factory=dict)
-    #: Some rank's group has failed.
+    #: Whether some rank's group has failed.
     faulty: bool = False
-    #: Why a rank could not build its group.
+    #: By rank: why it could not build its group.
     failed: dict[int, str] = field(default_factory=dict)
 
     def alive(self) -> set[int]:
-        """Ranks whose process is there, as one says that is there itself."""
+        """Ranks whose process exists, according to a rank that is not gone itself."""
         return {seen for rank, seen_by in self.sees.items() if rank not in self.gone for seen in seen_by}
 
 
@@ -216,7 +219,7 @@ class _Conversation:
     # ------------------------------------------------------------------------------------------------- the rounds
 
     def run(self) -> tuple[list[int], Any]:
-        """The members, as ranks of the old group, and the new backend; None for it where nothing has to be made."""
+        """Returns the members, as ranks of the old group, and the new backend, or None if no new backend is needed."""
         self._end_what_is_under_way()
         self._skip_past_rounds()
         for _ in range(len(self.candidates) + 1):
@@ -232,7 +235,7 @@ class _Conversation:
         raise dist.DistBackendError("sagellm recover: every attempt lost another rank; call it again")
 
     def _end_what_is_under_way(self) -> None:
-        """Notifies the others: one may wait for this rank in an operation that does not need the dead ranks."""
+        """Fails the old group, so that no rank waits for this one in an operation that does not need the dead ranks."""
         if not self.faulty and not self.backend._gone():
             return
         if self.backend.delegate_reason:
@@ -241,7 +244,7 @@ class _Conversation:
             self.backend.abort()
 
     def _skip_past_rounds(self) -> None:
-        """Goes to the first round that has not ended, and keeps to the members of those before it."""
+        """Advances to the first round that has not ended, keeping the members that earlier rounds have decided."""
         while (decided := self._read("members")) is not None:
             members, fresh = self._members(decided)
             outcome = self._read("outcome") if fresh else "again"
@@ -269,7 +272,7 @@ class _Conversation:
         return members, fresh
 
     def _agree_on_members(self) -> tuple[list[int], bool]:
-        """Waits until every candidate has called or is known to be gone; then the first to say so decides for all."""
+        """Waits until every candidate has called or is known to be gone. The first rank to see this decides for all."""
         begin = time.monotonic()
         while True:
             late = time.monotonic() >= begin + self.seconds
@@ -290,7 +293,10 @@ class _Conversation:
             time.sleep(PAUSE)
 
     def _build(self, members: list[int]) -> Any:
-        """The new backend when every member has it; None if one died meanwhile, and an error if it cannot be made."""
+        """Returns the new backend if every member has it, None if one died meanwhile.
+
+        Raises if it cannot be created.
+        """
         building = _Building(self.backend, members, self.seconds, self.round)
         begin = time.monotonic()
         failing = None
@@ -302,7 +308,7 @@ class _Conversation:
             if outcome is None and self.heard.gone & set(members):
                 outcome = self._decide("outcome", "again")
             elif outcome is None and self.heard.failed and failing is None:
-                failing = time.monotonic()  # because somebody died, perhaps, which is noticed in under a second
+                failing = time.monotonic()  # perhaps because a member died, which is detected in under a second
             elif outcome is None and failing is not None and time.monotonic() >= failing + NOTICED:
                 rank, text = min(self.heard.failed.items())
                 outcome = self._decide("outcome", f"sagellm recover: rank {rank} could not make the new group: {text}")
@@ -321,7 +327,7 @@ class _Conversation:
             building.wait(PAUSE)
 
     def _look(self, waited_for: set[int], since: float) -> None:
-        """Asks the hosts of ranks that are waited for, and are not on this one, whether their processes are there."""
+        """Asks the hosts of ranks that are waited for, and are on other hosts, whether the ranks' processes exist."""
         if time.monotonic() >= since + QUIET:
             here = {self.rank, *self.backend._gone(), *self.backend._watched()}
             for rank in waited_for - here - self.heard.gone:
@@ -361,12 +367,12 @@ class _Conversation:
         return self.requests.ask(read)
 
     def _decide(self, name: str, value: str) -> str:
-        """What the first rank decided, which may be this one."""
+        """Proposes a value; returns the value of the first rank to propose one, which may be this rank."""
         key = self._key(name)
         return self.requests.ask(lambda: _plain(self.store.compare_set(key, "", value)))
 
     def _tell(self, **facts: Any) -> None:
-        """Tells the others, where it has changed: what this rank did, and whom it sees."""
+        """Publishes what this rank did and which ranks it sees, if that has changed."""
         gone = self.watch.gone.union(self.backend._gone())
         sees = self.watch.alive.union(self.backend._watched())
         news = {"rank": self.rank, "gone": sorted(gone), "sees": sorted(sees), **facts}
@@ -375,14 +381,14 @@ class _Conversation:
         self.told = news
 
         def tell() -> None:
-            # A place of its own in the list, taken first: a rank that dies in between leaves an empty one.
+            # Reserve an index in the list first. A rank that dies before it writes leaves an empty entry.
             place = self.store.add(self._key("news"), 1)
             self.store.set(self._key(f"news/{place}"), json.dumps(news))
 
         self.requests.ask(tell)
 
     def _listen(self) -> None:
-        """Reads what is new. An empty place is not waited for; it is read again the next time."""
+        """Reads new entries. It does not wait for an empty entry, but reads it again the next time."""
 
         def listen() -> dict[int, str]:
             count = self.store.add(self._key("news"), 0)
@@ -391,7 +397,7 @@ class _Conversation:
 
         for place, text in self.requests.ask(listen).items():
             self.heard.read.add(place)
-            # Whoever reaches the store may have written it.
+            # Any process that reaches the store may have written it.
             with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
                 self._note(json.loads(text))
 
@@ -409,12 +415,12 @@ class _Conversation:
 
 
 def _plain(value: bytes) -> str:
-    """A value of the store, to which anyone may write who reaches it: without what a terminal obeys."""
+    """A value of the store without unprintable characters, because anyone who reaches the store may write to it."""
     return "".join(each if each.isprintable() else "?" for each in value.decode(errors="replace"))
 
 
 class _Building:
-    """Makes the new backend on a thread of its own, so that a member that dies meanwhile does not block the caller."""
+    """Creates the new backend on a separate thread, so that a member that dies meanwhile does not block the caller."""
 
     def __init__(self, backend: Any, members: list[int], seconds: float, attempt: int) -> None:
         self.backend = backend
@@ -423,7 +429,7 @@ class _Building:
         self._ended = threading.Event()
         options = backend.options.__copy__()
         options._timeout = timedelta(seconds=seconds)
-        # A thread of an attempt that was given up may still wait for the same ranks.
+        # A thread of an attempt that was abandoned may still wait for the same ranks.
         options._attempt = str(attempt)
         without = [rank for rank in range(backend.size()) if rank not in members]
         threading.Thread(target=self._run, args=(without, options), name="sagellm-recover-group", daemon=True).start()
@@ -432,7 +438,7 @@ class _Building:
         made = None
         try:
             made = self.backend.shrink(without, ABORT, options)
-        except BaseException as error:  # told to all members
+        except BaseException as error:  # published to all members
             self.error = error
         self._made = made
         self._ended.set()
@@ -450,18 +456,18 @@ class _Building:
             self._ended.wait(seconds)
 
     def take(self, timeout: timedelta) -> Any:
-        """The backend, with the timeout of the old one for its operations."""
+        """The backend; its operations have ``timeout``, the timeout of the old backend."""
         self._made._set_default_timeout(timeout)
         return self._made
 
 
 def _own_connection(store: Any) -> Any:
-    """The same keys through a connection of its own: another thread may be blocked in a request of the program's."""
+    """A separate connection to the same keys, because another thread may be blocked in a request on the program's."""
     inner = store
     while isinstance(inner, dist.PrefixStore):
         inner = inner.underlying_store
     if not isinstance(inner, dist.TCPStore):
         return store
-    # Where the server has ended, torch would try to connect until the timeout of the store.
+    # If the server has ended, torch would try to connect until the timeout of the store; this fails at once.
     socket.create_connection((inner.host, inner.port)).close()
     return store.clone() if hasattr(store, "clone") else store

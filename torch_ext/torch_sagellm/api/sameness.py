@@ -1,4 +1,4 @@
-"""Whether all ranks have the same bits: ``assert_same``."""
+"""``assert_same``: whether all ranks have the same bits."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ import torch.distributed as dist
 from torch_sagellm.api.arguments import checked_dense, in_memory
 from torch_sagellm.api.errors import with_timeouts
 
-#: Of an error text: the most tensors that it names.
+#: The largest number of tensors that an error text names.
 MOST_NAMED = 10
 Tensors: TypeAlias = "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[torch.Tensor | tuple[str, torch.Tensor]]"
 
 
 def assert_same(params: Tensors, group: dist.ProcessGroup | None = None) -> None:
-    """An AssertionError, on every rank, where a tensor has not the same bits on all ranks of ``group``.
+    """Raises an AssertionError on every rank if the bits of a tensor are not the same on all ranks of ``group``.
 
-    The text names each such tensor and the ranks that differ: from 3 ranks on those that are not with the majority.
-    One hash is made for each tensor, of its bits, shape, dtype and name, and one collective compares them, so it may be
-    called once in a while in a training loop. Bits count: 0.0 and -0.0 differ, and equal NaN are the same. Tensors on a
-    device are copied to the host for it.
+    The text names each such tensor and the ranks that differ; if a majority of ranks is equal, these are the others.
+    Each tensor's bits, shape, dtype and name are hashed, and one collective compares the hashes, so it may be called
+    occasionally in a training loop. Bits count: 0.0 and -0.0 differ, and equal NaN are the same. Tensors on a device
+    are copied to the host for hashing.
 
     Args:
         params: a module (its parameters and buffers), tensors by name, or tensors, alone or as pairs with a name, as
-            ``model.named_parameters()`` gives them; as many on every rank.
+            ``model.named_parameters()`` returns them; the same number on every rank.
 
     Raises:
         AssertionError: some tensor differs.
@@ -73,7 +73,7 @@ def _named(params: Tensors) -> list[tuple[str, torch.Tensor]]:
 
 
 def _hash(name: str, tensor: torch.Tensor) -> int:
-    """64 bits of a tensor's name, dtype, shape and bits, as a signed number."""
+    """A 64-bit hash of a tensor's name, dtype, shape and bits, as a signed number."""
     checked_dense("assert_same", tensor)
     plain = in_memory(tensor.detach()).cpu()
     hashed = hashlib.blake2b(f"{name} {plain.dtype} {list(plain.shape)}".encode(), digest_size=8)
@@ -83,7 +83,7 @@ def _hash(name: str, tensor: torch.Tensor) -> int:
 
 
 def _verdict(hashes: list[int]) -> str:
-    """Which ranks differ, from the hash of each: those outside a majority, or else who is with whom."""
+    """Which ranks differ, from the hash of each: the ranks outside a majority, or without one the ranks that agree."""
     (most, count), *_ = Counter(hashes).most_common()
     if 2 * count > len(hashes):
         odd = [rank for rank, each in enumerate(hashes) if each != most]

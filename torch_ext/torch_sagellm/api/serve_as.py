@@ -1,10 +1,10 @@
-"""The name "gloo", served by this package, for programs that insist on it. All that is patched in torch is here.
+"""Serves the name "gloo" with this package, for programs that insist on it. All patches of torch for this are here.
 
-torch 2.15 keeps the creators of its own backends in ``Backend._plugins``; 2.11 to 2.13 call the class
-``ProcessGroupGloo`` of ``torch.distributed.distributed_c10d``, and check that what they get is one. Both are replaced
-where they exist, and so is the name in ``torch.distributed``. For ``isinstance`` our groups are of that class, and
-``create_device`` goes on working. The link between hosts and delegates use torch's own gloo (``delegate``), which is
-taken from torch's extension module and never patched.
+torch 2.15 keeps the creators of its own backends in ``Backend._plugins``. torch 2.11 to 2.13 call the class
+``ProcessGroupGloo`` of ``torch.distributed.distributed_c10d``, and check that the result is an instance of it. Both are
+replaced if they exist, and so is the name in ``torch.distributed``. ``isinstance`` treats our groups as instances of
+that class, and ``create_device`` continues to work. Delegates use torch's own gloo (``delegate``), which is read from
+torch's extension module and never patched.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 
 import _torch_sagellm_autoload
 
-#: Set to "gloo", it does what ``serve_as("gloo")`` does, as soon as torch is imported: in `_torch_sagellm_autoload`.
+#: If it is set to "gloo", `_torch_sagellm_autoload` calls ``serve_as("gloo")`` as soon as torch is imported.
 VARIABLE = _torch_sagellm_autoload.AS
 NAMES = _torch_sagellm_autoload.SERVED
 CLASS = "ProcessGroupGloo"
-#: Attributes of torch that were replaced, with their original values; empty while none is replaced.
+#: The replaced attributes of torch with their original values; empty if nothing is replaced.
 _replaced: list[tuple[Any, str, Any]] = []
-#: Taken once and never released: the log says once per process that sagellm serves the name.
+#: Acquired once and never released: the log says once per process that sagellm serves the name.
 _told = threading.Lock()
 
 
@@ -41,14 +41,15 @@ class _Facts:
 
 
 def serve_as(name: str = "gloo") -> None:
-    """Makes every group that this process asks for under the name "gloo" from now on a group of this package.
+    """Makes every group that this process creates under the name "gloo" from now on a group of this package.
 
-    That holds for ``init_process_group``, ``new_group``, ``DeviceMesh``, "cpu:gloo,cuda:nccl" and calls of the class
-    ``ProcessGroupGloo``. ``get_backend()`` goes on saying "gloo", so that programs' own checks hold; the log says once
+    This applies to ``init_process_group``, ``new_group``, ``DeviceMesh``, "cpu:gloo,cuda:nccl" and calls of the class
+    ``ProcessGroupGloo``. ``get_backend()`` still returns "gloo", so that programs' own checks pass. The log says once
     that sagellm serves them, and ``describe()`` of each backend says so too. All ranks of a group must do the same.
-    Existing groups do not change. A second call does nothing. ``SAGELLM_AS=gloo`` in the environment does the same.
+    Existing groups do not change. A second call does nothing. ``SAGELLM_AS=gloo`` in the environment has the same
+    effect.
 
-    A ValueError for another name, a RuntimeError where this torch makes its groups in a way that is not known here.
+    It raises a ValueError for another name, and a RuntimeError if this torch creates its groups in an unknown way.
 
     Example::
 
@@ -84,12 +85,12 @@ def serve_as(name: str = "gloo") -> None:
 
 
 def serves() -> bool:
-    """Whether groups called "gloo" are made by this package."""
+    """Whether groups called "gloo" are created by this package."""
     return bool(_replaced)
 
 
 def stop() -> None:
-    """Gives the name back to torch; existing groups do not change."""
+    """Restores torch's own attributes; existing groups do not change."""
     while _replaced:
         holder, name, before = _replaced.pop()
         if isinstance(holder, dict):
@@ -100,7 +101,7 @@ def stop() -> None:
 
 @contextmanager
 def serving(name: str = "gloo") -> Iterator[None]:
-    """``serve_as`` while a block runs."""
+    """Applies ``serve_as`` during a ``with`` block."""
     serve_as(name)
     try:
         yield
@@ -114,14 +115,14 @@ def _replace(holder: Any, name: str, value: Any) -> None:
 
 
 def real() -> Any:
-    """torch's own class, also while its name is served here."""
+    """torch's own class, even while its name is served by this package."""
     from torch._C import _distributed_c10d
 
     return getattr(_distributed_c10d, CLASS)
 
 
 def _create(options: Any, pg_options: Any = None) -> Any:
-    """Makes the backend of a group that is asked for as "gloo"; torch calls it."""
+    """Creates the backend of a group that is requested as "gloo"; torch calls it."""
     from torch_sagellm._private import load, register
     from torch_sagellm.observe import log
 
@@ -147,7 +148,7 @@ def _create(options: Any, pg_options: Any = None) -> Any:
 
 
 def _class() -> Any:
-    """A subclass of torch's class; calling it makes a group of ours."""
+    """Returns a subclass of torch's class; calling the subclass creates a group of ours."""
     base = real()
     base_options = base._Options
 
@@ -166,17 +167,17 @@ def _class() -> Any:
             return isinstance(instance, base_options) or (isinstance(instance, ours) and instance._as_gloo)
 
     class Options(base_options, metaclass=OptionsMeta):  # type: ignore[misc, valid-type]  # the same
-        """torch's options; for ``isinstance`` those of our groups that were asked for as gloo are such, too."""
+        """torch's options; ``isinstance`` also accepts the options of our groups that were requested as gloo."""
 
     class ProcessGroupGloo(base, metaclass=Meta):  # type: ignore[misc, valid-type]  # torch's class has no annotations
-        """torch's class with our groups: see ``torch_sagellm.serve_as``."""
+        """torch's class, whose instances include our groups: see ``torch_sagellm.serve_as``."""
 
         def __new__(
             cls, store: Any, rank: int, size: int, timeout: Any = None, enable_reconfigure: bool = False, **more: Any
         ) -> Any:
             given = more.pop("options", None)
             if timeout is not None and not isinstance(timeout, timedelta):
-                given, timeout = timeout, None  # the form with an options object
+                given, timeout = timeout, None  # the older signature with an options object
             if given is not None:
                 timeout = given._timeout
             if enable_reconfigure:

@@ -1,7 +1,7 @@
-"""Tensors in memory that the ranks of a host can reach: a large all_reduce of them needs no copy on the way.
+"""Tensors in memory that the ranks of a host can reach: a large all_reduce of them copies nothing through a buffer.
 
-They are ordinary CPU tensors of torch. Where there is no such memory (it is full, switched off or denied, or this is a
-forked child) they lie in ordinary memory, and operations on them run as on all others.
+They are ordinary CPU tensors of torch. If there is no such memory (it is full, disabled or denied, or this is a forked
+child), they are in ordinary memory, and operations on them run as on all others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_sagellm.api.arguments import checked_tensor
 
-#: The first look of this process; then the log has its level, and what the core says is seen.
+#: Acquired at the first call of `_extension` in this process, which configures the log so that the core's messages
+#: appear.
 _first = threading.Lock()
 
 
@@ -42,15 +43,16 @@ def empty(
 ) -> torch.Tensor:
     """``torch.empty`` on the CPU, in memory that the other ranks of the host can reach.
 
-    It takes whole pages of memory, also for a few numbers. ``resize_`` stays in such memory. It is on the CPU whatever
-    torch's default device is.
+    It occupies whole pages of memory, even for a few numbers. After ``resize_`` the tensor is still in such memory. It
+    is on the CPU whatever torch's default device is.
 
     Args:
-        size: as ``torch.empty`` takes it, numbers or one sequence of numbers.
-        device: only the CPU; None means it, too.
+        size: as for ``torch.empty``, numbers or one sequence of numbers.
+        device: only the CPU; None means the CPU too.
 
     Raises:
-        ValueError: a size is negative, the device is not the CPU, the layout is not dense, or torch makes none like it.
+        ValueError: a size is negative, the device is not the CPU, the layout is not dense, or torch refuses the
+            arguments.
 
     Example::
 
@@ -95,7 +97,7 @@ def empty_like(
 ) -> torch.Tensor:
     """``torch.empty_like`` on the CPU, in memory that the other ranks of the host can reach; see ``empty``.
 
-    ``tensor`` may be on any device: only its shape, strides and dtype are looked at.
+    ``tensor`` may be on any device: only its shape, strides and dtype are used.
 
     Example::
 
@@ -110,14 +112,14 @@ def empty_like(
 
 
 def shared(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a CPU tensor in memory that the other ranks of the host can reach; see ``empty``.
+    """Returns a copy of a CPU tensor in memory that the other ranks of the host can reach; see ``empty``.
 
-    The copy is a leaf: autograd does not pass through it. It has the ``requires_grad`` of the tensor, and that of a
-    ``torch.nn.Parameter`` is a ``Parameter``; gradients and hooks are not copied. Strides are kept where elements lie
-    densely.
+    The copy is a leaf: autograd does not pass through it. It has the ``requires_grad`` of the tensor, and the copy of a
+    ``torch.nn.Parameter`` is a ``Parameter``; gradients and hooks are not copied. Strides are kept if the elements are
+    dense in memory.
 
     Raises:
-        ValueError: the tensor is on another device, not dense, or one of a class that wraps others.
+        ValueError: the tensor is on another device, not dense, or of a class that wraps other tensors.
 
     Example::
 
@@ -143,11 +145,11 @@ def shared(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_reachable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies in memory that the other ranks of the host can reach; also true for a view of one.
+    """Whether a tensor is in memory that the other ranks of the host can reach; also true for a view of such a tensor.
 
-    No longer after an operation that would have written it has failed, and never in a forked child.
+    It returns False after an operation that would have written the tensor has failed, and always in a forked child.
 
-    torch's own ``tensor.is_shared()`` asks something else: whether ``torch.multiprocessing`` has shared it.
+    torch's own ``tensor.is_shared()`` has another meaning: whether ``torch.multiprocessing`` has shared the tensor.
 
     Example::
 
@@ -159,14 +161,14 @@ def is_reachable(tensor: torch.Tensor) -> bool:
 
 
 class shared_tensors:  # in the spelling of a function, because it is used as one
-    """CPU tensors of 16 KiB or more that torch makes within the block lie in memory that the host's ranks can reach.
+    """Puts CPU tensors of 16 KiB or more that torch allocates within the block where the host's ranks reach them.
 
-    It holds for the thread that enters it, whatever makes the tensors there. Blocks may be nested, and an exception
-    ends one. ``resize_`` of such a tensor outside of a block gives it ordinary memory. With the variable
-    ``SAGELLM_SHARED_TENSORS=1`` all threads do the same from the first group on.
+    It applies to the thread that enters the block, for all code that runs on it. Blocks may be nested, and an exception
+    ends a block. ``resize_`` of such a tensor outside a block moves it to ordinary memory. With the variable
+    ``SAGELLM_SHARED_TENSORS=1`` all threads do the same after the first group is created.
 
     Raises:
-        RuntimeError: the block ends on another thread than it began on.
+        RuntimeError: the block ends on another thread than the one that entered it.
 
     Example::
 
@@ -181,7 +183,7 @@ class shared_tensors:  # in the spelling of a function, because it is used as on
 
     @property
     def entered(self) -> bool:
-        """Whether it is being used, by any thread."""
+        """Whether a thread is within the block."""
         return bool(self._threads)
 
     def __enter__(self) -> None:
@@ -205,13 +207,13 @@ class shared_tensors:  # in the spelling of a function, because it is used as on
 
 
 def share_buckets(model: DistributedDataParallel) -> DistributedDataParallel:
-    """Lets a replica's buckets of gradients lie in memory that the other ranks of the host can reach.
+    """Makes torch allocate a replica's gradient buckets in memory that the other ranks of the host can reach.
 
-    torch makes them anew once, at the first call of the model after a backward pass; from then on they are such memory.
-    Returns the model.
+    torch creates the buckets again once, at the first call of the model after a backward pass; the new buckets are in
+    such memory. Returns the model.
 
     Raises:
-        ValueError: torch makes no new ones, because of ``find_unused_parameters``: make the replica within
+        ValueError: torch creates no new buckets, because of ``find_unused_parameters``: create the replica within
             ``shared_tensors()`` instead.
 
     Example::
@@ -232,9 +234,10 @@ def share_buckets(model: DistributedDataParallel) -> DistributedDataParallel:
 
 
 class _NewBuckets:
-    """A block from the beginning of a replica's call until the model in it begins: then torch makes the buckets.
+    """Opens a block from the beginning of a replica's call until its model begins: torch creates the buckets then.
 
-    Copies of the model have its hooks, too: those of a copy do nothing.
+
+    Copies of the model have its hooks too; the hooks of a copy do nothing.
     """
 
     def __init__(self, model: DistributedDataParallel | None) -> None:
@@ -255,20 +258,23 @@ class _NewBuckets:
             self._block.__enter__()
 
     def _leave(self, model: torch.nn.Module, inputs: Any) -> None:
-        # Not entered: the model is called without its replica, or once more within its call.
+        # If it was not entered, the model is called without its replica, or a second time within the replica's call.
         if self._block.entered:
             self._block.__exit__(None, None, None)
 
     def _end(self, model: torch.nn.Module, inputs: Any, outputs: Any) -> None:
         self._leave(model, inputs)
-        # torch's note that it has made them; without it this is done before each call.
+        # torch's flag that it has created them. If torch does not have it, the block is opened before each call.
         if getattr(model, "_has_rebuilt_buckets", False):
             for handle in self._handles:
                 handle.remove()
 
 
 def outlook() -> str:
-    """What this process can have of such memory, for ``doctor``: it tries."""
+    """For ``doctor``: the limit of such memory in this process, or why there is none.
+
+    Allocates a tensor to find out.
+    """
     from torch_sagellm._private import load, units
 
     extension = load.extension()
@@ -280,11 +286,11 @@ def outlook() -> str:
 
 
 def _made(what: str, plan: Callable[[], torch.Tensor], requires_grad: bool, zero: bool = False) -> torch.Tensor:
-    """The tensor whose shape, strides and dtype are those of ``plan()``, which has no data."""
+    """Creates a tensor with the shape, strides and dtype of ``plan()``, which returns a tensor without data."""
     try:
         planned = plan().requires_grad_(requires_grad)
     except (RuntimeError, TypeError) as error:
-        # torch's text of an argument that it cannot take has a line for every form of the call.
+        # torch's text for a wrong argument has a line for every signature of the call; keep the first line.
         raise ValueError(f"sagellm {what}: {str(error).splitlines()[0]}") from error
     made: torch.Tensor = _extension()._shared_tensor(planned.shape, planned.stride(), planned.dtype)
     if zero:

@@ -1,4 +1,4 @@
-"""The operations of a communication backend by name, and the abstract class that other people's backends implement."""
+"""The operations of a communication backend by name, and the abstract class that backends implement."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class CommOp(str, Enum):
 class CommBackendProtocol(ABC):
     """The methods that every communication backend has.
 
-    The backends of this package implement it (``torch_sagellm.create_comm_backend`` makes them), and so may others: a
-    program written against these five methods runs over any of them. A subclass that lacks one cannot be
-    instantiated (TypeError).
+    The backends of this package implement it (``torch_sagellm.create_comm_backend`` creates them), and others may: a
+    program that uses only these five methods runs with any of them. A subclass that lacks one cannot be instantiated
+    (TypeError).
 
     Example::
 
@@ -55,18 +55,18 @@ class CommBackendProtocol(ABC):
     ) -> torch.Tensor | torch.futures.Future[torch.Tensor]:
         """Combines ``tensor`` element by element over all ranks, in place, and returns it.
 
-        With ``async_op`` a ``torch.futures.Future`` whose ``wait()`` gives the tensor.
+        With ``async_op`` it returns a ``torch.futures.Future`` whose ``wait()`` returns the tensor.
         """
 
     @abstractmethod
     def fused_all_reduce(self, tensors: Sequence[torch.Tensor], op: str = "sum") -> list[torch.Tensor]:
-        """``all_reduce`` of each tensor of a list, in place and in one go; returns the tensors."""
+        """``all_reduce`` of each tensor of a list, in place and in one call; returns the tensors."""
 
     @abstractmethod
     def all_gather(
         self, tensor: torch.Tensor, output: torch.Tensor | None = None, async_op: bool = False
     ) -> torch.Tensor | torch.futures.Future[torch.Tensor]:
-        """The tensors of all ranks, in the order of the ranks, concatenated along dimension 0."""
+        """Returns the tensors of all ranks, in rank order, concatenated along dimension 0."""
 
     @abstractmethod
     def reduce_scatter(
@@ -76,11 +76,11 @@ class CommBackendProtocol(ABC):
 
     @abstractmethod
     def get_stats(self) -> Mapping[str, Any]:
-        """The statistics of the backend."""
+        """Returns the statistics of the backend."""
 
 
 def __getattr__(name: str) -> Any:
-    """Older code imports other public names from here as well."""
+    """Older code imports other public names from this module too."""
     import torch_sagellm
 
     return torch_sagellm._public(__name__, name)
