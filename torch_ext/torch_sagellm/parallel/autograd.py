@@ -1,4 +1,4 @@
-"""Collectives that gradients pass through: each backward pass is the collective that belongs to the forward one."""
+"""Collectives through which gradients pass: each backward pass is the dual of the forward collective."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _sum(tensor: Tensor, group: Any) -> Tensor:
     return total
 
 
-# torch calls forward and backward by these names, with a context of its own; it has no annotations for mypy.
+# torch calls `forward` and `backward` by these names, with its own context object; it has no annotations for mypy.
 class _Copy(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
@@ -98,25 +98,25 @@ def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: Any, a
 
 
 def copy_to_all(tensor: Tensor, group: Any) -> Tensor:
-    """The same tensor; its gradient is summed over the ranks, which all use it."""
+    """Returns the same tensor; its gradient is summed over the ranks, because all ranks use the tensor."""
     result: Tensor = _Copy.apply(tensor, group)
     return result
 
 
 def reduce_from_all(tensor: Tensor, group: Any) -> Tensor:
-    """The sum over the ranks; the gradient goes to each of them as it is."""
+    """Returns the sum over the ranks; each rank gets the unchanged gradient."""
     result: Tensor = _Reduce.apply(tensor, group)
     return result
 
 
 def gather_from_all(tensor: Tensor, group: Any) -> Tensor:
-    """The parts of all ranks along the last dimension; each rank gets the gradient of its part."""
+    """Concatenates the parts of all ranks along the last dimension; each rank gets the gradient of its part."""
     result: Tensor = _Gather.apply(tensor, group)
     return result
 
 
 def slice_of_all(tensor: Tensor, group: Any) -> Tensor:
-    """This rank's part of the last dimension; the gradients of all parts are put together again."""
+    """Returns this rank's part of the last dimension; the gradients of all parts are concatenated."""
     result: Tensor = _Slice.apply(tensor, group)
     return result
 
@@ -124,9 +124,9 @@ def slice_of_all(tensor: Tensor, group: Any) -> Tensor:
 def exchange_rows(
     rows: Tensor, sent: list[int], received: list[int], group: Any, among: hosts.Hosts | None = None
 ) -> Tensor:
-    """Sends ``sent[r]`` rows to each rank r and returns the ``received[r]`` rows that come, in the order of the ranks.
+    """Sends ``sent[r]`` rows to each rank r; returns the received rows (``received[r]`` of rank r) in rank order.
 
-    Gradients travel the other way. ``among`` has both go in two steps.
+    Gradients are exchanged in the opposite direction. If ``among`` is given, both directions use two steps.
     """
     result: Tensor = _AllToAll.apply(rows, sent, received, group, among)
     return result

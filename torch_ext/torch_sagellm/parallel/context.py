@@ -12,17 +12,17 @@ from torch_sagellm.api.arguments import checked_dense, in_memory
 
 
 def ring_exchange(tensors: Sequence[torch.Tensor], group: Any = None) -> Iterator[tuple[int, list[torch.Tensor]]]:
-    """Passes blocks (keys and values, say) around the ring of ranks while the caller computes.
+    """Passes blocks (keys and values, for example) around the ring of ranks while the caller computes.
 
-    Yields, in as many steps as there are ranks, the rank whose blocks these are and the blocks, beginning with this
-    rank's own. The blocks of the next step travel meanwhile. Every rank passes as many tensors of the same shapes and
-    dtypes, and takes all steps. The yielded blocks must not be changed, and are valid until the next step.
+    There are as many steps as ranks. Each step yields a rank and the blocks of this rank, beginning with the caller's
+    own. The blocks of the next step are in flight meanwhile. Every rank passes the same number of tensors with the same
+    shapes and dtypes, and takes all steps. The yielded blocks must not be changed, and are valid until the next step.
 
     Example::
 
         query, scores = torch.ones(4, 8), {}
         for source, (key, value) in torch_sagellm.ring_exchange([torch.ones(4, 8), torch.ones(4, 8)]):
-            scores[source] = query @ key.T  # while the next blocks travel
+            scores[source] = query @ key.T  # while the next blocks are in flight
     """
     if isinstance(tensors, torch.Tensor):
         raise TypeError("sagellm ring_exchange: got a tensor, expected a list of tensors")
@@ -65,7 +65,7 @@ class _Exchange(torch.autograd.Function):  # type: ignore[misc]  # torch has no 
 def _exchange(tensor: torch.Tensor, split: int, join: int, group: Any) -> torch.Tensor:
     ranks = dist.get_world_size(group)
     split, join = split % tensor.dim(), join % tensor.dim()
-    # Each part is copied once, and where the first dimension is joined what comes lies as it must.
+    # Each part is copied once. If the first dimension is joined, the received data needs no further copy.
     sent = in_memory(tensor.unflatten(split, (ranks, -1)).movedim(split, 0))
     came = torch.empty_like(sent)
     dist.all_to_all_single(came, sent, group=group)
@@ -73,11 +73,11 @@ def _exchange(tensor: torch.Tensor, split: int, join: int, group: Any) -> torch.
 
 
 def exchange_tokens(tensor: torch.Tensor, split_dim: int, join_dim: int, group: Any = None) -> torch.Tensor:
-    """Trades one split dimension for another: rank r gets part r of ``split_dim``, and all parts of ``join_dim``.
+    """Splits one dimension and joins another: rank r gets part r of ``split_dim``, and all parts of ``join_dim``.
 
-    With a tensor (tokens / ranks, heads, size) on each rank, ``exchange_tokens(tensor, 1, 0)`` gives (tokens, heads /
-    ranks, size): all tokens for some of the heads, as attention needs them; ``exchange_tokens(tensor, 0, 1)`` leads
-    back. Gradients pass. ``split_dim`` must be a multiple of the ranks, and both must be dimensions of the tensor
+    With a tensor (tokens / ranks, heads, size) on each rank, ``exchange_tokens(tensor, 1, 0)`` returns (tokens, heads /
+    ranks, size): all tokens for some of the heads, as attention needs them. ``exchange_tokens(tensor, 0, 1)`` reverses
+    it. Gradients pass through. ``split_dim`` must be a multiple of the ranks, and both must be dimensions of the tensor
     (ValueError).
 
     Example::

@@ -14,8 +14,8 @@ from torch_sagellm.api.arguments import checked_number
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-#: The dimensions, from the one along which neighbours have the most distant ranks to the one along which they have
-#: consecutive ranks.
+#: The dimensions, ordered by the distance between the ranks of neighbours: largest along the first dimension, 1 along
+#: the last.
 DIMENSIONS = ("dp", "pp", "cp", "tp")
 #: The groups that every rank is in.
 GROUPS = ("tp", "cp", "pp", "dp", "cp_dp", "pp_dp", "ep")
@@ -24,18 +24,18 @@ GROUPS = ("tp", "cp", "pp", "dp", "cp_dp", "pp_dp", "ep")
 class ProcessGroupManager:
     """This rank's groups for tensor (tp), context (cp), pipeline (pp), data (dp) and expert (ep) parallelism.
 
-    The ranks of the default group form a grid. The place along tp varies fastest from rank to rank, then cp, pp and dp,
-    so that the ranks of a tensor-parallel group are neighbours. Each group joins the ranks that differ in the named
-    dimensions only; it is a new group, also where it has all ranks. Experts are spread over ranks that hold the same
+    The ranks of the default group form a grid. The index along tp changes fastest from rank to rank, then cp, pp and
+    dp, so that the ranks of a tensor-parallel group are neighbours. Each group has the ranks that differ only in the
+    named dimensions. It is a new group, even if it has all ranks. Experts are distributed over ranks that hold the same
     part of the rest of the model: ep groups are runs of ``ep_size`` ranks of a cp-and-dp group.
 
-    All ranks make it at the same point of the program.
+    All ranks create the manager at the same point of the program.
 
     Args:
         tp_size, cp_size, pp_size, dp_size: their product is the number of ranks (ValueError).
         ep_size: divides ``cp_size * dp_size`` (ValueError).
-        backend: of the new groups; None the default group's.
-        timeout: of the new groups, as a timedelta; None the default.
+        backend: backend of the new groups; None means the default group's.
+        timeout: timeout of the new groups, as a timedelta; None means the default.
 
     Example::
 
@@ -65,7 +65,7 @@ class ProcessGroupManager:
         self._check()
         self.grid = torch.arange(self.world_size).view(dp_size, pp_size, cp_size, tp_size)
         dp, pp, cp, tp = (int(place) for place in (self.grid == self.rank).nonzero()[0])
-        #: This rank's place in each dimension.
+        #: This rank's index along each dimension.
         self.tp_rank, self.cp_rank, self.pp_rank, self.dp_rank = tp, cp, pp, dp
         self._made: dict[str, dist.ProcessGroup] = {}
         for name in GROUPS:
@@ -111,7 +111,7 @@ class ProcessGroupManager:
         return sorted(int(self.grid[place]) for place in places)
 
     def group(self, name: str) -> dist.ProcessGroup:
-        """This rank's group by its name, as ``tp_group`` and the others."""
+        """This rank's group by its name, like ``tp_group`` and the others."""
         _check_name(name)
         return self._made[name]
 
@@ -147,108 +147,108 @@ class ProcessGroupManager:
 
     @property
     def pp_dp_group(self) -> dist.ProcessGroup:
-        """All stages of all pipelines with this rank's places along tp and cp."""
+        """All stages of all pipelines with this rank's indices along tp and cp."""
         return self._made["pp_dp"]
 
     @property
     def ep_rank(self) -> int:
-        """This rank's place in its ep group."""
+        """This rank's index in its ep group."""
         return self.ranks("ep").index(self.rank)
 
     @property
     def cp_dp_rank(self) -> int:
-        """This rank's place in its cp_dp group."""
+        """This rank's index in its cp_dp group."""
         return self.ranks("cp_dp").index(self.rank)
 
     @property
     def cp_dp_size(self) -> int:
-        """The ranks of a cp_dp group."""
+        """The number of ranks of a cp_dp group."""
         return self.cp_size * self.dp_size
 
     @property
     def pp_dp_rank(self) -> int:
-        """This rank's place in its pp_dp group."""
+        """This rank's index in its pp_dp group."""
         return self.ranks("pp_dp").index(self.rank)
 
     @property
     def pp_dp_size(self) -> int:
-        """The ranks of a pp_dp group."""
+        """The number of ranks of a pp_dp group."""
         return self.pp_size * self.dp_size
 
     # ------------------------------------------------------------------------------------------- neighbours
 
     @property
     def pp_is_first_stage(self) -> bool:
-        """Whether this rank has the first layers."""
+        """Whether this rank holds the first layers."""
         return self.pp_rank == 0
 
     @property
     def pp_is_last_stage(self) -> bool:
-        """Whether this rank has the last layers."""
+        """Whether this rank holds the last layers."""
         return self.pp_rank == self.pp_size - 1
 
     @property
     def pp_next_rank(self) -> int | None:
-        """The rank (of the default group) with the next stage; None at the last."""
+        """The rank (of the default group) of the next stage; None at the last stage."""
         return None if self.pp_is_last_stage else self.ranks("pp")[self.pp_rank + 1]
 
     @property
     def pp_prev_rank(self) -> int | None:
-        """The rank with the stage before; None at the first."""
+        """The rank of the previous stage; None at the first stage."""
         return None if self.pp_is_first_stage else self.ranks("pp")[self.pp_rank - 1]
 
     @property
     def cp_next_rank(self) -> int:
-        """The rank that this one sends to in the ring of its cp group; itself where that has one rank."""
+        """The rank to which this rank sends in the ring of its cp group; itself if the group has one rank."""
         return self.ranks("cp")[(self.cp_rank + 1) % self.cp_size]
 
     @property
     def cp_prev_rank(self) -> int:
-        """The rank that this one receives from in the ring of its cp group."""
+        """The rank from which this rank receives in the ring of its cp group."""
         return self.ranks("cp")[(self.cp_rank - 1) % self.cp_size]
 
-    # Names of another framework's manager.
+    # Names of another framework's manager, for compatibility.
 
     @property
     def tp_world_size(self) -> int:
-        """As ``tp_size``."""
+        """Alias of ``tp_size``."""
         return self.tp_size
 
     @property
     def cp_world_size(self) -> int:
-        """As ``cp_size``."""
+        """Alias of ``cp_size``."""
         return self.cp_size
 
     @property
     def pp_world_size(self) -> int:
-        """As ``pp_size``."""
+        """Alias of ``pp_size``."""
         return self.pp_size
 
     @property
     def dp_world_size(self) -> int:
-        """As ``dp_size``."""
+        """Alias of ``dp_size``."""
         return self.dp_size
 
     @property
     def cp_dp_world_size(self) -> int:
-        """As ``cp_dp_size``."""
+        """Alias of ``cp_dp_size``."""
         return self.cp_dp_size
 
     @property
     def cp_send_rank(self) -> int:
-        """As ``cp_next_rank``."""
+        """Alias of ``cp_next_rank``."""
         return self.cp_next_rank
 
     @property
     def cp_recv_rank(self) -> int:
-        """As ``cp_prev_rank``."""
+        """Alias of ``cp_prev_rank``."""
         return self.cp_prev_rank
 
     @cached_property
     def mesh(self) -> DeviceMesh:
         """The same groups as a ``torch.distributed.device_mesh.DeviceMesh`` with the dimensions dp, pp, cp and tp.
 
-        It has no dimension ep, because ep groups are parts of cp and dp.
+        It has no dimension ep, because ep groups are parts of the cp and dp dimensions.
         """
         from torch.distributed.device_mesh import DeviceMesh
 

@@ -1,4 +1,4 @@
-"""Mixture of experts over several ranks: tokens go to the ranks of their experts and come back."""
+"""Mixture of experts over several ranks: sends tokens to the ranks of their experts, and the results back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch_sagellm.parallel.routing import Router, Routing
 
 
 class PendingDispatch:
-    """Rows that are under way; ``wait()`` returns what ``dispatch`` would. May be called again.
+    """Rows in flight; ``wait()`` returns what ``dispatch`` would return, and may be called again.
 
     Example::
 
@@ -30,7 +30,7 @@ class PendingDispatch:
         self._rows: Tensor | None = None
 
     def wait(self) -> tuple[Tensor, Routing]:
-        """The rows for this rank's experts, and the routing, when all rows have come."""
+        """Returns the rows for this rank's experts and the routing, after all rows have been received."""
         if self._rows is None:
             self._rows = self._moe._sorted(self._tokens, self._routing, self._under_way)
         return self._rows, self._routing
@@ -38,7 +38,7 @@ class PendingDispatch:
 
 @dataclass
 class _UnderWay:
-    """An exchange that has begun: what is sent must stay until its end."""
+    """An exchange in flight. It keeps the sent memory alive until the exchange ends."""
 
     out: Tensor
     came: Tensor
@@ -46,26 +46,27 @@ class _UnderWay:
 
 
 class MoEDispatcher:
-    """Sends tokens to experts that live on several ranks, and brings the results back.
+    """Sends tokens to experts that are distributed over several ranks, and sends the results back.
 
-    Experts are numbered over the ranks: with E experts on n ranks, rank r has those from r * E / n on. Each way is one
-    all_to_all whose sizes follow the routing; rows for experts of this rank stay here. Before it ``dispatch`` gathers
-    the counts of all ranks, except with ``pad``, where all counts are known. Gradients pass both ways, once
-    (not those of gradients). On CPUs the dispatcher keeps the memory of its exchanges for the next call.
+    Experts are numbered over the ranks: with E experts on n ranks, rank r has the experts from r * E / n on. Each
+    direction is one all_to_all whose sizes follow the routing; rows for experts of this rank are not sent. Before it
+    ``dispatch`` gathers the counts of all ranks; with ``pad`` all counts are known, so it does not. Gradients pass in
+    both directions, once (not gradients of gradients). On CPUs the dispatcher keeps the memory of its exchanges for the
+    next call.
 
     Args:
-        num_experts: of all ranks, a multiple of them (ValueError).
-        group: the ranks; None the default group.
-        capacity_factor: None: no token is dropped. Otherwise an expert takes from each rank at most ``ceil(factor *
-            assignments / num_experts)`` tokens, the first ones, and the same factor on all ranks; of the others
-            ``combine`` adds nothing.
-        pad: every expert gets as many rows as it may take, so that shapes are known before and no counts travel; needs
-            a capacity factor, and as many tokens on every rank. It sends more rows; that it
-            saves time was not shown.
-        hierarchical: where several hosts have the same number of ranks, more than one, rows go in two steps: first
-            between hosts, then inside them. That is fewer messages between hosts, but each row is copied twice more and
-            a second exchange of counts comes before it. It was slower in every case measured (up to 4 ranks a host,
-            1 ms between hosts), so it is off.
+        num_experts: experts of all ranks, a multiple of the number of ranks (ValueError).
+        group: the ranks; None means the default group.
+        capacity_factor: None means that no token is dropped. Otherwise an expert accepts from each rank at most
+            ``ceil(factor * assignments / num_experts)`` tokens, the first ones; ``combine`` adds nothing for the
+            others. The factor is the same on all ranks.
+        pad: every expert gets as many rows as it may accept, so that shapes are known in advance and no counts are
+            exchanged. It needs a capacity factor, and the same number of tokens on every rank. It sends more rows; no
+            measurement showed that it saves time.
+        hierarchical: if several hosts have the same number of ranks, more than one, rows are sent in two steps: first
+            between hosts, then inside them. This needs fewer messages between hosts, but each row is copied twice more
+            and a second exchange of counts precedes it. It was slower in every measured case (up to 4 ranks a host, 1
+            ms between hosts), so it is off by default.
 
     Example::
 
@@ -101,26 +102,26 @@ class MoEDispatcher:
         self._router = Router(num_experts, group, capacity_factor, pad)
         self.hierarchical = hierarchical
         self._rank: int = dist.get_rank(group)
-        #: The hosts of the ranks, which the first dispatch finds out.
+        #: The hosts of the ranks, which the first dispatch determines.
         self._among: hosts.Hosts | None = None
         self._looked = not hierarchical
-        #: Memory of earlier exchanges. Backward passes run on another thread: only whole pops and appends.
+        #: Memory of earlier exchanges. Backward passes use it on another thread, so it is only popped and appended.
         self._spare: list[Tensor] = []
 
     def dispatch(self, tokens: Tensor, experts: Tensor) -> tuple[Tensor, Routing]:
         """Sends each token to its experts; returns the rows for this rank's experts, sorted by expert, and the routing.
 
         Args:
-            tokens: (T, D), as many as this rank has; other ranks may have more or fewer (with ``pad`` as many).
+            tokens: (T, D); T may differ between ranks, except with ``pad``.
             experts: (T,) or (T, k), whole numbers from 0 to ``num_experts`` - 1: the experts of each token.
         """
         routing = self._route(tokens, experts)
         return self._sorted(tokens, routing, None), routing
 
     def dispatch_async(self, tokens: Tensor, experts: Tensor) -> PendingDispatch:
-        """The same without waiting for the rows, so that they travel while the experts of an earlier call compute.
+        """``dispatch`` without waiting for the rows, so that experts of an earlier call can compute meanwhile.
 
-        The counts have been exchanged when it returns. ``tokens`` may be changed at once.
+        When it returns, the counts have been exchanged, and ``tokens`` may be changed.
         """
         routing = self._route(tokens, experts)
         with torch.no_grad():
@@ -128,9 +129,9 @@ class MoEDispatcher:
         return PendingDispatch(self, tokens, routing, under_way)
 
     def combine(self, results: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
-        """Brings the experts' results back to their tokens: (T, D), each the weighted sum over the token's experts.
+        """Sends the experts' results back; returns (T, D): for each token the weighted sum over its experts.
 
-        ``results`` has a row for each row of ``dispatch``, in its order. ``weights`` is (T, k), or (T,) where k is 1
+        ``results`` has a row for each row of ``dispatch``, in its order. ``weights`` is (T, k), or (T,) if k is 1
         (ValueError for another shape); with None every weight is 1.
         """
         checked_dense("MoEDispatcher", results)
@@ -157,7 +158,7 @@ class MoEDispatcher:
         return output if results.dim() == 2 else output.unflatten(1, results.shape[1:])
 
     def _route(self, tokens: Tensor, experts: Tensor) -> Routing:
-        """Which row goes where; all ranks have told each other their counts where these are not known."""
+        """Computes the routes; the ranks exchange their counts first if the counts are not known."""
         for tensor in (tokens, experts):
             checked_dense("MoEDispatcher", tensor)
         if tokens.dim() != 2 or experts.dim() not in (1, 2) or experts.shape[0] != tokens.shape[0]:
@@ -170,7 +171,7 @@ class MoEDispatcher:
         return self._router.route(experts, own_last=self._among is None)
 
     def _sorted(self, tokens: Tensor, routing: Routing, under_way: _UnderWay | None) -> Tensor:
-        """The rows that come, sorted by expert."""
+        """Returns the received rows, sorted by expert."""
         if torch.is_grad_enabled() and tokens.requires_grad:
             rows: Tensor = _Dispatch.apply(tokens, self, routing, under_way)
             return rows
@@ -179,7 +180,7 @@ class MoEDispatcher:
     def _spread(
         self, tokens: Tensor, routing: Routing, weights: Tensor | None, under_way: _UnderWay | None = None
     ) -> Tensor:
-        """From tokens to rows: each goes to its experts, multiplied by the weights of its assignments if given."""
+        """From tokens to rows: sends each token to its experts, multiplied by its assignments' weights if given."""
         with torch.no_grad():
             begun = under_way or self._begin_spread(tokens, routing, weights, wait=True)
             self._end(begun)
@@ -201,7 +202,10 @@ class MoEDispatcher:
         return self._begin(fill, routing.sent, routing.received, tokens, wait)
 
     def _collect(self, results: Tensor, routing: Routing) -> Tensor:
-        """From results sorted by expert to rows in the order of ``routing.order``, for ``_keep`` afterwards."""
+        """From results sorted by expert to rows in the order of ``routing.order``.
+
+        The caller then passes the rows to ``_keep``.
+        """
 
         def fill(begin: int, end: int, into: Tensor) -> None:
             torch.index_select(results, 0, routing.unsorted[begin:end], out=into)
@@ -211,7 +215,7 @@ class MoEDispatcher:
         return begun.came
 
     def _begin(self, fill: Any, sent: list[int], received: list[int], like: Tensor, wait: bool) -> _UnderWay:
-        """Begins the exchange of rows that ``fill`` writes; ``wait`` says that the caller waits at once."""
+        """Begins the exchange of rows that ``fill`` writes; ``wait`` means that the caller waits at once."""
         leaving, coming = sum(sent), sum(received)
         if self._among is not None:
             out = self._memory(leaving, like)
@@ -233,7 +237,10 @@ class MoEDispatcher:
         self._keep(begun.out)
 
     def _memory(self, rows: int, like: Tensor) -> Tensor:
-        """Rows of any contents, like those of ``like``; on the CPU of an earlier call, whose pages exist."""
+        """Uninitialized rows like those of ``like``.
+
+        On the CPU memory of an earlier call, whose pages are already populated.
+        """
         width = like.shape[1]
         if like.is_cpu:
             try:
@@ -246,14 +253,14 @@ class MoEDispatcher:
         return like.new_empty((rows, width))
 
     def _keep(self, rows: Tensor) -> None:
-        """Rows that nobody reads any more."""
-        # Memory of inference mode may be written in that mode only.
+        """Keeps the memory of rows that are no longer used, for a later exchange."""
+        # Memory of inference mode may be written only in that mode.
         if rows.is_cpu and rows.numel() and not rows.is_inference() and len(self._spare) < 4:
             whole = rows if rows._base is None else rows._base
             self._spare.append(whole.view(-1))
 
     def _combined(self, results: Tensor, routing: Routing, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The sum of each token's rows, and the rows themselves, which go to ``_keep`` unless they are kept."""
+        """The sum of each token's rows, and the rows, which are passed to ``_keep`` unless autograd needs them."""
         with torch.no_grad():
             back = self._collect(results, routing)
             output = _summed(back, routing, weights)
@@ -261,12 +268,12 @@ class MoEDispatcher:
         return output, back
 
 
-#: What torch sums in bags.
+#: The dtypes that torch's embedding_bag can sum.
 _BAGGED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def _places(routing: Routing) -> tuple[Tensor, Tensor]:
-    """The assignments that were sent, ascending, and for each its row."""
+    """The assignments that were sent, ascending, and the row of each."""
     if not routing.dropped:
         return torch.arange(len(routing.places), device=routing.places.device), routing.places
     assignments = (routing.places >= 0).nonzero().squeeze(1)
@@ -274,7 +281,7 @@ def _places(routing: Routing) -> tuple[Tensor, Tensor]:
 
 
 def _summed(back: Tensor, routing: Routing, weights: Tensor | None) -> Tensor:
-    """For each token the sum of its rows, each multiplied by its weight: in the order of the token's experts."""
+    """For each token the sum of its rows, each multiplied by its weight, in the order of the token's experts."""
     if len(routing.places) == routing.dropped:
         return back.new_zeros((routing.tokens, back.shape[1]))
     bag: Any = torch.nn.functional.embedding_bag
@@ -294,7 +301,7 @@ def _summed(back: Tensor, routing: Routing, weights: Tensor | None) -> Tensor:
     return by_token
 
 
-# torch calls forward and backward by these names, with a context of its own; it has no annotations for mypy.
+# torch calls `forward` and `backward` by these names, with its own context object; it has no annotations for mypy.
 class _Dispatch(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, moe: MoEDispatcher, routing: Routing, under_way: _UnderWay | None) -> Tensor:
@@ -313,7 +320,7 @@ class _Combine(torch.autograd.Function):  # type: ignore[misc]
     def forward(ctx: Any, results: Tensor, weights: Tensor | None, moe: MoEDispatcher, routing: Routing) -> Tensor:
         ctx.of = (moe, routing, weights)
         back = moe._collect(results, routing)
-        # The weights' gradient needs the rows; else their memory serves the next exchange.
+        # The gradient of the weights needs the rows; without it their memory is reused by the next exchange.
         ctx.back = back if weights is not None and ctx.needs_input_grad[1] else None
         output = _summed(back, routing, weights)
         if ctx.back is None:

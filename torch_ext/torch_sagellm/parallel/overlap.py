@@ -1,4 +1,4 @@
-"""Communication of one layer while the next one computes."""
+"""Overlaps the communication of one layer with the computation of the next."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ logger = logging.getLogger("sagellm")
 
 @dataclass(frozen=True)
 class OverlapReport:
-    """How much of the communication was hidden behind computation; seconds.
+    """How much of the communication was hidden behind computation, in seconds.
 
-    Hidden time is what a step gains: the time of a step whose operations are waited for at once, less that of a step
-    that overlaps them. It needs steps of both kinds, which ``OverlapScheduler.step`` measures; without them it is
-    unknown. That the caller did not wait says nothing: where all cores compute, operations slow the computation down.
+    Hidden time is the gain of a step: the time of a step that waits for each operation at once, minus the time of a
+    step that overlaps operations. It needs steps of both kinds, which ``OverlapScheduler.step`` measures; without them
+    it is unknown. A short wait of the caller is no evidence of a gain, because operations slow down the computation if
+    all cores compute.
 
     Example::
 
@@ -36,31 +37,31 @@ class OverlapReport:
         print(scheduler.report().share)
     """
 
-    #: Operations that have ended.
+    #: Number of operations that have ended.
     operations: int
-    #: From the issue of each operation to its end, all of them together.
+    #: Sum over the operations of the time from issue to end.
     under_way: float
-    #: How long the caller waited for them.
+    #: How long the caller waited for the operations.
     waiting: float
-    #: A step without overlap, one with it, and the waits of the first: medians of the slowest rank; None before all of
-    #: them are measured.
+    #: Time of a step without overlap, of a step with overlap, and of the waits in a step without overlap: medians of
+    #: the slowest rank. None before all of them are measured.
     serial: float | None = None
     overlapping: float | None = None
     alone: float | None = None
 
     @property
     def communication(self) -> float:
-        """The communication of a step by itself, as a step without overlap waits for it; 0 before it is measured."""
+        """The communication time of a step without overlap, that is, its waits; 0 before it is measured."""
         return self.alone or 0.0
 
     @property
     def overlapped(self) -> float:
-        """The hidden time of a step; negative where overlapping made it slower, 0 before it is measured."""
+        """The hidden time of a step; negative if overlapping made it slower, 0 before it is measured."""
         return 0.0 if self.serial is None or self.overlapping is None else self.serial - self.overlapping
 
     @property
     def share(self) -> float:
-        """``overlapped`` / ``communication``, at most 1; 0 where there was none, or before it is measured."""
+        """``overlapped`` / ``communication``, at most 1; 0 if there was no communication, or before it is measured."""
         return min(self.overlapped / self.alone, 1.0) if self.alone else 0.0
 
     @property
@@ -79,7 +80,7 @@ class OverlapReport:
 
 
 class OverlapHandle:
-    """An operation that is under way; ``wait()`` returns its tensor.
+    """An operation in flight; ``wait()`` returns its tensor.
 
     Example::
 
@@ -99,11 +100,11 @@ class OverlapHandle:
         self._ended = perf_counter()
 
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Whether the operation has ended."""
         return bool(self._future.done())
 
     def wait(self) -> torch.Tensor:
-        """The tensor, when the operation has ended; may be called again."""
+        """Returns the tensor when the operation has ended; may be called again."""
         began = perf_counter()
         result: torch.Tensor = self._future.wait()
         if not self._waited:
@@ -114,21 +115,20 @@ class OverlapHandle:
 
 
 class OverlapScheduler:
-    """Runs layers, and combines their outputs over the ranks while the caller goes on computing.
+    """Runs layers, and combines their outputs over the ranks while the caller continues computing.
 
-    That pays where a core is free for the communication, or the link is slow. Where every core computes it can make a
-    step slower. With each training step in ``step()`` the scheduler measures both ways and keeps the faster one.
+    This is faster if a core is free for the communication, or if the link is slow. If every core computes, it can make
+    a step slower. With each training step in ``step()``, the scheduler measures both ways and keeps the faster one.
 
     Args:
-        backend: a backend of ``create_comm_backend``; None: the one that it returns without arguments.
+        backend: a backend of ``create_comm_backend``; None means the one that it returns without arguments.
         op: how the results are combined: "sum", "avg", ...
-        depth: operations that are under way at most, 1 or more; where there are as many, the oldest is waited for
-            first.
-        calibrate: steps of each kind that ``step()`` measures, 1 or more; 3 of each are enough on a quiet machine.
+        depth: the largest number of operations in flight, at least 1; at the limit, the oldest one is waited for first.
+        calibrate: steps of each kind that ``step()`` measures, at least 1; 3 of each are enough on a quiet machine.
 
     Raises:
-        ValueError: ``depth`` or ``calibrate`` is less than 1. From ``schedule_layer`` and ``schedule``: the op is
-            unknown.
+        ValueError: ``depth`` or ``calibrate`` is less than 1. Raised from ``schedule_layer`` and ``schedule``: the op
+            is unknown.
 
     Example::
 
@@ -163,16 +163,16 @@ class OverlapScheduler:
     ) -> tuple[torch.Tensor, OverlapHandle]:
         """Computes ``layer(input)`` and begins to combine a copy of the output over the ranks.
 
-        Returns the output of this rank, and a handle whose ``wait()`` gives the combined one. Gradients do not pass
-        through the combined output.
+        It returns the output of this rank, and a handle whose ``wait()`` returns the combined output. Gradients do not
+        pass through the combined output.
         """
         output = layer(input)
         return output, self.schedule(output.detach().clone(memory_format=torch.contiguous_format))
 
     def schedule(self, tensor: torch.Tensor) -> OverlapHandle:
-        """Begins to combine ``tensor``, a bucket of gradients say, in place; it must not change until the end.
+        """Begins to combine ``tensor``, for example a bucket of gradients, in place; it must not change until the end.
 
-        In a step of ``step()`` that does not overlap, it has ended when this returns.
+        In a step of ``step()`` without overlap, the operation has ended when this returns.
         """
         self._under_way = [handle for handle in self._under_way if not handle.done()]
         while len(self._under_way) >= self.depth:
@@ -186,15 +186,16 @@ class OverlapScheduler:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One step of a training loop: its operations have ended at its end, whoever waits for their handles.
+        """One step of a training loop; when it ends, all its operations have ended, even if no caller waited for them.
 
-        After a step to warm up, steps without and with overlap take turns (``calibrate`` of each). Then the ranks agree
-        by one all_reduce on the faster way, which the slowest rank's medians say, and all later steps go that way.
-        Every rank calls it for the same steps; ``reset`` measures anew, where the model or the batch has changed.
+        After a warm-up step, steps without and with overlap take turns (``calibrate`` of each). Then the ranks agree by
+        one all_reduce on the faster way, according to the slowest rank's medians, and all later steps use that way.
+        Every rank calls it for the same steps. If the model or the batch has changed, ``reset`` starts a new
+        measurement.
         """
         number = self._steps
         measured = 0 < number <= 2 * self.calibrate
-        # Serial, overlapped, overlapped, serial: a machine that slows down meanwhile favours neither.
+        # Order: serial, overlapped, overlapped, serial. So a machine that slows down meanwhile favours neither.
         self._serially = number % 4 in (1, 0) if measured else number > 0 and self._pays is False
         waited, began = self._waiting, perf_counter()
         try:
@@ -224,15 +225,15 @@ class OverlapScheduler:
             logger.info("OverlapScheduler: %s", self.report())
 
     def report(self) -> OverlapReport:
-        """The report of all operations that the caller has waited for, since the beginning or ``reset``."""
+        """The report of all operations that the caller has waited for, since the beginning or the last ``reset``."""
         return OverlapReport(self._operations, self._communication, self._waiting, *self._measured)
 
     def reset(self) -> None:
-        """Resets the report, and has ``step`` measure again."""
+        """Resets the report, and makes ``step`` measure again."""
         self._operations, self._communication, self._waiting = 0, 0.0, 0.0
         self._steps, self._serially = 0, False
         self._pays, self._measured = None, ()
-        #: Seconds of each measured step, and of the waits in it.
+        #: For each measured step: its seconds, and the seconds of its waits.
         self._serial: list[tuple[float, float]] = []
         self._overlapping: list[tuple[float, float]] = []
 

@@ -1,7 +1,7 @@
-"""How lists of tensors become messages: their description, where it is cut, and the bytes of each message.
+"""Converts lists of tensors to messages: their description, where the list is cut, and the bytes of each message.
 
-Both ranks work these out from dtypes and shapes alone. What is done for each of thousands of small tensors is done by
-the extension: a loop in Python takes longer than the tensors travel.
+Both ranks compute these from dtypes and shapes alone. Work for each of thousands of small tensors is done in the
+extension, because a Python loop takes longer than sending the tensors.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from torch_sagellm._private import load
 
-#: On the CPU tensors of fewer bytes than the first travel together, in messages of at most the second.
+#: In bytes. On the CPU tensors smaller than SMALL are packed together into messages of at most PACK.
 SMALL, PACK = 32 << 10, 1 << 20
 
 
 class Run(NamedTuple):
-    """Equal tensors that follow each other."""
+    """A number of equal tensors that follow each other in a list."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -32,17 +32,17 @@ class Run(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of one of them."""
+        """The size of one of the tensors."""
         return prod(self.shape) * int(self.dtype.itemsize)
 
 
 @dataclass
 class Listed:
-    """Tensors that are sent or received, and what they are."""
+    """Tensors that are sent or received, with their description."""
 
     tensors: list[Tensor]
     runs: list[Run]
-    #: All lie together in memory of the CPU, so that the extension copies them.
+    #: Whether all are contiguous in CPU memory, so that the extension can copy them.
     plain: bool
 
     @property
@@ -51,7 +51,7 @@ class Listed:
 
 
 def plain(tensors: list[Tensor], written: bool) -> Listed | None:
-    """The list, if nothing can be wrong with any of its tensors, as with nearly all lists."""
+    """The list if the extension accepts all its tensors, as it does for nearly all lists; otherwise None."""
     if not all(isinstance(each, Tensor) for each in tensors[:1]):
         return None
     found = load.extension()._runs(tensors, written)
@@ -62,23 +62,23 @@ def plain(tensors: list[Tensor], written: bool) -> Listed | None:
 
 
 def described(tensors: list[Tensor]) -> list[Run]:
-    """The same for any tensors that were checked."""
+    """The description of any tensors that were checked."""
     runs = groupby(tensors, key=lambda each: (each.dtype, each.shape))
     return [Run(dtype, tuple(shape), sum(1 for _ in run)) for (dtype, shape), run in runs]
 
 
 @cache
 def name(dtype: torch.dtype) -> str:
-    """As torch has it as an attribute."""
+    """The dtype's name as an attribute of torch."""
     return str(dtype).removeprefix("torch.")
 
 
 @cache
 def travels(dtype: torch.dtype) -> bool:
-    """Whether numbers of this dtype are whole bytes without further data, unlike those of quantised tensors."""
+    """Whether a number of this dtype is whole bytes without further data, unlike in quantised tensors."""
     if name(dtype).startswith(("q", "float4", "bits")):
         return False
-    if dtype.is_complex:  # torch warns of some that are made
+    if dtype.is_complex:  # torch warns when some complex tensors are created
         return True
     try:
         return bool(torch.empty(2, dtype=dtype).view(torch.uint8).numel() == 2 * dtype.itemsize)
@@ -88,24 +88,26 @@ def travels(dtype: torch.dtype) -> bool:
 
 @dataclass
 class Message:
-    """The tensors from ``begin`` to before ``end``; those without data among them travel nowhere."""
+    """The tensors from ``begin`` to ``end`` (exclusive). Tensors without data among them need no bytes."""
 
     begin: int
     end: int
     nbytes: int
-    #: Those with data.
+    #: The tensors with data.
     parts: list[Run]
 
     @property
     def is_one(self) -> bool:
-        """A single tensor with data, which is the first of the message."""
+        """Whether it has a single tensor with data, which is then its first tensor."""
         return len(self.parts) == 1 and self.parts[0].number == 1
 
 
 def messages(runs: Sequence[Run], most: int, on_cpu: bool) -> Iterator[Message]:
-    """At most ``most`` bytes each, or one tensor; on the CPU small ones of one dtype that follow each other.
+    """Cuts a list into messages of at most ``most`` bytes, or one larger tensor.
 
-    Both ranks cut by the same rule. Tensors without data do not cut a message.
+    On the CPU they join small tensors of one dtype.
+
+    Both ranks cut by the same rule. Tensors without data do not end a message.
     """
     message = Message(0, 0, 0, [])
     at = 0
@@ -135,7 +137,7 @@ def messages(runs: Sequence[Run], most: int, on_cpu: bool) -> Iterator[Message]:
 
 
 def packed(listed: Listed, message: Message) -> Tensor:
-    """The bytes to send: the tensor itself, if it is one."""
+    """The bytes to send; for a single tensor the tensor itself."""
     run = listed.tensors[message.begin : message.end]
     if message.is_one:
         return run[0].detach()
@@ -147,26 +149,29 @@ def packed(listed: Listed, message: Message) -> Tensor:
 
 
 def room(listed: Listed, message: Message) -> Tensor:
-    """Where the bytes come: the tensor itself, if it is one; else they are unpacked afterwards."""
+    """The memory that receives the bytes.
+
+    For a single tensor the tensor itself. Otherwise `unpack` copies them afterwards.
+    """
     if message.is_one:
         return listed.tensors[message.begin].detach()
     return torch.empty(message.nbytes, dtype=torch.uint8)
 
 
 def unpack(listed: Listed, message: Message, whole: Tensor) -> None:
-    """Brings the bytes that came into ``room`` to their tensors."""
+    """Copies the bytes that were received in ``room`` to their tensors."""
     if message.is_one:
         return
     if listed.plain:
         load.extension()._unpack(whole, listed.tensors, message.begin, message.end)
         return
     run = [each for each in listed.tensors[message.begin : message.end] if each.nbytes]
-    with torch.inference_mode():  # in which every tensor may be written
+    with torch.inference_mode():  # every tensor may be written in this mode
         torch._foreach_copy_(run, list(_unflatten_dense_tensors(whole.view(run[0].dtype), run)))
 
 
 def made(runs: Sequence[Run], cut: Sequence[Message]) -> tuple[list[Tensor], list[Tensor]]:
-    """New tensors on the CPU, and for each message the memory that its tensors are parts of: nothing is unpacked."""
+    """Creates new tensors on the CPU as parts of one memory block for each message, so nothing is unpacked."""
     wholes: list[Tensor] = []
     parts: list[Tensor] = []
     for message in cut:
@@ -174,7 +179,7 @@ def made(runs: Sequence[Run], cut: Sequence[Message]) -> tuple[list[Tensor], lis
         wholes.append(whole)
         sizes = [run.number * prod(run.shape) for run in message.parts]
         for run, part in zip(message.parts, whole.split(sizes), strict=True):
-            parts += [each.detach() for each in part.view(run.number, *run.shape).unbind(0)]  # own tensors to autograd
+            parts += [each.detach() for each in part.view(run.number, *run.shape).unbind(0)]  # separate for autograd
     rest: Any = iter(parts)
     tensors: list[Tensor] = []
     for run in runs:

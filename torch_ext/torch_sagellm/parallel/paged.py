@@ -1,4 +1,4 @@
-"""Pages of a paged cache of keys and values from one rank to another, by a block table on each side, layer by layer."""
+"""Sends pages of a paged key-value cache to another rank, with a block table on each side, layer by layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from torch_sagellm.api.arguments import checked_dense, checked_written
 from torch_sagellm.parallel import packing
 from torch_sagellm.parallel.transfer import WINDOW
 
-#: The bytes of what stands before each layer: these, and a description.
+#: The first bytes of the header before each layer, and the header's size; a description of the layer follows the first
+#: bytes.
 MAGIC = b"sagepgs1"
 HEADER_BYTES = 256
 
@@ -29,16 +30,16 @@ def send_pages(
     tag: int = 0,
     window: int = WINDOW,
 ) -> None:
-    """Sends the pages of a cache that ``blocks`` names, layer by layer, to rank ``dst``, which calls ``recv_pages``.
+    """Sends the pages ``blocks`` of a cache, layer by layer, to rank ``dst``, which calls ``recv_pages``.
 
-    A layer is a tensor on the CPU whose first dimension counts pages: keys and values may be two layers, or one with
-    both in a page. ``layers`` may be a generator that computes: a layer is sent when it is yielded, and the next one is
-    asked for while it travels. At most ``window`` bytes are under way, so a receiver that is slow holds the generator
-    back. Pages whose numbers follow each other are sent from where they lie; others are copied together first. Returns
-    when all pages may be changed again; what is under way must not change before.
+    A layer is a tensor on the CPU whose first dimension counts pages; keys and values may be two layers, or one layer
+    with both in a page. ``layers`` may be a generator that computes: a layer is sent when it is yielded, and the next
+    one is requested while it is in flight. At most ``window`` bytes are in flight, so a slow receiver delays the
+    generator. Pages with consecutive numbers are sent from their memory; others are copied together first. It returns
+    when all pages may be changed again; pages in flight must not change before.
 
-    Raises ValueError, and TypeError where a layer is no tensor, before that layer is sent: it is not dense, not on the
-    CPU, or a block is no page of it.
+    It raises a ValueError before a layer is sent that is not dense or not on the CPU, or for which a block is not a
+    page. If a layer is not a tensor, it raises a TypeError.
 
     Example::
 
@@ -67,10 +68,10 @@ def send_pages(
                 send(_together(layer.detach(), part))
         send(_header(number))
     except BaseException:
-        send(_header(-1))  # the receiver does not wait for what will not come
+        send(_header(-1))  # tells the receiver that no more layers follow
         raise
     finally:
-        # What has begun reads memory of the caller.
+        # Operations in flight read the caller's memory, so wait for them.
         for end in under_way:
             end()
 
@@ -84,14 +85,15 @@ def recv_pages(
     tag: int = 0,
     ready: Callable[[int], None] | None = None,
 ) -> None:
-    """Receives what rank ``src`` sends by ``send_pages`` into the pages of ``layers`` that ``blocks`` names.
+    """Receives the pages that rank ``src`` sends by ``send_pages`` into the pages ``blocks`` of ``layers``.
 
-    The sender's first page goes to the first of ``blocks``, and so on: the numbers may differ, each of this side once.
-    ``ready(n)`` is called when layer n has come, so that it can be used while the next ones travel.
+    The sender's first page is stored in the first of ``blocks``, and so on. The two sides' numbers may differ; each
+    number may occur once on this side. ``ready(n)`` is called when layer n has been received, so that it can be used
+    while the next ones are in flight.
 
-    Raises ValueError, after all has been received so that later messages arrive, where the sender has other layers,
-    pages or types; nothing is then stored from the layer that differs on. RuntimeError where the sender has given up,
-    and where what came from ``src`` is no message of ``send_pages``.
+    It raises a ValueError if the sender has other layers, pages or types. It first receives everything, so that later
+    messages arrive, but stores nothing from the layer on that differs. It raises a RuntimeError if the sender has
+    stopped with an error, or if the data from ``src`` is not a message of ``send_pages``.
 
     Example::
 
@@ -158,7 +160,7 @@ def _check(call: str, number: int, layer: Tensor, table: Tensor) -> None:
 
 
 def _parts(table: Tensor, layer: Tensor, window: int) -> Iterator[Tensor]:
-    """The blocks of each message: at most half of the window, or one page. Both ranks cut alike."""
+    """The blocks of each message: at most half of the window, or one page. Both ranks cut by this rule."""
     size = layer[:1].numel() * layer.element_size() if len(layer) else 0
     if size and len(table):
         yield from table.split(max(1, window // 2 // size))
@@ -170,21 +172,21 @@ def _follow(part: Tensor) -> bool:
 
 
 def _together(layer: Tensor, part: Tensor) -> Tensor:
-    """The pages of a message in one piece of memory: their own, where they follow each other."""
+    """The pages of a message in contiguous memory; not copied if their numbers are consecutive."""
     if _follow(part):
         return layer[int(part[0]) : int(part[0]) + len(part)].resolve_conj().resolve_neg().contiguous()
     return layer.index_select(0, part).resolve_conj().resolve_neg().contiguous()
 
 
 def _receive(layer: Tensor, table: Tensor, src: int, group: Any, tag: int, window: int) -> None:
-    """The pages of a layer, two messages under way."""
+    """Receives the pages of a layer, with two messages in flight."""
     under_way: deque[tuple[Any, Tensor, Tensor | None]] = deque()
 
     def end() -> None:
         work, data, part = under_way.popleft()
         work.wait()
         if part is not None:
-            with torch.inference_mode():  # in which every tensor may be written
+            with torch.inference_mode():  # every tensor may be written in this mode
                 layer.index_copy_(0, part, data)
 
     for part in _parts(table, layer, window):
@@ -202,7 +204,7 @@ def _receive(layer: Tensor, table: Tensor, src: int, group: Any, tag: int, windo
 
 
 def _header(what: Any) -> Tensor:
-    """A description of the layer that follows, or at the end the number of layers."""
+    """A description of the layer that follows; after the last layer the number of layers."""
     text = MAGIC + json.dumps(what, separators=(",", ":")).encode()
     if len(text) > HEADER_BYTES:
         raise ValueError(f"sagellm send_pages: a page of {what[1]} has too many dimensions to be described")
@@ -210,7 +212,10 @@ def _header(what: Any) -> Tensor:
 
 
 def _described(src: int, group: Any, tag: int) -> int | tuple[torch.dtype, list[int], int, int]:
-    """Dtype, shape and number of the pages that follow, and the sender's window; at the end the number of layers."""
+    """Dtype, shape and number of the pages that follow, and the sender's window.
+
+    After the last layer the number of layers.
+    """
     into = bytearray(HEADER_BYTES)
     dist.recv(torch.frombuffer(into, dtype=torch.uint8), group_src=src, group=group, tag=tag)
     try:

@@ -1,4 +1,4 @@
-"""Where the rows of a mixture of experts go: on the CPU by the core (``src/routing.rs``), on a device by torch."""
+"""Computes the routes of rows to experts: on the CPU by the core (``src/routing.rs``), on a device by torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch_sagellm._private import load
 
 @dataclass(frozen=True)
 class Routing:
-    """Where the tokens of one call went: the data that ``combine`` needs, and figures of the call.
+    """The routes of the tokens of one call: the data that ``combine`` needs, and figures of the call.
 
     A token that is sent to k experts counts as k assignments.
 
@@ -26,36 +26,36 @@ class Routing:
         print(routing.dropped, routing.imbalance)
     """
 
-    #: For each row of the tokens that were sent, which assignment it is; -1 for padding. Rows for other ranks stand
-    #: first, in the order of the experts; rows that stay on this rank follow.
+    #: For each row that was sent, the index of its assignment; -1 for padding. First the rows for other ranks, in the
+    #: order of the experts, then the rows that stay on this rank.
     order: Tensor
-    #: Tokens and experts for each token of the call.
+    #: Number of tokens of the call, and number of experts for each token.
     tokens: int
     choices: int
-    #: Rows that were sent to each rank, and that came from each rank.
+    #: By rank: number of rows sent to it, and number of rows received from it.
     sent: list[int]
     received: list[int]
-    #: Rows for each expert of this rank, padding included; the rows that came are sorted by expert.
+    #: Number of rows for each expert of this rank, including padding; the received rows are sorted by expert.
     rows: list[int]
-    #: For each row that ``dispatch`` returned, its index in the received rows.
+    #: For each row that ``dispatch`` returned: its index in the received rows.
     sorting: Tensor
-    #: For each received row, its index in the rows that ``dispatch`` returned.
+    #: For each received row: its index in the rows that ``dispatch`` returned.
     unsorted: Tensor
-    #: For each row that was sent its token; any token for padding.
+    #: For each row that was sent: the index of its token; an arbitrary token for padding.
     sources: Tensor
-    #: For each assignment the row that was sent for it; -1 where it found no room.
+    #: For each assignment: the index of the row that was sent for it; -1 if the assignment was dropped.
     places: Tensor
-    #: Assignments of this rank's tokens that found no room.
+    #: Number of assignments of this rank's tokens that were dropped because the expert had no room.
     dropped: int
-    #: Rows that were sent empty, so that all experts get as many.
+    #: Number of padding rows that were sent so that all experts get the same number of rows.
     padding: int
-    #: The most assignments to one expert divided by the mean over all experts, before any is dropped; 1 is even. With
-    #: ``pad`` of this rank's tokens alone, because no counts travel then.
+    #: The largest number of assignments to one expert, divided by the mean over all experts, before any is dropped; 1
+    #: is even. With ``pad`` only this rank's tokens are counted, because no counts are exchanged.
     imbalance: float
 
 
 class _Rows(NamedTuple):
-    """What ``_by_core`` and ``_by_torch`` compute for a ``Routing``; each field means the same as there."""
+    """Result of ``_by_core`` and ``_by_torch`` for a ``Routing``; each field has the same meaning as there."""
 
     sent: list[int]
     received: list[int]
@@ -67,7 +67,7 @@ class _Rows(NamedTuple):
 
 
 class Router:
-    """Routes assignments to experts that are numbered over the ranks of a group; the arguments are a dispatcher's."""
+    """Computes routes to experts that are numbered over the ranks of a group; the arguments are a dispatcher's."""
 
     def __init__(self, num_experts: int, group: Any, capacity_factor: float | None, pad: bool) -> None:
         self.group, self.num_experts = group, num_experts
@@ -77,7 +77,10 @@ class Router:
         self.capacity_factor, self.pad = capacity_factor, pad
 
     def route(self, experts: Tensor, own_last: bool) -> Routing:
-        """For experts of (T,) or (T, k). ``own_last``: rows that stay on this rank come behind those for others."""
+        """Routes to experts (T,) or (T, k).
+
+        With ``own_last``, rows that stay on this rank follow the rows for other ranks.
+        """
         if experts.is_floating_point() or experts.is_complex():
             raise ValueError(f"sagellm MoEDispatcher: experts are {experts.dtype}, expected whole numbers")
         flat = experts.reshape(-1).long().contiguous()
@@ -113,18 +116,18 @@ class Router:
         )
 
     def _capacity(self, assignments: int) -> int:
-        """The most rows that an expert takes from a rank with so many assignments."""
+        """The largest number of rows that an expert accepts from a rank with this number of assignments."""
         assert self.capacity_factor is not None
         return math.ceil(self.capacity_factor * assignments / self.num_experts)
 
     def _limited(self, table: Tensor) -> Tensor:
-        """What each rank sends to each expert, where it wants to send what ``table`` says."""
+        """Limits ``table``, the number of rows from each rank to each expert, to the experts' capacity."""
         each = table.view(self.ranks, self.num_experts)
         limits = [[self._capacity(total)] for total in each.sum(1).tolist()]
         return torch.minimum(each, torch.tensor(limits, device=table.device)).view(-1)
 
     def _sort(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """The assignments of each expert, counted, and all of them sorted by expert."""
+        """The number of assignments of each expert, and the assignments sorted by expert."""
         if flat.is_cpu:
             wanted, order = flat.new_empty(self.num_experts), torch.empty_like(flat)
             load.extension()._sort_assignments(flat, wanted, order)
@@ -166,7 +169,7 @@ class Router:
         return _Rows(sent, received, theirs.sum(0).tolist(), rows, places, sorting, torch.argsort(sorting))
 
     def _filled(self, order: Tensor, flat: Tensor, wanted: Tensor, taken: Tensor) -> Tensor:
-        """The first assignments of each expert, as many as it takes, with -1 behind those of one that has fewer."""
+        """The accepted assignments of each expert, its first ones; padded with -1 if the expert has fewer."""
         experts = flat[order]
         place = torch.arange(len(order), device=order.device) - (wanted.cumsum(0) - wanted)[experts]
         kept = place < taken[experts]
@@ -175,7 +178,7 @@ class Router:
         return filled
 
     def _sorting(self, theirs: Tensor, own_last: bool) -> Tensor:
-        """Indices that sort the received rows by expert, then by rank."""
+        """The indices that sort the received rows by expert, then by rank."""
         ranks = torch.arange(self.ranks, device=theirs.device)
         if own_last:
             ranks = torch.cat([ranks[: self.rank], ranks[self.rank + 1 :], ranks[self.rank : self.rank + 1]])

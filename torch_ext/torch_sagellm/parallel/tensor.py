@@ -1,4 +1,4 @@
-"""A linear layer whose weights are spread over the ranks of a tensor-parallel group."""
+"""A linear layer whose weights are distributed over the ranks of a tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ MODES = ("column", "row")
 class TensorParallelLinear(nn.Module):  # type: ignore[misc]  # torch has no annotations for mypy
     """``torch.nn.Linear`` over several ranks: the same outputs and gradients; each rank holds a part of the weights.
 
-    In mode "column" a rank holds rows of the weight matrix, that is some of the output features; in mode "row" columns
-    of it, that is some of the input features, and the outputs are summed. A column layer with ``gather_output=False``
-    followed by a row layer with ``input_is_split=True`` needs one all_reduce for both.
+    In mode "column" a rank holds rows of the weight matrix, which produce some of the output features. In mode "row" it
+    holds columns, which use some of the input features, and the outputs are summed. A column layer with
+    ``gather_output=False`` followed by a row layer with ``input_is_split=True`` needs one all_reduce for both.
 
     Args:
-        in_features, out_features: of the whole layer. The one that is split must be a multiple of ``world_size``
+        in_features, out_features: sizes of the whole layer. The one that is split must be a multiple of ``world_size``
             (ValueError).
-        world_size: ranks of the group (ValueError where the group says otherwise).
+        world_size: number of ranks of the group (ValueError if the group has another number).
         mode: "column" or "row".
-        bias: whether there is one. In mode "row" every rank holds it whole.
-        group: of the ranks; None the default group.
-        gather_output: "column" only: every rank returns all output features. Otherwise its own.
-        input_is_split: "row" only: the input has this rank's features alone. Otherwise the layer takes its part.
-        device, dtype: of the parameters.
+        bias: whether the layer has a bias. In mode "row" every rank holds the whole bias.
+        group: the group of the ranks; None means the default group.
+        gather_output: "column" only: if True, every rank returns all output features, otherwise only its own.
+        input_is_split: "row" only: if True, the input has only this rank's features; otherwise the layer selects them.
+        device, dtype: device and dtype of the parameters.
 
-    Rank 0 of the group makes the initial weights, as ``torch.nn.Linear`` does, and sends each rank its part.
+    Rank 0 of the group creates the initial weights, like ``torch.nn.Linear``, and sends each rank its part.
 
-    Shapes: input ``(*, in_features)``, output ``(*, out_features)``, where split with 1 / world_size of the features.
+    Shapes: input ``(*, in_features)``, output ``(*, out_features)``; a split one has 1 / world_size of the features.
 
     Example::
 
@@ -80,7 +80,7 @@ class TensorParallelLinear(nn.Module):  # type: ignore[misc]  # torch has no ann
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws new weights on rank 0 of the group and gives each rank its part. All ranks call it."""
+        """Draws new weights on rank 0 of the group and sends each rank its part. All ranks call it."""
         whole = None
         if self.world_size == 1 or dist.get_rank(self.group) == 0:
             whole = nn.Linear(
@@ -96,7 +96,7 @@ class TensorParallelLinear(nn.Module):  # type: ignore[misc]  # torch has no ann
     def from_linear(
         cls, layer: nn.Linear, mode: str = "column", *, group: Any = None, **more: Any
     ) -> TensorParallelLinear:
-        """The parallel form of a layer: rank 0's weights are spread over the ranks. All ranks call it."""
+        """Creates the parallel form of a layer: rank 0's weights are distributed over the ranks. All ranks call it."""
         made = cls(
             layer.in_features,
             layer.out_features,
@@ -112,7 +112,10 @@ class TensorParallelLinear(nn.Module):  # type: ignore[misc]  # torch has no ann
         return made
 
     def _take(self, whole: nn.Linear | None) -> None:
-        """Fills this rank's parameters from the layer that rank 0 has."""
+        """Fills this rank's parameters with its part of the layer ``whole``, which rank 0 passes.
+
+        The others pass None.
+        """
         with torch.no_grad():
             self._copy(whole)
 
@@ -141,7 +144,7 @@ class TensorParallelLinear(nn.Module):  # type: ignore[misc]  # torch has no ann
         dist.scatter(part.data, parts, group_src=0, group=self.group)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The layer's outputs, equal to those of the whole layer up to the order of additions."""
+        """Returns the layer's outputs, equal to those of the whole layer up to the order of additions."""
         if self.world_size == 1:
             return functional.linear(input, self.weight, self.bias)
         if self.mode == "column":

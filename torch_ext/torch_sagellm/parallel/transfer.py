@@ -1,4 +1,4 @@
-"""Lists of tensors from one rank to another, such as a cache of keys and values between prefill and decode."""
+"""Sends lists of tensors from one rank to another, such as a key-value cache between prefill and decode."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from torch_sagellm.api.arguments import checked_dense, checked_result, checked_w
 from torch_sagellm.parallel import packing
 from torch_sagellm.parallel.packing import Listed, Message, Run
 
-#: The first message: these bytes (their digit is the version), the length of the description, as much of that as fits.
+#: Layout of the first message: these bytes (their digit is the version), the length of the description, its beginning.
 MAGIC = b"sagetns2"
 HEADER_BYTES = 4096
 LENGTH_BYTES = 8
 PREFIX_BYTES = len(MAGIC) + LENGTH_BYTES
-#: The longest description: of two million tensors that all differ. Nobody makes more room for what a message claims.
+#: The longest accepted description: that of two million different tensors. It limits the memory that a message can
+#: claim.
 MOST_BYTES = 64 << 20
-#: Bytes that are under way at most, unless the caller says otherwise; a larger tensor travels alone.
+#: The largest number of bytes in flight, unless the caller sets another; a larger tensor is sent alone.
 WINDOW = 64 << 20
 
 
@@ -31,10 +32,10 @@ def send_tensors(
 ) -> None:
     """Sends a list of tensors of any shapes and dtypes to rank ``dst`` of the group, which calls ``recv_tensors``.
 
-    One header describes all of them; then they follow in batches, at most ``window`` bytes at a time: a receiver that
-    is slow holds the sender back instead of filling memory. Small tensors of one dtype that follow each other are
-    packed into one message; on a device all tensors of a batch are, and only the two ranks take part. Returns when
-    their memory may be used again. All tensors are dense, have data, a dtype with whole bytes, and are on one device
+    One header describes all tensors. They follow in batches, with at most ``window`` bytes in flight, so a slow
+    receiver delays the sender instead of filling memory. Consecutive small tensors of one dtype are packed into one
+    message; on a device all tensors of a batch are, and only the two ranks take part. It returns when the tensors'
+    memory may be changed. All tensors must be dense, have data and a dtype of whole bytes, and be on one device
     (ValueError, before anything is sent).
 
     Example::
@@ -86,12 +87,12 @@ def _send(listed: Listed, dst: int, group: Any, tag: int, window: int) -> None:
 
 
 def _most(packed_by: int) -> int:
-    """The bytes of a message of small tensors on the CPU, where the sender has this window."""
+    """The bytes of a message of small tensors on the CPU if the sender has this window."""
     return min(packing.PACK, max(1, packed_by // 2))
 
 
 def _nothing(message: Message, whole: torch.Tensor) -> None:
-    """What is left to do for a message that was sent, or that came where it belongs."""
+    """Does nothing: for a message that was sent, or that was received in its final memory."""
 
 
 def recv_tensors(
@@ -103,14 +104,14 @@ def recv_tensors(
     window: int = WINDOW,
     out: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """Receives what rank ``src`` sends by ``send_tensors``, in new tensors on ``device`` or in those of ``out``.
+    """Receives the tensors that rank ``src`` sends by ``send_tensors``, in new tensors on ``device`` or in ``out``.
 
-    ``device`` is of the kind that the sender's tensors are on. ``out`` must be dense tensors on one device, each
-    element in memory of its own (ValueError, before anything is received). It must have the shapes and dtypes that
-    come, else a ValueError says which differs; the tensors are then received and dropped, so that later messages
-    arrive. On a device the sender's ``window`` applies: the sender has packed the messages by it. New tensors that came
-    in one message lie in one piece of memory, of at most 1 MiB on the CPU. Where the first message that comes is not
-    one of ``send_tensors``, a RuntimeError says so.
+    ``device`` must be of the same type as the sender's. The tensors of ``out`` must be dense and on one device, and no
+    two elements may share memory (ValueError, before anything is received). ``out`` must have the shapes and dtypes of
+    the sent tensors. Otherwise a ValueError says which differs; the tensors are then received and dropped, so that
+    later messages arrive. On a device the sender's ``window`` applies, because the sender has packed the messages by
+    it. New tensors that were received in one message are parts of one memory block, of at most 1 MiB on the CPU. If the
+    first received message is not a message of ``send_tensors``, it raises a RuntimeError.
 
     Example::
 
@@ -199,7 +200,7 @@ def _in_batches(
     tag: int,
     window: int,
 ) -> None:
-    """Sends or receives on the CPU in batches of at most half of ``window`` bytes (or one message), two under way."""
+    """Sends or receives on the CPU in batches of at most half of ``window`` bytes (or one message), two in flight."""
     under_way: deque[Callable[[], None]] = deque()
     for batch in _batches(messages, max(1, window // 2)):
         if len(under_way) == 2:
@@ -232,7 +233,7 @@ def _together(
     group: Any,
     tag: int,
 ) -> Callable[[], None]:
-    """Begins the messages of a batch; returns what waits for all and calls ``ended`` for each."""
+    """Begins the messages of a batch; returns a function that waits for all and calls ``ended`` for each."""
     if len(batch) == 1:
         ends = {"group_dst" if start is dist.isend else "group_src": peer}
         works = [start(batch[0][1], **ends, group=group, tag=tag)]
@@ -251,7 +252,7 @@ def _together(
 
 
 def _on_device(start: Any, listed: Listed, peer: int, group: Any, tag: int, window: int) -> None:
-    """The same on a device: each batch is one message, two under way."""
+    """``_in_batches`` on a device: each batch is one message, with two in flight."""
     under_way: deque[Callable[[], None]] = deque()
     for message in packing.messages(listed.runs, max(1, window // 2), False):
         if len(under_way) == 2:
@@ -263,10 +264,12 @@ def _on_device(start: Any, listed: Listed, peer: int, group: Any, tag: int, wind
 
 
 def _packed(start: Any, batch: list[torch.Tensor], peer: int, group: Any, tag: int) -> Callable[[], None]:
-    """Begins one message with all tensors, on a device; returns what waits for it and unpacks what came.
+    """Begins one message with all tensors, on a device.
 
-    ``batch_isend_irecv`` would travel by the communicator of all ranks, which the first call makes once all have come;
-    a single message needs no rank but its two.
+    Returns a function that waits for it and unpacks what was received.
+
+    ``batch_isend_irecv`` would use the communicator of all ranks, which its first call creates only after all ranks
+    have called. A single message needs only its two ranks.
     """
     sends = start is dist.isend
     if len(batch) == 1:
@@ -281,7 +284,7 @@ def _packed(start: Any, batch: list[torch.Tensor], peer: int, group: Any, tag: i
         work.wait()
         if whole is batch[0] or sends:
             return
-        with torch.inference_mode():  # in which every tensor may be written
+        with torch.inference_mode():  # every tensor may be written in this mode
             for each, part in zip(batch, whole.split([each.nbytes for each in batch]), strict=True):
                 dense = each if each.is_contiguous() else torch.empty(each.shape, dtype=each.dtype, device=each.device)
                 dense.view(-1).view(torch.uint8).copy_(part)
@@ -324,7 +327,7 @@ def _checked_out(out: Sequence[torch.Tensor]) -> Listed:
 
 
 def _differs(came: list[Run], given: Listed) -> str:
-    """Which tensor of ``out`` is not what comes; empty where all are."""
+    """Which tensor of ``out`` differs from the one received; empty if none differs."""
     if came == given.runs:
         return ""
     count = sum(run.number for run in came)
@@ -356,7 +359,7 @@ def _recv_bytes(count: int, device: torch.device, src: int, group: Any, tag: int
 
 
 class PendingTransfer:
-    """A list that is under way; ``wait()`` returns what ``recv_tensors`` would, and an empty list where it is sent.
+    """A list in flight; ``wait()`` returns what ``recv_tensors`` would, or an empty list at the sender.
 
     Example::
 
@@ -380,7 +383,7 @@ class PendingTransfer:
             if self._earlier is not None:
                 self._earlier._ended.wait()
             self._found = self._work()
-        except BaseException as error:  # wait() raises it
+        except BaseException as error:  # raised by wait()
             self._error = error
         finally:
             self._earlier = None
@@ -390,11 +393,14 @@ class PendingTransfer:
             self._ended.set()
 
     def done(self) -> bool:
-        """Whether it has ended, with or without an error."""
+        """Whether the transfer has ended, with or without an error."""
         return self._ended.is_set()
 
     def wait(self) -> list[torch.Tensor]:
-        """The tensors that came, when all have; raises what the transfer raised. May be called again."""
+        """Returns the received tensors after all have arrived.
+
+        Raises the error of the transfer. May be called again.
+        """
         self._ended.wait()  # each message has the group's deadline
         if self._error is not None:
             raise self._error
@@ -402,8 +408,8 @@ class PendingTransfer:
 
 
 _lock = threading.Lock()
-#: The last transfer under way between two ranks with one tag: messages of two lists must not mix, so each waits for the
-#: one before it.
+#: The last transfer in flight between two ranks with one tag. Messages of two lists must not mix, so each transfer
+#: waits for the one before it.
 _latest: dict[tuple[Any, ...], PendingTransfer] = {}
 
 
@@ -417,9 +423,9 @@ def _wait_for_earlier(key: tuple[Any, ...]) -> None:
 def isend_tensors(
     tensors: Sequence[torch.Tensor], dst: int, group: Any = None, *, tag: int = 0, window: int = WINDOW
 ) -> PendingTransfer:
-    """``send_tensors`` on a thread of its own, for tensors on the CPU (ValueError): they must not change until its end.
+    """``send_tensors`` on a separate thread, for tensors on the CPU (ValueError), which must not change until its end.
 
-    Lists to the same rank with the same tag follow each other in the order of the calls.
+    Lists to the same rank with the same tag are sent one after the other, in the order of the calls.
 
     Example::
 
@@ -452,7 +458,7 @@ def irecv_tensors(
     window: int = WINDOW,
     out: Sequence[torch.Tensor] | None = None,
 ) -> PendingTransfer:
-    """``recv_tensors`` on a thread of its own, for tensors on the CPU (ValueError for ``out`` elsewhere).
+    """``recv_tensors`` on a separate thread, for tensors on the CPU (ValueError if ``out`` is elsewhere).
 
     Example::
 
