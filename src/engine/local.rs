@@ -16,7 +16,7 @@ use super::shm::memory::segment::Segment;
 use crate::error::{Error, Result};
 use crate::types::Span;
 
-/// One area per rank, all over the same memory.
+/// One area per rank, all on the same memory.
 pub fn areas(ranks: usize) -> Result<Vec<Arc<Area>>> {
     let layout = Layout::within(ranks, usize::MAX)
         .ok_or_else(|| Error::invalid(format!("sagellm: no layout for {ranks} ranks in one process")))?;

@@ -48,7 +48,8 @@ impl Engine for Solo {
     }
 }
 
-/// Runs `op`. A reduction of one rank still rounds as AVG and PREMUL_SUM do.
+/// Runs `op`. A reduction on one rank also calls its kernel: for PREMUL_SUM the kernel multiplies and rounds, else it
+/// copies.
 fn run(op: &Op, kernel: Option<&Kernel>) -> Result<()> {
     let request = &op.request;
     if request.kind.is_p2p() {

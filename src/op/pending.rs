@@ -19,7 +19,7 @@ const FEW: usize = 16;
 #[derive(Default)]
 pub struct PendingOps {
     few: Vec<Arc<Op>>,
-    /// By the number of bits of the length, then by first address and length.
+    /// Operations by the number of bits of their extent's length, then by the extent's first address and length.
     by_length: BTreeMap<u32, BTreeMap<(usize, usize), Place>>,
 }
 

@@ -59,7 +59,7 @@ pub fn wrong_size(me: usize, from: usize, tag: u32, room: usize, bytes: usize) -
     Error::mismatch(laid_out(&head, &[], SAME_SIZES))
 }
 
-/// The error of the send of such a message, on rank `me`.
+/// The error of the send on rank `me`, if the receive failed with `wrong_size`.
 pub fn not_taken(me: usize, to: usize, tag: u32, bytes: usize) -> Error {
     let head = format!("rank {to} could not take the message of {bytes} bytes with tag {tag} from rank {me}");
     Error::mismatch(laid_out(&head, &["its receive buffer has another size".to_string()], SAME_SIZES))

@@ -10,8 +10,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::clock;
 
-/// A yield of at least this length has met a thread that computes. Waiting ranks yield again within microseconds. A
-/// rank that moves megabytes takes this long too, but then sleeping costs little.
+/// If a yield takes at least this long (in nanoseconds), the core is shared with a thread that computes: a thread that
+/// waits yields back within microseconds. A rank that moves megabytes takes this long too, but then sleeping costs
+/// little.
 const LONG: u64 = 1_000_000;
 /// Nanoseconds without yields after the first long yield. `MOST`: the longest such period.
 const FIRST: u64 = 20_000_000;

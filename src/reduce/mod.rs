@@ -300,7 +300,7 @@ fn real<I: Isa, F: Format<Number: Number>>(op: ReduceOp) -> Option<Run> {
     })
 }
 
-/// All reductions except the product work on the parts, as twice as many real numbers.
+/// Kernels of complex numbers. All except the product treat each number as two real numbers.
 fn complex<I: Isa, F: Format>(op: ReduceOp) -> Option<(Run, usize)>
 where
     F::Number: Number + std::ops::Sub<Output = F::Number>,

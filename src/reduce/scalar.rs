@@ -111,7 +111,7 @@ impl<N: Number + std::ops::Sub<Output = N>> Op<[N; 2]> for ComplexProduct {
 
 /// Elements that are kept in registers at a time: enough to have several loads of every source in flight.
 const BLOCK: usize = 64;
-/// The same for the rest of at least this many elements. Then elements are processed one by one.
+/// The same for the elements after the last whole block. Fewer than this many are processed one by one.
 const PIECE: usize = 8;
 
 /// Runs the whole job.

@@ -47,7 +47,7 @@ struct News {
 }
 
 struct Follower {
-    /// By rank.
+    /// By rank: its place among the known peers.
     places: Vec<usize>,
     told: Box<dyn Fn(usize, &'static str) + Send + Sync>,
 }
@@ -124,7 +124,7 @@ impl fmt::Debug for KnownPeers {
 #[derive(Clone, Debug)]
 pub struct GroupPeers {
     known_peers: Arc<KnownPeers>,
-    /// By rank.
+    /// By rank: its place among the known peers.
     places: Vec<usize>,
 }
 

@@ -37,9 +37,9 @@ pub struct Link {
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Model {
-    /// Between two ranks of one host.
+    /// The link between two ranks of one host.
     pub host: Link,
-    /// Between hosts. `beta` is for the link that all ranks of a host share.
+    /// The link between hosts. `beta` is for the network link that all ranks of a host share.
     pub network: Link,
     /// Seconds per byte that is combined.
     pub gamma: f64,

@@ -105,7 +105,7 @@ impl Menu {
 
 /// Up to this number of hosts, direct exchange of small sums costs less than a schedule with more steps.
 const MOST_DIRECT: usize = 8;
-/// The schedules for a kind, with one segment: segments are made above the schedules, so no schedule cuts its data.
+/// The schedules for a kind, each with one segment: the engine cuts operations into segments, so a schedule need not.
 fn serving(kind: Kind, hosts: usize) -> impl Iterator<Item = Schedule> {
     Algorithm::ALL.into_iter().filter_map(move |algorithm| Schedule::new(algorithm, kind, hosts, 0, 1))
 }

@@ -21,7 +21,7 @@ const EXCHANGE_NS: f64 = 200.0;
 const OVERSUBSCRIBED_EXCHANGE_NS: f64 = 17_000.0;
 const ROUND_NS: f64 = 300.0;
 const OVERSUBSCRIBED_ROUND_NS: f64 = 5_000.0;
-/// Time per byte through a slot: every rank writes, reads and combines alone.
+/// Time per byte through a slot: every rank writes its own slot, and reads and combines all slots by itself.
 const SLOT_NS: f64 = 0.060;
 /// Time per byte through the stage, for a tensor that stays in the cache.
 const CACHED_NS: f64 = 0.021;

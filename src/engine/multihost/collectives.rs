@@ -186,7 +186,7 @@ impl BatchRun<'_> {
         self.run_schedule(&steps, members, &[written(own)], &ranges, Some((vector, share.start)))
     }
 
-    /// Like `all_reduce`, with the bits of one host.
+    /// Like `all_reduce`, but the result has the same bits as on one host.
     fn all_reduce_strict(&mut self, vector: &Vector, range: &Range<usize>) -> Result<()> {
         let (shares, own) = self.own_share_strict(vector, range)?;
         let outputs: Vec<Vec<Span>> = shares.iter().map(|share| cut(&vector.outputs, share)).collect();
@@ -340,7 +340,7 @@ impl BatchRun<'_> {
         Ok(())
     }
 
-    /// Like `reduce_scatter`, with the bits of one host. `vector` is in rank order.
+    /// Like `reduce_scatter`, but the result has the same bits as on one host. `vector` is in rank order.
     pub fn reduce_scatter_strict(&mut self, vector: &Vector, sizes: &[usize], output: &[Span]) -> Result<()> {
         let starts = borders(sizes.iter().copied());
         let (ranks, mine) = (self.host_map.ranks(), sizes[self.host_map.me]);

@@ -85,12 +85,12 @@ pub(super) struct Messages {
     pub errands: VecDeque<Errand>,
     /// Operations that have ended here, and whose results `post` still has to store back.
     pub over: Ended,
-    /// The first fault of the group that was found in this file.
+    /// The first fault of the group that the code of this file found.
     pub failure: Option<Error>,
 }
 
 impl Messages {
-    /// For a group of `ranks` ranks.
+    /// The initial state for a group of `ranks` ranks.
     pub fn new(ranks: usize, names: Arc<Names>) -> Messages {
         Messages { me: names.me, names, gone: vec![None; ranks], ..Messages::default() }
     }
@@ -139,7 +139,7 @@ impl Messages {
         let bytes = inputs.bytes();
         let eager = bytes <= EAGER;
         match &self.gone[peer] {
-            // As on one host, where a message to a rank that has left stays in their shared memory.
+            // The send succeeds, as on one host, where a message to a rank that has left stays in shared memory.
             Some(Gone::Left) if eager => {
                 op.release();
                 return self.end(op, Ok(()));

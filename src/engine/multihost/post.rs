@@ -187,9 +187,9 @@ impl Lanes {
         Ok(())
     }
 
-    /// Mails the fault of this rank's group to every rank, without a guarantee. A fault that another rank reported is
-    /// passed on too: this rank cuts its link next, and a rank that waits for this one must not see the cut before the
-    /// fault. Returns true if a letter was sent.
+    /// Mails the fault of this rank's group to every rank, without a guarantee of delivery. A fault that another rank
+    /// reported is passed on too: this rank cuts its link next, and a rank that waits for this one must not see the cut
+    /// before the fault. Returns true if a letter was sent.
     pub fn tell_by_mail(&self, error: &Error) -> bool {
         let present = self.lock().messages.present();
         let letter = Letter::Fault(error.encode(EAGER).into()).encode();

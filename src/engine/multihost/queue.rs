@@ -1,6 +1,7 @@
 //! The operations of a group over several hosts that have not ended, under one lock: the collectives in order of issue,
 //! and the messages. One `Order` covers both, so an operation on the memory of an earlier one follows it, whatever
-//! their kinds (rule 4). Until then, a collective is neither promised to peers nor run, and a message is held.
+//! their kinds (rule 4). While an operation must wait for an earlier one, it is held if it is a message, and neither
+//! promised to peers nor run if it is a collective.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -342,7 +343,7 @@ mod tests {
         }
         state.acquire(1, 3);
         state.release(0, 1);
-        // Lane 0 panics. It alone had operation 2, both lanes had 3, and it had finished 1.
+        // Lane 0 panics. Only lane 0 worked on operation 2, both lanes worked on 3, and lane 0 had finished 1.
         assert_eq!(numbers(&state.release_all(0)), [2]);
         assert_eq!(numbers(&state.take_idle()), [1, 4, 5], "what no lane has is the group's to end");
         assert_eq!(numbers(&state.release_all(1)), [3]);

@@ -51,7 +51,7 @@ struct Watched {
 struct State {
     watched: HashMap<u32, Watched>,
     next_id: u32,
-    /// When to report, watch, rank: closed sockets of ranks whose pidfd has reported nothing yet.
+    /// Closed sockets of ranks whose pidfd has reported nothing yet: time at which to report, watch, rank.
     closed: Vec<(Instant, u32, usize)>,
     /// The watch whose callback is running.
     running: Option<u32>,

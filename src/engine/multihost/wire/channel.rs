@@ -127,7 +127,7 @@ pub struct Channel {
 }
 
 impl Channel {
-    /// For a group whose ranks are these processes. `who` has each process as text.
+    /// Makes the channel of a group whose ranks are these processes. `who` has each process as text.
     pub fn new(wire: &Arc<Wire>, id: u64, me: usize, processes: &[ProcessId], who: Vec<String>) -> Arc<Channel> {
         let ranks = processes.iter().enumerate().map(|(rank, process)| (*process, rank)).collect();
         let peers = processes.iter().map(|process| Peer::new(*process)).collect();
@@ -157,8 +157,8 @@ impl Channel {
 
     // -------------------------------------------------------------------------------------------------------- joining
 
-    /// Makes this connection the one to its peer, unless the peer has joined already by another connection. Sends
-    /// Hello: this rank has joined.
+    /// Uses this connection for its peer, unless the peer has joined already by another connection. Sends Hello: this
+    /// rank has joined.
     pub fn connect(&self, connection: &Arc<Connection>) {
         let Some(rank) = self.ranks.get(&connection.peer) else { return };
         let mut state = self.lock();

@@ -1,4 +1,4 @@
-//! Memory that a frame's data is sent from or received into.
+//! Memory from which a frame's data is sent, or into which it is received.
 
 #![allow(unsafe_code)] // copies from and to memory that the caller vouches for
 
@@ -7,7 +7,7 @@ use crate::types::Span;
 /// The start of a buffer, or memory of a tensor in pieces.
 pub enum Memory {
     Owned(Vec<u8>),
-    /// The caller that made it vouches that the memory is valid until the transfer has ended or was given up
+    /// Whoever makes it guarantees that the memory is valid until the transfer has ended or was given up
     /// (`Mail::send_body`, `Mail::receive_body`, `Link::send_from`, `Link::receive_into`).
     Borrowed(Vec<Span>),
 }
@@ -62,7 +62,7 @@ impl Memory {
         }
     }
 
-    /// Replaces borrowed memory by a copy, after which it is no longer used. The copy may lack the bytes before `from`.
+    /// Replaces borrowed memory by a copy and stops using it. The copy may lack the bytes before `from`.
     pub fn own(&mut self, from: usize) {
         if let Memory::Borrowed(spans) = self {
             let mut copy = vec![0; spans.iter().map(|span| span.bytes).sum()]; // unwritten pages use no memory

@@ -151,7 +151,7 @@ impl Mapped {
     /// Called when the operation fails here and the group has failed. Keeps peers that continue later from writing into
     /// the outputs.
     pub fn withdraw(self) {
-        // The fault, or that this rank has left, was stored before. Later writes of the program must not be ordered
+        // This rank has already stored the fault, or that it leaves. Later writes of the program must not be ordered
         // before that store.
         fence(Ordering::SeqCst);
         for lease in self.offer.targets() {

@@ -87,7 +87,7 @@ impl Usage {
     }
 }
 
-/// By what a peer opens and recognises this process's file: its descriptor, inode and size.
+/// The descriptor, inode and size by which a peer opens and recognises this process's file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Identity {
     pub descriptor: u64,
@@ -166,7 +166,7 @@ pub fn usage() -> Usage {
     usage
 }
 
-/// By what peers find this process's file. None before the first allocation and in a forked child.
+/// The identity by which peers find this process's file. None before the first allocation and in a forked child.
 pub fn identity() -> Option<Identity> {
     let arena = made().filter(|_| !forks::is_child())?;
     let descriptor = arena.file.as_raw_fd() as u64;

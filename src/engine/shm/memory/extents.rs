@@ -52,7 +52,7 @@ pub struct Extents {
 }
 
 impl Extents {
-    /// `bytes` in pages of `page` bytes.
+    /// Makes free memory of `bytes` bytes, in pages of `page` bytes.
     pub fn new(bytes: usize, page: usize) -> Extents {
         let mut extents = Extents {
             page,
