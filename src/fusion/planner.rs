@@ -1,11 +1,11 @@
 //! Decides which operations are sent as one batch between hosts. Pure.
 //!
 //! On one host there is nothing to decide: every operation is published at once, and a reader handles all that are
-//! published (`engine/shm`). Between hosts a message costs a latency, so small operations that wait anyway share one.
-//! All ranks must make the same batches, and none may wait for an operation that some rank has not issued (rules 13 and
-//! 15):
+//! published (`engine/shm`). Between hosts a message costs a latency, so small operations that must wait anyway are
+//! sent in one batch. All ranks must make the same batches, and none may wait for an operation that some rank has not
+//! issued (rules 13 and 15):
 //!
-//! - Every batch carries a number beside its data. Each rank contributes the number up to which it has issued
+//! - Every batch carries a number in addition to its data. Each rank contributes the number up to which it has issued
 //!   operations that do not wait for each other's memory; the batch carries the minimum. A rank that has finished batch
 //!   j knows that all ranks have issued the operations up to that number.
 //! - Batch j + 2 ends at the number agreed in batch j, limited by bytes, count and equal keys. If that adds nothing, it

@@ -12,9 +12,9 @@
 //!
 //! **Rounds.** Large operations are cut into rounds, which are numbered through all operations of the group, in order.
 //! Per region (stage, result) a rank has two buffers and two counters. `Ready = g + 1` means that the rank has filled
-//! its buffer for round `g`. `Drained = g + 1` means that it no longer reads any peer's buffer of rounds up to `g`. A
-//! rank may fill round `g` when every peer's `Drained >= g - 1`: then no peer reads round `g - 2`, which used the same
-//! buffer last.
+//! its buffer for round `g`. `Drained = g + 1` means that the rank no longer reads any peer's buffer of rounds up to
+//! `g`. A rank may fill round `g` when every peer's `Drained >= g - 1`: then no peer reads round `g - 2`, which used
+//! the same buffer last.
 //!
 //! **Messages.** A message that does not fit into an envelope is copied through the two buffers of a channel of the
 //! receiver (`channels.rs`). Its rounds are numbered through all such messages of an ordered pair: the sender may fill

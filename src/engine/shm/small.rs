@@ -1,7 +1,7 @@
 //! Small operations: one exchange of tagged slots.
 //!
 //! Idea: every rank writes the data that its peers need into its own slot. Then each rank reads all the slots it needs
-//! and combines them alone. Steps: 1 (write, tag, read). Bytes per rank: own payload written, up to (P-1) payloads
+//! and combines them by itself. Steps: 1 (write, tag, read). Bytes per rank: own payload written, up to (P-1) payloads
 //! read. Order of summation: rank 0 to P-1. Source: the flag-in-line idea of NCCL's LL protocol and the single exchange
 //! of DeepSpeed's shm all_reduce, with one numbering for all kinds of operation and no trailing barrier (protocol.rs).
 
