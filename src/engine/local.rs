@@ -179,13 +179,13 @@ impl Mail for LocalLink {
         self.post.changed.notify_all();
     }
 
-    fn mail(&self, peer: usize, message: &[u8]) -> Result<()> {
+    fn mail(&self, peer: usize, message: Vec<u8>) -> Result<()> {
         assert!(message.len() <= LONGEST_MAIL);
         let mut boxes = self.post.lock();
         if boxes.are_cut(self.me, peer) {
             return Err(Error::system(CUT.to_string()));
         }
-        boxes.tell(peer, News::Came(self.me, message.to_vec()));
+        boxes.tell(peer, News::Came(self.me, message));
         drop(boxes);
         self.post.changed.notify_all();
         Ok(())

@@ -60,6 +60,7 @@ fn draw(random: &mut Random, ranks: usize, steps: usize) -> Vec<Step> {
     let size = |random: &mut Random| match random.below(12) {
         0 => 0,
         1..=5 => 1 + random.below(200),
+        6 if random.below(2) == 0 => (64 << 10) - 2 + random.below(5),
         6 => (16 << 10) - 2 + random.below(5),
         7 | 8 => random.below(40_000),
         9 | 10 => random.below(300_000),
@@ -247,6 +248,39 @@ fn rule_10_a_message_whose_handle_was_dropped_arrives() {
             assert_eq!(memory[0], 2, "of 0, 0 and 2");
         });
         on_ranks(3, |me| groups[me].shutdown());
+    }
+}
+
+/// Messages of 16 to 64 KiB are sent as letters, of which a receiver stores at most 256 KiB for each sender.
+#[test]
+fn a_sender_waits_once_a_window_of_its_letters_awaits_receives() {
+    const BYTES: usize = 64 << 10;
+    for links in [local::links(2), wire_links(2)] {
+        let groups = Group::local_hosts(&[0, 1], LONG, Settings::default(), links).unwrap();
+        let content = |at: usize| vec![at as u8 + 1; BYTES];
+        let mut sent: Vec<_> = (0..10).map(content).collect();
+        let sends: Vec<_> = sent.iter_mut().map(|memory| send(&groups[0], 1, 7, memory)).collect();
+        let ended = || sends.iter().map(|op| op.is_done()).collect::<Vec<_>>();
+        assert_eq!(ended(), [[true; 4].as_slice(), &[false; 6]].concat());
+        // A short message needs no room in the window.
+        let mut short = vec![9u8; 16 << 10];
+        assert!(send(&groups[0], 1, 8, &mut short).is_done());
+        let mut received = vec![vec![0u8; BYTES]; 10];
+        let receives: Vec<_> = received.iter_mut().map(|memory| recv(&groups[1], 0, 7, memory)).collect();
+        sends.iter().chain(&receives).for_each(|op| op.wait(Some(SOON)).unwrap());
+        assert!((0..10).all(|at| received[at] == content(at)));
+        // A message to the sender says that all were taken, so the next ones are sent at once again.
+        let (mut back, mut came) = (vec![1u8; 8], vec![0u8; 8]);
+        send(&groups[1], 0, 1, &mut back).wait(Some(SOON)).unwrap();
+        recv(&groups[0], 1, 1, &mut came).wait(Some(SOON)).unwrap();
+        let again: Vec<_> = sent.iter_mut().take(5).map(|memory| send(&groups[0], 1, 7, memory)).collect();
+        assert_eq!(again.iter().map(|op| op.is_done()).collect::<Vec<_>>(), [true, true, true, true, false]);
+        for memory in received.iter_mut().take(5) {
+            recv(&groups[1], 0, 7, memory).wait(Some(SOON)).unwrap();
+        }
+        recv(&groups[1], 0, 8, &mut vec![0u8; 16 << 10]).wait(Some(SOON)).unwrap();
+        again[4].wait(Some(SOON)).unwrap();
+        on_ranks(2, |me| groups[me].shutdown());
     }
 }
 

@@ -152,7 +152,7 @@ fn mail_arrives_in_order_and_bodies_in_their_memory_although_nobody_waits_in_the
         for turn in 0..TURNS {
             for &peer in &peers {
                 let bytes = size(turn);
-                link.mail(peer, &data(turn * 100, [me, peer, turn, 1])).unwrap();
+                link.mail(peer, data(turn * 100, [me, peer, turn, 1])).unwrap();
                 let source = data(bytes, [me, peer, turn, 2]);
                 let half = bytes / 3;
                 let at = source.as_ptr() as usize;

@@ -4,17 +4,24 @@ use std::borrow::Cow;
 
 use crate::error::{Error, Result};
 
-/// Most bytes of a message that is sent inside its letter.
+/// Most bytes of a message that is always sent inside its letter.
 pub const EAGER: usize = 16 << 10;
+/// Most bytes of a message that is sent inside its letter while the peer's `WINDOW` has room. A larger message would be
+/// copied twice for one saved exchange.
+pub const LONGEST_EAGER: usize = 64 << 10;
+/// Limit of the bytes of such messages that no receive has taken yet, per peer and direction. It bounds what a receiver
+/// stores for a sender.
+pub const WINDOW: u64 = 256 << 10;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Letter<'a> {
-    /// A complete message of the program.
-    Eager { tag: u32, data: &'a [u8] },
-    /// Announces a message larger than `EAGER`. Its body stays at the sender until the receiver grants `number`.
-    Large { tag: u32, bytes: u64, number: u64 },
+    /// A complete message of the program. `taken`, here and below: bytes of messages longer than `EAGER` that the sender
+    /// of this letter received in letters, and that receives have taken.
+    Eager { tag: u32, taken: u64, data: &'a [u8] },
+    /// Announces a larger message. Its body stays at the sender until the receiver grants `number`.
+    Large { tag: u32, taken: u64, bytes: u64, number: u64 },
     /// The receiver is ready to receive the body `number`.
-    Granted { number: u64 },
+    Granted { number: u64, taken: u64 },
     /// The receiver will not receive the body `number`, because its tensor has another size.
     Refused { number: u64 },
     /// The sender leaves the group in order. Everything that it sent before has arrived before this letter.
@@ -48,11 +55,16 @@ impl<'a> Letter<'a> {
             bytes
         };
         match self {
-            Letter::Eager { tag, data } => put(EAGER_MESSAGE, &[&tag.to_le_bytes(), data]),
-            Letter::Large { tag, bytes, number } => {
-                put(LARGE, &[&tag.to_le_bytes(), &bytes.to_le_bytes(), &number.to_le_bytes()])
+            Letter::Eager { tag, taken, data } => {
+                let mut bytes = Letter::eager_head(*tag, *taken, data.len());
+                bytes.extend_from_slice(data);
+                bytes
             }
-            Letter::Granted { number } => put(GRANTED, &[&number.to_le_bytes()]),
+            Letter::Large { tag, taken, bytes, number } => {
+                let words = [taken, bytes, number].map(|word| word.to_le_bytes());
+                put(LARGE, &[&tag.to_le_bytes(), &words.concat()])
+            }
+            Letter::Granted { number, taken } => put(GRANTED, &[&number.to_le_bytes(), &taken.to_le_bytes()]),
             Letter::Refused { number } => put(REFUSED, &[&number.to_le_bytes()]),
             Letter::Bye => put(BYE, &[]),
             Letter::Heard => put(HEARD, &[]),
@@ -60,6 +72,15 @@ impl<'a> Letter<'a> {
             Letter::Come { turn } => put(COME, &[&turn.to_le_bytes()]),
             Letter::Decided { turn, failed } => put(DECIDED, &[&turn.to_le_bytes(), &[u8::from(*failed)]]),
         }
+    }
+
+    /// The start of an encoded `Eager`, to which the caller appends `bytes` bytes of data.
+    pub fn eager_head(tag: u32, taken: u64, bytes: usize) -> Vec<u8> {
+        let mut head = Vec::with_capacity(13 + bytes);
+        head.push(EAGER_MESSAGE);
+        head.extend_from_slice(&tag.to_le_bytes());
+        head.extend_from_slice(&taken.to_le_bytes());
+        head
     }
 
     /// Decodes a letter of `peer`. The error says that the mail is not a letter.
@@ -81,9 +102,9 @@ impl<'a> Letter<'a> {
         let half = |at: usize| Some(u32::from_le_bytes(rest.get(at..at + 4)?.try_into().ok()?));
         let word = |at: usize| Some(u64::from_le_bytes(rest.get(at..at + 8)?.try_into().ok()?));
         let (letter, bytes) = match *kind {
-            EAGER_MESSAGE => (Letter::Eager { tag: half(0)?, data: &rest[4..] }, rest.len()),
-            LARGE => (Letter::Large { tag: half(0)?, bytes: word(4)?, number: word(12)? }, 20),
-            GRANTED => (Letter::Granted { number: word(0)? }, 8),
+            EAGER_MESSAGE => (Letter::Eager { tag: half(0)?, taken: word(4)?, data: &rest[12..] }, rest.len()),
+            LARGE => (Letter::Large { tag: half(0)?, taken: word(4)?, bytes: word(12)?, number: word(20)? }, 28),
+            GRANTED => (Letter::Granted { number: word(0)?, taken: word(8)? }, 16),
             REFUSED => (Letter::Refused { number: word(0)? }, 8),
             BYE => (Letter::Bye, 0),
             HEARD => (Letter::Heard, 0),
@@ -103,12 +124,12 @@ mod tests {
 
     #[test]
     fn a_letter_is_read_as_it_was_written_and_what_is_none_is_refused() {
-        let data = vec![7; EAGER];
+        let data = vec![7; LONGEST_EAGER];
         let letters = [
-            Letter::Eager { tag: 1 << 31, data: &[] },
-            Letter::Eager { tag: 3, data: &data },
-            Letter::Large { tag: 3, bytes: 1 << 40, number: 9 },
-            Letter::Granted { number: 9 },
+            Letter::Eager { tag: 1 << 31, taken: 0, data: &[] },
+            Letter::Eager { tag: 3, taken: 1 << 50, data: &data },
+            Letter::Large { tag: 3, taken: 5, bytes: 1 << 40, number: 9 },
+            Letter::Granted { number: 9, taken: 1 << 50 },
             Letter::Refused { number: u64::MAX },
             Letter::Bye,
             Letter::Heard,

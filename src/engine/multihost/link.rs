@@ -75,7 +75,7 @@ pub trait Transfer: Send {
 }
 
 /// Longest mail in bytes.
-pub const LONGEST_MAIL: usize = 32 << 10;
+pub const LONGEST_MAIL: usize = 80 << 10;
 
 /// Called once when a body has ended, by any thread, with no lock of the link held. An error is the link's text.
 pub type Done = Box<dyn FnOnce(std::result::Result<(), String>) + Send>;
@@ -85,9 +85,8 @@ pub trait Mail: Send + Sync {
     /// Sets the mailbox of this rank. Called once; mail that has already arrived is delivered within this call.
     fn open_mailbox(&self, mailbox: Arc<dyn Mailbox>);
 
-    /// Sends at most `LONGEST_MAIL` bytes, which it copies. Never blocks. Mail from one rank to another arrives in
-    /// order.
-    fn mail(&self, peer: usize, message: &[u8]) -> Result<()>;
+    /// Sends at most `LONGEST_MAIL` bytes. Never blocks. Mail from one rank to another arrives in order.
+    fn mail(&self, peer: usize, message: Vec<u8>) -> Result<()>;
 
     /// Starts to send the memory of `pieces`, in order, as the body `number`. `peer` receives it under the same number.
     /// A rank uses each number once per peer. No byte is sent before the peer has posted its receive. Never blocks.

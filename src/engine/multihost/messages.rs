@@ -1,8 +1,10 @@
 //! Send and receive in a group over several hosts: matches messages with receives. `Messages` is state under the lock
 //! of `queue::State`. It leaves errands, which `post` runs without that lock.
 //!
-//! A message of up to `EAGER` bytes is sent as a letter, and its send ends at once. A larger message is announced by a
-//! letter and stays at its sender until the receiver has matched it. Then the receiver posts a receive of the body
+//! A message of up to `EAGER` bytes is sent as a letter, and its send ends at once. So is a message of up to
+//! `LONGEST_EAGER` bytes while few bytes of such messages await a receive at that peer (`Window`): a letter takes one
+//! exchange where a body takes three, for one more copy on each side. Every other message is announced by a letter and
+//! stays at its sender until the receiver has matched it. Then the receiver posts a receive of the body
 //! under the announced number, and grants the number by a letter. On the grant the sender sends the body, directly from
 //! the memory of one tensor to the memory of the other. Until the grant, the sender may replace that memory by a copy
 //! (rule 4). Letters of one rank arrive in order and are matched as they arrive, so no message blocks another one.
@@ -12,10 +14,11 @@
 
 #![allow(unsafe_code)] // copies messages between caller memory and letters
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
-use super::letters::{EAGER, Letter};
+use super::letters::{EAGER, LONGEST_EAGER, Letter, WINDOW};
 use super::names::Names;
 use crate::engine::Ended;
 use crate::engine::pieces::Pieces;
@@ -47,16 +50,37 @@ pub(super) enum Gone {
 /// A queue of entries, each with its sequence number among the entries of all queues.
 type InLine<T> = VecDeque<(u64, T)>;
 
-struct Message {
+struct Message<'a> {
     tag: u32,
     bytes: usize,
     /// The data itself, or the number under which the sender keeps the body.
-    content: Content,
+    content: Content<'a>,
 }
 
-enum Content {
-    Data(Vec<u8>),
+enum Content<'a> {
+    /// Borrowed from the letter while it is handled, so that a receive that waits gets it with one copy.
+    Data(Cow<'a, [u8]>),
     Number(u64),
+}
+
+impl Message<'_> {
+    fn owned(self) -> Message<'static> {
+        let content = match self.content {
+            Content::Data(data) => Content::Data(Cow::Owned(data.into_owned())),
+            Content::Number(number) => Content::Number(number),
+        };
+        Message { content, ..self }
+    }
+}
+
+/// What travelled in letters between this rank and one peer, in bytes of messages longer than `EAGER`.
+#[derive(Default)]
+struct Window {
+    sent: u64,
+    /// Of `sent`: what receives of the peer had taken when it wrote its last letter.
+    taken_by_peer: u64,
+    /// What receives of this rank have taken.
+    taken: u64,
 }
 
 #[derive(Default)]
@@ -67,7 +91,7 @@ pub(super) struct Messages {
     posted: HashMap<(u32, u32), InLine<Arc<Op>>>,
     posts: u64,
     /// Messages that no receive has matched, by source and tag, each with its position in the order of arrival.
-    arrived: HashMap<(usize, u32), InLine<Message>>,
+    arrived: HashMap<(usize, u32), InLine<Message<'static>>>,
     /// The same messages for `ANY_RANK` receives: per tag, the sources by position of arrival.
     by_arrival: HashMap<u32, BTreeMap<u64, usize>>,
     arrivals: u64,
@@ -79,6 +103,7 @@ pub(super) struct Messages {
     pub bodies: HashMap<Body, Arc<Op>>,
     /// Per rank: number of the last large message sent to it.
     numbers: HashMap<usize, u64>,
+    windows: HashMap<usize, Window>,
     gone: Vec<Option<Gone>>,
     /// Ranks to which this rank has written letters that must be read before this rank may leave.
     pub wrote: HashSet<usize>,
@@ -137,22 +162,26 @@ impl Messages {
         let (peer, tag) = (op.request.root as usize, op.request.tag);
         let inputs = Pieces(op.sent());
         let bytes = inputs.bytes();
-        let eager = bytes <= EAGER;
         match &self.gone[peer] {
             // The send succeeds, as on one host, where a message to a rank that has left stays in shared memory.
-            Some(Gone::Left) if eager => {
+            Some(Gone::Left) if bytes <= EAGER => {
                 op.release();
                 return self.end(op, Ok(()));
             }
             Some(_) => return self.fail(op, peer),
             None => (),
         }
-        if eager {
-            let mut data = vec![0; bytes];
-            // SAFETY: the inputs are the caller's, alive until the send ends. `data` has as many bytes as the inputs.
-            unsafe { inputs.read(0, data.as_mut_ptr(), bytes) };
+        if self.is_eager(peer, bytes) {
+            let mut letter = Letter::eager_head(tag, self.taken(peer), bytes);
+            let head = letter.len();
+            // SAFETY: the inputs are the caller's and alive until the send ends. `eager_head` reserved `bytes` bytes behind
+            // the head, and `read` writes all of them.
+            unsafe {
+                inputs.read(0, letter.as_mut_ptr().add(head), bytes);
+                letter.set_len(head + bytes);
+            }
             op.release();
-            self.mail(peer, &Letter::Eager { tag, data: &data });
+            self.errands.push_back(Errand::Mail(peer, letter));
             self.wrote.insert(peer);
             return self.end(op, Ok(()));
         }
@@ -161,7 +190,33 @@ impl Messages {
         let number = *last;
         self.unsent.insert(key(&op));
         self.announced.insert((peer, number), op);
-        self.mail(peer, &Letter::Large { tag, bytes: bytes as u64, number });
+        self.mail(peer, &Letter::Large { tag, taken: self.taken(peer), bytes: bytes as u64, number });
+    }
+
+    /// Whether a message to `peer` is sent in its letter. If so and the message is longer than `EAGER`, it takes its room in
+    /// the window.
+    fn is_eager(&mut self, peer: usize, bytes: usize) -> bool {
+        if bytes <= EAGER || bytes > LONGEST_EAGER {
+            return bytes <= EAGER;
+        }
+        let window = self.windows.entry(peer).or_default();
+        let fits = window.sent + bytes as u64 <= window.taken_by_peer + WINDOW;
+        if fits {
+            window.sent += bytes as u64;
+        }
+        fits
+    }
+
+    /// `Letter::Eager`'s `taken` for a letter to `peer`.
+    fn taken(&self, peer: usize) -> u64 {
+        self.windows.get(&peer).map_or(0, |window| window.taken)
+    }
+
+    /// Notes what a letter of `peer` says of the messages that its receives have taken.
+    fn note_taken(&mut self, peer: usize, taken: u64) {
+        if taken > 0 {
+            self.windows.entry(peer).or_default().taken_by_peer = taken;
+        }
     }
 
     fn issue_receive(&mut self, op: Arc<Op>) {
@@ -192,7 +247,7 @@ impl Messages {
     }
 
     /// Removes the message that a new receive matches, and returns it with its source.
-    fn take_arrived(&mut self, root: u32, tag: u32) -> Option<(usize, Message)> {
+    fn take_arrived(&mut self, root: u32, tag: u32) -> Option<(usize, Message<'static>)> {
         let source = match root {
             ANY_RANK => *self.by_arrival.get(&tag)?.first_key_value()?.1,
             root => root as usize,
@@ -224,21 +279,24 @@ impl Messages {
         Some(op)
     }
 
-    fn arrive(&mut self, source: usize, message: Message) {
+    fn arrive(&mut self, source: usize, message: Message<'_>) {
         let tag = message.tag;
         if let Some(op) = self.take_posted(source, tag) {
             return self.deliver(source, op, message);
         }
         self.arrivals += 1;
-        self.arrived.entry((source, tag)).or_default().push_back((self.arrivals, message));
+        self.arrived.entry((source, tag)).or_default().push_back((self.arrivals, message.owned()));
         self.by_arrival.entry(tag).or_default().insert(self.arrivals, source);
     }
 
     /// Passes a matched message to its receive. Data from a letter is copied; a body is received by the link.
-    fn deliver(&mut self, from: usize, op: Arc<Op>, message: Message) {
+    fn deliver(&mut self, from: usize, op: Arc<Op>, message: Message<'_>) {
         let outputs = Pieces(op.request.outputs());
         let room = outputs.bytes();
         op.set_source(from);
+        if matches!(message.content, Content::Data(_)) && message.bytes > EAGER {
+            self.windows.entry(from).or_default().taken += message.bytes as u64;
+        }
         if message.bytes != room {
             let error = wrong_size(self.me, from, message.tag, room, message.bytes);
             self.end(op, Err(error));
@@ -258,7 +316,7 @@ impl Messages {
                 let body = (false, from, number);
                 self.bodies.insert(body, op);
                 self.errands.push_back(Errand::Body(body));
-                self.mail(from, &Letter::Granted { number });
+                self.mail(from, &Letter::Granted { number, taken: self.taken(from) });
             }
         }
     }
@@ -266,15 +324,17 @@ impl Messages {
     /// Handles a letter that belongs to a message of the program. An error fails the group: `peer` broke the protocol.
     pub fn take(&mut self, peer: usize, letter: &Letter) -> Result<()> {
         match *letter {
-            Letter::Eager { tag, data } => {
-                let message = Message { tag, bytes: data.len(), content: Content::Data(data.to_vec()) };
-                self.arrive(peer, message);
+            Letter::Eager { tag, taken, data } => {
+                self.note_taken(peer, taken);
+                self.arrive(peer, Message { tag, bytes: data.len(), content: Content::Data(data.into()) });
             }
-            Letter::Large { tag, bytes, number } => {
+            Letter::Large { tag, taken, bytes, number } => {
+                self.note_taken(peer, taken);
                 let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
                 self.arrive(peer, Message { tag, bytes, content: Content::Number(number) });
             }
-            Letter::Granted { number } => {
+            Letter::Granted { number, taken } => {
+                self.note_taken(peer, taken);
                 let op = self.answered(peer, number)?;
                 let body = (true, peer, number);
                 self.bodies.insert(body, op);

@@ -92,7 +92,7 @@ impl Lanes {
     fn run_errand(&self, errand: Errand) {
         match errand {
             Errand::Mail(peer, letter) => {
-                if let Err(error) = self.link.mail(peer, &letter) {
+                if let Err(error) = self.link.mail(peer, letter) {
                     self.lose(peer, Gone::Lost(error.text()));
                 }
             }
@@ -194,7 +194,7 @@ impl Lanes {
         let present = self.lock().messages.present();
         let letter = Letter::Fault(error.encode(EAGER).into()).encode();
         // Bypasses the errands, which another thread may be running.
-        present.into_iter().filter(|peer| self.link.mail(*peer, &letter).is_ok()).count() > 0
+        present.into_iter().filter(|peer| self.link.mail(*peer, letter.clone()).is_ok()).count() > 0
     }
 
     /// Says goodbye to all ranks. Waits until each rank in `wrote` has answered and therefore has read its letters.

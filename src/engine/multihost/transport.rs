@@ -656,7 +656,7 @@ mod tests {
 
     impl Mail for Lost {
         fn open_mailbox(&self, _: Arc<dyn Mailbox>) {}
-        fn mail(&self, _: usize, _: &[u8]) -> Result<()> {
+        fn mail(&self, _: usize, _: Vec<u8>) -> Result<()> {
             Ok(())
         }
         unsafe fn send_body(&self, _: usize, _: u64, _: Vec<Span>, _: Done) -> Result<()> {

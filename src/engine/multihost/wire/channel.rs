@@ -366,7 +366,7 @@ impl Receiver for Channel {
             _ => None,
         };
         let Some(Waiting { memory, bytes, end, .. }) = posted else {
-            return Ok(Target::Fresh(Vec::with_capacity(frame.data())));
+            return Ok(Target::Fresh(vec![0; frame.data()]));
         };
         if frame.data() > bytes || (frame.kind == Kind::Body && frame.data() != bytes) {
             return Err(format!("a message of {} bytes matched a receive of {bytes}", frame.data()));
@@ -657,7 +657,7 @@ impl Mail for WireLink {
         }
     }
 
-    fn mail(&self, peer: usize, message: &[u8]) -> Result<()> {
+    fn mail(&self, peer: usize, message: Vec<u8>) -> Result<()> {
         assert!(message.len() <= LONGEST_MAIL, "mail of {} bytes", message.len());
         let channel = &self.0;
         let state = channel.lock();
@@ -669,7 +669,7 @@ impl Mail for WireLink {
         let mut events = Events::default();
         let frame = channel.frame(Kind::Mail, message.len());
         // Under the lock, so that mail is sent in the order of the calls.
-        let outgoing = Outgoing::new(frame, Memory::Owned(message.to_vec()), End::Nobody);
+        let outgoing = Outgoing::new(frame, Memory::Owned(message), End::Nobody);
         connection.push(&channel.wire, outgoing, &mut events);
         Ok(())
     }

@@ -260,11 +260,10 @@ impl Connection {
     fn receive(&self, inn: &mut In) -> std::io::Result<Option<(usize, bool)>> {
         let In { buffer, from, to, current } = inn;
         let mut pieces = Pieces::default();
-        if let Some(current) = current.as_ref()
+        if let Some(current) = current.as_mut()
             && current.frame.data() - current.got > SHORT
-            && let Some(memory) = current.target.memory()
         {
-            memory.pieces(current.got, current.frame.data() - current.got, &mut pieces);
+            current.target.pieces(current.got, current.frame.data() - current.got, &mut pieces);
         }
         let direct = pieces.bytes();
         if direct == current.as_ref().map_or(0, |current| current.frame.data() - current.got) && direct > 0 {

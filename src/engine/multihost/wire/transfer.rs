@@ -3,8 +3,9 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::memory::Memory;
+use super::memory::{Memory, Pieces};
 use crate::engine::multihost::link::Done;
+use crate::types::Span;
 
 pub type Outcome = std::result::Result<(), String>;
 
@@ -56,23 +57,27 @@ impl End {
 /// Where the data of a frame is stored.
 pub enum Target {
     Discard,
-    /// A message or mail for which no receive is posted.
+    /// A message for which no receive is posted, or mail. The buffer has the size of the data.
     Fresh(Vec<u8>),
     Posted(Memory, End),
 }
 
 impl Target {
-    pub fn memory(&self) -> Option<&Memory> {
+    /// Appends the pieces of the range of `bytes` bytes at offset `from`, as many as fit. None if the data is discarded.
+    pub fn pieces(&mut self, from: usize, bytes: usize, into: &mut Pieces) {
         match self {
-            Target::Posted(memory, _) => Some(memory),
-            Target::Discard | Target::Fresh(_) => None,
+            Target::Discard => (),
+            Target::Fresh(buffer) => {
+                into.push(Span { addr: buffer[from..].as_mut_ptr() as usize, bytes });
+            }
+            Target::Posted(memory, _) => memory.pieces(from, bytes, into),
         }
     }
 
     pub fn write(&mut self, from: usize, data: &[u8]) {
         match self {
             Target::Discard => (),
-            Target::Fresh(buffer) => buffer.extend_from_slice(data),
+            Target::Fresh(buffer) => buffer[from..from + data.len()].copy_from_slice(data),
             Target::Posted(memory, _) => memory.write(from, data),
         }
     }
