@@ -1,6 +1,6 @@
-"""The kinds of argument that several commands take: each is checked in one place, and refused with one text.
+"""Types of arguments that several commands share; each has one check and one error text.
 
-A name of an operation is taken however people write it: ``all_reduce``, ``allreduce``, ``AllReduce``, ``all-reduce``.
+The name of an operation is accepted in any spelling: ``all_reduce``, ``allreduce``, ``AllReduce``, ``all-reduce``.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from pathlib import Path
 from torch_sagellm._private import nearest, units
 from torch_sagellm.observe.explain import operation_name
 
-#: The engine's groups; larger ones are served by torch's gloo.
+#: The largest group of the engine; torch's gloo serves larger ones.
 MOST_RANKS = 256
-#: Sizes are below, as the core counts them.
+#: Sizes must be smaller than this, the core's limit.
 MOST_BYTES = 1 << 62
-#: A file that is stdout.
+#: The file name that means stdout.
 HERE = Path("-")
 #: From this many ranks for each core on, a command asks before it starts them.
 RANKS_A_CORE = 4
 
 
 def whole(least: int, most: int, what: str = "number") -> Callable[[str], int]:
-    """Whole numbers from ``least`` to ``most``."""
+    """Parses whole numbers from ``least`` to ``most``."""
 
     def read(text: str) -> int:
         number = text.strip()
@@ -41,12 +41,12 @@ def whole(least: int, most: int, what: str = "number") -> Callable[[str], int]:
 
 
 def ranks(least: int = 1, most: int = MOST_RANKS) -> Callable[[str], int]:
-    """A number of ranks."""
+    """Parses a number of ranks."""
     return whole(least, most, "number of ranks")
 
 
 def seconds(text: str) -> float:
-    """A time over 0."""
+    """Parses a positive number of seconds."""
     try:
         found = float(text)
     except ValueError:
@@ -57,12 +57,12 @@ def seconds(text: str) -> float:
 
 
 def seconds_from_zero(text: str) -> float:
-    """A time, or 0."""
+    """Parses a number of seconds from 0 on."""
     return 0.0 if text.strip() == "0" else seconds(text)
 
 
 def size(text: str) -> int:
-    """Bytes of ``4KiB``; the error is the one that argparse expects."""
+    """Parses a size such as ``4KiB``; raises the error that argparse expects."""
     try:
         found = units.parse_size(text)
     except ValueError as error:
@@ -73,7 +73,7 @@ def size(text: str) -> int:
 
 
 def one_of(known: Iterable[str]) -> Callable[[str], str]:
-    """One of these operations, or another word among them such as "all", in any of their spellings."""
+    """Parses one of ``known`` (operations, or other words such as "all"), in any of their spellings."""
     names = list(known)
 
     def read(text: str) -> str:
@@ -87,14 +87,17 @@ def one_of(known: Iterable[str]) -> Callable[[str], str]:
 
 
 def path(text: str) -> Path:
-    """The name of a file or folder. An empty one is a variable that is not set, and would be this folder."""
+    """Parses the name of a file or folder.
+
+    An empty name is refused: it comes from an unset variable and would mean `.`.
+    """
     if not text.strip():
         raise argparse.ArgumentTypeError("the name is empty; expected that of a file or folder")
     return Path(text)
 
 
 def check_output(option: str, target: Path) -> None:
-    """Before anything is measured: ValueError where the file that ``option`` names cannot be written."""
+    """Raises a ValueError, before anything is measured, if the file that ``option`` names cannot be written."""
     if target.is_dir():
         raise ValueError(f"{option} {target}: this is a folder; expected the name of a file")
     if not target.parent.is_dir():
@@ -111,12 +114,12 @@ def check_output(option: str, target: Path) -> None:
 
 
 def add_json(parser: argparse.ArgumentParser, what: str) -> None:
-    """``--json``: one document on stdout, and what people read on stderr."""
+    """Adds ``--json``: one JSON document on stdout; the text for people is then on stderr."""
     parser.add_argument("--json", action="store_true", help=f"print {what} as JSON")
 
 
 def add_json_file(parser: argparse.ArgumentParser) -> None:
-    """``--json [FILE]``, of commands whose figures are worth a file."""
+    """Adds ``--json [FILE]``, for commands whose figures are worth keeping in a file."""
     parser.add_argument(
         "--json",
         type=path,
@@ -129,14 +132,14 @@ def add_json_file(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def text_beside(is_json: bool, dropped: bool = False) -> Iterator[None]:
-    """Where a JSON document goes to stdout: what is printed for people goes to stderr, or nowhere."""
+    """If a JSON document is printed on stdout: prints the text for people on stderr, or drops it."""
     beside = io.StringIO() if dropped else sys.stderr
     with contextlib.redirect_stdout(beside) if is_json else contextlib.nullcontext():
         yield
 
 
 def agree(count: int, yes: bool) -> None:
-    """Before ``count`` ranks are started: asks where they are many for this machine, and refuses without a terminal."""
+    """Before ``count`` ranks are started: asks if they are many for this machine; without a terminal refuses."""
     cores = len(os.sched_getaffinity(0))
     if yes or count <= RANKS_A_CORE * cores:
         return
@@ -149,7 +152,7 @@ def agree(count: int, yes: bool) -> None:
 
 
 def add_yes(parser: argparse.ArgumentParser) -> None:
-    """The option that answers ``agree``."""
+    """Adds the option ``--yes``, which answers ``agree``."""
     parser.add_argument(
         "--yes", action="store_true", help=f"start more than {RANKS_A_CORE} ranks a core without asking"
     )

@@ -1,8 +1,8 @@
-"""``torch-sagellm bench``: times and bandwidths of collectives in the table of nccl-tests.
+"""``torch-sagellm bench``: times and bandwidths of collectives in the table format of nccl-tests.
 
-Every size is checked on known values first. Then all groups (ours, and torch's gloo where it is compared) run it in
-turns, forwards and backwards, so that a slow moment of the machine meets both. A time is that of one call, averaged
-over the iterations, on the slowest rank. `benchmarks/` has the measurements with histories and statistics.
+Every size is first checked on known values. Then all groups (ours, and torch's gloo if it is compared) run it in turns,
+forwards and backwards, so that a slow phase of the machine affects both. A time is the mean of one call over the
+iterations, on the slowest rank. `benchmarks/` has the measurements with histories and statistics.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ EXAMPLES = """examples:
   torchrun --nproc-per-node=2 -m torch_sagellm bench --op all_gather
 """
 CPU = "cpu"
-#: In the names of the libraries that tests/simulators builds.
+#: Prefix of the names of the libraries that tests/simulators builds.
 SIMULATOR = "libsagellm_sim_"
 OURS = "sagellm"
 BACKENDS = ("gloo", "mpi", "ucc")
 OP_HELP = f"{', '.join(collectives.OPS)}, or all"
-#: Seconds after which ranks are ended, so that a hanging measurement ends.
+#: Seconds after which ranks are killed, so that a hanging measurement ends.
 LIMIT = 3600.0
 SET_UP_SECONDS = 120.0
 
 
 class Preset(NamedTuple):
-    """Sizes in bytes, and calls before and in each measurement."""
+    """Sizes in bytes, and the number of calls before and in each measurement."""
 
     sizes: list[int]
     warmup: int
@@ -61,7 +61,7 @@ PRESETS = {"quick": Preset([10**6, 10**7, 10**8], 10, 100)}
 
 @dataclass(frozen=True)
 class Job:
-    """The measurement that the arguments ask for."""
+    """The measurement that the arguments request."""
 
     ops: list[str]
     sizes: list[int]
@@ -76,10 +76,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Row:
-    """One operation at one size on one backend. Seconds of a call on the slowest rank; GB/s are 10^9 bytes.
+    """One operation at one size on one backend: seconds of a call on the slowest rank; GB/s are 10^9 bytes.
 
-    ``carrier`` says what carried tensors of a device; empty on the CPU. ``simulated``: figures of a simulator, which
-    say nothing about a device.
+    ``carrier`` says what carried tensors of a device; it is empty on the CPU. ``simulated`` marks figures of a
+    simulator, which say nothing about a device.
     """
 
     op: str
@@ -136,7 +136,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def job_of(parsed: argparse.Namespace) -> Job:
-    """The job that the arguments ask for; they go before a preset's values."""
+    """The job that the arguments request; arguments have priority over a preset's values."""
     base = PRESETS[parsed.preset] if parsed.preset else DEFAULT
     return Job(
         ops=list(collectives.OPS) if parsed.op == "all" else [parsed.op],
@@ -193,7 +193,7 @@ def _run(parsed: argparse.Namespace) -> list[Row] | None:
 
 
 def _check_device(job: Job) -> None:
-    """Before anything is started."""
+    """Checks the device before anything is started."""
     import torch
 
     if job.device == CPU:
@@ -209,7 +209,7 @@ def _check_device(job: Job) -> None:
 
 
 def _check_rival(job: Job) -> None:
-    """Before anything is started."""
+    """Checks the compared backends before anything is started."""
     import torch.distributed as dist
 
     for name in job.backends[1:]:
@@ -218,7 +218,7 @@ def _check_rival(job: Job) -> None:
 
 
 def _check_average(job: Job) -> None:
-    """Before anything is started."""
+    """Checks before anything is started that the dtype and the backends support averages."""
     if job.redop != "avg":
         return
     if job.dtype not in collectives.FLOATS:
@@ -229,7 +229,7 @@ def _check_average(job: Job) -> None:
 
 
 def _check_memory(job: Job, ranks: int) -> None:
-    """Before ranks are started that the system would end: each holds at least its input, and a checked result."""
+    """Checks, before ranks are started, that there is memory for the input and a checked result of each."""
     if job.device != CPU:
         return
     most = max(job.sizes)
@@ -242,7 +242,7 @@ def _check_memory(job: Job, ranks: int) -> None:
 
 
 def _series(rows: list[Row]) -> dict[str, list[tuple[int, float]]]:
-    """By name of a line in the chart: size and bus bandwidth."""
+    """For each line of the chart: size and bus bandwidth."""
     names = {row.backend for row in rows}
     found: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
@@ -252,7 +252,7 @@ def _series(rows: list[Row]) -> dict[str, list[tuple[int, float]]]:
 
 
 def _under_a_launcher(job: Job) -> list[Row] | None:
-    """In a rank that torchrun or another launcher has started."""
+    """Runs in a rank that torchrun or another launcher has started."""
     import torch.distributed as dist
 
     local = int(os.environ.get("LOCAL_RANK", 0))
@@ -276,7 +276,7 @@ def _with_own_ranks(job: Job, count: int) -> list[Row] | None:
 
 
 def run_rank(rank: int, count: int, port: int, words: str) -> int:
-    """One rank of the measurement; rank 0 prints, and leaves its rows in the store."""
+    """One rank of the measurement; rank 0 prints, and puts its rows into the store."""
     import torch.distributed as dist
 
     job = Job(**json.loads(words))
@@ -294,7 +294,7 @@ def run_rank(rank: int, count: int, port: int, words: str) -> int:
 
 
 def _choose_device(job: Job, place: int) -> None:
-    """Makes the device of this rank's number on its host current; where there are fewer, ranks share them."""
+    """Makes the device with this rank's number on its host current; if there are fewer devices, ranks share them."""
     import torch
 
     if job.device != CPU:
@@ -309,7 +309,7 @@ def _carrier(job: Job) -> str:
 
 
 def _come_to_an_end(job: Job) -> None:
-    """Waits for the calls that are under way on the device."""
+    """Waits for the calls in flight on the device."""
     import torch
 
     if job.device != CPU:
@@ -317,7 +317,10 @@ def _come_to_an_end(job: Job) -> None:
 
 
 def measure(job: Job) -> list[Row]:
-    """Measures everything over the default group; rank 0 prints as it goes. The same rows on every rank."""
+    """Measures everything over the default group.
+
+    Rank 0 prints each row at once. Returns the same rows on every rank.
+    """
     import torch.distributed as dist
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -393,7 +396,7 @@ def _head(job: Job, ranks: int, carrier: str) -> list[str]:
 
 
 def line(found: list[Row]) -> str:
-    """One line of the table: the first backend's row, and the columns of the other backend."""
+    """One line of the table: the first backend's row, and the columns of the other backends."""
     own = found[0]
     text = f" {own.op:<15}{own.size:>12} {own.count:>12} {own.dtype:>9} {own.redop:>6} {_figures(own)}"
     for other in found[1:]:

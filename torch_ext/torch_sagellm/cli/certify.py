@@ -1,8 +1,8 @@
-"""``torch-sagellm certify``: whether this machine's processors or cards work with the package, and how well: a report.
+"""``torch-sagellm certify``: tests whether and how well this machine's processors or cards work with the package.
 
-Five stages, each in new ranks (`certified` has what these do): values, a late rank, a killed rank, bandwidth,
-and communication behind computation; all but the two of failures beside torch's own backend for the tensors. The report
-begins with rows for docs/status.md.
+It has five stages, each in new ranks (`certified` has what the ranks do): values, a late rank, a killed rank,
+bandwidth, and communication behind computation. All except the two failure stages also run torch's own backend for the
+tensors. The report begins with rows for docs/status.md.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ EXAMPLES = """examples:
   torch-sagellm certify --quick --report -     small sizes, two minutes; the report is printed
 """
 LIMIT = 900.0
-#: torch's own backend of a device.
+#: torch's own backend for each type of device.
 RIVALS = {bench.CPU: "gloo", "cuda": "nccl", "npu": "hccl", "mlu": "cncl"}
 SIZES = [8, 1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 27]
 QUICK = [8, 1 << 16, 1 << 20]
@@ -53,7 +53,7 @@ STAGES = {
 
 @dataclass
 class Stage:
-    """What came of a stage: why it failed, or nothing; its figures by name, and lines for the report."""
+    """The result of a stage: the reason if it failed, its figures by name, and lines for the report."""
 
     name: str
     failure: str = ""
@@ -93,7 +93,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _run(parsed: argparse.Namespace, device: str, count: int, target: str) -> tuple[dict[str, Any], bool]:
-    """The figures, and whether a stage failed. Writes the report."""
+    """Runs all stages and writes the report. Returns the figures, and whether a stage failed."""
     arguments.agree(count, parsed.yes)
     rival, facts = _rival(device), machine(device)
     began = time.monotonic()
@@ -141,7 +141,7 @@ def _usual_ranks(device: str) -> int:
 
 
 def _rival(device: str) -> str:
-    """torch's own backend for these tensors, or nothing where this torch has none."""
+    """torch's own backend for these tensors, or "" if this torch has none."""
     import torch.distributed as dist
 
     name = RIVALS.get(device, "")
@@ -150,7 +150,7 @@ def _rival(device: str) -> str:
 
 
 def _run_stage(name: str, device: str, rival: str, count: int, seconds: float, quick: bool) -> Stage:
-    """Starts ranks for a stage; they leave what they found in the store."""
+    """Starts ranks for a stage; they put their results into the store."""
     if seconds < 1:
         return Stage(name, "not run: the time of --limit was over")
     sizes = QUICK if quick else SIZES
@@ -177,7 +177,7 @@ def run_rank(rank: int, count: int, port: int, words: str) -> int:
 
 
 def machine(device: str) -> dict[str, str]:
-    """What a reader must know of the machine; neither its name nor its user."""
+    """The facts about the machine that a reader needs; neither its name nor its user."""
     import torch
 
     cpu = next((line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")), "")
@@ -191,7 +191,7 @@ def machine(device: str) -> dict[str, str]:
         found["cards"] = f"{torch.accelerator.device_count()} x {name}"
     facts = info.facts()
     wanted = ("sagellm", "build", "system", f"{device} tensors")
-    # Without the folders behind the versions.
+    # Without the folders that follow the versions.
     short = {name: re.sub(r",? (?:in|from) /.*", "", facts[name]) for name in wanted if name in facts}
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     busy = (
@@ -210,7 +210,7 @@ def _cpuinfo() -> list[str]:
 
 
 def report(stages: list[Stage], facts: dict[str, str], job: tuple[str, str, int], seconds: float) -> str:
-    """The whole report as Markdown. The job: the device, torch's own backend, the number of ranks."""
+    """The whole report as Markdown. ``job`` is the device, torch's own backend, and the number of ranks."""
     device, rival, count = job
     where = facts.get("cards", facts["processor"])
     simulated = bench.SIMULATOR in facts.get(f"{device} tensors", "")
@@ -239,7 +239,7 @@ def report(stages: list[Stage], facts: dict[str, str], job: tuple[str, str, int]
 
 
 def _measured(stages: list[Stage], rival: str) -> list[tuple[str, str]]:
-    """Rows of figures: what, and how much."""
+    """Rows of figures: (what was measured, result)."""
     by_name = {stage.name: stage.found for stage in stages if not stage.failure}
     found = []
     rows = [bench.Row(**row) for row in by_name.get("bandwidth", {}).get("rows", [])]

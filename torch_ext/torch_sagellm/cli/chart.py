@@ -1,4 +1,4 @@
-"""Charts of bandwidth over size: a picture by matplotlib, or bars of characters for the terminal."""
+"""Charts of bandwidth over size: a picture drawn by matplotlib, or bars of characters in the terminal."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch_sagellm._private.units import show_size
 from torch_sagellm.cli import arguments
 
 HERE = "-"
-#: By name of a line: size in bytes, and GB/s.
+#: By the name of a line: (size in bytes, GB/s).
 Series = Mapping[str, Sequence[tuple[int, float]]]
 
 
 def check(target: str) -> None:
-    """ValueError, before anything is measured, where the chart could not be drawn."""
+    """Raises a ValueError, before anything is measured, if the chart could not be drawn."""
     if target == HERE:
         return
     check_picture(Path(target))
 
 
 def check_picture(path: Path) -> None:
-    """The same for a file."""
+    """The same for a picture file."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -39,7 +39,7 @@ def check_picture(path: Path) -> None:
 
 
 def plot(target: str, series: Series) -> None:
-    """Draws into the file, or here."""
+    """Draws the chart into the file ``target``, or on stdout for ``HERE``."""
     if target == HERE:
         print("\n".join(bars(series, shutil.get_terminal_size((100, 24)).columns)))
         return
@@ -60,7 +60,7 @@ def plot(target: str, series: Series) -> None:
 
 
 def bars(series: Series, width: int) -> list[str]:
-    """A bar for each size and name, as long as its bandwidth; the largest fills the line of ``width`` characters."""
+    """One bar for each size and name, as long as its bandwidth; the largest fills a line of ``width`` characters."""
     most = max((speed for points in series.values() for _, speed in points), default=0.0)
     lines = [f"busbw in GB/s, up to {most:.3g}"]
     names = max((len(name) for name in series), default=0)

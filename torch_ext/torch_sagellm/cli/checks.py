@@ -1,6 +1,6 @@
-"""The checks of ``torch-sagellm doctor``: settings that often go wrong, each with its fix.
+"""The checks of ``torch-sagellm doctor``: settings that are often wrong, each with its fix.
 
-Every check is a function of ``Facts`` alone, so that tests can give it any machine.
+Every check depends only on ``Facts``, so that tests can describe any machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch_sagellm._private import variables as _variables
 from torch_sagellm.cli import libraries
 
 ERROR, WARNING = "error", "warning"
-#: Every variable that the package reads; a test compares them with the sources.
+#: Every variable that the package reads; a test compares this list with the sources.
 VARIABLES = (
     "SAGELLM_ACL_LIBRARY",
     "SAGELLM_ALGORITHM",
@@ -54,7 +54,7 @@ VARIABLES = (
     "SAGELLM_VENDOR",
     "SAGELLM_VENDOR_DIR",
 )
-#: Variables of builds and of the package's own tests, or how they begin.
+#: Variables of builds and of the package's own tests, or prefixes of them.
 OTHERS = (
     "SAGELLM_EDIT",
     "SAGELLM_PREBUILT",
@@ -64,22 +64,22 @@ OTHERS = (
     "SAGELLM_WRITE_DOCS",
 )
 INTERFACE = "GLOO_SOCKET_IFNAME"
-#: A look-up of a name that takes longer costs every start of a job as much; name servers that are gone take 5 s.
+#: Seconds. A slower name look-up delays every start of a job by as much; an unreachable name server takes 5 s.
 SLOW_NAME, NAME_LIMIT = 1.0, 10.0
-#: Seconds that torch and torchrun take where nothing else is said.
+#: Defaults of torch and torchrun, in seconds.
 GROUP_TIMEOUT, JOIN, LAST_CALL, SHUTDOWN = 1800.0, 600.0, 30.0, 30.0
 KEEP_ALIVE, ATTEMPTS = 5.0, 3.0
-#: The time to start the interpreter and import torch differs by this much between ranks.
+#: Seconds by which ranks may differ in the time to start the interpreter and import torch.
 LEAST_GROUP_TIMEOUT = 60.0
-#: Files that a process with torch has open before it makes a group, and that a group opens besides its connections.
+#: Files that a process with torch has open before it creates a group, plus a group's files other than connections.
 SPARE_FILES = 64
-#: Seconds that a rank needs to write the records of a failed group and to leave.
+#: Seconds that a rank needs to write the records of a failed group and to exit.
 LEAST_SHUTDOWN = 5.0
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something to mend."""
+    """A problem with its fix."""
 
     level: str
     what: str
@@ -88,10 +88,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Seconds that the user of ``doctor`` names; torch's and torchrun's defaults elsewhere."""
+    """The seconds that the user of ``doctor`` gives, otherwise torch's and torchrun's defaults."""
 
     group: float = GROUP_TIMEOUT
-    #: Of ``torchrun --rdzv-conf``, by name.
+    #: Parameters of ``torchrun --rdzv-conf``, by name.
     rendezvous: Mapping[str, float] = field(default_factory=dict)
     stall: float | None = None
 
@@ -107,19 +107,19 @@ class Facts:
     interfaces: Mapping[str, bool]
     #: The address that this host's name resolves to, or "".
     own_address: str
-    #: The address of MASTER_ADDR, or "" where it does not resolve or is not set, and the seconds of the look-up.
+    #: The address of MASTER_ADDR, or "" if it is not set or does not resolve; and the seconds of the look-up.
     master_address: str
     look_up_seconds: float
     timeouts: Timeouts = Timeouts()
-    #: Those at which groups over several hosts would listen.
+    #: The addresses at which groups over several hosts would listen.
     addresses: _address.Addresses = field(default_factory=_address.Addresses)
-    #: How many files a process may open; 0 where there is no limit.
+    #: The limit of open files of a process; 0 if there is none.
     descriptors: int = 0
-    #: What is wrong with the vendors' libraries that variables name, by variable.
+    #: Problems of the vendors' libraries that variables name, by variable.
     libraries: Mapping[str, str] = field(default_factory=dict)
 
     def number(self, name: str) -> int | None:
-        """A variable that is a whole number, or None."""
+        """The value of a variable that is a whole number, otherwise None."""
         text = self.environment.get(name, "").strip()
         return int(text) if text.isdecimal() else None
 
@@ -147,7 +147,7 @@ def gather(machine: Mapping[str, str], timeouts: Timeouts) -> Facts:
 
 
 def address_of(name: str) -> str:
-    """The address of a name, or "" where there is none; a name server that is silent for ``NAME_LIMIT`` is none."""
+    """The address of a name, or "" if it has none or the name server does not answer within ``NAME_LIMIT``."""
     found: list[str] = []
 
     def look_up() -> None:
@@ -156,7 +156,7 @@ def address_of(name: str) -> str:
         except OSError:
             pass  # the name does not resolve
 
-    # The call takes no timeout; the thread ends when it returns.
+    # getaddrinfo has no timeout; the thread ends when it returns.
     thread = threading.Thread(target=look_up, daemon=True)
     thread.start()
     thread.join(NAME_LIMIT)
@@ -184,7 +184,7 @@ def findings(facts: Facts) -> list[Finding]:
 
 
 def interface(facts: Facts) -> Iterator[Finding]:
-    """Checks the interface that gloo binds to: that of the variable, else that of the host's name."""
+    """Checks the interface that gloo binds to: that of the variable, otherwise that of the host's name."""
     alone = facts.number("WORLD_SIZE") is not None and facts.number("WORLD_SIZE") == facts.number("LOCAL_WORLD_SIZE")
     several = bool(facts.master_address) and not _is_loopback(facts.master_address) and not alone
     up = ", ".join(name for name, is_up in facts.interfaces.items() if is_up and name != "lo") or "lo"
@@ -237,7 +237,7 @@ def names(facts: Facts) -> Iterator[Finding]:
 
 
 def launcher(facts: Facts) -> Iterator[Finding]:
-    """Checks that the numbers that a launcher passes fit together."""
+    """Checks that the numbers that a launcher passes are consistent."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "OMP_NUM_THREADS"):
         text = facts.environment.get(name)
         if text is not None and facts.number(name) is None:
@@ -283,7 +283,7 @@ def kernel(facts: Facts) -> Iterator[Finding]:
 
 
 def timeouts(facts: Facts) -> Iterator[Finding]:
-    """Checks that timeouts grow in this order: rendezvous, probe, group, end of the job."""
+    """Checks that timeouts increase in this order: rendezvous, probe, group, end of the job."""
     times = facts.timeouts
     conf = times.rendezvous
     join, last_call = conf.get("join_timeout", conf.get("timeout", JOIN)), conf.get("last_call_timeout", LAST_CALL)
@@ -320,7 +320,7 @@ def _seconds(facts: Facts) -> float | None:
 
 
 def variables(facts: Facts) -> Iterator[Finding]:
-    """Finds variables of this package that no code reads, and variables of torch that cost time."""
+    """Reports variables of this package that no code reads, and variables of torch that cost time."""
     for found in _variables.wrong(facts.environment):
         yield Finding(ERROR if found.is_refused else WARNING, found.what, found.fix)
     for name in sorted(facts.environment):
@@ -335,7 +335,7 @@ def variables(facts: Facts) -> Iterator[Finding]:
 
 
 def rules(facts: Facts) -> Iterator[Finding]:
-    """Checks that the rules of SAGELLM_ALGORITHM can be read."""
+    """Checks that the rules of SAGELLM_ALGORITHM can be parsed."""
     text = facts.environment.get("SAGELLM_ALGORITHM", "")
     if not text:
         return
@@ -350,12 +350,13 @@ def rules(facts: Facts) -> Iterator[Finding]:
 
 
 def descriptors(facts: Facts) -> Iterator[Finding]:
-    """Checks that a process may open the files that its groups need."""
+    """Checks that a process may open as many files as its groups need."""
     ranks = facts.number("WORLD_SIZE")
     local = facts.number("LOCAL_WORLD_SIZE")
     if not ranks or not facts.descriptors:
         return
-    # It shares memory with the ranks of its host and watches their processes; ranks elsewhere take one connection each.
+    # A process shares memory with the ranks of its host and watches their processes; other ranks take one connection
+    # each.
     here = min(local or ranks, ranks)
     needed = SPARE_FILES + 3 * here + (ranks - here)
     if needed > facts.descriptors:
@@ -375,7 +376,7 @@ def _rounded(files: int) -> int:
 
 
 def devices(facts: Facts) -> Iterator[Finding]:
-    """Checks the vendors' libraries that variables name, and variables of NCCL that change how it is used."""
+    """Checks the vendors' libraries that variables name, and variables of NCCL that affect its use."""
     for variable, problem in facts.libraries.items():
         yield Finding(
             ERROR, f"{variable}={facts.environment.get(variable, '')}: {problem}", f"correct it, or unset {variable}"
@@ -411,7 +412,7 @@ CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
 )
 
 
-#: The parameters of torchrun's rendezvous that are numbers.
+#: The numeric parameters of torchrun's rendezvous.
 TIMES = (
     "timeout",
     "join_timeout",
@@ -424,7 +425,7 @@ TIMES = (
 
 
 def parse_rendezvous(text: str) -> dict[str, float]:
-    """The numbers of ``torchrun --rdzv-conf``; ValueError for what it would not read."""
+    """Parses the numbers of ``torchrun --rdzv-conf``; a ValueError for text that torchrun could not parse."""
     found: dict[str, Any] = {}
     for pair in filter(None, text.split(",")):
         key, equals, value = pair.partition("=")

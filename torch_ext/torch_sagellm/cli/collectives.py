@@ -1,7 +1,7 @@
 """The collectives that ``torch-sagellm bench`` measures: how each is called, and its expected result.
 
-Every case owns its tensors. Checked calls work on small whole numbers that differ by rank and place, so that results
-are exact in every type; timed calls on zeros, so that sums in place stay finite.
+Every case has its own tensors. Checked calls use small whole numbers that differ by rank and index, so that results are
+exact in every dtype. Timed calls use zeros, so that sums in place stay finite.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 BLOCKS = ("all_gather", "reduce_scatter", "gather", "scatter", "all_to_all")
 FLOATS = ("float32", "float64", "float16", "bfloat16")
 DTYPES = (*FLOATS, "int32", "int64", "uint8")
-#: By the name in the arguments, that of torch.
+#: Names of reduce ops in the arguments, and torch's names.
 REDUCTIONS = {"sum": "SUM", "prod": "PRODUCT", "max": "MAX", "min": "MIN", "avg": "AVG"}
 #: Backends of torch that have no AVG.
 WITHOUT_AVG = ("gloo", "mpi")
 PERIOD = 5
-#: Ranks from there on give the neutral 0 or 1 to a checked reduction: bfloat16 is exact up to 256 only.
+#: From this rank on, ranks contribute the neutral 0 or 1 to a checked reduction, because bfloat16 is exact only up to
+#: 256.
 ADDENDS = {"sum": 85, "prod": 5, "max": 1 << 16, "min": 1 << 16}
 
 
 class Case:
     """One operation at one size on this rank.
 
-    ``size`` are the bytes of the whole tensor and ``count`` its elements, rounded up so that every rank has a block.
+    ``size`` is the number of bytes of the whole tensor, ``count`` its elements, rounded up so that every rank has a
+    block.
     """
 
     def __init__(self, op: str, size: int, dtype: str, redop: str, device: str) -> None:
@@ -48,7 +50,7 @@ class Case:
         self.size = self.count * item
         factor = BUS_FACTORS.get(op)
         self.bus_factor: float = factor(self.ranks) if factor else 1.0
-        #: The input and the output of this rank; the same tensor where the operation works in place.
+        #: The input and the output of this rank; the same tensor if the operation works in place.
         self.given = self._zeros(self.block if op in ("all_gather", "gather") else self.count)
         in_place = op in ("all_reduce", "broadcast", "reduce")
         self.taken = self.given if in_place else self._zeros(self._result_count())
@@ -63,7 +65,7 @@ class Case:
         return self.block if self.op in ("reduce_scatter", "scatter") else self.count
 
     def _bound(self, dist: Any, combine: Any) -> Callable[[Any], object]:
-        """The call over a group. Roots are rank 0."""
+        """A function that calls the operation over a group. The root is rank 0."""
         given, taken = self.given, self.taken
         if self.op == "all_reduce":
             return lambda group: dist.all_reduce(given, op=combine, group=group)
@@ -84,11 +86,11 @@ class Case:
         return lambda group: dist.scatter(taken, pieces, src=0, group=group)
 
     def _values(self, rank: int, count: int) -> torch.Tensor:
-        """A rank's input in a checked call: numbers so small that every sum and product is exact also in 16 bits."""
+        """A rank's input in a checked call: numbers so small that every sum and product is exact even in 16 bits."""
         import torch
 
         if self.op in REDUCING and self.redop == "avg":
-            # Ranks differ in pairs, so that the average is a whole number.
+            # Values of neighbouring ranks differ in pairs by +1 and -1, so that the average is a whole number.
             pair = 0 if rank == self.ranks - 1 and self.ranks % 2 else 1 - 2 * (rank % 2)
             return ((torch.arange(count) % PERIOD) % 3 + 2 + pair).to(self.dtype)
         if self.op in REDUCING and rank >= ADDENDS[self.redop]:
@@ -96,7 +98,7 @@ class Case:
         return ((torch.arange(count) % PERIOD + rank) % 3 + 1).to(self.dtype)
 
     def _combined(self, count: int) -> torch.Tensor:
-        """All ranks' values together, one rank after the other. uint8 wraps around, as in the operation."""
+        """The combined values of all ranks, in rank order. uint8 wraps around, as in the operation."""
         import torch
 
         if self.redop == "avg":
@@ -108,7 +110,7 @@ class Case:
         return result
 
     def _expected(self) -> torch.Tensor | None:
-        """The expected output of this rank; None where it gets nothing."""
+        """The expected output of this rank; None if it has no output."""
         import torch
 
         every, block = range(self.ranks), slice(self.rank * self.block, (self.rank + 1) * self.block)
@@ -127,7 +129,10 @@ class Case:
         return torch.cat([self._values(rank, self.block) for rank in every])
 
     def wrong(self, group: Any) -> int:
-        """Runs the operation on known values over a group: the wrong elements on this rank. Leaves zeros behind."""
+        """Runs the operation on known values over a group.
+
+        Returns the number of wrong elements. Then sets zeros again.
+        """
         self.taken.fill_(0)
         self.given.copy_(self._values(self.rank, self.given.numel()))
         self.call(group)
@@ -139,5 +144,5 @@ class Case:
 
 
 def make(op: str, size: int, dtype: str, redop: str, device: str = "cpu") -> Case:
-    """A case over the ranks of the default group, with its tensors on a device."""
+    """Creates a case over the ranks of the default group, with tensors on a device."""
     return Case(op, size, dtype, redop, device)

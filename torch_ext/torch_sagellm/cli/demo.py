@@ -22,7 +22,7 @@ EXAMPLES = """examples:
   torch-sagellm demo hang --kind stop      its process is stopped; skip: it leaves a call out
 """
 TRAIN, HANG = "train", "hang"
-#: Seconds after which ranks are ended, so that a hanging training ends.
+#: Seconds after which ranks are killed, so that a hanging training ends.
 LIMIT = 6 * 3600.0
 RANKS = {TRAIN: 2, HANG: 3}
 MODULES = {TRAIN: "torch_sagellm.demos.train_gpt", HANG: "torch_sagellm.demos.hang"}
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(parsed: argparse.Namespace) -> list[str]:
-    """The words of the program that every rank is."""
+    """The command-line words of the program that every rank runs."""
     own: tuple[str, ...] = ("steps", "save", "shared")
     other: tuple[str, ...] = ("kind", "timeout")
     if parsed.what == HANG:

@@ -1,4 +1,4 @@
-"""``torch-sagellm doctor``: facts of this machine, what to mend, and a self-test of two ranks."""
+"""``torch-sagellm doctor``: facts of this machine, problems with their fixes, and a self-test of two ranks."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ EXAMPLES = """examples:
   SAGELLM_LOG=debug torch-sagellm doctor
 """
 RANKS = 2
-#: The self-test measures for this long; starting two interpreters with torch takes longer than that.
+#: Duration of the self-test's measurement; starting two interpreters with torch takes longer than this.
 MEASURE_SECONDS = 2.0
 START_SECONDS = 60.0
-SMALL, LARGE = 2, 1 << 20  # elements of four bytes: 8 B and 4 MiB
+SMALL, LARGE = 2, 1 << 20  # numbers of 4-byte elements: 8 B and 4 MiB
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +90,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _examine(parsed: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """The exit code, and what the JSON document says."""
+    """Returns the exit code, and the content of the JSON document."""
     if parsed.peer or parsed.listen is not None:
         found = peer.connect(*parsed.peer) if parsed.peer else peer.listen(parsed.listen)
         _show(found)
@@ -117,7 +117,7 @@ def _examine(parsed: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
 
 def _extension() -> tuple[ModuleType | None, list[checks.Finding]]:
-    """The extension, or None, and what keeps every group from being made."""
+    """Returns the extension or None, and the problems that prevent every group from being created."""
     from torch_sagellm._private import load
     from torch_sagellm.api import serve_as
 
@@ -163,8 +163,8 @@ def _facts(extension: Any) -> dict[str, str]:
 
 
 def self_test() -> int:
-    """Two ranks of this program meet on the loopback interface; 0 when both report success."""
-    # torch's threads, which spin where they wait for work, would take the cores that the other rank is timed on.
+    """Lets two ranks of this program meet on the loopback interface; 0 if both report success."""
+    # torch's threads spin while they wait for work, which would take the core on which the other rank is measured.
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     ended, _ = ranks.run("doctor", RANKS, seconds=START_SECONDS + MEASURE_SECONDS, environment=environment)
     for rank, one in enumerate(ended):
@@ -198,7 +198,7 @@ def run_rank(rank: int, count: int, port: int) -> int:
 
 
 def _times(tensor: Any) -> list[float]:
-    """Sorted seconds of repeated calls. Rank 0's clock alone decides when to stop; the data carries its decision."""
+    """Sorted seconds of repeated calls. Only rank 0's clock decides when to stop; the data carries its decision."""
     import torch
     import torch.distributed as dist
 

@@ -53,7 +53,8 @@ def run(parsed: argparse.Namespace) -> int:
     folder = watch.folder_of(parsed.dir)
     watch.check_folder(folder)
     missing = f"there is no folder {folder}: the first group that is made with SAGELLM_STATUS_DIR makes it"
-    # Before the first group a job is not ready. But no process was seen to live there, and a typo must not look alive.
+    # Before its first group a job is not ready. A missing folder is an error for --live, because a typo must not look
+    # alive.
     if parsed.live and not folder.is_dir():
         raise ValueError(missing)
     every = processes = watch.read(folder)
@@ -83,7 +84,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _none(parsed: argparse.Namespace, folder: Path, every: list[watch.Process]) -> str:
-    """Why there is no process to judge."""
+    """The reason why there is no process to judge."""
     if every and parsed.rank:
         ranks = ", ".join(str(each.rank) for each in every)
         return f"none of the ranks that were named has written its status; there are those of {ranks}"

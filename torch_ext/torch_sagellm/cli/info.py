@@ -21,7 +21,7 @@ EXAMPLES = """examples:
   torch-sagellm info
   torch-sagellm info --json
 """
-#: Variables of torch and of launchers that change how a group is made.
+#: Variables of torch and of launchers that affect how a group is created.
 ALSO = ("TORCH_DEVICE_BACKEND_AUTOLOAD", "TORCH_DISTRIBUTED_DEBUG", "TORCH_FR_BUFFER_SIZE", "GLOO_SOCKET_IFNAME")
 
 
@@ -61,7 +61,7 @@ def facts() -> dict[str, str]:
 
 
 def _problem() -> dict[str, str]:
-    """What keeps every group of this backend from being made, if there is something."""
+    """The error that prevents every group of this backend from being created, if there is one."""
     try:
         _torch_sagellm_autoload.look()
     except Exception as error:
@@ -93,7 +93,7 @@ def _served() -> dict[str, str]:
 
 
 def served(extension: Any) -> dict[str, str]:
-    """By the place of the tensors, the engine or library that would serve them in a group that is made now."""
+    """For each kind of tensors: the engine or library that would serve them in a group that is created now."""
     import torch
 
     machine = extension.doctor()
@@ -109,7 +109,7 @@ def served(extension: Any) -> dict[str, str]:
 
 
 def _on_device(device: str) -> str:
-    """Makes a group of one rank and asks it, because only a group decides this."""
+    """Creates a group of one rank and asks it, because only a group decides this."""
     import torch.distributed as dist
 
     from torch_sagellm.observe import explain

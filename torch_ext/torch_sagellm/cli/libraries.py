@@ -8,17 +8,17 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-#: The variables that name a file.
+#: The variables that name a library file.
 VARIABLES = tuple(f"SAGELLM_{key}_LIBRARY" for key in ("NCCL", "CUDA", "HCCL", "HCOMM", "ACL", "CNCL", "CNRT"))
 FOLDER = "SAGELLM_VENDOR_DIR"
-#: The oldest NCCL that is used (src/engine/device/libs/nccl/communicator.rs; a test compares them).
+#: The oldest supported NCCL (src/engine/device/libs/nccl/communicator.rs; a test compares the two).
 OLDEST_NCCL = 21800
-#: A library is loaded in a process of its own, which it may not end or block for longer.
+#: Limit for loading a library in a separate process, so that the library cannot end or block this one.
 LOAD_SECONDS = 30.0
 
 
 def problems(environment: Mapping[str, str]) -> dict[str, str]:
-    """What is wrong, by variable."""
+    """What is wrong, by variable. A variable without a problem is not listed."""
     found = {}
     for variable in VARIABLES:
         path = environment.get(variable, "")
@@ -48,7 +48,7 @@ def _problem(path: str, is_nccl: bool) -> str:
 
 
 def version(number: int) -> str:
-    """NCCL's number as people write it; before 2.9 it had fewer digits."""
+    """NCCL's version number as text, such as "2.18.1"; before 2.9 the number had fewer digits."""
     big, small = (10000, 100) if number >= 10000 else (1000, 100)
     return f"{number // big}.{number % big // small}.{number % small}"
 

@@ -1,4 +1,4 @@
-"""The command line. Each command has its own module in this folder: its texts, ``add_arguments`` and ``run``."""
+"""The command line. Each command has a module in this folder with its texts, ``add_arguments`` and ``run``."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from torch_sagellm.cli import (
     version,
 )
 
-#: A remark that has fewer columns goes below what it is about.
+#: If fewer columns are left for a remark, it is printed below what it describes.
 MOST_OF_A_REMARK = 34
 
 
 class Command(Protocol):
-    """The names that the module of a command defines."""
+    """The interface of a command's module."""
 
-    #: One line, one paragraph, and lines of "examples:".
+    #: One line, one paragraph, and lines that begin with "examples:".
     HELP: str
     DESCRIPTION: str
     EXAMPLES: str
@@ -60,11 +60,11 @@ COMMANDS: dict[str, Any] = {
     "table": table,
     "explain": explain,
 }
-#: As a shell calls the end by Ctrl-C.
+#: A shell's exit code for Ctrl-C.
 INTERRUPTED = 130
-#: Commands that only read files: a probe that runs every few seconds must not import torch for that.
+#: Commands that only read files: a probe that runs every few seconds must not import torch.
 WITHOUT_TORCH = ("health", "top", "trace")
-#: Commands that say why the extension cannot be used.
+#: Commands that work even if the extension cannot be used, and report the reason.
 ALWAYS = ("info", "doctor")
 EXAMPLES = """examples:
   torch-sagellm info                      versions, and what serves which tensors
@@ -79,7 +79,7 @@ EXAMPLES = """examples:
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
-    """Fits the help into the terminal: paragraphs, and the lines of lists and examples, each of which stays one."""
+    """Wraps the help to the terminal's width. The lines of lists and examples are not joined."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         parts = text.split("\n\n")
@@ -93,8 +93,10 @@ class Help(argparse.RawDescriptionHelpFormatter):
 
 
 def fitting(line: str, width: int) -> str:
-    """A line of a list or an example; what does not fit goes on below it: a remark beside the words or under them, a
-    command after a backslash."""
+    """Wraps a line of a list or an example.
+
+    A remark continues next to or below its words, a command after a backslash.
+    """
     if len(line) <= width:
         return line
     found = re.fullmatch(r"(\s*\S.*?\s{2,})(\S.*)", line)
@@ -113,7 +115,7 @@ def _wrapped(text: str, width: int, first: str, rest: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Prints an error in one line, with the nearest known word; the usage is in the help."""
+    """Prints an error in one line, with the nearest known word; the usage is only in the help."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
@@ -125,12 +127,12 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"{value!r} is none of {', '.join(known)}{near}")
 
     def options(self) -> list[str]:
-        """All options of this command, for the nearest one to a typo."""
+        """All options of this command, from which the error for a typo suggests the nearest."""
         return [name for action in self._actions for name in action.option_strings]
 
 
 def _parsers() -> tuple[Parser, dict[str, Parser]]:
-    """The parser, and those of the commands by name."""
+    """Creates the parser, and the commands' parsers by name."""
     parser = Parser(
         prog="torch-sagellm",
         description="A torch.distributed backend; its commands examine this machine and running jobs.",
@@ -174,7 +176,7 @@ def _long(options: Iterable[str]) -> list[str]:
 
 
 def _run_rank(command: str, rank: str, count: str, port: str, *words: str) -> int:
-    """One rank of a command."""
+    """Runs one rank of a command."""
     from torch_sagellm.cli import measure
 
     bodies: dict[str, Callable[..., int]] = {
@@ -188,7 +190,7 @@ def _run_rank(command: str, rank: str, count: str, port: str, *words: str) -> in
 
 
 def _rank(words: Sequence[str]) -> int:
-    """One rank; what ends it as its user or the machine wants ends it without a traceback from each rank."""
+    """Runs one rank. If its user or the machine ends it on purpose, it prints no traceback."""
     ranks.end_with_parent()
     try:
         if words[0] == ranks.PROGRAM:
@@ -198,7 +200,7 @@ def _rank(words: Sequence[str]) -> int:
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        os._exit(INTERRUPTED)  # its peers are gone as well: leaving the group would wait for them
+        os._exit(INTERRUPTED)  # the peers are ending too, so leaving the group would wait for them
     except BrokenPipeError:
         ranks.nobody_reads()
     except (MemoryError, RuntimeError) as error:
@@ -211,7 +213,7 @@ def _rank(words: Sequence[str]) -> int:
 
 
 def _prepare(command: str) -> None:
-    """Sets up commands that use torch: registers the backend's name, and sets the level of the log."""
+    """Prepares commands that use torch: registers the backend's name, and sets the log level."""
     if command in WITHOUT_TORCH:
         return
     import _torch_sagellm_autoload
@@ -228,7 +230,7 @@ def _prepare(command: str) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command; returns its exit code: 0 for success, 2 for wrong arguments, others as its help says."""
     given = sys.argv[1:] if arguments is None else arguments
-    # The command that `ranks.run` starts; no help lists it, because it is not for users.
+    # The command that `ranks.run` starts; no help lists it, because users do not call it.
     if given[:1] == ["_rank"]:
         return _rank(given[1:])
     _open_streams()
@@ -248,11 +250,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{command}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of a pipe, `head` for instance, has enough.
+        # The reader of a pipe, for example `head`, has closed it.
         _close_stdout()
         return 0
     except OSError as error:
-        # A full disk, a folder that cannot be written.
+        # For example a full disk, or a folder that cannot be written.
         _close_stdout()
         print(_said(command, str(error)), file=sys.stderr)
         return 1
@@ -262,7 +264,7 @@ def _run(given: Sequence[str]) -> int:
     try:
         parsed = _parse(given)
     except SystemExit:
-        sys.stdout.flush()  # of a help; what its reader does is told from here
+        sys.stdout.flush()  # of a help; a failure of its reader is reported from here
         raise
     if parsed.version:
         code = version.show(parsed.version_json)
@@ -274,14 +276,14 @@ def _run(given: Sequence[str]) -> int:
 
 
 def _open_streams() -> None:
-    """Where the caller has closed stdout or stderr, Python has none: what is printed goes nowhere."""
+    """Opens /dev/null for stdout or stderr if the caller has closed it, because Python then has no such stream."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (as long as the process)
 
 
 def _close_stdout() -> None:
-    """Nothing more is printed: Python would complain when it flushes at exit."""
+    """Redirects stdout to /dev/null, because otherwise Python would report an error when it flushes at exit."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -1,14 +1,14 @@
 """``python -m torch_sagellm simulate --check``: runs the schedules on this machine and prints the model's error.
 
-Ranks are processes that exchange messages through torch's gloo over loopback. They first measure the parameters,
-all ranks at once: messages around a ring, small, large, many at once, copied or added at their end. Then they run the
-schedules, check the results, and print the predicted beside the measured time. The executor is simple, in Python:
-its cost is in the measured parameters as well as in the runs.
+Ranks are processes that exchange messages through torch's gloo over loopback. First they measure the parameters of the
+model, all ranks at once: messages around a ring that are small, large, many at once, copied or added at their end. Then
+they run the schedules, check the results, and print the predicted and the measured time. The executor is simple Python
+code; its cost is part of both the measured parameters and the runs.
 
 The core has another executor, `src/engine/multihost`, and links between threads for its tests, `src/engine/local.rs`.
-They cannot take this one's place. Such a link is a copy under a lock inside one process and has neither the latency nor
-the bandwidth of the links in the model. Over a real link the engine runs only where ranks are on several hosts, and
-then it agrees on batches and combines inside each host: here a schedule alone is compared.
+Neither can replace this executor. Such a link is a copy under a lock inside one process, and has neither the latency
+nor the bandwidth of the links in the model. Over a real link the engine runs only if ranks are on several hosts; then
+it also agrees on batches and combines inside each host, while this program measures a schedule alone.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from torch_sagellm.cli.predict import TWO_LEVELS, Link, Machine, Prediction, pre
 
 MOST_RANKS, MOST_BYTES = 8, 16 << 20
 START_SECONDS = 60.0
-#: Time that the ranks' deadline allows for each schedule at one size; long, because many ranks may share few cores.
+#: Seconds that the ranks' deadline allows for each schedule at one size; long, because many ranks may share few cores.
 CASE_SECONDS = 60.0
-#: One schedule at one size is repeated for this long, but at least `LEAST_TIMES` times.
+#: One schedule at one size is repeated for RUN_SECONDS, but at least `LEAST_TIMES` times.
 RUN_SECONDS, LEAST_TIMES = 0.2, 5
 BYTES_OF_A_NUMBER = 4
-#: Sizes of the messages that measure the links.
+#: Size in bytes of a large message, and number of messages in a burst, for measuring the links.
 LARGE, BURST = 1 << 20, 8
 
 
-#: Number of parts, and messages: step, whether it is sent, peer, parts, how it is combined.
+#: The number of parts, and the messages: step, whether it is sent, peer, parts, how it is combined.
 Program = tuple[int, list[tuple[int, bool, int, list[int], str]]]
 
 
 @dataclass
 class Message:
     peer: int
-    #: Ranges of the vector.
+    #: Ranges of the vector, as (start, end).
     runs: list[tuple[int, int]]
     how: str
     room: Any
@@ -53,14 +53,14 @@ class Message:
 
 @dataclass
 class Step:
-    #: Also the tag of its messages: ranks pause in different steps, so only the schedule's own number agrees.
+    #: Number of the step in the schedule; also the tag of its messages, because ranks may skip different steps.
     number: int
     sends: list[Message] = field(default_factory=list)
     recvs: list[Message] = field(default_factory=list)
 
 
 class Runner:
-    """One rank's schedule over vectors of float32. Parts of kinds that move blocks are blocks of equal size."""
+    """Executes one rank's schedule over vectors of float32. For kinds that move blocks, the parts are equal blocks."""
 
     def __init__(self, op: str, program: Program, ranks: int, rank: int, numbers: int) -> None:
         import torch
@@ -77,7 +77,7 @@ class Runner:
         steps: dict[int, Step] = {}
         for number, sends, peer, parts, how in messages:
             runs = self._runs(parts)
-            # A barrier's messages are empty but must be sent: one number stands for nothing.
+            # A barrier's messages are empty but must be sent, so each carries one number.
             length = sum(end - start for start, end in runs) if op != "barrier" else 1
             if length:
                 step = steps.setdefault(number, Step(number))
@@ -85,7 +85,7 @@ class Runner:
         self.steps = list(steps.values())
 
     def _runs(self, parts: Sequence[int]) -> list[tuple[int, int]]:
-        """Ranges of the vector, adjacent ones merged."""
+        """The ranges of the vector for some parts; adjacent ranges are merged."""
         runs: list[tuple[int, int]] = []
         for part in parts:
             start, end = self.starts[part], self.starts[part + 1]
@@ -96,7 +96,7 @@ class Runner:
         return runs
 
     def start_values(self) -> Any:
-        """Whole numbers, so that sums are exact: rank + 1 where elements are combined, else part + 1 at its owner."""
+        """Whole numbers, so that sums are exact: rank + 1 if elements are combined, otherwise part + 1 at its owner."""
         import torch
 
         values = torch.full((self.starts[-1],), -1.0)
@@ -131,7 +131,7 @@ class Runner:
         for step in self.steps:
             works = [dist.irecv(recv.room, recv.peer, tag=step.number) for recv in step.recvs]
             for send in step.sends:
-                # Copied before anything of this step is written: a send has the data from before the step.
+                # Copied before this step writes anything, because a send has the data from before the step.
                 if send.runs:
                     torch.cat([values[start:end] for start, end in send.runs], out=send.room)
                 works.append(dist.isend(send.room, send.peer, tag=step.number))
@@ -143,7 +143,7 @@ class Runner:
                 self._take(values, step.recvs)
 
     def _fold(self, values: Any, recvs: list[Message]) -> None:
-        """Combines received data and this rank's own in the order of the ranks."""
+        """Combines received data and this rank's own data in rank order."""
         start, end = recvs[0].runs[0]
         all_values = {self.rank: values[start:end].clone(), **{recv.peer: recv.room for recv in recvs}}
         first, *rest = (all_values[rank] for rank in sorted(all_values))
@@ -164,14 +164,14 @@ class Runner:
 
 
 def _seconds(body: Callable[[], object]) -> float:
-    """Median time of one call, when all ranks begin together, on the slowest rank."""
+    """The median time of one call on the slowest rank, if all ranks begin together."""
     import torch
     import torch.distributed as dist
 
     times: list[float] = []
     body()
     for _ in range(2):
-        # Rank 0 alone decides the number of repetitions, from the time of one.
+        # Rank 0 alone decides the number of repetitions, from the time of one call.
         count = torch.tensor([max(LEAST_TIMES, int(RUN_SECONDS / 2 / max(times[-1], 1e-6))) if times else 3.0])
         dist.broadcast(count, src=0)
         for _ in range(min(200, int(count.item()))):
@@ -202,14 +202,14 @@ def _measured_machine(rank: int, ranks: int) -> Machine:
     overhead = max(0.0, around(BURST, BYTES_OF_A_NUMBER) - alpha) / (BURST - 1)
     large = around(1, LARGE)
     beta = max(1e-13, (large - alpha) / LARGE)
-    # The time of an addition beyond that of the copy that is part of every message.
+    # The time of an addition, without the time of the copy that is part of every message.
     gamma = max(1e-13, (around(1, LARGE, "reduce_after") - large) / LARGE)
     link = Link(alpha, overhead, beta)
     return Machine(link, link, gamma, ranks)
 
 
 def run_rank(rank: int, ranks: int, port: int, job: str) -> int:
-    """One process of the check; rank 0 prints its results as the last line."""
+    """Runs one process of the check; rank 0 prints its results as the last line."""
     import torch
     import torch.distributed as dist
 
@@ -243,7 +243,7 @@ def run_rank(rank: int, ranks: int, port: int, job: str) -> int:
 
 
 def _ranks_at_work(ranks: int, cases: int, job: str) -> dict[str, Any]:
-    """Starts the ranks and returns what rank 0 printed; RuntimeError with their words when one fails."""
+    """Starts the ranks and returns what rank 0 printed; a RuntimeError with a rank's output if it fails."""
     limit = START_SECONDS + cases * CASE_SECONDS
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ended, _ = processes.run("simulate", ranks, job, seconds=limit, environment=environment)

@@ -1,8 +1,8 @@
-"""``torch-sagellm doctor --peer`` and ``--listen``: whether two hosts can make a group, tried beforehand.
+"""``torch-sagellm doctor --peer`` and ``--listen``: tests whether two hosts can form a group.
 
-One host listens, the other connects to it. Both then do what the processes of a group do: each listens at its
-addresses, at ports that the system chooses, tells the other where, and connects to the other's. So both directions are
-tried, at ports like those of a job. What was found is printed on both hosts. One peer is served.
+One host listens, the other connects to it. Both then do the same as the processes of a group: each listens at its
+addresses, at ports that the system chooses, sends these to the other host, and connects to the other host's. So both
+directions are tested, at ports like those of a job. Both hosts print the result. One peer is served.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch_sagellm.cli import checks
 from torch_sagellm.cli.checks import ERROR, Finding
 from torch_sagellm.cli.show import fact
 
-#: Where ``--listen`` listens, if no other port is named.
+#: Default port of ``--listen``.
 PORT = 29512
-#: Seconds for each connection, and for each word of the peer.
+#: Seconds for each connection attempt, and for each message of the peer.
 CONNECT, ANSWER = 3.0, 30.0
-#: Bytes of a word of the peer.
+#: The largest accepted message of the peer, in bytes.
 MOST = 1 << 16
 REMEDY = (
     f"let any port through a firewall between the hosts, both ways, or name another interface by {_address.VARIABLE}"
@@ -40,7 +40,7 @@ KINDS = {
 
 
 def split(text: str) -> tuple[str, int]:
-    """The host and the port of "host", "host:port", "::1" or "[::1]:port"."""
+    """Parses the host and the port of "host", "host:port", "::1" or "[::1]:port"."""
     if text.startswith("["):
         host, bracket, port = text[1:].partition("]")
         port = port.removeprefix(":")
@@ -57,7 +57,7 @@ def split(text: str) -> tuple[str, int]:
 
 
 def listen(port: int) -> list[Finding]:
-    """Serves one peer."""
+    """Listens, and serves one peer."""
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     with socket.create_server(("", port), family=family, dualstack_ipv6=both) as server:
@@ -71,7 +71,7 @@ def listen(port: int) -> list[Finding]:
 
 
 def connect(host: str, port: int) -> list[Finding]:
-    """Asks the host that listens."""
+    """Connects to the host that listens, and tests with it."""
     try:
         connection = socket.create_connection((host, port), timeout=CONNECT)
     except ConnectionRefusedError:
@@ -88,15 +88,15 @@ def connect(host: str, port: int) -> list[Finding]:
 
 @dataclass(frozen=True)
 class Side:
-    """What a host says about itself."""
+    """The facts that a host sends about itself."""
 
     name: str
-    #: What its name leads to.
+    #: The address to which its name resolves.
     named: str
     problem: str
-    #: Its machine and network namespace.
+    #: Identifies its machine and network namespace.
     network: str
-    #: Addresses and ports by kind, best first.
+    #: Addresses and ports by kind, the best kind first.
     places: dict[int, list[tuple[str, int]]]
 
     def text(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class Side:
 
     @staticmethod
     def read(said: dict[str, Any]) -> Side:
-        """Raises where this is not what a host says; nothing in it can steer a terminal."""
+        """Parses the peer's message; raises if it is malformed. Unprintable characters are replaced."""
         name, named, problem, network = (_clean(said[name]) for name in ("name", "named", "problem", "network"))
         places = {
             int(kind): [(_clean(address), int(port)) for address, port in found[:8]]
@@ -115,7 +115,7 @@ class Side:
 
 
 def _probe(connection: socket.socket, peer: str, leads: bool) -> list[Finding]:
-    """``leads``: this host's order decides, as that of rank 0 does."""
+    """Tests both directions. If ``leads``, this host's order of addresses decides, like rank 0's."""
     connection.settimeout(ANSWER)
     own = _address.towards(peer)
     with contextlib.ExitStack() as stack:
@@ -157,7 +157,7 @@ def _exchange(connection: socket.socket, words: IO[str], said: dict[str, Any]) -
 
 
 def _try(theirs: Side, one_network: bool) -> dict[str, str]:
-    """By address of the other host: "" where it could be reached, else why not."""
+    """By address of the peer: "" if it could be reached, otherwise the reason."""
     found = {}
     for kind, places in theirs.places.items():
         for address, port in places if one_network or kind in FAR else []:
@@ -170,7 +170,7 @@ def _try(theirs: Side, one_network: bool) -> dict[str, str]:
 
 
 def _on_this_host(address: str) -> str:
-    """A link-local address with the interface of this host that leads there: the one that the variable names."""
+    """A link-local address with the interface of this host that reaches it: the interface that the variable names."""
     bare, scope, _ = address.partition("%")
     name = os.environ.get(_address.VARIABLE, "").split(",")[0].strip()
     return f"{bare}%{name}" if scope and name else address
@@ -184,7 +184,7 @@ def _tell(mine: Side, theirs: Side) -> None:
 
 
 def _judge(mine: Side, theirs: Side, results: tuple[dict[str, str], dict[str, str]], leads: bool) -> Iterator[Finding]:
-    """Findings; ``results``: whether this host reached the other's addresses, and the other one this host's."""
+    """Findings. ``results``: for each direction, by address, whether it could be reached; first from this host."""
     for who, side in (("this host", mine), ("the other host", theirs)):
         if side.problem:
             yield Finding(ERROR, f"{who}: {side.problem}", f"set {_address.VARIABLE} there to one that it has")
@@ -209,5 +209,5 @@ def _judge(mine: Side, theirs: Side, results: tuple[dict[str, str], dict[str, st
 
 
 def _clean(text: Any) -> str:
-    """What the peer said, without what a terminal would obey."""
+    """A text of the peer, with unprintable characters replaced, because a terminal would obey them."""
     return "".join(each if each.isprintable() else "?" for each in str(text))[:300]

@@ -1,4 +1,4 @@
-"""The core's cost model (``src/select/cost.rs``) as commands ask it: a machine, and predicted times."""
+"""The core's cost model (``src/select/cost.rs``) for commands: describes a machine, and predicts times."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 
 from torch_sagellm._private.units import show_time
 
-#: all_reduce inside hosts and between leaders, as the engine does it; several schedules, so `--check` leaves it out.
+#: all_reduce inside hosts and between leaders, as the engine executes it. It is several schedules, so `--check` omits
+#: it.
 TWO_LEVELS = "hierarchical"
 
 
 @dataclass(frozen=True)
 class Link:
-    """Seconds of an empty message, seconds of a further one at the same moment, seconds per byte."""
+    """Seconds of an empty message, seconds of each further message at the same time, seconds per byte."""
 
     alpha: float
     overhead: float
@@ -32,7 +33,7 @@ class Link:
 class Machine:
     host: Link
     network: Link
-    #: Seconds per byte that is combined.
+    #: Seconds per combined byte.
     gamma: float
     ranks_per_host: int
 
@@ -46,7 +47,7 @@ class Prediction:
 def predict(
     core: Any, op: str, names: Sequence[str], ranks: int, sizes: Sequence[float], machine: Machine
 ) -> dict[str, list[Prediction]]:
-    """Predicted times by algorithm, one per size. `core` is the extension module."""
+    """Predicted times by algorithm, one for each size. `core` is the extension module."""
     found: dict[str, list[Prediction]] = {}
     for name in names:
         times: list[tuple[float, int]] = core.predict(
@@ -64,7 +65,7 @@ def predict(
 
 
 def algorithms(core: Any, op: str) -> list[str]:
-    """The algorithms with a schedule for the collective; ValueError where there is no such collective."""
+    """The algorithms that have a schedule for the collective; a ValueError if there is no such collective."""
     found: list[str] = core.algorithms_of(op)
     return found
 

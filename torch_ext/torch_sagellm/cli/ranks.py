@@ -1,4 +1,4 @@
-"""The ranks that a command starts: processes of this program on this host, which meet over loopback."""
+"""Starts the ranks of a command: processes of this program on this host, which meet over loopback."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from typing import IO, Any, NoReturn
 
 LOOPBACK = "127.0.0.1"
 PR_SET_PDEATHSIG = 1
-#: What every rank begins with.
+#: The first words of every rank's command line.
 MODULE = ["-m", "torch_sagellm"]
-#: In place of a command: `run_module`.
+#: The word for a command that makes a rank call `run_module`.
 PROGRAM = "program"
-#: Seconds until a rank ends that its parent should have ended.
+#: Seconds after which a rank exits by itself if its parent has not killed it.
 PATIENCE = 10.0
 
 
 @dataclass
 class Ended:
-    """A rank that has ended: its output, and its failure, or an empty text."""
+    """A rank that has ended: its output, and the text of its failure or an empty text."""
 
     output: str
     failure: str
@@ -42,14 +42,14 @@ def run(
     environment: Mapping[str, str] | None = None,
     shown: IO[str] | None = None,
 ) -> tuple[list[Ended], Any]:
-    """Runs `run_rank(rank, count, port, *words)` of a command on every rank, and ends ranks that take too long.
+    """Runs `run_rank(rank, count, port, *words)` of a command on every rank, and kills ranks that take too long.
 
-    Returns how they ended, and the store in which they met. `shown` is where they print, in place of what is returned:
-    the stdout of this process, or its stderr.
+    Returns how the ranks ended, and the store in which they met. `shown` is where the ranks print, instead of into the
+    returned outputs: the stdout or the stderr of this process.
     """
     from torch.distributed import TCPStore
 
-    # On a port that the system chooses: a port that is free now may be taken when the ranks look for it.
+    # The system chooses the port, because a port that is free now may be in use when the ranks connect.
     store = TCPStore(LOOPBACK, 0, None, True, timedelta(seconds=seconds), wait_for_workers=False)
     calls = [["_rank", command, *map(str, (rank, count, store.port, *words))] for rank in range(count)]
     common = dict(os.environ if environment is None else environment)
@@ -57,9 +57,9 @@ def run(
 
 
 def run_program(module: str, words: Sequence[str], count: int, seconds: float) -> list[Ended]:
-    """Runs `python -m module` on every rank, with the variables that torchrun sets; they print where this one does.
+    """Runs `python -m module` on every rank with torchrun's variables; the ranks print where this process prints.
 
-    torchrun itself would leave a traceback of its own, and with a second Ctrl-C its ranks.
+    torchrun itself would print an additional traceback, and after a second Ctrl-C leave its ranks running.
     """
     from torch.distributed import TCPStore
 
@@ -77,9 +77,10 @@ def start(
     seconds: float,
     shown: IO[str] | None,
 ) -> list[Ended]:
-    """Starts a process of this command line for each of the calls, and waits; none is left, however this ends.
+    """Starts a process of this command line for each call, and waits. No process is left, even if this function raises.
 
-    Each has a session of its own: Ctrl-C reaches this process alone, which ends them, and none prints a traceback.
+    Each process has a separate session, so only this process receives Ctrl-C. It then kills the others, and none prints
+    a traceback.
     """
     deadline = time.monotonic() + seconds
     output = subprocess.PIPE if shown is None else _descriptor(shown)
@@ -107,7 +108,7 @@ def start(
 
 
 def _descriptor(stream: IO[str]) -> int | None:
-    """Where the ranks print; what this process has where the stream is one of Python's alone."""
+    """The file descriptor on which the ranks print; None (inherit) if the stream exists only in Python."""
     try:
         return stream.fileno()
     except OSError:
@@ -116,7 +117,7 @@ def _descriptor(stream: IO[str]) -> int | None:
 
 @contextlib.contextmanager
 def _signals_end_it() -> Iterator[None]:
-    """Meanwhile a signal that would end this process leaves by an exception, so that the ranks are ended first."""
+    """Converts signals that would end this process to exceptions, so that it kills the ranks first."""
 
     def leave(number: int, _: object) -> NoReturn:
         if number == signal.SIGPIPE:
@@ -134,21 +135,21 @@ def _signals_end_it() -> Iterator[None]:
 
 
 def nobody_reads() -> NoReturn:
-    """In a rank whose output is read no more: lets its parent end all ranks, before one tells that another is gone."""
+    """In a rank whose output has no reader: makes the parent kill all ranks, before one of them reports a lost peer."""
     os.kill(os.getppid(), signal.SIGPIPE)
     time.sleep(PATIENCE)
     os._exit(1)
 
 
 def run_module(module: str, words: Sequence[str]) -> int:
-    """In a rank: runs a program of the package as `python -m` does."""
+    """In a rank: runs a program of the package like `python -m`."""
     sys.argv = [module, *words]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
     return 0
 
 
 def end_with_parent() -> None:
-    """In a rank: the system ends it when the process that started it is killed and cannot end it."""
+    """In a rank: makes the system kill it if its parent is killed and so cannot kill it."""
     parent = os.getppid()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -167,7 +168,7 @@ def _wait(child: subprocess.Popen[str], deadline: float, seconds: float) -> Ende
 
 
 def join(backend: str, rank: int, count: int, port: int, seconds: float, **options: Any) -> Any:
-    """In a rank: makes the default group with the others; returns the store."""
+    """In a rank: creates the default group with the other ranks; returns the store."""
     import torch.distributed as dist
 
     limit = timedelta(seconds=seconds)

@@ -1,6 +1,6 @@
 """Shared output functions of the commands: colours, tables, a progress bar.
 
-Colours and redrawn lines appear on a terminal only; ``NO_COLOR`` switches colours off there, too (https://no-color.org).
+Colours and redrawn lines are used only on a terminal; ``NO_COLOR`` disables colours there too (https://no-color.org).
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from collections.abc import Sequence
 from typing import TextIO
 
 COLOURS = {"red": "31", "green": "32", "yellow": "33", "bold": "1", "faint": "2"}
-#: Moves to the upper left corner and clears what is below: the old table is overwritten, and nothing flickers.
+#: Move to the upper left corner, and clear below the cursor: the old table is overwritten without flicker.
 HOME, CLEAR_BELOW = "\x1b[H", "\x1b[J"
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """True where the output is a terminal that can be redrawn."""
+    """Whether the output is a terminal that can be redrawn."""
     return stream.isatty() and os.environ.get("TERM", "") != "dumb"
 
 
 def paint(text: str, colour: str, stream: TextIO | None = None) -> str:
-    """The text in a colour of ``COLOURS``, on a terminal; unchanged elsewhere."""
+    """The text in a colour of ``COLOURS`` on a terminal; the unchanged text elsewhere."""
     if not colour or os.environ.get("NO_COLOR") or not is_terminal(stream or sys.stdout):
         return text
     return f"\x1b[{COLOURS[colour]}m{text}\x1b[0m"
 
 
 def clip(line: str, width: int) -> str:
-    """A line with as many characters as a terminal of that width shows; colours do not count, and all of them stay."""
+    """The first ``width`` visible characters of a line. Colour codes do not count, and all of them are kept."""
     shown = []
     for part in re.split(r"(\x1b\[[0-9;]*m)", line):
         if not part.startswith("\x1b"):
@@ -42,7 +42,10 @@ def clip(line: str, width: int) -> str:
 
 
 def fit(text: str, hanging: int) -> str:
-    """A text whose lines fit into the terminal, going on ``hanging`` columns from the left; as it is elsewhere."""
+    """On a terminal wraps a text to its width, with ``hanging`` columns of indentation.
+
+    Elsewhere returns it unchanged.
+    """
     if not is_terminal(sys.stdout):
         return text
     width = max(40, shutil.get_terminal_size().columns)
@@ -53,12 +56,12 @@ def fit(text: str, hanging: int) -> str:
 
 
 def fact(name: str, value: object) -> None:
-    """One line of a list of facts."""
+    """Prints one line of a list of facts."""
     print(fit(f"{name:<28} {value}", 29), flush=True)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> list[str]:
-    """Lines of equal columns; the columns named in ``left`` begin at the same place, the others end there."""
+    """Lines with aligned columns: the columns named in ``left`` are aligned left, the others right."""
     widths = [max(len(line[at]) for line in (head, *rows)) for at in range(len(head))]
     return [
         "  ".join(
@@ -70,7 +73,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str
 
 
 class Bar:
-    """A progress bar on stderr where that is a terminal, and nothing elsewhere."""
+    """A progress bar on stderr if that is a terminal; otherwise prints nothing."""
 
     WIDTH = 30
 
@@ -78,7 +81,7 @@ class Bar:
         self.total, self.visible = total, visible and is_terminal(sys.stderr)
 
     def show(self, done: int, what: str) -> None:
-        """Redraws it: the number done, and the next one."""
+        """Redraws the bar with the number of finished items and the name of the next one."""
         if self.visible:
             full = self.WIDTH * done // max(1, self.total)
             text = f"[{'#' * full}{'.' * (self.WIDTH - full)}] {done}/{self.total} {what}"

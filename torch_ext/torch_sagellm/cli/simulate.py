@@ -1,7 +1,7 @@
 """``torch-sagellm simulate``: predicts the times of the core's schedules on other machines.
 
-The times are those of ``src/select/cost.rs``, which evaluates the schedules that links execute. This file reads the
-arguments, prints the table and the sizes at which one algorithm overtakes another, and draws them.
+``src/select/cost.rs`` computes the times from the same schedules that links execute. This file parses the arguments,
+prints the table and the sizes at which one algorithm overtakes another, and draws them.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ links   LATENCY,SPEED[,OVERHEAD]: the time until an empty message has arrived (n
 TIME_UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 SPEED_UNITS = {name: float(factor) for name, factor in (*DECIMAL, *BINARY)}
 SPEED_UNITS |= {f"{prefix}bit": factor / 8 for prefix, factor in (("k", 1e3), ("M", 1e6), ("G", 1e9))}
-#: The seconds of an overhead that is not given: about the processor time of a send over TCP.
+#: Default overhead of a further message in seconds: about the processor time of a send over TCP.
 DEFAULT_OVERHEAD = 5e-6
 MOST_RANKS = 100_000
-#: Crossover points are searched at this many sizes per doubling.
+#: Number of sizes per doubling at which crossover points are searched.
 PER_DOUBLING = 4
 
 
@@ -59,12 +59,12 @@ def _number(text: str, units: dict[str, float], what: str) -> float:
     return float(found[1]) * units[found[2]]
 
 
-#: Bytes of ``4KiB``.
+#: Parses a size such as ``4KiB``.
 parse_size = checked.size
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Bytes of ``8,4KiB..16MiB``, in ascending order, each once."""
+    """Parses sizes such as ``8,4KiB..16MiB`` to bytes in ascending order without duplicates."""
     sizes: set[int] = set()
     for item in text.split(","):
         first, dots, rest = item.partition("..")
@@ -82,12 +82,12 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def parse_ranks(text: str) -> list[int]:
-    """Rank counts of ``4,64``."""
+    """Parses numbers of ranks such as ``4,64``."""
     return [checked.ranks(1, MOST_RANKS)(item) for item in text.split(",")]
 
 
 def parse_speed(text: str) -> float:
-    """Seconds per byte of ``1Gbit`` or ``10GB/s``."""
+    """Parses a speed such as ``1Gbit`` or ``10GB/s`` to seconds per byte."""
     per_second = _number(text.removesuffix("/s"), dict(SPEED_UNITS), "a speed")
     if not 0 < per_second < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is no speed: it must be over 0")
@@ -95,7 +95,7 @@ def parse_speed(text: str) -> float:
 
 
 def parse_link(text: str) -> Link:
-    """``1ms,1Gbit`` or ``1ms,1Gbit,5us``."""
+    """Parses a link: ``1ms,1Gbit`` or ``1ms,1Gbit,5us``."""
     fields = text.split(",")
     if len(fields) not in (2, 3):
         raise argparse.ArgumentTypeError(
@@ -107,17 +107,17 @@ def parse_link(text: str) -> Link:
 
 
 def fine_sizes(sizes: Sequence[int]) -> list[float]:
-    """The given sizes and more between them."""
+    """Closely spaced sizes from the smallest to the largest given size."""
     least, most = max(1, sizes[0]), max(1, sizes[-1])
     count = max(1, math.ceil(math.log2(most / least) * PER_DOUBLING))
     return [least * (most / least) ** (i / count) for i in range(count + 1)]
 
 
 def crossovers(times: dict[str, list[Prediction]], sizes: Sequence[float]) -> list[tuple[float, str]]:
-    """The crossover points: the first size of each range, and the fastest algorithm in it."""
+    """The crossover points: the first size of each range, and the fastest algorithm in the range."""
     found: list[tuple[float, str]] = []
     for at, size in enumerate(sizes):
-        # A tie keeps the previous algorithm, so that equal ones do not alternate.
+        # A tie keeps the previous algorithm, so that equally fast ones do not alternate.
         ahead = found[-1][1] if found else ""
         best = min(times, key=lambda name: (times[name][at].seconds, name != ahead))
         if best != ahead:
@@ -126,9 +126,9 @@ def crossovers(times: dict[str, list[Prediction]], sizes: Sequence[float]) -> li
 
 
 def table(times: dict[str, list[Prediction]], sizes: Sequence[int], width: int = 79) -> list[str]:
-    """One line per size, one column per algorithm; the fastest is marked, segments stand in brackets.
+    """One line for each size, one column for each algorithm; the fastest is marked, segments are in parentheses.
 
-    Where the columns do not fit into the width, they continue in a second block.
+    If the columns do not fit into the width, they continue in a second block.
     """
     names = list(times)
     columns = {name: max(len(name), 13) + 3 for name in names}
@@ -143,7 +143,7 @@ def table(times: dict[str, list[Prediction]], sizes: Sequence[int], width: int =
             cells = ""
             for name in block:
                 one = times[name][at]
-                # A group of one rank takes no time, in some schedules -0.0: then none is the fastest.
+                # A group of one rank takes no time (-0.0 in some schedules), so no algorithm is marked.
                 mark = "*" if name == best[at] and one.seconds > 0 else " "
                 text = show_time(one.seconds + 0.0) + (f" ({one.segments})" if one.segments > 1 else "")
                 cells += f"{text:>{columns[name] - 1}}{mark}"
@@ -153,7 +153,7 @@ def table(times: dict[str, list[Prediction]], sizes: Sequence[int], width: int =
 
 
 def plot(path: Path, op: str, sizes: Sequence[float], all_times: dict[int, dict[str, list[Prediction]]]) -> None:
-    """One panel per rank count: time over size, both logarithmic."""
+    """Draws one panel for each number of ranks: time over size, both logarithmic."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -210,7 +210,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _chosen(core: Any, op: str, names: str | None) -> list[str]:
-    """The algorithms to predict; ValueError, in one line, for an unknown name."""
+    """The algorithms to predict; an unknown name is a ValueError with a one-line text."""
     serving = algorithms(core, op)
     if names is None:
         return serving
@@ -223,7 +223,7 @@ def _chosen(core: Any, op: str, names: str | None) -> list[str]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the command; ValueError for arguments that do not fit together."""
+    """Runs the command; a ValueError for arguments that contradict each other."""
     from torch_sagellm._private import load
 
     core = load.extension()
@@ -244,7 +244,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _find(core: Any, arguments: argparse.Namespace, machine: Machine) -> dict[str, Any] | None:
-    """What was predicted or measured, which is printed as well; None where a rank failed."""
+    """Predicts or measures, and prints the results; returns them, or None if a rank failed."""
     if arguments.strategy:
         from torch_sagellm.cli import strategies
 
@@ -267,7 +267,7 @@ def _find(core: Any, arguments: argparse.Namespace, machine: Machine) -> dict[st
 
 
 def _check_mode(arguments: argparse.Namespace) -> None:
-    """Refuses options of the other mode, which would have no effect."""
+    """Refuses options of the other mode, because they would have no effect."""
     from torch_sagellm.cli import strategies
 
     if arguments.strategy:
@@ -281,7 +281,7 @@ def _check_mode(arguments: argparse.Namespace) -> None:
 
 
 def _about(machine: Machine) -> dict[str, Any]:
-    """The machine of the prediction: seconds of a message, of a further one, and by byte."""
+    """The machine of the prediction: seconds of a message, of a further message, and per byte."""
     links = {"host": machine.host, "network": machine.network}
     found: dict[str, Any] = {name: dict(vars(link)) for name, link in links.items()}
     return {"machine": found | {"combining": machine.gamma, "ranks_per_host": machine.ranks_per_host}}
@@ -290,14 +290,14 @@ def _about(machine: Machine) -> dict[str, Any]:
 def _show_times(
     core: Any, arguments: argparse.Namespace, names: Sequence[str], rank_counts: Sequence[int], machine: Machine
 ) -> dict[str, Any]:
-    """A table and the crossovers for each number of ranks, and the picture."""
+    """Prints a table and the crossovers for each number of ranks, and draws the picture."""
     groups = []
     fine = fine_sizes(arguments.sizes)
     drawn: dict[int, dict[str, list[Prediction]]] = {}
     bar = Bar(len(rank_counts), visible=True)
     for at, ranks in enumerate(rank_counts):
         bar.show(at, f"{arguments.op}, {ranks} ranks")
-        # One call for both, because a schedule of many ranks takes a while to evaluate.
+        # One call for both lists, because a schedule of many ranks takes a while to evaluate.
         times = predict(core, arguments.op, names, ranks, [*arguments.sizes, *fine], machine)
         bar.end()
         exact = {name: found[: len(arguments.sizes)] for name, found in times.items()}

@@ -1,7 +1,7 @@
-"""``torch-sagellm simulate --strategy``: what a parallel strategy communicates in a training step, and its times.
+"""``torch-sagellm simulate --strategy``: the communication of a parallel strategy in a training step, and its times.
 
-The formulas stand in docs/internals/simulate.md; tests compare them with the bytes that real layers count. Times are
-those of the cost model for one call after the other: neither calls nor computing overlap, so they are an upper bound.
+The formulas are in docs/internals/simulate.md; tests compare them with the bytes that real layers count. The cost model
+predicts the times of one call after the other: neither calls nor computing overlap, so they are an upper bound.
 """
 
 from __future__ import annotations
@@ -22,46 +22,46 @@ from torch_sagellm.cli.predict import Machine, algorithms, predict, show_machine
 from torch_sagellm.observe.stats import BUS_FACTORS
 
 MESSAGE = "send"
-#: Numbers of rows that MoEDispatcher tells, each of 8 bytes.
+#: Size of a row count that MoEDispatcher exchanges.
 COUNT_BYTES = 8
 MULTIPLES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True)
 class Model:
-    """The model that is trained. Parameters, gradients and activations have numbers of the same size."""
+    """The model to train. Parameters, gradients and activations have the same element size."""
 
     parameters: int
     layers: int
     hidden: int
-    #: Features of keys, and as many of values, in one layer: fewer than ``hidden`` with grouped queries.
+    #: Features of the keys (and of the values) in one layer: fewer than ``hidden`` with grouped queries.
     kv_hidden: int
     sequence: int
-    #: Sequences of one rank in one step; with tp, pp and cp of the whole group, which works on the same ones.
+    #: Sequences in one step: of one rank; with tp, pp and cp of the whole group, which works on the same sequences.
     batch: int
     item: int
     microbatches: int
     experts: int
     experts_per_token: int
-    #: Bytes of gradients that data parallelism sums at a time.
+    #: Size in bytes of a gradient bucket of data parallelism.
     bucket: int
 
     @property
     def tokens(self) -> int:
-        """Tokens of one step."""
+        """Number of tokens of one step."""
         return self.batch * self.sequence
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Equal calls of one step, as one rank makes them."""
+    """A number of equal calls of one step on one rank."""
 
     primitive: str
     when: str
     calls: int
-    #: The payload of one call as get_stats counts it: the larger of what is read and what is written.
+    #: The payload of one call as get_stats counts it: the size of the input or the output, whichever is larger.
     nbytes: int
-    #: Whether all of them leave the rank: its own part is no part of them.
+    #: Whether the whole payload leaves the rank, because it does not contain the rank's own part.
     all_leaves: bool = False
 
     @property
@@ -69,7 +69,7 @@ class Traffic:
         return self.calls * self.nbytes
 
     def sent(self, ranks: int) -> float:
-        """Bytes that leave this rank in a step, by the algorithms that move the fewest."""
+        """Bytes that this rank sends in a step, with the algorithms that move the fewest bytes."""
         if self.all_leaves:
             return float(self.step_bytes)
         factor = BUS_FACTORS.get(self.primitive)
@@ -85,7 +85,7 @@ def data_parallel(model: Model, ranks: int) -> list[Traffic]:
 
 
 def fully_sharded(model: Model, ranks: int) -> list[Traffic]:
-    """Every layer's parameters are gathered before its forward and its backward; its gradients are scattered."""
+    """Every layer's parameters are gathered before its forward and its backward pass; its gradients are scattered."""
     layer = math.ceil(model.parameters / model.layers / ranks) * ranks * model.item
     return [
         Traffic("all_gather", "forward: parameters of a layer", model.layers, layer),
@@ -95,7 +95,7 @@ def fully_sharded(model: Model, ranks: int) -> list[Traffic]:
 
 
 def tensor_parallel(model: Model, ranks: int) -> list[Traffic]:
-    """Attention and MLP are a column layer followed by a row layer: one sum each way."""
+    """Attention and MLP are each a column layer followed by a row layer: one sum in each direction."""
     if model.hidden % ranks:
         raise ValueError(f"--hidden {model.hidden} is no multiple of the {ranks} ranks")
     activations = model.tokens * model.hidden * model.item
@@ -106,7 +106,7 @@ def tensor_parallel(model: Model, ranks: int) -> list[Traffic]:
 
 
 def pipeline_parallel(model: Model, ranks: int) -> list[Traffic]:
-    """A stage in the middle of the pipeline; the first and the last one have half of it."""
+    """A stage in the middle of the pipeline; the first and the last stage have half of its traffic."""
     if ranks > model.layers:
         raise ValueError(f"--ranks {ranks}: there are no more stages than the {model.layers} layers (--layers)")
     if model.batch % model.microbatches:
@@ -119,7 +119,7 @@ def pipeline_parallel(model: Model, ranks: int) -> list[Traffic]:
 
 
 def context_parallel(model: Model, ranks: int) -> list[Traffic]:
-    """Keys and values go around the ring; backward they do so again, and their gradients go home."""
+    """Keys and values go around the ring; in the backward pass again, and their gradients return to their owner."""
     if model.sequence % ranks:
         raise ValueError(f"--sequence {model.sequence} is no multiple of the {ranks} ranks")
     block = model.tokens // ranks * model.kv_hidden * model.item
@@ -131,10 +131,13 @@ def context_parallel(model: Model, ranks: int) -> list[Traffic]:
 
 
 def expert_parallel(model: Model, ranks: int) -> list[Traffic]:
-    """Tokens go to the ranks of their experts and back, each way in both directions, where the routing is even."""
+    """Tokens are sent to the ranks of their experts and back, in forward and backward pass.
+
+    The routing is assumed even.
+    """
     if model.experts % ranks:
         raise ValueError(f"--experts {model.experts} is no multiple of the {ranks} ranks")
-    # Rows for a rank's own experts stay where they are.
+    # Rows for a rank's own experts are not sent.
     rows = model.tokens * model.experts_per_token * model.hidden * model.item * (ranks - 1) // ranks
     counts = model.experts * COUNT_BYTES * ranks
     return [
@@ -163,7 +166,7 @@ WHAT = {
 
 
 def parse_count(text: str) -> int:
-    """Parameters of ``7B``, ``350M`` or ``1000``."""
+    """Parses a number of parameters: ``7B``, ``350M`` or ``1000``."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMBT]?)", text.strip().upper())
     if not found or not (float(found[1]) * MULTIPLES[found[2]]).is_integer() or float(found[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of parameters: 1000, 350M, 7B")
@@ -174,7 +177,7 @@ def parse_count(text: str) -> int:
 
 
 _from_one = arguments.whole(1, 10**9)
-#: The options of this mode by their names in the arguments, and what they are where they are not given.
+#: The options of this mode by their names in the arguments, with their defaults.
 DEFAULTS: dict[str, int | None] = {
     "params": 7 * 10**9,
     "layers": 32,
@@ -231,7 +234,7 @@ def model_of(parsed: argparse.Namespace) -> Model:
 
 
 def seconds(core: Any, traffic: Traffic, ranks: int, machine: Machine) -> float:
-    """The predicted time of all calls, one after the other, each by its fastest algorithm."""
+    """The predicted time of all calls, one after the other, each with its fastest algorithm."""
     if traffic.primitive == MESSAGE:
         link = machine.host if ranks <= machine.ranks_per_host else machine.network
         return traffic.calls * (link.alpha + traffic.nbytes * link.beta)
@@ -279,7 +282,7 @@ def lines(core: Any, plan: list[Traffic], ranks: int, machine: Machine) -> list[
     found = show.table(head, rows, left=("primitive", "when"))
     if not show.is_terminal(sys.stdout) or len(max(found, key=len)) <= shutil.get_terminal_size().columns:
         return found
-    # When it is called goes below each line.
+    # On a narrow terminal the column "when" is printed below each line.
     narrow = show.table([*head[:1], *head[2:]], [[*row[:1], *row[2:]] for row in rows], left=("primitive",))
     remarks = [f"  {row[1]}" if row[1] else "" for row in rows]
     below = [[line, *([remark] if remark else [])] for line, remark in zip(narrow[1:], remarks, strict=True)]

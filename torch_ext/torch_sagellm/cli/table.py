@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def sizes_text(text: str) -> str:
-    """``over 4 KiB to 24 MiB`` of ``4097-24MiB``, as the core writes ranges: both ends belong to them."""
+    """Converts a range of the core such as ``4097-24MiB`` (both ends inclusive) to ``over 4 KiB to 24 MiB``."""
     first, _, last = text.partition("-")
     over, most = parse_size(first) - 1, parse_size(last) if last else None
     if most is None:

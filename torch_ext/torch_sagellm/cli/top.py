@@ -83,7 +83,7 @@ def _read(folder: Path, ranks: Sequence[int] | None) -> list[watch.Process]:
 
 
 def view(folder: Path, processes: Sequence[watch.Process], now: float) -> list[str]:
-    """The lines of one table, with a line of totals above and the faults below."""
+    """The lines of one table, with totals above it and faults below it."""
     found = watch.health(processes)
     state = paint(watch.NAMES[found.code], "green" if found.code == watch.READY else "red")
     lines = [

@@ -1,9 +1,9 @@
 """``torch-sagellm tune``: measures the fastest algorithm of each operation on this machine, and writes a table of them.
 
-It starts its own ranks on this host. Every algorithm has a separate group that uses only this algorithm; at each size
-the groups take turns, forwards and backwards, so that other load on the machine affects all of them. Two groups use the
-defaults: their difference is the noise (A/A), and another algorithm is kept only where it is better
-by more.
+It starts ranks on this host. Every algorithm has a separate group that uses only this algorithm. At each size the
+groups take turns, forwards and backwards, so that other load on the machine affects all of them. Two groups use the
+defaults: their difference is the noise (A/A), and another algorithm is kept only if it is better by more than the
+noise.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gat
 SIZES = tuple(1 << power for power in range(10, 27, 2))  # 1 KiB to 64 MiB
 START = "start"
 LEAST_ROUNDS = 7
-#: A larger A/A spread means other load on the machine.
+#: A larger A/A spread (as a fraction) means that other programs use the machine.
 BUSY = 0.15
-#: From there on a table says more about the other load than about the machine: it is written with --force alone.
+#: From this spread on, a table describes the other load rather than the machine; it is written only with --force.
 USELESS = 1.0
-#: Approximate seconds of one group's turn; the clock is read only at its ends.
+#: Approximate seconds of one group's turn; the clock is read only at its beginning and end.
 TURN_SECONDS = 0.002
-#: Seconds for starting the interpreters, importing torch and making the groups.
+#: Seconds for starting the interpreters, importing torch and creating the groups.
 SET_UP_SECONDS = 120.0
 
 
@@ -55,11 +55,11 @@ class Cell:
 
     op: str
     nbytes: int
-    #: The default choice: "slots", "rounds(512KiB)".
+    #: The default choice, such as "slots" or "rounds(512KiB)".
     start: str
-    #: Seconds by algorithm; START holds the better one of its two groups.
+    #: Median seconds by algorithm; START holds the better of its two groups.
     medians: dict[str, float]
-    #: Difference of the two groups with the defaults, as a fraction.
+    #: Difference of the two groups that use the defaults, as a fraction.
     spread: float
 
 
@@ -72,20 +72,20 @@ def ways(op: str, nbytes: int, ranks: int) -> tuple[str, list[str]]:
     found = explain.read(answer)
     rounds = [other.way for other in found.rejected if other.predicted is not None and other.way != "slots"]
     if op != "all_to_all":
-        # All chunks that hold the whole operation are equivalent.
+        # All chunks that hold the whole operation are equivalent, so measure at most one of them.
         small = [way for way in rounds if chunk_of(way) < nbytes]
         rounds = small or ([] if found.choice.startswith("rounds") else rounds[:1])
     return found.choice, rounds
 
 
 def chunk_of(way: str) -> int:
-    """Bytes of ``rounds(64KiB)``."""
+    """The bytes of a choice such as ``rounds(64KiB)``."""
     return parse_size(way.removeprefix("rounds(").removesuffix(")"))
 
 
 def plan(ranks: int, largest: int) -> list[tuple[str, int, str, list[str]]]:
-    """Operation, bytes, the default and its alternatives, for everything that is measured."""
-    # Every rank contributes a gathered block, so its size is a quarter, which is about the same in total.
+    """Operation, bytes, default and alternatives for everything that is measured."""
+    # Every rank contributes a gathered block, so the largest size is a quarter, which is about the same in total.
     tops = {"all_gather": largest // 4, "gather": largest // 4}
     cells = [(op, nbytes) for op in OPS for nbytes in SIZES if nbytes <= tops.get(op, largest)]
     return [(op, nbytes, *ways(op, nbytes, ranks)) for op, nbytes in cells]
@@ -130,7 +130,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _check_cache() -> None:
-    """Before a minute of measurements: that their table can be written."""
+    """Checks, before a minute of measurements, that their table can be written."""
     folder = cache_folder()
     try:
         os.makedirs(folder, exist_ok=True)
@@ -142,7 +142,7 @@ def _check_cache() -> None:
 
 
 def cache_folder() -> str:
-    """Where the core keeps tables."""
+    """The folder in which the core keeps tables."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.environ.get("SAGELLM_CACHE_DIR") or os.path.join(home, "sagellm")
 
@@ -177,7 +177,7 @@ def tune(budget: float, ranks: int, dry_run: bool, largest: int = SIZES[-1], for
 
 
 def slot_bytes(ranks: int) -> int:
-    """Bytes that fit into a slot."""
+    """The number of bytes that fit into a slot."""
     from torch_sagellm._private import load
 
     found: int = load.extension().explain_without_group("all_reduce", 0, "float32", ranks)["slot_bytes"]
@@ -191,7 +191,7 @@ def overall_spread(cells: list[Cell]) -> float:
 
 
 def winner(cell: Cell, spread: float) -> str:
-    """The fastest algorithm if it beats the default by more than the noise, else the default."""
+    """The fastest algorithm if it beats the default by more than the noise, otherwise the default."""
     start = cell.medians[START]
     best = min(cell.medians, key=lambda way: cell.medians[way])
     needed = start * (1 - max(spread, cell.spread))
@@ -199,9 +199,9 @@ def winner(cell: Cell, spread: float) -> str:
 
 
 def lines(cells: list[Cell], spread: float, slot: int) -> list[str]:
-    """The table's lines: a size reaches to the geometric means with its neighbours; slots end at their limit.
+    """The table's lines. The range of a size ends at the geometric means with its neighbours; slots end at their limit.
 
-    The largest size that was measured is the last one that they decide.
+    The largest measured size ends the last range.
     """
     text = []
     for op in dict.fromkeys(cell.op for cell in cells):
@@ -228,7 +228,7 @@ def _edge(low: int, high: int, slot: int) -> int:
 
 
 def _for_all_sizes(cells: list[Cell], spread: float) -> tuple[str, float, float]:
-    """One algorithm for an operation whose size no rank knows: the best by the product of all sizes' ratios."""
+    """The best algorithm for an operation whose size no rank knows: by the product of the ratios of all sizes."""
     common = set.intersection(*({*cell.medians} for cell in cells))
 
     def ratio(way: str) -> float:
@@ -277,7 +277,7 @@ def _run_ranks(budget: float, ranks: int, largest: int) -> list[Cell] | None:
 
 
 def run_rank(rank: int, ranks: int, port: int, budget: str, largest: str) -> int:
-    """One rank of the measurement; rank 0's clock decides, and it puts the results into the store."""
+    """One rank of the measurement. Rank 0's clock decides the end, and rank 0 puts the results into the store."""
     import torch
     import torch.distributed as dist
 
@@ -320,7 +320,7 @@ def run_rank(rank: int, ranks: int, port: int, budget: str, largest: str) -> int
 
 
 def _agreed(value: float) -> float:
-    """Rank 0's value, on all ranks."""
+    """Returns rank 0's value on all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -330,18 +330,18 @@ def _agreed(value: float) -> float:
 
 
 def _measure(call: Any, groups: dict[str, Any], seconds: float) -> dict[str, float] | None:
-    """Median seconds per call by algorithm, each sample from the slowest rank; None where the time is too short."""
+    """Median seconds per call by algorithm, each sample from the slowest rank; None if the time is too short."""
     import torch
     import torch.distributed as dist
 
     names = list(groups)
     until = time.monotonic() + seconds
     probe = time.perf_counter()
-    for name in names:  # also warms the caches and the pages of every group
+    for name in names:  # this also warms the caches and the pages of every group
         call(groups[name])
     once = _agreed(max(1e-6, (time.perf_counter() - probe) / len(names)))
     calls = max(1, min(200, round(TURN_SECONDS / once)))
-    # Many algorithms at a large size may exceed the time: then this size is left out.
+    # Many algorithms at a large size may exceed the time; then this size is omitted.
     if once * calls * len(names) * LEAST_ROUNDS > max(4 * seconds, 0.02):
         return None
     samples: list[list[float]] = []
@@ -364,7 +364,7 @@ def _measure(call: Any, groups: dict[str, Any], seconds: float) -> dict[str, flo
 
 
 def _call(op: str, nbytes: int, rank: int, ranks: int) -> Any:
-    """A function that runs the operation once over a group, with its own memory."""
+    """A function that runs the operation once over a group, in its own memory."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""``torch-sagellm --version``: what is installed, down to the kernels that this processor runs."""
+"""``torch-sagellm --version``: what is installed, including the kernels that this processor runs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch_sagellm.cli.show import fact
 
 
 def facts() -> dict[str, Any]:
-    """The facts by name, also where no group can be made: ``extension`` then says why."""
+    """The facts by name. If no group can be created, ``extension`` has the reason."""
     found: dict[str, Any] = {"version": load.version(), "commit": load.commit(), "serves": load.minors()}
     try:
         import torch
-    except Exception as error:  # no torch, or a broken one
+    except Exception as error:  # torch is missing or broken
         return {**found, "torch": None, "extension": f"cannot be used: {error}", "kernels": None}
     found["torch"] = torch.__version__
     try:

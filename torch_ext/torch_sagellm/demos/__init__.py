@@ -1,1 +1,1 @@
-"""Programs that show what this package does, for ``torch-sagellm demo``. Places in them count as a user's program."""
+"""Demonstration programs for ``torch-sagellm demo``. Call sites in them are reported like those of a user's program."""

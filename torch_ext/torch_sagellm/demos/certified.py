@@ -1,4 +1,4 @@
-"""What each rank of ``torch-sagellm certify`` does in a stage; rank 0 leaves what was found in the store."""
+"""The stages of ``torch-sagellm certify`` on each rank; rank 0 puts the results into the store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch_sagellm.cli import bench, collectives
 from torch_sagellm.cli import ranks as processes
 from torch_sagellm.demos import hang
 
-#: Seconds: of groups, of the operation that hangs, within which a killed rank must be named.
+#: Seconds: timeout of groups; of the operation that hangs; limit within which a killed rank must be named.
 SET_UP, DEADLINE, NOTICED = 120.0, 5.0, 5.0
 VALUE_SIZES = (8, 100_004, 4 << 20)
 VALUE_TYPES = ("float32", "bfloat16", "int64")
@@ -42,7 +42,7 @@ def run_rank(rank: int, count: int, port: int, words: Found) -> int:
     if rank == 0:
         store.set("found", json.dumps(found))
     if words["stage"] in ("late", "killed"):
-        os._exit(0)  # a group that has failed is not left in order
+        os._exit(0)  # a failed group cannot be left in order
     dist.barrier()
     dist.destroy_process_group()
     return 0
@@ -66,7 +66,7 @@ def _sum(numbers: list[float]) -> list[float]:
 
 
 def values(words: Found, _: Any) -> Found:
-    """Known values through every collective, type, reduction and size; messages; the same bits on all ranks."""
+    """Known values in every collective, dtype, reduction and size; messages; equal bits on all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -99,7 +99,7 @@ def values(words: Found, _: Any) -> Found:
 
 
 def _messages(device: str) -> int:
-    """Every rank sends to the next one; wrong messages."""
+    """Every rank sends to the next one; returns the number of wrong messages."""
     import torch
     import torch.distributed as dist
 
@@ -117,7 +117,7 @@ def _messages(device: str) -> int:
 
 
 def _until_error(device: str, group: Any) -> tuple[float, str]:
-    """One all_reduce that others do not join, or several until one fails: seconds, and the text."""
+    """One all_reduce that other ranks do not join, or several until one fails; returns seconds and the error text."""
     import torch
     import torch.distributed as dist
 
@@ -140,7 +140,7 @@ def _judge(text: str, seconds: float, most: float, needed: list[str]) -> Found:
 
 
 def late(words: Found, store: Any) -> Found:
-    """The last rank is in its own code; the error must name it, and the function."""
+    """The last rank is busy in its own code; the error must name the rank and the function."""
     import torch
     import torch.distributed as dist
 
@@ -158,7 +158,7 @@ def late(words: Found, store: Any) -> Found:
 
 
 def killed(words: Found, store: Any) -> Found:
-    """The last rank is killed; the others must name it, and go on without it."""
+    """The last rank is killed; the other ranks must name it, and continue without it."""
     import torch
     import torch.distributed as dist
 
@@ -176,7 +176,7 @@ def killed(words: Found, store: Any) -> Found:
     dist.all_reduce(total)
     if not bool((total.cpu() == last).all()):
         found["failure"] = f"after recover() the sum is {total[0].item()}, {last} expected"
-    # Rank 0 may end only when the others have their result.
+    # Rank 0 may exit only after the other ranks have their result.
     store.set(f"over/{rank}", "")
     store.wait([f"over/{each}" for each in range(last)])
     return found
@@ -186,7 +186,7 @@ def killed(words: Found, store: Any) -> Found:
 
 
 def bandwidth(words: Found, _: Any) -> Found:
-    """As `torch-sagellm bench`, and plain copies of all ranks at once in GB/s."""
+    """The rows of `torch-sagellm bench`, and the bandwidth of plain copies by all ranks at once in GB/s."""
     job = _job(words)
     rows = bench.measure(job)
     wrong = sum(row.wrong for row in rows)
@@ -195,7 +195,7 @@ def bandwidth(words: Found, _: Any) -> Found:
 
 
 def _copies(job: bench.Job) -> float:
-    """The slowest rank's bandwidth of copying the largest size, while all copy."""
+    """The slowest rank's bandwidth of copying the largest size while all ranks copy."""
     import torch
     import torch.distributed as dist
 
@@ -216,7 +216,7 @@ def _copies(job: bench.Job) -> float:
 
 
 def overlap(words: Found, _: Any) -> Found:
-    """How much of an all_reduce goes behind a computation that does not need it, by backend."""
+    """The share of an all_reduce that is hidden behind a computation that does not need it, by backend."""
     import torch
     import torch.distributed as dist
 
@@ -244,7 +244,7 @@ def overlap(words: Found, _: Any) -> Found:
     groups = {name: dist.group.WORLD if name == bench.OURS else dist.new_group(backend=name) for name in job.backends}
     timed(dist.group.WORLD, False, True)  # warms up
     once = timed(dist.group.WORLD, False, True)
-    # As much computation as the slowest communication takes, the same on every rank.
+    # The computation takes as long as the slowest communication, the same on every rank.
     wanted = torch.tensor([max([timed(group, True, False) for group in groups.values()]) / once])
     dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
     products = max(1, min(10_000, int(wanted.item())))

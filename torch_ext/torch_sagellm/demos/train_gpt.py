@@ -21,7 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-# The profiler's own library writes its set-up steps to stderr, into the middle of the progress bar.
+# The profiler's library writes its set-up steps to stderr, which would interrupt the progress bar.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
@@ -58,7 +58,7 @@ DTYPE_BYTES = {
 
 @dataclass
 class Config:
-    """Shape of the network; saved beside the weights, so that a later program can rebuild it."""
+    """Shape of the network, saved with the weights, so that a later program can rebuild it."""
 
     layers: int = 4
     dim: int = 192
@@ -90,7 +90,7 @@ class Block(nn.Module):  # type: ignore[misc]
 
 
 class Gpt(nn.Module):  # type: ignore[misc]
-    """A byte-level GPT; forward gives the loss when targets are given, else the logits."""
+    """A byte-level GPT; forward returns the loss if targets are given, otherwise the logits."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def read_standard_library(limit: int) -> torch.Tensor:
 
 
 def draw_batch(text: torch.Tensor, batch: int, context: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`batch` random pieces of the text and the same pieces shifted by one; a function of the seed alone."""
+    """`batch` random pieces of the text, and the same pieces shifted by one. The result depends only on the seed."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(text) - context - 1, (batch,), generator=generator).tolist()
     pieces = torch.stack([text[s : s + context + 1] for s in starts]).long()
@@ -143,7 +143,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: list[Interval]) -> list[Interval]:
-    """The same time as disjoint intervals in order."""
+    """The same time as sorted, disjoint intervals."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -154,7 +154,7 @@ def union(intervals: list[Interval]) -> list[Interval]:
 
 
 def subtract(from_: list[Interval], minus: list[Interval]) -> list[Interval]:
-    """The time in `from_` and not in `minus`; both disjoint and in order, as `union` gives them."""
+    """The time in `from_` that is not in `minus`; both must be sorted and disjoint, as `union` returns them."""
     left: list[Interval] = []
     first = 0
     for start, end in from_:
@@ -178,10 +178,10 @@ def length_within(intervals: list[Interval], window: Interval) -> float:
 
 @dataclass
 class Communication:
-    """The communication times of one rank's profiled steps; microseconds.
+    """The communication times of one rank's profiled steps, in microseconds.
 
     in_flight: at least one operation was running, whether or not the training thread computed meanwhile.
-    waited:    an operation was running, or being issued, and the training thread computed nothing.
+    waited:    an operation was running or being issued, and the training thread computed nothing.
     """
 
     steps: list[float] = field(default_factory=list)
@@ -190,7 +190,7 @@ class Communication:
     operations: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, events: list[Any], backend: str) -> None:
-        """Reads one profile. Only names, times, shapes and the thread are used: the same for every backend."""
+        """Reads one profile. It uses only names, times, shapes and the thread, which are the same for every backend."""
         windows = [e for e in events if e.name == STEP_RECORD]
         thread = windows[0].thread
         records, calls, computing = [], [], []
@@ -204,7 +204,7 @@ class Communication:
             elif e.thread == thread and e.name.startswith(("aten::", "autograd::")):
                 computing.append(span)
         in_flight = union(records)
-        # DDP issues its all_reduces inside autograd's records, so those calls are cut out of the computing time.
+        # DDP issues its all_reduces inside autograd's records, so those calls are removed from the computing time.
         waited = subtract(union(records + calls), subtract(union(computing), union(calls)))
         for e in windows:
             window = (e.time_range.start, e.time_range.end)
@@ -214,12 +214,12 @@ class Communication:
 
 
 def payload_bytes(event: object) -> int:
-    """Bytes of the tensors a record names; needs the profiler's record_shapes."""
+    """Bytes of the tensors in a record; needs the profiler's record_shapes."""
     total = 0
     shapes = getattr(event, "input_shapes", None) or []
     dtypes = getattr(event, "input_dtypes", None) or ["float"] * len(shapes)  # older torch keeps no dtypes
     for shape, dtype in zip(shapes, dtypes, strict=False):
-        # An argument that is no tensor has the shape [] too, and a dtype such as "Scalar".
+        # An argument that is not a tensor also has the shape [], and a dtype such as "Scalar".
         if dtype in DTYPE_BYTES:
             total += math.prod(shape) * DTYPE_BYTES[dtype]
     return total
@@ -229,7 +229,7 @@ def payload_bytes(event: object) -> int:
 
 
 class Trainer:
-    """One model that trains over one process group; two of them with equal seeds see equal data."""
+    """One model that trains over one process group; two trainers with equal seeds use equal data."""
 
     def __init__(
         self,
@@ -256,7 +256,7 @@ class Trainer:
         self.communication = Communication()
 
     def step(self) -> None:
-        """One optimiser step; the loss that is kept is the mean over the ranks."""
+        """One optimiser step; the recorded loss is the mean over the ranks."""
         world, rank = dist.get_world_size(), dist.get_rank()
         seed = self.args.seed + (len(self.losses) * world + rank + 1) * 1009
         data, targets = draw_batch(self.text, self.args.batch, self.config.context, seed)
@@ -278,7 +278,7 @@ class Trainer:
             bar.advance(self)
 
     def profiled_steps(self, count: int, bar: Bar) -> None:
-        """A few steps under the profiler; the records are reduced to sums at once, so memory stays small."""
+        """A few steps under the profiler. The records are reduced to sums at once, so memory use stays small."""
         dist.barrier(group=self.group)
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
             for _ in range(count):
@@ -314,15 +314,15 @@ class Bar:
 
 
 def train(args: argparse.Namespace, trainers: list[Trainer]) -> None:
-    """All steps of all trainers in rounds: a block of each in turn, the last steps of a block under the profiler."""
+    """All steps of all trainers, in rounds: a block of each in turn, the last steps of a block under the profiler."""
     bar = Bar(args.steps * len(trainers))
     with profile(activities=[ProfilerActivity.CPU]):
-        pass  # the first profile of a process takes long to set up: not inside a round
+        pass  # the first profile of a process takes long to set up, so do it outside a round
     done = 0
     for number in range(args.rounds):
         block = args.steps * (number + 1) // args.rounds - done
         profiled = min(args.profile_steps, block // 2)
-        # Every second round has the reverse order, so that no backend always follows the same one.
+        # Every second round is in reverse order, so that no backend always follows the same one.
         for trainer in trainers if number % 2 == 0 else trainers[::-1]:
             trainer.timed_steps(block - profiled, bar)
             if profiled:
@@ -366,13 +366,13 @@ class Summary:
     backend: str
     steps_per_second: float
     step: float
-    costs: dict[str, float]  # the costs, in the order of the table
+    costs: dict[str, float]  # in the order of the table
     per_step: dict[tuple[str, int], float]  # how often a rank called (operation, bytes)
     operations: dict[tuple[str, int], list[float]]
 
 
 def summarize(trainer: Trainer, group: dist.ProcessGroup) -> Summary:
-    """Collective: every rank calls it. Means over ranks and profiled steps; records of all ranks together."""
+    """Collective: every rank calls it. Means over ranks and profiled steps; the records of all ranks together."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (trainer.seconds, trainer.communication), group=group)
     warm = min(5, len(trainer.seconds) - 1)  # the first steps of a process are slower
@@ -390,7 +390,8 @@ def summarize(trainer: Trainer, group: dist.ProcessGroup) -> Summary:
         step=sum(sum(cost.steps) for cost in costs) / profiled,
         costs={
             "waited for communication": sum(sum(cost.waited) for cost in costs) / profiled,
-            # The last rank waits for no other: the smallest wait of a step contains no wait for a slower rank.
+            # The last rank to arrive waits for no other, so the smallest wait of a step contains no wait for a slower
+            # rank.
             "  without waiting for slower ranks": sum(map(min, zip(*(cost.waited for cost in costs), strict=True)))
             * len(costs)
             / profiled,
@@ -402,7 +403,7 @@ def summarize(trainer: Trainer, group: dist.ProcessGroup) -> Summary:
 
 
 def print_summary(summary: Summary) -> None:
-    """One backend's table."""
+    """Prints the table of one backend."""
     print(f"\n{summary.label}: {summary.steps_per_second:.2f} steps/s")
     if not summary.operations:
         print(f'  no profiled record is named "{summary.backend}:<op>": no step was profiled, or it titles no work')
@@ -420,7 +421,7 @@ def print_summary(summary: Summary) -> None:
 
 
 def compare(args: argparse.Namespace, mine: Trainer, other: Trainer, a: Summary, b: Summary) -> bool:
-    """Prints the ratios and whether both backends trained the same model; False when they did not."""
+    """Prints the ratios and whether both backends trained the same model; returns False if they did not."""
     print(f"\n{a.label} against {b.label}, the same {args.steps} steps in the same run:")
     print(f"  {'steps/s':<36} {a.steps_per_second / b.steps_per_second:6.2f} x")
     for cost, us in a.costs.items():
@@ -428,8 +429,8 @@ def compare(args: argparse.Namespace, mine: Trainer, other: Trainer, a: Summary,
             change = f"{human_time(b.costs[cost])} -> {human_time(us)} per step"
             print(f"  {cost:<36} {b.costs[cost] / us:6.2f} x less  ({change})")
     worst = max(abs(x - y) for x, y in zip(mine.losses, other.losses, strict=True))
-    # a + b is b + a to the last bit; with three ranks or more the order of the sum differs between backends, and
-    # training amplifies that. A NaN is no agreement either: hence the negated comparison.
+    # With two ranks, a + b equals b + a to the last bit. With three or more, the order of the sum differs between
+    # backends, and training amplifies the difference. The comparison is negated so that a NaN counts as a failure.
     allowed = args.tolerance if args.tolerance is not None else (1e-6 if dist.get_world_size() <= 2 else 0.05)
     failed = not worst <= allowed
     verdict = "the losses are equal to the last bit" if worst == 0 else f"largest difference of a loss: {worst:.3g}"
@@ -480,7 +481,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The whole program on one rank; the exit code."""
+    """Runs the whole program on one rank; returns the exit code."""
     dist.init_process_group(args.backend, timeout=timedelta(seconds=120))
     rank, world = dist.get_rank(), dist.get_world_size()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -489,7 +490,7 @@ def run(args: argparse.Namespace) -> int:
     split = len(text) * 9 // 10
 
     default_group = dist.group.WORLD
-    assert default_group is not None  # init_process_group has just made it
+    assert default_group is not None  # init_process_group has just created it
     label = f"{args.backend} --shared" if args.shared else args.backend
     trainers = [Trainer(args, args.backend, label, default_group, text[:split], args.shared)]
     if args.compare != "none":
@@ -530,7 +531,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def save(args: argparse.Namespace, trainer: Trainer, loss: float, valid: float) -> None:
-    """The weights, with the shape of their network."""
+    """Saves the weights with the shape of their network."""
     args.save.parent.mkdir(parents=True, exist_ok=True)
     torch.save(
         {
@@ -552,20 +553,20 @@ def main() -> int:
     def on_interrupt(_signal: int, _frame: object) -> None:
         nonlocal interrupted
         interrupted = True
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun forwards a signal that the terminal has sent already
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun forwards a signal that the terminal has already sent
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, on_interrupt)
     try:
         return run(args)
     except (KeyboardInterrupt, RuntimeError):
-        # After Ctrl-C a rank may see its peer leave before it sees its own signal: then that error is not reported.
+        # After Ctrl-C a rank may see its peer leave before it gets its own signal; the resulting error is not reported.
         if not interrupted:
             raise
         if os.environ.get("RANK") == "0":
             print("\ninterrupted", flush=True)
         sys.stdout.flush()
-        # The groups are not destroyed: their peers may be gone already, and the exit closes the rest.
+        # The groups are not destroyed, because their peers may be gone; the exit closes everything.
         os._exit(130)
 
 
