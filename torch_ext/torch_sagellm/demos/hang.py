@@ -5,9 +5,9 @@
     torchrun --standalone --nproc-per-node=3 -m torch_sagellm.demos.hang --kind skip
 
 With `--kind python` the last rank is busy in its own Python code, with `stop` a signal has stopped its process, and
-with `skip` an `if` leads it around the call. The same program runs in a group of gloo and then in one of ours, each
-with a timeout of some seconds, and what the waiting ranks were told is printed. The check is that ours names the rank
-that is missing.
+with `skip` an `if` makes it skip the call. The same program runs in a group of gloo and then in a group of ours, each
+with a timeout of some seconds. It prints the errors of the waiting ranks, and checks that ours name the missing
+rank.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import torch.distributed as dist
 
 
 def load_batch(is_ready: Callable[[], bool]) -> None:
-    """Stands for a data loader that is stuck."""
+    """A data loader that hangs."""
     while not is_ready():
         time.sleep(0.05)
 
 
 def train_step(kind: str, is_ready: Callable[[], bool]) -> None:
-    """One step: the ranks sum a gradient, and all take what rank 0 has decided. `kind`: what keeps this rank away."""
+    """One step: the ranks sum a gradient, then rank 0 broadcasts. `kind` says what makes this rank late."""
     gradient, decision = torch.ones(1024), torch.ones(1)
     if kind == "python":
         load_batch(is_ready)
@@ -43,13 +43,13 @@ def train_step(kind: str, is_ready: Callable[[], bool]) -> None:
 
 
 def meet(store: dist.Store, where: str, rank: int, ranks: int) -> None:
-    """A barrier over the store, which needs no group."""
+    """A barrier over the store, which needs no process group."""
     store.set(f"{where}/{rank}", "")
     store.wait([f"{where}/{each}" for each in range(ranks)])
 
 
 def hang(backend: str, kind: str, timeout: float, store: dist.Store, rank: int, ranks: int) -> list[str]:
-    """Two steps in a new group, of which the second hangs; rank 0 returns what each waiting rank was told."""
+    """Two steps in a new group; the second hangs. Rank 0 returns the errors of the waiting ranks."""
     late = ranks - 1
     answers = [f"told/{each}" for each in range(late)]
     meet(store, "imported", rank, ranks)  # starting Python and torch takes longer than the timeout
@@ -73,7 +73,7 @@ def hang(backend: str, kind: str, timeout: float, store: dist.Store, rank: int, 
 
 
 def laid_out(text: str) -> str:
-    """The text with its own lines, each wrapped at 120 columns."""
+    """Keeps the lines of a text, and wraps each at 120 columns."""
     first, *lines = text.splitlines()
     wrapped = [fill("  " + line, 120, subsequent_indent="      ") for line in lines]
     return "\n".join([first, *wrapped])

@@ -1,1 +1,1 @@
-"""Observation of the groups of this process: statistics, explanations, exports, flight record, log."""
+"""Observes the groups of this process: statistics, explanations, exports, flight record, log."""

@@ -1,6 +1,6 @@
 """Explains the algorithm choice of an operation: ``torch_sagellm.explain``.
 
-The core chooses and explains; this file makes its answer readable.
+The core chooses and explains; this file converts its answer to readable text.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ ALIASES = {
     "isend": "send",
     "irecv": "recv",
 }
-#: What a prediction is, where it is shown: of several hosts; and of one, whose constants were measured elsewhere.
+#: Remarks on predictions: the first for several hosts, the second for one host, whose constants were measured
+#: elsewhere.
 MODEL = "by a model with fixed constants, not measured here"
 ELSEWHERE = "by constants of another machine"
-#: Prefix of the path of tensors on a device.
+#: Prefix of the path of device tensors that go through host memory.
 STAGED = "staged: from the device to host memory and back"
 
 
@@ -44,9 +45,9 @@ class Alternative:
             print(other.way, other.predicted, other.why_not)
     """
 
-    #: As rules name it: "slots", "rounds(128KiB)".
+    #: The algorithm as rules name it: "slots", "rounds(128KiB)".
     way: str
-    #: Seconds by the cost model, or None where it cannot run the operation.
+    #: Seconds by the cost model, or None if the algorithm cannot run the operation.
     predicted: float | None
     why_not: str
 
@@ -63,13 +64,14 @@ class Batch:
         print(together)  # "alone", or with which others
     """
 
-    #: Number of operations, this one included; 1 where it was not fused.
+    #: Number of operations, including this one; 1 if it was not fused.
     operations: int
-    #: Numbers of the first and the last of them in the group. On one host some between them may be missing, and
-    #: messages, which have numbers of their own, may be among the operations.
+    #: Numbers of the first and the last operation in the group. On one host some numbers between them may be missing,
+    #: and messages, which are numbered separately, may be among the operations.
     first: int
     last: int
-    #: Bytes of one rank in all of them together, where one algorithm was chosen for all (between hosts); else None.
+    #: Bytes of one rank in all operations together, if one algorithm was chosen for all (between hosts); otherwise
+    #: None.
     nbytes: int | None
 
     def __str__(self) -> str:
@@ -98,8 +100,8 @@ class Explanation:
 
     #: "all_reduce", "broadcast", ...
     op: str
-    #: Bytes of one rank: its block of an all_gather or gather, the whole input of a scatter or reduce_scatter;
-    #: 0 for a barrier, and for an all_to_all, whose sizes no rank knows alone.
+    #: Bytes of one rank: its block of an all_gather or gather, the whole input of a scatter or reduce_scatter; 0 for a
+    #: barrier, and for an all_to_all, because no rank alone knows its sizes.
     nbytes: int
     ranks: int
     hosts: int
@@ -109,31 +111,31 @@ class Explanation:
     reason: str
     #: The rule, measurement or default that decided.
     decided: str
-    #: What carries it, in words: shared memory of one host, a link between hosts, a local copy, a delegate.
+    #: What carries the operation, as text: shared memory of one host, a link between hosts, a local copy, a delegate.
     path: str
-    #: Seconds by the cost model, or None where there is no model of it.
+    #: Seconds by the cost model, or None if there is no model of it.
     predicted: float | None
     #: Median in seconds from the decision table, or None.
     measured: float | None
-    #: The choices of weaker sources, strongest first.
+    #: The choices of sources with lower priority, highest priority first.
     overruled: list[str]
     rejected: list[Alternative]
-    #: The decision table's file, or why there is none.
+    #: The decision table's file, or the reason why there is none.
     table: str
-    #: Choice and reason as one number: computed now, and, for a past operation, as recorded when it
-    #: started (None for a hypothetical one, and before). They are equal.
+    #: Choice and reason as one number: as computed now, and, for a past operation, as recorded when it started. The
+    #: recorded one is None for a hypothetical operation, and before the start. They are equal.
     code: int
     recorded: int | None = None
-    #: Number of the operation in its group, for a past one.
+    #: Number of the operation in its group, for a past operation.
     sequence: int | None = None
-    #: The operations that a past one was fused with; None while that is not known, and on one host where it failed.
+    #: The operations with which a past one was fused. None if that is not known yet, or if it failed on one host.
     batch: Batch | None = None
-    #: The tensors are on a device, and copies of them in host memory are moved; see docs/devices.md.
+    #: Whether the tensors are on a device and copies of them in host memory are sent; see docs/devices.md.
     staged: bool = False
-    #: For a coalesced call of several types: the other operations it consists of.
+    #: For a coalesced call of several dtypes: the other operations of which it consists.
     parts: list[Explanation] = field(default_factory=list)
-    #: What operations of this kind and size class took in the group so far: how many there were, and the median in
-    #: seconds from issue to end, waits for other ranks included; None where there was none, or no group was asked.
+    #: Operations of this kind and size class in the group so far: their number, and their median time in seconds from
+    #: issue to end, including waits for other ranks. None if there was none, or no group was given.
     seen: tuple[int, float] | None = None
 
     def __str__(self) -> str:
@@ -163,14 +165,14 @@ class Explanation:
 
 
 def operation_name(op: str, known: Iterable[str]) -> str | None:
-    """The one of these operations that a word means, however its words are joined; None where it means none."""
+    """Finds the operation that a word means, however its parts are joined; None if it means none of ``known``."""
     plain = op.lower().replace("-", "_")
     plain = ALIASES.get(plain, plain).replace("_", "")
     return next((name for name in known if name.replace("_", "") == plain), None)
 
 
 def kind_name(op: str) -> str:
-    """The core's name of an operation; a ValueError lists the known ones."""
+    """The core's name of an operation; the ValueError for an unknown one lists the known names."""
     from torch_sagellm._private import load
 
     known = load.extension().KINDS
@@ -224,18 +226,18 @@ def explain(
 ) -> Explanation:
     """Explains the algorithm choice of an operation.
 
-    ``explain("all_reduce", nbytes, dtype=torch.float32, group=None)`` explains a hypothetical operation, in the
-    default group or another one, or with ``ranks=`` for a group of that many ranks of this host, which need not exist.
-    ``nbytes`` are the bytes of one rank, also as "1MiB", or as the tensor itself; ``device=`` is the device of the
-    tensors. ``explain(work)`` explains an operation that was called, by its Work, and ``explain(sequence=17,
-    group=None)`` a collective by its number in the group, as long as it is among the last that the group remembers
-    (1024 operations, or ``SAGELLM_RING``).
+    ``explain("all_reduce", nbytes, dtype=torch.float32, group=None)`` explains a hypothetical operation in the default
+    group or another one. With ``ranks=`` it explains it for a group of that many ranks of this host, which need not
+    exist. ``nbytes`` is the number of bytes of one rank, also as "1MiB", or as the tensor itself; ``device=`` is the
+    device of the tensors. ``explain(work)`` explains an operation that was called, by its Work.
+    ``explain(sequence=17, group=None)`` explains a collective by its number in the group, as long as it is among the
+    last that the group remembers (1024 operations, or ``SAGELLM_RING``).
 
-    Raises ValueError where the operation, the type or the group is unknown, and where no operation has that number.
+    It raises a ValueError if the operation, the dtype or the group is unknown, or if no operation has that number.
 
     Example::
 
-        print(torch_sagellm.explain("all_reduce", 1 << 20))  # what a call of so many bytes would do, and why
+        print(torch_sagellm.explain("all_reduce", 1 << 20))  # what a call of this size would do, and why
         work = dist.all_reduce(torch.ones(4), async_op=True)
         work.wait()
         assert torch_sagellm.explain(work).op == "all_reduce"  # what it did
@@ -278,7 +280,7 @@ def explain(
 
 
 def _bytes_of(given: int | str | torch.Tensor | None) -> int:
-    """Bytes of a number, of a text such as "1MiB", or of a tensor."""
+    """The bytes of a number, of a text such as "1MiB", or of a tensor."""
     import torch
 
     if isinstance(given, torch.Tensor):
@@ -292,9 +294,9 @@ def _bytes_of(given: int | str | torch.Tensor | None) -> int:
 
 
 def _seen(backend: Any, kind: str, nbytes: int, ranks: int) -> tuple[int, float] | None:
-    """The number and the median time of a group's operations of one kind, in the size class of so many bytes."""
+    """The number and the median time of a group's operations of one kind, in the size class of ``nbytes`` bytes."""
     if kind not in ("all_reduce", "broadcast", "reduce", "reduce_scatter", "all_gather", "barrier"):
-        return None  # the size that is counted depends on the rank
+        return None  # for these kinds the counted size depends on the rank
     payload = nbytes * ranks if kind == "all_gather" else nbytes
     size_class = (payload - 1).bit_length() + 1 if payload else 0
     cells = [cell for cell in backend._stats()["cells"] if (cell["kind"], cell["size_class"]) == (kind, size_class)]
@@ -314,7 +316,7 @@ def carrier(backend: Any, device: str) -> str:
 def _by_library(
     op: str, nbytes: int, ranks: int, library: str, decided: str = "", sequence: int | None = None, ran: str = ""
 ) -> Explanation:
-    """For tensors on a device that go through its vendor's library."""
+    """The explanation for tensors on a device that its vendor's library carries."""
     return Explanation(
         op=op,
         nbytes=nbytes,
@@ -350,7 +352,7 @@ def _read_carried(found: _C.Carried) -> Explanation:
 
 
 def _staged(found: Explanation, device: str, why: str) -> Explanation:
-    """The same for tensors on a device, which go through host memory."""
+    """The same explanation for tensors on a device, which go through host memory."""
     return replace(found, staged=True, path=f"{STAGED} ({device}: {why}), then {found.path}")
 
 
@@ -373,7 +375,7 @@ def _delegate_of(backend: Any) -> str:
 
 
 def read(found: _C.Explanation, delegate: str = "gloo") -> Explanation:
-    """The core's answer, in the units and words of this module. ``delegate`` is the name of a delegate."""
+    """Converts the core's answer to the units and words of this module. ``delegate`` is the name of a delegate."""
     past = found["past"]
     served = found["reason"] == "delegated"
     hosts = found["hosts"]
@@ -413,5 +415,5 @@ def _batch(found: _C.Batch) -> Batch:
 
 
 def seconds(nanoseconds: int) -> float | None:
-    """Seconds, or None for 0, which means unknown."""
+    """Converts nanoseconds to seconds; 0 means unknown and becomes None."""
     return nanoseconds / 1e9 or None

@@ -1,4 +1,4 @@
-"""The statistics in other programs' formats: Prometheus text, Chrome trace JSON, TensorBoard scalars."""
+"""Exports the statistics in other programs' formats: Prometheus text, Chrome trace JSON, TensorBoard scalars."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch_sagellm.observe import stats, timeline
 if TYPE_CHECKING:
     from torch_sagellm import _C
 
-#: Bounds of the exported histogram in nanoseconds, 1 us to 17 s by powers of four; buckets of the core end there.
+#: Bounds of the exported histogram in nanoseconds: 1 us to 17 s by powers of four. Buckets of the core end at them.
 BOUNDS = [1 << power for power in range(10, 36, 2)]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -46,7 +46,7 @@ class Lines:
         return "\n".join(parts) + "\n" if parts else ""
 
 
-#: Sums of a cell: name of the metric, its key, divisor, help.
+#: Exported sums of a cell: name of the metric, its key, divisor, help.
 SUMS: tuple[tuple[str, stats.Sum, int, str], ...] = (
     ("operations_total", "count", 1, "Calls that ended well."),
     ("failed_operations_total", "failed", 1, "Calls that failed."),
@@ -60,7 +60,7 @@ SUMS: tuple[tuple[str, stats.Sum, int, str], ...] = (
 def prometheus_text(group: Any = "all") -> str:
     """The statistics of this rank in Prometheus' text format 0.0.4; ``group`` as for ``get_stats``.
 
-    All counters start when the group is made, or at ``reset_stats``, which a scraper sees as a restart.
+    All counters start at 0 when the group is created, and at ``reset_stats``, which a scraper sees as a restart.
 
     Example::
 
@@ -101,7 +101,7 @@ def _histogram(lines: Lines, labels: dict[str, object], cells: list[_C.Cell]) ->
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
-    """Writes a file atomically: readers see the old file or the whole new one. An OSError names the file."""
+    """Writes a file atomically: readers see the old file or the complete new one. An OSError names the file."""
     target = Path(path)
     try:
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
@@ -119,7 +119,7 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def write_prometheus(path: str | os.PathLike[str], group: Any = "all") -> None:
-    """Writes ``prometheus_text`` to a file at once, as a node exporter's textfile collector needs it.
+    """Writes ``prometheus_text`` to a file atomically, as a node exporter's textfile collector needs it.
 
     Example::
 
@@ -129,12 +129,12 @@ def write_prometheus(path: str | os.PathLike[str], group: Any = "all") -> None:
 
 
 def _named(error: OSError, what: str) -> OSError:
-    """The same error, that says what was meant."""
+    """The same error, with a text that names ``what``."""
     return type(error)(error.errno, f"{what}: {error.strerror}")
 
 
 class Endpoint:
-    """A small HTTP server on its own thread; ``close`` ends it, and so does the end of the process.
+    """A small HTTP server on its own thread, which runs until ``close`` or the end of the process.
 
     Example::
 
@@ -156,7 +156,7 @@ class Endpoint:
                 self.wfile.write(body)
 
             def log_message(self, format: str, *args: Any) -> None:
-                """Logs nothing: a scrape every few seconds is not worth a line."""
+                """Logs nothing, because a scrape every few seconds is not worth a line."""
 
         if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
             raise ValueError(f"sagellm serve_prometheus: port is {port!r}, expected 0 (a free one) to 65535")
@@ -173,7 +173,7 @@ class Endpoint:
         self._thread.start()
 
     def close(self) -> None:
-        """Stops answering. Calling it again does nothing."""
+        """Stops the server. A second call does nothing."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -186,10 +186,10 @@ class Endpoint:
 
 
 def serve_prometheus(port: int = 0, host: str = "127.0.0.1", group: Any = "all") -> Endpoint:
-    """Serves ``prometheus_text`` over HTTP at ``/metrics``; port 0 takes a free one, ``Endpoint.port`` says which.
+    """Serves ``prometheus_text`` over HTTP at ``/metrics``; port 0 selects a free one, which is ``Endpoint.port``.
 
-    Anyone with access to ``host`` may read it; there is no password. An OSError, which names
-    both, where the port is taken or the host is not this one; a ValueError where the port is no number of one.
+    Any process that can reach ``host`` may read it; there is no password. It raises an OSError, which names host and
+    port, if the port is in use or the host is not this one, and a ValueError if the port is not a valid number.
 
     Example::
 
@@ -203,8 +203,9 @@ def serve_prometheus(port: int = 0, host: str = "127.0.0.1", group: Any = "all")
 def write_trace(path: str | os.PathLike[str], group: Any = "all") -> None:
     """Writes the last operations of this rank as Chrome trace JSON, which Perfetto and chrome://tracing open.
 
-    One process for the rank, a row for each group, more where operations ran at once. Times are wall-clock:
-    ``merge_traces`` and ``torch-sagellm trace`` join the files of several ranks. ``group`` as for ``get_stats``.
+    The rank is one process of the trace, with a row for each group, and more rows if operations ran at the same time.
+    Times are wall-clock times; ``merge_traces`` and ``torch-sagellm trace`` merge the files of several ranks. ``group``
+    as for ``get_stats``.
 
     Example::
 
@@ -224,7 +225,7 @@ def write_trace(path: str | os.PathLike[str], group: Any = "all") -> None:
 def log_to_tensorboard(writer: Any, step: int, group: Any = "all") -> None:
     """Adds the statistics of this rank to a ``torch.utils.tensorboard.SummaryWriter`` as scalars of this step.
 
-    Only ``writer.add_scalar(name, value, step)`` is used. Kinds that were never called are left out.
+    It uses only ``writer.add_scalar(name, value, step)``. Kinds that were never called are omitted.
 
     Example::
 

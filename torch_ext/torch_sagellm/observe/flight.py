@@ -1,6 +1,7 @@
-"""The last operations of every group in the format of torch's flight recorder, for its analyser.
+"""The last operations of every group in the format of torch's flight recorder, for torch's analyser.
 
-``python -m torch.distributed.flight_recorder.fr_trace <folder>`` reads one file per rank; its name ends with the rank.
+``python -m torch.distributed.flight_recorder.fr_trace <folder>`` reads one file for each rank; its name ends with the
+rank.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from torch_sagellm.observe import export, stats
 if TYPE_CHECKING:
     from torch_sagellm import _C
 
-#: The version of the format that is written, as torch writes it.
+#: The format version of these files, as torch writes it.
 VERSION = "2.10"
-#: Messages and collectives have separate numbers, because the analyser compares entries with equal numbers.
+#: Messages are numbered from here on, because the analyser compares entries with equal numbers.
 MESSAGES_FROM = 1 << 32
 NO_TYPE = 255
 
 
 class _Group(NamedTuple):
-    """A group's records, and the facts about it that the analyser needs."""
+    """A group's records, and the facts about the group that the analyser needs."""
 
     name: str
     desc: str
     rank: int
     ranks: list[int]
-    #: Nanoseconds from the records' clock to the epoch.
+    #: Nanoseconds to add to the records' clock to get the time since the epoch.
     offset: int
     records: list[_C.Record]
 
@@ -46,7 +47,7 @@ def _live(member: stats.Member) -> _Group:
 
 
 def _sizes(record: _C.Record) -> tuple[list[list[int]], list[list[int]], str]:
-    """Inputs and outputs as the analyser compares them between ranks, in elements, and their type."""
+    """Inputs and outputs in elements, as the analyser compares them between ranks, and their dtype."""
     from torch_sagellm._private import load
 
     name, size = "Byte", 1
@@ -58,7 +59,7 @@ def _sizes(record: _C.Record) -> tuple[list[list[int]], list[list[int]], str]:
         return [[]], [[]], name
     if kind in ("broadcast", "reduce", "send", "recv"):
         read = written = max(read, written)
-    # Only the root of a gather has outputs, only the root of a scatter has inputs: an empty shape is not compared.
+    # Only the root of a gather has outputs, and only the root of a scatter has inputs; an empty shape is not compared.
     inputs = [[read]] if read or kind != "scatter" else [[]]
     outputs = [[written]] if written or kind != "gather" else [[]]
     return inputs, outputs, name
@@ -82,15 +83,15 @@ def _frames(record: _C.Record) -> list[dict[str, Any]]:
 
 
 def _entries(groups: Iterable[_Group]) -> list[dict[str, Any]]:
-    """All records as the analyser's entries, in the order of their issue."""
+    """All records as entries for the analyser, in the order of their issue."""
     entries: list[dict[str, Any]] = []
     lost = 0
     for at, group in enumerate(groups):
         lost += group.records[0]["id"] if group.records else 0
-        last = 0  # number of the collective before it
+        last = 0  # number of the previous collective
         for record in group.records:
             if not record["counts"] and record["tensors"] == 0:
-                continue  # a part of a call that has its own record
+                continue  # a part of a call; the call has its own record
             message = record["kind"] in ("send", "recv")
             last = last if message else record["number"]
             inputs, outputs, dtype = _sizes(record)
@@ -120,14 +121,14 @@ def _entries(groups: Iterable[_Group]) -> list[dict[str, Any]]:
                 }
             )
     entries.sort(key=lambda entry: entry["time_created_ns"])
-    # The analyser drops entries that any rank has overwritten, by these ids.
+    # The analyser drops entries that some rank has overwritten; it finds them by these ids.
     for at, entry in enumerate(entries):
         entry["record_id"] = lost + at
     return entries
 
 
 def snapshot(group: Any = "all") -> dict[str, Any]:
-    """The last operations of live groups as torch's recorder dumps its own; ``group`` as for ``get_stats``."""
+    """The last operations of live groups, like a dump of torch's recorder; ``group`` as for ``get_stats``."""
     return _dump([_live(member) for member in stats.members(group)])
 
 
@@ -151,9 +152,9 @@ def _dump(groups: list[_Group]) -> dict[str, Any]:
 def dump_flight_record(path: str | os.PathLike[str], group: Any = "all") -> str:
     """Writes this rank's last operations for torch's flight-recorder analyser, and returns the file's path.
 
-    ``path`` is a file, whose name must end in the global rank for the analyser to take it, or a folder, in which the
-    file is called ``sagellm_<rank>``. ``group`` as for ``get_stats``. Each rank writes its own file, even
-    after a failure, as long as the group is not destroyed.
+    ``path`` is a file, whose name must end with the global rank so that the analyser accepts it, or a folder, in which
+    the file is called ``sagellm_<rank>``. ``group`` as for ``get_stats``. Each rank writes its own file. This works
+    even after a failure, as long as the group is not destroyed.
 
     Example::
 
@@ -169,9 +170,11 @@ def dump_flight_record(path: str | os.PathLike[str], group: Any = "all") -> str:
 
 
 def convert_dumps(folder: str | os.PathLike[str], into: str | os.PathLike[str]) -> list[str]:
-    """Converts the files of failed groups in ``SAGELLM_DUMP_DIR`` to files for the analyser, one per rank; their paths.
+    """Converts the files of failed groups in ``SAGELLM_DUMP_DIR`` to files for the analyser, one per rank.
 
-    Needs no process group. ValueError where the folder has no such file.
+    Returns their paths.
+
+    It needs no process group. It raises a ValueError if the folder has no such file.
 
     Example::
 

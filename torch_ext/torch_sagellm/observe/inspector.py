@@ -1,7 +1,7 @@
-"""The statistics as NCCL Inspector writes them for Prometheus, so that its dashboards show our groups, too.
+"""Writes the statistics like NCCL Inspector does for Prometheus, so that its dashboards show our groups too.
 
-Metrics, labels and the name of the file are those of ``NCCL_INSPECTOR_PROM_DUMP=1``. Values are means since the group
-was made or its statistics were reset; ``gpu`` names the rank, ``algo_proto`` the path.
+Metrics, labels and the file name are those of ``NCCL_INSPECTOR_PROM_DUMP=1``. Values are means since the group was
+created or its statistics were reset; ``gpu`` is the rank, ``algo_proto`` the path.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HELP = {
 
 
 def size_range(nbytes: float) -> str:
-    """``4-5KB``: the whole number of the unit, which is a power of 1024, and the next."""
+    """The range of a size, such as ``4-5KB``: rounded down in its unit, a power of 1024, and the next number."""
     if nbytes < 1:
         return "0B"
     unit = min(int(math.log2(nbytes) // 10), len(UNITS) - 1)
@@ -39,7 +39,7 @@ def size_range(nbytes: float) -> str:
 
 
 def _samples(member: stats.Member) -> Iterator[tuple[str, dict[str, object], float]]:
-    """Metric, labels and value, for every kind, range of sizes and path of a group."""
+    """Yields metric, labels and value, for every kind, range of sizes and path of a group."""
     from torch_sagellm._private import load
 
     raw: _C.Stats = member.backend._stats()
@@ -52,7 +52,8 @@ def _samples(member: stats.Member) -> Iterator[tuple[str, dict[str, object], flo
         "n_nodes": member.backend._explain("barrier", 0, "float32")["hosts"],
         "nranks": raw["size"],
     }
-    # Two size classes of the core may be in one range: Prometheus takes one sample of a name and its labels.
+    # Several size classes of the core may be in one range, but Prometheus accepts only one sample for a name and
+    # labels.
     rows: dict[tuple[str, str, str], list[_C.Cell]] = {}
     for cell in raw["cells"]:
         if cell["kind"] in NAMES and cell["count"] and cell["took"]:
@@ -73,14 +74,15 @@ def _samples(member: stats.Member) -> Iterator[tuple[str, dict[str, object], flo
 
 
 def write_inspector(folder: str | os.PathLike[str], group: Any = "all") -> str:
-    """Writes this rank's statistics in the form of NCCL Inspector, and returns the path of the file.
+    """Writes this rank's statistics in the format of NCCL Inspector, and returns the path of the file.
 
-    ``folder`` is that of a node exporter's textfile collector; the file ``nccl_inspector_metrics_<host>_<pid>.prom``
-    there is replaced at once. ``group`` as for ``get_stats``. Call it as often as Prometheus should see new values.
+    ``folder`` is the folder of a node exporter's textfile collector. The file
+    ``nccl_inspector_metrics_<host>_<pid>.prom`` in it is replaced atomically. ``group`` as for ``get_stats``. Call it
+    as often as Prometheus should get new values.
 
     Example::
 
-        torch_sagellm.write_inspector(".")  # as often as the values should be new
+        torch_sagellm.write_inspector(".")  # as often as the values should be updated
     """
     lines = export.Lines()
     for member in stats.members(group):

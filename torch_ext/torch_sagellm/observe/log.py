@@ -1,7 +1,8 @@
 """The logger ``sagellm``, and the level of the core's log lines.
 
-Without the variable ``SAGELLM_LOG`` the levels of Python's logging decide, which means warnings and errors unless the
-program set up something else. With it, that level applies, and a program without logging gets the lines on stderr.
+Without the variable ``SAGELLM_LOG`` the levels of Python's logging apply; these are warnings and errors unless the
+program configured something else. With the variable, its level applies, and a program that has not configured logging
+gets the lines on stderr.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from types import ModuleType
 NAME = "sagellm"
 VARIABLE = "SAGELLM_LOG"
 TRACE = 5
-#: Name in the variable: level of Python's logging, level of the core.
+#: For each name in the variable: level of Python's logging, level of the core.
 LEVELS = {
     "off": (logging.CRITICAL + 1, 0),
     "error": (logging.ERROR, 1),
@@ -28,7 +29,7 @@ _handler: logging.Handler | None = None
 
 
 def core_level(python_level: int) -> int:
-    """The core's level that drops the lines that Python's logging would drop."""
+    """The core's level that drops the same lines as Python's logging."""
     for level, core in sorted(LEVELS.values()):
         if python_level <= level:
             return core
@@ -36,7 +37,10 @@ def core_level(python_level: int) -> int:
 
 
 def configure(extension: ModuleType) -> None:
-    """Reads the variable and tells the core. Called when a group is made, so that later changes of logging count."""
+    """Reads the variable and sets the core's level.
+
+    Called when a group is created, so later changes of logging apply.
+    """
     text = os.environ.get(VARIABLE, "").strip().lower()
     text = {"warning": "warn", "none": "off"}.get(text, text)
     if text in LEVELS:
@@ -50,7 +54,7 @@ def configure(extension: ModuleType) -> None:
 
 
 def _show(level: int) -> None:
-    """Sets our level, and writes to stderr where the program has no handler."""
+    """Sets our level; adds a handler for stderr if the program has no handler."""
     global _handler
     logging.addLevelName(TRACE, "TRACE")
     logger.setLevel(level)

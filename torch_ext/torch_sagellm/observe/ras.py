@@ -1,7 +1,7 @@
-"""The status of a job in the JSON that NCCL's ``ncclras -f json`` prints, so that tools for that read it, too.
+"""The status of a job in the JSON format of NCCL's ``ncclras -f json``, so that tools for that format read it too.
 
-A communicator is a process group; what has no counterpart on a CPU (device numbers, versions of CUDA) is -1 or 0, and
-``sagellm_version`` stands beside ``nccl_version``. Needs no torch.
+A communicator is a process group. Fields without a counterpart on a CPU (device numbers, versions of CUDA) are -1 or 0,
+and ``sagellm_version`` is added to ``nccl_version``. This module needs no torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from torch_sagellm._private import load
 from torch_sagellm.observe import watch
 
-#: NCCL's names of the operations that it counts.
+#: Our operations, and NCCL's names of those that it counts.
 NAMES = {
     "broadcast": "Broadcast",
     "reduce": "Reduce",
@@ -27,14 +27,14 @@ NAMES = {
     "scatter": "Scatter",
     "gather": "Gather",
 }
-#: NCCL's results: success, and an error of another process.
+#: NCCL's result codes: success, and an error of another process.
 SUCCESS, REMOTE_ERROR = 0, 6
 NO_DEVICE = -1
 
 
 def report(processes: Sequence[watch.Process], took: float = 0.0) -> dict[str, Any]:
-    """The document. ``took`` are the seconds that reading took."""
-    # Groups of one name with other members, as two jobs in one folder have, stay apart.
+    """The document. ``took`` is the time that reading the files took, in seconds."""
+    # Groups with the same name but other members stay separate; two jobs in one folder have such groups.
     groups: dict[tuple[str, tuple[int, ...]], list[tuple[watch.Process, dict[str, Any]]]] = {}
     for process in processes:
         for group in process.groups:

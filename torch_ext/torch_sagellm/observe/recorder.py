@@ -1,13 +1,13 @@
-"""torch's own views of the flight recorder show our operations, filled from our ring when they are asked for.
+"""Shows our operations in torch's own views of the flight recorder, by converting our ring when a view is requested.
 
 torch's recorder costs 1.5 us a call and is off for our groups (design rule 29), so its dump would be empty. This file
 replaces two functions of torch, ``_dump_fr_trace`` and ``_dump_fr_trace_json`` of ``torch._C._distributed_c10d``, when
-the first group is made. The replacements answer for the backend "sagellm" from our ring; where no backend is named they
-add our records to those of torch. With ``TORCH_FR_BUFFER_SIZE`` set torch's recorder records our groups, and nothing is
+the first group is created. For the backend "sagellm" the replacements answer from our ring. If no backend is named,
+they add our records to torch's. With ``TORCH_FR_BUFFER_SIZE`` set, torch's recorder records our groups, and nothing is
 replaced.
 
-The debug server of torch asks a process by the name of a handler; ours is ``sagellm_fr_trace_json``. ``debug_handlers``
-registers it and gives the server its page.
+torch's debug server calls a handler in each process by its name; ours is ``sagellm_fr_trace_json``. ``debug_handlers``
+registers it and gives the server a page for it.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from typing import Any
 NAME = "sagellm"
 HANDLER = "sagellm_fr_trace_json"
 DUMP, DUMP_JSON = "_dump_fr_trace", "_dump_fr_trace_json"
-#: The order of the arguments in torch, by function.
+#: For each function: the order of its arguments in torch.
 ARGUMENTS = {
     DUMP: ("includeCollectives", "includeStackTraces", "onlyActive", "backend"),
     DUMP_JSON: ("includeCollectives", "onlyActive", "backend"),
 }
-#: The functions of torch that were replaced, by name; empty while none is.
+#: The functions of torch that were replaced, by name; empty if none is replaced.
 _theirs: dict[str, Callable[..., bytes]] = {}
 
 
 def install() -> None:
-    """Replaces the functions where this torch has them. Calling it again does nothing."""
+    """Replaces the functions if this torch has them. A second call does nothing."""
     from torch._C import _distributed_c10d as c10d
 
     module: Any = c10d
@@ -47,7 +47,7 @@ def install() -> None:
 
 
 def trace(collectives: bool = True, stacks: bool = True, active: bool = False) -> dict[str, Any]:
-    """Our part of a dump, of all groups of this process: torch's keys and entries, see ``flight.py``."""
+    """Our part of a dump, of all groups of this process, with torch's keys and entries; see ``flight.py``."""
     from torch_sagellm.observe import flight
 
     found = flight.snapshot("all")
@@ -59,11 +59,11 @@ def trace(collectives: bool = True, stacks: bool = True, active: bool = False) -
 
 
 def _asked(name: str, *arguments: Any, **named: Any) -> bytes:
-    """One of torch's functions, extended: its dump has the records of torch and ours."""
+    """Calls one of torch's functions, and adds our records to its dump."""
     given = dict(zip(ARGUMENTS[name], arguments, strict=False)) | named
     load: Callable[[bytes], Any] = pickle.loads if name == DUMP else json.loads
     store: Callable[[Any], bytes] = pickle.dumps if name == DUMP else _as_json
-    # None means what torch's own default is: everything that is active or not.
+    # None means torch's own default: all entries, active or not.
     ours = functools.partial(
         trace,
         given.get("includeCollectives") is not False,
@@ -82,7 +82,7 @@ def _as_json(found: Any) -> bytes:
 
 
 def _merged(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
-    """Both as one dump: groups are numbered on, entries stand in the order of their times and are numbered anew."""
+    """Merges two dumps: our groups get the next numbers, and entries are sorted by time and numbered again."""
     known = [int(number) for number in theirs["pg_status"]] + [entry["pg_id"] for entry in theirs.get("entries", [])]
     first = max(known, default=-1) + 1
     status = {str(int(number) + first): each for number, each in ours["pg_status"].items()}
@@ -101,7 +101,7 @@ def _merged(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
 
 
 def _answer(request: Any, response: Any) -> None:
-    """The handler of this process's worker server, on a thread of that server."""
+    """The handler in this process's worker server; it runs on a thread of that server."""
     active = request.get_param("onlyactive").lower() == "true"
     response.set_content(json.dumps(trace(stacks=False, active=active)), "application/json")
     response.set_status(200)
@@ -111,8 +111,9 @@ def debug_handlers() -> list[Any] | None:
     """Shows our operations in torch's debug server: ``start_debug_server(handlers=torch_sagellm.debug_handlers())``.
 
     Every rank calls it, because every rank answers for itself. On rank 0, which runs the server, it returns torch's
-    pages and ``/sagellm_fr_trace``, the last operations of our groups on all ranks; elsewhere None, which is the
-    server's default. ImportError where this torch has no such server, or a package that it needs is missing.
+    pages and ``/sagellm_fr_trace``, the last operations of our groups on all ranks. On the other ranks it returns None,
+    which is the server's default. It raises an ImportError if this torch has no such server, or if a package that the
+    server needs is missing.
 
     Example::
 
@@ -128,7 +129,7 @@ def debug_handlers() -> list[Any] | None:
         raise ImportError("sagellm debug_handlers: this torch has no debug server")
     if HANDLER not in module._get_handler_names():
         # torch drops a handler only after the interpreter has ended. Freeing a Python function then aborts the process
-        # (seen), so this reference is never dropped.
+        # (observed), so this reference is never dropped.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(_answer))
         module._register_handler(HANDLER, _answer)
     if (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) != 0:
@@ -142,7 +143,7 @@ def debug_handlers() -> list[Any] | None:
         ) from missing
 
     class Page(pages.FlightRecorderHandler):  # type: ignore[misc]  # torch has no annotations for mypy
-        """As torch's page of the recorder, with the answers of our handler."""
+        """Like torch's page of the recorder, with the answers of our handler."""
 
         def routes(self) -> list[Any]:
             return [pages.Route("/sagellm_fr_trace", self._tables), pages.Route("/sagellm_fr_trace_json", self._plain)]
@@ -163,7 +164,7 @@ def debug_handlers() -> list[Any] | None:
             return request.frontend.render_template("json_resp.html", title=title, addrs=addresses, resps=answers)
 
         def dump(self) -> None:
-            """Periodic dumps have torch's page alone."""
+            """Does nothing, because periodic dumps contain only torch's page."""
 
         def dump_filename(self) -> str:
             return "sagellm_fr_trace"

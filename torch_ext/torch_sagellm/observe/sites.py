@@ -1,8 +1,8 @@
-"""Finds places in the user's program: from where a call is issued (as a number), and where a thread is.
+"""Finds places in the user's program: the place from which a call is issued (as a number), and where a thread is.
 
-Another rank asks for the place of a thread when it waits for this rank.
+Another rank asks for the place of a thread while it waits for this rank.
 
-C++ asks for the number at each call only with ``SAGELLM_CALL_SITES=1``, because it takes the interpreter's lock.
+C++ asks for the number at each call only with ``SAGELLM_CALL_SITES=1``, because it acquires the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -17,27 +17,26 @@ import torch
 
 import torch_sagellm
 
-#: File, line and function; all empty where nothing is known.
+#: File, line and function; all empty if the place is unknown.
 Site = tuple[str, int, str]
 
-#: Programs call from few places; later ones are not told apart any more.
+#: The largest number of places; further places get the number 0. Programs call from few places.
 MOST = 1 << 16
 
 #: Frames of files in these folders belong to torch or to this package, and are not places in the user's program. The
-#: folders are spelled as the interpreter spells them in the code that it loads from there, so that comparing text is
-#: enough.
+#: folders are spelled like the file names in the code that the interpreter loaded, so that comparing text is enough.
 _FOLDERS = tuple(folder + "/" for package in (torch, torch_sagellm) for folder in package.__path__)
-#: Except for the programs in the package that stand for a user's (`torch-sagellm demo`).
+#: Programs in the package that count as a user's program (`torch-sagellm demo`).
 _PROGRAMS = tuple(folder + "/demos/" for folder in torch_sagellm.__path__)
 _LIBRARY = sysconfig.get_path("stdlib") + "/"
 _numbers: dict[Site, int] = {}
 _sites: dict[int, Site] = {}
-#: Two threads never get the same number.
+#: A shared counter, so that two threads never get the same number.
 _next = itertools.count(1)
 
 
 def number() -> int:
-    """A number for the place in the caller's program from which this is called; 0 where there is none."""
+    """A number for the place in the user's program from which this is called; 0 if there is none."""
     site = _site(sys._getframe(), past_library=False)
     if site is None:
         return 0
@@ -49,19 +48,22 @@ def number() -> int:
 
 
 def site_of(number: int) -> Site:
-    """The place behind a number; empty for 0 and for numbers that were never given out."""
+    """The place that has a number; empty for 0 and for unknown numbers."""
     return _sites.get(number, ("", 0, ""))
 
 
 def text_of(number: int) -> str:
-    """The same as "FILE:LINE in FUNCTION"."""
+    """The place that has a number, as "FILE:LINE in FUNCTION"."""
     return _text(_sites.get(number))
 
 
 def place_of_thread(thread: int) -> str:
-    """Where a thread is, as "FILE:LINE in FUNCTION", by its ``threading.get_ident``; the main thread for any other.
+    """Where a thread is, as "FILE:LINE in FUNCTION", by its ``threading.get_ident``.
 
-    Frames of Python's library are passed over where the program is further out: a thread that waits is often in one.
+    The main thread for an unknown one.
+
+    Frames of Python's library are skipped if a caller of them is in the program, because a waiting thread is often in
+    one.
     """
     frames = sys._current_frames()
     frame = frames.get(thread) or frames.get(threading.main_thread().ident or 0)
@@ -83,7 +85,7 @@ def _site(frame: FrameType | None, past_library: bool) -> Site | None:
 
 
 def _is_library(file: str) -> bool:
-    # Packages that were installed may lie below the library's folder.
+    # Installed packages may be below the library's folder, in site-packages or dist-packages.
     return file.startswith("<frozen") or (file.startswith(_LIBRARY) and "-packages/" not in file)
 
 

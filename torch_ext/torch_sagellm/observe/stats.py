@@ -1,6 +1,8 @@
-"""Statistics of the groups of this process, as plain dicts. The core counts (``src/stats``); this file reads.
+"""Statistics of the groups of this process, as plain dicts.
 
-Times are milliseconds unless a name says otherwise, bandwidths GB/s (10^9 bytes), sizes bytes.
+The core counts (``src/stats``); this file reads the counts.
+
+Times are in milliseconds unless a name says otherwise, bandwidths in GB/s (10^9 bytes), sizes in bytes.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 if TYPE_CHECKING:
     from torch_sagellm import _C
 
-#: Bytes on the bus of a rank for each byte of the tensor, as nccl-tests defines them, by kind and number of ranks;
-#: 1 for other kinds. The benchmarks use the same.
+#: Bytes on the bus of a rank for each byte of the tensor, as nccl-tests defines them, by kind and number of ranks; 1
+#: for other kinds. The benchmarks use the same factors.
 BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
@@ -25,7 +27,7 @@ MS = 1e6  # nanoseconds
 
 
 class Latency(TypedDict):
-    """From issue to end. Quantiles are correct within an eighth."""
+    """Times from issue to end. Quantiles are accurate to an eighth."""
 
     avg_ms: float
     p50_ms: float
@@ -50,7 +52,7 @@ class OpStats(TypedDict):
 
 
 class SizeStats(OpStats):
-    """One row of ``sizes``: ``up_to`` is the size class, the largest payload in it; -1 where classes are mixed."""
+    """One row of ``sizes``; ``up_to`` is the largest payload of the size class, or -1 if classes are mixed."""
 
     op: str
     path: str
@@ -75,7 +77,7 @@ class Batches(TypedDict):
 
 
 class Gathered(TypedDict):
-    """The snapshot of all ranks.
+    """The statistics of all ranks.
 
     Example::
 
@@ -84,11 +86,11 @@ class Gathered(TypedDict):
             print(everyone["waited_for_ms"][everyone["straggler"]])
     """
 
-    #: The result of ``get_stats`` on each rank.
+    #: The result of ``get_stats`` of each rank.
     ranks: list[dict[str, Any]]
-    #: For each rank the milliseconds that all others together waited for it.
+    #: For each rank: the milliseconds that all other ranks together waited for it.
     waited_for_ms: list[float]
-    #: The rank that was waited for longest; None where no rank waited.
+    #: The rank that was waited for longest; None if no rank waited.
     straggler: int | None
     summary: str
 
@@ -102,7 +104,7 @@ class Member(NamedTuple):
 
 
 def _backend(group: Any) -> Any:
-    """The backend behind a process group, or None where it is not ours."""
+    """The backend that serves a process group, or None if it is not ours."""
     import torch
 
     try:
@@ -112,23 +114,23 @@ def _backend(group: Any) -> Any:
 
 
 def _own(backend: Any) -> Any:
-    """What torch has as the backend of a group, without what it put around it; None where it is not ours."""
+    """A backend object of a group without torch's wrapper; None if it is not ours."""
     from torch_sagellm._private import load
 
-    # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it in a checking group.
+    # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps the backend in a checking group.
     backend = getattr(backend, "wrapped_pg", backend)
     return backend if isinstance(backend, load.extension().SageBackend) else None
 
 
 def members(group: Any = None) -> list[Member]:
-    """The groups that ``group`` means: None the default group, "all" all of ours in this process.
+    """The groups that ``group`` selects: None the default group, "all" all of ours in this process.
 
-    Raises ValueError where the group is not served by this backend, or was destroyed.
+    It raises a ValueError if the group is not served by this backend, or was destroyed.
     """
     from torch.distributed import distributed_c10d as c10d
 
     if isinstance(group, str) and group == "all":
-        # A copy, because another thread may make or destroy a group meanwhile.
+        # A copy, because another thread may create or destroy a group meanwhile.
         names = c10d._world.pg_names
         every = [Member(names.get(each, ""), each, _backend(each)) for each in list(c10d._world.pg_map)]
         return [each for each in every if each.backend is not None]
@@ -147,7 +149,7 @@ def members(group: Any = None) -> list[Member]:
 
 
 def quantile(times: Sequence[tuple[int, int]], share: float, longest: int) -> int:
-    """The end of the bucket in which ``share`` of the values is reached, but no more than the longest."""
+    """The upper bound of the bucket in which ``share`` of the values is reached, but at most the longest value."""
     wanted, seen = share * sum(count for _, count in times), 0
     for bound, count in times:
         seen += count
@@ -157,7 +159,7 @@ def quantile(times: Sequence[tuple[int, int]], share: float, longest: int) -> in
 
 
 def merged_times(cells: Iterable[_C.Cell]) -> list[tuple[int, int]]:
-    """The buckets of all cells together: first value beyond each in nanoseconds, and its count."""
+    """The merged buckets of all cells: for each the first value beyond it in nanoseconds, and its count."""
     sums: dict[int, int] = {}
     for cell in cells:
         for bound, count in cell["times"]:
@@ -165,7 +167,7 @@ def merged_times(cells: Iterable[_C.Cell]) -> list[tuple[int, int]]:
     return sorted(sums.items())
 
 
-#: The fields of a cell that are added up.
+#: The fields of a cell that are summed.
 Sum = Literal["count", "failed", "tensors", "bytes", "whole", "took", "waiting", "copying", "reducing"]
 
 
@@ -252,19 +254,19 @@ def _snapshot(member: Member) -> dict[str, Any]:
 
 
 def get_stats(group: Any = None) -> dict[str, Any]:
-    """The statistics of ``group`` on this rank since it was made or since ``reset_stats``.
+    """The statistics of ``group`` on this rank since it was created or since ``reset_stats``.
 
-    ``group`` is a process group, None for the default one, or "all": then the value is a dict of such dicts by name.
+    ``group`` is a process group, None for the default one, or "all": then the result is a dict of such dicts by name.
 
     Keys: ``group``, ``rank``, ``size``; ``seconds`` of counting; for each kind of operation the calls without an error,
     as ``all_reduce_count`` and so on; ``total_count``, ``failed_count``; ``total_bytes``, the caller's payload;
-    ``avg_latency_ms`` of everything; ``fused_batches`` and ``fused_ops``; ``host_staged_count`` and
-    ``host_staged_bytes``, those whose tensors were on a device and went through host memory; ``ops``, an ``OpStats`` by
-    kind; ``sizes``, a list of ``SizeStats``, by kind, path and power of two; ``batches``, a ``Batches``; ``waits``, a
-    ``Wait`` by peer; ``shared_memory``, of this process's tensors that peers can reach: ``limit``, ``used``, ``cached``
-    and ``taken_out`` in bytes, the counts ``extents`` and ``refused``, ``why_not``.
+    ``avg_latency_ms`` of all operations; ``fused_batches`` and ``fused_ops``; ``host_staged_count`` and
+    ``host_staged_bytes``, of operations whose tensors were on a device and went through host memory; ``ops``, an
+    ``OpStats`` by kind; ``sizes``, a list of ``SizeStats``, by kind, path and power of two; ``batches``, a ``Batches``;
+    ``waits``, a ``Wait`` by peer; ``shared_memory``, about this process's tensors that peers can reach: ``limit``,
+    ``used``, ``cached`` and ``taken_out`` in bytes, the counts ``extents`` and ``refused``, ``why_not``.
 
-    Raises ValueError where this backend does not serve the group.
+    It raises a ValueError if this backend does not serve the group.
 
     Example::
 
@@ -278,7 +280,7 @@ def get_stats(group: Any = None) -> dict[str, Any]:
 
 
 def reset_stats(group: Any = None) -> None:
-    """Resets all counts; ``group`` as for ``get_stats``. The records of the last operations stay.
+    """Resets all counts; ``group`` as for ``get_stats``. The records of the last operations are kept.
 
     Example::
 
@@ -290,13 +292,13 @@ def reset_stats(group: Any = None) -> None:
 
 
 def gather_stats(group: Any = None) -> Gathered:
-    """The statistics of all ranks of one group, on every rank. A collective: every rank must call it.
+    """The statistics of all ranks of one group, on every rank. Collective: every rank must call it.
 
-    The snapshot is taken before the ranks exchange it. See ``Gathered``.
+    Each rank's statistics are read before the ranks exchange them. See ``Gathered``.
 
     Example::
 
-        everyone = torch_sagellm.gather_stats()  # a call of all ranks
+        everyone = torch_sagellm.gather_stats()  # every rank calls it
         print(everyone["straggler"])
     """
     import torch.distributed as dist
@@ -309,7 +311,7 @@ def gather_stats(group: Any = None) -> Gathered:
 
 
 def summarise(ranks: list[dict[str, Any]]) -> Gathered:
-    """Finds the straggler from the snapshots of all ranks, in their order."""
+    """Finds the straggler from the statistics of all ranks, in rank order."""
     waited_for = [0.0] * len(ranks)
     for each in ranks:
         for peer, wait in each["waits"].items():

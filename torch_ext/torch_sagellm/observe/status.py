@@ -1,7 +1,7 @@
-"""The status file of this process: small, replaced once a second, and written only if the environment asks for it.
+"""The status file of this process: small, replaced once a second, and written only if the environment requests it.
 
-Nothing happens unless ``SAGELLM_STATUS_DIR`` names a folder when the first group is made. Then one Python thread
-writes ``sagellm-<host>-<pid>.json`` there; ``watch.py`` reads it. docs/internals/status-files.md states its cost and
+Nothing happens unless ``SAGELLM_STATUS_DIR`` names a folder when the first group is created. Then one Python thread
+writes ``sagellm-<host>-<pid>.json`` into it; ``watch.py`` reads it. docs/internals/status-files.md states its cost and
 when the file is removed.
 """
 
@@ -23,13 +23,13 @@ from torch_sagellm.observe.log import logger
 if TYPE_CHECKING:
     from torch_sagellm import _C
 
-#: Seconds between two files.
+#: Seconds between two writes of the file.
 EVERY = 1.0
-#: Records that are looked through for the last call; some belong to parts of a call.
+#: Number of records in which the last call is searched; some records belong to parts of a call.
 LAST = 8
-#: Peers that are named, those that this rank waited for longest.
+#: Number of peers that are named: those for which this rank waited longest.
 PEERS = 3
-#: The writer ends within this time, also where a file system hangs, or the process goes on without it.
+#: Seconds within which the writer must end; if a file system hangs, the process goes on without it.
 END_SECONDS = 2.0
 
 _lock = threading.Lock()
@@ -37,17 +37,17 @@ _writer: Writer | None = None
 
 
 def start() -> None:
-    """Starts this process's writer where the variable asks for it; later calls do nothing. Called when a group is made.
+    """Starts this process's writer if the variable requests it; later calls do nothing. Called when a group is created.
 
-    A folder that does not exist is made for this user alone. A failure is logged once and never raised: the job matters
-    more than its observers.
+    A folder that does not exist is created for this user alone. A failure is logged once and never raised, because the
+    job is more important than its observation.
     """
     global _writer
     folder = os.environ.get(watch.VARIABLE, "")
     if not folder:
         return
     with _lock:
-        # A forked child has its parent's object and no thread; it starts its own writer and file.
+        # A forked child has its parent's object but not its thread; it starts its own writer with its own file.
         if _writer is not None and _writer.pid == os.getpid():
             return
         try:
@@ -60,7 +60,7 @@ def start() -> None:
 
 
 class Writer:
-    """The thread and its file. The thread alone writes the fields below ``_before``; ``end`` may be called by any."""
+    """The thread and its file. Only the thread writes the fields below ``_before``; any thread may call ``end``."""
 
     def __init__(self, folder: Path) -> None:
         self.pid = os.getpid()
@@ -68,7 +68,7 @@ class Writer:
         self._process = _process()
         self._stop = threading.Event()
         self._warned = False
-        #: By group: the sums of the file before, for rates.
+        #: By group: time and sums of the previous file, from which rates are computed.
         self._before: dict[str, tuple[int, dict[str, int]]] = {}
         self._thread = threading.Thread(target=self._run, name="sagellm-status", daemon=True)
         self._thread.start()
@@ -82,9 +82,7 @@ class Writer:
     def _write(self) -> None:
         try:
             export.write_atomically(self.path, json.dumps(self.snapshot()).encode())
-        except (
-            Exception
-        ) as error:  # a group that is just being destroyed, a full disk: the next file may be whole again
+        except Exception as error:  # a group that is just being destroyed, a full disk: the next write may succeed
             if not self._warned:
                 logger.warning("%s: a status could not be written: %s", self.path, error)
             self._warned = True
@@ -133,14 +131,17 @@ class Writer:
         }
 
     def _rates(self, name: str, now: int, sums: dict[str, int]) -> dict[str, float]:
-        """Per second since the file before; 0 in the first one, and after the statistics were reset."""
+        """Rates per second since the previous file; 0 in the first file, and after the statistics were reset."""
         since, before = self._before.get(name, (now, sums))
         self._before[name] = (now, sums)
         seconds = max(now - since, 1) / 1e9
         return {key: max(0.0, (sums[key] - before[key]) / seconds) for key in sums}
 
     def end(self) -> None:
-        """Ends the thread and takes the file away: a process that ends in order leaves none. Nothing in a fork."""
+        """Ends the thread and removes the file, because a process that ends in order leaves none.
+
+        Does nothing in a fork.
+        """
         if self.pid != os.getpid():
             return
         self._stop.set()
@@ -148,18 +149,18 @@ class Writer:
         try:
             watch.leave_in_order(self.path.parent)
         except OSError:
-            pass  # only a reader's words depend on it
+            pass  # only a reader's text depends on it
         self.path.unlink(missing_ok=True)
 
 
 def _from_launcher() -> tuple[int, int]:
-    """Rank and number of ranks before there is a group; -1 where no launcher says."""
+    """Rank and number of ranks before there is a group; -1 if no launcher sets them."""
     rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     return int(rank) if rank.isdecimal() else -1, int(size) if size.isdecimal() else -1
 
 
 def _process() -> dict[str, Any]:
-    """Facts that do not change, by which a reader finds out whether this process still lives."""
+    """Constant facts, from which a reader determines whether this process is still alive."""
     here = watch.here()
     return {
         "pid": os.getpid(),
@@ -172,7 +173,7 @@ def _process() -> dict[str, Any]:
 
 
 def _call(record: _C.Record, offset: int, ranks: list[int]) -> dict[str, Any]:
-    """One operation; times are seconds, ``since`` since the epoch. Ranks are global ones."""
+    """One operation. Times are in seconds, ``since`` since the epoch. Ranks are global ranks."""
     from torch_sagellm.observe import sites
 
     file, line, _ = sites.site_of(record["site"])

@@ -1,7 +1,7 @@
 """The last operations of one or many ranks as one Chrome trace, which Perfetto and chrome://tracing open.
 
-``export.write_trace`` writes that of the running rank; ``merge_traces`` reads the files of many ranks. Importing and
-merging needs neither torch nor the extension.
+``export.write_trace`` writes the trace of the running rank; ``merge_traces`` reads the files of many ranks. Importing
+this module and merging needs neither torch nor the extension.
 """
 
 from __future__ import annotations
@@ -35,40 +35,41 @@ DETAILS = (
     "first",
     "last",
 )
-#: Rows of a group begin at a multiple of this, so that two groups never share one.
+#: The rows of each group begin at a multiple of this, so that two groups never share a row.
 ROWS = 1000
 MESSAGES = ("send", "recv")
-#: Collectives that end on no rank before every rank has begun them: their ends show how clocks differ.
+#: Collectives that end on no rank before every rank has begun them, so their ends show the difference of clocks.
 TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 
-#: Nanoseconds by which the start of one operation differs between two files: a trace holds microseconds in a double,
-#: and each file has its own look at the two clocks. A later group of the same name counts from 1 again, so its
-#: operations have the numbers of earlier ones. Messages have no number of the group, and may follow each other at once.
+#: Nanoseconds by which the start of one operation may differ between two files, because a trace has microseconds as a
+#: double, and each file reads the two clocks separately. The start is compared because a later group of the same name
+#: numbers its operations from 1 again, and because messages have no number in the group. Messages may follow each other
+#: closely, so their limit is smaller.
 NEAR, NEAR_MESSAGES = 1_000_000, 250
 
 
 @dataclass(frozen=True)
 class Slice:
-    """One operation on one rank. Times are nanoseconds since the epoch on the clock of its host."""
+    """One operation on one rank. Times are nanoseconds since the epoch on the clock of the rank's host."""
 
     rank: int
     group: str
     kind: str
     start: int
-    #: None while it was pending; a trace draws it until ``seen``.
+    #: None if it was pending when it was read; a trace then draws it until ``seen``.
     end: int | None
-    #: When the rank's records were read.
+    #: Time at which the rank's records were read.
     seen: int
     args: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def number(self) -> int:
-        """The number of a collective in its group, which it has on every rank; 0 for a message."""
+        """The number of a collective in its group, which is the same on every rank; 0 for a message."""
         return 0 if self.kind in MESSAGES else int(self.args.get("number", 0))
 
 
 def from_records(rank: int, group: str, records: Iterable[Mapping[str, Any]], now: int, wall: int) -> list[Slice]:
-    """The slices of a group. ``rank`` is the global one; ``now`` and ``wall`` are one moment on two clocks."""
+    """The slices of a group. ``rank`` is the global rank; ``now`` and ``wall`` are one moment on two clocks."""
     offset = wall - now
     return [
         Slice(
@@ -88,9 +89,9 @@ def from_records(rank: int, group: str, records: Iterable[Mapping[str, Any]], no
 
 
 def events(slices: Sequence[Slice]) -> list[dict[str, Any]]:
-    """Chrome's events: a process for each rank, in it rows for each group, as many as operations ran at once.
+    """Chrome's events: a process for each rank, with rows for each group, as many as operations ran at the same time.
 
-    Arrows (flow events) join the same collective of several ranks.
+    Arrows (flow events) connect the same collective of several ranks.
     """
     found: list[dict[str, Any]] = []
     groups = sorted({(each.rank, each.group) for each in slices})
@@ -112,8 +113,8 @@ def events(slices: Sequence[Slice]) -> list[dict[str, Any]]:
 
 
 def _lanes(ordered: Sequence[Slice]) -> list[int]:
-    """For each operation, in the order of their starts, the first row that is free then."""
-    busy: list[int] = []  # for each row the end of its last operation
+    """For each operation, in the order of their starts: the first row that is free at its start."""
+    busy: list[int] = []  # for each row: the end of its last operation
     lanes = []
     for each in ordered:
         lane = next((lane for lane, free in enumerate(busy) if free <= each.start), len(busy))
@@ -158,7 +159,7 @@ def _arrows(placed: Sequence[tuple[Slice, int]]) -> list[dict[str, Any]]:
 
 
 class Merged(NamedTuple):
-    """What ``merge_traces`` made.
+    """The result of ``merge_traces``.
 
     Example::
 
@@ -170,21 +171,24 @@ class Merged(NamedTuple):
 
     ranks: list[int]
     operations: int
-    #: By rank the nanoseconds that were added to its times, where clocks were aligned.
+    #: By rank: the nanoseconds that were added to its times, if clocks were aligned.
     shifts: dict[int, int]
 
 
 class _Plain(pickle.Unpickler):
-    """Loads numbers, texts, lists and dicts. A flight record holds nothing else; other pickles could run code."""
+    """Loads only numbers, texts, lists and dicts.
+
+    A flight record contains nothing else; other pickles could run code.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it holds {module}.{name}, which no flight record does")
 
 
 def read_file(path: str | os.PathLike[str]) -> list[Slice]:
-    """The operations in a file: of ``write_trace``, of ``SAGELLM_DUMP_DIR``, or a flight record, ours or torch's.
+    """Reads the operations in a file: of ``write_trace``, of ``SAGELLM_DUMP_DIR``, or a flight record, ours or torch's.
 
-    ValueError where it is none of them.
+    It raises a ValueError for any other file.
     """
     data = Path(path).read_bytes()
     first = data.lstrip()[:1]
@@ -207,7 +211,7 @@ def read_file(path: str | os.PathLike[str]) -> list[Slice]:
 
 
 def _load(data: bytes) -> Any:
-    """The content of a pickle. For a file that is not one, Python raises one of many exceptions."""
+    """The content of a pickle. For a file that is not a pickle, Python raises one of many exceptions; convert them."""
     try:
         return _Plain(io.BytesIO(data)).load()
     except pickle.UnpicklingError as error:
@@ -217,7 +221,7 @@ def _load(data: bytes) -> Any:
 
 
 def _last_number(path: Path) -> int:
-    """The rank that the name of a flight record ends with."""
+    """The rank at the end of a flight record's file name."""
     digits = re.search(r"(\d+)$", path.stem if path.suffix in (".json", ".pickle", ".pkl") else path.name)
     if digits is None:
         raise ValueError("the name of a flight record ends with its rank")
@@ -257,7 +261,7 @@ def _of_flight_record(rank: int, entries: Iterable[Mapping[str, Any]]) -> list[S
 
 
 def _files(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
-    """The files, and those in the folders; ValueError where there is nothing."""
+    """The given files, and the files in given folders; a ValueError if there is none."""
     found: list[Path] = []
     for each in map(Path, paths):
         if each.is_dir():
@@ -272,7 +276,7 @@ def _files(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
 
 
 def _once(slices: Iterable[Slice]) -> list[Slice]:
-    """Each operation once, though two files may hold it; one that ended before one that was pending."""
+    """Each operation once, because two files may contain it; one that has ended is preferred to a pending one."""
     found: list[Slice] = []
     last: dict[tuple[int, str, str, int], int] = {}
     for each in sorted(slices, key=lambda each: (each.start, each.end is None)):
@@ -288,7 +292,7 @@ def _once(slices: Iterable[Slice]) -> list[Slice]:
 
 
 def _aligned(slices: list[Slice]) -> tuple[list[Slice], dict[int, int]]:
-    """The slices with every rank's clock set by the ends of its collectives with the lowest rank that shares some."""
+    """Shifts every rank's times so that its collectives end together with those of the lowest rank that shares some."""
     ends: dict[int, dict[tuple[str, str, int], int]] = {}
     for each in slices:
         if each.end is not None and each.number and each.kind in TOGETHER:
@@ -316,11 +320,11 @@ def merge_traces(
 ) -> Merged:
     """Merges the dumps of several ranks into one Chrome trace, the file ``into``.
 
-    ``paths`` are files or folders of them: traces of ``write_trace``, files that failed groups left in
-    ``SAGELLM_DUMP_DIR``, flight records of ``dump_flight_record`` or of torch. Times are those of each rank's host;
-    ``align`` shifts every rank so that collectives end together, for hosts whose clocks differ.
+    ``paths`` are files or folders of files: traces of ``write_trace``, files that failed groups wrote into
+    ``SAGELLM_DUMP_DIR``, flight records of ``dump_flight_record`` or of torch. Times are those of each rank's host. If
+    the clocks of hosts differ, ``align`` shifts the times of every rank so that collectives end together.
 
-    Needs no process group. ValueError names the file that is none of these, and folders without files.
+    It needs no process group. It raises a ValueError that names a file of another format, or folders without files.
 
     Example::
 
@@ -337,6 +341,6 @@ def merge_traces(
         slices, shifts = _aligned(slices)
     trace = {"traceEvents": events(slices), "displayTimeUnit": "ns"}
     if not slices:
-        return Merged([], 0, shifts)  # a trace that is there already may hold more
+        return Merged([], 0, shifts)  # do not overwrite an existing trace, which may contain more
     export.write_atomically(into, json.dumps(trace).encode())
     return Merged(sorted({each.rank for each in slices}), len(slices), shifts)

@@ -1,7 +1,7 @@
-"""Reads the status files of running processes (``status.py`` writes them) and judges them. Needs no torch.
+"""Reads the status files of running processes (``status.py`` writes them) and judges the processes. Needs no torch.
 
-Whether a process lives is told apart from whether its groups work: a probe for the first restarts a process, one for
-the second only keeps work away from it.
+Whether a process is alive and whether its groups work are separate questions: a liveness probe restarts a process, a
+readiness probe only keeps work away from it.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-#: Names the folder, for the processes that write and for those that read.
+#: The variable that names the folder, for the writing and the reading processes.
 VARIABLE = "SAGELLM_STATUS_DIR"
 FORMAT = 1
 PREFIX = "sagellm-"
-#: The file with the number of processes that ended in order: their own files are gone.
+#: The file that counts the processes that ended in order; these have removed their own files.
 LEFT = "ended-in-order"
-#: A file that is older than so many of its intervals, and than so many seconds, was not refreshed in time.
+#: A file is too old if it is older than this many of its write intervals and than this many seconds.
 INTERVALS, LEAST_SECONDS = 5, 5.0
 RUNNING, STOPPED, SILENT, ENDED = "running", "stopped", "silent", "ended"
 
 
 @dataclass(frozen=True)
 class Here:
-    """Identifies the system and the namespace whose process ids this process sees."""
+    """Identifies the system and the pid namespace of this process."""
 
     boot_id: str
     pid_namespace: str
 
 
 def here() -> Here:
-    """The facts of this process; empty where the system does not tell them."""
+    """The identity of this process's system; empty if the system does not provide it."""
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return Here(boot_id, os.readlink("/proc/self/ns/pid"))
@@ -43,7 +43,7 @@ def here() -> Here:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the third on, the state; empty where there is no such process."""
+    """The fields of /proc/PID/stat from the third (the state) on; empty if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -51,30 +51,30 @@ def _stat(pid: int) -> list[str]:
 
 
 def began(pid: int) -> int:
-    """When a process began, in ticks since the system did: with the id it names a process for good. 0 if unknown."""
+    """The start time of a process in ticks since boot; 0 if unknown. With its pid, it identifies a process uniquely."""
     fields = _stat(pid)
     return int(fields[19]) if len(fields) > 19 else 0
 
 
 @dataclass(frozen=True)
 class Process:
-    """The last status of one process, and how the process was found."""
+    """The last status of one process, and the condition of the process."""
 
     path: Path
     raw: dict[str, Any]
-    #: RUNNING, STOPPED by a signal or debugger, SILENT (no status in time), or ENDED.
+    #: RUNNING, STOPPED by a signal or debugger, SILENT (no recent status), or ENDED.
     condition: str
     #: Seconds since the status was written.
     age: float
 
     @property
     def rank(self) -> int:
-        """The global rank; -1 while it has none."""
+        """The global rank; -1 as long as it has none."""
         return int(self.raw["process"]["rank"])
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """Its groups, as ``status.py`` describes them."""
+        """Its groups, in the form in which ``status.py`` writes them."""
         return list(self.raw["groups"])
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class Process:
 
 
 def folder_of(given: str | os.PathLike[str] | None) -> Path:
-    """The folder of the status files; ValueError where neither the argument nor the variable names one."""
+    """The folder of the status files; a ValueError if neither the argument nor the variable names one."""
     named = given or os.environ.get(VARIABLE)
     if not named:
         raise ValueError(
@@ -95,9 +95,9 @@ def folder_of(given: str | os.PathLike[str] | None) -> Path:
 
 
 def read(folder: str | os.PathLike[str]) -> list[Process]:
-    """The processes that have a status file, by rank; none where the folder does not exist yet.
+    """The processes that have a status file, by rank; an empty list if the folder does not exist yet.
 
-    A process that has ended is left out when a later one has its rank: the job was started again.
+    A process that has ended is omitted if a later one has its rank, because the job was started again.
     """
     own, now = here(), time.time()
     found = []
@@ -117,7 +117,7 @@ def read(folder: str | os.PathLike[str]) -> list[Process]:
 
 
 def _is_whole(raw: dict[str, Any]) -> bool:
-    """Whether the file is one of ours: somebody else's must not end a probe by an exception."""
+    """Whether the content is that of a status file; a foreign file must not make a probe raise an exception."""
     about = raw.get("process")
     numbers = [raw.get("written"), raw.get("every")]
     if isinstance(about, dict):
@@ -131,7 +131,7 @@ def _is_whole(raw: dict[str, Any]) -> bool:
 
 
 def check_folder(folder: Path) -> None:
-    """ValueError for what is no folder, or cannot be read. One that is not there yet is made by the first group."""
+    """Raises a ValueError if it is not a readable folder. A missing folder is accepted: the first group creates it."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is no folder; expected the one of SAGELLM_STATUS_DIR")
     if folder.is_dir() and not os.access(folder, os.R_OK | os.X_OK):
@@ -139,7 +139,7 @@ def check_folder(folder: Path) -> None:
 
 
 def ended_in_order(folder: str | os.PathLike[str]) -> int:
-    """How many processes that wrote a status here have left in order, since the first one did."""
+    """How many processes that wrote a status into the folder have ended in order."""
     try:
         return int((Path(folder) / LEFT).read_text())
     except (OSError, ValueError):
@@ -147,7 +147,7 @@ def ended_in_order(folder: str | os.PathLike[str]) -> int:
 
 
 def leave_in_order(folder: Path) -> None:
-    """Counts this process among those. Two that end at the same moment may be counted as one."""
+    """Counts this process as ended in order. Two processes that end at the same moment may be counted as one."""
     from torch_sagellm.observe import export
 
     export.write_atomically(folder / LEFT, str(ended_in_order(folder) + 1).encode())
@@ -166,21 +166,24 @@ def _condition(raw: dict[str, Any], age: float, own: Here) -> str:
 
 # ------------------------------------------------------------------------------------------------- health
 
-#: Exit codes of a probe: 0 is well; 2 is left to wrong arguments.
+#: Exit codes of a probe; 0 means ready. 2 is not used, because it means wrong arguments.
 READY, NOT_READY, FAULT, DEAD = 0, 1, 3, 4
 NAMES = {READY: "ready", NOT_READY: "not ready", FAULT: "fault", DEAD: "dead"}
 
 
 @dataclass(frozen=True)
 class Health:
-    """The worst of all findings, and each of them in words."""
+    """The worst finding as an exit code, and the text of each finding."""
 
     code: int
     findings: list[str]
 
 
 def health(processes: Iterable[Process], expected: int | None = None, stall: float | None = None) -> Health:
-    """Judges processes. ``expected``: so many must be there; ``stall``: no operation may be pending for longer."""
+    """Judges processes. At least ``expected`` must exist.
+
+    No operation may be pending for longer than ``stall`` seconds.
+    """
     every = list(processes)
     codes, findings = [READY], []
 
@@ -216,7 +219,7 @@ def _why(process: Process) -> str:
 
 
 def called(call: dict[str, Any], now: float) -> str:
-    """One operation in words: what, since when, from where."""
+    """One operation as text: what was called, for how long it is pending, and where it was called."""
     where = f", called at {call['site']}" if call["site"] else ""
     number = f" number {call['number']}" if call["number"] else ""
     return f"{call['kind']}{number} has been pending for {max(0.0, now - call['since']):.0f} s{where}"
