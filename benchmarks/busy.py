@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Compare this backend with gloo while other processes compute: data-loader workers, a tokenizer, a second job.
 
-For each number of such processes the ranks are started several times, because where the system first places them
-decides how a whole start goes. Within a start the groups take turns, each rank writes its tensor before each call, and
-a sample is the time of the slowest rank's call. A cell is gloo's time over ours in the median start, and in the worst.
+For each number of computing processes the ranks are started several times, because the cores on which the kernel first
+places them affect a whole start. Within a start the groups take turns, each rank writes its tensor before each call,
+and a sample is the time of the slowest rank's call. A cell is gloo's time over ours: in the median start, and in the
+worst one.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ EXAMPLES = """examples:
 """
 OPS = "all_reduce,reduce,all_to_all_single,ping_pong"
 SIZES = "64,64KiB,1MiB,16MiB"
-#: Computes until the process that started it is gone.
+#: Program of a computing process: it computes until its parent has exited.
 COMPUTE = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    sum(range(20_000))"
 Result = dict[str, Any]
 
 
 @contextmanager
 def computing(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """`count` processes that compute meanwhile."""
+    """Runs `count` computing processes during the block."""
     children = [subprocess.Popen([sys.executable, "-c", COMPUTE]) for _ in range(count)]
     try:
         yield children
@@ -58,7 +59,7 @@ def computing(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def run_rank(args: argparse.Namespace) -> int:
-    """All cases of one start on one rank; rank 0 writes the results."""
+    """Runs all cases of one start on one rank; rank 0 writes the results."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=args.timeout))
     torch.set_num_threads(1)
     backends = collectives.open_backends(args)
@@ -74,7 +75,10 @@ def run_rank(args: argparse.Namespace) -> int:
 
 
 def one_start(args: argparse.Namespace, beside: int) -> tuple[int, list[Result]]:
-    """Starts the ranks once beside `beside` computing processes; the exit code, and the results where they came."""
+    """Starts the ranks once beside `beside` computing processes.
+
+    Returns the exit code, and the results if there are any.
+    """
     with tempfile.TemporaryDirectory() as folder, processes.here() as place, computing(beside):
         part = Path(folder) / "part.json"
         code = processes.run(args.ranks, {"OMP_NUM_THREADS": 1, **place}, words=[f"--part={part}"])
@@ -82,7 +86,7 @@ def one_start(args: argparse.Namespace, beside: int) -> tuple[int, list[Result]]
 
 
 def kept(results: list[Result]) -> list[Result]:
-    """What the table needs of a start: two quantiles of each cell."""
+    """The part of a start's results that the table needs: two quantiles of each cell."""
     cells = ("p10", "median")
     return [
         {**row, "times": {label: {cell: timed[cell] for cell in cells} for label, timed in row["times"].items()}}
@@ -91,7 +95,7 @@ def kept(results: list[Result]) -> list[Result]:
 
 
 def of_cell(starts: list[list[Result]], index: int, label: str) -> list[tuple[float, float]]:
-    """gloo's time over the other's in each start: by the 10th percentile and by the median."""
+    """gloo's time over `label`'s in each start: by the 10th percentile, and by the median."""
     found = [hosts.ratios(start[index], label) for start in starts]
     return [ratio for ratio in found if ratio is not None]
 
@@ -105,7 +109,7 @@ def show(ratios: list[tuple[float, float]]) -> str:
 
 
 def markdown(whole: Result) -> str:
-    """A table for each number of computing processes, and the cells that some start lost."""
+    """A table for each number of computing processes, and the cells in which gloo was faster in some start."""
     machine = whole["machine"]
     parts = [
         f"{machine['cpu']}, {machine['cores']} cores, {whole['ranks']} ranks, {whole['date']}. gloo's time over the "
@@ -139,7 +143,7 @@ def spawn(args: argparse.Namespace) -> int:
     runs: dict[str, list[list[Result]]] = {}
     levels = [int(beside) for beside in args.beside.split(",")]
     begin, total = time.monotonic(), args.starts * len(levels)
-    # The numbers take turns, so that a slow minute of the machine hits all of them.
+    # The numbers of processes take turns, so that a slow minute of the machine affects all of them.
     for done, (_, beside) in enumerate(itertools.product(range(args.starts), levels), 1):
         code, results = one_start(args, beside)
         if code:
@@ -180,7 +184,7 @@ def parse_args() -> argparse.Namespace:
     )
     add("--part", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    args.control, args.floor, args.device = False, False, "cpu"  # of `collectives`
+    args.control, args.floor, args.device = False, False, "cpu"  # needed by `collectives`
     if not all(beside.isdigit() for beside in args.beside.split(",")):
         parser.error(f"--beside {args.beside}: expected numbers with commas between them, such as 0,1,2")
     if unknown := set(args.ops.split(",")) - set(collectives.OPS):

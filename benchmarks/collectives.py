@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Compare torch.distributed backends, operation by operation, in the same processes and the same minutes.
 
-Backends take turns in short rounds (A B A B), since a machine's speed changes by the second and a difference between
-two separate runs proves nothing. Every result is checked in every round, outside the timing. README.md beside this
-file says how to read the output and which cases are unfair.
+Backends take turns in short rounds (A B A B), because a machine's speed changes within seconds and a difference between
+two separate runs proves nothing. Every result is checked in every round, outside the measured time. README.md in this
+folder says how to read the output and which cases are unfair.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ EXAMPLES = """examples:
 SIZES = "8,512,4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 QUICK_SIZES = "8,4KiB,64KiB,1MiB,16MiB"
 MOST_SAMPLES = 2000
-LAST_LEVEL_CACHE = 64 << 20  # smallest size of the buffers that --cold cycles through, per rank
-#: By device: the reference backend, and the clock. On another device than the CPU the host does not wait for results.
+LAST_LEVEL_CACHE = 64 << 20  # smallest total size of the buffers that --cold uses in turn, per rank
+#: By device: the reference backend. A device other than the CPU also has another clock, because the host does not wait
+#: for results.
 REFERENCES = {"cpu": report.REFERENCE, "cuda": "nccl", "npu": "hccl", "mlu": "cncl"}
 Calls = Sequence[Callable[[], object]]
 
@@ -56,15 +57,15 @@ class Backend:
 
     def __init__(self, label: str, group: dist.ProcessGroup, form: str = "") -> None:
         self.label, self.group = label, group
-        self.form = form  # the form of an operation with several, see `Case`; empty: that of the case
-        self.checked = label != report.FLOOR  # the floor moves nothing, so its results are wrong by design
+        self.form = form  # the form, for an operation with several forms, see `Case`; empty means the case's
+        self.checked = label != report.FLOOR  # the floor moves no data, so its results are always wrong
 
 
 # ------------------------------------------------------------------------------------------------- measuring
 
 
 def check(case: Case, backend: Backend, turn: int) -> str | None:
-    """One untimed call on known values; the error on this rank, or None."""
+    """Makes one unmeasured call on known values; returns the error on this rank, or None."""
     try:
         return case.check(backend.group, turn, backend.form) if backend.checked else None
     except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
@@ -72,7 +73,7 @@ def check(case: Case, backend: Backend, turn: int) -> str | None:
 
 
 def agree(errors: dict[str, str | None], out_of_time: bool) -> tuple[dict[str, str], bool]:
-    """The errors of all ranks, on every rank, so that all skip a backend together; and rank 0's clock."""
+    """Combines the errors of all ranks, so that all skip a backend together, and rank 0's decision to stop."""
     flags = torch.tensor(
         [*(error is not None for error in errors.values()), out_of_time and dist.get_rank() == 0]
     ).int()
@@ -96,7 +97,10 @@ def samples_per_round(case: Case, calls: Calls, seconds: float, timed_block: clo
 
 
 def measure(case: Case, backends: list[Backend], args: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    """One operation at one size on all backends, in at most about `seconds`; summaries on every rank."""
+    """Measures one operation at one size on all backends, in about `seconds` at most.
+
+    Returns summaries on every rank.
+    """
     begin = time.monotonic()
     calls = {b.label: case.calls(b.group, b.form) for b in backends}
     timed_block = clocks.CLOCKS[args.clock]
@@ -104,7 +108,7 @@ def measure(case: Case, backends: list[Backend], args: argparse.Namespace, secon
     counts: dict[str, int] = {}
     rounds: dict[str, list[list[float]]] = {b.label: [] for b in backends}
     for number in range(args.rounds):
-        # Every second round has the reverse order, so that no backend always follows the same one.
+        # Every second round is in reverse order, so that no backend always follows the same one.
         turn = [b for b in (backends if number % 2 == 0 else backends[::-1]) if b.label not in failed]
         late = number >= 2 and time.monotonic() - begin > seconds
         errors, stop = agree({b.label: check(case, b, number) for b in turn}, late)
@@ -122,7 +126,7 @@ def measure(case: Case, backends: list[Backend], args: argparse.Namespace, secon
     dist.all_gather_object(everyone, rounds)
     times: dict[str, Any] = {label: {"error": failed[label]} for label in failed}
     for label in (b.label for b in backends if b.label not in failed):
-        taking_part = [rank[label] for rank in everyone if any(rank[label])]  # onlookers have no times
+        taking_part = [rank[label] for rank in everyone if any(rank[label])]  # ranks that take no part have no times
         merged = [slowest_rank(taken) for taken in zip(*taking_part, strict=True)]
         if case.op == "ping_pong":  # a round trip is two messages
             merged = [[us / 2 for us in taken] for taken in merged]
@@ -133,13 +137,13 @@ def measure(case: Case, backends: list[Backend], args: argparse.Namespace, secon
 def one_round(
     case: Case, backend: Backend, calls: Calls, count: int, number: int, timed_block: clocks.Clock
 ) -> list[float]:
-    """The timed part: warm up the caches again, synchronise the ranks, measure."""
+    """The measured part: warms up the caches again, synchronises the ranks, measures."""
     taken: list[float] = []
     if case.op == "ping_pong":
         if case.takes_part():
             timed_block(calls, 2, 0)
             taken = timed_block(calls, count, number)
-        dist.barrier()  # the onlookers wait here
+        dist.barrier()  # ranks that take no part wait here
         return taken
     timed_block(calls, min(count, 4), 0)
     dist.barrier(group=backend.group)
@@ -159,12 +163,15 @@ def buffer_sets(args: argparse.Namespace, op: str, size: int) -> int:
 
 
 def names_of(text: str) -> list[str]:
-    """Names with commas between them; a rule may have more of these in brackets."""
+    """Splits names at commas, except at those within the brackets of a rule."""
     return re.split(r",(?![^(]*\))", text)
 
 
 def variant_options(backend: str, variant: str) -> dict[str, Any]:
-    """The options behind `sagellm:unfused` and the like; `sagellm:OP:FROM-TO=ALGORITHM` is a group with that rule."""
+    """The options that a variant such as `sagellm:unfused` means.
+
+    `sagellm:OP:FROM-TO=ALGORITHM` is a group with that rule.
+    """
     if not variant:
         return {}
     known: dict[str, dict[str, Any]] = {
@@ -190,7 +197,7 @@ def reference_of(args: argparse.Namespace) -> str:
 
 
 def use_device(args: argparse.Namespace) -> str:
-    """Makes this rank's device current and returns its description. Ends the program where there is none."""
+    """Makes this rank's device current and returns its description. Exits the program if there is none."""
     if args.device == "cpu":
         return ""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -203,7 +210,7 @@ def use_device(args: argparse.Namespace) -> str:
 
 
 def open_backends(args: argparse.Namespace) -> list[Backend]:
-    """A group per name; a name that appears twice is its own control."""
+    """Creates a group for each name; a name that appears twice is its own control."""
     names = names_of(args.backends)
     if args.control:
         names.append(reference_of(args) if reference_of(args) in names else names[-1])
@@ -230,7 +237,7 @@ def say(text: str) -> None:
 
 
 def progress(done: int, total: int, case: Case, result: dict[str, Any], begin: float, reference: str) -> None:
-    """One line per case."""
+    """Prints one line for a case."""
     parts = []
     for label, timed in result["times"].items():
         parts.append(f"{label} {format_time(timed['median']) if 'median' in timed else 'FAILED: ' + timed['error']}")
@@ -241,7 +248,7 @@ def progress(done: int, total: int, case: Case, result: dict[str, Any], begin: f
 
 
 def default_name(args: argparse.Namespace, ranks: int) -> str:
-    """The name of the result files."""
+    """The default name of the result files."""
     if not args.hosts:
         where = "collectives" if args.device == "cpu" else f"{args.device}-{args.clock}"
         return f"{where}-{ranks}r-{args.dtype}"
@@ -260,19 +267,19 @@ def command_line(arguments: list[str]) -> str:
 
 
 def quiet_collector() -> None:
-    """A collection in the middle of a call would be charged to the backend that happened to run."""
+    """Disables the garbage collector, because a collection in a call would be charged to the backend that runs then."""
     gc.collect()
     gc.freeze()
     gc.disable()
 
 
 def run_rank(args: argparse.Namespace) -> int:
-    """The whole benchmark on one rank; the exit code."""
+    """Runs the whole benchmark on one rank; returns the exit code."""
     for module in args.imports:
         importlib.import_module(module)
     device = use_device(args)
     machine = machines.describe()  # before the run itself raises the load
-    # The ranks coordinate the benchmark over gloo; no measured operation uses this group.
+    # The ranks exchange the benchmark's own data over gloo; no measured operation uses this group.
     dist.init_process_group("gloo", timeout=timedelta(seconds=args.timeout))
     ranks = dist.get_world_size()
     torch.set_num_threads(max(1, machines.usable_cores() // ranks))
@@ -288,7 +295,7 @@ def run_rank(args: argparse.Namespace) -> int:
     quiet_collector()
     for done, (op, size) in enumerate(plan, 1):
         case = Case(op, size, DTYPES[args.dtype], buffer_sets(args, op, size), args.device)
-        # A case may take more than its share, since most take less; only rank 0's clock decides.
+        # A case may take more than its share, because most take less; only rank 0's clock decides.
         share = 1.5 * (args.limit - (time.monotonic() - begin)) / (len(plan) - done + 1)
         result = measure(case, backends, args, share)
         results.append(result)
@@ -322,7 +329,7 @@ def run_rank(args: argparse.Namespace) -> int:
 
 
 def spawn(args: argparse.Namespace) -> int:
-    """Starts the ranks, on this host or on several that are played."""
+    """Starts the ranks, on this host or on several simulated hosts."""
     threads = {"OMP_NUM_THREADS": max(1, machines.usable_cores() // args.ranks)}
     if not args.hosts:
         with processes.here() as place:
@@ -333,7 +340,7 @@ def spawn(args: argparse.Namespace) -> int:
     hosts = [int(host) for host in args.hosts.split(",")]
     try:
         with net.Network(max(hosts) + 1, args.rate, args.delay_ms) as network:
-            # Each run has a new network, so any port is free.
+            # Each run has a new network, so every port is free.
             place = {
                 "MASTER_ADDR": network.address(hosts[0]),
                 "MASTER_PORT": 29500,

@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""What each feature costs or saves beside not using it: one table, one row a case, lost rows too.
+"""What each feature costs or saves compared with not using it: one table with a row for each case, including lost rows.
 
-Feature and comparison take turns in the same ranks (A B, then B A), behind a barrier each time; a sample is the time of
-the slowest rank, and each row checks once that both give the same numbers. The ratio is the feature's time over the
-other's: below 1 the feature is faster. It is taken from the 10th percentiles, because other work on the machine hits
-the medians first; beside it stands that of the least times, which says more on a busy machine. A row has a goal, the
-largest ratio that is good enough; the verdict compares with it.
+The feature and the compared calls take turns in the same ranks (A B, then B A), each after a barrier. A sample is the
+time of the slowest rank, and each row checks once that both give the same numbers. The ratio is the feature's time over
+the compared calls' time: below 1 the feature is faster. It is computed from the 10th percentiles, because other work on
+the machine affects the medians first. Next to it is the ratio of the shortest times, which is more reliable on a busy
+machine. The goal of a row is the largest ratio that is good enough; the verdict compares with it.
 
     python benchmarks/features.py --only moe,transfer
     python benchmarks/features.py --json features.json
 
-Rows between hosts need root: hosts are network namespaces with a delay or a rate between them; without root these rows
-say why they are missing. The exit code is 1 where a result was wrong, never because a row was lost.
+Rows between hosts need root, because hosts are network namespaces with a delay or a rate between them. Without root
+these rows say why they are missing. The exit code is 1 if a result was wrong, never because a row was lost.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from measure.ticks import in_turns
 
 
 def measure(rows: list[Row], seconds: float) -> list[dict[str, Any]]:
-    """All rows of one place, in the ranks of the default group; the same list on every rank."""
+    """Measures all rows of one place in the ranks of the default group; returns the same list on every rank."""
     results = []
     for row in rows:
         ours, theirs, done = row.make()
@@ -51,7 +51,7 @@ def measure(rows: list[Row], seconds: float) -> list[dict[str, Any]]:
 
 
 def result(row: Row, times: dict[str, list[float]]) -> dict[str, Any]:
-    """One row of the table, with microseconds."""
+    """One row of the table, with times in microseconds."""
     figures = {
         key: {"least": min(of), "p10": percentile(of, 0.1), "median": percentile(of, 0.5), "samples": len(of)}
         for key, of in times.items()
@@ -102,7 +102,10 @@ def line(row: dict[str, Any]) -> str:
 
 
 def rank(arguments: argparse.Namespace, chosen: list[Row], place: str) -> None:
-    """One rank: the rows of its place; rank 0 writes them into the file that the starting process named."""
+    """Runs one rank with the rows of its place.
+
+    Rank 0 writes the results into the file that the parent process named.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("sagellm")
     results = measure([row for row in chosen if row.place.words == place], arguments.seconds)
@@ -113,7 +116,7 @@ def rank(arguments: argparse.Namespace, chosen: list[Row], place: str) -> None:
 
 
 def run_place(place: Place, into: Path) -> int:
-    """Starts the ranks of a place, in namespaces where it has several hosts."""
+    """Starts the ranks of a place, in network namespaces if it has several hosts."""
     common: dict[str, Any] = {"FEATURES_INTO": str(into), "FEATURES_PLACE": place.words, "OMP_NUM_THREADS": "1"}
     if place.hosts == 1:
         with processes.here() as where:

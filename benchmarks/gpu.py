@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Host time per call on one GPU, from the call to its return, against torch's own nccl backend in the same process.
 
-One rank, so nothing moves between devices; device time and bandwidth need several (collectives.py --device cuda). The
-backends take turns (A B A B); a second, equal nccl group shows how much is noise (A/A). Small all_reduces, ten and a
-thousand, are issued in every form: by fused_all_reduce, within torch's coalescing manager, and one by one.
+There is one rank, so nothing moves between devices; device time and bandwidth need several (collectives.py --device
+cuda). The backends take turns (A B A B). A second, equal nccl group shows the noise (A/A). Ten and a thousand small
+all_reduces are issued in every form: by fused_all_reduce, within torch's coalescing manager, and one by one.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ EXAMPLES = """examples:
   python benchmarks/gpu.py --quick                         fewer sizes and rounds, under a minute
   python benchmarks/gpu.py --ops all_reduce --sizes 8,1MiB --rounds 20
 """
-#: The operations that one rank can run alone. The many small ones have a separate table.
+#: The operations that one rank can run alone. The many small operations have a separate table.
 SINGLE = [op for op in OPS if op not in MANY and op != "ping_pong"]
 THEIRS = "nccl"
 CONTROL = f"{THEIRS} #2"
-#: Column, whose group, and the form of the operation.
+#: Columns: title, name of the group, form of the operation.
 FORMS = [
     ("sagellm fused", "sagellm", "fused"),
     ("sagellm fused, apart", "sagellm", "apart"),
@@ -44,7 +44,7 @@ FORMS = [
     ("nccl region", THEIRS, "region"),
     ("nccl region #2", CONTROL, "region"),
 ]
-#: Ratios of the second table: one column over another.
+#: Ratios in the second table: the first column over the second.
 RATIOS = [
     ("nccl one by one", "sagellm fused"),
     ("nccl region", "sagellm fused"),
@@ -56,7 +56,7 @@ RATIOS = [
 
 
 def measure_all(args: argparse.Namespace, groups: dict[str, dist.ProcessGroup]) -> tuple[list[Any], list[Any]]:
-    """Every operation and size, then the many small ones, on the groups "sagellm", "nccl" and "nccl #2"."""
+    """Measures every operation and size, then the many small ones, on the groups "sagellm", "nccl" and "nccl #2"."""
     plain = [Backend(label, group) for label, group in groups.items()]
     single = [
         (op, size, plain, "issue")
@@ -102,10 +102,10 @@ def many_table(results: list[Any]) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Makes the groups, measures, prints and writes; the exit code."""
+    """Creates the groups, measures, prints and writes; returns the exit code."""
     device = collectives.use_device(args)
     machine = machines.describe()
-    # The program coordinates itself over gloo; no measured operation uses this group.
+    # This program exchanges its own data over gloo; no measured operation uses this group.
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     patience = timedelta(seconds=args.timeout)
     names = {"sagellm": "sagellm", THEIRS: THEIRS, CONTROL: THEIRS}

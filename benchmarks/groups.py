@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """The cost of one more process group of the same ranks: time, descriptors, address space, memory.
 
-Backends take turns (A B A B) in the same processes; every group stays until the end. Times are those of the slowest
-rank, for making the group alone and with one operation, because a backend may defer work until then. `--first`
-makes the first group of fresh processes instead and times each step of it.
+Backends take turns (A B A B) in the same processes, and every group exists until the end. Times are those of the
+slowest rank, for creating the group, and for creating it and running one operation, because a backend may defer work
+until then. `--first` instead creates the first group of fresh processes and measures each step of it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EXAMPLES = """examples:
 
 
 def cost_now() -> torch.Tensor:
-    """Figures of this process: open descriptors, bytes of addresses, resident bytes (its share of shared memory)."""
+    """Figures of this process: open descriptors, bytes of addresses, resident bytes (with shared memory in part)."""
     address_space = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     proportional = re.search(r"^Pss:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)
     resident = int(proportional.group(1)) * 1024 if proportional else 0
@@ -40,14 +40,14 @@ def cost_now() -> torch.Tensor:
 
 
 def measure(groups: int, backends: list[str], elements: int) -> None:
-    """One rank; rank 0 prints the table. The first operation of each group has so many elements."""
+    """Runs one rank; rank 0 prints the table. The first operation of each group has `elements` elements."""
     dist.init_process_group(backends[0], timeout=timedelta(seconds=60))
     rank, ranks = dist.get_rank(), dist.get_world_size()
     report = dist.new_group(backend="gloo")
     times: dict[str, list[float]] = {backend: [] for backend in backends}
     used: dict[str, list[float]] = {backend: [] for backend in backends}
     costs: dict[str, torch.Tensor] = {backend: torch.zeros(3, dtype=torch.int64) for backend in backends}
-    payload = torch.ones(elements).zero_()  # made before, so that it is no memory of a group
+    payload = torch.ones(elements).zero_()  # allocated before, so it is not counted as memory of a group
     for turn in range(groups + 1):
         for backend in backends:
             before = cost_now()
@@ -59,7 +59,7 @@ def measure(groups: int, backends: list[str], elements: int) -> None:
             slowest = torch.tensor([made - start, time.perf_counter() - start], dtype=torch.float64) * 1e6
             cost = cost_now() - before
             dist.all_reduce(slowest, dist.ReduceOp.MAX, group=report)
-            if turn > 0:  # the first one includes the one-time loading of a backend
+            if turn > 0:  # the first turn includes the one-time loading of a backend
                 times[backend].append(slowest[0].item())
                 used[backend].append(slowest[1].item())
                 costs[backend] += cost
@@ -82,7 +82,7 @@ def measure(groups: int, backends: list[str], elements: int) -> None:
 
 
 def first(backend: str) -> None:
-    """One rank's first group; rank 0 prints the parts. Interpreter and torch are loaded already."""
+    """Creates one rank's first group; rank 0 prints the steps. The interpreter and torch are already loaded."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     parts: dict[str, tuple[float, float]] = {}

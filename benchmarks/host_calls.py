@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Host cost of a call with a device tensor, counted on the simulators: allocations and formatted texts per call.
 
-Counts do not depend on how busy the machine is, and they need no device. One rank; the simulators' own allocations are
-left out, those of torch and c10d are in, so the difference of two builds is what matters.
+Counts do not depend on the load of the machine, and they need no device. There is one rank. The simulators' own
+allocations are not counted, but those of torch and c10d are, so the difference between two builds is the relevant
+figure.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 HERE = Path(__file__).resolve().parent
 CALLS = 200
-#: Libraries whose allocations no real device makes on the host.
+#: Prefixes of libraries whose allocations are not counted, because no real device makes them on the host.
 LEFT_OUT = ("libsagellm_sim_", "simdevice-")
 
 
 def hook() -> Path:
-    """The counting library, built where needed."""
+    """The path of the counting library, which is built if needed."""
     source = HERE / "measure/counted.cpp"
     library = ROOT / "build/tests/counted.so"
     library.parent.mkdir(parents=True, exist_ok=True)
@@ -35,7 +36,7 @@ def hook() -> Path:
 
 
 def count() -> dict[str, dict[str, float]]:
-    """Runs in the process with the hook: counts by case."""
+    """Runs in the process with the counting library; returns the counts by case."""
     sys.path += [str(ROOT / "tests/py"), str(ROOT / "tests/py/device")]
     import simdevice
     import torch
@@ -101,7 +102,7 @@ def main() -> int:
     import simulated
 
     simdevice.library_path()
-    # The environment may name another variant of the library.
+    # Variables in the environment have priority, so that they can select another variant of the library.
     environment = simulated.environment("nccl", simulated.builder().build()) | dict(os.environ)
     environment["LD_PRELOAD"] = str(hook())
     words = [sys.executable, __file__, "--counting"]

@@ -2,8 +2,8 @@
 """Compare groups over several hosts: this backend, gloo, a second gloo as the control, and gloo as the delegate.
 
 Hosts are network namespaces of this machine. Each layout (hosts x ranks) is run over each link; within a run the groups
-of the same processes take turns. Each rank writes its tensor before each call, as a program does; a sample
-is the time of the slowest rank's call. Needs root and the programs `ip` and `tc`.
+of the same processes take turns. Each rank writes its tensor before each call, as a program does. A sample is the time
+of the slowest rank's call. It needs root and the programs `ip` and `tc`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ EXAMPLES = """examples:
   python benchmarks/hosts.py --all --limit 36000                 every layout, link, operation and size: hours
   python benchmarks/hosts.py --layouts 4x1 --links none --backends 'sagellm,sagellm:*:64KiB-=ring,gloo'
 """
-#: What is run where neither layouts nor links are given.
+#: The layouts and links that are run if none are given.
 DEFAULT = (("2x1", "none"), ("2x2", "none"), ("4x1", "none"), ("2x1", "1ms"), ("2x2", "1ms"), ("2x1", "1gbit"))
 LAYOUTS = [f"{hosts}x{ranks}" for hosts in (2, 3, 4, 8) for ranks in (1, 2, 4)]
 LINKS = ["none", "10gbit", "1gbit", "0.05ms", "0.2ms", "1ms"]
@@ -47,7 +47,7 @@ SIZES = "8,64KiB,1MiB,16MiB"
 ALL_SIZES = "8,512,4KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 BACKENDS = "sagellm,gloo,gloo,sagellm:delegate"
 OURS, GLOO, CONTROL = "sagellm", "gloo", "gloo #2"
-#: Seconds for the start of the ranks of a run, and of their groups; a guess that only shares out the limit.
+#: Estimated seconds for starting a run's ranks and their groups; used only to divide the time limit.
 START = 12
 Result = dict[str, Any]
 
@@ -56,8 +56,10 @@ Result = dict[str, Any]
 
 
 def samples(case: Case, backend: collectives.Backend, count: int) -> tuple[list[float], float]:
-    """The microseconds of this rank's calls, each after it has written its tensor; none where it takes no part. And the
-    processor time of all its threads for a call, with the writing."""
+    """Times of this rank's calls in microseconds, each after it has written its tensor; empty if it takes no part.
+
+    The second result is the processor time of all its threads for one call, including the writing of the tensor.
+    """
     calls = case.calls(backend.group)
     dist.barrier(group=backend.group)
     taken, used = [], time.process_time()
@@ -68,19 +70,19 @@ def samples(case: Case, backend: collectives.Backend, count: int) -> tuple[list[
         taken.append((time.perf_counter_ns() - begin) / 1e3)
     used = time.process_time() - used
     if case.op == "ping_pong":
-        dist.barrier()  # the onlookers wait here
+        dist.barrier()  # ranks that take no part wait here
     return taken, used * 1e6 / count
 
 
 def fitting(case: Case, taken: list[float], seconds: float) -> int:
-    """The number of calls that fit into a round, by the slowest rank."""
+    """The number of calls that fit in a round, by the slowest rank."""
     needed = torch.tensor([percentile(taken, 0.5) / 1e6 if case.takes_part() else 0.0], dtype=torch.float64)
     dist.all_reduce(needed, op=dist.ReduceOp.MAX)
     return max(2, min(collectives.MOST_SAMPLES, int(seconds / max(needed.item(), 1e-7))))
 
 
 def measure(case: Case, backends: list[collectives.Backend], args: argparse.Namespace, seconds: float) -> Result:
-    """One operation at one size on all backends in turns, in about `seconds`."""
+    """Measures one operation at one size on all backends in turns, in about `seconds`."""
     begin = time.monotonic()
     failed: dict[str, str] = {}
     counts: dict[str, int] = {}
@@ -115,7 +117,7 @@ def measure(case: Case, backends: list[collectives.Backend], args: argparse.Name
 
 
 def run_rank(args: argparse.Namespace) -> int:
-    """All cases of one layout and link on one rank; rank 0 writes the results."""
+    """Runs all cases of one layout and link on one rank; rank 0 writes the results."""
     dist.init_process_group("gloo", timeout=collectives.timedelta(seconds=args.timeout))
     torch.set_num_threads(1)
     backends = collectives.open_backends(args)
@@ -143,13 +145,16 @@ def run_rank(args: argparse.Namespace) -> int:
 
 
 def ratios(result: Result, label: str) -> tuple[float, float] | None:
-    """gloo's p10 over that of this backend, and its median over the other's; above 1 the backend is faster."""
+    """gloo's p10 over this backend's p10, and gloo's median over this backend's; above 1 this backend is faster."""
     theirs, own = result["times"].get(GLOO, {}), result["times"].get(label, {})
     return (theirs["p10"] / own["p10"], theirs["median"] / own["median"]) if "p10" in theirs and "p10" in own else None
 
 
 def processor(result: Result, label: str) -> str:
-    """gloo's processor time of a call over the other's, of all ranks: less disturbed by other programs than time."""
+    """gloo's processor time of a call over this backend's, of all ranks.
+
+    Other programs disturb it less than the time.
+    """
     theirs, own = result["times"].get(GLOO, {}), result["times"].get(label, {})
     return f"{theirs['processor'] / max(own['processor'], 1e-3):.2f}" if "p10" in theirs and "p10" in own else "-"
 
@@ -180,7 +185,7 @@ def lost(runs: list[Result], label: str) -> list[tuple[float, str]]:
 
 
 def markdown(whole: Result) -> str:
-    """All runs: times, and gloo's time over each of the others', by p10 and, in brackets, by the median."""
+    """All runs: times, and gloo's time over each other backend's, by p10 and, in brackets, by the median."""
     machine = whole["machine"]
     parts = [
         f"{machine['cpu']}, {machine['cores']} cores, {whole['date']}. gloo's time over that of the other: 10th "
@@ -210,7 +215,7 @@ def markdown(whole: Result) -> str:
 
 
 def plot(whole: Result, path: Path) -> str | None:
-    """Draws gloo's p10 over ours by size, a picture for each run; why not, if it cannot."""
+    """Draws gloo's p10 over ours by size, a picture for each run; returns the reason if it cannot."""
     try:
         import matplotlib
 
@@ -259,14 +264,14 @@ def write(whole: Result, folder: Path) -> None:
 
 
 def missing() -> str:
-    """What this machine lacks for the measurement; empty where it lacks nothing."""
+    """What this machine lacks for the measurement; empty if it lacks nothing."""
     lacking = ["root (run it with sudo)"] if os.geteuid() != 0 else []
     lacking += [f"the program `{name}` (package iproute2)" for name in ("ip", "tc") if shutil.which(name) is None]
     return ", ".join(lacking)
 
 
 def link_of(name: str) -> tuple[str, float]:
-    """Rate and delay in milliseconds of a link's name."""
+    """Rate, and delay in milliseconds, of a link's name."""
     if name == "none":
         return "", 0.0
     delay = re.fullmatch(r"([\d.]+)ms", name)
@@ -274,7 +279,7 @@ def link_of(name: str) -> tuple[str, float]:
 
 
 def run_layout(args: argparse.Namespace, layout: str, link: str, limit: float) -> tuple[int, Result | None]:
-    """Starts the ranks of one layout over one link; the exit code, and the results where they came."""
+    """Starts the ranks of one layout over one link; returns the exit code, and the results if there are any."""
     import net
 
     hosts, per_host = map(int, layout.split("x"))
@@ -293,7 +298,7 @@ def run_layout(args: argparse.Namespace, layout: str, link: str, limit: float) -
 
 
 def spawn(args: argparse.Namespace, plan: list[tuple[str, str]]) -> int:
-    """Every layout and link of the plan, one after the other."""
+    """Runs every layout and link of the plan, one after the other."""
     if lacking := missing():
         print(f"hosts cannot be simulated here, because this is missing: {lacking}", file=sys.stderr)
         return 1
@@ -346,7 +351,7 @@ def parse_args() -> argparse.Namespace:
     )
     add("--part", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    args.control, args.floor, args.device = False, False, "cpu"  # of `collectives`
+    args.control, args.floor, args.device = False, False, "cpu"  # needed by `collectives`
     args.sizes = args.sizes or (ALL_SIZES if args.all else SIZES)
     for layout in (args.layouts or "").split(",") if args.layouts else []:
         if re.fullmatch(r"[1-9]\d*x[1-9]\d*", layout) is None:
@@ -357,7 +362,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def planned(args: argparse.Namespace) -> list[tuple[str, str]]:
-    """The layouts and links of a call."""
+    """The layouts and links that the arguments select."""
     if not (args.layouts or args.links or args.all):
         return list(DEFAULT)
     layouts = args.layouts.split(",") if args.layouts else LAYOUTS if args.all else ["2x1"]

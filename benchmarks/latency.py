@@ -1,6 +1,6 @@
-"""Draws docs/latency.svg from runs: the time of an all_reduce over its size, here, over gloo, and in torch alone.
+"""Draws docs/latency.svg from runs: the time of an all_reduce over its size, for ours, gloo, and torch alone.
 
-`update_docs.py` calls it. The picture has the colours of the reader's light or dark page.
+`update_docs.py` calls it. The picture adapts its colours to the reader's light or dark page.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 Run = dict[str, Any]
-#: What is drawn, in which quantile: gloo's good case beside our usual one, as in the tables.
+#: The lines and their quantiles: gloo's good case and our usual one, as in the tables.
 LINES = (
     ("gloo", "p10", "gloo, 10th percentile"),
     ("sagellm", "median", "sagellm, median"),
@@ -37,7 +37,7 @@ WIDTH, HEIGHT, LEFT, TOP, GAP = 280, 230, 56, 58, 70
 
 
 def panel(run: Run, left: float, title: str) -> list[str]:
-    """One machine: both axes are logarithmic."""
+    """Draws one machine; both axes are logarithmic."""
     rows = [row for row in run["results"] if row["op"] == "all_reduce"]
 
     def x(size: float) -> float:
@@ -60,7 +60,7 @@ def panel(run: Run, left: float, title: str) -> list[str]:
 
 
 def picture(runs: list[tuple[Run, str]]) -> str:
-    """An SVG with a panel for each run and its title."""
+    """An SVG with a titled panel for each run."""
     width, height = LEFT + len(runs) * (WIDTH + GAP), TOP + HEIGHT + 34
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{STYLE}</style>']

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Draws when layers compute and when their sums travel: in turn, and with ``torch_sagellm.OverlapScheduler``.
+"""Draws when layers compute and when their sums are in flight: in turn, and with ``torch_sagellm.OverlapScheduler``.
 
-Two ranks on two hosts, which are network namespaces with a link of a chosen speed between them (needs root); without
-`--rate` two ranks on this host. Both ways run in turns, three times after a warm-up; the run whose time is the median
-of its way is drawn, and the picture says if the machine had other work as well. Communication is taken from the trace
-that ``torch_sagellm.write_trace`` writes, computation is timed around the layers.
+There are two ranks on two hosts, which are network namespaces with a link of a chosen speed between them (needs root),
+or without `--rate` two ranks on this host. Both ways run in turns, three times after a warm-up. The picture shows the
+run with the median time of each way, and says if the machine was busy. Communication times are from the trace that
+``torch_sagellm.write_trace`` writes; computation is measured around the layers.
 
     python benchmarks/overlap.py --rate 50mbit --into docs/overlap.svg
 """
@@ -31,12 +31,15 @@ from torch import nn
 import torch_sagellm
 
 LAYERS, WIDTH, ROWS, TURNS = 6, 512, 512, 3
-#: What a rank did, from when to when, in milliseconds since the start of the turn.
+#: What a rank did, its begin and its end, in milliseconds since the start of the turn.
 Span = tuple[str, float, float]
 
 
 def turn(overlapped: bool, layers: list[nn.Sequential], inputs: torch.Tensor) -> tuple[list[Span], float, float]:
-    """One pass over the layers; what was computed when, and when the turn began and ended, on the clock of traces."""
+    """One pass over the layers.
+
+    Returns the spans of computation, and begin and end of the turn on the traces' clock.
+    """
     comm = torch_sagellm.create_comm_backend()
     scheduler = torch_sagellm.OverlapScheduler(comm)
     dist.barrier()
@@ -57,7 +60,7 @@ def turn(overlapped: bool, layers: list[nn.Sequential], inputs: torch.Tensor) ->
 
 
 def communication(began: float, ended: float) -> list[Span]:
-    """The all_reduces of that time, from this rank's trace."""
+    """The all_reduces between the two times, from this rank's trace."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         torch_sagellm.write_trace(path)
@@ -68,7 +71,7 @@ def communication(began: float, ended: float) -> list[Span]:
 
 
 def measure(into: Path, where: str) -> None:
-    """One rank; rank 0 draws its own spans."""
+    """Runs one rank; rank 0 draws its own spans."""
     torch.set_num_threads(1)
     busy = os.getloadavg()[0] > machine.usable_cores()
     dist.init_process_group("sagellm")
@@ -79,7 +82,7 @@ def measure(into: Path, where: str) -> None:
     for number in range(TURNS + 1):
         for overlapped in runs:
             spans, began, ended = turn(overlapped, layers, inputs)
-            if number:  # the first one warms up
+            if number:  # the first turn is a warm-up
                 runs[overlapped].append((ended - began, spans + communication(began, ended)))
     if dist.get_rank() == 0:
         drawn = {overlapped: sorted(of)[len(of) // 2] for overlapped, of in runs.items()}
@@ -98,7 +101,7 @@ def measure(into: Path, where: str) -> None:
 
 
 def in_lanes(spans: list[Span]) -> list[int]:
-    """For each span, given in the order of their starts, the first lane that is free then."""
+    """For each span, in the order of their starts: the first lane that is free at its start."""
     free: list[float] = []
     lanes = []
     for _, begin, end in spans:
@@ -126,7 +129,7 @@ def picture(in_turn: tuple[float, list[Span]], overlapped: tuple[float, list[Spa
             text(left - 8, y + row - 8, kind, "end")
             parts.append(f'<rect x="{left}" y="{y}" width="{width}" height="{row}" fill="#f0f0f0"/>')
             mine = sorted((span for span in spans if span[0] == kind), key=lambda span: span[1])
-            # Operations that are under way together stand below each other.
+            # Operations that are in flight at the same time are drawn below each other.
             lanes = in_lanes(mine)
             thick = row / (max(lanes, default=0) + 1)
             for (_, begin, end), lane in zip(mine, lanes, strict=True):
@@ -141,7 +144,7 @@ def picture(in_turn: tuple[float, list[Span]], overlapped: tuple[float, list[Spa
             f'<line x1="{end_of:.1f}" x2="{end_of:.1f}" y1="{top - 3}" y2="{top + 2 * row + 9}" stroke="#333"/>'
         )
         top += 2 * row + 48
-    for line in textwrap.wrap(note, 105):  # what fits between the margins at this size
+    for line in textwrap.wrap(note, 105):  # the number of characters that fit between the margins
         text(left, top - 18, line, size=11)
         top += 14
     whole, high = left + width + 20, top

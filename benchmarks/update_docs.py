@@ -3,8 +3,8 @@
 
 python benchmarks/update_docs.py
 
-Each table replaces what stands between `<!-- table: NAME -->` and `<!-- end -->`. The table of the goals reads every
-run. The others show the newest run of each machine that answers their question: after a new run, change its name below.
+Each table replaces the text between `<!-- table: NAME -->` and `<!-- end -->`. The table of the goals reads every run.
+The other tables show the newest run of each machine for their question: after a new run, change its name below.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ HOSTS = [
     f"{EPYC}/hosts-00001111-1ms-series", f"{EPYC}/hosts-00001111-1ms", f"{XEON}/hosts-00001111-1ms",
     f"{EPYC}/hosts-0011-1gbit", f"{EPYC}/hosts-0101-1gbit",
 ]  # fmt: skip
-#: Not one run of the ranks, as the others, but many starts of them.
+#: Unlike the others, this is not one run of the ranks but many starts of them.
 BUSY = "2026-11-25-amd-epyc-2c/busy"
 LEADERS = [f"{EPYC}/columns-0011-10gbit-direct", f"{EPYC}/columns-0011-1gbit-direct"]
 
 KiB, MiB = 1 << 10, 1 << 20
-# (each rank's host or the number of ranks, link, operation, bytes): how many times faster, by the median, and than
-# which backend.
+# The case (each rank's host or the number of ranks, link, operation, bytes): how many times as fast it must be, by the
+# median, and the backend to compare with.
 GOALS: dict[tuple[str, str, str, int], tuple[float, str]] = {
     ("2", "", "all_reduce", 8): (30, "gloo"),
     ("2", "", "all_reduce", 4 * KiB): (30, "gloo"),
@@ -76,13 +76,13 @@ Table = list[list[str]]
 
 
 def load(name: str) -> Run:
-    """One run, by its folder and name."""
+    """Loads one run by its folder and name."""
     run: Run = json.loads((RUNS / f"{name}.json").read_text())
     return run
 
 
 def ranks_of(layout: str) -> str:
-    """The ranks and hosts of a layout in words: "0,0,1,1" is 2 hosts x 2 ranks."""
+    """The ranks and hosts of a layout as text: "0,0,1,1" is 2 hosts x 2 ranks."""
     if "," not in layout:
         return f"{layout} ranks"
     hosts = layout.split(",")
@@ -109,12 +109,12 @@ def size_of(row: Run) -> str:
 
 
 def median(row: Run, label: str) -> str:
-    """A backend's median; "-" where it was not measured."""
+    """A backend's median; "-" if it was not measured."""
     return format_time(row["times"][label]["median"]) if label in row["times"] else "-"
 
 
 def control_of(row: Run) -> float | None:
-    """The p10 of two equal gloo groups, one over the other: the noise of the row."""
+    """The ratio of the p10s of two equal gloo groups: the noise of the row."""
     return next((ratio[1] for label, ratio in report.speedups(row).items() if report.is_control(label)), None)
 
 
@@ -124,7 +124,7 @@ def control(row: Run) -> str:
 
 
 def noted(ratio: float, row: Run, *, control: bool, others: Iterable[str] = ()) -> str:
-    """A ratio, and the control of its row where that is far from 1."""
+    """A ratio, followed by the control of its row if the control is far from 1."""
     noise = control_of(row) if control else None
     notes = [*others, *([f"A/A {noise:.2f}"] if noise is not None and not 0.8 <= noise <= 1.25 else [])]
     return format_ratio(ratio) + (f" ({', '.join(notes)})" if notes else "")
@@ -173,7 +173,7 @@ def collectives(runs: list[Run]) -> Table:
                 continue
             cells = {}
             for row in (r for r in run["results"] if r["op"] == op):
-                # A barrier has no bytes, and an all_gather of four ranks begins at 16.
+                # A barrier has no bytes, and the smallest all_gather of four ranks has 16.
                 column = row["size"] if row["size"] > 16 else 8
                 cells[column] = f"{median(row, OURS)}, {noted(report.speedups(row)[OURS][0], row, control=True)}"
             table.append([str(run["ranks"]), op, *(cells.get(size, "-") for size in sizes)])
@@ -181,7 +181,7 @@ def collectives(runs: list[Run]) -> Table:
 
 
 def close(runs: list[Run]) -> Table:
-    """all_reduce and barrier with what bounds them and how noisy they were."""
+    """all_reduce and barrier, with the times that bound them and their noise."""
     head = ["ranks", "machine", "operation", "size", "sagellm median (p10, p99)", "no-op median", "gloo p10"]
     table = [[*head, "gloo p10 / median", "gloo p10 / p10", "A/A"]]
     for run in runs:
@@ -198,7 +198,7 @@ def close(runs: list[Run]) -> Table:
 
 
 def fusion(runs: list[Run]) -> Table:
-    """Many small operations, fused and not."""
+    """Many small operations, fused and not fused."""
     head = ["ranks", "machine", "operation", "sagellm median (p10, p99)", "not fused, median", "no-op median"]
     table = [[*head, "gloo p10", "not fused / fused", "gloo p10 / median"]]
     for run in runs:
@@ -232,7 +232,7 @@ def hosts(runs: list[Run]) -> Table:
 
 
 def leaders(runs: list[Run]) -> Table:
-    """Large operations by all ranks of a host, by a second such group, and by one leader a host."""
+    """Large operations by all ranks of a host, by a second such group, and by one leader for each host."""
     head = ["operation", "link", "all ranks", "all ranks, second group", "one leader a host", "gloo p10"]
     table = [[*head, "one leader / all ranks", "second group / first"]]
     for run in runs:
@@ -249,7 +249,7 @@ def leaders(runs: list[Run]) -> Table:
 
 
 def busy_cores(runs: list[Run]) -> Table:
-    """gloo's time over ours beside numbers of computing processes: of the median start and of the worst one."""
+    """gloo's time over ours beside numbers of computing processes: in the median start and in the worst one."""
     (run,) = runs
     levels = run["runs"]
     table = [["operation", "size", *(f"beside {beside}" if beside != "0" else "alone" for beside in levels)]]
@@ -276,7 +276,7 @@ def markdown(table: Iterable[list[str]]) -> str:
 
 
 def filled(page: str) -> str:
-    """The page with each of its tables written anew."""
+    """The page with each of its tables replaced."""
     every = [str(path.relative_to(RUNS).with_suffix("")) for path in sorted(RUNS.glob("*/*.json"))]
     every.remove(BUSY)
     for name, (write, names) in TABLES.items():

@@ -17,7 +17,10 @@ ROWS: list[Row] = [
 
 
 def by_name(names: str) -> list[Row]:
-    """The rows of the features in a list with commas; all of them where it is empty. ValueError for an unknown one."""
+    """The rows of the features in a comma-separated list.
+
+    All rows if it is empty. An unknown feature is a ValueError.
+    """
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     known = {row.name for row in ROWS}
     unknown = [name for name in wanted if name not in known]

@@ -1,4 +1,4 @@
-"""Sums in fewer bytes against a plain all_reduce, on one host and over links of some rates."""
+"""Sums in fewer bytes, compared with a plain all_reduce, on one host and over links of several rates."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def sums(how: str) -> Callable[[], Made]:
 
 
 def encode_and_decode(how: str) -> Callable[[], Made]:
-    """What a format costs each rank by itself: of its numbers into bytes and back."""
+    """The cost of a format itself on each rank: converting its numbers to bytes and back."""
 
     def make() -> Made:
         flat, back = torch.randn(1 << 20), torch.empty(1 << 20)
@@ -53,7 +53,7 @@ def encode_and_decode(how: str) -> Callable[[], Made]:
 
 
 PLACES = [HERE, *(Place(4, 2, rate=rate) for rate in ("1gbit", "300mbit", "100mbit"))]
-#: On one host a format cannot pay; the goal says what it must not cost, and "auto" costs nothing anywhere.
+#: On one host a format cannot gain, so the goal limits its cost. "auto" should cost nothing anywhere.
 ROWS = [
     Row("compress", f"{how}, 4 MiB", "plain all_reduce", place, 1.05 if how == "auto" else 1.0, sums(how))
     for place in PLACES

@@ -1,4 +1,4 @@
-"""Fusion of asynchronous calls that follow each other against the same calls in a group without fusion."""
+"""Fusion of consecutive asynchronous calls, compared with the same calls in a group without fusion."""
 
 from __future__ import annotations
 

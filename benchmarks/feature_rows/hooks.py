@@ -1,4 +1,4 @@
-"""PowerSGDHook against torch's own hook, which serves models of one bucket: steps of DistributedDataParallel."""
+"""PowerSGDHook, compared with torch's own hook for models of one bucket: steps of DistributedDataParallel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rings, token exchange, tensor-parallel layers and group managers against the same written with torch alone."""
+"""Rings, token exchange, tensor-parallel layers and group managers, compared with the same written in torch alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from feature_rows.row import HERE, HERE_4, Made, Row, nothing
 
 
 def attended(query: Tensor, key: Tensor, value: Tensor, total: Tensor, weight: Tensor) -> None:
-    """Adds one block of keys and values to a softmax whose largest score is known to be small."""
+    """Adds one block of keys and values to a softmax; the largest score is known to be small."""
     scores = (query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5).exp()
     total += scores @ value
     weight += scores.sum(-1, keepdim=True)
@@ -81,7 +81,7 @@ def tokens_for_heads(tokens: int, heads: int = 16, width: int = 64) -> Callable[
 
 
 def linear(mode: str, rows: int, width: int = 512) -> Callable[[], Made]:
-    """Forward and backward of one layer, against torch's style of the same kind, which is made of DTensors."""
+    """Forward and backward pass of one layer, compared with torch's style of the same kind, which uses DTensors."""
 
     def make() -> Made:
         torch.manual_seed(0)
@@ -115,7 +115,7 @@ def linear(mode: str, rows: int, width: int = 512) -> Callable[[], Made]:
 
 
 def groups() -> Made:
-    """Groups of a 2 x 2 layout: made, used once, ended."""
+    """Groups of a 2 x 2 layout are created, used once, and destroyed."""
 
     def used(mine: list[dist.ProcessGroup]) -> list[float]:
         sums = []

@@ -1,4 +1,4 @@
-"""Mixture of experts: dispatch and combine against the two bare all_to_alls of as many rows."""
+"""Mixture of experts: dispatch and combine, compared with two bare all_to_alls of the same number of rows."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def flat_and_two_steps(tokens: int) -> Callable[[], Made]:
 
 
 def overlapped(tokens: int) -> Callable[[], Made]:
-    """Four micro-batches: the next one's rows travel while the experts of this one compute, or in turn."""
+    """Four micro-batches: the next one's rows are in flight while experts compute, compared with in turn."""
 
     def make() -> Made:
         ranks = dist.get_world_size()

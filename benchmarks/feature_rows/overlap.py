@@ -1,4 +1,4 @@
-"""OverlapScheduler: a step of layers against the same step whose all_reduces are waited for at once."""
+"""OverlapScheduler: a step of layers, compared with the same step that waits for each all_reduce at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LAYERS = 4
 
 
 def steps(size: int, compute: Callable[[], object], scheduled: bool) -> Callable[[], Made]:
-    """The scheduler after its calibration; ``scheduled`` False: always overlapping, as without ``step()``."""
+    """The scheduler after its calibration; with ``scheduled`` False it always overlaps, as without ``step()``."""
 
     def make() -> Made:
         torch.manual_seed(dist.get_rank())
@@ -54,7 +54,7 @@ def steps(size: int, compute: Callable[[], object], scheduled: bool) -> Callable
 
 
 def idle() -> None:
-    """Computation that leaves the cores free, as on an accelerator."""
+    """A computation that leaves the cores free, as on an accelerator."""
     time.sleep(0.01)
 
 

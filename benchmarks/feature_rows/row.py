@@ -1,11 +1,12 @@
-"""What a row of the table is, and where it is measured."""
+"""Defines a row of the table, and the place in which it is measured."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-#: A feature's call, the other's, and what ends both; made in every rank, where both have been compared once.
+#: The feature's call, the compared call, and a function that releases what they use. Every rank creates them, and
+#: compares their results once.
 Made = tuple[Callable[[], object], Callable[[], object], Callable[[], object]]
 
 
@@ -34,15 +35,15 @@ class Row:
     case: str
     against: str
     place: Place
-    #: The largest time of the feature over the other's that is good enough.
+    #: The largest ratio of the feature's time to the compared time that is good enough.
     goal: float
     make: Callable[[], Made]
-    #: Samples at least.
+    #: The smallest number of samples.
     least: int = 5
 
 
 def nothing() -> None:
-    """The end of a row that leaves nothing behind."""
+    """The third function of a row that has nothing to release."""
 
 
 HERE = Place(2)

@@ -1,4 +1,4 @@
-"""Lists of tensors from rank to rank against one message with as many bytes."""
+"""Lists of tensors from rank to rank, compared with one message of the same number of bytes."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Shared by the benchmark programs: pure statistics, the cases, the report."""
+"""Modules that the benchmark programs share: pure statistics, the cases, the report."""

@@ -1,7 +1,7 @@
 """The operations that are measured: how each is called, and its expected result.
 
-A case owns the buffers of one operation at one size. Timed calls work on zeros, so that sums in place stay finite for
-any number of repetitions; checks fill the same buffers with values that differ by rank and place first.
+A case owns the buffers of one operation at one size. Timed calls use zeros, so that sums in place stay finite for any
+number of repetitions. Checks first fill the same buffers with values that differ by rank and index.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ OPS = (
     "region_x1000",
     "barrier",
 )
-# Operations in flight at once: asynchronous calls one by one, one call of fused_all_reduce for a list, and calls within
-# torch's coalescing manager. The tensors of `fused` are slices of one, which are contiguous and need no packing;
-# those of `apart` were allocated one by one, with others between them, as a program's gradients are.
+# Many operations in flight at once: asynchronous calls one by one, one call of fused_all_reduce for a list, and calls
+# within torch's coalescing manager. The tensors of `fused` are slices of one tensor, which are contiguous and need no
+# packing. The tensors of `apart` were allocated one by one with other allocations between them, like a program's
+# gradients.
 BURSTS = {"all_reduce_x10": 10, "all_reduce_x1000": 1000}
 APART = {"apart_x10": 10, "apart_x1000": 1000}
 LISTS = {"fused_x10": 10, "fused_x1000": 1000} | APART
 REGIONS = {"region_x10": 10, "region_x1000": 1000}
 MANY = BURSTS | LISTS | REGIONS
-# Measured at one size only: a barrier has none, and many operations in flight are about small ones.
+# Measured at one size only: a barrier has no size, and many operations in flight are measured with small ones.
 FIXED_SIZE = {"barrier": 0} | dict.fromkeys(MANY, 2048)
 ROOT = 0
 PERIOD = 13
@@ -61,34 +62,35 @@ def _base(count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def pattern(count: int, rank: int, salt: int, dtype: torch.dtype) -> torch.Tensor:
-    """A rank's contribution to a check: small whole numbers, so that sums are exact in every dtype. Read only."""
+    """A rank's input in a check: small whole numbers, so that sums are exact in every dtype. It must not be written."""
     return _base(count, dtype)[(5 * rank + salt) % PERIOD :][:count]
 
 
 class Case:
     """One operation at one size on this rank, over several sets of buffers that are used in turn.
 
-    Groups may use another form of the operation: in `MANY` the forms of one number share their buffers.
+    Groups may use another form of the operation: the forms in `MANY` with the same number of operations share their
+    buffers.
     """
 
     def __init__(
         self, op: str, size: int, dtype: torch.dtype, sets: int, device: str = "cpu", partner: int = 1
     ) -> None:
-        self.partner = partner  # of rank 0 in ping_pong
+        self.partner = partner  # rank 0's partner in ping_pong
         self.op, self.dtype, self.device = op, dtype, device
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         item = torch.empty(0, dtype=dtype).element_size()
         split = op in {"all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "gather", "scatter"}
         parts = self.ranks if split else 1
-        # The whole tensor, as nccl-tests counts it: the gathered output, the scattered input. Rounded up to one
-        # element per rank.
+        # The size of the whole tensor, as nccl-tests counts it: the gathered output, the scattered input. Rounded up to
+        # one element per rank.
         self.part = 0 if op == "barrier" else max(1, size // item // parts)
         self.size = self.part * parts * item
         self.inputs: list[torch.Tensor] = []
         self.outputs: list[torch.Tensor] = []
         for _ in range(max(1, sets)):
             counts = self._counts()
-            # Written, so that the pages are present.
+            # Write the tensors, so that their pages are present.
             self.inputs.append(torch.ones(counts[0], dtype=dtype, device=device).zero_())
             self.outputs.append(torch.ones(counts[1], dtype=dtype, device=device).zero_())
         self._separate: dict[int, list[torch.Tensor]] = {}
@@ -105,7 +107,7 @@ class Case:
         return self._separate[i]
 
     def _counts(self) -> tuple[int, int]:
-        """Elements of input and output."""
+        """The number of elements of input and output."""
         whole = self.part * self.ranks
         at_root = whole if self.rank == ROOT else 0
         return {
@@ -117,11 +119,11 @@ class Case:
         }.get(self.op, (self.part * MANY.get(self.op, 1), 0))
 
     def takes_part(self) -> bool:
-        """Whether this rank runs the operation at all; ping-pong needs only two."""
+        """Whether this rank takes part in the operation; ping-pong needs only two ranks."""
         return self.op != "ping_pong" or self.rank in {0, self.partner}
 
     def calls(self, group: dist.ProcessGroup, form: str = "") -> list[Callable[[], object]]:
-        """One call per set of buffers; everything but the operation is done here, outside the timing."""
+        """One call for each set of buffers. Everything except the operation is done here, outside the measured time."""
         return [self._call(group, i, form or self.op) for i in range(len(self.inputs))]
 
     def _call(self, group: dist.ProcessGroup, i: int, op: str) -> Callable[[], object]:
@@ -154,7 +156,7 @@ class Case:
             pieces = x.split(self.part)
             return lambda: region(pieces, group)
         if op in LISTS:
-            from torch_sagellm import fused_all_reduce  # serves groups of other backends, too
+            from torch_sagellm import fused_all_reduce  # it also serves groups of other backends
 
             listed = self._apart(i) if op in APART else list(x.split(self.part))
             return lambda: fused_all_reduce(listed, group=group)
@@ -163,7 +165,7 @@ class Case:
         raise ValueError(f"unknown operation {op!r}; known: {', '.join(OPS)}")
 
     def check(self, group: dist.ProcessGroup, turn: int, form: str = "") -> str | None:
-        """Runs the operation once on known values; returns the error, or None. Leaves zeros."""
+        """Runs the operation once on known values; returns the error or None. Then sets the buffers to zero."""
         i = turn % len(self.inputs)
         x, y = self.inputs[i], self.outputs[i]
         x.copy_(pattern(x.numel(), self.rank, turn, self.dtype))
@@ -191,7 +193,7 @@ class Case:
         return bool(self.outputs[0].numel()) and self.op not in {"all_reduce", "broadcast", "reduce", "ping_pong"}
 
     def _wanted(self, turn: int) -> torch.Tensor | None:
-        """The expected result on this rank; None where this rank gets none."""
+        """The expected result on this rank; None if this rank has no result."""
 
         def sent(rank: int, count: int) -> torch.Tensor:
             return pattern(count, rank, turn, self.dtype)
@@ -225,14 +227,14 @@ def total(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def burst(parts: tuple[torch.Tensor, ...], group: dist.ProcessGroup) -> None:
-    """Many operations in flight at once, as a program with many small gradients has them."""
+    """Many operations in flight at once, like in a program with many small gradients."""
     works = [dist.all_reduce(part, group=group, async_op=True) for part in parts]
     for work in works:
         work.wait()
 
 
 def region(parts: tuple[torch.Tensor, ...], group: dist.ProcessGroup) -> None:
-    """The same, within torch's coalescing manager."""
+    """The same calls within torch's coalescing manager."""
     with dist._coalescing_manager(group=group):
         for part in parts:
             dist.all_reduce(part, group=group)

@@ -1,4 +1,4 @@
-"""Ways to time a block of calls: on the host alone, or until a device is done."""
+"""Functions that time a block of calls: on the host alone, or until a device is done."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 
 Calls = Sequence[Callable[[], object]]
 Clock = Callable[[Calls, int, int], list[float]]
-#: Calls between two synchronisations. A driver queues about ten times as many before a call has to wait for the device,
-#: and a call may queue several entries.
+#: Calls between two synchronisations. A driver queues about ten times as many entries before a call has to wait for the
+#: device, and a call may queue several entries.
 QUEUED = 100
-#: Calls of one sample of a series.
+#: Number of calls in one sample of a series.
 TOGETHER = 20
 
 
 def each(calls: Calls, count: int, start: int) -> list[float]:
-    """`count` calls, each timed on its own, in microseconds. The operation itself keeps the ranks in step."""
+    """Times `count` calls individually, in microseconds. The operation itself keeps the ranks in step."""
     clock = time.perf_counter_ns
     taken = []
     for i in range(start, start + count):
@@ -30,7 +30,7 @@ def each(calls: Calls, count: int, start: int) -> list[float]:
 
 
 def issue(calls: Calls, count: int, start: int, queued: int = QUEUED) -> list[float]:
-    """From the call to its return, with a device that never has so much to do that the host must wait for it."""
+    """Times each call until it returns, while the device's queue is never so full that the host must wait for it."""
     taken = []
     for first in range(start, start + count, queued):
         torch.accelerator.synchronize()
@@ -40,10 +40,10 @@ def issue(calls: Calls, count: int, start: int, queued: int = QUEUED) -> list[fl
 
 
 def series(calls: Calls, count: int, start: int, finish: Callable[[], object] = lambda: None) -> list[float]:
-    """Calls one after the other, until `finish` has returned: one sample a series, over its number of calls.
+    """Times consecutive calls until `finish` has returned: one sample per series, divided by its number of calls.
 
-    Over a slow link a single call says less: a rank that enters it earlier than the other waits longer,
-    and gains this time in the next call.
+    Over a slow link a single call is less meaningful: a rank that calls earlier than its peer waits longer in this
+    call, and the peer's next call is shorter by as much.
     """
     taken = []
     for first in range(start, start + count, TOGETHER):
@@ -58,7 +58,7 @@ def series(calls: Calls, count: int, start: int, finish: Callable[[], object] = 
 
 
 def device(calls: Calls, count: int, start: int) -> list[float]:
-    """Series of calls until the device is done with them."""
+    """Times series of calls until the device has completed them."""
     return series(calls, count, start, torch.accelerator.synchronize)
 
 

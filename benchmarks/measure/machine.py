@@ -19,7 +19,7 @@ def _read(path: str) -> str:
 
 
 def cpu_model() -> str:
-    """The name the processor gives itself, or the architecture."""
+    """The name that the processor reports, or the architecture."""
     found = re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
     return found.group(1).strip() if found else platform.machine()
 
@@ -29,16 +29,16 @@ def usable_cores() -> int:
 
 
 def busy_seconds() -> float:
-    """Seconds that all cores together have worked since the machine started; 0 where the kernel does not say."""
+    """Seconds that all cores together have worked since the machine started; 0 if the kernel does not report it."""
     found = re.search(r"^cpu +([\d ]+)$", _read("/proc/stat"), re.MULTILINE)
     if not found:
         return 0.0
     ticks = [int(word) for word in found.group(1).split()[:8]]
-    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")  # without idle and waiting for disks
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")  # without idle time and waiting for disks
 
 
 def describe() -> dict[str, object]:
-    """Facts that explain a difference between two runs; nothing that names the host."""
+    """Facts that explain a difference between two runs; nothing that identifies the host."""
     caches = {}
     for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         kind = _read(f"{index}/type")
@@ -64,7 +64,7 @@ def describe() -> dict[str, object]:
 
 
 def describe_device(kind: str) -> str:
-    """The current device of this kind, with the versions of what is below torch, in words."""
+    """The current device of this type, with the versions of the software below torch, as text."""
     module = torch.get_device_module(kind)
     name = getattr(module, "get_device_name", lambda: kind)()
     words = [f"{torch.accelerator.device_count()} x {name}"]

@@ -15,14 +15,14 @@ import torch.distributed as dist
 
 
 def is_rank() -> bool:
-    """Whether this process is one of them, or one of a launcher's."""
+    """Whether this process is one of the ranks, or a rank of a launcher."""
     return "RANK" in os.environ
 
 
 @contextmanager
 def here() -> Iterator[dict[str, Any]]:
-    """The store of the ranks on this host, served by this process, and the environment by which they find it."""
-    # On a port that the system chose, as torchrun's: no guess at a free port.
+    """Serves the store of the ranks on this host from this process; yields the environment by which they find it."""
+    # The system chooses the port, as for torchrun, so no free port has to be guessed.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
@@ -30,9 +30,10 @@ def here() -> Iterator[dict[str, Any]]:
 def run(
     count: int, common: Mapping[str, Any], prefixes: Sequence[list[str]] | None = None, words: Sequence[str] = ()
 ) -> int:
-    """This program once per rank, each behind the words in `prefixes` and with `words` added to its own; the exit code.
+    """Runs this program once per rank; returns the exit code.
 
-    The first rank that fails ends the others.
+    The command of each rank begins with its words in `prefixes` and ends with `words`. The first rank that fails ends
+    the other ranks.
     """
     common = {**common, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     children = []
@@ -44,7 +45,7 @@ def run(
     try:
         while any(child.poll() is None for child in children):
             if any(child.poll() for child in children):
-                time.sleep(2)  # the others may have something to say about it
+                time.sleep(2)  # the other ranks may print an error about it first
                 break
             time.sleep(0.1)
     except KeyboardInterrupt:

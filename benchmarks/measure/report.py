@@ -1,4 +1,4 @@
-"""From results to a markdown table, a plot and JSON. Works on the plain data that the JSON holds."""
+"""Converts results to a markdown table, a plot and JSON. It works on the plain data that the JSON contains."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ def ops_of(results: Iterable[Result]) -> list[str]:
 
 
 def speedups(result: Result, reference: str = REFERENCE) -> dict[str, tuple[float, float]]:
-    """Per backend: the reference's p10 over the backend's median, and over its p10. The first comparison is the harder
-    one for the backend."""
+    """By backend: the reference's p10 over the backend's median, and over the backend's p10.
+
+    The first comparison is the harder one for the backend.
+    """
     times = {label: t for label, t in result["times"].items() if "p10" in t}
     if reference not in times:
         return {}
@@ -32,19 +34,19 @@ def speedups(result: Result, reference: str = REFERENCE) -> dict[str, tuple[floa
 
 
 def cell(timed: Result) -> str:
-    """Median and, small, the 10th and 99th percentile."""
+    """The median and, in brackets, the 10th and 99th percentile."""
     if "error" in timed:
         return timed["error"].partition("\n")[0][:60].replace("|", "/")
     return f"{format_time(timed['median'])} ({format_time(timed['p10'])}, {format_time(timed['p99'])})"
 
 
 def is_control(label: str, reference: str = REFERENCE) -> bool:
-    """The reference under its second name."""
+    """Whether the label is the second group of the reference."""
     return label.startswith(f"{reference} #")
 
 
 def reference_of(run: Result) -> str:
-    """The backend that a run compares with: gloo, except for runs on devices."""
+    """The backend with which a run compares: gloo, except for runs on devices."""
     return str(run.get("reference", REFERENCE))
 
 
@@ -76,7 +78,7 @@ def markdown(run: Result) -> str:
 
 
 def _what(run: Result) -> str:
-    """The device and the timed interval, where that is not a call on tensors in host memory."""
+    """The device and the measured interval, unless they are the CPU and a single call."""
     clocks = {
         "call": "A time is that of the host, from the call to its return. ",
         "issue": "A time is that of the host, from the call to its return, beside a device that has little to do. ",
@@ -89,7 +91,7 @@ def _what(run: Result) -> str:
 
 
 def _where(run: Result) -> str:
-    """Each rank's host and the link between them, where hosts were played."""
+    """Each rank's host and the link between them, if hosts were simulated."""
     if not run.get("hosts"):
         return ""
     link = run["rate"] or (f"{run['delay_ms']:g} ms one way" if run["delay_ms"] else "no shaping")
@@ -97,7 +99,7 @@ def _where(run: Result) -> str:
 
 
 def _has_bandwidth(row: Result, run: Result, label: str) -> bool:
-    """No bandwidth is given where no data moved, or the host did not wait for the data."""
+    """Whether to show a bandwidth: not if no data was moved, or if the host did not wait for the data."""
     return bool(row["size"]) and label != FLOOR and run.get("clock") != "issue"
 
 
@@ -137,7 +139,7 @@ def _row(row: Result, run: Result) -> list[str]:
 
 
 def plot(run: Result, path: Path) -> str | None:
-    """Draws latency over size and the ratio to the reference; why not, if it cannot."""
+    """Draws latency over size and the ratio to the reference; returns the reason if it cannot."""
     try:
         import matplotlib
 
@@ -180,7 +182,7 @@ def _plot_op(upper: Any, lower: Any, op: str, rows: list[Result], labels: list[s
         upper.fill_between(sizes, [t["p10"] for t in times], [t["p99"] for t in times], color=colour, alpha=0.15)
         if label in {reference, FLOOR}:
             continue
-        # A control is compared like with like, p10 with p10: its line is the noise.
+        # For a control compare p10 with p10, so that its line shows the noise.
         found = [(r["size"], speedups(r, reference)) for r in good]
         ratios = [(size, each[label][is_control(label, reference)]) for size, each in found if label in each]
         if ratios:
@@ -194,7 +196,7 @@ def _plot_op(upper: Any, lower: Any, op: str, rows: list[Result], labels: list[s
 
 
 def write(run: Result, folder: Path, name: str) -> list[str]:
-    """JSON and PNG under one name; gives the lines to tell the user."""
+    """Writes JSON and PNG under one name; returns the lines to print for the user."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(run, indent=1) + "\n")
     why_not = plot(run, folder / f"{name}.png")

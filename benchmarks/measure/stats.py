@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from torch_sagellm._private.units import show_time
 from torch_sagellm.observe.stats import BUS_FACTORS as KINDS
 
-# Share of the payload that crosses the slowest link, as a function of the number of ranks, by the names of the cases:
-# busbw = algbw * factor, which makes numbers of ranks and operations comparable with the hardware.
+# By the name of a case: the share of the payload that crosses the slowest link, as a function of the number of ranks.
+# busbw = algbw * factor makes numbers of ranks and operations comparable with the hardware.
 BUS_FACTORS: dict[str, Callable[[int], float]] = {
     **{
         f"{call}{count}": KINDS["all_reduce"]
@@ -31,7 +31,7 @@ BUS_FACTORS: dict[str, Callable[[int], float]] = {
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The quantile at `share`, linear between two neighbours."""
+    """The quantile at `share`, interpolated linearly between two neighbours."""
     if not values:
         raise ValueError("percentile of no values")
     if not 0 <= share <= 1:
@@ -44,7 +44,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def slowest_rank(samples: Sequence[Sequence[float]]) -> list[float]:
-    """One time per repetition: an operation is over when its last rank is done."""
+    """One time per repetition, the slowest rank's, because an operation is complete when its last rank is done."""
     if len({len(rank) for rank in samples}) > 1:
         raise ValueError(f"the ranks took different numbers of samples: {[len(rank) for rank in samples]}")
     return [max(times) for times in zip(*samples, strict=True)]
@@ -66,7 +66,7 @@ class Summary:
 
 
 def summarize(rounds: Sequence[Sequence[float]]) -> Summary:
-    """`rounds`: the times of each round, microseconds, already the slowest rank's."""
+    """Summarizes the times of each round, in microseconds, which are already the slowest rank's."""
     values = [us for taken in rounds for us in taken]
     return Summary(
         samples=len(values),
@@ -79,12 +79,12 @@ def summarize(rounds: Sequence[Sequence[float]]) -> Summary:
 
 
 def algbw(size: int, us: float) -> float:
-    """Payload over time, GB/s (10^9)."""
+    """Payload divided by time, in GB/s (10^9)."""
     return size / us / 1e3 if us > 0 else 0.0
 
 
 def busbw(op: str, size: int, us: float, ranks: int) -> float | None:
-    """Bandwidth of the slowest link by the definition of nccl-tests, GB/s; None where no data moves."""
+    """Bandwidth of the slowest link by the definition of nccl-tests, in GB/s; None if no data moves."""
     factor = BUS_FACTORS.get(op)
     return None if factor is None or size == 0 else algbw(size, us) * factor(ranks)
 
@@ -100,6 +100,6 @@ def format_bandwidth(gb: float) -> str:
 
 
 def format_ratio(ratio: float) -> str:
-    """How many times faster; a lost case is marked, so that no table hides one."""
+    """How many times as fast; a ratio below 1 is marked as lost, so that no table hides it."""
     digits = 2 if ratio < 9.995 else 1 if ratio < 99.95 else 0
     return f"{ratio:.{digits}f}x" + (" (lost)" if ratio < 1 else "")

@@ -10,9 +10,11 @@ import torch.distributed as dist
 
 
 def in_turns(calls: Mapping[str, Callable[[], object]], least: int, seconds: float) -> dict[str, list[float]]:
-    """Microseconds of each call on this rank, as many samples on every rank: ``least`` or more, about ``seconds`` long.
+    """Microseconds of each call on this rank.
 
-    Every second turn goes in reverse order; a barrier before each call has the ranks begin together.
+    Every rank takes the same number of samples: at least ``least``, for about ``seconds``.
+
+    Every second turn is in reverse order. A barrier before each call makes the ranks begin together.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
 
@@ -29,7 +31,7 @@ def in_turns(calls: Mapping[str, Callable[[], object]], least: int, seconds: flo
     turn(order, False)
     began = time.perf_counter()
     turn(order, False)
-    # Every rank takes the slowest one's, so that all make as many turns.
+    # Every rank uses the slowest rank's time, so that all make the same number of turns.
     one = torch.tensor([time.perf_counter() - began])
     dist.all_reduce(one, op=dist.ReduceOp.MAX)
     for number in range(min(max(least, int(seconds / max(one.item(), 1e-5))), 2000)):
