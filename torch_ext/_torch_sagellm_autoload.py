@@ -1,9 +1,9 @@
-"""What torch loads of this package in every process that imports torch: the entry points of pyproject.toml name it.
+"""The only module of ours that torch loads in every process that imports torch; entry points of pyproject.toml name it.
 
-So it must do no harm. It lies outside the package, needs the standard library only, and executes nothing of the
-package until a group of ours is asked for, or ``SAGELLM_AS`` asks for it. What is wrong with the package or its
-variables breaks no ``import torch`` and no group of another backend: a group of ours raises it, and what is known
-before is told once, as a warning.
+It must therefore do no harm. It is outside the package, needs only the standard library, and executes nothing of the
+package until a group of ours is created, or unless ``SAGELLM_AS`` is set. A defect of the package or its variables
+breaks neither ``import torch`` nor a group of another backend. Only creating a group of ours raises the error; if the
+error is known earlier, one warning reports it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from typing import Any
 NAME = "sagellm"
 PACKAGE = "torch_sagellm"
 DISTRIBUTION = "torch-sagellm"
-#: Names a backend of torch whose groups this package shall serve, and the names that it may name; see docs/programs.md.
+#: The variable that names a backend of torch whose groups this package serves, and its valid values; see
+#: docs/programs.md.
 AS = "SAGELLM_AS"
 SERVED = ("gloo",)
-#: Of torch, in torch.distributed and distributed_c10d.
+#: Name of a function in torch.distributed and distributed_c10d.
 MANAGER = "_coalescing_manager"
 
 _problem: Exception | None = None
 
 
 class Unusable(ImportError):
-    """The package, or its extension, cannot be used: what is wrong, and what to do."""
+    """The package, or its extension, cannot be used. The text says what is wrong and how to repair it."""
 
     def __init__(self, what: str, fix: str) -> None:
         super().__init__(f"{what}. {fix[0].upper()}{fix[1:]}")
@@ -35,10 +36,10 @@ class Unusable(ImportError):
 
 
 class Devices(list[str]):
-    """The kinds of device that ``init_process_group("sagellm")`` serves: the CPU, and this process's accelerator.
+    """The types of device that ``init_process_group("sagellm")`` serves: the CPU, and this process's accelerator.
 
-    Computed each time torch asks, when a group is made, because a vendor's package that is imported after torch
-    may register its device after this backend was registered.
+    They are computed whenever torch asks, when a group is created, because a vendor's package that is imported after
+    torch may register its device after this backend was registered.
     """
 
     def __iter__(self) -> Iterator[str]:
@@ -62,7 +63,8 @@ class Devices(list[str]):
 def register() -> None:
     """Registers the name with torch. Both entry points and ``import torch_sagellm`` call it.
 
-    Only the first call has an effect. It raises nothing, except where there is no torch, which torch never meets.
+    Only the first call has an effect. It raises nothing, except if torch is not installed; torch itself never sees
+    that.
     """
     global _problem
     try:
@@ -75,7 +77,7 @@ def register() -> None:
 
 
 def create(options: Any, pg_options: Any = None) -> Any:
-    """Makes the backend of one group. torch calls it; the package does the work, see ``create`` of its `register`."""
+    """Creates the backend of one group. torch calls it; the package's `register.create` does the work."""
     if _problem is not None:
         raise _problem.with_traceback(None)
     try:
@@ -85,19 +87,19 @@ def create(options: Any, pg_options: Any = None) -> Any:
 
 
 def package(module: str) -> Any:
-    """A module of the package; ``Unusable`` says why there is none."""
+    """Imports a module of the package; ``Unusable`` says why it cannot be imported."""
     import importlib
 
     try:
         _look_at_package()
         return importlib.import_module(f"{PACKAGE}.{module}")
-    # A package that is not ours may do anything while it is imported.
+    # A package that is not ours may raise anything while it is imported.
     except (Exception, SystemExit) as error:
         raise _explained(error) from error
 
 
 def look() -> None:
-    """Raises what is wrong, as far as it can be known before a group is made: for ``info`` and ``doctor``."""
+    """For ``info`` and ``doctor``: raises the error of the package, as far as it is known before a group is created."""
     if _problem is not None:
         raise _problem.with_traceback(None)
     package("_private.register")
@@ -107,21 +109,21 @@ def look() -> None:
 
 
 def main() -> int:
-    """The command ``torch-sagellm``: that of the package, or what is wrong with the package."""
+    """The command ``torch-sagellm``: runs the package's command, or prints why the package cannot be used."""
     try:
         run = package("cli.main").main
     except Unusable as error:
         print(error, file=sys.stderr)
         print(f"python {sys.version.split()[0]} ({sys.executable}), torch {_version('torch')}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # while Python reads the program
+    except KeyboardInterrupt:  # Ctrl-C while Python loads the program
         return 130
     code: int = run()
     return code
 
 
 def _register() -> None:
-    # Imported here: this may run in the middle of `import torch`, and `import torch_sagellm` may be what imports torch.
+    # Imported here, because this may run in the middle of `import torch`, or `import torch_sagellm` may import torch.
     from torch import distributed
 
     if not distributed.is_available():
@@ -129,11 +131,11 @@ def _register() -> None:
     backend: Any = distributed.Backend
     if NAME.upper() in backend._plugins:
         return
-    # For the CPU alone, so that sagellm never becomes the default of an accelerator without a backend ...
+    # Registered for the CPU only, so that sagellm never becomes the default of an accelerator without a backend ...
     backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
-    # ... but a group that names sagellm is served on accelerators, too.
+    # ... but a group that names sagellm is also served on accelerators.
     backend.backend_capability[NAME] = Devices()
-    # Before a program can have taken the name of torch's own.
+    # As early as possible, before a program imports torch's own function by name.
     _replace_manager()
     asked = os.environ.get(AS, "").strip().lower()
     if not asked:
@@ -148,8 +150,10 @@ def _register() -> None:
 
 
 def _refuse(backend: Any, name: str) -> None:
-    """Lets groups of another name raise what is wrong: those of other ranks may be ours, and torch's own would wait for
-    them in vain. Before torch 2.15, which has no such table, they are torch's own.
+    """Makes groups of another name raise the error of the package.
+
+    Other ranks may have created such a group with our backend, and torch's own would wait for them in vain. Before
+    torch 2.15, which has no such table, these groups are torch's own.
     """
     if hasattr(backend, "_ensure_backend_registered"):
         backend._ensure_backend_registered(name)
@@ -158,7 +162,7 @@ def _refuse(backend: Any, name: str) -> None:
 
 
 def _replace_manager() -> None:
-    """Replaces torch's coalescing manager by one whose region an exception ends, see ``_private.regions``."""
+    """Replaces torch's coalescing manager by one whose region an exception ends; see ``_private.regions``."""
     from functools import wraps
 
     from torch import distributed
@@ -170,7 +174,7 @@ def _replace_manager() -> None:
 
     @wraps(theirs)
     def manager(*args: Any, **named: Any) -> Any:
-        # Without it there is no group of ours.
+        # If this module is not loaded, no group of ours exists.
         regions: Any = sys.modules.get(f"{PACKAGE}._private.regions")
         return theirs(*args, **named) if regions is None else regions.manager(theirs, *args, **named)
 
@@ -181,7 +185,7 @@ def _replace_manager() -> None:
 
 
 def _look_at_package() -> None:
-    """Raises an ImportError where the package is not ours, before anything of it is executed."""
+    """Raises an ImportError if the package is not ours, before anything of it is executed."""
     from importlib.util import find_spec
 
     found = sys.modules.get(PACKAGE)
@@ -196,7 +200,7 @@ def _look_at_package() -> None:
 
 
 def _owner() -> str:
-    """The other distribution that has installed a file in the place of our package's."""
+    """The other distribution that has overwritten our package's file, as text; "" if none is found."""
     from importlib import metadata
 
     for each in metadata.distributions():
@@ -207,7 +211,7 @@ def _owner() -> str:
 
 
 def _explained(error: BaseException) -> Unusable:
-    """The error with what is known of the package, and the remedy."""
+    """Converts an error to one that adds what is known of the package, and the remedy."""
     if isinstance(error, Unusable):
         return error
     what = str(error) if type(error) is ImportError else f"{type(error).__name__}: {error}"
@@ -215,7 +219,7 @@ def _explained(error: BaseException) -> Unusable:
 
 
 def _missing() -> str:
-    """How many files of the installed package are missing."""
+    """A text with the number of missing files of the installed package; "" if none is missing."""
     from importlib import metadata
 
     try:
@@ -251,6 +255,6 @@ def _warn(text: str) -> None:
 
     try:
         warnings.warn(text, RuntimeWarning, stacklevel=2)
-    except RuntimeWarning:  # `python -W error`: this is not about the program's own code
+    except RuntimeWarning:  # with `python -W error` a warning raises, but it is not about the program's own code
         if sys.stderr is not None:
             print(text, file=sys.stderr)

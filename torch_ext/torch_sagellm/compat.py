@@ -1,7 +1,6 @@
 """The module paths of older code, for programs that keep their imports.
 
-After ``import torch_sagellm.compat`` these module names lead to modules of this package. Import it once, before the
-older imports:
+Import ``torch_sagellm.compat`` once, before the older imports. These module names then lead to modules of this package:
 
 - ``sage.llm.engines.sagellm.comm_backend`` and every module below it, such as ``collective_ops`` or ``topology``: our
   module with that last name if there is one, else a module with all public names;

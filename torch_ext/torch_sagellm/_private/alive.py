@@ -95,7 +95,7 @@ def _empty(port: socket.socket) -> None:
 
     A rank that still watches connects again.
     """
-    for _ in range(2 * WAITING):  # more may come meanwhile
+    for _ in range(2 * WAITING):  # more may arrive meanwhile
         try:
             connection, _ = port.accept()
         except OSError:  # nothing waits, or there is no descriptor left for it

@@ -230,6 +230,6 @@ class Making:
 def _plain(text: str) -> str:
     """Replaces unprintable characters in a text from the store.
 
-    Anyone who reaches the store may write terminal controls to it.
+    Any process that reaches the store may write terminal controls to it.
     """
     return "".join(each if each.isprintable() else "?" for each in text)

@@ -10,7 +10,7 @@ PREFIX = "sagellm_"
 
 
 def meant(word: str, known: Iterable[str]) -> str:
-    """``; did you mean 'all_reduce'?`` to append to a message, or an empty text if no known word is near."""
+    """A hint to append to a message, such as ``; did you mean 'all_reduce'?``, or "" if no known word is near."""
     by_letters = {each.lower().replace("-", "_").removeprefix(PREFIX): each for each in known}
     near = difflib.get_close_matches(word.lower().replace("-", "_").removeprefix(PREFIX), by_letters, 1, cutoff=0.6)
     return f"; did you mean {by_letters[near[0]]!r}?" if near else ""

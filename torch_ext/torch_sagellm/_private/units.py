@@ -24,20 +24,20 @@ def parse_size(text: str) -> int:
 
 
 def size_text(nbytes: int) -> str:
-    """``64KiB`` for 65536, as rules write it; exact."""
+    """An exact size as rules write it, such as ``64KiB`` for 65536."""
     name, factor = next(((name, factor) for name, factor in BINARY if nbytes and nbytes % factor == 0), (" bytes", 1))
     return f"{nbytes // factor}{name}"
 
 
 def show_size(size: float) -> str:
-    """``64 KiB``, ``1.43 MiB``: three digits."""
+    """A size with three digits, such as ``64 KiB`` or ``1.43 MiB``."""
     name, factor = next(((name, factor) for name, factor in BINARY if size >= 0.9995 * factor), ("B", 1))
     number = size / factor
     return f"{number:.0f} {name}" if number >= 999.5 else f"{number:.3g} {name}"
 
 
 def show_time(seconds: float, digits: int = 3) -> str:
-    """``3.04 us``, ``12.3 ms``: three digits, or fewer if the time is known less precisely."""
+    """A time such as ``3.04 us`` or ``12.3 ms``: with three digits, or fewer if it is known less precisely."""
     if digits < 3:
         seconds = float(f"{seconds:.{digits}g}")
     for name, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):

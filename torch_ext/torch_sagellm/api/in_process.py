@@ -138,7 +138,7 @@ class Topology:
                 f"{self._counts.index(most)} {most}, expected as many on every rank: make the missing calls first"
             )
 
-    # ------------------------------------------------------------------------------------------- calls come in
+    # ------------------------------------------------------------------------------------------- accepting calls
 
     def collective(self, call: Call, waits: bool = True) -> Operation:
         """Accepts a call as the next collective of its rank; waits for its end (`_go_on`) unless ``waits`` is False."""

@@ -415,7 +415,7 @@ class _Conversation:
 
 
 def _plain(value: bytes) -> str:
-    """A value of the store without unprintable characters, because anyone who reaches the store may write to it."""
+    """A value of the store without unprintable characters, because any process may write to the store."""
     return "".join(each if each.isprintable() else "?" for each in value.decode(errors="replace"))
 
 

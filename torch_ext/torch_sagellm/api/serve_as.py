@@ -30,7 +30,7 @@ _told = threading.Lock()
 
 @dataclass(frozen=True)
 class _Facts:
-    """The facts that the creator of a group reads, for a group that is made by calling the class."""
+    """The facts that a group's creator reads, for a group that is created by calling the class."""
 
     store: Any
     group_rank: int

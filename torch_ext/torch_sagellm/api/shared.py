@@ -160,8 +160,8 @@ def is_reachable(tensor: torch.Tensor) -> bool:
     return bool(_extension()._is_shared(tensor))
 
 
-class shared_tensors:  # in the spelling of a function, because it is used as one
-    """Puts CPU tensors of 16 KiB or more that torch allocates within the block where the host's ranks reach them.
+class shared_tensors:    # named like a function, because it is used like one
+    """Within the block torch allocates CPU tensors of 16 KiB or more in memory that the host's ranks can reach.
 
     It applies to the thread that enters the block, for all code that runs on it. Blocks may be nested, and an exception
     ends a block. ``resize_`` of such a tensor outside a block moves it to ordinary memory. With the variable

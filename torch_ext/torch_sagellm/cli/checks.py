@@ -88,7 +88,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """The seconds that the user of ``doctor`` gives, otherwise torch's and torchrun's defaults."""
+    """The seconds that the user of ``doctor`` sets, otherwise torch's and torchrun's defaults."""
 
     group: float = GROUP_TIMEOUT
     #: Parameters of ``torchrun --rdzv-conf``, by name.

@@ -1,4 +1,4 @@
-"""A hang: one of three ranks does not come to a collective. What gloo says about it, and what this package says.
+"""A hang: one of three ranks does not call a collective. What gloo reports about it, and what this package reports.
 
     torch-sagellm demo hang
     torch-sagellm demo hang --kind stop

@@ -219,7 +219,7 @@ def _why(process: Process) -> str:
 
 
 def called(call: dict[str, Any], now: float) -> str:
-    """One operation as text: what was called, for how long it is pending, and where it was called."""
+    """One operation as text: kind, for how long it has been pending, and its call site."""
     where = f", called at {call['site']}" if call["site"] else ""
     number = f" number {call['number']}" if call["number"] else ""
     return f"{call['kind']}{number} has been pending for {max(0.0, now - call['since']):.0f} s{where}"

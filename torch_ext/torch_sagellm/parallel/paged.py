@@ -68,7 +68,7 @@ def send_pages(
                 send(_together(layer.detach(), part))
         send(_header(number))
     except BaseException:
-        send(_header(-1))  # tells the receiver that no more layers follow
+        send(_header(-1))  # the receiver then expects no more layers
         raise
     finally:
         # Operations in flight read the caller's memory, so wait for them.
