@@ -160,7 +160,7 @@ def is_reachable(tensor: torch.Tensor) -> bool:
     return bool(_extension()._is_shared(tensor))
 
 
-class shared_tensors:    # named like a function, because it is used like one
+class shared_tensors:  # named like a function, because it is used like one
     """Within the block torch allocates CPU tensors of 16 KiB or more in memory that the host's ranks can reach.
 
     It applies to the thread that enters the block, for all code that runs on it. Blocks may be nested, and an exception

@@ -201,7 +201,8 @@ def winner(cell: Cell, spread: float) -> str:
 def lines(cells: list[Cell], spread: float, slot: int) -> list[str]:
     """The table's lines, with a range of sizes for each measured size.
 
-    Between two measured sizes a range ends at their geometric mean, or at a slot's size if that is between them. The largest measured size ends the last range.
+    Between two measured sizes a range ends at their geometric mean, or at a slot's size if that is between them. The
+    largest measured size ends the last range.
     """
     text = []
     for op in dict.fromkeys(cell.op for cell in cells):
