@@ -1,4 +1,4 @@
-"""The known word nearest to a mistyped one."""
+"""Finds the known word that is nearest to a mistyped one."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def parse_size(text: str) -> int:
     """Bytes of ``4096``, ``64KiB`` or ``1.5MB``; a ValueError for any other text."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", text.strip())
     unit = found and (_EXACT.get(found[2]) or _ANY_CASE.get(found[2].lower()))
-    size = Fraction(found[1]) * unit if found and unit else Fraction(1, 2)  # exact: a float has 53 bits
+    size = Fraction(found[1]) * unit if found and unit else Fraction(1, 2)  # exact, unlike a float with 53 bits
     if size.denominator != 1:
         raise ValueError(f"{text!r} is no size; expected bytes, or a number with KiB, MiB or GiB, such as 64KiB")
     return int(size)

@@ -81,7 +81,7 @@ class Gathered(TypedDict):
 
     Example::
 
-        everyone = torch_sagellm.gather_stats()  # a call of all ranks
+        everyone = torch_sagellm.gather_stats()  # every rank calls it
         if everyone["straggler"] is not None:
             print(everyone["waited_for_ms"][everyone["straggler"]])
     """

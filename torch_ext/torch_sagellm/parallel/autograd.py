@@ -13,7 +13,7 @@ from torch_sagellm.api.arguments import in_memory
 
 
 def gather_last(tensor: Tensor, group: Any) -> Tensor:
-    """The tensors of all ranks side by side along the last dimension."""
+    """Concatenates the tensors of all ranks along the last dimension."""
     first = in_memory(tensor.movedim(-1, 0))
     whole = first.new_empty((first.shape[0] * dist.get_world_size(group), *first.shape[1:]))
     dist.all_gather_into_tensor(whole, first, group=group)

@@ -46,7 +46,7 @@ class CommBackendProtocol(ABC):
     Example::
 
         class Recording(torch_sagellm.CommBackendProtocol):
-            ...  # the five methods, which write down what they are asked
+            ...  # the five methods, which record their calls
     """
 
     @abstractmethod
