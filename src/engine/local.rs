@@ -143,7 +143,7 @@ impl Post {
         true
     }
 
-    fn body(&self, (from, to, number): (usize, usize, u64), me: usize, half: HalfBody) -> Result<()> {
+    fn body(&self, (from, to, number): (usize, usize, u64), half: HalfBody) -> Result<()> {
         let mut boxes = self.lock();
         if boxes.are_cut(from, to) {
             return Err(Error::system(CUT.to_string()));
@@ -155,7 +155,7 @@ impl Post {
                 assert_eq!(Pieces(&other.pieces).bytes(), Pieces(&half.pieces).bytes(), "the sides agreed on the size");
                 let (sent, received) = if half.sends { (half, other) } else { (other, half) };
                 let done = [sent.done, received.done];
-                boxes.tell(me, News::Copy { from: sent.pieces, to: received.pieces, done });
+                boxes.tell(to, News::Copy { from: sent.pieces, to: received.pieces, done });
             }
         }
         drop(boxes);
@@ -192,11 +192,16 @@ impl Mail for LocalLink {
     }
 
     unsafe fn send_body(&self, peer: usize, number: u64, pieces: Vec<Span>, done: Done) -> Result<()> {
-        self.post.body((self.me, peer, number), self.me, HalfBody { sends: true, pieces, done })
+        self.post.body((self.me, peer, number), HalfBody { sends: true, pieces, done })
     }
 
     unsafe fn receive_body(&self, peer: usize, number: u64, pieces: Vec<Span>, done: Done) -> Result<()> {
-        self.post.body((peer, self.me, number), self.me, HalfBody { sends: false, pieces, done })
+        self.post.body((peer, self.me, number), HalfBody { sends: false, pieces, done })
+    }
+
+    fn abandon_body(&self, peer: usize, number: u64) {
+        let half = self.post.lock().bodies.remove(&(peer, self.me, number));
+        drop(half); // without the lock
     }
 
     fn await_mail(&self) -> Box<dyn Send> {

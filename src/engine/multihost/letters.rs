@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 
+use super::ready::Ready;
 use crate::error::{Error, Result};
 
 /// Most bytes of a message that is always sent inside its letter.
@@ -20,8 +21,10 @@ pub enum Letter<'a> {
     Eager { tag: u32, taken: u64, data: &'a [u8] },
     /// Announces a larger message. Its body stays at the sender until the receiver grants `number`.
     Large { tag: u32, taken: u64, bytes: u64, number: u64 },
-    /// The receiver is ready to receive the body `number`.
-    Granted { number: u64, taken: u64 },
+    /// The receiver is ready to receive the message `number`, as the body `body`.
+    Granted { number: u64, taken: u64, body: u64 },
+    /// The sender has posted a receive, for which no message has arrived.
+    Ready(Ready),
     /// The receiver will not receive the body `number`, because its tensor has another size.
     Refused { number: u64 },
     /// The sender leaves the group in order. Everything that it sent before has arrived before this letter.
@@ -45,6 +48,7 @@ const HEARD: u8 = 6;
 const FAULT: u8 = 7;
 const COME: u8 = 8;
 const DECIDED: u8 = 9;
+const READY: u8 = 10;
 
 impl<'a> Letter<'a> {
     pub fn encode(&self) -> Vec<u8> {
@@ -64,7 +68,13 @@ impl<'a> Letter<'a> {
                 let words = [taken, bytes, number].map(|word| word.to_le_bytes());
                 put(LARGE, &[&tag.to_le_bytes(), &words.concat()])
             }
-            Letter::Granted { number, taken } => put(GRANTED, &[&number.to_le_bytes(), &taken.to_le_bytes()]),
+            Letter::Granted { number, taken, body } => {
+                put(GRANTED, &[&[number, taken, body].map(|word| word.to_le_bytes()).concat()])
+            }
+            Letter::Ready(Ready { tag, bytes, seen, ahead, body }) => {
+                let words = [bytes, seen, ahead, body].map(|word| word.to_le_bytes());
+                put(READY, &[&tag.to_le_bytes(), &words.concat()])
+            }
             Letter::Refused { number } => put(REFUSED, &[&number.to_le_bytes()]),
             Letter::Bye => put(BYE, &[]),
             Letter::Heard => put(HEARD, &[]),
@@ -104,7 +114,11 @@ impl<'a> Letter<'a> {
         let (letter, bytes) = match *kind {
             EAGER_MESSAGE => (Letter::Eager { tag: half(0)?, taken: word(4)?, data: &rest[12..] }, rest.len()),
             LARGE => (Letter::Large { tag: half(0)?, taken: word(4)?, bytes: word(12)?, number: word(20)? }, 28),
-            GRANTED => (Letter::Granted { number: word(0)?, taken: word(8)? }, 16),
+            GRANTED => (Letter::Granted { number: word(0)?, taken: word(8)?, body: word(16)? }, 24),
+            READY => {
+                let (tag, bytes, seen, ahead, body) = (half(0)?, word(4)?, word(12)?, word(20)?, word(28)?);
+                (Letter::Ready(Ready { tag, bytes, seen, ahead, body }), 36)
+            }
             REFUSED => (Letter::Refused { number: word(0)? }, 8),
             BYE => (Letter::Bye, 0),
             HEARD => (Letter::Heard, 0),
@@ -129,7 +143,8 @@ mod tests {
             Letter::Eager { tag: 1 << 31, taken: 0, data: &[] },
             Letter::Eager { tag: 3, taken: 1 << 50, data: &data },
             Letter::Large { tag: 3, taken: 5, bytes: 1 << 40, number: 9 },
-            Letter::Granted { number: 9, taken: 1 << 50 },
+            Letter::Granted { number: 9, taken: 1 << 50, body: 1 << 63 },
+            Letter::Ready(Ready { tag: 1 << 31, bytes: 1 << 40, seen: 3, ahead: 2, body: 1 << 63 | 1 }),
             Letter::Refused { number: u64::MAX },
             Letter::Bye,
             Letter::Heard,

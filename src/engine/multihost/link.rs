@@ -89,7 +89,9 @@ pub trait Mail: Send + Sync {
     fn mail(&self, peer: usize, message: Vec<u8>) -> Result<()>;
 
     /// Starts to send the memory of `pieces`, in order, as the body `number`. `peer` receives it under the same number.
-    /// A rank uses each number once per peer. No byte is sent before the peer has posted its receive. Never blocks.
+    /// A rank uses each number once per peer. No byte is sent before the peer has posted its receive. If it has, the body
+    /// keeps its place among this rank's mail: the peer's `done` is called between the mail before and behind it. Never
+    /// blocks.
     ///
     /// # Safety
     /// The memory must be valid and not written until `done` was called.
@@ -100,6 +102,10 @@ pub trait Mail: Send + Sync {
     /// # Safety
     /// The memory must be valid, and unused by others, until `done` was called.
     unsafe fn receive_body(&self, peer: usize, number: u64, pieces: Vec<Span>, done: Done) -> Result<()>;
+
+    /// Gives up a receive of the body `number` that has not begun to arrive and will not. Its memory is no longer used, and
+    /// its `done` is dropped. Never calls back.
+    fn abandon_body(&self, peer: usize, number: u64);
 
     /// While the returned guard lives, arriving mail is read even if no thread waits, because a message of the program
     /// is pending.

@@ -3,14 +3,18 @@
 //!
 //! A message of up to `EAGER` bytes is sent as a letter, and its send ends at once. So is a message of up to
 //! `LONGEST_EAGER` bytes while few bytes of such messages await a receive at that peer (`Window`): a letter takes one
-//! exchange where a body takes three, for one more copy on each side. Every other message is announced by a letter and
-//! stays at its sender until the receiver has matched it. Then the receiver posts a receive of the body
-//! under the announced number, and grants the number by a letter. On the grant the sender sends the body, directly from
-//! the memory of one tensor to the memory of the other. Until the grant, the sender may replace that memory by a copy
-//! (rule 4). Letters of one rank arrive in order and are matched as they arrive, so no message blocks another one.
-//! Receives match in the order in which they were posted, first in first out per (source, tag). A receive with
-//! `ANY_RANK` takes the message that arrived first. Messages and receives are looked up by source and tag, so the cost
-//! does not depend on how many are pending.
+//! exchange where a body takes three, for one more copy on each side.
+//!
+//! A longer message is sent as a body, directly from the memory of one tensor to the memory of the other. If its receive was
+//! posted before, the receiver has given the memory to the link and said so (`ready`), and the body is sent at once.
+//! Otherwise a letter announces the message, which stays at its sender until the receiver has matched it. Then the
+//! receiver posts a receive of the body under the announced number, and grants the number by a letter, on which the sender
+//! sends the body. Until the grant, the sender may replace its memory by a copy (rule 4).
+//!
+//! Letters of one rank arrive in order and are matched as they arrive, so no message blocks another one. Receives match in
+//! the order in which they were posted, first in first out per (source, tag). A receive with `ANY_RANK` takes the message
+//! that arrived first. Messages and receives are looked up by source and tag, so the cost does not depend on how many are
+//! pending.
 
 #![allow(unsafe_code)] // copies messages between caller memory and letters
 
@@ -20,6 +24,7 @@ use std::sync::Arc;
 
 use super::letters::{EAGER, LONGEST_EAGER, Letter, WINDOW};
 use super::names::Names;
+use super::ready::{Ready, Receives};
 use crate::engine::Ended;
 use crate::engine::pieces::Pieces;
 use crate::error::{Error, Result};
@@ -33,6 +38,8 @@ pub(super) enum Errand {
     Mail(usize, Vec<u8>),
     /// The body is in `Messages::bodies`.
     Body(Body),
+    /// A receive of this rank that was given to the link ends with this error, because its message does not fit.
+    Abandon(Body, Error),
 }
 
 /// Identifies a body that the link transfers or is about to: whether this rank sends it, the peer, the number.
@@ -45,6 +52,16 @@ pub(super) enum Gone {
     Left,
     /// The rank was lost. The text is the link's.
     Lost(String),
+}
+
+/// The bodies of receives that were posted before their messages have numbers from here on.
+const POSTED_EARLY: u64 = 1 << 63;
+
+/// A receive that waits for its message.
+enum Receive {
+    Waits(Arc<Op>),
+    /// The link has the memory already, as a body with this number and of so many bytes; the operation is in `bodies`.
+    Ready(u64, usize),
 }
 
 /// A queue of entries, each with its sequence number among the entries of all queues.
@@ -88,7 +105,7 @@ pub(super) struct Messages {
     me: usize,
     names: Arc<Names>,
     /// Pending receives by source (or `ANY_RANK`) and tag, each with its position among all receives posted.
-    posted: HashMap<(u32, u32), InLine<Arc<Op>>>,
+    posted: HashMap<(u32, u32), InLine<Receive>>,
     posts: u64,
     /// Messages that no receive has matched, by source and tag, each with its position in the order of arrival.
     arrived: HashMap<(usize, u32), InLine<Message<'static>>>,
@@ -104,6 +121,12 @@ pub(super) struct Messages {
     /// Per rank: number of the last large message sent to it.
     numbers: HashMap<usize, u64>,
     windows: HashMap<usize, Window>,
+    /// Per rank: number of its messages that have arrived here.
+    seen: HashMap<usize, u64>,
+    /// Per rank: the receives that it has posted before their messages.
+    receives: HashMap<usize, Receives>,
+    /// Number of receives that this rank has posted before their messages.
+    posted_early: u64,
     gone: Vec<Option<Gone>>,
     /// Ranks to which this rank has written letters that must be read before this rank may leave.
     pub wrote: HashSet<usize>,
@@ -171,6 +194,7 @@ impl Messages {
             Some(_) => return self.fail(op, peer),
             None => (),
         }
+        let posted = self.receives.entry(peer).or_default().send(tag, bytes as u64);
         if self.is_eager(peer, bytes) {
             let mut letter = Letter::eager_head(tag, self.taken(peer), bytes);
             let head = letter.len();
@@ -184,6 +208,9 @@ impl Messages {
             self.errands.push_back(Errand::Mail(peer, letter));
             self.wrote.insert(peer);
             return self.end(op, Ok(()));
+        }
+        if let Some(number) = posted {
+            return self.start_body((true, peer, number), op);
         }
         let last = self.numbers.entry(peer).or_default();
         *last += 1;
@@ -228,9 +255,38 @@ impl Messages {
             Some(gone) => self.fail(op, gone),
             None => {
                 self.posts += 1;
-                self.posted.entry((root, tag)).or_default().push_back((self.posts, op));
+                let receive = self.post_early(op);
+                self.posted.entry((root, tag)).or_default().push_back((self.posts, receive));
             }
         }
+    }
+
+    /// If a receive is long and its message is certain, gives its memory to the link, and tells the sender. Otherwise
+    /// returns it as it is. A receive with `ANY_RANK` for this tag makes it uncertain which receive takes a message.
+    fn post_early(&mut self, op: Arc<Op>) -> Receive {
+        let (root, tag) = (op.request.root, op.request.tag);
+        let bytes = Pieces(op.request.outputs()).bytes();
+        if bytes <= LONGEST_EAGER || root == ANY_RANK || self.posted.contains_key(&(ANY_RANK, tag)) {
+            return Receive::Waits(op);
+        }
+        let peer = root as usize;
+        self.posted_early += 1;
+        let ready = Ready {
+            tag,
+            bytes: bytes as u64,
+            seen: self.seen.get(&peer).copied().unwrap_or(0),
+            ahead: self.posted.get(&(root, tag)).map_or(0, |receives| receives.len() as u64),
+            body: POSTED_EARLY | self.posted_early,
+        };
+        self.start_body((false, peer, ready.body), op);
+        self.mail(peer, &Letter::Ready(ready));
+        Receive::Ready(ready.body, bytes)
+    }
+
+    /// Has the link send or receive a body.
+    fn start_body(&mut self, body: Body, op: Arc<Op>) {
+        self.bodies.insert(body, op);
+        self.errands.push_back(Errand::Body(body));
     }
 
     /// If all ranks are gone from which a receive from `root` could take a message: the rank to blame.
@@ -267,7 +323,7 @@ impl Messages {
 
     /// Removes the receive that a new message matches: the earliest posted among those from its source and those from
     /// `ANY_RANK`.
-    fn take_posted(&mut self, source: usize, tag: u32) -> Option<Arc<Op>> {
+    fn take_posted(&mut self, source: usize, tag: u32) -> Option<Receive> {
         let place =
             |root: u32| self.posted.get(&(root, tag)).and_then(|ops| ops.front()).map(|(place, _)| (*place, root));
         let (_, root) = place(source as u32).into_iter().chain(place(ANY_RANK)).min()?;
@@ -281,8 +337,11 @@ impl Messages {
 
     fn arrive(&mut self, source: usize, message: Message<'_>) {
         let tag = message.tag;
-        if let Some(op) = self.take_posted(source, tag) {
-            return self.deliver(source, op, message);
+        *self.seen.entry(source).or_default() += 1;
+        match self.take_posted(source, tag) {
+            Some(Receive::Waits(op)) => return self.deliver(source, op, message),
+            Some(Receive::Ready(number, room)) => return self.grant_posted(source, (number, room), message),
+            None => (),
         }
         self.arrivals += 1;
         self.arrived.entry((source, tag)).or_default().push_back((self.arrivals, message.owned()));
@@ -294,16 +353,10 @@ impl Messages {
         let outputs = Pieces(op.request.outputs());
         let room = outputs.bytes();
         op.set_source(from);
-        if matches!(message.content, Content::Data(_)) && message.bytes > EAGER {
-            self.windows.entry(from).or_default().taken += message.bytes as u64;
-        }
+        self.count_taken(from, &message);
         if message.bytes != room {
-            let error = wrong_size(self.me, from, message.tag, room, message.bytes);
-            self.end(op, Err(error));
-            if let Content::Number(number) = message.content {
-                self.mail(from, &Letter::Refused { number });
-            }
-            return;
+            let error = self.refuse(from, room, &message);
+            return self.end(op, Err(error));
         }
         match message.content {
             Content::Data(data) => {
@@ -313,12 +366,38 @@ impl Messages {
             }
             Content::Number(_) if self.gone[from].is_some() => self.fail(op, from),
             Content::Number(number) => {
-                let body = (false, from, number);
-                self.bodies.insert(body, op);
-                self.errands.push_back(Errand::Body(body));
-                self.mail(from, &Letter::Granted { number, taken: self.taken(from) });
+                self.start_body((false, from, number), op);
+                self.mail(from, &Letter::Granted { number, taken: self.taken(from), body: number });
             }
         }
+    }
+
+    /// Grants a message that was sent before its sender knew that the receive was posted. The link has the memory already.
+    fn grant_posted(&mut self, from: usize, (body, room): (u64, usize), message: Message<'_>) {
+        self.count_taken(from, &message);
+        match message.content {
+            Content::Number(number) if message.bytes == room => {
+                self.mail(from, &Letter::Granted { number, taken: self.taken(from), body });
+            }
+            _ => {
+                let error = self.refuse(from, room, &message);
+                self.errands.push_back(Errand::Abandon((false, from, body), error));
+            }
+        }
+    }
+
+    fn count_taken(&mut self, from: usize, message: &Message<'_>) {
+        if matches!(message.content, Content::Data(_)) && message.bytes > EAGER {
+            self.windows.entry(from).or_default().taken += message.bytes as u64;
+        }
+    }
+
+    /// The error of a receive of `room` bytes whose message has another size. Tells the sender, if it waits for an answer.
+    fn refuse(&mut self, from: usize, room: usize, message: &Message<'_>) -> Error {
+        if let Content::Number(number) = message.content {
+            self.mail(from, &Letter::Refused { number });
+        }
+        wrong_size(self.me, from, message.tag, room, message.bytes)
     }
 
     /// Handles a letter that belongs to a message of the program. An error fails the group: `peer` broke the protocol.
@@ -333,13 +412,12 @@ impl Messages {
                 let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
                 self.arrive(peer, Message { tag, bytes, content: Content::Number(number) });
             }
-            Letter::Granted { number, taken } => {
+            Letter::Granted { number, taken, body } => {
                 self.note_taken(peer, taken);
                 let op = self.answered(peer, number)?;
-                let body = (true, peer, number);
-                self.bodies.insert(body, op);
-                self.errands.push_back(Errand::Body(body));
+                self.start_body((true, peer, body), op);
             }
+            Letter::Ready(ready) => self.receives.entry(peer).or_default().add(ready),
             Letter::Refused { number } => {
                 let op = self.answered(peer, number)?;
                 let error = not_taken(self.me, peer, op.request.tag, Pieces(op.sent()).bytes());
@@ -365,14 +443,41 @@ impl Messages {
     /// its fault becomes the operation's error.
     pub fn end_body(&mut self, body: Body, outcome: std::result::Result<(), String>, fault: Option<&Error>) {
         let Some(op) = self.bodies.remove(&body) else { return };
+        let (sends, peer, _) = body;
+        if !sends {
+            op.set_source(peer);
+            if self.unpost(body, op.request.tag) && outcome.is_ok() {
+                *self.seen.entry(peer).or_default() += 1;
+            }
+        }
         match (outcome, fault) {
             (Ok(()), _) => self.end(op, Ok(())),
             (Err(_), Some(fault)) => self.end(op, Err(fault.clone())),
             (Err(text), None) => {
-                let (_, peer, _) = body;
                 self.gone[peer].get_or_insert(Gone::Lost(text));
                 self.fail(op, peer);
             }
+        }
+    }
+
+    /// Removes the receive of a body from `posted`. True if it was there: its message needed no letter.
+    fn unpost(&mut self, (_, peer, number): Body, tag: u32) -> bool {
+        let key = (peer as u32, tag);
+        let Some(receives) = self.posted.get_mut(&key) else { return false };
+        let is_it = |receive: &Receive| matches!(receive, Receive::Ready(body, _) if *body == number);
+        let Some(at) = receives.iter().position(|(_, receive)| is_it(receive)) else { return false };
+        receives.remove(at);
+        if receives.is_empty() {
+            self.posted.remove(&key);
+        }
+        true
+    }
+
+    /// Ends the receive of a body that the link has given up.
+    pub fn abandon(&mut self, body: Body, error: Error) {
+        if let Some(op) = self.bodies.remove(&body) {
+            op.set_source(body.1);
+            self.end(op, Err(error));
         }
     }
 
@@ -396,8 +501,11 @@ impl Messages {
         for root in [peer as u32, ANY_RANK] {
             let Some(gone) = self.last_gone(root) else { continue };
             let keys: Vec<_> = self.posted.keys().filter(|(source, _)| *source == root).copied().collect();
-            for op in keys.iter().flat_map(|key| self.posted.remove(key)).flatten().collect::<Vec<_>>() {
-                self.fail(op.1, gone);
+            for (_, receive) in keys.iter().flat_map(|key| self.posted.remove(key)).flatten().collect::<Vec<_>>() {
+                match receive {
+                    Receive::Waits(op) => self.fail(op, gone),
+                    Receive::Ready(..) => (), // the link ends it, because it has lost the peer too
+                }
             }
         }
     }
@@ -427,7 +535,10 @@ impl Messages {
 
     /// Operations that have not ended, or whose end was not reported yet.
     pub fn pending(&self) -> impl Iterator<Item = &Arc<Op>> {
-        let posted = self.posted.values().flatten().map(|(_, op)| op);
+        let posted = self.posted.values().flatten().filter_map(|(_, receive)| match receive {
+            Receive::Waits(op) => Some(op),
+            Receive::Ready(..) => None, // it is in `bodies`
+        });
         let over = self.over.iter().map(|(op, _)| op);
         posted.chain(self.announced.values()).chain(self.bodies.values()).chain(over)
     }
@@ -440,7 +551,10 @@ impl Messages {
     /// end with `end_body`.
     pub fn take_idle(&mut self) -> Vec<Arc<Op>> {
         (self.arrived, self.by_arrival, self.unsent) = Default::default();
-        let posted = self.posted.drain().flat_map(|(_, ops)| ops).map(|(_, op)| op);
+        let posted = self.posted.drain().flat_map(|(_, receives)| receives).filter_map(|(_, receive)| match receive {
+            Receive::Waits(op) => Some(op),
+            Receive::Ready(..) => None,
+        });
         let over = self.over.drain(..).map(|(op, _)| op);
         posted.chain(self.announced.drain().map(|(_, op)| op)).chain(over).collect()
     }

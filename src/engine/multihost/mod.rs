@@ -14,6 +14,7 @@
 //! | `lanes` | the two threads that run batches |
 //! | `queue` | the operations that have not ended, in order, and which lanes work on them |
 //! | `messages` | send and receive: matches messages with receives |
+//! | `ready` | which messages have a receive that was posted before |
 //! | `post`, `letters`, `talk` | the mail of a rank: its processing, its format, its state |
 //! | `vector` | the elements of a batch, and how they are combined |
 //! | `batch` | one batch: steps inside a host, schedules between hosts |
@@ -38,6 +39,7 @@ mod post;
 mod probe;
 mod queue;
 pub mod rails;
+mod ready;
 mod talk;
 pub mod transport;
 mod vector;

@@ -96,6 +96,11 @@ impl Lanes {
                     self.lose(peer, Gone::Lost(error.text()));
                 }
             }
+            Errand::Abandon(body, error) => {
+                let (_, peer, number) = body;
+                self.link.abandon_body(peer, number);
+                self.lock().messages.abandon(body, error);
+            }
             Errand::Body(body) => {
                 if let Err(error) = self.give_body(body) {
                     self.body_ended(body, Err(error.text()));

@@ -656,6 +656,7 @@ mod tests {
 
     impl Mail for Lost {
         fn open_mailbox(&self, _: Arc<dyn Mailbox>) {}
+        fn abandon_body(&self, _: usize, _: u64) {}
         fn mail(&self, _: usize, _: Vec<u8>) -> Result<()> {
             Ok(())
         }

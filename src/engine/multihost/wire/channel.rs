@@ -708,6 +708,11 @@ impl Mail for WireLink {
         Ok(())
     }
 
+    fn abandon_body(&self, peer: usize, number: u64) {
+        let waiting = pop(&mut self.0.lock().peers[peer].wants, number, false);
+        drop(waiting); // without the lock
+    }
+
     fn await_mail(&self) -> Box<dyn Send> {
         let counted = Counted::new(&self.0.wire);
         self.0.wire.wake_for_pending();

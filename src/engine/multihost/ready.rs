@@ -1,0 +1,191 @@
+//! Receives that a peer posted before this rank sent the message: its Ready letters, and which message each one is for.
+//!
+//! A receiver that posts a large receive before its message has arrived gives the memory to the link at once and says so by
+//! a Ready letter. A send that finds such a letter sends its body at once: one exchange in place of three (announcement,
+//! grant, body). The letter may cross messages that were sent before it arrived. Both sides know the order of the messages
+//! of a tag, so the letter says how many messages of its source the receiver had seen (`seen`) and how many earlier
+//! receives of that source and tag still waited (`ahead`). This rank subtracts the messages that were in flight. If one of
+//! those takes the receive, the letter is dropped, and the receive's memory is used when that message is granted.
+
+use std::collections::{HashMap, VecDeque};
+
+/// Most messages that are remembered for crossing Ready letters. A letter from before the oldest one is dropped.
+const REMEMBERED: usize = 512;
+
+/// A Ready letter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ready {
+    pub tag: u32,
+    pub bytes: u64,
+    /// Number of messages of this rank, of any tag, that the receiver had seen.
+    pub seen: u64,
+    /// Number of earlier receives from this rank with this tag that still waited for a message.
+    pub ahead: u64,
+    /// Number of the body under which the link of the receiver has the memory.
+    pub body: u64,
+}
+
+/// What this rank knows of the receives of one peer.
+#[derive(Default)]
+pub struct Receives {
+    /// Number of messages sent to the peer.
+    sent: u64,
+    /// Numbers and tags of the last messages sent, oldest first, except those that the peer is known to have seen.
+    last: VecDeque<(u64, u32)>,
+    /// Number of the newest message that was removed from `last` because it was full.
+    forgotten: u64,
+    /// By tag. A tag without letters has no entry.
+    lines: HashMap<u32, Line>,
+}
+
+/// The letters of one tag.
+#[derive(Default)]
+struct Line {
+    /// Messages sent with this tag since the entry exists.
+    passed: u64,
+    /// For each letter, in order: the value of `passed` at which its message is sent, its bytes and its body.
+    letters: VecDeque<(u64, u64, u64)>,
+}
+
+impl Receives {
+    /// Counts a message that is being sent. Returns the body under which it can be sent at once, if the peer has posted
+    /// its receive.
+    pub fn send(&mut self, tag: u32, bytes: u64) -> Option<u64> {
+        self.sent += 1;
+        if self.last.len() == REMEMBERED {
+            self.forgotten = self.last.pop_front().map_or(0, |(number, _)| number);
+        }
+        self.last.push_back((self.sent, tag));
+        let line = self.lines.get_mut(&tag)?;
+        let at = line.passed;
+        line.passed += 1;
+        let letter = if line.letters.front()?.0 == at { line.letters.pop_front() } else { None };
+        if line.letters.is_empty() {
+            self.lines.remove(&tag);
+        }
+        let (_, room, body) = letter?;
+        // The receive of a message of another size is an error, which the usual way reports on both sides.
+        (room == bytes).then_some(body)
+    }
+
+    /// Takes in a letter of the peer.
+    pub fn add(&mut self, ready: Ready) {
+        while self.last.front().is_some_and(|(number, _)| *number <= ready.seen) {
+            self.last.pop_front();
+        }
+        if ready.seen < self.forgotten {
+            return;
+        }
+        let in_flight = self.last.iter().filter(|(_, tag)| *tag == ready.tag).count() as u64;
+        if let Some(left) = ready.ahead.checked_sub(in_flight) {
+            let line = self.lines.entry(ready.tag).or_default();
+            line.letters.push_back((line.passed + left, ready.bytes, ready.body));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ready(seen: u64, ahead: u64, body: u64) -> Ready {
+        Ready { tag: 7, bytes: 100, seen, ahead, body }
+    }
+
+    #[test]
+    fn a_posted_receive_gets_the_next_message_of_its_tag_and_size() {
+        let mut receives = Receives::default();
+        receives.add(ready(0, 0, 1));
+        assert_eq!(receives.send(8, 100), None, "another tag");
+        assert_eq!(receives.send(7, 100), Some(1));
+        assert_eq!(receives.send(7, 100), None, "it was used");
+        receives.add(ready(3, 0, 2));
+        assert_eq!(receives.send(7, 99), None, "another size");
+        assert_eq!(receives.send(7, 100), None, "that message takes the receive all the same");
+    }
+
+    #[test]
+    fn a_letter_that_crosses_the_message_for_its_receive_is_dropped() {
+        let mut receives = Receives::default();
+        assert_eq!(receives.send(7, 100), None);
+        receives.add(ready(0, 0, 1)); // the message in flight takes it
+        assert_eq!(receives.send(7, 100), None);
+        receives.add(ready(1, 1, 2)); // the second message in flight takes the receive ahead of it
+        receives.add(ready(1, 2, 3));
+        assert_eq!((receives.send(7, 100), receives.send(7, 100)), (Some(2), Some(3)));
+    }
+
+    #[test]
+    fn receives_ahead_take_the_messages_before() {
+        let mut receives = Receives::default();
+        receives.add(ready(0, 2, 1)); // two short receives wait, of which no letter tells
+        receives.add(ready(0, 4, 2));
+        let sent: Vec<_> = (0..5).map(|_| receives.send(7, 100)).collect();
+        assert_eq!(sent, [None, None, Some(1), None, Some(2)]);
+        assert!(receives.lines.is_empty());
+    }
+
+    #[test]
+    fn a_letter_from_before_what_is_remembered_is_dropped() {
+        let mut receives = Receives::default();
+        for _ in 0..=REMEMBERED {
+            receives.send(1, 5);
+        }
+        receives.add(ready(0, 0, 1));
+        assert_eq!(receives.send(7, 100), None, "message 1 may have had this tag");
+        receives.add(ready(1, 0, 2));
+        assert_eq!(receives.send(7, 100), None, "so may message 2, which is forgotten now");
+        receives.add(ready(REMEMBERED as u64 + 3, 0, 3));
+        assert_eq!((receives.send(7, 100), receives.last.len()), (Some(3), 1));
+    }
+
+    /// Both sides played at random, letters and messages in flight in both directions: each letter that is used is for the
+    /// receive that takes the message.
+    #[test]
+    fn a_letter_is_used_for_the_receive_that_takes_the_message() {
+        for seed in 1..2000u64 {
+            let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            let mut below = |n: u64| {
+                state ^= state << 13;
+                state ^= state >> 7;
+                state ^= state << 17;
+                state % n
+            };
+            let mut receives = Receives::default();
+            let (mut letters, mut messages) = (VecDeque::new(), VecDeque::<(u32, Option<u64>)>::new());
+            let (mut waiting, mut seen, mut posted) = (HashMap::<u32, VecDeque<u64>>::new(), 0, 0);
+            let mut unmatched = HashMap::<u32, u64>::new();
+            for _ in 0..200 {
+                let tag = below(3) as u32;
+                match below(4) {
+                    0 => messages.push_back((tag, receives.send(tag, 100))),
+                    1 => letters.pop_front().into_iter().for_each(|letter| receives.add(letter)),
+                    2 => {
+                        let arrived = unmatched.entry(tag).or_default();
+                        if *arrived > 0 {
+                            *arrived -= 1;
+                            continue;
+                        }
+                        posted += 1;
+                        let line = waiting.entry(tag).or_default();
+                        if below(3) > 0 {
+                            letters.push_back(Ready { tag, bytes: 100, seen, ahead: line.len() as u64, body: posted });
+                        }
+                        line.push_back(posted);
+                    }
+                    _ => {
+                        let Some((tag, body)) = messages.pop_front() else { continue };
+                        seen += 1;
+                        match waiting.entry(tag).or_default().pop_front() {
+                            Some(receive) => assert!(body.is_none_or(|body| body == receive), "seed {seed}"),
+                            None => {
+                                assert_eq!(body, None, "seed {seed}: no receive waits");
+                                *unmatched.entry(tag).or_default() += 1;
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
