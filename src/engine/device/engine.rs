@@ -12,16 +12,17 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::communicator::Api;
 use super::communicators::Communicators;
 use super::group::DeviceGroup;
 use super::libs::loader::Hints;
 use super::lowering::Capabilities;
+use super::pool::Pool;
 use super::runtime::{Event, Runtime, Stream};
 use super::watchdog::Watchdog;
-use super::{Vendor, lock, open, open_runtime};
+use super::{Vendor, lock, open};
 use crate::error::{Error, Result};
 
 /// A group's devices of one type.
@@ -34,8 +35,7 @@ pub struct DeviceEngine {
     pub(super) communicators: Communicators,
     /// The engine's raw streams by device and stream key, for device types whose torch streams expose no raw handle.
     streams: Mutex<HashMap<(i32, i32), Stream>>,
-    /// Events that are free for reuse, by device.
-    events: Mutex<HashMap<i32, Vec<Event>>>,
+    pool: Arc<Pool>,
     /// Number of the last collective, for error texts. Written by `begin`, read by `behind`; relaxed, because it orders
     /// nothing.
     pub(super) last_number: AtomicU64,
@@ -65,7 +65,8 @@ impl DeviceEngine {
         let api = open(vendor, hints)?;
         // The path in `hints` names the library of communicators. The library of streams is found by its own variable
         // or name.
-        let runtime = open_runtime(vendor, &Hints { path: None, ..hints.clone() })?;
+        let pool = Pool::open(vendor, &Hints { path: None, ..hints.clone() })?;
+        let runtime = Arc::clone(&pool.runtime);
         let name = group.name();
         log::info!("group '{name}': {device_type} tensors by {}, {}", api.describe(), runtime.describe());
         Ok(DeviceEngine {
@@ -75,7 +76,7 @@ impl DeviceEngine {
             runtime,
             communicators: Communicators::default(),
             streams: Mutex::new(HashMap::new()),
-            events: Mutex::new(HashMap::new()),
+            pool,
             last_number: AtomicU64::new(0),
             under_way: AtomicU64::new(0),
             watchdog: Watchdog::default(),
@@ -104,31 +105,38 @@ impl DeviceEngine {
         self.runtime.capturing(stream)
     }
 
-    /// Makes the engine's raw stream on a device wait for an event, and returns the stream. Creates the stream at the
-    /// first call. `told` are events from `mark` that no stream waits for any more; they are reused.
+    /// Makes the engine's raw stream on a device wait for an event, and returns the stream. Takes the stream from the
+    /// pool at the first call. `told` are events from `mark` that no stream waits for any more; they are reused.
     pub fn stream_behind(&self, device: i32, stream_key: i32, event: Event, told: &[Event]) -> Result<Stream> {
         self.runtime.set_device(device)?;
-        lock(&self.events).entry(device).or_default().extend(told);
+        self.pool.give_back_events(device, told);
         let stream = self.own_stream(device, stream_key)?;
         self.runtime.event_wait(stream, event)?;
         Ok(stream)
     }
 
-    /// The engine's raw stream on the device that this thread has selected. Creates it at the first call.
+    /// The engine's raw stream on the device that this thread has selected. Takes it from the pool at the first call.
     pub(super) fn own_stream(&self, device: i32, stream_key: i32) -> Result<Stream> {
         let mut streams = lock(&self.streams);
         match streams.get(&(device, stream_key)) {
             Some(stream) => Ok(*stream),
-            None => Ok(*streams.entry((device, stream_key)).or_insert(self.runtime.stream_create()?)),
+            None => Ok(*streams.entry((device, stream_key)).or_insert(self.pool.stream(device)?)),
         }
     }
 
     /// Records an event behind all work now on `stream`, which this thread got from `stream_behind`. The caller owns
     /// the event until it passes it back to `stream_behind` in `told`.
     pub fn mark(&self, device: i32, stream: Stream) -> Result<Event> {
-        let free = lock(&self.events).get_mut(&device).and_then(Vec::pop);
-        let event = free.map_or_else(|| self.runtime.event_create(false), Ok)?;
+        let event = self.pool.event(device)?;
         self.runtime.event_record(event, stream)?;
         Ok(event)
+    }
+}
+
+impl Drop for DeviceEngine {
+    /// Calls, Works and communicators keep the engine alive, so nothing of this group uses the streams any more.
+    fn drop(&mut self) {
+        let streams = std::mem::take(self.streams.get_mut().unwrap_or_else(PoisonError::into_inner));
+        self.pool.give_back(streams.into_iter().map(|((device, _), stream)| (device, stream)));
     }
 }

@@ -47,6 +47,7 @@
 //! | `group` | the interface between the engine and its group |
 //! | `engine`, `begin`, `call`, `parts`, `lowered` | a group's devices of one type, and its calls on them |
 //! | `communicators`, `making`, `pairs` | cache of communicators; how one is made; in which order ranks make pairs |
+//! | `pool` | streams and events, which the groups of a process use one after the other |
 //! | `first_use` | which ranks of a communicator are connected, and the launches that wait for other ranks |
 //! | `rules` | pure: how a group's rules and decision table are passed to a library |
 //! | `watchdog` | whether a call will complete |
@@ -72,6 +73,7 @@ pub mod lowering;
 mod making;
 pub mod pairs;
 mod parts;
+mod pool;
 mod rules;
 mod runtime;
 mod watchdog;
