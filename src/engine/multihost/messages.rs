@@ -118,8 +118,8 @@ pub(super) struct Messages {
     unsent: HashSet<usize>,
     /// Operations whose memory the link uses or is about to use. Only `end_body` removes them.
     pub bodies: HashMap<Body, Arc<Op>>,
-    /// Per rank: number of the last large message sent to it.
-    numbers: HashMap<usize, u64>,
+    /// The announced sends, by peer and number, that a Ready letter has granted, while their Granted letter is to come.
+    granted_early: HashSet<(usize, u64)>,
     windows: HashMap<usize, Window>,
     /// Per rank: number of its messages that have arrived here.
     seen: HashMap<usize, u64>,
@@ -194,7 +194,7 @@ impl Messages {
             Some(_) => return self.fail(op, peer),
             None => (),
         }
-        let posted = self.receives.entry(peer).or_default().send(tag, bytes as u64);
+        let (number, posted) = self.receives.entry(peer).or_default().send(tag, bytes as u64);
         if self.is_eager(peer, bytes) {
             let mut letter = Letter::eager_head(tag, self.taken(peer), bytes);
             let head = letter.len();
@@ -209,12 +209,9 @@ impl Messages {
             self.wrote.insert(peer);
             return self.end(op, Ok(()));
         }
-        if let Some(number) = posted {
-            return self.start_body((true, peer, number), op);
+        if let Some(body) = posted {
+            return self.start_body((true, peer, body), op);
         }
-        let last = self.numbers.entry(peer).or_default();
-        *last += 1;
-        let number = *last;
         self.unsent.insert(key(&op));
         self.announced.insert((peer, number), op);
         self.mail(peer, &Letter::Large { tag, taken: self.taken(peer), bytes: bytes as u64, number });
@@ -414,10 +411,12 @@ impl Messages {
             }
             Letter::Granted { number, taken, body } => {
                 self.note_taken(peer, taken);
-                let op = self.answered(peer, number)?;
-                self.start_body((true, peer, body), op);
+                if !self.granted_early.remove(&(peer, number)) {
+                    let op = self.answered(peer, number)?;
+                    self.start_body((true, peer, body), op);
+                }
             }
-            Letter::Ready(ready) => self.receives.entry(peer).or_default().add(ready),
+            Letter::Ready(ready) => self.take_ready(peer, ready),
             Letter::Refused { number } => {
                 let op = self.answered(peer, number)?;
                 let error = not_taken(self.me, peer, op.request.tag, Pieces(op.sent()).bytes());
@@ -426,6 +425,18 @@ impl Messages {
             _ => (),
         }
         Ok(())
+    }
+
+    /// Handles a Ready letter. If it crossed the announcement of the message for its receive, it is the grant.
+    fn take_ready(&mut self, peer: usize, ready: Ready) {
+        let Some(number) = self.receives.entry(peer).or_default().add(ready) else { return };
+        let fits = |op: &Arc<Op>| Pieces(op.sent()).bytes() as u64 == ready.bytes;
+        if self.announced.get(&(peer, number)).is_some_and(fits)
+            && let Ok(op) = self.answered(peer, number)
+        {
+            self.granted_early.insert((peer, number));
+            self.start_body((true, peer, ready.body), op);
+        }
     }
 
     fn answered(&mut self, peer: usize, number: u64) -> Result<Arc<Op>> {

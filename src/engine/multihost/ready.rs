@@ -5,7 +5,7 @@
 //! grant, body). The letter may cross messages that were sent before it arrived. Both sides know the order of the messages
 //! of a tag, so the letter says how many messages of its source the receiver had seen (`seen`) and how many earlier
 //! receives of that source and tag still waited (`ahead`). This rank subtracts the messages that were in flight. If one of
-//! those takes the receive, the letter is dropped, and the receive's memory is used when that message is granted.
+//! those takes the receive, the letter is the grant of that message.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -48,14 +48,21 @@ struct Line {
 }
 
 impl Receives {
-    /// Counts a message that is being sent. Returns the body under which it can be sent at once, if the peer has posted
-    /// its receive.
-    pub fn send(&mut self, tag: u32, bytes: u64) -> Option<u64> {
+    /// Counts a message that is being sent. Returns its number, and the body under which it can be sent at once, if the
+    /// peer has posted its receive.
+    pub fn send(&mut self, tag: u32, bytes: u64) -> (u64, Option<u64>) {
         self.sent += 1;
         if self.last.len() == REMEMBERED {
             self.forgotten = self.last.pop_front().map_or(0, |(number, _)| number);
         }
         self.last.push_back((self.sent, tag));
+        // The receive of a message of another size is an error, which the usual way reports on both sides.
+        let body = self.letter_for(tag).filter(|(room, _)| *room == bytes).map(|(_, body)| body);
+        (self.sent, body)
+    }
+
+    /// The letter for the message that is being sent with this tag: its bytes and its body.
+    fn letter_for(&mut self, tag: u32) -> Option<(u64, u64)> {
         let line = self.lines.get_mut(&tag)?;
         let at = line.passed;
         line.passed += 1;
@@ -63,24 +70,28 @@ impl Receives {
         if line.letters.is_empty() {
             self.lines.remove(&tag);
         }
-        let (_, room, body) = letter?;
-        // The receive of a message of another size is an error, which the usual way reports on both sides.
-        (room == bytes).then_some(body)
+        letter.map(|(_, room, body)| (room, body))
     }
 
-    /// Takes in a letter of the peer.
-    pub fn add(&mut self, ready: Ready) {
+    /// Takes in a letter of the peer. Returns the number of the message that takes the receive, if it was sent already.
+    pub fn add(&mut self, ready: Ready) -> Option<u64> {
         while self.last.front().is_some_and(|(number, _)| *number <= ready.seen) {
             self.last.pop_front();
         }
         if ready.seen < self.forgotten {
-            return;
+            return None;
         }
-        let in_flight = self.last.iter().filter(|(_, tag)| *tag == ready.tag).count() as u64;
-        if let Some(left) = ready.ahead.checked_sub(in_flight) {
-            let line = self.lines.entry(ready.tag).or_default();
-            line.letters.push_back((line.passed + left, ready.bytes, ready.body));
+        let mut in_flight = self.last.iter().filter(|(_, tag)| *tag == ready.tag).map(|(number, _)| *number);
+        let mut before = 0;
+        for number in in_flight.by_ref() {
+            if before == ready.ahead {
+                return Some(number);
+            }
+            before += 1;
         }
+        let line = self.lines.entry(ready.tag).or_default();
+        line.letters.push_back((line.passed + ready.ahead - before, ready.bytes, ready.body));
+        None
     }
 }
 
@@ -92,27 +103,32 @@ mod tests {
         Ready { tag: 7, bytes: 100, seen, ahead, body }
     }
 
-    #[test]
-    fn a_posted_receive_gets_the_next_message_of_its_tag_and_size() {
-        let mut receives = Receives::default();
-        receives.add(ready(0, 0, 1));
-        assert_eq!(receives.send(8, 100), None, "another tag");
-        assert_eq!(receives.send(7, 100), Some(1));
-        assert_eq!(receives.send(7, 100), None, "it was used");
-        receives.add(ready(3, 0, 2));
-        assert_eq!(receives.send(7, 99), None, "another size");
-        assert_eq!(receives.send(7, 100), None, "that message takes the receive all the same");
+    fn body(receives: &mut Receives, tag: u32, bytes: u64) -> Option<u64> {
+        receives.send(tag, bytes).1
     }
 
     #[test]
-    fn a_letter_that_crosses_the_message_for_its_receive_is_dropped() {
+    fn a_posted_receive_gets_the_next_message_of_its_tag_and_size() {
         let mut receives = Receives::default();
-        assert_eq!(receives.send(7, 100), None);
-        receives.add(ready(0, 0, 1)); // the message in flight takes it
-        assert_eq!(receives.send(7, 100), None);
-        receives.add(ready(1, 1, 2)); // the second message in flight takes the receive ahead of it
-        receives.add(ready(1, 2, 3));
-        assert_eq!((receives.send(7, 100), receives.send(7, 100)), (Some(2), Some(3)));
+        assert_eq!(receives.add(ready(0, 0, 1)), None);
+        assert_eq!(body(&mut receives, 8, 100), None, "another tag");
+        assert_eq!(receives.send(7, 100), (2, Some(1)));
+        assert_eq!(body(&mut receives, 7, 100), None, "it was used");
+        receives.add(ready(3, 0, 2));
+        assert_eq!(body(&mut receives, 7, 99), None, "another size");
+        assert_eq!(body(&mut receives, 7, 100), None, "that message takes the receive all the same");
+    }
+
+    #[test]
+    fn a_letter_that_crosses_the_message_for_its_receive_grants_that_message() {
+        let mut receives = Receives::default();
+        assert_eq!(receives.send(7, 100), (1, None));
+        assert_eq!(receives.send(8, 100), (2, None));
+        assert_eq!(receives.send(7, 100), (3, None));
+        assert_eq!(receives.add(ready(0, 0, 1)), Some(1));
+        assert_eq!(receives.add(ready(1, 0, 2)), Some(3));
+        receives.add(ready(1, 1, 3)); // message 3 takes the receive ahead of it
+        assert_eq!(receives.send(7, 100), (4, Some(3)));
     }
 
     #[test]
@@ -120,7 +136,7 @@ mod tests {
         let mut receives = Receives::default();
         receives.add(ready(0, 2, 1)); // two short receives wait, of which no letter tells
         receives.add(ready(0, 4, 2));
-        let sent: Vec<_> = (0..5).map(|_| receives.send(7, 100)).collect();
+        let sent: Vec<_> = (0..5).map(|_| body(&mut receives, 7, 100)).collect();
         assert_eq!(sent, [None, None, Some(1), None, Some(2)]);
         assert!(receives.lines.is_empty());
     }
@@ -131,12 +147,12 @@ mod tests {
         for _ in 0..=REMEMBERED {
             receives.send(1, 5);
         }
-        receives.add(ready(0, 0, 1));
-        assert_eq!(receives.send(7, 100), None, "message 1 may have had this tag");
-        receives.add(ready(1, 0, 2));
-        assert_eq!(receives.send(7, 100), None, "so may message 2, which is forgotten now");
+        assert_eq!(receives.add(ready(0, 0, 1)), None);
+        assert_eq!(body(&mut receives, 7, 100), None, "message 1 may have had this tag");
+        assert_eq!(receives.add(ready(1, 0, 2)), None);
+        assert_eq!(body(&mut receives, 7, 100), None, "so may message 2, which is forgotten now");
         receives.add(ready(REMEMBERED as u64 + 3, 0, 3));
-        assert_eq!((receives.send(7, 100), receives.last.len()), (Some(3), 1));
+        assert_eq!((body(&mut receives, 7, 100), receives.last.len()), (Some(3), 1));
     }
 
     /// Both sides played at random, letters and messages in flight in both directions: each letter that is used is for the
@@ -152,14 +168,21 @@ mod tests {
                 state % n
             };
             let mut receives = Receives::default();
-            let (mut letters, mut messages) = (VecDeque::new(), VecDeque::<(u32, Option<u64>)>::new());
+            let (mut letters, mut messages) = (VecDeque::new(), VecDeque::<(u32, (u64, Option<u64>))>::new());
+            let mut granted = HashMap::new(); // by letters that crossed their message
             let (mut waiting, mut seen, mut posted) = (HashMap::<u32, VecDeque<u64>>::new(), 0, 0);
             let mut unmatched = HashMap::<u32, u64>::new();
+            let mut taken = HashMap::new();
             for _ in 0..200 {
                 let tag = below(3) as u32;
                 match below(4) {
                     0 => messages.push_back((tag, receives.send(tag, 100))),
-                    1 => letters.pop_front().into_iter().for_each(|letter| receives.add(letter)),
+                    1 => {
+                        let Some(letter) = letters.pop_front() else { continue };
+                        if let Some(number) = receives.add(letter) {
+                            assert_eq!(granted.insert(number, letter.body), None, "seed {seed}");
+                        }
+                    }
                     2 => {
                         let arrived = unmatched.entry(tag).or_default();
                         if *arrived > 0 {
@@ -174,10 +197,14 @@ mod tests {
                         line.push_back(posted);
                     }
                     _ => {
-                        let Some((tag, body)) = messages.pop_front() else { continue };
+                        let Some((tag, (number, body))) = messages.pop_front() else { continue };
                         seen += 1;
+                        assert_eq!(number, seen, "messages arrive in order");
                         match waiting.entry(tag).or_default().pop_front() {
-                            Some(receive) => assert!(body.is_none_or(|body| body == receive), "seed {seed}"),
+                            Some(receive) => {
+                                assert!(body.is_none_or(|body| body == receive), "seed {seed}");
+                                taken.insert(number, receive);
+                            }
                             None => {
                                 assert_eq!(body, None, "seed {seed}: no receive waits");
                                 *unmatched.entry(tag).or_default() += 1;
@@ -185,6 +212,9 @@ mod tests {
                         }
                     }
                 }
+            }
+            for (number, body) in granted {
+                assert!(taken.get(&number).is_none_or(|receive| *receive == body), "seed {seed}, message {number}");
             }
         }
     }
