@@ -158,9 +158,11 @@ impl Lanes {
 
     /// Waits until earlier operations on the memory of a batch have ended, or the group has failed.
     fn wait_for_memory<'s>(&self, mut state: MutexGuard<'s, State>, batch: &Batch) -> MutexGuard<'s, State> {
+        state.memory_awaited += 1;
         while (batch.first..=batch.last).any(|number| state.must_follow(number)) && state.fault.is_none() {
             state = self.turn.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
+        state.memory_awaited -= 1;
         state
     }
 

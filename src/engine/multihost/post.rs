@@ -71,8 +71,12 @@ impl Lanes {
                 let mut state = self.lock();
                 state.retire(&op);
                 state.extend_promise();
+                // Idle lanes are not woken: they would compete for the cores with the thread that waits for the message.
+                let awaited = state.memory_awaited > 0 || state.talk.leaving || state.stopping;
                 drop(state);
-                self.turn.notify_all(); // a lane may wait for its memory
+                if awaited {
+                    self.turn.notify_all();
+                }
                 ended.push((op, outcome));
             }
         }

@@ -50,6 +50,8 @@ pub(super) struct State {
     pub chain: u64,
     pub fault: Option<Error>,
     pub stopping: bool,
+    /// Lanes that wait until earlier operations have released the memory of their batch.
+    pub memory_awaited: usize,
     /// Number of running lane threads, which start with the first collective.
     pub running: usize,
     /// Orders all operations by the memory they use.
@@ -73,6 +75,7 @@ impl State {
             chain,
             fault: None,
             stopping: false,
+            memory_awaited: 0,
             running: 0,
             order: Order::default(),
             turns: 0,

@@ -300,7 +300,8 @@ impl Wire {
 
     /// Makes the background thread stop driving, so that a waiting thread can drive.
     fn take_over(&self) {
-        if self.in_background.load(Ordering::Relaxed) {
+        // One kick for each pass: a thread that polls while the pass ends would write again and again.
+        if self.in_background.load(Ordering::Relaxed) && self.in_background.swap(false, Ordering::Relaxed) {
             self.kick.kick();
         }
     }
@@ -414,9 +415,12 @@ impl Wire {
 
     fn drive_in_background(&self) {
         const ASLEEP: Duration = Duration::from_secs(1);
+        /// A thread that has begun a transfer usually waits at once, and then drives by itself.
+        const GRACE: Duration = Duration::from_micros(50);
         loop {
             if !self.is_needed() {
                 self.background.sleep(ASLEEP, || self.is_needed());
+                std::thread::sleep(GRACE);
                 continue;
             }
             let polled = Duration::from_nanos(self.polled.load(Ordering::Relaxed)) + EAGER;
