@@ -104,6 +104,7 @@ struct Window {
 pub(super) struct Messages {
     me: usize,
     names: Arc<Names>,
+    longest_early: usize,
     /// Pending receives by source (or `ANY_RANK`) and tag, each with its position among all receives posted.
     posted: HashMap<(u32, u32), InLine<Receive>>,
     posts: u64,
@@ -138,9 +139,10 @@ pub(super) struct Messages {
 }
 
 impl Messages {
-    /// The initial state for a group of `ranks` ranks.
-    pub fn new(ranks: usize, names: Arc<Names>) -> Messages {
-        Messages { me: names.me, names, gone: vec![None; ranks], ..Messages::default() }
+    /// The initial state for a group of `ranks` ranks. Receives of up to `longest_early` bytes are posted before their
+    /// messages.
+    pub fn new(ranks: usize, names: Arc<Names>, longest_early: usize) -> Messages {
+        Messages { me: names.me, names, longest_early, gone: vec![None; ranks], ..Messages::default() }
     }
 
     pub fn mail(&mut self, peer: usize, letter: &Letter) {
@@ -263,7 +265,8 @@ impl Messages {
     fn post_early(&mut self, op: Arc<Op>) -> Receive {
         let (root, tag) = (op.request.root, op.request.tag);
         let bytes = Pieces(op.request.outputs()).bytes();
-        if bytes <= LONGEST_EAGER || root == ANY_RANK || self.posted.contains_key(&(ANY_RANK, tag)) {
+        let is_early = bytes > LONGEST_EAGER && bytes <= self.longest_early;
+        if !is_early || root == ANY_RANK || self.posted.contains_key(&(ANY_RANK, tag)) {
             return Receive::Waits(op);
         }
         let peer = root as usize;

@@ -324,7 +324,7 @@ mod tests {
 
     /// A state with operations 1 to `count`, of two segments each.
     fn issued(count: u64) -> State {
-        let messages = Messages::new(2, Arc::default());
+        let messages = Messages::new(2, Arc::default(), usize::MAX);
         let mut state = State::new(Limits { bytes: 1 << 20, operations: 8 }, 0, messages);
         for number in 1..=count {
             let request = Request::without_memory(Kind::Barrier);
