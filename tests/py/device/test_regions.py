@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -218,3 +219,39 @@ def by_hand(ctx: Context) -> None:
 
 def test_the_end_of_a_refused_region_raises_the_refusal(libraries: dict[str, Path]) -> None:
     run_fresh(by_hand, 2, env=environment("nccl", libraries))
+
+
+def second_thread(ctx: Context, carrier: str) -> None:
+    at = "cpu"
+    if carrier == "cpu":
+        ctx.init()
+    else:
+        at = start(ctx, carrier)[1] + ":0"
+    region(ctx, at)
+    texts: list[str] = []
+
+    def enters() -> None:
+        manager = dist._coalescing_manager(device=torch.device(at))
+        texts.append(expect_raises(ValueError, manager.__enter__))
+
+    for call in (dist.broadcast, dist.all_reduce):  # the first goes to the backend at once, torch collects the second
+        sent = torch.full((4,), ctx.rank + 1.0, device=at)
+        with dist._coalescing_manager(device=torch.device(at)):
+            call(sent, **({"src": 1} if call is dist.broadcast else {}))
+            thread = threading.Thread(target=enters)
+            thread.start()
+            thread.join()
+        on_device.holds(sent, 2 if call is dist.broadcast else 3)
+    assert "open already" in texts[0] and "non-empty op list" in texts[1], texts
+    region(ctx, at)
+    exchange(ctx, at)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("carrier", ["cpu", "nccl"])
+def test_a_second_thread_gets_no_region_and_leaves_that_of_the_first_alone(
+    carrier: str, libraries: dict[str, Path]
+) -> None:
+    """A group has one region at a time (docs/fusion.md)."""
+    env = {} if carrier == "cpu" else environment(carrier, libraries)
+    run_fresh(second_thread, 2, carrier, env=env)

@@ -8,6 +8,7 @@ Nothing here says anything about real hardware.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -305,6 +306,45 @@ def test_a_replay_that_waits_for_a_dead_rank_ends(libraries: dict[str, Path]) ->
         text = job.hear(0)
         assert "rank 1 (pid" in text and "a replay of all_reduce" in text, text
         job.say(0, "go")
+
+
+def captures_again(ctx: Context) -> None:
+    """Captures as a program with changing shapes does: again and again, in a group that then ends."""
+    import torch_sagellm
+
+    device, name = start(ctx, "nccl", delay=0.0)
+    driver = ctypes.CDLL(os.environ["SAGELLM_TEST_RUNTIME"])
+    stream = ctypes.c_void_p(torch.accelerator.current_stream().native_handle)
+
+    def memory_of_groups() -> int:
+        return sum("/memfd:sagellm" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+    before = memory_of_groups()
+    group = dist.new_group(pg_options=torch_sagellm.Options(vendor="nccl"))
+    value = torch.empty(100, device=name).fill_(1)
+    dist.all_reduce(value, group=group)  # makes the communicator
+    holds(value, ctx.world_size)
+    assert memory_of_groups() > before, "or the test shows nothing"
+    for _ in range(20):
+        graph = ctypes.c_size_t()
+        assert driver.cuStreamBeginCapture_v2(stream, 0) == 0
+        with device.capturing():
+            dist.all_reduce(value, group=group)
+        assert driver.cuStreamEndCapture(stream, ctypes.byref(graph)) == 0
+        assert driver.cuGraphDestroy(graph) == 0
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    deadline = time.monotonic() + 20
+    while memory_of_groups() > before:
+        assert time.monotonic() < deadline, "a captured call keeps its group"
+        time.sleep(0.05)
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not simdevice.Device.can_capture(), reason="this torch does not ask devices about captures")
+def test_captured_calls_keep_nothing_of_a_group_that_has_ended(libraries: dict[str, Path]) -> None:
+    run_fresh(captures_again, 2, env=environment("nccl", libraries))
 
 
 #: How the simulated runtimes begin and end a capture.
