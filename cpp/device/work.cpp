@@ -65,6 +65,12 @@ void DeviceRun::set_work(const c10::intrusive_ptr<SageWork>& work) {
   work_ = c10::weak_intrusive_ptr<SageWork>(work);
 }
 
+void DeviceRun::hold(const c10::intrusive_ptr<SageWork>& work) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  // Once it has ended, the thread that ends it has the Work itself.
+  if (!ended_) held_ = work;
+}
+
 bool DeviceRun::overdue() const {
   const auto timeout = launched_.known.timeout;
   return timeout.count() > 0 && std::chrono::steady_clock::now() - began_ > timeout;
@@ -105,8 +111,12 @@ void DeviceRun::let_go() {
 }
 
 void DeviceRun::end(const std::string& error, bool idle) {
-  if (ended_.exchange(true)) return;
-  auto work = held_ ? std::move(held_) : work_.lock();
+  c10::intrusive_ptr<SageWork> work;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (ended_.exchange(true)) return;
+    work = held_ ? std::move(held_) : work_.lock();
+  }
   if (work) {
     static_cast<DeviceWork&>(*work).end_of_run(error);
   } else {
@@ -184,6 +194,10 @@ void DeviceWork::order() const {
     launched.ended->block(callers);
   }
   if (callers == launched.callers) run_->let_go();
+}
+
+void DeviceWork::keep_until_end() {
+  run_->hold(c10::intrusive_ptr<SageWork>::reclaim_copy(this));
 }
 
 void DeviceWork::wait_for_end(const WaitLimit& limit) {

@@ -101,10 +101,11 @@ class DeviceRun final {
 
   DeviceRun(Launched launched, std::shared_ptr<Events> events);
 
-  // Call these two before any other thread sees this run. `hold` keeps the Work alive until its end, for the profiler
-  // or a hook.
+  // Call this before any other thread sees the run.
   void set_work(const c10::intrusive_ptr<SageWork>& work);
-  void hold(const c10::intrusive_ptr<SageWork>& work) { held_ = work; }
+  // Keeps the Work alive until its end, for the profiler, a hook, or a future that is completed then. The caller has a
+  // reference to the Work.
+  void hold(const c10::intrusive_ptr<SageWork>& work);
   // Polls the device for up to `spin`. True if the run has ended: the Work has then ended, or another thread is just
   // ending it. May be called on any thread.
   bool poll(std::chrono::microseconds spin = std::chrono::microseconds(0));
@@ -131,9 +132,10 @@ class DeviceRun final {
   Launched launched_;
   const std::shared_ptr<Events> events_;
   const std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
-  // Set by the thread that detects the end. That thread does everything that follows from it.
+  // Set under the mutex by the thread that detects the end. That thread does everything that follows from it. Other
+  // threads read it without the mutex (relaxed), because they read nothing else of the run.
   std::atomic<bool> ended_{false};
-  // Guards `launched_.keep`. Never held for long.
+  // Guards `held_` and `launched_.keep`. Never held for long.
   std::mutex mutex_;
   // The run's DeviceWork.
   c10::weak_intrusive_ptr<SageWork> work_;
@@ -172,6 +174,7 @@ class DeviceWork final : public SageWork {
   void wait_for_end(const WaitLimit& limit) override;
   // Also releases the tensors if the current stream is the one on which they were allocated.
   void order() const override;
+  void keep_until_end() override;
   void on_result_stream(const std::function<void()>& body) const override;
   std::chrono::nanoseconds duration() const override;
 

@@ -1,5 +1,7 @@
 #include "work/hooks.hpp"
 
+#include <torch/csrc/Exceptions.h>
+
 #include <string>
 #include <vector>
 
@@ -8,6 +10,26 @@
 #include "host/host.hpp"
 
 namespace sagellm {
+
+namespace {
+
+// A DistBackendError of which we learn the thread that gets it: torch asks for the class where it raises it in Python.
+class ToldFailure final : public torch::PyTorchError {
+ public:
+  ToldFailure(const std::string& text, std::shared_ptr<Events> events)
+      : PyTorchError(text), events_(std::move(events)) {}
+
+  PyObject* python_type() override {
+    events_->told();
+    // torch exports no pointer to it. Its module keeps it.
+    return py::module_::import("torch.distributed").attr("DistBackendError").ptr();
+  }
+
+ private:
+  std::shared_ptr<Events> events_;
+};
+
+}  // namespace
 
 std::unique_ptr<Trace> Trace::start(const char* title, c10::ArrayRef<at::Tensor> inputs) {
   std::optional<at::StepCallbacks> callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
@@ -46,6 +68,16 @@ void Events::told() {
 bool Events::knows(pid_t thread) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return told_.count(thread) > 0;
+}
+
+std::exception_ptr Events::told_where_raised(const std::exception_ptr& failure) {
+  try {
+    std::rethrow_exception(failure);
+  } catch (const c10::DistBackendError& error) {
+    return std::make_exception_ptr(ToldFailure(error.what_without_backtrace(), shared_from_this()));
+  } catch (...) {
+    return failure;
+  }
 }
 
 void Events::call_abort_hooks() {

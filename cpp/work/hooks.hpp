@@ -10,6 +10,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -85,6 +86,8 @@ class Events : public std::enable_shared_from_this<Events> {
   void told();
   // Whether the thread with this system id has got the group's failure as the error of a call.
   bool knows(pid_t thread) const;
+  // `failure` for a future, for which threads wait without us: where one of them gets it in Python, it is told.
+  std::exception_ptr told_where_raised(const std::exception_ptr& failure);
   // A number that no other group of this process has.
   uint64_t key() const { return key_; }
 

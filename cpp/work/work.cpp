@@ -246,7 +246,7 @@ void SageWork::complete(c10::ivalue::Future& future, bool with_code) const {
   } else if (how.empty()) {
     on_result_stream([&] { future.markCompleted(c10::IValue(outputs_)); });
   } else {
-    future.setError(exception());
+    future.setError(events_->told_where_raised(exception()));
   }
 }
 
@@ -265,7 +265,11 @@ SageWork::FuturePtr SageWork::future_in(FuturePtr& slot, const c10::TypePtr& typ
     complete_here = completed_ || (value_at_issue_ && !with_code);
   }
   // The future has no callback yet, so none runs here.
-  if (complete_here) complete(*future, with_code);
+  if (complete_here) {
+    complete(*future, with_code);
+  } else if (!future->completed()) {
+    keep_until_end();
+  }
   return future;
 }
 

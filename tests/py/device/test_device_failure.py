@@ -205,6 +205,53 @@ def test_an_error_that_a_call_raises_is_raised_once(libraries: dict[str, Path]) 
             job.say(rank, "go")
 
 
+def barriers_future(ctx: Context, vendor: str) -> None:
+    """Its callbacks run once, whether the barrier ends well or fails; and who waits for it is told once."""
+    import torch_sagellm
+
+    _, name = start(ctx, vendor, timeout=timedelta(seconds=60))
+    value = torch.ones(4, device=name)
+    for ids in ([0], None):
+        options = torch_sagellm.Options(vendor=vendor if vendor == "nccl" else "auto")
+        group = dist.new_group(pg_options=options)
+        dist.all_reduce(value, group=group)
+        ran: list[str] = []
+
+        def future(group: Any = group, ids: Any = ids, ran: list[str] = ran) -> Any:
+            found = dist.barrier(group=group, async_op=True, device_ids=ids).get_future()
+            found.add_done_callback(lambda _: ran.append("done"))
+            found.then(lambda _: ran.append("then"))
+            return found
+
+        future().wait()
+        nobody_calls_again(0.1)
+        assert sorted(ran) == ["done", "then"], ran
+        ran.clear()
+        dist.barrier()
+        if ctx.rank == 0:
+            group._get_backend(torch.device(name))._set_default_timeout(timedelta(seconds=DEADLINE))
+            if ids is None:
+                dist.all_reduce(value, group=group, async_op=True)
+            failing = future()
+            assert "Timed out" in expect_raises(
+                dist.DistBackendError, lambda failing=failing: in_one_go(0, failing.wait)
+            )
+            nobody_calls_again(1.5)
+            assert sorted(ran) == ["done", "then"], ran
+        dist.barrier()
+    ctx.tell("fine")
+    ctx.listen()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("vendor", ["nccl", "cncl"])
+def test_rule_34_the_future_of_a_barrier_tells_once(vendor: str, libraries: dict[str, Path]) -> None:
+    with launch(barriers_future, 2, vendor, env=environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000")) as job:
+        assert job.hear(0, 120) == "fine"
+        for rank in range(2):
+            job.say(rank, "go")
+
+
 def in_one_go(seconds: float, call: Callable[[], Any]) -> Any:
     """Sleeps, then calls. Between the two the interpreter runs no bytecode, at which it would raise what waits."""
     steps = [partial(time.sleep, seconds), partial(call)]
