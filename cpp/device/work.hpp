@@ -133,7 +133,7 @@ class DeviceRun final {
   const std::shared_ptr<Events> events_;
   const std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
   // Set under the mutex by the thread that detects the end. That thread does everything that follows from it. Other
-  // threads read it without the mutex (relaxed), because they read nothing else of the run.
+  // threads read it without the mutex and need no ordering, because they read nothing else of the run.
   std::atomic<bool> ended_{false};
   // Guards `held_` and `launched_.keep`. Never held for long.
   std::mutex mutex_;

@@ -193,9 +193,9 @@ void check_argument(const CallDesc& call, const Operand& operand, const Carrier&
       only(call.op, name, operand.list());
     }
   }
-  // The tensor of a broadcast or a reduce is written on at least one rank. On the CPU all ranks check it as a written
-  // one, so that all of them reject it or none does.
-  const bool in_place = carrier.device.is_cpu() && (call.kind == Kind::kBroadcast || call.kind == Kind::kReduce);
+  // The tensor of a broadcast or a reduce is written on at least one rank. All ranks check it as a written one, so that
+  // all of them reject it or none does.
+  const bool in_place = call.kind == Kind::kBroadcast || call.kind == Kind::kReduce;
   const bool written = operand.role != Role::kRead || in_place;
   operand.for_each([&](const at::Tensor& tensor) {
     dense(call.op, name, tensor, carrier.device);

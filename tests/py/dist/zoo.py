@@ -36,16 +36,16 @@ def _leaf(plain: Tensor) -> Tensor:
 
 def _beside(plain: Tensor) -> Tensor:
     """A part of a larger tensor: every second element of its last dimension."""
-    wide = torch.full((*plain.shape[:-1], 2 * plain.shape[-1]), FILLER, dtype=plain.dtype)
+    wide = plain.new_full((*plain.shape[:-1], 2 * plain.shape[-1]), FILLER)
     return wide[..., ::2]
 
 
 def _view_of_a_leaf(plain: Tensor) -> Tensor:
-    return torch.full((plain.shape[0] + 2, *plain.shape[1:]), FILLER, dtype=plain.dtype).requires_grad_()[1:-1]
+    return plain.new_full((plain.shape[0] + 2, *plain.shape[1:]), FILLER).requires_grad_()[1:-1]
 
 
 def _transposed(plain: Tensor) -> Tensor:
-    return torch.zeros(tuple(reversed(plain.shape)), dtype=plain.dtype).permute(*reversed(range(plain.dim())))
+    return plain.new_zeros(tuple(reversed(plain.shape))).permute(*reversed(range(plain.dim())))
 
 
 def _conj(plain: Tensor) -> Tensor:
@@ -53,11 +53,11 @@ def _conj(plain: Tensor) -> Tensor:
 
 
 def _neg(plain: Tensor) -> Tensor:
-    return torch.zeros(plain.shape, dtype=torch.complex64).conj().imag
+    return plain.new_zeros(plain.shape, dtype=torch.complex64).conj().imag
 
 
 def _expanded(plain: Tensor) -> Tensor:
-    return torch.zeros(plain.shape[-1], dtype=plain.dtype).expand(plain.shape)
+    return plain.new_zeros(plain.shape[-1]).expand(plain.shape)
 
 
 def _channels_last(plain: Tensor) -> Tensor:
@@ -130,11 +130,11 @@ def numbers(kind: Kind, seed: int, rows: int = 1) -> Tensor:
     return torch.complex(found.float(), found.float() + 1) if kind.dtype.is_complex else found.to(kind.dtype)
 
 
-def build(kind: Kind, values: Tensor) -> Tensor:
+def build(kind: Kind, values: Tensor, device: str = "cpu") -> Tensor:
     """A tensor of the kind with these values."""
     if kind.foreign:
         return kind.make(values.clone())
-    tensor = kind.make(torch.zeros(values.shape, dtype=kind.dtype))
+    tensor = kind.make(torch.zeros(values.shape, dtype=kind.dtype, device=device))
     with torch.inference_mode():  # in which every tensor may be written
         (tensor[(0,) * (tensor.dim() - 1)] if kind.make is _expanded else tensor).copy_(
             values[(0,) * (values.dim() - 1)] if kind.make is _expanded else values
@@ -144,8 +144,8 @@ def build(kind: Kind, values: Tensor) -> Tensor:
 
 def memory(tensor: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
     """All bytes of the memory that a tensor is a part of."""
-    flat = torch.empty(0, dtype=dtype).set_(tensor.untyped_storage())
-    return flat.clone()
+    flat = torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage())
+    return flat.cpu().clone()
 
 
 @dataclass
@@ -157,6 +157,9 @@ class Visit:
     me: int
     group: Any
     comm: Any = None
+    #: On which its tensors are, and whether a receive may leave the sender open there.
+    device: str = "cpu"
+    anyone: bool = True
     #: What each tensor must hold in the end, and what it held in the beginning.
     seen: list[tuple[Kind, Tensor, Tensor]] = field(default_factory=list)
     given: list[Tensor] = field(default_factory=list)
@@ -164,7 +167,7 @@ class Visit:
     def _take(self, of_kind: bool, seed: int, rows: int) -> Tensor:
         values = numbers(self.kind, seed, rows)
         kind = self.kind if of_kind else Kind(_same, self.kind.dtype, self.kind.shape)
-        tensor = build(kind, values)
+        tensor = build(kind, values, self.device)
         self.seen.append((kind, tensor, values))
         self.given.append(values)
         return tensor
@@ -191,6 +194,10 @@ class Visit:
         if one.dtype == torch.bool:
             return one | other
         return one.float() + other.float() if one.element_size() == 1 else one + other
+
+    def summed(self, *seeds: int, rows: int = 1) -> Tensor:
+        """The sum as a new tensor of the kind's dtype."""
+        return self.total(*seeds, rows=rows).to(self.kind.dtype)
 
     def expect(self, tensor: Tensor, values: Tensor) -> None:
         """The tensor must hold these values in the end; all others keep theirs."""
@@ -261,7 +268,7 @@ def call(
 def returned(found: Tensor | None, values: Tensor) -> None:
     """Compares a new tensor that a call has returned."""
     assert found is not None and found.dtype == values.dtype, found
-    got, wanted = (each.detach().resolve_conj().reshape(-1) for each in (found, values))
+    got, wanted = (each.detach().cpu().resolve_conj().reshape(-1) for each in (found, values))
     assert torch.equal(*(each.contiguous().view(torch.uint8) if each.numel() else each for each in (got, wanted))), (
         f"returned {found}, expected {values}"
     )
@@ -420,10 +427,20 @@ def dist__all_gather_coalesced(v: Visit) -> None:
         v.expect(second, v.of(rank + 2))
 
 
+if hasattr(dist, "gather_single"):
+
+    @call("into", "from", into=1, named="gather")
+    def dist__gather_single(v: Visit) -> None:
+        output = v.write(2) if v.me == 1 else None
+        dist.gather_single(v.read(), output, group_dst=1, group=v.group)
+        if output is not None:
+            v.expect(output, torch.stack([v.of(0), v.of(1)]))
+
+
 @contextlib.contextmanager
 def together(v: Visit) -> Iterator[None]:
     """A region whose calls are carried out as one."""
-    with dist._coalescing_manager(group=v.group, device=torch.device("cpu")):
+    with dist._coalescing_manager(group=v.group, device=torch.device(v.device)):
         yield
 
 
@@ -459,7 +476,7 @@ def region__reduce_scatter_tensor(v: Visit) -> None:
 
 
 def _backend(v: Visit) -> Any:
-    return v.group._get_backend(torch.device("cpu"))
+    return v.group._get_backend(torch.device(v.device))
 
 
 @call("in place", reduces=True)
@@ -597,12 +614,115 @@ def package__send_tensors(v: Visit) -> None:
         torch_sagellm.send_tensors([v.read(), v.read(2)], 1, group=v.group)
         return
     out = [v.write(), v.write()] if v.role == "into" else None
-    found = torch_sagellm.recv_tensors(0, group=v.group, out=out)
+    found = torch_sagellm.recv_tensors(0, group=v.group, out=out, device=v.device)
     for seed, each in zip((0, 2), found, strict=True):
         if out is None:
             returned(each, v.of(seed))
         else:
             v.expect(each, v.of(seed))
+
+
+@call("into", "from", from_=0, into=1, named="send_tensors/recv_tensors")
+def package__isend_tensors(v: Visit) -> None:
+    """Without out=, for tensors that are sent."""
+    import torch_sagellm
+
+    if v.me == 0:
+        torch_sagellm.isend_tensors([v.read(), v.read(2)], 1, group=v.group).wait()
+        return
+    out = [v.write(), v.write()]
+    torch_sagellm.irecv_tensors(0, group=v.group, out=out).wait()
+    for seed, each in zip((0, 2), out, strict=True):
+        v.expect(each, v.of(seed))
+
+
+@call("into", "from", into=1, named="send_pages/recv_pages")
+def package__send_pages(v: Visit) -> None:
+    """The pages are the rows, all of them; two layers."""
+    import torch_sagellm
+
+    rows = range(v.kind.shape[0] if v.kind.shape else 1)
+    if v.me == 0:
+        torch_sagellm.send_pages([v.read(), v.read(2)], rows, 1, group=v.group)
+        return
+    layers = [v.write(), v.write()]
+    torch_sagellm.recv_pages(layers, rows, 0, group=v.group)
+    for seed, each in zip((0, 2), layers, strict=True):
+        v.expect(each, v.of(seed))
+
+
+@call("in place", reduces=True)
+def package__all_reduce(v: Visit) -> None:
+    import torch_sagellm
+
+    tensor = v.update()
+    assert torch_sagellm.all_reduce(tensor, group=v.group) is tensor
+    v.expect(tensor, v.total())
+
+
+@call("from")
+def package__all_gather(v: Visit) -> None:
+    import torch_sagellm
+
+    for rank, found in enumerate(torch_sagellm.all_gather(v.read(), v.group)):
+        returned(found, v.of(rank))
+
+
+@call("from", reduces=True)
+def package__reduce_scatter(v: Visit) -> None:
+    import torch_sagellm
+
+    found = torch_sagellm.reduce_scatter([v.read(v.me), v.read(v.me + 2)], group=v.group)
+    returned(found, v.summed(2 * v.me, 2 * v.me + 1))
+
+
+@call("in place")
+def package__broadcast(v: Visit) -> None:
+    import torch_sagellm
+
+    tensor = v.update()
+    assert torch_sagellm.broadcast(tensor, 1, v.group) is tensor
+    v.expect(tensor, v.of(1))
+
+
+@call("into", "from")
+def package__all_to_all(v: Visit) -> None:
+    import torch_sagellm
+
+    outputs = [v.write(), v.write()]
+    torch_sagellm.all_to_all([v.read(v.me), v.read(v.me + 2)], outputs, v.group)
+    for rank, output in enumerate(outputs):
+        v.expect(output, v.of(rank + 2 * v.me))
+
+
+@call("into", "from", from_=0, into=1, named="send/recv")
+def package__send_and_recv(v: Visit) -> None:
+    import torch_sagellm
+
+    if v.me == 0:
+        torch_sagellm.send(v.read(), 1, v.group)
+        torch_sagellm.isend(v.read(2), 1, v.group, tag=1).wait()
+        return
+    tensor, other = v.write(), v.write()
+    assert torch_sagellm.recv(tensor, 0, v.group) is tensor
+    torch_sagellm.irecv(other, 0, v.group, tag=1).wait()
+    v.expect(tensor, v.of(0))
+    v.expect(other, v.of(2))
+
+
+@call("from")
+def package__assert_same(v: Visit) -> None:
+    import torch_sagellm
+
+    torch_sagellm.assert_same([v.read(3)], v.group)
+    if v.kind.shape and v.kind.shape[0] == 0:
+        return
+    try:
+        torch_sagellm.assert_same({"its": v.read()}, v.group)
+    except AssertionError as error:
+        assert "its" in str(error), error
+    else:
+        raise RuntimeError("a difference was not found")
 
 
 @call("in place", reduces=True)
@@ -640,7 +760,7 @@ def comm__reduce_scatter(v: Visit) -> None:
     tensor = v.read(rows=2)
     output = v.write() if v.role == "into" and v.kind.shape else None
     found = v.comm.reduce_scatter(tensor, output=output)
-    wanted = v.total(rows=2).reshape(2, *v.of(0).shape)[v.me]
+    wanted = v.summed(rows=2).reshape(2, *v.of(0).shape)[v.me]
     if output is None:
         returned(found.reshape(wanted.shape), wanted)
     else:
@@ -708,7 +828,7 @@ def comm__isend_and_irecv(v: Visit) -> None:
         v.comm.isend(v.read(), 1).wait()
         return
     tensor = v.write()
-    v.comm.irecv(tensor).wait()
+    v.comm.irecv(tensor, None if v.anyone else 0).wait()
     v.expect(tensor, v.of(0))
 
 
@@ -745,7 +865,7 @@ def layers__autograd(v: Visit) -> None:
 
     tensor = v.read()
     returned(autograd.copy_to_all(tensor, v.group), v.of(v.me))
-    returned(autograd.reduce_from_all(tensor, v.group), v.total())
+    returned(autograd.reduce_from_all(tensor, v.group), v.summed())
     returned(autograd.gather_from_all(tensor, v.group), torch.cat([v.of(0), v.of(1)], -1))
     returned(autograd.slice_of_all(tensor, v.group), v.of(v.me).chunk(2, -1)[v.me])
     rows = v.read(rows=2)
@@ -762,7 +882,7 @@ def layers__MoEDispatcher(v: Visit) -> None:
     moe = torch_sagellm.MoEDispatcher(2, group=v.group)
     tokens = v.read()
     chosen = torch.arange(v.kind.shape[0] if v.kind.shape else 1) % 2
-    rows, routing = moe.dispatch(tokens, chosen)
+    rows, routing = moe.dispatch(tokens, chosen.to(v.device))
     wanted = torch.cat([v.of(rank)[chosen == v.me] for rank in range(2)])
     returned(rows, wanted)
     returned(moe.combine(rows, routing), v.of(v.me))

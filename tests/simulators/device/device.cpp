@@ -489,7 +489,10 @@ at::Tensor on_host(const at::Tensor& tensor) {
   void* memory = const_cast<void*>(tensor.unsafeGetTensorImpl()->storage().data());
   at::Tensor flat = at::from_blob(memory, {static_cast<int64_t>(tensor.storage().nbytes() / tensor.itemsize())},
                                   at::TensorOptions().dtype(tensor.scalar_type()));
-  return at::native::as_strided_tensorimpl(flat, tensor.sizes(), tensor.strides(), tensor.storage_offset());
+  at::Tensor seen = at::native::as_strided_tensorimpl(flat, tensor.sizes(), tensor.strides(), tensor.storage_offset());
+  seen._set_conj(tensor.is_conj());
+  seen._set_neg(tensor.is_neg());
+  return seen;
 }
 
 // Puts a kernel on the current stream of the tensor's device.
@@ -638,6 +641,15 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("add_.Tensor", &add);
   library.impl("mul_.Tensor", &mul);
   library.impl("div_.Tensor", &div);
+}
+
+// A copy reads and writes lazily conjugated and negated tensors as they are; torch would copy them first, by a copy.
+TORCH_LIBRARY_IMPL(aten, Conjugate, library) {
+  library.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, Negative, library) {
+  library.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {

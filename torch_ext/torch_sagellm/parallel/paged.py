@@ -189,10 +189,12 @@ def _receive(layer: Tensor, table: Tensor, src: int, group: Any, tag: int, windo
             with torch.inference_mode():  # every tensor may be written in this mode
                 layer.index_copy_(0, part, data)
 
+    # torch gives a backend no view that is conjugated or negated when it is read, or a copy of it.
+    whole = layer.is_contiguous() and not (layer.is_conj() or layer.is_neg())
     for part in _parts(table, layer, window):
         if len(under_way) == 2:
             end()
-        direct = _follow(part) and layer.is_contiguous()
+        direct = whole and _follow(part)
         if direct:
             data = layer[int(part[0]) : int(part[0]) + len(part)]
         else:
