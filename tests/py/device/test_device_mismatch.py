@@ -6,6 +6,7 @@ The error shows both calls, before or while the library hangs, and where the lib
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,6 +20,9 @@ import torch.distributed as dist
 from harness import Context, launch
 from limits import patience
 from simulated import VENDORS, environment, start
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "dist"))
+from test_disagreements import CALLS, Passed, changes
 
 #: The first test builds the simulators, which takes minutes on a busy machine; every job has its own deadline.
 pytestmark = pytest.mark.timeout(900)
@@ -205,3 +209,55 @@ def test_rule_05_calls_that_differ_on_devices_over_hosts(
     env["GLOO_SOCKET_IFNAME"] = net.INTERFACE
     with launch(differ, 2, vendor, [case], 12.0, hosts, env=env) as job:
         both_calls_are_shown(job, [case], patience(12))
+
+
+#: Rows of the table that have no tensor on a device.
+ON_THE_HOST = ("dist.barrier", "comm.barrier", "package.assert_same", "dist.all_gather_object", "dist.gather_object")
+ON_THE_HOST += ("dist.broadcast_object_list", "dist.scatter_object_list")
+
+
+def one_rank_differs(ctx: Context, vendor: str) -> None:
+    """Every call of the table, with every change, on each rank in turn."""
+    import torch_sagellm
+
+    _, device = start(ctx, vendor, timeout=timedelta(seconds=120), delay=0.0)
+    usual = Passed(4, device=device)
+    cases = [(name, what, other) for name in CALLS for what, other in changes(name, usual).items()]
+    cases = [case for case in cases if case[0] not in ON_THE_HOST and case[1] != "call"]
+    found = {}
+    for number, (name, what, other) in enumerate(cases):
+        options = torch_sagellm.Options(vendor=vendor if vendor == "nccl" else "auto")
+        group: Any = dist.new_group(timeout=timedelta(seconds=60), pg_options=options)
+        reduces()(group, device, False)
+        torch.accelerator.synchronize()
+        called, passed = other if ctx.rank == number % 2 else (name, usual)
+
+        def call(called: str = called, group: Any = group, passed: Passed = passed) -> None:
+            CALLS[called].run(group, passed)
+
+        found[f"{name}, rank {number % 2} has another {what}"] = error_of(group, call)
+        dist.barrier()  # on the CPU, by the default group
+    ctx.tell(found)
+    ctx.listen()
+    os._exit(0)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("vendor", ["nccl", "cncl"])  # HCCL's stream keeps an error: `CASES`, each in its own process
+def test_rule_05_what_differs_on_one_rank_is_an_error_of_every_call_on_a_device(
+    vendor: str, libraries: dict[str, Path]
+) -> None:
+    env = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000")
+    if vendor == "nccl":
+        env["SAGELLM_VENDOR"] = vendor
+    with launch(one_rank_differs, 2, vendor, env=env) as job:
+        texts = [job.hear(rank, 300) for rank in range(2)]
+        for rank in range(2):
+            job.say(rank, "go")
+    assert len(texts[0]) > 60
+    errors = {case: [each[case] for each in texts] for case in texts[0]}
+    # The sizes of an all_to_all are not signed, because each rank knows only its own: the library finds them, or hangs.
+    by_library = ("all_to_all", "exchange_tokens")
+    for case, said in errors.items():
+        words = " failed in an operation that was launched" if any(each in case for each in by_library) else "different"
+        assert all(words in text for text in said), (case, said)

@@ -1,4 +1,4 @@
-"""Ranks that do not make the same call: on one rank one thing is changed, in every call of c10d and in every call that
+"""Ranks that do not make the same call: on one rank one thing is changed, in every public call and in every call that
 takes a list. Every rank must get the error, in that call or, where it could end there rightly, in its next (rule 5).
 """
 
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from harness import Context, beyond_gloo, run_fresh
 from net import enter
+from public_calls import missing
 
 T = torch.Tensor
 LIMIT = timedelta(seconds=30)
@@ -70,12 +71,14 @@ class Passed:
     dtype: torch.dtype = torch.float32
     op: Any = dist.ReduceOp.SUM
     root: int = 0
+    how: str = "fp16"
+    device: str = "cpu"
 
     def one(self) -> T:
-        return torch.ones(self.size, dtype=self.dtype)
+        return torch.ones(self.size, dtype=self.dtype, device=self.device)
 
     def all(self) -> T:
-        return torch.ones(self.size * dist.get_world_size(), dtype=self.dtype)
+        return torch.ones(self.size * dist.get_world_size(), dtype=self.dtype, device=self.device)
 
     def each(self) -> list[T]:
         return [self.one() for _ in range(dist.get_world_size())]
@@ -86,43 +89,224 @@ class Passed:
     def splits(self) -> list[int]:
         return [self.size] * dist.get_world_size()
 
+    def few(self) -> int:
+        """The length of a list."""
+        return self.size % 7 + 1
 
-CALLS: dict[str, Callable[[Any, Passed], object]] = {
-    "all_reduce": lambda g, p: dist.all_reduce(p.one(), p.op, group=g),
-    "reduce": lambda g, p: dist.reduce(p.one(), group_dst=p.root, op=p.op, group=g),
-    "broadcast": lambda g, p: dist.broadcast(p.one(), group_src=p.root, group=g),
-    "all_gather": lambda g, p: dist.all_gather(p.each(), p.one(), group=g),
-    "all_gather_into_tensor": lambda g, p: dist.all_gather_into_tensor(p.all(), p.one(), group=g),
-    "gather": lambda g, p: dist.gather(p.one(), p.at_root(), group_dst=p.root, group=g),
-    "scatter": lambda g, p: dist.scatter(p.one(), p.at_root(), group_src=p.root, group=g),
-    "reduce_scatter": lambda g, p: dist.reduce_scatter(p.one(), p.each(), p.op, group=g),
-    "reduce_scatter_tensor": lambda g, p: dist.reduce_scatter_tensor(p.one(), p.all(), p.op, group=g),
-    "all_to_all": lambda g, p: dist.all_to_all(p.each(), p.each(), group=g),
-    "all_to_all_single": lambda g, p: dist.all_to_all_single(p.all(), p.all(), group=g),
-    "all_to_all_single, splits": lambda g, p: dist.all_to_all_single(p.all(), p.all(), p.splits(), p.splits(), group=g),
-    "barrier": lambda g, p: dist.barrier(group=g),
-    "all_reduce_coalesced": lambda g, p: dist.all_reduce_coalesced([p.one(), p.one()], p.op, group=g),
-    "all_gather_coalesced": lambda g, p: dist.all_gather_coalesced(
-        [[p.one(), p.one()] for _ in range(dist.get_world_size())], [p.one(), p.one()], group=g
+    def places(self) -> list[Any]:
+        return [None] * dist.get_world_size()
+
+    def places_at_root(self) -> list[Any] | None:
+        return self.places() if dist.get_rank() == self.root else None
+
+
+def package() -> Any:
+    import torch_sagellm
+
+    return torch_sagellm
+
+
+def comm(group: Any) -> Any:
+    return package().create_comm_backend(group=group)
+
+
+def compressed(group: Any, p: Passed) -> object:
+    return package().compressed_all_reduce(p.one(), p.how, op=p.op, group=group, key="one")
+
+
+#: What one rank may pass in place of what the others pass. Data that is only moved has no type (rule 5).
+MOVES, REDUCES = ("call", "size"), ("call", "size", "type", "op")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A call, and what one rank may have another of."""
+
+    run: Callable[[Any, Passed], object]
+    differs: tuple[str, ...]
+
+
+def row(differs: tuple[str, ...], run: Callable[[Any, Passed], object]) -> Row:
+    return Row(run, differs)
+
+
+CALLS: dict[str, Row] = {
+    "dist.all_reduce": row(REDUCES, lambda g, p: dist.all_reduce(p.one(), p.op, group=g)),
+    "dist.reduce": row((*REDUCES, "root"), lambda g, p: dist.reduce(p.one(), group_dst=p.root, op=p.op, group=g)),
+    "dist.broadcast": row((*MOVES, "root"), lambda g, p: dist.broadcast(p.one(), group_src=p.root, group=g)),
+    "dist.all_gather": row(MOVES, lambda g, p: dist.all_gather(p.each(), p.one(), group=g)),
+    "dist.all_gather_into_tensor": row(MOVES, lambda g, p: dist.all_gather_into_tensor(p.all(), p.one(), group=g)),
+    "dist.gather": row((*MOVES, "root"), lambda g, p: dist.gather(p.one(), p.at_root(), group_dst=p.root, group=g)),
+    "dist.scatter": row((*MOVES, "root"), lambda g, p: dist.scatter(p.one(), p.at_root(), group_src=p.root, group=g)),
+    "dist.reduce_scatter": row(REDUCES, lambda g, p: dist.reduce_scatter(p.one(), p.each(), p.op, group=g)),
+    "dist.reduce_scatter_tensor": row(
+        REDUCES, lambda g, p: dist.reduce_scatter_tensor(p.one(), p.all(), p.op, group=g)
     ),
+    "dist.all_to_all": row(MOVES, lambda g, p: dist.all_to_all(p.each(), p.each(), group=g)),
+    "dist.all_to_all_single": row(MOVES, lambda g, p: dist.all_to_all_single(p.all(), p.all(), group=g)),
+    "dist.all_to_all_single, splits": row(
+        MOVES, lambda g, p: dist.all_to_all_single(p.all(), p.all(), p.splits(), p.splits(), group=g)
+    ),
+    "dist.barrier": row(("call",), lambda g, p: dist.barrier(group=g)),
+    "dist.all_reduce_coalesced": row(
+        REDUCES, lambda g, p: dist.all_reduce_coalesced([p.one(), p.one()], p.op, group=g)
+    ),
+    "dist.all_gather_coalesced": row(
+        MOVES,
+        lambda g, p: dist.all_gather_coalesced(
+            [[p.one(), p.one()] for _ in range(dist.get_world_size())], [p.one(), p.one()], group=g
+        ),
+    ),
+    # Objects: every rank may have others, so their sizes are not compared.
+    "dist.all_gather_object": row(("call",), lambda g, p: dist.all_gather_object(p.places(), "own", group=g)),
+    "dist.broadcast_object_list": row(
+        (*MOVES, "root"), lambda g, p: dist.broadcast_object_list(["own"] * p.few(), group_src=p.root, group=g)
+    ),
+    "dist.gather_object": row(
+        ("call", "root"), lambda g, p: dist.gather_object("own", p.places_at_root(), group_dst=p.root, group=g)
+    ),
+    "dist.scatter_object_list": row(
+        ("call", "root"),
+        lambda g, p: dist.scatter_object_list([None], p.places_at_root(), group_src=p.root, group=g),
+    ),
+    "package.all_reduce": row(REDUCES, lambda g, p: package().all_reduce(p.one(), p.op, g)),
+    "package.all_gather": row(MOVES, lambda g, p: package().all_gather(p.one(), g)),
+    "package.reduce_scatter": row(REDUCES, lambda g, p: package().reduce_scatter(p.each(), p.op, g)),
+    "package.broadcast": row((*MOVES, "root"), lambda g, p: package().broadcast(p.one(), p.root, g)),
+    "package.all_to_all": row(MOVES, lambda g, p: package().all_to_all(p.each(), p.each(), g)),
+    "package.fused_all_reduce": row(
+        REDUCES, lambda g, p: package().fused_all_reduce([p.one(), p.one()], p.op, group=g)
+    ),
+    "package.CommFusionBuffer": row(REDUCES, lambda g, p: buffered(g, [p.one(), p.one()], p.op)),
+    "package.batch_all_reduce": row(REDUCES, lambda g, p: package().batch_all_reduce([p.one()], p.op, backend=comm(g))),
+    "package.safe_all_reduce": row(REDUCES, lambda g, p: package().safe_all_reduce(p.one(), p.op, backend=comm(g))),
+    "package.compressed_all_reduce": row(("call", "size", "compression"), lambda g, p: compressed(g, p)),
+    "package.OverlapScheduler": row(
+        ("call", "size", "type"), lambda g, p: package().OverlapScheduler(comm(g)).schedule(p.one()).wait()
+    ),
+    "package.exchange_tokens": row(MOVES, lambda g, p: package().exchange_tokens(p.all().unsqueeze(1), 0, 1, group=g)),
+    "package.assert_same": row(("call", "size"), lambda g, p: package().assert_same([torch.ones(1)] * p.few(), g)),
+    "comm.all_reduce": row(REDUCES, lambda g, p: comm(g).all_reduce(p.one(), p.op)),
+    "comm.safe_all_reduce": row(REDUCES, lambda g, p: comm(g).safe_all_reduce(p.one(), p.op)),
+    "comm.fused_all_reduce": row(REDUCES, lambda g, p: comm(g).fused_all_reduce([p.one(), p.one()], p.op)),
+    "comm.reduce": row((*REDUCES, "root"), lambda g, p: comm(g).reduce(p.one(), p.root, p.op)),
+    "comm.reduce_scatter": row(REDUCES, lambda g, p: comm(g).reduce_scatter(p.all(), p.op)),
+    "comm.all_gather": row(MOVES, lambda g, p: comm(g).all_gather(p.one())),
+    "comm.broadcast": row((*MOVES, "root"), lambda g, p: comm(g).broadcast(p.one(), p.root)),
+    "comm.gather": row((*MOVES, "root"), lambda g, p: comm(g).gather(p.one(), p.root)),
+    "comm.scatter": row(
+        (*MOVES, "root"),
+        lambda g, p: comm(g).scatter(p.all() if dist.get_rank() == p.root else None, p.one(), p.root),
+    ),
+    "comm.all_to_all": row(MOVES, lambda g, p: comm(g).all_to_all(p.all())),
+    "comm.barrier": row(("call",), lambda g, p: comm(g).barrier()),
 }
 if hasattr(dist, "gather_single"):
-    CALLS["gather_single"] = lambda g, p: dist.gather_single(
-        p.one(), p.all() if dist.get_rank() == p.root else None, group_dst=p.root, group=g
+    CALLS["dist.gather_single"] = row(
+        (*MOVES, "root"),
+        lambda g, p: dist.gather_single(
+            p.one(), p.all() if dist.get_rank() == p.root else None, group_dst=p.root, group=g
+        ),
     )
+#: They collect at the root: over hosts two ranks that both mean to do so wait for each other until the deadline.
+COLLECT = ("reduce", "gather", "gather_single", "gather_object")
+
+
+def messages(send: Callable[[Any, Passed], object], receive: Callable[[Any, Passed], object]) -> Row:
+    """From rank 0 to rank 1; the others take no part."""
+
+    def run(group: Any, passed: Passed) -> object:
+        me = dist.get_rank()
+        return (send, receive)[me](group, passed) if me < 2 else None
+
+    return Row(run, ("size",))
+
+
+def batch(group: Any, passed: Passed) -> None:
+    peer = 1 - dist.get_rank()
+    both = [
+        dist.P2POp(dist.isend, passed.one(), group=group, group_peer=peer),
+        dist.P2POp(dist.irecv, passed.one(), group=group, group_peer=peer),
+    ]
+    for work in dist.batch_isend_irecv(both):
+        work.wait()
+
+
+def around(group: Any, passed: Passed) -> None:
+    for _ in package().ring_exchange([passed.one()], group=group):
+        pass
+
+
+MESSAGES: dict[str, Row] = {
+    "dist.send, dist.recv": messages(
+        lambda g, p: dist.send(p.one(), group_dst=1, group=g), lambda g, p: dist.recv(p.one(), group_src=0, group=g)
+    ),
+    "dist.isend, dist.irecv": messages(
+        lambda g, p: dist.isend(p.one(), group_dst=1, group=g).wait(),
+        lambda g, p: dist.irecv(p.one(), group_src=0, group=g).wait(),
+    ),
+    "dist.recv from anyone": messages(
+        lambda g, p: dist.send(p.one(), group_dst=1, group=g), lambda g, p: dist.recv(p.one(), group=g)
+    ),
+    "dist.batch_isend_irecv": messages(batch, batch),
+    "dist.send_object_list, dist.recv_object_list": messages(
+        lambda g, p: dist.send_object_list(["own"] * p.few(), group_dst=1, group=g),
+        lambda g, p: dist.recv_object_list([None] * p.few(), group_src=0, group=g),
+    ),
+    "package.send, package.recv": messages(
+        lambda g, p: package().send(p.one(), 1, g), lambda g, p: package().recv(p.one(), 0, g)
+    ),
+    "package.isend, package.irecv": messages(
+        lambda g, p: package().isend(p.one(), 1, g).wait(), lambda g, p: package().irecv(p.one(), 0, g).wait()
+    ),
+    "comm.send, comm.recv": messages(lambda g, p: comm(g).send(p.one(), 1), lambda g, p: comm(g).recv(p.one(), 0)),
+    "comm.isend, comm.irecv": messages(
+        lambda g, p: comm(g).isend(p.one(), 1).wait(), lambda g, p: comm(g).irecv(p.one(), 0).wait()
+    ),
+    "package.ring_exchange": Row(around, ("size",)),
+}
+ELSEWHERE = {
+    "dist.monitored_barrier": "it compares nothing: it has a counter of its own (rule 1)",
+    **dict.fromkeys(
+        (f"package.{each}_{what}" for each in ("send", "recv") for what in ("tensors", "pages")),
+        "what comes is described, and the receiver alone raises: test_p2p.py, test_paged.py",
+    ),
+    **dict.fromkeys(("package.isend_tensors", "package.irecv_tensors"), "the same"),
+    **dict.fromkeys(
+        (f"package.{kind}Backend" for kind in ("Comm", "CPU", "Gloo")), "their methods are the rows of comm"
+    ),
+    **dict.fromkeys((f"package.{kind}Backend" for kind in ("NCCL", "HCCL", "CNCL")), "tests/py/device"),
+    **dict.fromkeys(
+        (
+            *(f"package.{kind}Operator" for kind in ("AllReduce", "AllGather", "Broadcast", "ReduceScatter")),
+            "package.DistributedCommunicator",
+        ),
+        "over a group they make calls of torch.distributed",
+    ),
+    "package.create_ring_topology": "ranks of one process: test_collective_ops.py",
+    **dict.fromkeys(
+        (f"package.{name}" for name in ("CompressionHook", "PowerSGDHook", "share_buckets")), "DDP makes their calls"
+    ),
+    **dict.fromkeys(("package.MoEDispatcher", "package.TensorParallelLinear"), "layers, which make calls of the table"),
+}
+
+
+def test_every_public_call_has_a_row() -> None:
+    lacking = missing({name for row in [*CALLS, *MESSAGES] for name in row.split(", ")}, ELSEWHERE)
+    assert not lacking, lacking
 
 
 def changes(name: str, passed: Passed) -> dict[str, tuple[str, Passed]]:
-    """What one rank calls and passes instead. Data that is only moved has no type (rule 5)."""
-    found = {"call": ("all_reduce" if name == "barrier" else "barrier", passed)}
-    if name != "barrier":
-        found["size"] = (name, replace(passed, size=passed.size + 1))
-    if "reduce" in name:
-        found["type"] = (name, replace(passed, dtype=torch.int32))
-        found["op"] = (name, replace(passed, op=dist.ReduceOp.MAX))
-    if name in ("reduce", "broadcast", "gather", "gather_single", "scatter"):
-        found["root"] = (name, replace(passed, root=1))
-    return found
+    """What one rank calls and passes instead."""
+    every = {
+        "call": ("dist.all_reduce" if "barrier" in name else "dist.barrier", passed),
+        "size": (name, replace(passed, size=passed.size + 1)),
+        "type": (name, replace(passed, dtype=torch.int32)),
+        "op": (name, replace(passed, op=dist.ReduceOp.MAX)),
+        "root": (name, replace(passed, root=1)),
+        "compression": (name, replace(passed, how="bf16")),
+    }
+    return {what: every[what] for what in CALLS[name].differs}
 
 
 def one_rank_differs(ctx: Context, names: list[str], size: int) -> dict[str, str]:
@@ -130,13 +314,12 @@ def one_rank_differs(ctx: Context, names: list[str], size: int) -> dict[str, str
     begin(ctx, names)
     cases = [(name, what, other) for name in CALLS for what, other in changes(name, Passed(size)).items()]
     if names:
-        # Over hosts two ranks that both mean to collect the data wait for each other until the deadline.
-        cases = [case for case in cases if case[1] != "root" or case[0] in ("broadcast", "scatter")]
+        cases = [case for case in cases if case[1] != "root" or case[0].partition(".")[2] not in COLLECT]
     found = {}
     for number, (name, what, other) in enumerate(cases):
         who = number % ctx.world_size
         called, passed = other if ctx.rank == who else (name, Passed(size))
-        text = refusal(lambda group, called=called, passed=passed: CALLS[called](group, passed))
+        text = refusal(lambda group, called=called, passed=passed: CALLS[called].run(group, passed))
         found[f"{name}, rank {who} has another {what}"] = text
     dist.destroy_process_group()
     return found
@@ -157,6 +340,49 @@ def test_rule_05_what_differs_on_one_rank_is_an_error_on_all_hosts(
 ) -> None:
     """The same over two hosts; 6 elements go in a frame, 20,000 in a message, 100,000 without a copy."""
     check(run_fresh(one_rank_differs, world_size, hosts, size, env=ENV, timeout=180.0), over_hosts=True)
+
+
+def messages_differ(ctx: Context, names: list[str], size: int) -> dict[str, tuple[str, str]]:
+    """Of each call the error, and that of a barrier behind it in the same group."""
+    begin(ctx, names)
+    found = {}
+    for number, (name, call) in enumerate(MESSAGES.items()):
+        group: Any = dist.new_group(timeout=LIMIT)
+        texts = []
+        passed = Passed(size + (ctx.rank == number % 2))
+        for each in (lambda call=call, g=group, p=passed: call.run(g, p), lambda g=group: dist.barrier(group=g)):
+            try:
+                each()
+                texts.append("")
+            except RuntimeError as error:
+                texts.append(str(error))
+        dist.barrier()
+        dist.destroy_process_group(group)
+        found[name] = (texts[0], texts[1])
+    dist.destroy_process_group()
+    return found
+
+
+def check_messages(found: list[dict[str, tuple[str, str]]]) -> None:
+    """Who receives gets the error. Its group goes on, or fails on all ranks."""
+    for name in MESSAGES:
+        texts = [each[name] for each in found]
+        assert any("bytes" in text and "Timed out" not in text for text, _ in texts[:2]), f"{name}: {texts}"
+        assert texts[1][0] or "batch" in name or "ring" in name, f"{name}: {texts}"
+        assert len({bool(after) for _, after in texts}) == 1, f"{name}: {texts}"
+        assert not any("Timed out" in text for pair in texts for text in pair), f"{name}: {texts}"
+
+
+@beyond_gloo("it compares nothing")
+@pytest.mark.parametrize("size", [6, 20_000, 400_000])
+def test_a_message_of_another_size_is_an_error_where_it_arrives(size: int) -> None:
+    check_messages(run_fresh(messages_differ, 2, [], size))
+
+
+@beyond_gloo("it compares nothing")
+@pytest.mark.parametrize("size", [6, 400_000])
+def test_a_message_of_another_size_is_an_error_over_hosts(hosts: list[str], size: int) -> None:
+    check_messages(run_fresh(messages_differ, 2, hosts, size, env=ENV, timeout=120.0))
 
 
 # --------------------------------------------------------------------------------------------------------- lists
@@ -189,17 +415,13 @@ def reduced(group: Any, tensor: T) -> None:
 
 
 def fused(group: Any, tensors: list[T]) -> None:
-    import torch_sagellm
-
-    torch_sagellm.fused_all_reduce(tensors, group=group)
+    package().fused_all_reduce(tensors, group=group)
 
 
-def buffered(group: Any, tensors: list[T]) -> None:
-    import torch_sagellm
-
-    buffer = torch_sagellm.CommFusionBuffer()
+def buffered(group: Any, tensors: list[T], op: Any = "sum") -> None:
+    buffer = package().CommFusionBuffer()
     assert all(buffer.add_tensor(tensor) for tensor in tensors)
-    buffer.flush_and_all_reduce(torch_sagellm.create_comm_backend(group=group))
+    buffer.flush_and_all_reduce(comm(group), op)
 
 
 def gathered_lists(group: Any, tensors: list[T]) -> None:
