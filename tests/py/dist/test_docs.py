@@ -28,6 +28,8 @@ import json
 import os
 import re
 import shlex
+import shutil
+import subprocess
 import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -329,6 +331,14 @@ def test_the_dashboard_and_the_alerts_ask_for_metrics_that_exist() -> None:
     assert rules.count("- alert: ") == rules.count("expr: ") == rules.count("summary: ") == 3
     asked += re.findall(r"(sagellm_\w+)[[)]", rules)
     assert {name.removesuffix("_bucket") for name in asked} <= made
+
+
+@pytest.mark.quick
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, of Debian's package prometheus")
+def test_prometheus_takes_the_alerts_and_raises_them_when_it_should() -> None:
+    for words in (["check", "rules", "docs/alerts.yml"], ["test", "rules", "tests/golden/alerts.yml"]):
+        done = subprocess.run(["promtool", *words], cwd=ROOT, text=True, capture_output=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.quick
