@@ -223,7 +223,10 @@ def _missing() -> str:
     from importlib import metadata
 
     try:
-        files = metadata.distribution(DISTRIBUTION).files or []
+        found = metadata.distribution(DISTRIBUTION)
+        if found.read_text("RECORD") is None:  # a checkout's own metadata list sources, and not what is installed
+            return ""
+        files = found.files or []
         gone = [str(file) for file in files if not file.name.endswith(".pyc") and not Path(str(file.locate())).exists()]
     except Exception:  # there is no record, or it cannot be read
         return ""

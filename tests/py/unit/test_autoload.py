@@ -266,6 +266,18 @@ def test_a_whole_package_works_in_any_interpreter(tmp_path: Path) -> None:
         assert found["ours"] == found["gloo"] == "works" and not found["touched"] and not found["told"], found
 
 
+def test_the_metadata_of_a_checkout_list_no_missing_files(tmp_path: Path) -> None:
+    """`make wheels` and a build with a prebuilt core leave an egg-info beside the sources; it lists the sources."""
+    place = installed(tmp_path)
+    shutil.rmtree(next(place.glob("*.dist-info")))
+    info = place / "torch_sagellm.egg-info"
+    info.mkdir()
+    (info / "PKG-INFO").write_text(f"Metadata-Version: 2.1\nName: torch-sagellm\nVersion: {load.version()}\n")
+    (info / "SOURCES.txt").write_text("Cargo.toml\nsrc/lib.rs\n")
+    done = command(place, "info")
+    assert done.returncode == 0 and "missing" not in done.stdout, done.stdout
+
+
 def test_a_wheel_loads_the_extension_for_this_torch_under_the_one_name(tmp_path: Path) -> None:
     place = installed(tmp_path)
     version = torch.__version__.split("+")[0]
