@@ -251,6 +251,33 @@ fn rule_10_a_message_whose_handle_was_dropped_arrives() {
     }
 }
 
+/// The root of a short broadcast returns before its peers have called. Then its connections must be read although no thread
+/// of it waits in them; a thread that slept there for a second held the data back.
+#[test]
+fn a_broadcast_arrives_although_its_root_calls_nothing_more() {
+    const TURNS: usize = 6;
+    let groups = Group::local_hosts(&[0, 1, 2], LONG, Settings::default(), wire_links(3)).unwrap();
+    let mut late = Duration::ZERO;
+    for turn in 0..TURNS {
+        let mut memory: Vec<Vec<u8>> =
+            (0..3).map(|rank| vec![if rank == 0 { turn as u8 + 1 } else { 0 }; 64 << 10]).collect();
+        let mut requests = memory.iter_mut().enumerate().map(|(rank, memory)| {
+            let (tensor, none) = (cut(memory, 1, 1), Vec::new());
+            let (inputs, outputs) = if rank == 0 { (tensor, none) } else { (none, tensor) };
+            plain(Kind::Broadcast, 0, inputs, outputs)
+        });
+        groups[0].run(requests.next().unwrap(), None).unwrap();
+        std::thread::sleep(Duration::from_millis(60)); // the root's threads sleep
+        let began = Instant::now();
+        let others: Vec<_> = requests.zip(&groups[1..]).map(|(request, group)| group.issue(request, None)).collect();
+        others.into_iter().for_each(|op| op.unwrap().wait(None).unwrap());
+        late += began.elapsed();
+        assert!(memory.iter().flatten().all(|byte| *byte == turn as u8 + 1));
+    }
+    assert!(late < Duration::from_millis(500) * TURNS as u32, "{TURNS} broadcasts took {late:?}");
+    on_ranks(3, |me| groups[me].shutdown());
+}
+
 /// Messages of 16 to 64 KiB are sent as letters, of which a receiver stores at most 256 KiB for each sender.
 #[test]
 fn a_sender_waits_once_a_window_of_its_letters_awaits_receives() {

@@ -128,6 +128,8 @@ impl Lanes {
             {
                 return self.begin(lane, state, batch);
             }
+            // A root that returns before its peers have the data leaves sends behind.
+            self.link.hand_over();
             state = self.turn.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
     }

@@ -39,6 +39,9 @@ pub trait Link: Mail {
     fn process(&self, _peer: usize) -> String {
         String::new()
     }
+    /// A thread that started transfers stops waiting, perhaps before all of them have ended: another thread must advance
+    /// the rest. Never blocks.
+    fn hand_over(&self) {}
     /// Leaves for good, and closes connections that no other group uses. The group object may outlive this call.
     fn close(&self) {
         self.cut();

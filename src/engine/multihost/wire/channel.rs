@@ -587,6 +587,10 @@ impl Link for WireLink {
         Ok(Box::new(self.lane(peer, slot, true)))
     }
 
+    fn hand_over(&self) {
+        self.0.wire.wake_for_pending();
+    }
+
     fn cut(&self) {
         if !self.0.wire.is_inherited() {
             self.0.leave("the group has ended on this rank");

@@ -244,12 +244,12 @@ impl Wire {
     }
 
     fn watch_output(&self, connection: &Connection, watch: bool) {
-        let counted = if watch { self.pending.fetch_add(1, Ordering::Relaxed) } else { 0 };
-        if !watch {
-            self.pending.fetch_sub(1, Ordering::Relaxed);
-        }
+        match watch {
+            true => self.pending.fetch_add(1, Ordering::Relaxed),
+            false => self.pending.fetch_sub(1, Ordering::Relaxed),
+        };
         let _ = self.epoll.watch_output(connection.fd(), connection.token, watch); // reading finds closed ones
-        if watch && counted == 0 {
+        if watch {
             self.wake_for_pending();
         }
     }
