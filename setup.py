@@ -153,7 +153,9 @@ def commit() -> str:
 
 
 def cargo_target() -> Path:
-    return Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")).resolve()
+    """Where cargo builds; for another processor (CARGO_BUILD_TARGET) in a folder of its own."""
+    folder = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")).resolve()
+    return folder / os.environ.get("CARGO_BUILD_TARGET", "")
 
 
 def for_edits() -> bool:
