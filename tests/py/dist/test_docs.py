@@ -329,7 +329,7 @@ def test_the_dashboard_and_the_alerts_ask_for_metrics_that_exist() -> None:
     asked += re.findall(r"(sagellm_\w+)\[", (ROOT / "docs/deployment.md").read_text())
     rules = (ROOT / "docs/alerts.yml").read_text()
     assert rules.count("- alert: ") == rules.count("expr: ") == rules.count("summary: ") == 3
-    asked += re.findall(r"(sagellm_\w+)[[)]", rules)
+    asked += re.findall(r"(sagellm_\w+)[\[)]", rules)
     assert {name.removesuffix("_bucket") for name in asked} <= made
 
 
