@@ -109,7 +109,7 @@ def show(ratios: list[tuple[float, float]]) -> str:
 
 
 def markdown(whole: Result) -> str:
-    """A table for each number of computing processes, and the cells in which gloo was faster in some start."""
+    """A table for each number of computing processes; below it the cells in which gloo was faster in any start."""
     machine = whole["machine"]
     parts = [
         f"{machine['cpu']}, {machine['cores']} cores, {whole['ranks']} ranks, {whole['date']}. gloo's time over the "

@@ -1,17 +1,19 @@
 #!/usr/bin/env python3
-"""What each feature costs or saves compared with not using it: one table with a row for each case, including lost rows.
+"""What each feature costs or saves compared with not using it: one table with a row for each case.
 
 The feature and the compared calls take turns in the same ranks (A B, then B A), each after a barrier. A sample is the
 time of the slowest rank, and each row checks once that both give the same numbers. The ratio is the feature's time over
 the compared calls' time: below 1 the feature is faster. It is computed from the 10th percentiles, because other work on
 the machine affects the medians first. Next to it is the ratio of the shortest times, which is more reliable on a busy
-machine. The goal of a row is the largest ratio that is good enough; the verdict compares with it.
+machine. The goal of a row is the largest ratio that is good enough. The verdict is "met" if the ratio is at most the
+goal, "lost" if it is more than both the goal and 1, otherwise "missed". The table contains the rows of every verdict.
 
     python benchmarks/features.py --only moe,transfer
     python benchmarks/features.py --json features.json
 
 Rows between hosts need root, because hosts are network namespaces with a delay or a rate between them. Without root
-these rows say why they are missing. The exit code is 1 if a result was wrong, never because a row was lost.
+the program prints why these rows are missing. The exit code is 1 if a result was wrong. It does not depend on the
+verdicts.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from measure.ticks import in_turns
 
 
 def measure(rows: list[Row], seconds: float) -> list[dict[str, Any]]:
-    """Measures all rows of one place in the ranks of the default group; returns the same list on every rank."""
+    """Measures rows of the same `Place` in the ranks of the default group; returns the same list on every rank."""
     results = []
     for row in rows:
         ours, theirs, done = row.make()

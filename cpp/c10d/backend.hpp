@@ -2,9 +2,9 @@
 // (several for a list of several types), which it passes to the engine that carries them. Or it passes the call to a
 // delegate.
 //
-// The overrides have c10d's old names, which every supported torch has. The newer names, if torch has them, forward to
-// the old ones. The lines below say what c10d::Backend's virtual functions do that are not overridden (a test reads
-// these lines):
+// Where c10d has an old and a new name for a virtual function, the old one is overridden: every supported torch has it,
+// and the new function, if torch has it, forwards to it. The lines below say what c10d::Backend's virtual functions do
+// that are not overridden (a test reads these lines):
 //
 // inherited: isInitialized: true is right, the creator has connected everything
 // inherited: setGroupUid: remembers the name

@@ -39,7 +39,7 @@ pub struct Explanation {
     pub measured_ns: Option<u64>,
     /// Which rule, measurement or default decided.
     pub decided: String,
-    /// What weaker sources would have chosen, the strongest first.
+    /// What the rules, tables or models of lower priority would have chosen, highest priority first.
     pub overruled: Vec<String>,
     pub rejected: Vec<Alternative>,
     /// The source of the measured table, or why there is none.

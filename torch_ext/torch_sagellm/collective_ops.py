@@ -167,10 +167,11 @@ def create_ring_topology(world_size: int, timeout: Seconds = 60.0) -> list[Distr
     the ranks, with the same bits. They accept tensors on the CPU.
 
     On the thread that calls this function, calls of the communicators return at once, because the other ranks may make
-    their calls only later on the same thread. So a plain loop over ranks works: results are there after the last rank
-    has called. Until then, floating-point and complex tensors that receive a result hold NaN, other tensors in place
-    keep their old values, and other new tensors hold 0. Inputs are copied at the call, unless an input is itself such a
-    pending result: then it is copied when that result is there.
+    their calls only later on the same thread. So a plain loop over ranks works: a call has its result after the last
+    rank has called. Until then, a tensor that receives a result holds NaN if it is floating-point or complex. Of the
+    other dtypes, a tensor that is changed in place keeps its old values, and a new tensor holds 0. Inputs are copied at
+    the call, unless an input is itself a result that is still pending: then it is copied as soon as that result is
+    there.
 
     On any other thread a call returns when it has completed, as between processes.
 
@@ -179,13 +180,13 @@ def create_ring_topology(world_size: int, timeout: Seconds = 60.0) -> list[Distr
     the ranks, gradients are complete after the last rank has called it. On this thread a tensor that is used both in an
     operator and elsewhere needs ``retain_graph=True``. Asynchronous forms take no part in autograd.
 
-    If a call fails, all calls that have not completed fail, tensors in place hold their previous values again, and the
-    ranks accept no more calls. If the communicators are dropped, even in the middle of calls, their ranks end and their
-    memory is freed.
+    If a call fails, all calls that have not completed fail, tensors that they change in place hold their previous
+    values again, and the ranks accept no more calls. If the communicators are dropped, even in the middle of calls,
+    their ranks end and their memory is freed.
 
     Args:
-        world_size: number of ranks, 1 to 256 (ValueError). n ranks open n * n files, so the usual limit of 1024 open
-            files is enough for 30 (RuntimeError that says what is needed).
+        world_size: number of ranks, 1 to 256 (ValueError). n ranks need n * (n + 3) descriptors, so the usual limit of
+            1024 is enough for 30 ranks; above the limit a RuntimeError says how many are needed.
         timeout: how long a call on another thread waits for the other ranks, in seconds or as timedelta.
 
     Example::

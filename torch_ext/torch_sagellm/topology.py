@@ -172,7 +172,7 @@ class TopologyManager:
 def select_all_reduce_algorithm(
     data_size: int, num_devices: int, topology: TopologyInfo | TopologyManager | None = None
 ) -> str:
-    """The start rules' algorithm for an all_reduce of ``data_size`` bytes over ``num_devices`` devices.
+    """The algorithm that the start rules name for an all_reduce of ``data_size`` bytes over ``num_devices`` devices.
 
     The result is "hierarchical" if there are several hosts with several devices each. Otherwise, below 1,000,000 bytes,
     it is "recursive_doubling", or "tree" if NVLink connects all devices; from 1,000,000 bytes on it is "ring". If the

@@ -117,7 +117,7 @@ class Explanation:
     predicted: float | None
     #: Median in seconds from the decision table, or None.
     measured: float | None
-    #: The choices of sources with lower priority, highest priority first.
+    #: What the rules, tables or models of lower priority would have chosen, highest priority first.
     overruled: list[str]
     rejected: list[Alternative]
     #: The decision table's file, or the reason why there is none.

@@ -149,7 +149,7 @@ def members(group: Any = None) -> list[Member]:
 
 
 def quantile(times: Sequence[tuple[int, int]], share: float, longest: int) -> int:
-    """The upper bound of the bucket in which ``share`` of the values is reached, but at most the longest value."""
+    """The upper bound of the bucket that contains the ``share`` quantile (0.5: the median), but at most ``longest``."""
     wanted, seen = share * sum(count for _, count in times), 0
     for bound, count in times:
         seen += count

@@ -149,7 +149,7 @@ class Writer:
         try:
             watch.leave_in_order(self.path.parent)
         except OSError:
-            pass  # only a reader's text depends on it
+            pass  # only a message of `torch-sagellm health` uses this count
         self.path.unlink(missing_ok=True)
 
 

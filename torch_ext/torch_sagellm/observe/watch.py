@@ -34,7 +34,7 @@ class Here:
 
 
 def here() -> Here:
-    """The identity of this process's system; empty if the system does not provide it."""
+    """The boot id and the pid namespace of this process; both are "" if the system does not provide them."""
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return Here(boot_id, os.readlink("/proc/self/ns/pid"))
