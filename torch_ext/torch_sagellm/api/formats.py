@@ -47,7 +47,7 @@ class Compression(ABC):
         """
 
     def average(self, tensor: torch.Tensor, group: Any, key: Any = None) -> int:
-        """The same for the average.
+        """Like ``all_reduce``, but averages instead of summing.
 
         A format whose sums may overflow divides before it sums; this method divides after.
         """
@@ -180,8 +180,8 @@ class TopK(Compression):
             raise ValueError(f"sagellm TopK: ratio is {ratio}, expected more than 0 and at most 1")
         self.ratio = ratio
         self._left: dict[Any, torch.Tensor] = {}
-        #: The same for parameters, by identity. It does not keep a parameter alive, and no other parameter gets its
-        #: remainder.
+        #: The remainders whose keys are parameters, compared by identity. It does not keep a parameter alive, and no
+        #: other parameter gets its remainder.
         self._left_of: Any = WeakTensorKeyDictionary()
 
     def residual(self, key: Any) -> torch.Tensor | None:

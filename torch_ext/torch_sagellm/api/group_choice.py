@@ -36,7 +36,7 @@ class GroupSettings:
         retry: int,
     ) -> None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
-        # Without a device the option has no effect, so any group fits.
+        # Without a device the option ``vendor`` has no effect, so a group with any value fits.
         self.vendor = vendor if accelerator is not None else None
         self.algorithm = algorithm
         self.topology = topology

@@ -152,7 +152,7 @@ def agree(count: int, yes: bool) -> None:
 
 
 def add_yes(parser: argparse.ArgumentParser) -> None:
-    """Adds the option ``--yes``, which answers ``agree``."""
+    """Adds the option ``--yes``, which answers the question that ``agree`` asks."""
     parser.add_argument(
         "--yes", action="store_true", help=f"start more than {RANKS_A_CORE} ranks a core without asking"
     )

@@ -22,7 +22,7 @@ def check(target: str) -> None:
 
 
 def check_picture(path: Path) -> None:
-    """The same for a picture file."""
+    """Raises a ValueError if a chart could not be drawn into this file."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:

@@ -184,7 +184,7 @@ def findings(facts: Facts) -> list[Finding]:
 
 
 def interface(facts: Facts) -> Iterator[Finding]:
-    """Checks the interface that gloo binds to: that of the variable, otherwise that of the host's name."""
+    """Checks the interfaces that gloo binds to: those in GLOO_SOCKET_IFNAME, otherwise that of the host's name."""
     alone = facts.number("WORLD_SIZE") is not None and facts.number("WORLD_SIZE") == facts.number("LOCAL_WORLD_SIZE")
     several = bool(facts.master_address) and not _is_loopback(facts.master_address) and not alone
     up = ", ".join(name for name, is_up in facts.interfaces.items() if is_up and name != "lo") or "lo"

@@ -14,7 +14,7 @@ from types import ModuleType
 NAME = "sagellm"
 VARIABLE = "SAGELLM_LOG"
 TRACE = 5
-#: For each name in the variable: level of Python's logging, level of the core.
+#: For each value of ``SAGELLM_LOG``: the level of Python's logging, and the level of the core.
 LEVELS = {
     "off": (logging.CRITICAL + 1, 0),
     "error": (logging.ERROR, 1),
@@ -37,7 +37,7 @@ def core_level(python_level: int) -> int:
 
 
 def configure(extension: ModuleType) -> None:
-    """Reads the variable and sets the core's level.
+    """Reads ``SAGELLM_LOG`` and sets the core's level.
 
     Called when a group is created, so later changes of logging apply.
     """

@@ -37,10 +37,10 @@ _writer: Writer | None = None
 
 
 def start() -> None:
-    """Starts this process's writer if the variable requests it; later calls do nothing. Called when a group is created.
+    """Starts this process's writer if ``SAGELLM_STATUS_DIR`` is set; later calls do nothing.
 
-    A folder that does not exist is created for this user alone. A failure is logged once and never raised, because the
-    job is more important than its observation.
+    Called when a group is created. A folder that does not exist is created for this user alone. A failure is logged
+    once and never raised, because the job is more important than its observation.
     """
     global _writer
     folder = os.environ.get(watch.VARIABLE, "")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-#: The variable that names the folder, for the writing and the reading processes.
+#: The environment variable that names the folder of the status files, for the processes that write or read them.
 VARIABLE = "SAGELLM_STATUS_DIR"
 FORMAT = 1
 PREFIX = "sagellm-"
@@ -84,7 +84,7 @@ class Process:
 
 
 def folder_of(given: str | os.PathLike[str] | None) -> Path:
-    """The folder of the status files; a ValueError if neither the argument nor the variable names one."""
+    """The folder of the status files; a ValueError if neither ``given`` nor ``SAGELLM_STATUS_DIR`` names one."""
     named = given or os.environ.get(VARIABLE)
     if not named:
         raise ValueError(
