@@ -31,7 +31,8 @@ pub struct Held {
 /// The last held messages of one direction and tag.
 #[derive(Default)]
 struct Line {
-    /// By peer: the last message to or from that rank, since the last receive from `ANY_RANK`.
+    /// By peer: the last message to or from that rank that was issued after the last receive from `ANY_RANK`, which is
+    /// `from_anyone`.
     with: HashMap<u32, usize>,
     from_anyone: Option<usize>,
 }

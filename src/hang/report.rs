@@ -47,11 +47,11 @@ impl ProcessReport {
 /// Ages for a watched operation and one rank that it waits for; all 0 if the operation is not watched.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Ages {
-    /// Since this rank first asked.
+    /// Time since this rank first asked the other one.
     pub asked: Duration,
-    /// Since this rank last asked.
+    /// Time since this rank last asked the other one.
     pub asked_again: Duration,
-    /// Since the rank's last answer over the store; if it has not answered, since it was first asked.
+    /// Time since the other rank's last answer over the store, or, if it has not answered, since it was first asked.
     pub answered: Duration,
 }
 

@@ -64,7 +64,7 @@ pub struct Past {
 pub struct Batch {
     /// Number of operations, including this one.
     pub count: u64,
-    /// Lowest number among them. `last`: the highest.
+    /// Lowest number of the batch's operations. `last`: the highest.
     pub first: u64,
     pub last: u64,
     /// Bytes of a batch between hosts, for which the algorithm was chosen. `None` if it was chosen for each operation

@@ -28,8 +28,8 @@ const CACHED_NS: f64 = 0.021;
 /// Time per byte through the stage, for a tensor that is read from memory.
 const MEMORY_NS: f64 = 0.037;
 
-/// The choice for one operation. Total. Inside one host (`shape.hosts` is 1), a collective of at least two ranks gets
-/// `Slots` or `Rounds` that fit into the slots and the stage.
+/// The choice for one operation. Every operation gets one. Inside one host (`shape.hosts` is 1), a collective of at
+/// least two ranks gets `Slots` or `Rounds` that fit into the slots and the stage.
 pub fn choose(desc: OpDesc, shape: &GroupShape, policy: &Policy) -> Choice {
     if desc.kind.is_p2p() {
         return Choice::MESSAGE;

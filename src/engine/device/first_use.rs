@@ -30,9 +30,9 @@ type Way = (u32, bool);
 /// What is already connected in a communicator.
 #[derive(Default)]
 pub(super) struct Connected {
-    /// For each kind of operation, a bit for each class of sizes. A launch sets bits after it has returned; later
-    /// launches read them first. Relaxed, because a launch that misses a set bit only runs on its own thread
-    /// unnecessarily.
+    /// For each kind of operation, a bit for each class of sizes. The thread of a launch sets bits after the launch has
+    /// returned; the threads of later launches read them first. Relaxed, because the only effect of missing a set bit
+    /// is that a launch gets a thread of its own without need.
     kinds: [AtomicU32; Kind::ALL.len() + 1],
     ways: Mutex<BTreeSet<Way>>,
     /// All ways are connected, so `ways` need not be locked. Relaxed for the same reason as `kinds`.

@@ -200,7 +200,7 @@ pub fn lower(asked: &LoweringInput, able: &Capabilities) -> Result<Lowering, Str
     }
 }
 
-/// The 32-bit type for a type of 64-bit floats.
+/// The type with 32-bit floats that replaces a type with 64-bit floats, real or complex. `None` for other types.
 fn narrow_of(dtype: Dtype) -> Option<Dtype> {
     match dtype {
         Dtype::F64 => Some(Dtype::F32),

@@ -94,7 +94,7 @@ impl Message<'_> {
 #[derive(Default)]
 struct Window {
     sent: u64,
-    /// Of `sent`: what receives of the peer had taken when it wrote its last letter.
+    /// How many of the bytes in `sent` the peer's receives had taken when the peer wrote its last letter.
     taken_by_peer: u64,
     /// What receives of this rank have taken.
     taken: u64,
@@ -238,7 +238,7 @@ impl Messages {
         self.windows.get(&peer).map_or(0, |window| window.taken)
     }
 
-    /// Notes what a letter of `peer` says of the messages that its receives have taken.
+    /// Stores how many bytes of this rank's messages the receives of `peer` have taken, as a letter of `peer` says.
     fn note_taken(&mut self, peer: usize, taken: u64) {
         if taken > 0 {
             self.windows.entry(peer).or_default().taken_by_peer = taken;

@@ -206,7 +206,8 @@ impl Lanes {
         present.into_iter().filter(|peer| self.link.mail(*peer, letter.clone()).is_ok()).count() > 0
     }
 
-    /// Says goodbye to all ranks. Waits until each rank in `wrote` has answered and therefore has read its letters.
+    /// Tells all ranks that this rank leaves. Waits until each rank in `messages.wrote` has answered, and therefore has
+    /// read its letters, or is gone. Ends early at `until` or at a fault.
     pub fn say_goodbye(&self, until: Instant, interrupted: &dyn Fn() -> bool) {
         self.await_answers(until, interrupted);
         let mut state = self.lock();

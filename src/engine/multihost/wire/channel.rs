@@ -44,15 +44,17 @@ struct Peer {
     joined: bool,
     /// Why nothing more arrives from the peer. None while the peer is connected or may still connect.
     lost: Option<String>,
-    /// Bytes of short messages that this rank may still send. `queued`: messages, with their tags, that wait for more.
+    /// Bytes of short messages that this rank may still send. `queued`: messages, with their tags, that wait until the
+    /// window is large enough for them.
     window: usize,
     queued: VecDeque<(u32, Waiting)>,
     /// Bytes of the peer's short messages that receives have consumed and for which no Credit has been sent yet.
     taken: usize,
     posted: HashMap<u32, VecDeque<Waiting>>,
     arrived: HashMap<u32, VecDeque<Vec<u8>>>,
-    /// Bodies by number. `wanted`: sizes of bodies for which the peer sent Want before this rank's send. `unwanted`:
-    /// sends without a Want yet. `wants`: posted receives whose body has not arrived.
+    /// Bodies by number. A receiver asks for a body with a `Want` frame. `wanted`: sizes of the bodies that the peer
+    /// has asked for and this rank has not sent yet. `unwanted`: this rank's sends that the peer has not asked for yet.
+    /// `wants`: this rank's posted receives whose body has not arrived.
     wanted: HashMap<u64, VecDeque<u64>>,
     unwanted: HashMap<u64, VecDeque<Waiting>>,
     wants: HashMap<u64, VecDeque<Waiting>>,

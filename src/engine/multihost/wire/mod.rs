@@ -109,7 +109,8 @@ struct Closing {
     _counted: Counted,
 }
 
-/// While one exists, the background thread drives if no thread waits.
+/// One thing that the wire has yet to do. While any `Counted` exists, the background thread drives the wire whenever no
+/// thread of the program waits.
 pub struct Counted(Arc<Wire>);
 
 impl Counted {
