@@ -92,7 +92,7 @@ impl Watchdog {
             Library::Lives(Err(_)) if passed && seen.among_others && seen.hangs_when_failed => Found::Nothing,
             // Checked even if the device has passed the operation, because some libraries report a failure only then.
             Library::Lives(Err(bad)) => self.library_failed(group, watched, &bad, seen, now),
-            // The device has executed the operation, so every peer has done its part, even one that has left since.
+            // The device has executed the operation, so it needs no peer any more, whether or not one has left since.
             Library::Lives(Ok(())) if passed => Found::Nothing,
             Library::Lives(Ok(())) => match self.peers(group, watched, now) {
                 Some(error) => Found::Failed(fail_group(group, error)),
