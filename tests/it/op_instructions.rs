@@ -3,9 +3,10 @@
 //! busy.
 //!
 //! A child process executes each scene, and this process steps the child's thread through it one instruction at a time
-//! (ptrace). The peer has issued its part of each call before, so the counted thread waits for nobody. Counted are the
-//! instructions of this program and its calls into other objects (libc, vdso). The instructions of libc are not counted, because
-//! their number depends on the processor and on the version of libc.
+//! (ptrace). The peer has issued its part of each call before, so the counted thread waits for nobody. That holds only for
+//! small operations: in larger ones the ranks wait for each other's rounds, and a busy machine lengthens the waits. Counted
+//! are the instructions of this program and its calls into other objects (libc, vdso). The instructions of libc are not
+//! counted, because their number depends on the processor and on the version of libc.
 
 #![cfg(target_arch = "x86_64")] // reads the instruction pointer from the thread's registers
 #![allow(unsafe_code)] // ptrace
@@ -27,10 +28,9 @@ use sagellm::types::{Dtype, Kind, Request};
 /// Instructions, and calls into other objects. Each ceiling is about 8 % above the least count of several runs (rustc 1.95,
 /// 2026-11-25), so that another compiler does not exceed it. A change that exceeds one is made shorter, or raises the ceiling
 /// and says in its message what the instructions buy.
-const CEILINGS: [(&str, Count); 6] = [
+const CEILINGS: [(&str, Count); 5] = [
     ("all_reduce of 8 bytes", Count { instructions: 4350, calls: 24 }),
     ("barrier", Count { instructions: 3375, calls: 22 }),
-    ("all_reduce of 64 KiB", Count { instructions: 38600, calls: 175 }),
     ("ten asynchronous all_reduces of 8 bytes, then ten waits", Count { instructions: 51400, calls: 275 }),
     ("the choice of an algorithm", Count { instructions: 100, calls: 4 }),
     ("statistics of an operation", Count { instructions: 340, calls: 5 }),
@@ -91,7 +91,6 @@ fn scene(name: &str, groups: &[Arc<Group>]) {
     match name {
         "all_reduce of 8 bytes" => synchronous(groups, sum(&mut theirs[..2]), sum(&mut mine[..2])),
         "barrier" => synchronous(groups, barrier(), barrier()),
-        "all_reduce of 64 KiB" => synchronous(groups, sum(&mut theirs), sum(&mut mine)),
         "ten asynchronous all_reduces of 8 bytes, then ten waits" => {
             let peers: Vec<_> = theirs.chunks_mut(2).take(10).map(|each| groups[1].issue(sum(each), None)).collect();
             settle();
