@@ -96,8 +96,11 @@ void DeviceWatch::serve() {
       // Wake early if references wait to be released.
       std::chrono::milliseconds rest = captured_.empty() ? kIdle : kReplays;
       if (!DeferredRelease::instance().empty()) rest = DeferredRelease::kPatience;
-      const bool called =
-          changed_.wait_for(lock, rest, [this] { return stopped_ || !added_.empty() || !launching_.empty(); });
+      // The first captured call ends the sleep, because from then on the thread looks once a second.
+      const bool none_captured = captured_.empty();
+      const bool called = changed_.wait_for(lock, rest, [&] {
+        return stopped_ || !added_.empty() || !launching_.empty() || (none_captured && !captured_.empty());
+      });
       idle_ = false;
       DeferredRelease::instance().post();
       if (!called && rest == kIdle) break;

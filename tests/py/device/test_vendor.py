@@ -275,12 +275,13 @@ def test_rule_31_a_captured_call_is_played_again(
     run_fresh(captured, 2, asynchronous, pending, told, env=environment("nccl", libraries))
 
 
-def replay_hangs(ctx: Context) -> None:
+def replay_hangs(ctx: Context, idle: bool) -> None:
     device, name = start(ctx, "nccl", delay=0.0)
     driver = ctypes.CDLL(os.environ["SAGELLM_TEST_RUNTIME"])
     value = torch.empty(100, device=name).fill_(1)
     dist.all_reduce(value)  # makes the communicator
     holds(value, ctx.world_size)
+    time.sleep(idle)  # the thread that watches devices goes to sleep
     stream = ctypes.c_void_p(torch.accelerator.current_stream().native_handle)
     graph, playable = ctypes.c_size_t(), ctypes.c_size_t()
     assert driver.cuStreamBeginCapture_v2(stream, 0) == 0
@@ -298,9 +299,10 @@ def replay_hangs(ctx: Context) -> None:
 
 
 @pytest.mark.skipif(not simdevice.Device.can_capture(), reason="this torch does not ask devices about captures")
-def test_a_replay_that_waits_for_a_dead_rank_ends(libraries: dict[str, Path]) -> None:
+@pytest.mark.parametrize("idle", [False, True], ids=["at once", "after a while"])
+def test_a_replay_that_waits_for_a_dead_rank_ends(idle: bool, libraries: dict[str, Path]) -> None:
     """Nobody watches a replay itself; dead ranks are looked for while a group has captured calls."""
-    with launch(replay_hangs, 2, env=environment("nccl", libraries, SAGELLM_SIM_TIMEOUT_MS="300000")) as job:
+    with launch(replay_hangs, 2, idle, env=environment("nccl", libraries, SAGELLM_SIM_TIMEOUT_MS="300000")) as job:
         assert job.hear(0) == "launched"
         job.signal(1, signal.SIGKILL)
         text = job.hear(0)
