@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from failing_calls import WAYS, Way, nobody_calls_again, not_waited, sync, use, waited
 from harness import Context, expect_raises, launch
 from on_device import holds
 from simulated import VENDORS, environment, exit_code, start
@@ -26,74 +27,10 @@ DEADLINE = 2
 #: The exit code where the option says "exit".
 EXIT_CODE = 70
 
-Tensors = list[torch.Tensor]
 
-
-def sync(one: torch.Tensor, group: Any) -> Tensors:
-    dist.all_reduce(one, group=group)
-    return [one]
-
-
-def waited(one: torch.Tensor, group: Any) -> Tensors:
-    work = dist.all_reduce(one, group=group, async_op=True)
-    work.wait()
-    return [one]
-
-
-def not_waited(one: torch.Tensor, group: Any) -> Tensors:
-    dist.all_reduce(one, group=group, async_op=True)
-    return [one]
-
-
-def future(one: torch.Tensor, group: Any) -> Tensors:
-    dist.all_reduce(one, group=group, async_op=True).get_future().wait()
-    return [one]
-
-
-def listed(one: torch.Tensor, group: Any) -> Tensors:
-    both = [one, one.clone()]
-    dist.all_reduce_coalesced(both, group=group)
-    return both
-
-
-def batch(one: torch.Tensor, group: Any) -> Tensors:
-    other = 1 - dist.get_rank()
-    pair = [dist.P2POp(dist.isend, one.clone(), other, group), dist.P2POp(dist.irecv, one, other, group)]
-    for work in dist.batch_isend_irecv(pair):
-        work.wait()
-    return [one]
-
-
-WAYS: list[Callable[[torch.Tensor, Any], Tensors]] = [sync, waited, not_waited, future, listed, batch]
-
-
-def ways_of(vendor: str) -> list[Callable[[torch.Tensor, Any], Tensors]]:
+def ways_of(vendor: str) -> list[Way]:
     """A stream of HCCL that has had an error serves nothing else."""
     return WAYS[1:2] if vendor == "hccl" else WAYS
-
-
-def use(way: Callable[[torch.Tensor, Any], Tensors], name: str, group: Any = None) -> tuple[bool, str]:
-    """What a program does with results. Whether it came to use them, and the error that it got."""
-    reached, text = False, ""
-    try:
-        try:
-            results = way(torch.full((4,), dist.get_rank() + 1.0, device=name), group)
-            torch.accelerator.synchronize()
-            reached = True
-            del results
-        except RuntimeError as error:
-            text = str(error)
-            nobody_calls_again(0.3)
-    except dist.DistBackendError as error:  # HCCL's streams raise by themselves; ours comes in the handler then
-        text = str(error)
-    return reached, text
-
-
-def nobody_calls_again(seconds: float) -> None:
-    """Runs bytecode for a while: an exception that is still to come would come here."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        time.sleep(0.01)
 
 
 # ------------------------------------------------------------------------------------------------ raise
@@ -162,7 +99,7 @@ def reported_or_dead(ctx: Context, vendor: str, why: str, at: int) -> None:
 @pytest.mark.parametrize("why", ["library", "death"])
 @pytest.mark.parametrize("vendor,way", [("nccl", way) for way in WAYS] + [("hccl", sync), ("cncl", waited)])
 def test_an_error_of_the_library_and_a_death_are_raised(
-    vendor: str, way: Callable[..., Tensors], why: str, libraries: dict[str, Path]
+    vendor: str, way: Way, why: str, libraries: dict[str, Path]
 ) -> None:
     """And the error names the call that has failed."""
     at = {"SAGELLM_SIM_ERROR_AT": "2"} if why == "library" else {}

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from failing_calls import SORTS, failed, firsts
 from harness import Context, launch, run_fresh
 from limits import patience
 from on_device import holds
@@ -31,57 +32,6 @@ TIMEOUT = 3
 SHORT = 1
 #: The library itself would wait for far longer than any test.
 HANGS = {"SAGELLM_SIM_TIMEOUT_MS": "300000"}
-
-
-def firsts(rank: int, name: str, group: Any) -> dict[str, Callable[[], torch.Tensor | None]]:
-    """A first call of each sort in a group of two; its result is all ones, or twos where numbers are added."""
-    ones, two = torch.ones(4, device=name), torch.ones(8, device=name)
-
-    def also(out: torch.Tensor | None, call: Any, *args: Any, **more: Any) -> Callable[[], torch.Tensor | None]:
-        def run() -> torch.Tensor | None:
-            call(*args, group=group, **more)
-            return out
-
-        return run
-
-    def batch() -> torch.Tensor:
-        out = torch.zeros(4, device=name)
-        ops = [dist.P2POp(dist.isend, ones, 1 - rank, group), dist.P2POp(dist.irecv, out, 1 - rank, group)]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
-        return out
-
-    def messages() -> torch.Tensor:
-        # Both ranks send first.
-        out = torch.zeros(4, device=name)
-        works = [dist.isend(ones, 1 - rank, group), dist.irecv(out, 1 - rank, group)]
-        for work in works:
-            work.wait()
-        return out
-
-    def empty(count: int) -> torch.Tensor:
-        return torch.zeros(count, device=name)
-
-    large = torch.ones(1 << 19, device=name)
-    whole, block, swapped, scattered = empty(8), empty(4), empty(8), empty(4)
-    gathered = [empty(4), empty(4)] if rank == 0 else None
-    parts = [ones, ones] if rank == 0 else None
-    return {
-        "all_reduce": also(None, dist.all_reduce, ones.clone()),
-        "large all_reduce": also(None, dist.all_reduce, large),
-        "broadcast": also(None, dist.broadcast, ones.clone(), 1),
-        "reduce": also(None, dist.reduce, ones.clone(), 0),
-        "all_gather": also(whole, dist.all_gather_into_tensor, whole, ones),
-        "gather": also(gathered and gathered[1], dist.gather, ones, gathered, 0),
-        "scatter": also(scattered, dist.scatter, scattered, parts, 0),
-        "reduce_scatter": also(None, dist.reduce_scatter_tensor, block, two),
-        "all_to_all": also(swapped, dist.all_to_all_single, swapped, two),
-        "batch_isend_irecv": batch,
-        "isend and irecv": messages,
-    }
-
-
-SORTS = list(firsts(0, "cpu", None))
 
 
 def connected(name: str, vendor: str, timeout: float) -> Any:
@@ -106,16 +56,6 @@ def made(rank: int, name: str, vendor: str, sort: str, timeout: float) -> Any:
 def together() -> None:
     """On the CPU, by the default group."""
     dist.all_reduce(torch.ones(1))
-
-
-def failed(call: Callable[[], Any]) -> tuple[str, str]:
-    """The error with which a call, or the device after it, ends."""
-    try:
-        call()
-        torch.accelerator.synchronize()
-    except BaseException as error:
-        return type(error).__name__, str(error)
-    return "no error", ""
 
 
 def late(ctx: Context, vendor: str) -> None:
