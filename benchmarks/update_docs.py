@@ -34,6 +34,10 @@ EPYC_21, EPYC, XEON_21, XEON = (
 )
 CLOSE = [f"{EPYC}/goals-2r", f"{XEON}/lone-2r"]
 COLLECTIVES = [f"{EPYC_21}/collectives-2r-float32", f"{EPYC_21}/collectives-4r-float32"]
+SIXTEEN = "2026-11-26-intel-xeon-16c"
+WIDE = [f"{SIXTEEN}/collectives-{ranks}r-float32" for ranks in (2, 4, 8, 16)]
+#: Host times of one rank on a card.
+CARD = [f"{SIXTEEN}/gpu-host-time"]
 FUSION = [
     f"{EPYC}/fusion-2r", f"{XEON_21}/fusion-2r-floor", f"{XEON_21}/fusion-2r",
     f"{EPYC}/fusion-4r", f"{EPYC}/fused-4r", f"{XEON_21}/fusion-4r",
@@ -101,7 +105,9 @@ def link_of(run: Run) -> str:
 
 
 def machine_of(run: Run) -> str:
-    return f"{'AMD EPYC' if 'EPYC' in run['machine']['cpu'] else 'Intel Xeon'}, {run['date']}"
+    cores = run["machine"]["cores"]
+    more = "" if cores == 2 else f" with {cores} cores"
+    return f"{'AMD EPYC' if 'EPYC' in run['machine']['cpu'] else 'Intel Xeon'}{more}, {run['date']}"
 
 
 def size_of(row: Run) -> str:
@@ -259,10 +265,39 @@ def busy_cores(runs: list[Run]) -> Table:
     return table
 
 
+def host_times(runs: list[Run]) -> Table:
+    """Host time of a call on a card, and nccl's over it: the 10th percentiles."""
+    (run,) = runs
+    sizes = [8, 4 * KiB, 64 * KiB, MiB, 16 * MiB, 64 * MiB]
+    table = [["operation", *map(show_size, sizes)]]
+    for op in report.ops_of(run["results"]):
+        cells = {}
+        for row in (r for r in run["results"] if r["op"] == op):
+            ours, theirs = (row["times"][who]["p10"] for who in (OURS, "nccl"))
+            lost = " **lost**" if theirs < ours else ""
+            cells[row["size"] or 8] = f"{format_time(ours)}, {theirs / ours:.2f}x{lost}"
+        table.append([op, *(cells.get(size, "-") for size in sizes)])
+    return table
+
+
+def many_host_times(runs: list[Run]) -> Table:
+    """Host times of many small all_reduces together: the 10th percentiles of every form."""
+    (run,) = runs
+    labels = list(run["many"][0]["times"])
+    rows = [
+        [row["op"].rpartition("_x")[2], *(format_time(row["times"][each]["p10"]) for each in labels)]
+        for row in run["many"]
+    ]
+    return [["calls", *labels], *rows]
+
+
 TABLES: dict[str, tuple[Callable[[list[Run]], Table], list[str] | None]] = {
     "goals": (goals, None),
     "close": (close, CLOSE),
     "collectives": (collectives, COLLECTIVES),
+    "wide": (collectives, WIDE),
+    "card": (host_times, CARD),
+    "card many": (many_host_times, CARD),
     "fusion": (fusion, FUSION),
     "hosts": (hosts, HOSTS),
     "leaders": (leaders, LEADERS),

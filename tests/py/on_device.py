@@ -25,6 +25,14 @@ REDUCED = [
 OPS = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
 #: Cycles of a card's clock for which `late` keeps a stream busy: some tens of milliseconds.
 LATE = 60_000_000
+#: With these, several ranks fit on one card (NCCL 2.30.3 and newer), and matrix products give the same bits each time.
+SHARED_CARD = {
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MAX_CTAS": "2",
+    "NCCL_RAS_ENABLE": "0",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}
 
 
 def late(device: str) -> None:

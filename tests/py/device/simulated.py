@@ -1,5 +1,9 @@
 """Groups over simulated vendors' libraries, for tests: the device of `simdevice`, its streams and events those of a
-simulated runtime, and below the core a simulator of NCCL, HCCL or CNCL (tests/simulators)."""
+simulated runtime, and below the core a simulator of NCCL, HCCL or CNCL (tests/simulators).
+
+With SAGELLM_TEST_CARD=1 the tests of "nccl" run on an NVIDIA card instead, which all ranks share; a test that controls
+the simulator is skipped there.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import simdevice
 from harness import Context, Rank
+from on_device import SHARED_CARD
 
 #: By vendor: torch's name of the device, what its streams are, and the variables that name the simulators.
 VENDORS: dict[str, tuple[str, str, dict[str, str]]] = {
@@ -21,7 +27,22 @@ VENDORS: dict[str, tuple[str, str, dict[str, str]]] = {
     "hccl": ("npu", "acl", {"SAGELLM_HCCL_LIBRARY": "hccl", "SAGELLM_ACL_LIBRARY": "acl"}),
     "cncl": ("mlu", "cnrt", {"SAGELLM_CNCL_LIBRARY": "cncl", "SAGELLM_CNRT_LIBRARY": "cnrt"}),
 }
+#: Whether tests run on a card.
+CARD = bool(os.environ.get("SAGELLM_TEST_CARD"))
+if CARD:
+    VENDORS["nccl"] = ("cuda", "cuda", {})
 ROOT = Path(__file__).resolve().parents[3]
+
+
+class NeedsSimulatorError(Exception):
+    """A test controls the simulated device, and runs on a card."""
+
+
+class Card:
+    """Takes the place of the simulated device. A card has none of its controls."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise NeedsSimulatorError(f"a card has no {name}")
 
 
 def builder() -> ModuleType:
@@ -34,6 +55,11 @@ def builder() -> ModuleType:
 
 
 def environment(vendor: str, libraries: dict[str, Path], **more: str) -> dict[str, str]:
+    if CARD:
+        controls = [name for name in more if name.startswith("SAGELLM_SIM_") and name != "SAGELLM_SIM_TIMEOUT_MS"]
+        if vendor != "nccl" or controls:
+            pytest.skip(f"needs the simulator: {', '.join(controls) or vendor}")
+        return SHARED_CARD | more
     _, flavour, variables = VENDORS[vendor]
     named = {variable: str(libraries[form]) for variable, form in variables.items()}
     return (
@@ -66,11 +92,17 @@ def start(
     import torch_sagellm
 
     name, flavour, _ = VENDORS[vendor]
-    device = simdevice.install(name)
-    device.use_library(os.environ["SAGELLM_TEST_RUNTIME"], flavour)
-    device.native_handles(native)
-    device.kernel_delay(delay)
-    device.host_queue(queue)
+    device: Any = Card()
+    if CARD:
+        if not native or queue is not None:
+            raise NeedsSimulatorError("a card has native handles and no queue on the host")
+        torch.cuda.set_device(0)
+    else:
+        device = simdevice.install(name)
+        device.use_library(os.environ["SAGELLM_TEST_RUNTIME"], flavour)
+        device.native_handles(native)
+        device.kernel_delay(delay)
+        device.host_queue(queue)
     if bound:
         options["device_id"] = torch.device(name, 0)
     who = vendor if vendor == "nccl" else "auto"

@@ -15,18 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Context, run_fresh
-from on_device import Trained, same_training
+from on_device import SHARED_CARD, Trained, same_training
 
 #: The first NCCL that lets several ranks use one card.
 SHARES_A_CARD = (2, 30, 3)
-#: With these, two and four ranks fit on one card; and matrix products give the same bits in every run.
-ENVIRONMENT = {
-    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_MAX_CTAS": "2",
-    "NCCL_RAS_ENABLE": "0",
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-}
 #: Of a group. Ranks that share a card take turns on it, by slices of milliseconds.
 PATIENCE = timedelta(seconds=60)
 
@@ -39,15 +31,19 @@ def no_card() -> str:
     return f"no CUDA device (torch {torch.__version__}, {built})"
 
 
+def version_of(library: str) -> tuple[int, int, int]:
+    found = ctypes.c_int()
+    if ctypes.CDLL(library).ncclGetVersion(ctypes.byref(found)) != 0:
+        raise RuntimeError(f"{library} does not tell its version")
+    return found.value // 10_000, found.value // 100 % 100, found.value % 100
+
+
 @functools.cache
 def nccl_version() -> tuple[int, int, int]:
     """Of the library that serves a group: the one that is named, or torch's own."""
     places = [Path(folder) / "nvidia/nccl/lib/libnccl.so.2" for folder in site.getsitepackages()]
     named = os.environ.get("SAGELLM_NCCL_LIBRARY") or next(map(str, filter(Path.is_file, places)), "libnccl.so.2")
-    found = ctypes.c_int()
-    if ctypes.CDLL(named).ncclGetVersion(ctypes.byref(found)) != 0:
-        raise RuntimeError(f"{named} does not tell its version")
-    return found.value // 10_000, found.value // 100 % 100, found.value % 100
+    return version_of(named)
 
 
 def not_shared() -> str:
@@ -61,12 +57,21 @@ def not_shared() -> str:
     return f"NCCL {found} has one rank a card; {wanted} or newer has several (SAGELLM_NCCL_LIBRARY names a file)"
 
 
+@functools.cache
+def rivals_version() -> tuple[int, int, int]:
+    """Of the library that torch's own backend calls: the copy that torch brought, or one that LD_PRELOAD names."""
+    return version_of("libnccl.so.2")  # loaded with torch, and found by its name
+
+
 def rival_not_shared() -> str:
-    """The same for torch's own backend, which uses the copy that torch brought."""
+    """Why several ranks cannot use one card over torch's own backend; empty where they can."""
     reason = not_shared()
-    if reason or torch.cuda.nccl.version() >= SHARES_A_CARD:
+    if reason or rivals_version() >= SHARES_A_CARD:
         return reason
-    return f"torch's own NCCL {torch.cuda.nccl.version()} has one rank a card: its backend cannot be compared with"
+    found = ".".join(map(str, rivals_version()))
+    return (
+        f"torch's own NCCL {found} has one rank a card: its backend cannot be compared with (LD_PRELOAD names another)"
+    )
 
 
 needs_card = pytest.mark.skipif(bool(no_card()), reason=no_card() or "-")
@@ -86,7 +91,7 @@ def in_group(ctx: Context, body: Callable[..., Any], args: tuple[Any, ...], opti
 
 def on_card(ranks: int, body: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
     """`body(context, "cuda", *args)` on every rank, in a group with the given options; their values."""
-    return run_fresh(in_group, ranks, body, args, options, env=ENVIRONMENT, timeout=100)
+    return run_fresh(in_group, ranks, body, args, options, env=SHARED_CARD, timeout=100)
 
 
 def by_both(ctx: Context, program: Callable[..., Trained], args: tuple[Any, ...]) -> list[float]:
@@ -104,5 +109,5 @@ def by_both(ctx: Context, program: Callable[..., Trained], args: tuple[Any, ...]
 
 def same_as_nccl(ranks: int, program: Callable[..., Trained], *args: Any) -> None:
     """A training of `on_device` over both backends, in the same processes."""
-    for losses in run_fresh(by_both, ranks, program, args, env=ENVIRONMENT, timeout=100):
+    for losses in run_fresh(by_both, ranks, program, args, env=SHARED_CARD, timeout=100):
         assert len(losses) > 1 and losses[-1] < losses[0], losses

@@ -16,11 +16,11 @@ import on_device
 import pytest
 import torch
 import torch.distributed as dist
-from card import ENVIRONMENT, PATIENCE, needs_shared_card
+from card import PATIENCE, needs_shared_card
 from failing_calls import SORTS, WAYS, failed, firsts, nobody_calls_again, use, waited
 from harness import Context, expect_raises, launch, run_fresh
 from limits import patience
-from on_device import holds, total
+from on_device import SHARED_CARD, holds, total
 
 pytestmark = [needs_shared_card, pytest.mark.timeout(150)]
 #: Seconds of the groups whose calls elapse.
@@ -77,7 +77,7 @@ def late(ctx: Context) -> dict[str, float]:
 
 def test_a_rank_that_comes_late_is_waited_for() -> None:
     """Each sort of call in a new group; two ranks that both send first do not wait for each other."""
-    values = run_fresh(late, 2, env=ENVIRONMENT, timeout=100)
+    values = run_fresh(late, 2, env=SHARED_CARD, timeout=100)
     print("host seconds of first calls:", {sort: round(took, 3) for sort, took in values[0].items()})
 
 
@@ -96,7 +96,7 @@ def never(ctx: Context) -> None:
 
 
 def test_rule_35_a_first_call_that_a_rank_does_not_join_ends_at_its_deadline() -> None:
-    with launch(never, 2, env=ENVIRONMENT) as job:
+    with launch(never, 2, env=SHARED_CARD) as job:
         found = job.hear(0, 100)
         print("seconds:", {sort: round(took, 2) for sort, _, _, took in found})
         for sort, kind, text, took in found:
@@ -122,7 +122,7 @@ def interrupted(ctx: Context) -> None:
 
 
 def test_rule_35_ctrl_c_ends_a_first_call() -> None:
-    with launch(interrupted, 2, env=ENVIRONMENT) as job:
+    with launch(interrupted, 2, env=SHARED_CARD) as job:
         found = job.hear(0, 100)
         print("seconds:", [(sort, kind, round(took, 2)) for sort, kind, _, took in found])
         for sort, kind, text, took in found:
@@ -164,7 +164,7 @@ def fails(ctx: Context, why: str) -> None:
 @pytest.mark.parametrize("why", ["deadline", "abort"])
 def test_rule_34_no_statement_runs_on_what_a_failed_call_has_left(why: str) -> None:
     """Whatever the form of the call; afterwards another group of the process still works."""
-    with launch(fails, 2, why, env=ENVIRONMENT) as job:
+    with launch(fails, 2, why, env=SHARED_CARD) as job:
         found = job.hear(0, 100)
         print("seconds:", {way: round(took, 2) for way, _, _, took in found})
         for way, reached, text, _ in found:
@@ -200,7 +200,7 @@ def dies(ctx: Context) -> None:
 
 def test_the_others_learn_of_a_death_and_go_on_without_the_rank() -> None:
     """`torch_sagellm.recover` makes a new group, with a new communicator."""
-    with launch(dies, 3, env=ENVIRONMENT) as job:
+    with launch(dies, 3, env=SHARED_CARD) as job:
         assert [job.hear(rank, 60) for rank in range(3)] == ["ready"] * 3
         time.sleep(0.5)
         killed = time.monotonic()
@@ -227,7 +227,7 @@ def differ(ctx: Context) -> None:
 
 def test_calls_that_differ_are_named() -> None:
     """Other sizes on each rank, which the library does not notice."""
-    with launch(differ, 2, env=ENVIRONMENT) as job:
+    with launch(differ, 2, env=SHARED_CARD) as job:
         for rank in range(2):
             kind, text, took = job.hear(rank, 60)
             print(rank, kind, round(took, 3), text)
@@ -255,7 +255,7 @@ def chosen(ctx: Context, how: str) -> None:
 
 
 def test_a_group_that_ends_the_process_where_a_call_fails() -> None:
-    env = ENVIRONMENT | {"SAGELLM_ON_DEVICE_FAILURE": "exit"}
+    env = SHARED_CARD | {"SAGELLM_ON_DEVICE_FAILURE": "exit"}
     with launch(chosen, 2, "exit", env=env) as job:
         until = time.monotonic() + 60
         while job.ranks[0].poll() is None and time.monotonic() < until:
@@ -266,7 +266,7 @@ def test_a_group_that_ends_the_process_where_a_call_fails() -> None:
 
 
 def test_a_group_whose_waits_block() -> None:
-    with launch(chosen, 2, "blocking", env=ENVIRONMENT | {"SAGELLM_BLOCKING_WAIT": "1"}) as job:
+    with launch(chosen, 2, "blocking", env=SHARED_CARD | {"SAGELLM_BLOCKING_WAIT": "1"}) as job:
         for text in job.hear(0, 60):
             assert "Timed out" in text, text
         for rank in range(2):
@@ -297,7 +297,7 @@ def replays(ctx: Context) -> None:
 
 
 def test_a_replay_that_waits_for_a_dead_rank_ends() -> None:
-    with launch(replays, 2, env=ENVIRONMENT) as job:
+    with launch(replays, 2, env=SHARED_CARD) as job:
         text, took = job.hear(0, 60)
         print(round(took, 2), text)
         assert "rank 1" in text, text
@@ -330,7 +330,7 @@ def memory(ctx: Context, asynchronous: bool) -> list[int]:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_memory_is_held_no_longer_than_the_call(asynchronous: bool) -> None:
-    for held in run_fresh(memory, 2, asynchronous, env=ENVIRONMENT, timeout=100):
+    for held in run_fresh(memory, 2, asynchronous, env=SHARED_CARD, timeout=100):
         print("MiB held at once, and after 0.3 s:", held)
         assert held[1] == 0, held
 
@@ -361,4 +361,4 @@ def further(ctx: Context) -> None:
 
 
 def test_lists_compression_and_a_group_split_off() -> None:
-    run_fresh(further, 2, env=ENVIRONMENT, timeout=100)
+    run_fresh(further, 2, env=SHARED_CARD, timeout=100)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from random_programs.generate import KEEPS_ORDER
 from random_programs.interrupt import Interrupts
 from random_programs.model import Check, Illegal, Model, expected, initial
 from random_programs.program import COLLECTIVES, Program, Step, View, involved
@@ -106,7 +107,8 @@ class Rank:
         dist.init_process_group(self.backend, store=self.store, **ranks, **options)
         self.groups = [dist.group.WORLD]
         for ranks in self.program.groups[1:]:
-            self.groups.append(dist.new_group(ranks, sort_ranks=False, **options))
+            unsorted = {"sort_ranks": False} if KEEPS_ORDER else {}
+            self.groups.append(dist.new_group(ranks, **unsorted, **options))
         self.begun()
 
     def _steps(self) -> None:
@@ -698,7 +700,11 @@ def member(
 
 
 def a_device(vendor: str) -> tuple[str, str]:
-    """Installs a simulated device in this process. Returns its name, and the value of the option `vendor`."""
+    """Installs a simulated device in this process, or takes the card. Returns its name, and the value of the option
+    `vendor`."""
+    if vendor == "card":
+        torch.cuda.set_device(0)
+        return "cuda", "nccl"
     import simdevice
 
     if not vendor:

@@ -7,9 +7,12 @@ that another group uses. Numbers stay so small that every type holds them exactl
 
 from __future__ import annotations
 
+import inspect
 import random
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch.distributed as dist
 
 from random_programs.model import LARGEST, Illegal, Model, Node, accesses
 from random_programs.program import (
@@ -25,6 +28,9 @@ from random_programs.program import (
     overlap,
     span,
 )
+
+#: Whether a group can have its ranks in the order in which they are named; older torch sorts them.
+KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 #: Scales of programs: the weight with which each is drawn, and the bytes of its largest tensor.
 SCALES = {"tiny": (30, 200), "border": (45, 4400), "medium": (18, 90_000), "large": (6, 3 << 20)}
@@ -929,7 +935,8 @@ def attempt(entropy: str, seed: str, taste: Taste) -> Program:
     buffers = [[dtype, max(40, room // DTYPES[dtype][0])] for dtype in (rng.choice(dtypes) for _ in range(count))]
     groups = [list(range(ranks))]
     for _ in range(rng.choice([0, 0, 1, 1, 2])):
-        groups.append(rng.sample(range(ranks), rng.choice([ranks, max(1, ranks - 1), rng.randint(1, ranks)])))
+        members = rng.sample(range(ranks), rng.choice([ranks, max(1, ranks - 1), rng.randint(1, ranks)]))
+        groups.append(members if KEEPS_ORDER else sorted(members))
     program = Program(ranks, buffers, groups, [], seed)
     draw = Draw(rng, taste, program, largest)
     if taste.leave and rng.random() < 0.3:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import net
 from harness import IS_GLOO
+from on_device import SHARED_CARD
 
 from random_programs.generate import DEVICE, GLOO, HOSTS, VENDOR, Taste
 from random_programs.run import Ranks
@@ -20,7 +21,7 @@ import simdevice
 import simulated
 
 #: What programs may contain at each place. "staged" is a device without a vendor's library. A vendor's name means its
-#: simulator.
+#: simulator; "card" is an NVIDIA card that all ranks share.
 PLACES = {
     "cpu": GLOO if IS_GLOO else Taste(),
     "reachable": Taste(),
@@ -29,6 +30,7 @@ PLACES = {
     "three-hosts": HOSTS,
     "staged": DEVICE,
     **dict.fromkeys(simulated.VENDORS, VENDOR),
+    "card": VENDOR,
 }
 #: Which buffers are in memory that peers can reach.
 REACHABLE = {"reachable": "all", "partly-reachable": "some"}
@@ -46,10 +48,12 @@ def ranks_at(place: str) -> Iterator[Ranks]:
     env, settings = {}, {}
     if place in REACHABLE:
         settings["reachable"] = REACHABLE[place]
+    elif place == "card":
+        env, settings["vendor"] = SHARED_CARD, "card"
     elif place != "cpu":
         simdevice.library_path()
         settings["vendor"] = "" if place == "staged" else place
-    if settings.get("vendor"):
+    if settings.get("vendor") in simulated.VENDORS:
         env = simulated.environment(place, simulated.builder().build())
     with closing(Ranks(env=env, **settings)) as ranks:
         yield ranks
