@@ -130,6 +130,8 @@ def checked(why: bytes | None) -> None:
         raise RuntimeError(why.decode())
 
 
+#: Whether `torch.accelerator.synchronize` waits for a device that is not torch's own; torch 2.11's returns at once.
+WAITS = not torch.__version__.startswith("2.11.")
 _installed: Device | None = None
 
 
@@ -142,12 +144,15 @@ def install(name: str = "simdev") -> Device:
     library = ctypes.CDLL(str(library_path()))
     _installed = Device(name, library)
     torch.utils.rename_privateuse1_backend(name)
-    torch._register_device_module(name, _module(name, library))
+    module = _module(name, library)
+    torch._register_device_module(name, module)
     torch.utils.generate_methods_for_privateuse1_backend(unsupported_dtype=[])
+    if not WAITS:
+        torch.accelerator.synchronize = module.synchronize
     return _installed
 
 
-def _module(name: str, library: ctypes.CDLL) -> types.ModuleType:
+def _module(name: str, library: ctypes.CDLL) -> Any:
     """`torch.<name>`: the functions of a device's module that torch.distributed, DDP and autograd call."""
     module: Any = types.ModuleType(f"torch.{name}")
 
@@ -198,4 +203,4 @@ def _module(name: str, library: ctypes.CDLL) -> types.ModuleType:
     module.manual_seed_all = lambda seed: None
     module.manual_seed = lambda seed: None
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
-    return module  # type: ignore[no-any-return]
+    return module
