@@ -53,11 +53,25 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 #: variables, too.
 BEFORE = dict(os.environ)
 GROUP_TIMEOUT = timedelta(seconds=30)
+#: Whether this torch turns on the timing of works for every backend.
+TIMES_WORKS = hasattr(torch._C._distributed_c10d.Backend, "_enable_collectives_timing")
 
 
 def torch_at_least(major: int, minor: int) -> bool:
     """True for at least this version of torch; for features that older versions lack or do differently."""
     return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (major, minor)
+
+
+def error_of(work: Any) -> BaseException | None:
+    """The error of a Work that has ended; torch 2.11 cannot give it to Python, but its wait raises it."""
+    if torch_at_least(2, 12):
+        found: BaseException | None = work.exception()
+        return found
+    try:
+        work.wait()
+    except RuntimeError as error:
+        return error
+    return None
 
 
 def monitored_barrier(timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from failing_calls import WAYS, Way, nobody_calls_again, not_waited, sync, use, waited
-from harness import Context, expect_raises, launch
+from harness import Context, error_of, expect_raises, launch
 from on_device import holds
 from simulated import VENDORS, environment, exit_code, start
 
@@ -434,7 +434,7 @@ def slow_abort(ctx: Context) -> None:
                 works.append(dist.all_reduce(torch.ones(4, device=name), group=group, async_op=True))
         while not all(work.is_completed() for work in works) and time.monotonic() - begin < 25:
             time.sleep(0.02)
-        ctx.tell([(work.is_completed(), str(work.exception())) for work in works])
+        ctx.tell([(work.is_completed(), str(error_of(work))) for work in works])
     ctx.listen()
     os._exit(0)
 

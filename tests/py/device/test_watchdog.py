@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hang_texts import line_in
-from harness import Context, Job, expect_raises, launch, run_fresh, torch_at_least
+from harness import TIMES_WORKS, Context, Job, expect_raises, launch, run_fresh, torch_at_least
 from limits import patience
 from on_device import backend_of, holds
 from simulated import VENDORS, environment, exit_code, start
@@ -238,6 +238,7 @@ def timed(ctx: Context, vendor: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.skipif(not TIMES_WORKS, reason="this torch times works of nccl alone")
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_durations_are_those_of_the_device(vendor: str, libraries: dict[str, Path]) -> None:
     """With timing enabled a work says how many milliseconds the library needed; before that it is refused."""

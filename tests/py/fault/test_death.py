@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import IS_GLOO, Context, beyond_gloo, expect_raises, launch, monitored_barrier
+from harness import IS_GLOO, Context, beyond_gloo, error_of, expect_raises, launch, monitored_barrier
 from helpers import alive, nothing_left, shm_files_of, sockets_of, unix_sockets, until, work_for_ever
 from limits import patience
 
@@ -45,7 +45,7 @@ def killed_in_the_middle(ctx: Context, victim: int, kind: str) -> Told | None:
             time.sleep(0.002)
         text = expect_raises(RuntimeError, works[-1].wait)
         assert expect_raises(RuntimeError, works[0].wait)
-        assert works[-1].exception() is not None and not works[-1].is_success()
+        assert error_of(works[-1]) is not None and not works[-1].is_success()
     elif kind == "recv":
         if ctx.rank == victim:
             time.sleep(60)
