@@ -17,22 +17,21 @@ use crate::types::{ANY_RANK, Kind};
 
 pub struct Held {
     pub op: Arc<Op>,
-    /// Its position among all operations of this rank.
+    /// Position of `op` in this rank's order of issue.
     turn: u64,
-    /// Earlier operations on the same memory.
+    /// Earlier operations whose memory overlaps the memory of `op`.
     pub predecessors: Vec<Arc<Op>>,
-    /// Number of predecessors whose memory is in use, plus the number of earlier held messages that it may not
-    /// overtake.
+    /// Number of predecessors whose memory the engine still uses, plus the number of earlier held messages that `op`
+    /// may not overtake and that have not started.
     waits_for: usize,
     /// Later held messages that may not overtake this one.
     followers: Vec<usize>,
 }
 
-/// The last held messages of one direction and tag.
+/// The last held messages in one direction (send or receive) with one tag.
 #[derive(Default)]
 struct Line {
-    /// By peer: the last message to or from that rank that was issued after the last receive from `ANY_RANK`, which is
-    /// `from_anyone`.
+    /// Per peer: key of the last held message with that peer. Only messages issued after `from_anyone` are listed.
     with: HashMap<u32, usize>,
     from_anyone: Option<usize>,
 }
@@ -40,10 +39,11 @@ struct Line {
 /// Operations are identified by `pending::key`.
 #[derive(Default)]
 pub struct Order {
-    /// Operations whose memory is in use: messages, and collectives that were issued before some message.
+    /// Operations whose memory the engine uses or will use: messages, and collectives that were issued before some
+    /// message.
     in_use: PendingOps,
     held: HashMap<usize, Held>,
-    /// By operation: the held messages that wait for its memory.
+    /// Per operation: the held messages that wait for its memory.
     followers: HashMap<usize, Vec<usize>>,
     lines: HashMap<(Kind, u32), Line>,
     /// Held messages that no longer wait for anything, by turn.
@@ -51,12 +51,12 @@ pub struct Order {
 }
 
 impl Order {
-    /// Whether there are no operations here. Then a new operation has none to follow.
+    /// Whether no operation is recorded, so that a new operation need not follow any.
     pub fn is_empty(&self) -> bool {
         self.in_use.is_empty() && self.held.is_empty()
     }
 
-    /// Earlier operations whose memory `op` must wait for: those that were added and are not released.
+    /// Earlier operations that use memory of `op`: operations that were added and not yet released.
     pub fn before(&self, op: &Op) -> Vec<Arc<Op>> {
         self.in_use.before(op)
     }
@@ -97,7 +97,8 @@ impl Order {
         }
         let line = self.lines.entry((op.request.kind, op.request.tag)).or_default();
         if op.request.root == ANY_RANK {
-            // A message that may not overtake one of the earlier messages may not overtake this one either.
+            // A receive from `ANY_RANK` follows all earlier messages of its line, so later messages only need to follow
+            // this receive.
             *line = Line { with: HashMap::new(), from_anyone: Some(name) };
         } else {
             line.with.insert(op.request.root, name);
@@ -108,9 +109,10 @@ impl Order {
         true
     }
 
-    /// The held messages that `op` may not overtake, without those that another one of them follows already. Sends to
-    /// one rank, and receives that may match the same message, keep their order within one tag. Other messages may
-    /// overtake: the peer may need them before it does what the earlier message waits for.
+    /// The held messages that `op` may not overtake. A message is left out if another message in the result already
+    /// follows it. Sends to one rank, and receives that may match the same message, keep their order within one tag.
+    /// Other messages may overtake, because the peer may need them before it completes what the earlier message waits
+    /// for.
     fn ahead_of(&self, op: &Op) -> Vec<usize> {
         if self.lines.is_empty() {
             return Vec::new();
@@ -140,7 +142,8 @@ impl Order {
         Some(held.op)
     }
 
-    /// Removes one of the things for which a held message waits. After the last one the message is ready.
+    /// Records that one operation for which this held message waited has been released or started. After the last one
+    /// the message is ready.
     fn let_on(&mut self, name: usize) {
         let Some(held) = self.held.get_mut(&name) else { return };
         held.waits_for -= 1;
@@ -169,7 +172,7 @@ impl Order {
     }
 }
 
-/// Whether a send reads from a copy already, because its tensor is strided.
+/// Whether a send already reads from a copy, because its tensor is strided.
 pub fn has_left_its_memory(op: &Op) -> bool {
     op.request.kind == Kind::Send && !op.request.also_touched.is_empty()
 }

@@ -45,9 +45,9 @@ impl Timeouts {
         self.extends.store(true, Ordering::Relaxed);
     }
 
-    /// The timeout of an operation that is issued now, including all additions. Called only if `extends` returned true.
-    /// A zero timeout means none and stays zero. `is_pending`: whether the device operation with this record id is
-    /// pending.
+    /// The timeout of an operation that is issued now, including all ephemeral timeouts. Called only if `extends`
+    /// returned true. A zero timeout means none and stays zero. `is_pending`: whether the device operation with this
+    /// record id is pending.
     #[cold]
     pub fn extended(
         &self,
@@ -61,23 +61,23 @@ impl Timeouts {
     }
 }
 
-/// The operation that owns an addition; the addition ends with it.
+/// The operation that owns an ephemeral timeout, which applies until this operation has ended.
 pub(super) enum Owner {
     Op(Weak<CoreOp>),
     /// An operation on a device, by the id of its record.
     External(u64),
 }
 
-/// The additions. Protected by the group's lock.
+/// The ephemeral timeouts that apply now. Protected by the group's lock.
 #[derive(Default)]
 pub(super) struct Extensions {
-    /// Sum of the additions since the last operation was issued; they have no owner yet.
+    /// Sum of the ephemeral timeouts added since the last operation was issued. The next operation will own them.
     unowned: Duration,
     owned: Vec<(Owner, Duration)>,
 }
 
 impl Extensions {
-    /// Sum of the additions for an operation that is issued now. Drops those whose owner has ended.
+    /// Sum of the ephemeral timeouts that apply to an operation issued now. Drops the ones whose owner has ended.
     fn sum(&mut self, is_pending: impl Fn(u64) -> bool) -> Duration {
         self.owned.retain(|(owner, _)| match owner {
             Owner::Op(op) => op.upgrade().is_some_and(|op| !op.is_done()),
@@ -86,7 +86,8 @@ impl Extensions {
         self.owned.iter().map(|(_, more)| *more).sum::<Duration>() + self.unowned
     }
 
-    /// Makes an operation the owner of the additions that have none: it is the first one issued after them.
+    /// Makes an operation the owner of the ephemeral timeouts without an owner, because it is the first operation
+    /// issued after them.
     pub fn own(&mut self, owner: Owner) {
         let unowned = std::mem::take(&mut self.unowned);
         if !unowned.is_zero() {

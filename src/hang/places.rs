@@ -1,7 +1,7 @@
-//! The thread that finds where a thread of the program is (its source line), for answers to other ranks. It takes the
-//! interpreter's lock, which native code may hold for minutes, so it does nothing else. A thread that asks continues at
-//! once and is woken when the place is known. This thread holds no lock of ours while it waits for the interpreter's,
-//! and no thread waits for it.
+//! The thread that reads the source line (the *place*) at which a thread of the program is, for answers to other ranks.
+//! It acquires the interpreter's lock, which native code may hold for minutes, so it has no other task. A thread that
+//! requests a place continues at once and is woken when the place is known. The place thread holds no lock of the core
+//! while it waits for the interpreter's lock, and no thread waits for the place thread.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -12,12 +12,12 @@ use crate::error::contained;
 use crate::host::Host;
 use crate::os::watch;
 
-/// A request for a place; shared between the threads that asked.
+/// A request for a place, shared between the threads that requested it.
 #[derive(Clone, Default)]
 pub struct Asked(Arc<OnceCell<Option<String>>>);
 
 impl Asked {
-    /// `None` until the place was read. Then the place, or `Some(None)` if there is none.
+    /// `None` until the place has been read. Then the place, or `Some(None)` if it could not be read.
     pub fn place(&self) -> Option<Option<String>> {
         self.0.get().cloned()
     }
@@ -28,7 +28,7 @@ impl Asked {
     }
 }
 
-/// The pending requests of one rank. The first one is being read.
+/// The pending requests for places of one rank's threads. The place thread is serving the first request.
 #[derive(Default)]
 pub struct Places {
     state: Mutex<State>,
@@ -48,8 +48,8 @@ struct Wanted {
 struct State {
     wanted: Vec<Wanted>,
     thread: Option<JoinHandle<()>>,
-    /// How many times the thread was stopped. A thread that was left behind compares it with its own number, so that it
-    /// does not go on in parallel with its successor.
+    /// How many times a place thread was stopped. Each place thread remembers the value at its start and ends if it has
+    /// changed, so it never runs in parallel with its successor.
     stopped: u32,
 }
 

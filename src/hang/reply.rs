@@ -1,11 +1,12 @@
-//! A rank's answers on one channel: first without the place of its program, and again when the place is known.
+//! A rank's answers on one channel. The rank answers at once without its place (the source line its program is at), and
+//! again when the place is known.
 
 use super::places::Asked;
 use super::status::{Place, Status};
 
 /// A rank that answers questions.
 pub trait Speaker {
-    /// This rank's status without the place, and the thread whose place belongs to it.
+    /// This rank's status without the place, and the thread whose place is to be added.
     fn status(&self, question: u32) -> (Status, u64);
     /// Requests the place of a thread.
     fn ask(&self, thread: u64) -> Asked;
@@ -15,7 +16,8 @@ pub trait Speaker {
 pub struct Reply {
     /// Number of the last question.
     last: u32,
-    /// The pending request for the place, and the number of the question that caused it.
+    /// The pending request for this rank's place, and the number of the question for which it was made. `None` if no
+    /// place is owed.
     owed: Option<(u32, Asked)>,
 }
 

@@ -1,8 +1,8 @@
 //! The clock for deadlines: monotonic time, without the time in which this process did not run.
 //!
 //! Waiting threads read it at least every 100 ms. If more than a second passes between two readings during a wait, the
-//! process was stopped (SIGSTOP, a suspended machine), which must not count against its peers. Such a gap while no
-//! thread waits is subtracted too. That does no harm, because deadlines are set on the same clock, after the reading.
+//! process was stopped (SIGSTOP, a suspended machine), which must not count against its peers. A gap in which no thread
+//! waited is subtracted too. This does no harm, because a new deadline is computed from a reading after the gap.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};

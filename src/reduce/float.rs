@@ -51,7 +51,8 @@ pub fn f32_to_f16(number: f32) -> u16 {
     let number = if number.is_nan() { f32::from_bits(F32_NAN) } else { number };
     let sign = (number.to_bits() >> 16) & 0x8000;
     let magnitude = number.to_bits() & 0x7fff_ffff;
-    // As in bf16. A carry out of the largest exponent gives infinity, which is correct.
+    // Rounds to nearest even by an addition, as `f32_to_bf16` does. A carry out of the largest exponent gives infinity,
+    // which is correct.
     let normal = magnitude.wrapping_sub(REBIAS).wrapping_add(0x0fff + ((magnitude >> 13) & 1)) >> 13;
     // The last place of f32 numbers in [0.5, 1) is 2^-24, f16's smallest step, so this addition rounds to that step.
     let denormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5f32.to_bits());

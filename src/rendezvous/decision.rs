@@ -35,8 +35,8 @@ pub enum Decision {
     Hosts(Hosts),
 }
 
-/// The mapped memory of a group's ranks, and their processes. If it is dropped before a group was built from it, it
-/// tells the peers that this rank has left.
+/// The mapped memory of a group's ranks, and their processes. If this value is dropped before a group is built from it,
+/// the peers are notified that this rank has left.
 pub struct SharedMemory {
     parts: Option<(Arc<Area>, GroupPeers)>,
     /// Number of cores that the ranks may use together. Equal on every rank.
@@ -44,7 +44,7 @@ pub struct SharedMemory {
 }
 
 impl SharedMemory {
-    /// Returns the parts for building a group. Leaving is then the group's task.
+    /// Returns the parts for building a group. From then on the group must notify the peers when this rank leaves.
     pub fn into_parts(mut self) -> (Arc<Area>, GroupPeers) {
         self.parts.take().expect("taken once, by value")
     }
@@ -53,7 +53,8 @@ impl SharedMemory {
 impl Drop for SharedMemory {
     fn drop(&mut self) {
         if let Some((area, _)) = &self.parts {
-            // The other ranks may have built their groups by now, and this is how they learn that this rank will not.
+            // The other ranks may have built their groups by now. This call notifies them that this rank will not build
+            // its own.
             area.leave();
         }
     }
@@ -63,7 +64,7 @@ impl Drop for SharedMemory {
 pub struct Rendezvous {
     pub config: Config,
     pub decision: Decision,
-    /// Equal on all ranks, unique to this attempt. All zeros if there was no exchange.
+    /// Equal on all ranks and unique to this attempt to create the group. All zeros if the ranks exchanged no records.
     pub id: Nonce,
     /// The policy for choosing algorithms: rank 0's if the ranks exchanged it, else this rank's own.
     pub policy: Policy,

@@ -180,7 +180,7 @@ pub struct Body {
 }
 
 impl Body {
-    /// This rank as input of the choice of addresses.
+    /// The fields of this record from which rank 0 chooses the addresses of the group.
     pub fn reached(&self) -> Rank<'_> {
         let Identity { boot_id, netns, hostname, .. } = &self.identity;
         Rank { addresses: &self.addresses, hostname, place: (boot_id, *netns) }

@@ -1,7 +1,8 @@
-//! Proves schedules: executes every one symbolically for 1 to 64 ranks, every kind, several roots and segment counts, and
-//! checks all that `src/algorithms/mod.rs` promises: the right contributions at the right ranks, each exactly once and in
-//! the order of summation that the algorithm's header states; no message without its partner; no deadlock when a rank has
-//! posted the receives of its present step alone; steps and volumes as the formulas say.
+//! Proves the schedules. Executes each one symbolically for 1 to 64 ranks, every kind, several roots and segment
+//! counts, and checks all that `src/algorithms/mod.rs` promises. The right ranks have the right contributions, each
+//! exactly once and in the order of summation that the algorithm's header states. Every send has its receive. No
+//! schedule deadlocks if each rank has posted only the receives of its current step. Steps and volumes match the
+//! formulas.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
@@ -10,13 +11,14 @@ use proptest::prelude::*;
 use sagellm::algorithms::{Algorithm, How, Schedule, Step, Volume, count, part_range};
 use sagellm::types::Kind;
 
-/// Values as expressions, each made once, so that equal numbers are equal trees.
+/// Hash-consed expressions: each distinct expression has one number, so two values are equal if their numbers are.
 struct Expressions {
     combined: HashMap<(usize, usize), usize>,
     operands: Vec<(usize, usize)>,
 }
 
-/// Numbers below this are the inputs of ranks (or, where nothing is combined, of the rank a part comes from).
+/// Numbers below this are the inputs of the ranks with that number. For kinds that only move data, the number is the
+/// rank from which the part comes.
 const LEAVES: usize = 64;
 
 impl Expressions {
@@ -38,7 +40,7 @@ impl Expressions {
         values.fold(first, |left, right| self.op(left, right))
     }
 
-    /// The ranks whose inputs a value holds, from left to right.
+    /// The ranks whose inputs an expression contains, from left to right.
     fn leaves(&self, value: usize, into: &mut Vec<usize>) {
         if value < LEAVES {
             into.push(value);
@@ -49,7 +51,8 @@ impl Expressions {
         }
     }
 
-    /// The balanced tree over consecutive values whose left side is the largest power of two that fits.
+    /// The tree over consecutive values in which each left subtree has as many leaves as the largest power of two below
+    /// the number of values.
     fn tree(&mut self, values: &[usize]) -> usize {
         if values.len() == 1 {
             return values[0];
@@ -64,7 +67,7 @@ fn numbers(parts: &[Range<usize>]) -> impl Iterator<Item = usize> + '_ {
     parts.iter().cloned().flatten()
 }
 
-/// The rank whose input a part is, for kinds that only move data.
+/// For kinds that only move data: the rank whose input this part is.
 fn origin(s: &Schedule, part: usize) -> usize {
     match s.kind {
         Kind::AllGather | Kind::Gather => part,
@@ -79,7 +82,7 @@ fn initial(s: &Schedule, rank: usize) -> Vec<Option<usize>> {
         .collect()
 }
 
-/// True where `rank` must hold the result of `part` in the end.
+/// Whether `rank` must hold the result of `part` at the end.
 fn wanted(s: &Schedule, rank: usize, part: usize) -> bool {
     match s.kind {
         Kind::AllReduce | Kind::Broadcast | Kind::AllGather => true,
@@ -90,7 +93,7 @@ fn wanted(s: &Schedule, rank: usize, part: usize) -> bool {
     }
 }
 
-/// The order of summation that the headers state.
+/// The order of summation that the header of the algorithm's file states.
 fn documented(s: &Schedule, part: usize, e: &mut Expressions) -> usize {
     let p = s.ranks;
     let from_root: Vec<usize> = (0..p).map(|place| (s.root + place) % p).collect();
@@ -110,7 +113,7 @@ fn documented(s: &Schedule, part: usize, e: &mut Expressions) -> usize {
         Algorithm::Torus => {
             let rows = (1..=p).rev().find(|rows| p.is_multiple_of(*rows) && rows * rows <= p).unwrap();
             let columns = p / rows;
-            // all_reduce numbers its parts down the columns.
+            // An all_reduce numbers its parts column by column, other kinds row by row.
             let (row, column) =
                 if s.kind == Kind::AllReduce { (part % rows, part / rows) } else { (part / columns, part % columns) };
             let sums: Vec<usize> = (1..=rows)
@@ -123,7 +126,8 @@ fn documented(s: &Schedule, part: usize, e: &mut Expressions) -> usize {
         Algorithm::DoubleTree => {
             let second = part >= s.segments;
             let n = p - 1;
-            // Labels of the in-order tree, as places: mirrored or shifted in the second tree.
+            // Converts labels of the in-order tree to places. The second tree is mirrored (even `n`) or shifted (odd
+            // `n`).
             let place = |label: usize| match (second, n % 2) {
                 (false, _) => label,
                 (true, 0) => n + 1 - label,
@@ -162,7 +166,7 @@ fn in_order(
     value
 }
 
-/// The shape of one step: what every step of every rank must keep to.
+/// Checks the conditions that every step of every rank must meet.
 fn check_shape(s: &Schedule, rank: usize, step: &Step) {
     let parts = s.parts();
     let well_formed = |ranges: &[Range<usize>]| {
@@ -191,10 +195,11 @@ fn check_shape(s: &Schedule, rank: usize, step: &Step) {
     }
 }
 
-/// A rank as it executes: the step it is in, what it held when that began, and which of its transfers are still open.
+/// The state of a rank during the execution: its current step, the values that it held when the step began, and the
+/// number of transfers of the step that are still open.
 struct Rank {
     held: Vec<Option<usize>>,
-    /// For barriers: who is known to have entered.
+    /// For barriers: bit mask of the ranks that this rank knows to have entered.
     heard: u64,
     at: usize,
     step: Step,
@@ -202,8 +207,8 @@ struct Rank {
     messages: HashMap<usize, (Vec<Option<usize>>, u64)>,
 }
 
-/// Runs all ranks where a message passes only while its receiver stands in the step that expects it: no buffers at all.
-/// Returns what every rank holds in the end.
+/// Runs all ranks without any buffering: a message is transferred only while its sender and its receiver are both in
+/// the step that lists it. Returns the final state of every rank.
 fn execute(s: &Schedule, e: &mut Expressions) -> Vec<Rank> {
     let mut ranks: Vec<Rank> = (0..s.ranks)
         .map(|rank| Rank {
@@ -217,7 +222,7 @@ fn execute(s: &Schedule, e: &mut Expressions) -> Vec<Rank> {
         .collect();
     let (mut sent, mut received) = (vec![0; s.ranks], vec![0; s.ranks]);
     let mut last = 0;
-    // Ranks that have just entered a step: they may be able to go on.
+    // Ranks that have just entered a step and may be able to transfer messages.
     let mut ready: Vec<usize> = (0..s.ranks).collect();
     for rank in 0..s.ranks {
         enter(s, rank, &mut ranks[rank]);
@@ -257,7 +262,7 @@ fn execute(s: &Schedule, e: &mut Expressions) -> Vec<Rank> {
     ranks
 }
 
-/// Goes to the next step in which the rank has something to do.
+/// Moves the rank to the next step in which it sends or receives.
 fn enter(s: &Schedule, rank: usize, state: &mut Rank) {
     state.step = Step::default();
     while state.at < s.steps() {
@@ -271,7 +276,7 @@ fn enter(s: &Schedule, rank: usize, state: &mut Rank) {
     state.open = state.step.sends.len() + state.step.recvs.len();
 }
 
-/// Lets the message between two ranks pass if both stand in the step that names it and it has not passed yet.
+/// Transfers the message between two ranks, if both are in the step that lists it and it has not been transferred yet.
 fn pass(s: &Schedule, ranks: &mut [Rank], from: usize, to: usize) {
     let (a, b) = (&ranks[from], &ranks[to]);
     if a.at != b.at || a.at >= s.steps() || b.messages.contains_key(&from) {
@@ -297,7 +302,7 @@ fn pass(s: &Schedule, ranks: &mut [Rank], from: usize, to: usize) {
     ranks[from].open -= 1;
 }
 
-/// Applies what came in a step, in the order of the list.
+/// Applies the messages received in a step, in the order in which the step lists its receives.
 fn complete(s: &Schedule, rank: usize, state: &mut Rank, e: &mut Expressions) {
     let mut in_order: Vec<(usize, Vec<Option<usize>>)> = Vec::new();
     for recv in &state.step.recvs {
@@ -383,7 +388,7 @@ fn prove_all(algorithm: Algorithm) {
     assert!(proved >= 64);
 }
 
-/// One thread each: a failure names the schedule.
+/// One thread for each algorithm. A failure names the schedule.
 #[test]
 fn every_algorithm_does_what_its_header_says() {
     std::thread::scope(|scope| {
@@ -409,7 +414,7 @@ fn what_cannot_be_is_no_schedule() {
     assert_eq!(Schedule::new(Algorithm::Ring, Kind::Broadcast, 4, 4, 1), None);
     assert_eq!(Schedule::new(Algorithm::Ring, Kind::Broadcast, 0, 0, 1), None);
     assert_eq!(Schedule::new(Algorithm::Direct, Kind::Send, 2, 0, 1), None);
-    // Details without effect are put into one form, so that equal programs are equal.
+    // `new` normalises parameters that have no effect for the algorithm, so equal schedules compare equal.
     let plain = Schedule::new(Algorithm::Ring, Kind::AllReduce, 4, 0, 1);
     assert_eq!(Schedule::new(Algorithm::Ring, Kind::AllReduce, 4, 3, 7), plain);
 }
@@ -428,7 +433,8 @@ proptest! {
     }
 }
 
-/// The figures in the table of docs/internals/algorithms.md, for 8 and for 6 ranks, with 4 segments where there is a pipeline.
+/// Checks the examples in the table of docs/internals/algorithms.md: 8 and 6 ranks, 4 segments for the algorithms that
+/// use segments.
 #[test]
 fn the_table_in_the_docs_is_right() {
     let page = include_str!("../../docs/internals/algorithms.md");

@@ -1,6 +1,6 @@
 //! Runs schedules on numbers: ranks are threads, messages pass through channels, results are compared with a plain
 //! one-threaded reference. The symbolic proofs are in `algorithms.rs`; this test shows that the description in
-//! `src/algorithms/mod.rs` is enough to write an executor from.
+//! `src/algorithms/mod.rs` suffices to write an executor.
 
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use sagellm::algorithms::{Algorithm, How, Recv, Schedule, part_range};
 use sagellm::types::Kind;
 
-/// The summed numbers: integers exactly, floats in the schedule's order.
+/// The number types that are summed: integers exactly, floats in the order of the schedule.
 trait Number: Copy + Default + PartialEq + std::fmt::Debug + std::marker::Send + 'static {
     fn plus(self, other: Self) -> Self;
     fn any(seed: u64) -> Self;
@@ -51,7 +51,8 @@ fn mix(seed: u64) -> u64 {
     (z ^ (z >> 31)).wrapping_mul(0x94d0_49bb_1331_11eb)
 }
 
-/// Elements of each part, one after the other. Where parts belong to ranks, sizes differ by rank if `uneven`.
+/// The range of elements of each part; the ranges are adjacent. If each part is one rank's block and `uneven` is set,
+/// the sizes differ.
 fn layout(s: &Schedule, elements: usize, uneven: bool) -> Vec<Range<usize>> {
     if !matches!(s.kind, Kind::AllGather | Kind::ReduceScatter | Kind::Gather | Kind::Scatter | Kind::AllToAll) {
         return (0..s.parts()).map(|part| part_range(elements, s.parts(), part)).collect();
@@ -70,7 +71,7 @@ fn pieces<'a>(layout: &'a [Range<usize>], parts: &'a [Range<usize>]) -> impl Ite
     parts.iter().cloned().flatten().flat_map(|part| layout[part].clone())
 }
 
-/// One rank: the whole executor.
+/// Executes the schedule on one rank.
 fn run<T: Number>(
     s: &Schedule,
     rank: usize,
@@ -110,7 +111,7 @@ fn run<T: Number>(
     }
 }
 
-/// Whether `rank` holds part `part` at the start; foreign parts are scratch.
+/// Whether part `part` is an input of `rank`. The rank may use the memory of all other parts as scratch.
 fn holds(s: &Schedule, rank: usize, part: usize) -> bool {
     match s.kind {
         Kind::Broadcast | Kind::Scatter => rank == s.root,
@@ -137,7 +138,8 @@ fn check<T: Number>(s: &Schedule, elements: usize, uneven: bool) {
             let mut data = vec![T::any(u64::MAX); total];
             for (part, range) in layout.iter().enumerate().filter(|(part, _)| holds(s, rank, *part)) {
                 for i in range.clone() {
-                    // A part that is only moved has one owner; numbers that are summed differ by rank.
+                    // If the kind sums, each rank has different numbers. Otherwise the numbers depend only on the part,
+                    // which one rank owns.
                     let whose = if s.kind.reduces() { rank } else { s.ranks + part };
                     data[i] = T::any((whose * 1_000_003 + i) as u64);
                 }
@@ -203,7 +205,7 @@ fn check_all<T: Number>() {
                     let segments = 1 + elements % 4;
                     let root = elements % ranks;
                     let s = Schedule::new(algorithm, kind, ranks, root, segments).unwrap();
-                    // Bruck's all_to_all passes on blocks of equal size (its header).
+                    // Bruck's all_to_all requires blocks of equal size, as its header says.
                     let uneven = elements % 2 == 1 && !(algorithm == Algorithm::Bruck && kind == Kind::AllToAll);
                     check::<T>(&s, elements, uneven);
                     checked += 1;
@@ -224,7 +226,8 @@ fn floats_with_equal_bits_on_every_rank() {
     check_all::<f32>();
 }
 
-/// Batches may only use orders that do not depend on the place inside the batch; and two of them give each other's bits.
+/// Batches may use only algorithms whose order of summation does not depend on the element's position. The two such
+/// algorithms tested here also give equal bits.
 #[test]
 fn rule_18_doubling_and_halving_add_in_one_order_wherever_an_element_stands() {
     for ranks in [2, 3, 5, 8, 12] {

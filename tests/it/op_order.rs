@@ -17,7 +17,7 @@ fn groups(ranks: usize) -> Vec<Arc<Group>> {
     Group::local(ranks, LIMIT).unwrap()
 }
 
-/// On several hosts, played by threads; each rank's host by its number.
+/// Groups over several hosts, with ranks that are threads. `place`: the number of each rank's host.
 fn on_hosts(place: &[usize]) -> Vec<Arc<Group>> {
     Group::local_hosts(place, LIMIT, Settings::default(), local::links(place.len())).unwrap()
 }
@@ -44,7 +44,8 @@ fn issue(group: &Group, request: Request) -> Arc<Op> {
     group.issue(request, None).unwrap()
 }
 
-/// Sixteen all_reduces whose handles are dropped at once, then a barrier: everything must be there.
+/// Issues sixteen all_reduces and drops their handles at once, then a barrier. After the barrier all results must be
+/// complete.
 fn barrier_ends_last(groups: &[Arc<Group>], bytes: usize, sync: bool) {
     let ranks = groups.len();
     on_ranks(ranks, |me| {
@@ -96,7 +97,8 @@ fn rule_33_a_barrier_fails_with_the_collective_before_it() {
     }
 }
 
-/// The list that each rank passes, and the error that it must get.
+/// Runs a collective in which each rank passes its own list of sizes. Every rank must get a mismatch error, and no rank
+/// may have written data of a peer to its output.
 fn lists_must_agree(groups: &[Arc<Group>], kind: Kind, lists: &[Vec<usize>]) {
     let ranks = groups.len();
     let sync = std::sync::Barrier::new(ranks);
@@ -129,7 +131,8 @@ fn lists_must_agree(groups: &[Arc<Group>], kind: Kind, lists: &[Vec<usize>]) {
 fn rule_05_lists_of_sizes_that_differ_are_found_at_every_size() {
     for kind in [Kind::AllGather, Kind::ReduceScatter] {
         for unit in [4usize, 100, 1 << 19] {
-            // Equal sums with another longest block, equal sums with the same one, only one rank sees even blocks.
+            // Lists with equal sums: different longest blocks; the same longest block at another rank; blocks of equal
+            // size on one rank only.
             for lists in [
                 [vec![2 * unit, 2 * unit], vec![unit, 3 * unit]],
                 [vec![unit, 2 * unit], vec![2 * unit, unit]],
@@ -137,7 +140,8 @@ fn rule_05_lists_of_sizes_that_differ_are_found_at_every_size() {
             ] {
                 lists_must_agree(&groups(2), kind, &lists);
             }
-            // Two ranks have their own sizes right, and the third brings what each expects of it.
+            // Ranks 0 and 1 pass the same list. Rank 2 passes another list, but its own size in it is the size that
+            // ranks 0 and 1 expect.
             let right = vec![unit, 2 * unit, unit];
             lists_must_agree(&groups(3), kind, &[right.clone(), right, vec![2 * unit, unit, unit]]);
         }
@@ -159,7 +163,8 @@ fn rule_05_lists_of_sizes_that_differ_are_found_over_hosts() {
     }
 }
 
-/// The tensors of one call of each rank, all of as many bytes. A list of one is a call without a list.
+/// Runs one call with a list of tensors per rank; `lists` has their sizes, and all lists have equal sums. A list of one
+/// tensor is passed as a call without a list. Returns each rank's error text.
 fn tensors_must_agree(groups: &[Arc<Group>], kind: Kind, lists: &[Vec<usize>]) -> Vec<String> {
     let ranks = groups.len();
     let sync = std::sync::Barrier::new(ranks);
@@ -188,8 +193,8 @@ fn tensors_must_agree(groups: &[Arc<Group>], kind: Kind, lists: &[Vec<usize>]) -
     })
 }
 
-/// Lists of equal sums: two sizes swapped, one tensor cut in two, one that is empty moved, and no list at all. `unit`: some
-/// of them are sent in slots, some in rounds.
+/// Lists of equal sums: two sizes swapped, two tensors merged into one, an empty tensor moved, and a call without a
+/// list. The units make some of them go through slots and others in rounds.
 #[test]
 fn rule_05_lists_of_tensors_that_differ_are_found_with_the_place() {
     for kind in [Kind::AllReduce, Kind::AllGather, Kind::ReduceScatter] {
@@ -204,13 +209,13 @@ fn rule_05_lists_of_tensors_that_differ_are_found_with_the_place() {
                     let mut lists = vec![right.iter().map(|size| size * unit).collect::<Vec<_>>(); ranks];
                     lists[ranks - 1] = other.iter().map(|size| size * unit).collect();
                     let texts = tensors_must_agree(&groups(ranks), kind, &lists);
-                    // One rank finds it first; the others may have its words.
+                    // One rank detects the mismatch first. The other ranks may report that rank's text.
                     assert!(texts.iter().any(|text| words.iter().all(|word| text.contains(word))), "{texts:?}");
                 }
             }
         }
     }
-    // More tensors than a slot has room for: their numbers.
+    // If a slot has no room for the sizes of all tensors, the error names only the numbers of tensors.
     let mut lists = vec![vec![8usize; 2000]; 2];
     lists[1][1999] = 4;
     lists[1].push(4);
@@ -233,8 +238,8 @@ fn rule_05_lists_of_tensors_that_differ_are_found_over_hosts() {
     }
 }
 
-/// Two ranks each call a large broadcast with themselves as the root, of different sizes: neither waits for data of the
-/// other, and the data of one would never be read to the end.
+/// Two ranks each call a large broadcast with themselves as the root, with different sizes. Neither waits for data of
+/// the other, and the data of the larger broadcast would never be read to its end.
 #[test]
 fn rule_05_two_roots_of_a_large_broadcast_learn_it_at_once() {
     let groups = groups(2);
@@ -248,14 +253,14 @@ fn rule_05_two_roots_of_a_large_broadcast_learn_it_at_once() {
     });
 }
 
-/// A disagreement that no rank could see at once shifts no later operation: the next one fails on every rank that takes
-/// data in it.
+/// Two roots of one broadcast, which no rank can detect in that call. The next broadcast must not deliver the data of
+/// the first one: a rank either gets the right data or an error.
 #[test]
 fn rule_05_a_disagreement_between_two_roots_never_shifts_a_later_operation() {
     let groups = groups(3);
     on_ranks(3, |me| {
         let mut memory = vec![me as u8; 1 << 20];
-        // Rank 1 believes to be the root itself; rank 2 agrees with rank 0.
+        // Rank 1 passes itself as the root. Ranks 0 and 2 pass rank 0.
         let root = if me == 1 { 1 } else { 0 };
         let request = if me == root as usize {
             call(Kind::Broadcast, root, &mut memory, &mut [])
@@ -293,7 +298,7 @@ fn recv(group: &Group, from: u32, tag: u32, memory: &mut [u8]) -> Arc<Op> {
 
 const SIZES: [usize; 2] = [8, 300_000];
 
-/// Rank 1 comes late, so that everything rank 0 issues is pending together.
+/// Delays rank 1, so that all operations of rank 0 are pending at the same time.
 fn late(me: usize) {
     if me == 1 {
         std::thread::sleep(Duration::from_millis(60));
@@ -346,7 +351,8 @@ fn rule_04_messages_on_the_same_memory_run_in_order() {
         for_each_layout(3, LIMIT, |groups, me| {
             let mut memory = vec![me as u8 + 1; bytes];
             match me {
-                // 1 to 0, which passes it on to 2, before 2 can know of it.
+                // Rank 0 issues both its receive from rank 1 and its send to rank 2 before rank 1 has sent. The send
+                // must wait for the receive.
                 0 => {
                     let got = recv(&groups[0], 1, 0, &mut memory);
                     send(&groups[0], 2, 0, &mut memory).wait(None).unwrap();
@@ -384,7 +390,8 @@ fn rule_04_a_message_that_waits_is_overtaken_by_no_other_of_its_tag() {
                 all.iter().for_each(|op| op.wait(None).unwrap());
             } else {
                 let mut got = vec![vec![0u8; bytes]; 3];
-                // The other tag first: the sender's all_reduce cannot end before it.
+                // Receives the message with the other tag first: this rank joins the all_reduce only afterwards, so
+                // that message must overtake the two that wait for the all_reduce.
                 recv(group, 0, 2, &mut got[2]).wait(None).unwrap();
                 group.run(all_reduce(&mut memory), None).unwrap();
                 recv(group, 0, 1, &mut got[0]).wait(None).unwrap();
@@ -395,7 +402,8 @@ fn rule_04_a_message_that_waits_is_overtaken_by_no_other_of_its_tag() {
     }
 }
 
-/// The same for receives: the first posted gets the first message, although its memory is not free yet.
+/// As the test above, for receives. The receive that was posted first gets the first message, although it must wait for
+/// an all_reduce on its memory.
 #[test]
 fn rule_04_a_receive_that_waits_is_overtaken_by_no_other_of_its_messages() {
     for bytes in SIZES {
@@ -421,7 +429,8 @@ fn rule_04_a_receive_that_waits_is_overtaken_by_no_other_of_its_messages() {
     }
 }
 
-/// A send that has not been received holds back nothing: what is written behind it may be what its receiver waits for.
+/// A pending send must not delay a later operation that writes its memory, because the receiver may wait for that
+/// operation before it receives.
 #[test]
 fn rule_04_a_send_keeps_what_a_later_operation_overwrites() {
     for bytes in SIZES {
@@ -432,7 +441,7 @@ fn rule_04_a_send_keeps_what_a_later_operation_overwrites() {
             let all = [send(group, 1 - me as u32, 0, &mut memory), recv(group, 1 - me as u32, 0, &mut memory)];
             all.iter().for_each(|op| op.wait(None).unwrap());
             assert_eq!(memory, vec![2 - me as u8; bytes]);
-            // The receiver comes behind the collective that overwrites what is sent.
+            // The receiver calls recv only after the collective that overwrites the memory of the send.
             let message = (me == 0).then(|| send(group, 1, 1, &mut memory));
             group.run(all_reduce(&mut memory), None).unwrap();
             assert_eq!(memory, vec![3u8; bytes]);
@@ -447,7 +456,7 @@ fn rule_04_a_send_keeps_what_a_later_operation_overwrites() {
     }
 }
 
-/// The same of a send that waited itself: behind a collective that writes what it sends.
+/// As the test above, for a send that itself waited for an earlier collective, which writes the memory of the send.
 #[test]
 fn rule_04_a_send_that_waited_keeps_what_a_later_operation_overwrites() {
     for bytes in SIZES {
@@ -458,7 +467,7 @@ fn rule_04_a_send_that_waited_keeps_what_a_later_operation_overwrites() {
                 let (mut memory, mut got) = (vec![1u8; bytes], vec![0u8; bytes]);
                 let first = issue(group, all_reduce(&mut memory));
                 let message = (me == 0).then(|| send(group, 1, 1, &mut memory));
-                // The receiver takes the message behind what overwrites it.
+                // The receiver calls recv only after the operation that overwrites the memory of the send.
                 if later == Kind::AllReduce {
                     group.run(all_reduce(&mut memory), None).unwrap();
                     assert_eq!(memory, vec![4u8; bytes]);
@@ -482,7 +491,7 @@ fn rule_04_a_send_that_waited_keeps_what_a_later_operation_overwrites() {
     }
 }
 
-/// Many messages that wait for one collective, and many on one piece of memory.
+/// Many messages wait for one collective, then many receives have the same buffer.
 #[test]
 fn rule_04_many_messages_that_wait_go_in_order() {
     const COUNT: usize = 2000;
@@ -511,7 +520,7 @@ fn rule_04_many_messages_that_wait_go_in_order() {
     });
 }
 
-/// A message that is held back counts as pending: it fails with the group, and by its own deadline.
+/// A held message counts as pending. It fails when its group fails or when its own deadline passes.
 #[test]
 fn rule_04_a_message_that_waits_fails_with_what_it_waits_for() {
     let groups = Group::local(2, Duration::from_millis(300)).unwrap();

@@ -37,7 +37,8 @@ impl Random {
     }
 }
 
-/// Bit patterns that are rare in random data and often wrong: zeros, infinities, NaNs of all kinds, denormals, extremes.
+/// Bit patterns that are rare in random data and often handled wrongly: zeros, infinities, NaNs of all kinds,
+/// denormals, extremes.
 const RARE_16: [u16; 16] = [
     0, 0x8000, 0x7c00, 0xfc00, 0x7c01, 0xfe35, 1, 0x83ff, 0x7bff, 0x7f80, 0xff80, 0x7f81, 0xffc1, 0x007f, 0x7f7f,
     0xffff,
@@ -145,7 +146,7 @@ fn assert_same(dtype: Dtype, got: &[u8], expected: &[u8], what: &dyn std::fmt::D
     }
 }
 
-/// Each rank has its own factor; integers have whole ones.
+/// The factor of each rank for PREMUL_SUM; whole numbers for integer types. Empty for other reduce ops.
 fn factors_of(dtype: Dtype, op: ReduceOp, ranks: usize) -> Vec<f64> {
     let whole = !is_float(dtype) && !is_complex(dtype);
     match op {

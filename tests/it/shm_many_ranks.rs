@@ -134,7 +134,7 @@ fn every_pair_of_many_ranks_exchanges_a_message() {
             let mut memory = message(me, to, of(me, to));
             sent.push((send(&groups[me], to, 0, &mut memory), memory));
             if step % 16 == 0 || step == ranks - 1 {
-                // Those of the last sixteen steps, the latest first.
+                // Receives the messages of the last sixteen steps, the latest first.
                 for back in (step - (step - 1) % 16..=step).rev() {
                     let from = (from + step - back) % ranks;
                     let mut memory = Numbers::room(of(from, me));
@@ -147,8 +147,8 @@ fn every_pair_of_many_ranks_exchanges_a_message() {
     });
 }
 
-/// All send several large messages to rank 0, which has fewer channels than senders. It wants one of each rank, the last
-/// rank first, and in between whatever comes.
+/// Every other rank sends several large messages to rank 0, which has fewer channels than senders. Rank 0 posts one
+/// receive for each named rank, the last rank first, and receives from `ANY_RANK` in between.
 #[test]
 fn more_senders_than_channels_all_get_through() {
     const EACH: usize = 3;
@@ -183,8 +183,8 @@ fn more_senders_than_channels_all_get_through() {
     });
 }
 
-/// Rule 20 where a sender has something large for everyone and each takes it only after the next rank has: no message
-/// that waits to be matched may keep memory that another one needs.
+/// Rank 0 sends a large message to every rank, and each rank receives only after the next higher rank has. No message
+/// that waits for its receive may hold a channel that another message needs (rule 20).
 #[test]
 fn rule_20_large_messages_without_a_receive_hold_up_no_others() {
     let ranks = ranks();

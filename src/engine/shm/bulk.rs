@@ -291,8 +291,8 @@ impl Bulk<'_> {
         true
     }
 
-    /// Writes what the peers read in round `g`, which is round `k` of the operation. One function, because it is one
-    /// table: each kind has a short arm that maps bytes to offsets.
+    /// Writes the data that the peers read in round `g` of the stage, which is round `k` of the operation. All kinds
+    /// are in one function, because each needs only a short arm that maps bytes to offsets.
     ///
     /// # Safety
     /// No peer may read this rank's stage buffer of round `g`.
@@ -392,7 +392,7 @@ impl Bulk<'_> {
         true
     }
 
-    /// Reads the peers' stage buffers of round `g`. A table of the kinds, like `fill`.
+    /// Reads the peers' stage buffers of round `g`, with one arm for each kind, like `fill`.
     ///
     /// # Safety
     /// The peers' stage buffers of round `g` must be ready, and no peer may read this rank's result buffer of round

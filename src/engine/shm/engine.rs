@@ -409,7 +409,8 @@ impl Engine for Shm {
     fn blockers(&self, op: &Op) -> Blockers {
         let mut ranks = Vec::new();
         for rank in (0..self.area.ranks).filter(|rank| *rank != self.area.me) {
-            // A receive from `ANY_RANK` that timed out lacks a message from any rank.
+            // A receive from `ANY_RANK` waits for every rank: treat all ranks as gone, so that it counts as blocked by
+            // each of them.
             let anyone = op.request.root == ANY_RANK;
             if !self.blocked_by(rank, &|_| anyone).any(|blocked| std::ptr::eq(&**blocked, op)) {
                 continue;

@@ -1,19 +1,19 @@
-//! The ABI simulators of `tests/simulators`, built when a test first asks for them (tests/simulators/README.md).
+//! The ABI simulators of `tests/simulators`, built when a test first needs them (tests/simulators/README.md).
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Path of each library by the name of its form: "nccl", "cuda", "hccl", "hccl_two", ... The first caller builds, others
-/// wait for it, and where nothing has changed it takes a tenth of a second.
+/// Path of each simulator library by name: "nccl", "cuda", "hccl", "hccl_two", ... The first caller builds all of them
+/// while the others wait. If no source has changed, this takes a tenth of a second.
 ///
 /// # Panics
-/// With the compiler's output, if they cannot be built.
+/// If the simulators cannot be built; the message contains the compiler's output.
 pub fn simulators() -> HashMap<String, PathBuf> {
     listed(&[])
 }
 
-/// One more library: as `form`, without the names that match the expression `missing`.
+/// Builds another variant of the library `form` that lacks the symbols matching the regular expression `missing`.
 pub fn without(form: &str, missing: &str) -> PathBuf {
     listed(&["--without", form, missing]).remove("without").expect("it was asked for")
 }
