@@ -254,32 +254,55 @@ impl Span {
     }
 }
 
-/// The spans on one side of a call. Most calls have one span, which needs no allocation.
+/// A list that usually has one element, which then needs no allocation.
 #[derive(Clone, Debug)]
-pub enum Spans {
-    One(Span),
-    Many(Vec<Span>),
+pub enum Few<T> {
+    One(T),
+    Many(Vec<T>),
 }
 
-impl Default for Spans {
-    fn default() -> Spans {
-        Spans::Many(Vec::new())
+/// The spans on one side of a call.
+pub type Spans = Few<Span>;
+
+impl<T> Default for Few<T> {
+    fn default() -> Few<T> {
+        Few::Many(Vec::new())
     }
 }
 
-impl From<Vec<Span>> for Spans {
-    fn from(spans: Vec<Span>) -> Spans {
-        Spans::Many(spans)
+impl<T> From<Vec<T>> for Few<T> {
+    fn from(list: Vec<T>) -> Few<T> {
+        Few::Many(list)
     }
 }
 
-impl std::ops::Deref for Spans {
-    type Target = [Span];
+impl<T> FromIterator<T> for Few<T> {
+    fn from_iter<I: IntoIterator<Item = T>>(from: I) -> Few<T> {
+        let mut from = from.into_iter();
+        let Some(one) = from.next() else { return Few::default() };
+        match from.next() {
+            None => Few::One(one),
+            Some(second) => Few::Many([one, second].into_iter().chain(from).collect()),
+        }
+    }
+}
 
-    fn deref(&self) -> &[Span] {
+/// Lists with equal elements are equal.
+impl<T: PartialEq> PartialEq for Few<T> {
+    fn eq(&self, other: &Few<T>) -> bool {
+        **self == **other
+    }
+}
+
+impl<T: Eq> Eq for Few<T> {}
+
+impl<T> std::ops::Deref for Few<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
         match self {
-            Spans::One(span) => std::slice::from_ref(span),
-            Spans::Many(spans) => spans,
+            Few::One(one) => std::slice::from_ref(one),
+            Few::Many(list) => list,
         }
     }
 }

@@ -80,11 +80,7 @@ pub(super) fn dtype_named(name: &str) -> Result<Dtype> {
 }
 
 pub(super) fn spans(pieces: &[ffi::Piece]) -> Spans {
-    let span = |piece: &ffi::Piece| Span { addr: piece.addr, bytes: piece.bytes };
-    match pieces {
-        [one] => Spans::One(span(one)),
-        many => Spans::Many(many.iter().map(span).collect()),
-    }
+    pieces.iter().map(|piece| Span { addr: piece.addr, bytes: piece.bytes }).collect()
 }
 
 fn strided(tensor: &ffi::Strided) -> Strided {

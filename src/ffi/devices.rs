@@ -14,7 +14,7 @@ use crate::engine::device::{
 use crate::error::{Error, Result};
 use crate::fusion::lists as tensor_lists;
 use crate::op::lists;
-use crate::types::{CallNote, Dtype, Listed, ReduceOp, Spans};
+use crate::types::{CallNote, Dtype, Few, Listed, ReduceOp, Spans};
 
 /// Implements the engine's `Exchange` by functions of the shim's group.
 struct ExchangeHook<'a>(&'a ffi::IdExchange, &'a SharedStore);
@@ -110,9 +110,9 @@ impl RustDevices {
         let terms = Terms { device: device.into(), region, capturing };
         let exchange = ExchangeHook(exchange, &self.store);
         guarded(|| {
-            let parts: Vec<Parts> = calls.iter().map(Parts::of).collect();
+            let parts: Few<Parts> = calls.iter().map(Parts::of).collect();
             let calls =
-                calls.iter().zip(&parts).map(|(call, parts)| parts.request(call)).collect::<Result<Vec<_>>>()?;
+                calls.iter().zip(&*parts).map(|(call, parts)| parts.request(call)).collect::<Result<Few<_>>>()?;
             Ok(begun(self.engine.begin(&calls, &terms, &exchange)?, capturing))
         })
     }
@@ -193,7 +193,7 @@ impl RustCall {
     pub(super) fn launch(&self, placed: &[ffi::DevicePlaced], stream: usize) -> Outcome<()> {
         let place = |at: &ffi::DevicePlaced| Placed { factor: at.factor, send: at.send, recv: at.recv };
         guarded(|| {
-            self.call.launch(&placed.iter().map(place).collect::<Vec<_>>(), Stream(stream))?;
+            self.call.launch(&placed.iter().map(place).collect::<Few<_>>(), Stream(stream))?;
             if self.captured {
                 self.call.ended(true, false);
             }

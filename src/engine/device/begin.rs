@@ -14,7 +14,7 @@ use super::lowering::{LoweringInput, lower};
 use super::parts::Parts;
 use super::rules;
 use crate::error::{Error, Result};
-use crate::types::Kind;
+use crate::types::{Few, Kind};
 
 impl DeviceEngine {
     /// Checks and lowers the calls of one launch, finds their communicator, and takes their numbers. Only the first
@@ -29,7 +29,7 @@ impl DeviceEngine {
         let first = calls.first().ok_or_else(|| Error::bug("sagellm: a launch of no calls"))?;
         self.check(calls, terms)?;
         let ranks = self.ranks_of(first, terms.region);
-        let lowered = calls.iter().map(|call| self.lower(call, ranks)).collect::<Result<Vec<Lowered>>>()?;
+        let lowered = calls.iter().map(|call| self.lower(call, ranks)).collect::<Result<Few<Lowered>>>()?;
         if terms.capturing && !self.communicators.has(terms.device, ranks) {
             return Err(Error::invalid(format!(
                 "sagellm {}: the current stream of {} is being captured into a graph, and the group has no communicator \
@@ -41,7 +41,7 @@ impl DeviceEngine {
         let communicator = self.communicator(terms.device, ranks, exchange)?;
         let (numbers, notes) = self.count(calls)?;
         let watched = Watched {
-            op: first.name.to_string(),
+            op: Arc::clone(&lowered[0].name),
             kind: first.asked.kind,
             number: numbers.last,
             device: self.place(terms.device),
@@ -73,7 +73,7 @@ impl DeviceEngine {
             stream_key: 0,
             communicator: self.communicators.find(device, Ranks::All),
             watched: Watched {
-                op: "barrier behind the collectives".to_string(),
+                op: "barrier behind the collectives".into(),
                 kind: Kind::Barrier,
                 number: self.last_number.load(Ordering::Relaxed),
                 device: self.place(device),
@@ -82,8 +82,8 @@ impl DeviceEngine {
                 issued: Instant::now(),
                 timeout: self.group.timeout(),
             },
-            parts: Parts::of(Vec::new()),
-            notes: Vec::new(),
+            parts: Parts::of(Few::default()),
+            notes: Few::default(),
             stage: Stage::nothing_to_launch(),
             connects: AtomicBool::new(false),
             numbers: Numbers::default(),
@@ -151,7 +151,7 @@ impl DeviceEngine {
         // In the communicator of a pair, the lower rank is rank 0.
         let root = if ranks == Ranks::All { call.root } else { u32::from(call.root > me) };
         Ok(Lowered {
-            name: call.name.to_string(),
+            name: call.name.into(),
             kind: asked.kind,
             root,
             peer: call.root,
@@ -163,14 +163,13 @@ impl DeviceEngine {
     }
 
     /// Takes the numbers of the calls and enters the calls into the statistics. Messages take no number.
-    fn count(&self, calls: &[DeviceRequest<'_>]) -> Result<(Numbers, Vec<Box<dyn Counted>>)> {
+    fn count(&self, calls: &[DeviceRequest<'_>]) -> Result<(Numbers, Few<Box<dyn Counted>>)> {
         let mut number = 0;
         let mut numbers = Numbers::default();
-        let mut notes = Vec::with_capacity(calls.len());
         // Checked only here, before the first number is taken: if a call that has a number is not launched, the group
         // fails.
         self.group.usable(calls[0].asked.kind.name())?;
-        for (at, call) in calls.iter().enumerate() {
+        let enter = |(at, call): (usize, &DeviceRequest<'_>)| {
             let kind = call.asked.kind;
             if call.note.counts || number == 0 {
                 let with_it = |next: &&DeviceRequest<'_>| !next.note.counts && !next.asked.kind.is_p2p();
@@ -178,8 +177,9 @@ impl DeviceEngine {
                 number = if kind.is_p2p() { 0 } else { self.group.next_number(DeviceRequest::signed(&calls[at..end])) };
                 numbers.add(number);
             }
-            notes.push(self.group.count(call));
-        }
+            self.group.count(call)
+        };
+        let notes = calls.iter().enumerate().map(enter).collect();
         if numbers.last != 0 {
             self.last_number.store(numbers.last, Ordering::Relaxed);
         }

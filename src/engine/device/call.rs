@@ -15,6 +15,7 @@ use super::runtime::{SPARES_CAPTURES, Stream};
 use super::watchdog::{Found, Library, Seen};
 use crate::error::{Error, ErrorKind, GO_ON, Result, in_one_line, laid_out};
 use crate::json;
+use crate::types::Few;
 
 /// The calls of one launch, from their check to their end.
 pub struct DeviceCall {
@@ -27,7 +28,7 @@ pub struct DeviceCall {
     pub(super) watched: Watched,
     /// Kept until the device has completed the calls. Shared with the thread that runs a first launch.
     pub(super) parts: Arc<Parts>,
-    pub(super) notes: Vec<Box<dyn Counted>>,
+    pub(super) notes: Few<Box<dyn Counted>>,
     pub(super) numbers: Numbers,
     pub(super) stage: Stage,
     /// Whether this launch connected ranks. The launching thread writes it before it passes the call to the threads
@@ -301,7 +302,7 @@ impl DeviceCall {
             Library::Ended { .. } => return Ok(Found::Nothing),
             lives @ Library::Lives(_) => lives,
         };
-        let (op, now) = (format!("a replay of {}", self.watched.op), Instant::now());
+        let (op, now) = (format!("a replay of {}", self.watched.op).into(), Instant::now());
         let watched = Watched { op, issued: now, timeout: Duration::ZERO, ..self.watched.clone() };
         let seen = Seen { passed: false, among_others: false, hangs_when_failed: true };
         let engine = &self.engine;
@@ -339,7 +340,7 @@ impl DeviceCall {
                 let api = &self.engine.api;
                 let ran = self.communicator.as_ref().and_then(|own| api.ran(own.name(), call.kind, call.bytes));
                 Carried {
-                    name: call.name.clone(),
+                    name: call.name.to_string(),
                     bytes: call.bytes,
                     ranks: self.engine.group.size(),
                     number: self.watched.number,

@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::communicator::Api;
 use super::communicators::Communicators;
-use super::group::DeviceGroup;
+use super::group::{DeviceGroup, Place};
 use super::libs::loader::Hints;
 use super::lowering::Capabilities;
 use super::pool::Pool;
@@ -29,7 +29,7 @@ use crate::error::{Error, Result};
 pub struct DeviceEngine {
     pub(super) group: Arc<dyn DeviceGroup>,
     /// torch's name of the device type.
-    pub(super) device_type: String,
+    pub(super) device_type: Arc<str>,
     pub(super) api: Arc<dyn Api>,
     pub(super) runtime: Arc<dyn Runtime>,
     pub(super) communicators: Communicators,
@@ -71,7 +71,7 @@ impl DeviceEngine {
         log::info!("group '{name}': {device_type} tensors by {}, {}", api.describe(), runtime.describe());
         Ok(DeviceEngine {
             group,
-            device_type: device_type.to_string(),
+            device_type: device_type.into(),
             api,
             runtime,
             communicators: Communicators::default(),
@@ -92,9 +92,9 @@ impl DeviceEngine {
         self.api.capabilities()
     }
 
-    /// The device in error texts, such as "npu:0".
-    pub(super) fn place(&self, device: i32) -> String {
-        format!("{}:{device}", self.device_type)
+    /// The device in error texts.
+    pub(super) fn place(&self, device: i32) -> Place {
+        Place { device_type: Arc::clone(&self.device_type), index: device }
     }
 
     // The functions below are called by the shim's streams.

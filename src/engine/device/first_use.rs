@@ -174,7 +174,7 @@ mod tests {
         let lowering = lower(&asked, &vendor.capabilities()).unwrap();
         let buffers = Buffers { inputs: &inputs, outputs: &outputs, in_blocks: &[], out_blocks: &[] };
         let layout = Layout::of(kind, Dtype::F32, 3, &buffers, &lowering);
-        let (name, bytes) = (kind.name().to_string(), block as u64);
+        let (name, bytes) = (kind.name().into(), block as u64);
         Lowered { name, kind, root, peer: root, tensors: 1, bytes, lowering, layout }
     }
 

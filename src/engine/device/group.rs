@@ -80,15 +80,28 @@ pub trait Counted: Send + Sync {
     fn end(&self, well: bool, timed: bool);
 }
 
+/// A device in error texts, such as "npu:0".
+#[derive(Clone, Debug)]
+pub struct Place {
+    /// torch's name of the device type.
+    pub device_type: Arc<str>,
+    pub index: i32,
+}
+
+impl std::fmt::Display for Place {
+    fn fmt(&self, to: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(to, "{}:{}", self.device_type, self.index)
+    }
+}
+
 /// Description of an operation that has not ended.
 #[derive(Clone, Debug)]
 pub struct Watched {
     /// The operation's name in error texts.
-    pub op: String,
+    pub op: Arc<str>,
     pub kind: Kind,
     pub number: u64,
-    /// The device in error texts, such as "npu:0".
-    pub device: String,
+    pub device: Place,
     /// Peer of a send or a receive; `None` for a collective.
     pub peer: Option<u32>,
     /// Only this rank and `peer` take part in it.

@@ -5,7 +5,7 @@
 use std::borrow::Cow;
 
 use super::lowering::{Local, Lowering};
-use crate::types::{Dtype, Kind, Span};
+use crate::types::{Dtype, Few, Kind, Span, Spans};
 
 /// The memory of a call as its caller passed it. The spans are in the order of the elements.
 #[derive(Clone, Copy, Debug)]
@@ -23,7 +23,7 @@ pub struct Side {
     /// Bytes of the temporary; the spans are then offsets into it. `None` if the spans are addresses of the caller's
     /// memory.
     pub temporary: Option<usize>,
-    spans: Vec<Span>,
+    spans: Spans,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -38,7 +38,7 @@ pub struct Layout {
 
 impl Side {
     fn whole(bytes: usize) -> Side {
-        Side { temporary: Some(bytes), spans: vec![Span { addr: 0, bytes }] }
+        Side { temporary: Some(bytes), spans: Few::One(Span { addr: 0, bytes }) }
     }
 
     /// A temporary that holds these blocks contiguously.
@@ -157,13 +157,13 @@ impl Placing<'_> {
 
     /// The caller's memory as spans that the library can use directly, or `None` if a temporary is needed. `cut`: the
     /// memory consists of one block for each rank.
-    fn as_they_lie(&self, spans: &[Span], blocks: &[usize], cut: bool) -> Option<Vec<Span>> {
+    fn as_they_lie(&self, spans: &[Span], blocks: &[usize], cut: bool) -> Option<Spans> {
         let run = as_run(spans);
         match run {
-            _ if spans.is_empty() && cut => Some(vec![Span { addr: 0, bytes: 0 }; blocks.len()]),
+            _ if spans.is_empty() && cut => Some(vec![Span { addr: 0, bytes: 0 }; blocks.len()].into()),
             Some(run) if !cut || blocks.is_empty() => Some(run),
             None if !cut || self.lowering.contiguous => None,
-            _ => per_rank(spans, &self.blocks(spans, blocks)),
+            _ => per_rank(spans, &self.blocks(spans, blocks)).map(Spans::from),
         }
     }
 }
@@ -178,7 +178,7 @@ fn any_overlap(left: &[Span], right: &[Span]) -> bool {
 }
 
 /// All spans as one, if each begins at the end of the one before it; otherwise `None`. An empty list stays empty.
-fn as_run(spans: &[Span]) -> Option<Vec<Span>> {
+fn as_run(spans: &[Span]) -> Option<Spans> {
     let behind = spans.windows(2).all(|pair| pair[1].addr == pair[0].addr + pair[0].bytes);
     behind.then(|| spans.first().map(|first| Span { addr: first.addr, bytes: total(spans) }).into_iter().collect())
 }

@@ -1,6 +1,7 @@
 //! One call of a launch: which library call runs it, and with which memory.
 
 use std::borrow::Cow;
+use std::sync::Arc;
 
 use super::layout::Layout;
 use super::lowering::Lowering;
@@ -8,7 +9,7 @@ use crate::types::{Kind, ReduceOp, Span};
 
 /// One call of a launch.
 pub struct Lowered {
-    pub(super) name: String,
+    pub(super) name: Arc<str>,
     pub(super) kind: Kind,
     /// The root's rank in the communicator.
     pub(super) root: u32,

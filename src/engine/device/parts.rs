@@ -10,22 +10,29 @@ use super::lock;
 use super::lowered::{Lowered, Placed};
 use super::runtime::Stream;
 use crate::error::Result;
+use crate::types::Few;
 
 /// The calls of one launch, and the host memory that the library refers to for them.
 pub(super) struct Parts {
-    pub calls: Vec<Lowered>,
+    pub calls: Few<Lowered>,
     /// Host memory that was passed to the library. It is kept until the device has completed the calls.
     launched: Mutex<Vec<Launched>>,
 }
 
 impl Parts {
-    pub fn of(calls: Vec<Lowered>) -> Arc<Parts> {
+    pub fn of(calls: Few<Lowered>) -> Arc<Parts> {
         Arc::new(Parts { calls, launched: Mutex::default() })
     }
 
     /// Whether the library reads host memory that `launched` keeps.
     pub fn keeps_memory(&self) -> bool {
-        lock(&self.launched).iter().any(|launched| !launched.is_empty())
+        !lock(&self.launched).is_empty()
+    }
+
+    fn keep(&self, launched: Launched) {
+        if !launched.is_empty() {
+            lock(&self.launched).push(launched);
+        }
     }
 
     /// Puts the calls on a raw stream. Several calls become one launch.
@@ -60,8 +67,7 @@ impl Parts {
         let (lowering, root, factor) = (&call.lowering, call.root, place.factor);
         let job =
             Job { lowering, rank: library.rank(), ranks: library.ranks(), root, factor, send: &send, recv: &recv };
-        let launched = launch(library, &*engine.runtime, &job, stream)?;
-        lock(&self.launched).push(launched);
+        self.keep(launch(library, &*engine.runtime, &job, stream)?);
         Ok(())
     }
 
@@ -99,7 +105,7 @@ impl Parts {
         // ranks.
         if !messages.is_empty() {
             let kept = communicator.library().call(&Call::Exchange(&messages), stream)?;
-            lock(&self.launched).push(Launched::of(kept));
+            self.keep(Launched::of(kept));
         }
         Ok(())
     }

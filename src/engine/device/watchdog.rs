@@ -195,7 +195,7 @@ mod tests {
 
     use super::*;
     use crate::engine::Signed;
-    use crate::engine::device::group::{Agreed, Counted, DeviceRequest};
+    use crate::engine::device::group::{Agreed, Counted, DeviceRequest, Place};
     use crate::select::Policy;
     use crate::types::Kind;
 
@@ -292,7 +292,7 @@ mod tests {
             op: "all_reduce".into(),
             kind: Kind::AllReduce,
             number: 7,
-            device: "npu:0".into(),
+            device: Place { device_type: "npu".into(), index: 0 },
             peer,
             with_peer_alone: peer.is_some(),
             issued: Instant::now(),
