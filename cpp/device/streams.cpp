@@ -105,12 +105,11 @@ c10::Stream DeviceStreams::side(c10::Device device, int stream_key) {
   return made;
 }
 
-Passage DeviceStreams::begin(c10::Device device, bool async, bool timed, int stream_key) {
-  const c10::Stream callers = current_stream(device);
+Passage DeviceStreams::begin(const c10::Stream& callers, bool async, bool timed, int stream_key) {
   if (!async) return Passage(*this, callers, timed, stream_key);
-  const c10::Stream ours = side(device, stream_key);
+  const c10::Stream ours = side(callers.device(), stream_key);
   if (ours != callers) {
-    c10::Event now(device.type());
+    c10::Event now(callers.device_type());
     now.record(callers);
     now.block(ours);
   }

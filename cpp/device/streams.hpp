@@ -83,9 +83,9 @@ class DeviceStreams {
   // messages between two ranks has another, so an operation that waits for a peer does not hold up operations that do
   // not need this peer.
   c10::Stream side(c10::Device device, int stream_key = 0);
-  // Begins an operation on the caller's stream or, with `async`, on the group's stream. The group's stream first waits
-  // for the work that is now on the caller's stream.
-  Passage begin(c10::Device device, bool async, bool timed = false, int stream_key = 0);
+  // Begins an operation on the caller's current stream `callers` or, with `async`, on the group's stream. The group's
+  // stream first waits for the work that is now on the caller's stream.
+  Passage begin(const c10::Stream& callers, bool async, bool timed = false, int stream_key = 0);
 
  private:
   friend class Passage;

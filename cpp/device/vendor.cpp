@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
+#include <c10/util/SmallVector.h>
 
 #include <unistd.h>
 
@@ -135,28 +136,27 @@ DeviceBegun VendorDevices::begin(c10::ArrayRef<Plan> calls, const Tensors& keep,
                                  bool capturing) {
   const DeviceTerms terms{device.index(), region, capturing};
   const bool dense = std::all_of(keep.begin(), keep.end(), is_dense);
-  std::vector<DeviceRequest> requests;
+  c10::SmallVector<DeviceRequest, 1> requests;
   for (const Plan& call : calls) requests.push_back(request(call, dense));
   return exchanging([&](const IdExchange& exchange) { return devices_->begin(slice(requests), terms, exchange); });
 }
 
 std::shared_ptr<c10::Event> VendorDevices::put(c10::ArrayRef<Plan> calls, const rust::Vec<DeviceLowering>& lowerings,
-                                               const std::shared_ptr<DeviceCall>& call, Passage& passage, Tensors& keep,
-                                               bool asked_only) {
+                                               const std::shared_ptr<DeviceCall>& call, const c10::Stream& callers,
+                                               Passage& passage, Tensors& keep, bool asked_only) {
   try {
-    std::vector<Preparation> prepared;
-    std::vector<DevicePlaced> placed;
+    c10::SmallVector<Preparation, 1> prepared;
+    c10::SmallVector<DevicePlaced, 1> placed;
     for (const Plan& each : calls) {
       for (const Staged& staged : each.before) keep.push_back(staged.temporary);
       for (const Staged& staged : each.after) keep.push_back(staged.temporary);
     }
-    {
-      const c10::StreamGuard on(passage.stream());
-      for (size_t i = 0; i < calls.size(); ++i) {
-        copy_staged(calls[i].before, false);
-        prepared.emplace_back(calls[i], lowerings[i], owner_.size, passage.device());
-        placed.push_back(prepared.back().prepare(keep));
-      }
+    c10::OptionalStreamGuard on;
+    if (passage.stream() != callers) on.reset_stream(passage.stream());
+    for (size_t i = 0; i < calls.size(); ++i) {
+      copy_staged(calls[i].before, false);
+      prepared.emplace_back(calls[i], lowerings[i], owner_.size, passage.device());
+      placed.push_back(prepared.back().prepare(keep));
     }
     const size_t raw = passage.enter();
     {
@@ -164,7 +164,6 @@ std::shared_ptr<c10::Event> VendorDevices::put(c10::ArrayRef<Plan> calls, const 
       call->launch(placed, raw);
     }
     passage.leave();
-    const c10::StreamGuard on(passage.stream());
     for (size_t i = 0; i < calls.size(); ++i) {
       prepared[i].store();
       copy_staged(calls[i].after, true);
@@ -179,15 +178,13 @@ std::shared_ptr<c10::Event> VendorDevices::put(c10::ArrayRef<Plan> calls, const 
 }
 
 c10::intrusive_ptr<DeviceWork> VendorDevices::follow(DeviceWork::Launched made, c10d::OpType type, Tensors outputs,
-                                                     std::unique_ptr<Trace> trace, bool captured) {
-  const auto call = made.call;
-  if (!captured) {
-    made.failure = failure_;
-    made.issuer = failure_->issued();
-  }
-  const pid_t issuer = made.issuer;
-  auto work = DeviceWork::make(owner_.rank, type, std::move(outputs), owner_.events, std::move(trace), std::move(made));
-  if (captured) {
+                                                     std::unique_ptr<Trace> trace, const Terms& terms) {
+  const auto make = [&] {
+    return DeviceWork::make(owner_.rank, type, std::move(outputs), owner_.events, std::move(trace), std::move(made));
+  };
+  if (terms.capturing) {
+    const auto call = made.call;
+    auto work = make();
     // The graph may be replayed at any time, and an event in it cannot be queried.
     failure_->captured();
     const std::lock_guard<std::mutex> lock(captured_mutex_);
@@ -196,35 +193,42 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::follow(DeviceWork::Launched made, 
     work->settle();
     return work;
   }
+  made.failure = failure_;
+  made.issuer = failure_->issued();
+  const pid_t issuer = made.issuer;
   try {
+    if (!terms.listened && !made.blocks_host && !trace) {
+      DeviceWatch::instance().add(std::make_shared<DeviceRun>(std::move(made), owner_.events));
+      return nullptr;
+    }
+    auto work = make();
     work->watch();
+    return work;
   } catch (const std::exception&) {
     failure_->ended(issuer);
     throw;
   }
-  return work;
 }
 
 DeviceWork::Launched VendorDevices::launch(c10::ArrayRef<Plan> calls, const DeviceBegun& begun,
-                                           const std::shared_ptr<DeviceCall>& call, c10::Device device, Tensors keep,
-                                           const Terms& terms) {
+                                           const std::shared_ptr<DeviceCall>& call, const c10::Stream& callers,
+                                           Tensors keep, const Terms& terms) {
   // In a capture the call runs on the caller's stream, because the graph would lose work on a stream that is not joined
   // again.
   const bool on_callers = !terms.async || terms.capturing;
-  Passage passage = streams_.begin(device, !on_callers, owner_.events->timing(), begun.stream_key);
+  Passage passage = streams_.begin(callers, !on_callers, owner_.events->timing(), begun.stream_key);
   std::vector<std::shared_ptr<c10::Event>> elsewhere;
   if (terms.barrier) elsewhere = come_behind_all(passage.stream());
   // A synchronous call returns no Work if no hook is registered, so no stream waits for its end event. A later barrier
   // may wait for it, and `last_` holds the event for that case.
   std::shared_ptr<c10::Event> ended =
-      put(calls, begun.lowerings, call, passage, keep, !terms.listened && !terms.capturing);
+      put(calls, begun.lowerings, call, callers, passage, keep, !terms.listened && !terms.capturing);
   const bool counts = !terms.capturing && begun.stream_key == 0;
   if (counts) last_->put(passage.stream(), ended);
   // Memory that is freed on the caller's stream is reused only after the call, and a graph owns its memory. So nothing
   // need be kept.
   if (on_callers) keep.clear();
-  DeviceWork::Launched made{passage.stream(), passage.begun(), std::move(ended), std::move(keep),
-                            current_stream(device)};
+  DeviceWork::Launched made{passage.stream(), passage.begun(), std::move(ended), std::move(keep), callers};
   if (counts) made.last = last_;
   made.blocks_host = terms.barrier || (owner_.blocking_wait && !terms.capturing);
   made.earlier = std::move(elsewhere);
@@ -239,9 +243,10 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(c10::ArrayRef<Plan> calls, 
   DeferredRelease::instance().release();
   // torch's operators and the library launch kernels on the thread's current device.
   const c10::DeviceGuard guard(device);
+  const c10::Stream callers = current_stream(device);
   Terms terms;
   terms.async = async;
-  terms.capturing = is_capturing(current_stream(device));
+  terms.capturing = is_capturing(callers);
   terms.barrier = calls[0].call.kind == Kind::kBarrier;
   terms.listened = async || owner_.events->has_work_hook() || owner_.events->has_completion_hooks();
   DeviceBegun begun = begin(calls, keep, device, region, terms.capturing);
@@ -249,9 +254,9 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(c10::ArrayRef<Plan> calls, 
   c10::intrusive_ptr<DeviceWork> work;
   try {
     auto trace = Trace::start(label.title, keep);
-    DeviceWork::Launched made = launch(calls, begun, call, device, std::move(keep), terms);
+    DeviceWork::Launched made = launch(calls, begun, call, callers, std::move(keep), terms);
     if (!terms.listened) outputs.clear();
-    work = follow(std::move(made), label.type, std::move(outputs), std::move(trace), terms.capturing);
+    work = follow(std::move(made), label.type, std::move(outputs), std::move(trace), terms);
   } catch (const std::exception&) {
     call->failed_here(coded_text(std::current_exception()).substr(1));
     // This thread gets the exception from this call, so the error is not raised in it again.

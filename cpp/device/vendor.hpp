@@ -105,11 +105,11 @@ class VendorDevices final {
   template <class Function>
   auto exchanging(Function function);
   DeviceBegun begin(c10::ArrayRef<Plan> calls, const Tensors& keep, c10::Device device, bool region, bool capturing);
-  // Enqueues the calls, with the steps before and after them, on the stream of `passage`. Returns the event at their
-  // end. If it throws, it has leaked `keep` and `call`.
+  // Enqueues the calls, with the steps before and after them, on the stream of `passage`. `callers` is the current
+  // stream. Returns the event at their end. If it throws, it has leaked `keep` and `call`.
   std::shared_ptr<c10::Event> put(c10::ArrayRef<Plan> calls, const rust::Vec<DeviceLowering>& lowerings,
-                                  const std::shared_ptr<DeviceCall>& call, Passage& passage, Tensors& keep,
-                                  bool asked_only);
+                                  const std::shared_ptr<DeviceCall>& call, const c10::Stream& callers, Passage& passage,
+                                  Tensors& keep, bool asked_only);
   // Properties of one launch.
   struct Terms {
     bool async = false;
@@ -123,11 +123,12 @@ class VendorDevices final {
   void forget_captured();
   // Launches calls that `begin` has checked, on the caller's stream or the group's. Returns the data for their Work.
   DeviceWork::Launched launch(c10::ArrayRef<Plan> calls, const DeviceBegun& begun,
-                              const std::shared_ptr<DeviceCall>& call, c10::Device device, Tensors keep,
+                              const std::shared_ptr<DeviceCall>& call, const c10::Stream& callers, Tensors keep,
                               const Terms& terms);
-  // Makes the Work for `made`, and hands it to the watching thread unless the call was captured.
+  // Makes the Work for `made`, and hands it to the watching thread unless the call was captured. Makes none, and
+  // returns null, if no other code would see or wait for it.
   c10::intrusive_ptr<DeviceWork> follow(DeviceWork::Launched made, c10d::OpType type, Tensors outputs,
-                                        std::unique_ptr<Trace> trace, bool captured);
+                                        std::unique_ptr<Trace> trace, const Terms& terms);
 
   // Makes a barrier on `stream` wait for the last collective of each other stream. `stream` itself waits for
   // collectives on its device. The end events of collectives on other devices are returned.

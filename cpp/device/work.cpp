@@ -12,7 +12,7 @@
 
 namespace sagellm {
 
-void DeviceCall::launch(const std::vector<DevicePlaced>& placed, size_t stream) const {
+void DeviceCall::launch(c10::ArrayRef<DevicePlaced> placed, size_t stream) const {
   checked([&] { core_->launch({placed.data(), placed.size()}, stream); });
 }
 

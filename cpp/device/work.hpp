@@ -3,6 +3,7 @@
 
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
+#include <c10/util/ArrayRef.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -27,7 +28,7 @@ class DeviceCall {
  public:
   explicit DeviceCall(rust::Box<RustCall> core) : core_(std::move(core)) {}
 
-  void launch(const std::vector<DevicePlaced>& placed, size_t stream) const;
+  void launch(c10::ArrayRef<DevicePlaced> placed, size_t stream) const;
   // The call was not launched, or its launch did not complete. The group fails on all ranks.
   void failed_here(const std::string& why) const;
   struct State {
