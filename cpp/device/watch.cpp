@@ -78,6 +78,10 @@ void DeviceWatch::serve() {
   constexpr auto kLong = std::chrono::microseconds(5000);
   constexpr auto kIdle = std::chrono::seconds(10);
   constexpr auto kReplays = std::chrono::seconds(1);
+  // The thread stays awake for so many pauses after the last call. A program that makes one call after the other then
+  // does not pay for a wake-up in its calls.
+  constexpr int kAwake = 10;
+  int without_calls = 0;
   auto pause = kShort;
   // On the heap, because calls that have not ended are leaked when the thread stops.
   auto& runs = *new std::vector<RunPtr>();
@@ -91,7 +95,9 @@ void DeviceWatch::serve() {
       std::move(captured.begin(), captured.end(), std::back_inserter(captured_));
       looked_ = std::chrono::steady_clock::now();
     }
-    if (added_.empty() && runs.empty() && launching_.empty()) {
+    const bool none = added_.empty() && runs.empty() && launching_.empty();
+    without_calls = none ? without_calls + 1 : 0;
+    if (without_calls > kAwake) {
       idle_ = true;
       // Wake early if references wait to be released.
       std::chrono::milliseconds rest = captured_.empty() ? kIdle : kReplays;
@@ -105,13 +111,14 @@ void DeviceWatch::serve() {
       DeferredRelease::instance().post();
       if (!called && rest == kIdle) break;
       pause = kShort;
+      without_calls = 0;
       continue;
     }
     std::move(added_.begin(), added_.end(), std::back_inserter(runs));
     added_.clear();
     auto launching = launching_;
     lock.unlock();
-    pause = look(runs) ? kShort : std::min(pause * 2, kLong);
+    pause = look(runs) || none ? kShort : std::min(pause * 2, kLong);
     for (const Launch& launch : launching) {
       // A launch that has failed need not be checked again.
       if (ends(launch)) end(launch.call);
@@ -119,7 +126,7 @@ void DeviceWatch::serve() {
     launching.clear();
     DeferredRelease::instance().post();
     lock.lock();
-    if (!runs.empty() || !launching_.empty()) changed_.wait_for(lock, pause, [this] { return stopped_; });
+    changed_.wait_for(lock, pause, [this] { return stopped_; });
   }
   if (runs.empty()) delete &runs;
   running_ = false;

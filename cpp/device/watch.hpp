@@ -16,8 +16,8 @@
 
 namespace sagellm {
 
-// Polls the events of calls on devices. The thread runs while there are such calls. It drops no references itself,
-// because tensors, Works and hooks may need the interpreter.
+// Polls the events of calls on devices. The thread polls while there are such calls, and for a millisecond after the
+// last one has ended. It drops no references itself, because tensors, Works and hooks may need the interpreter.
 class DeviceWatch {
  public:
   using RunPtr = std::shared_ptr<DeviceRun>;
