@@ -5,8 +5,8 @@
 use std::collections::HashMap;
 use std::io::{Read, Write};
 use std::net::TcpStream;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::{Sender, channel};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -327,6 +327,289 @@ fn further_groups_use_the_same_connections_and_the_last_one_closes_them() {
             next.wait(PATIENT).unwrap();
         });
     }
+}
+
+/// A store that hides the entry of one rank until `shows`.
+struct Hiding<'a> {
+    store: &'a Memory,
+    rank: usize,
+    shows: AtomicBool,
+}
+
+impl<'a> Hiding<'a> {
+    fn new(store: &'a Memory, rank: usize) -> Hiding<'a> {
+        Hiding { store, rank, shows: AtomicBool::new(false) }
+    }
+}
+
+impl Store for Hiding<'_> {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.store.set(key, value)
+    }
+    fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
+        let hidden = key.ends_with(&format!("/{}", self.rank)) && !self.shows.load(Ordering::SeqCst);
+        if hidden { Ok(None) } else { self.store.try_get(key) }
+    }
+}
+
+fn until(what: &str, done: impl Fn() -> bool) {
+    let end = Instant::now() + PATIENT;
+    while !done() {
+        assert!(Instant::now() < end, "{what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Two wires, the first of which connects to the second.
+fn caller_and_called() -> (Arc<Wire>, Arc<Wire>) {
+    let mut two = wires(2);
+    two.sort_by_key(|wire| wire.id);
+    let called = two.pop().unwrap();
+    (two.pop().unwrap(), called)
+}
+
+/// An address that only one test uses, so that `sockets_at` counts that test's sockets only.
+fn own_address(test: u8) -> String {
+    let pid = std::process::id();
+    format!("127.{}.{}.{}", 100 + test, pid >> 8 & 0xff, pid & 0xff)
+}
+
+/// The sockets at this address or connected to it that a process still holds: listening ones, and connections.
+fn sockets_at(address: &str) -> (usize, usize) {
+    let ip: std::net::Ipv4Addr = address.parse().unwrap();
+    let ip = format!("{:08X}:", u32::from_le_bytes(ip.octets()));
+    let table = std::fs::read_to_string("/proc/self/net/tcp").unwrap();
+    let (mut listening, mut connected) = (0, 0);
+    for line in table.lines().skip(1) {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        if (words[1].starts_with(&ip) || words[2].starts_with(&ip)) && words[9] != "0" {
+            if words[3] == "0A" { listening += 1 } else { connected += 1 }
+        }
+    }
+    (listening, connected)
+}
+
+/// Exchanges a short and a long message with the next and the previous of `size` ranks.
+fn exchange(link: &WireLink, me: usize, size: usize, tag: u32) {
+    let (next, before) = ((me + 1) % size, (me + size - 1) % size);
+    for bytes in [24, 40_000] {
+        let words = [tag as usize, bytes, 0];
+        let message = |rank: usize| data(bytes, [rank, words[0], words[1], words[2]]);
+        let sent = link.send(next, tag, message(me), bytes).unwrap();
+        let came = link.receive(before, tag, vec![0; bytes], bytes).unwrap().wait(PATIENT).unwrap();
+        assert!(came == message(before), "{bytes} bytes from {before}");
+        sent.wait(PATIENT).unwrap();
+    }
+}
+
+#[test]
+fn a_group_is_made_although_the_last_other_one_ends_meanwhile() {
+    let (caller, called) = caller_and_called();
+    let address = own_address(0);
+    for (round, [first, second]) in [[&caller, &called], [&called, &caller]].into_iter().enumerate() {
+        let store = Memory::default();
+        let hiding = Hiding::new(&store, 0);
+        let place = |store, group, rank| Place { address: &address, ..place_in(store, group, rank) };
+        std::thread::scope(|scope| {
+            let other = scope.spawn(|| join(second, &place(&store, 1, 1)).unwrap());
+            let mut old = [join(first, &place(&store, 1, 0)).unwrap(), other.join().unwrap()];
+            // Rank 1 has published where it listens, and has no channel yet, when its only group ends.
+            let late = scope.spawn(|| join(second, &place(&hiding, 2, 1)).unwrap());
+            let key = format!("wire/{:032x}/1", u128::from_be_bytes([2; 16]));
+            until("rank 1 does not say where it listens", || store.try_get(&key).unwrap().is_some());
+            let [_, ended] = &mut old;
+            ended.close();
+            let early = scope.spawn(|| join(first, &place(&store, 2, 0)).unwrap());
+            std::thread::sleep(Duration::from_millis(20)); // in which rank 0 finds the connection closed, and connects
+            hiding.shows.store(true, Ordering::SeqCst);
+            let (late, early) = (late.join().unwrap(), early.join().unwrap());
+            let other = scope.spawn(move || exchange(&late, 1, 2, 0));
+            exchange(&early, 0, 2, 0);
+            other.join().unwrap();
+        });
+        assert_eq!((first.open_connections(), second.open_connections()), (0, 0), "round {round}");
+    }
+    until("sockets are left", || sockets_at(&address) == (0, 0));
+}
+
+fn place_in(store: &dyn Store, group: u8, rank: usize) -> Place<'_> {
+    Place { store, id: [group; 16], rank, size: 2, address: "", timeout: PATIENT }
+}
+
+/// A mailbox that holds up the thread that reads the connections.
+struct Slow(Mutex<Receiver<()>>);
+
+impl Mailbox for Slow {
+    fn came(&self, _peer: usize, _message: Vec<u8>) {
+        let _ = self.0.lock().unwrap().recv_timeout(PATIENT);
+    }
+    fn lost(&self, _peer: usize, _why: &str) {}
+}
+
+#[test]
+fn groups_that_are_made_at_once_share_one_connection() {
+    let (caller, called) = caller_and_called();
+    let third = Wire::new().unwrap();
+    let (store, address) = (Memory::default(), own_address(1));
+    let place = |group, rank| Place { address: &address, ..place_in(&store, group, rank) };
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| join(&third, &place(1, 1)).unwrap());
+        let busy = (join(&called, &place(1, 0)).unwrap(), other.join().unwrap());
+        // Two threads of the caller want a connection, and nothing is answered until both of them do.
+        let (goes_on, slow) = channel();
+        busy.0.open_mailbox(Arc::new(Slow(Mutex::new(slow))));
+        let awaited = busy.0.await_mail();
+        busy.1.mail(0, vec![0; 8]).unwrap();
+        std::thread::sleep(Duration::from_millis(20));
+        let ranks: Vec<_> = [(&caller, 2, 0), (&caller, 3, 0), (&called, 2, 1), (&called, 3, 1)]
+            .into_iter()
+            .map(|(wire, group, rank)| scope.spawn(move || (rank, join(wire, &place(group, rank)).unwrap())))
+            .collect();
+        std::thread::sleep(Duration::from_millis(100));
+        goes_on.send(()).unwrap();
+        let links: Vec<_> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
+        // Both sides of the connection to the caller, and of the one to the third process.
+        assert_eq!(sockets_at(&address).1, 4);
+        let exchanging: Vec<_> =
+            links.into_iter().map(|(rank, link)| scope.spawn(move || exchange(&link, rank, 2, 0))).collect();
+        exchanging.into_iter().for_each(|rank| rank.join().unwrap());
+        drop((awaited, busy));
+    });
+    until("sockets are left", || sockets_at(&address) == (0, 0));
+}
+
+#[test]
+fn a_rank_that_was_early_and_gave_up_is_known_to_have_left() {
+    let (wires, store) = (wires(2), Memory::default());
+    let _open = as_ranks(&wires, &store, 1, |_, link| link); // keeps the connection
+    let hiding = Hiding::new(&store, 0);
+    std::thread::scope(|scope| {
+        let late = scope.spawn(|| {
+            let place = Place { address: "127.0.0.1", ..place_in(&hiding, 2, 1) };
+            join(&wires[1], &place)
+        });
+        let key = format!("wire/{:032x}/1", u128::from_be_bytes([2; 16]));
+        until("rank 1 does not say where it listens", || store.try_get(&key).unwrap().is_some());
+        let impatient = Place { timeout: Duration::from_millis(50), ..place(&store, 2, 0, 2) };
+        assert!(join(&wires[0], &impatient).is_err());
+        std::thread::sleep(Duration::from_millis(20));
+        hiding.shows.store(true, Ordering::SeqCst);
+        let link = late.join().unwrap().unwrap();
+        let begin = Instant::now();
+        let gone = link.receive(0, 0, vec![0; 8], 8).map(|one| one.wait(PATIENT).unwrap_err().words);
+        let text = gone.unwrap_or_else(|error| error.text().to_string());
+        assert!(text.contains("Connection closed by peer"), "{text}");
+        assert!(begin.elapsed() < PATIENT / 2);
+    });
+}
+
+#[test]
+fn a_group_that_fails_before_it_has_a_channel_leaves_no_socket() {
+    let (caller, called) = caller_and_called();
+    let (store, address) = (Memory::default(), own_address(3));
+    let hiding = Hiding::new(&store, 0);
+    let place =
+        |store, rank, ms| Place { address: &address, timeout: Duration::from_millis(ms), ..place_in(store, 1, rank) };
+    std::thread::scope(|scope| {
+        let fails = scope.spawn(|| join(&called, &place(&hiding, 1, 500)).is_err());
+        let other = scope.spawn(|| join(&caller, &place(&store, 0, 2000)).is_err());
+        // On a busy machine rank 1 may give up before rank 0 has connected.
+        until("rank 0 does not connect", || called.open_connections() == 1 || fails.is_finished());
+        assert!(fails.join().unwrap() && other.join().unwrap());
+    });
+    until("sockets are left", || sockets_at(&address) == (0, 0));
+}
+
+/// xorshift; the seed is printed.
+#[derive(Clone)]
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, bound: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 11) % bound
+    }
+    /// Nothing, or up to half a millisecond.
+    fn pause(&mut self) {
+        if self.below(2) == 0 {
+            std::thread::sleep(Duration::from_micros(self.below(500)));
+        }
+    }
+}
+
+/// A store whose answers take their time.
+struct Late<'a>(&'a Memory, Mutex<Random>);
+
+impl Store for Late<'_> {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.0.set(key, value)
+    }
+    fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
+        let mut random = self.1.lock().unwrap().clone();
+        random.pause();
+        *self.1.lock().unwrap() = random;
+        self.0.try_get(key)
+    }
+}
+
+/// Threads of four processes make and end groups of any of the processes, each thread of one process with the same
+/// thread of the others. Nothing relates groups of different threads, and a rank may leave a group that others still
+/// join or use.
+#[test]
+fn groups_come_and_go_on_several_threads() {
+    const PROCESSES: usize = 4;
+    const THREADS: u64 = 3;
+    const GROUPS: u64 = 40;
+    let seed = std::env::var("SAGELLM_TEST_SEED").ok().and_then(|text| text.parse().ok()).unwrap_or_else(|| {
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
+        now.as_nanos() as u64 | 1
+    });
+    println!("SAGELLM_TEST_SEED={seed}");
+    let (wires, store, address) = (wires(PROCESSES), Memory::default(), own_address(2));
+    let program = |process: usize, thread: u64| {
+        let mut shared = Random(seed.wrapping_mul(thread + 3) | 1); // equal on all processes
+        let mut own = Random((seed ^ (process as u64 + 1) << 32).wrapping_mul(thread + 7) | 1);
+        let mut living: Vec<WireLink> = Vec::new();
+        for group in 0..GROUPS {
+            let chosen = 1 + shared.below((1 << PROCESSES) - 1);
+            let members: Vec<usize> = (0..PROCESSES).filter(|one| chosen >> one & 1 == 1).collect();
+            let (talks, lives) = (shared.below(3) > 0, own.below(3));
+            let Some(rank) = members.iter().position(|one| *one == process) else { continue };
+            if members.len() < 2 {
+                living.clear();
+                continue;
+            }
+            let mut id = [thread as u8 + 1; 16];
+            id[..2].copy_from_slice(&(group as u16).to_le_bytes());
+            let slow = Late(&store, Mutex::new(own.clone()));
+            let place = Place { store: &slow, id, rank, size: members.len(), address: &address, timeout: PATIENT };
+            own.pause();
+            let link = match join(&wires[process], &place) {
+                Ok(link) => link,
+                Err(error) => panic!("thread {thread}, group {group}, rank {rank} of {members:?}: {}", error.text()),
+            };
+            if talks {
+                exchange(&link, rank, members.len(), group as u32);
+            }
+            own.pause();
+            living.push(link);
+            while living.len() as u64 > lives {
+                living.swap_remove(own.below(living.len() as u64) as usize);
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        let program = &program;
+        for process in 0..PROCESSES {
+            for thread in 0..THREADS {
+                scope.spawn(move || program(process, thread));
+            }
+        }
+    });
+    assert!(wires.iter().all(|wire| wire.open_connections() == 0));
+    until("sockets are left", || sockets_at(&address) == (0, 0));
 }
 
 #[test]

@@ -15,7 +15,7 @@ use super::connection::{Connection, Outgoing, Receiver};
 use super::frame::{Frame, HEAD, Kind};
 use super::memory::Memory;
 use super::transfer::{End, Event, Events, Slot, Target};
-use super::{Counted, ProcessId, Wire};
+use super::{Counted, Early, ProcessId, Wire};
 use crate::engine::multihost::link::{Broken, Done, LONGEST_MAIL, Link, Mail, Mailbox, Transfer};
 use crate::error::{Error, Result};
 use crate::types::Span;
@@ -26,6 +26,8 @@ const SHORT: usize = 16 << 10;
 const WINDOW: usize = 1 << 20;
 /// Set in the numbers of lanes' bodies, which are otherwise their tags. Messages of programs do not use this range.
 const OF_LANE: u64 = 1 << 63;
+/// Why nothing more arrives from a peer that has left the channel.
+const LEFT: &str = "Connection closed by peer";
 
 /// A posted receive, or a send that is not sent yet.
 struct Waiting {
@@ -174,11 +176,15 @@ impl Channel {
         connection.push(&self.wire, Outgoing::control(self.frame(Kind::Hello, 0)), &mut events);
     }
 
-    /// Records that the peer had joined before this rank did. The peer's Hello came on the connection with this token.
-    pub fn has_joined(&self, process: ProcessId, token: u64) {
-        if let Some(rank) = self.ranks.get(&process) {
-            let peer = &mut self.lock().peers[*rank];
-            peer.joined |= peer.leads_by(token);
+    /// Records that the peer had joined before this rank did, and perhaps `left` again.
+    pub(super) fn was_early(&self, early: &Early) {
+        let Some(rank) = self.ranks.get(&early.peer) else { return };
+        let peer = &mut self.lock().peers[*rank];
+        if peer.leads_by(early.token) {
+            peer.joined = true;
+            if early.left {
+                peer.lost.get_or_insert_with(|| LEFT.to_string());
+            }
         }
     }
 
@@ -337,7 +343,7 @@ impl Receiver for Channel {
             },
             Kind::Cut => {
                 drop(state);
-                self.lose(rank, "Connection closed by peer", events);
+                self.lose(rank, LEFT, events);
             }
             Kind::Message | Kind::Mail | Kind::Body => (),
         }

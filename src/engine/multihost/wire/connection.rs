@@ -303,8 +303,7 @@ impl Connection {
                 if frame.data() == 0 && !matches!(frame.kind, Kind::Message | Kind::Mail | Kind::Body) {
                     match channel {
                         Some(channel) => channel.control(wire, self, frame, events)?,
-                        None if frame.kind == Kind::Hello => wire.hello_too_early(frame.channel, self),
-                        None => (), // the group has ended here
+                        None => wire.of_no_channel(self, frame, events)?,
                     }
                     continue;
                 }

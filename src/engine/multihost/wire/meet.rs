@@ -6,8 +6,13 @@
 //! disconnected. Then each process sends Hello on each connection: it has joined the group's channel. A rank continues
 //! when it has a Hello from all others. So no rank uses a group that another rank lacks, and nothing is sent to a rank
 //! that does not know the channel.
+//!
+//! Other groups of the process may end or be made at the same time, by other threads. If one ends, the listening sockets
+//! and what has come through them stay while a group is being made (`Joining`). A connection that the end of a group
+//! closes is made anew. If several are made, one thread connects to a process, for all of them (`Calling`): of two
+//! connections, the two processes might choose different ones.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, SocketAddr, SocketAddrV6, TcpListener, TcpStream};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
@@ -50,6 +55,60 @@ pub struct Place<'a> {
 pub struct Doors {
     listening: Vec<(String, u64, TcpListener)>,
     strangers: HashMap<u64, Stranger>,
+    /// Number of groups that this process is joining.
+    joining: usize,
+    /// The processes to which a thread is connecting.
+    called: HashSet<ProcessId>,
+}
+
+/// A group that this process is joining, in `join`. Keeps open what the other ranks come through.
+struct Joining<'a> {
+    wire: &'a Arc<Wire>,
+    channel: u64,
+}
+
+impl<'a> Joining<'a> {
+    fn new(wire: &'a Arc<Wire>, channel: u64) -> Joining<'a> {
+        locked(&wire.doors).joining += 1;
+        Joining { wire, channel }
+    }
+}
+
+impl Drop for Joining<'_> {
+    fn drop(&mut self) {
+        locked(&self.wire.doors).joining -= 1;
+        locked(&self.wire.early).remove(&self.channel); // nobody takes it if the channel was not made
+        self.wire.close_unused();
+    }
+}
+
+/// Ranks to which this thread is connecting. No other thread connects to their processes meanwhile.
+struct Calling<'a> {
+    wire: &'a Wire,
+    ranks: Vec<usize>,
+    processes: Vec<ProcessId>,
+}
+
+impl<'a> Calling<'a> {
+    /// The ranks without a connection to which this process is to connect and to which no thread is connecting.
+    fn new(wire: &'a Wire, channel: &Channel) -> Calling<'a> {
+        // The thread that has connected gives the connection to all channels before it leaves `called`. So if it has
+        // left, `missing` knows the connection.
+        let mut doors = locked(&wire.doors);
+        let (ranks, processes): (Vec<_>, Vec<_>) = wire.to_call(&doors, channel).unzip();
+        doors.called.extend(&processes);
+        Calling { wire, ranks, processes }
+    }
+}
+
+impl Drop for Calling<'_> {
+    fn drop(&mut self) {
+        if self.processes.is_empty() {
+            return;
+        }
+        locked(&self.wire.doors).called.retain(|process| !self.processes.contains(process));
+        self.wire.changed.ring(); // another group may need one of them after all
+    }
 }
 
 struct Stranger {
@@ -71,6 +130,8 @@ struct Other {
 pub fn join(wire: &Arc<Wire>, place: &Place) -> Result<WireLink> {
     let deadline = Instant::now().checked_add(place.timeout);
     let until = || deadline.map_or(Duration::MAX, |deadline| deadline.saturating_duration_since(Instant::now()));
+    let number = u64::from_le_bytes(place.id[..8].try_into().expect("eight bytes"));
+    let _joining = Joining::new(wire, number);
     let port =
         wire.listen(place.address).map_err(|error| failed(&format!("cannot listen at {}: {error}", place.address)))?;
     wire.start()?;
@@ -100,7 +161,6 @@ pub fn join(wire: &Arc<Wire>, place: &Place) -> Result<WireLink> {
         others.push(other.ok_or_else(|| failed(&format!("the store has no address of rank {rank}")))?);
     }
     let processes: Vec<ProcessId> = others.iter().map(|other| other.process).collect();
-    let number = u64::from_le_bytes(place.id[..8].try_into().expect("eight bytes"));
     let who = others.iter().map(|other| other.who.clone()).collect();
     let link = WireLink(Channel::new(wire, number, place.rank, &processes, who));
     let channel = &link.0;
@@ -114,21 +174,15 @@ pub fn join(wire: &Arc<Wire>, place: &Place) -> Result<WireLink> {
             let (rank, ..) = missing[0];
             return Err(late(place, &format!("no answer from rank {rank} at {}", others[rank].address)));
         }
-        let called: Vec<usize> = missing
-            .iter()
-            .filter(|(_, process, connected)| !connected && wire.id < *process)
-            .map(|(rank, ..)| *rank)
-            .collect();
-        if !called.is_empty() {
-            wire.call(&called, &others, until())?;
+        let calling = Calling::new(wire, channel);
+        if !calling.ranks.is_empty() {
+            wire.call(&calling.ranks, &others, until())?;
         }
+        drop(calling);
         let before = missing.len();
-        wire.wait(|| channel.missing().len() != before || needs_call(wire, channel), until().min(PAUSE * 50));
+        let needs_call = || wire.to_call(&locked(&wire.doors), channel).next().is_some();
+        wire.wait(|| channel.missing().len() != before || needs_call(), until().min(PAUSE * 50));
     }
-}
-
-fn needs_call(wire: &Wire, channel: &Channel) -> bool {
-    channel.missing().iter().any(|(_, process, connected)| !connected && wire.id < *process)
 }
 
 fn failed(what: &str) -> Error {
@@ -204,9 +258,23 @@ impl Wire {
         Ok(port)
     }
 
-    /// Closes the listening sockets, because no group is left for which a process could connect.
+    pub(super) fn is_joining(&self) -> bool {
+        locked(&self.doors).joining > 0
+    }
+
+    /// The ranks to which this process is to connect and to which no thread is connecting, each with its process.
+    fn to_call(&self, doors: &Doors, channel: &Channel) -> impl Iterator<Item = (usize, ProcessId)> {
+        let missing = channel.missing().into_iter();
+        let ours = missing.filter(|(_, process, connected)| !connected && self.id < *process);
+        ours.filter(|(_, process, _)| !doors.called.contains(process)).map(|(rank, process, _)| (rank, process))
+    }
+
+    /// Closes the listening sockets if no group is left for which a process could connect.
     pub(super) fn close_doors(&self) {
         let mut doors = locked(&self.doors);
+        if doors.joining > 0 || !self.all_channels().is_empty() {
+            return;
+        }
         for (_, _, listener) in doors.listening.drain(..) {
             self.epoll.remove(listener.as_raw_fd());
             sockets::close_in_children(listener.as_raw_fd(), false);
@@ -228,7 +296,12 @@ impl Wire {
         drop(doors);
         match stranger.listen() {
             Ok(false) => {
-                locked(&self.doors).strangers.insert(token, stranger);
+                let mut doors = locked(&self.doors);
+                if doors.listening.is_empty() {
+                    self.epoll.remove(stranger.stream.as_raw_fd()); // the doors were closed meanwhile
+                } else {
+                    doors.strangers.insert(token, stranger);
+                }
             }
             Ok(true) => {
                 if let Err(error) = self.welcome(token, stranger) {

@@ -15,10 +15,11 @@
 //! | `channel` | one group: its messages, mail and bodies; implements `Link` and `Mail` |
 //! | `meet` | listens, connects, proves the identity of processes; makes a group's channel |
 //! | `sockets` | system calls |
+//! | `tests` | a race of frames with a channel that is being added |
 //!
-//! Lock order within one thread: the driver's, a connection's reading side, a channel's state, a connection's writing
-//! side. Threads only try the driver's lock and never block on it. Callbacks outside this module are called under none
-//! of these locks except the driver's.
+//! Lock order within one thread: the driver's, `connections`, `closing`, a connection's reading side, `doors`, `channels`,
+//! `early`, a channel's state, a connection's writing side. Threads only try the driver's lock and never block on it.
+//! Callbacks outside this module are called under none of these locks except the driver's.
 
 mod channel;
 mod connection;
@@ -28,7 +29,10 @@ mod memory;
 mod sockets;
 mod transfer;
 
-use std::collections::HashMap;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{HashMap, HashSet};
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError};
@@ -39,6 +43,7 @@ use once_cell::sync::OnceCell;
 use self::channel::Channel;
 pub use self::channel::WireLink;
 use self::connection::{Connection, Receiver, Turn};
+use self::frame::{Frame, Kind};
 use self::meet::Doors;
 pub use self::meet::{Place, join};
 use self::sockets::{Epoll, Kick, Ready};
@@ -74,9 +79,9 @@ pub struct Wire {
     connections: Mutex<HashMap<ProcessId, Arc<Connection>>>,
     by_token: RwLock<HashMap<u64, Arc<Connection>>>,
     tokens: AtomicU64,
-    /// Peers that joined a channel before this rank did, by channel: the peer's process and the token of its
-    /// connection.
-    early: Mutex<HashMap<u64, Vec<(ProcessId, u64)>>>,
+    /// Peers that joined a channel before this rank did, by channel. Locked while `channels` is, so that the channel
+    /// either is found or takes what is recorded here.
+    early: Mutex<HashMap<u64, Vec<Early>>>,
     doors: Mutex<Doors>,
     closing: Mutex<Vec<Closing>>,
     /// Rung when a transfer has ended or a thread has stopped driving.
@@ -98,6 +103,15 @@ pub struct Wire {
     started: AtomicBool,
     /// Decides whether a waiting thread yields its core or sleeps.
     yielding: Yielding,
+}
+
+/// A peer that joined a channel before this rank did.
+struct Early {
+    peer: ProcessId,
+    /// The connection on which it said so.
+    token: u64,
+    /// Whether it has left the channel since.
+    left: bool,
 }
 
 /// A connection that no channel uses any more. It stays open until the peer has read everything that was sent.
@@ -473,57 +487,85 @@ impl Wire {
         }
     }
 
-    /// Records that a peer has joined a channel that this rank has not joined yet.
-    fn hello_too_early(&self, channel: u64, connection: &Connection) {
+    /// Handles a frame without data whose channel was not found: this rank has not joined it yet, or has left it.
+    fn of_no_channel(&self, from: &Connection, frame: Frame, events: &mut Events) -> std::result::Result<(), String> {
         const MOST: usize = 1 << 16; // beyond this number, entries are of groups that failed
+        let channels = self.channels.read().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = channels.get(&frame.channel).cloned() {
+            drop(channels);
+            return known.control(self, from, frame, events); // this rank has joined it meanwhile
+        }
         let mut early = locked(&self.early);
-        if let Some(known) = self.channel(channel) {
-            return known.has_joined(connection.peer, connection.token); // this rank has joined it meanwhile
+        match frame.kind {
+            Kind::Hello => {
+                if early.len() >= MOST {
+                    early.clear();
+                }
+                let one = Early { peer: from.peer, token: from.token, left: false };
+                early.entry(frame.channel).or_default().push(one);
+            }
+            Kind::Cut => {
+                let said = early.get_mut(&frame.channel).into_iter().flatten();
+                said.filter(|one| one.token == from.token).for_each(|one| one.left = true);
+            }
+            _ => (), // the group has ended here
         }
-        if early.len() >= MOST {
-            early.clear();
-        }
-        early.entry(channel).or_default().push((connection.peer, connection.token));
+        Ok(())
     }
 
     /// Adds a channel, whose frames are handled from now on.
     fn add_channel(&self, channel: &Arc<Channel>) {
         let connections = locked(&self.connections);
-        // The write lock keeps other threads from finding the channel before it has its connections. `connect` sends
-        // Hello to each peer, so every frame that a peer sends in answer finds the channel.
+        // The write lock keeps other threads from finding the channel before it has its connections and knows who was
+        // early. `connect` sends Hello to each peer, so every frame that a peer sends in answer finds the channel. A
+        // peer that was early may answer with all that it has to say, leave, and close its connection.
         let mut channels = self.channels.write().unwrap_or_else(PoisonError::into_inner);
         channels.insert(channel.id, Arc::clone(channel));
         connections.values().for_each(|connection| channel.connect(connection));
-        drop((channels, connections));
         let early = locked(&self.early).remove(&channel.id).unwrap_or_default();
-        early.into_iter().for_each(|(process, token)| channel.has_joined(process, token));
+        early.iter().for_each(|one| channel.was_early(one));
     }
 
-    /// Removes a channel that its group has left, and closes the connections that no other channel uses.
+    /// Removes a channel that its group has left, and closes what no other channel uses.
     fn close(self: &Arc<Wire>, channel: &Arc<Channel>) {
         let mut connections = locked(&self.connections);
         if self.channels.write().unwrap_or_else(PoisonError::into_inner).remove(&channel.id).is_none() {
             return; // it was closed before
         }
-        let used: Vec<u64> =
+        self.begin_closing(&mut connections, channel.connections());
+        drop(connections);
+        self.close_unused();
+    }
+
+    /// Closes the connections and listening sockets that no group uses. All stay while a group is being made, because its
+    /// channel, which would use them, may not exist yet.
+    fn close_unused(self: &Arc<Wire>) {
+        let mut connections = locked(&self.connections);
+        if !self.is_joining() {
+            let all = connections.values().cloned().collect();
+            self.begin_closing(&mut connections, all);
+        }
+        drop(connections);
+        self.close_doors();
+        self.linger();
+        self.wake_for_pending();
+    }
+
+    /// Begins to close those of `these` connections that no channel uses. `known` are the connections of this process.
+    fn begin_closing(self: &Arc<Wire>, known: &mut HashMap<ProcessId, Arc<Connection>>, these: Vec<Arc<Connection>>) {
+        let used: HashSet<u64> =
             self.all_channels().iter().flat_map(|one| one.connections()).map(|connection| connection.token).collect();
         let mut closing = locked(&self.closing);
-        for connection in channel.connections() {
+        for connection in these {
             if used.contains(&connection.token) || connection.broken().is_some() {
                 continue;
             }
-            if connections.get(&connection.peer).is_some_and(|known| known.token == connection.token) {
-                connections.remove(&connection.peer);
+            if known.get(&connection.peer).is_some_and(|known| known.token == connection.token) {
+                known.remove(&connection.peer);
             }
             let since = Instant::now();
             closing.push(Closing { connection, since, shut: false, _counted: Counted::new(self) });
         }
-        drop((closing, connections));
-        if self.all_channels().is_empty() {
-            self.close_doors();
-        }
-        self.linger();
-        self.wake_for_pending();
     }
 
     /// Ends connections that are no longer used. First the queued frames are sent, then the sending side is shut down.
