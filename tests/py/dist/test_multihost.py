@@ -6,8 +6,10 @@ the tests are skipped with that reason.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import threading
 import time
 import warnings
 from datetime import timedelta
@@ -460,3 +462,59 @@ def test_rule_23_further_groups_over_hosts_open_no_connection(hosts: list[str], 
     for one, nine, again, after in run_fresh(further_groups, world_size, hosts, env=ENV):
         # A connection to each other rank, the port that they come to, and the one that stays.
         assert (one, nine, again, after) == (world_size + 1, world_size + 1, world_size + 1, 1)
+
+
+def ends_while_made(ctx: Context, names: list[str]) -> list[tuple[int, int, list[str]]]:
+    """TCP sockets, descriptors and the names of the threads after the first groups, and after many more."""
+    enter(names[ctx.rank * len(names) // ctx.world_size])
+    n = ctx.world_size
+    # The default group has connections of its own, so each of ours is in turn the last that uses our connections.
+    ctx.init(store=dist.FileStore(f"{ctx.tmp}/store", n), timeout=timedelta(seconds=60), backend="gloo")
+
+    def make_one() -> Any:
+        group = dist.new_group(list(range(n)), backend=ctx.backend)
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor, group=group)
+        assert tensor.tolist() == [n] * 3
+        return group
+
+    def count() -> tuple[int, int, list[str]]:
+        threads = []
+        for thread in os.listdir("/proc/self/task"):
+            with (
+                contextlib.suppress(FileNotFoundError, ProcessLookupError),
+                open(f"/proc/self/task/{thread}/comm") as comm,
+            ):
+                threads.append(comm.read().strip())
+        return sockets(), len(os.listdir("/proc/self/fd")), sorted(threads)
+
+    def some(turns: int) -> tuple[int, int, list[str]]:
+        group = make_one()
+        for _ in range(turns):
+            ending = threading.Thread(target=dist.destroy_process_group, args=[group])
+            ending.start()
+            group = make_one()
+            ending.join()
+        dist.destroy_process_group(group)
+        del group
+        dist.barrier()
+        found, until = count(), time.monotonic() + 10
+        while time.monotonic() < until:  # until nothing has ended for a while
+            time.sleep(0.5)
+            found, before = count(), found
+            if found == before:
+                break
+        return found
+
+    found = [some(3), some(15)]
+    dist.destroy_process_group()
+    return found
+
+
+@beyond_gloo("each of its groups connects all ranks anew")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_rule_23_a_group_is_made_while_the_last_one_ends(hosts: list[str], world_size: int) -> None:
+    for first, last in run_fresh(ends_while_made, world_size, hosts, env=ENV):
+        assert last[0] <= first[0], (first, last)
+        # A thread that serves all groups starts when it is first needed, perhaps in the second part.
+        assert last[1] <= first[1] + 3 and len(last[2]) <= len(first[2]) + 3, (first, last)
