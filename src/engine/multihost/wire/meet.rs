@@ -82,31 +82,40 @@ impl Drop for Joining<'_> {
     }
 }
 
-/// Ranks to which this thread is connecting. No other thread connects to their processes meanwhile.
+/// Ranks to which this thread is still connecting, each with its process. No other thread connects to these processes.
 struct Calling<'a> {
     wire: &'a Wire,
-    ranks: Vec<usize>,
-    processes: Vec<ProcessId>,
+    left: Vec<(usize, ProcessId)>,
 }
 
 impl<'a> Calling<'a> {
     /// The ranks without a connection to which this process is to connect and to which no thread is connecting.
     fn new(wire: &'a Wire, channel: &Channel) -> Calling<'a> {
-        // The thread that has connected gives the connection to all channels before it leaves `called`. So if it has
-        // left, `missing` knows the connection.
+        // A thread that has connected gives the connection to all channels before the process leaves `called`. So
+        // `missing`, read under the lock of `called`, knows the connection.
         let mut doors = locked(&wire.doors);
-        let (ranks, processes): (Vec<_>, Vec<_>) = wire.to_call(&doors, channel).unzip();
-        doors.called.extend(&processes);
-        Calling { wire, ranks, processes }
+        let left: Vec<_> = wire.to_call(&doors, channel).collect();
+        doors.called.extend(left.iter().map(|(_, process)| process));
+        Calling { wire, left }
+    }
+
+    /// Lets other threads connect to the process of this rank, to which this thread has connected.
+    fn made(&mut self, rank: usize) {
+        let mut doors = locked(&self.wire.doors);
+        for (_, process) in self.left.extract_if(.., |(known, _)| *known == rank) {
+            doors.called.remove(&process);
+        }
     }
 }
 
 impl Drop for Calling<'_> {
     fn drop(&mut self) {
-        if self.processes.is_empty() {
+        if self.left.is_empty() {
             return;
         }
-        locked(&self.wire.doors).called.retain(|process| !self.processes.contains(process));
+        let mut doors = locked(&self.wire.doors);
+        doors.called.retain(|process| !self.left.iter().any(|(_, left)| left == process));
+        drop(doors);
         self.wire.changed.ring(); // another group may need one of them after all
     }
 }
@@ -175,10 +184,9 @@ pub fn join(wire: &Arc<Wire>, place: &Place) -> Result<WireLink> {
             return Err(late(place, &format!("no answer from rank {rank} at {}", others[rank].address)));
         }
         let calling = Calling::new(wire, channel);
-        if !calling.ranks.is_empty() {
-            wire.call(&calling.ranks, &others, until())?;
+        if !calling.left.is_empty() {
+            wire.call(calling, &others, until())?;
         }
-        drop(calling);
         let before = missing.len();
         let needs_call = || wire.to_call(&locked(&wire.doors), channel).next().is_some();
         wire.wait(|| channel.missing().len() != before || needs_call(), until().min(PAUSE * 50));
@@ -348,12 +356,12 @@ impl Wire {
 
     /// Connects to these ranks, all at once. Returns when all connections are made, one was refused, or the timeout has
     /// passed.
-    fn call(&self, ranks: &[usize], others: &[Other], timeout: Duration) -> Result<()> {
+    fn call(&self, mut calling: Calling, others: &[Other], timeout: Duration) -> Result<()> {
         let begin = Instant::now();
         let refused =
             |rank: usize, error: &io::Error| failed(&format!("rank {rank} at {}: {error}", others[rank].address));
         let mut calls = Vec::new();
-        for &rank in ranks {
+        for &(rank, _) in &calling.left {
             let fd = sockets::connect(&others[rank].address).map_err(|error| refused(rank, &error))?;
             calls.push(Call { rank, fd, state: CallState::Connecting });
         }
@@ -380,6 +388,7 @@ impl Wire {
                 sockets::set_up(call.fd.as_raw_fd());
                 let connection = Arc::new(Connection::new(self.token(), other.process, call.fd));
                 self.add_connection(connection).map_err(|error| refused(call.rank, &error))?;
+                calling.made(call.rank);
             }
             calls = left;
         }
