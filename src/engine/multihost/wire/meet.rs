@@ -7,10 +7,10 @@
 //! when it has a Hello from all others. So no rank uses a group that another rank lacks, and nothing is sent to a rank
 //! that does not know the channel.
 //!
-//! Other groups of the process may end or be made at the same time, by other threads. If one ends, the listening sockets
-//! and what has come through them stay while a group is being made (`Joining`). A connection that the end of a group
-//! closes is made anew. If several are made, one thread connects to a process, for all of them (`Calling`): of two
-//! connections, the two processes might choose different ones.
+//! Other groups of the process may end or be made at the same time, by other threads. If one ends, the listening
+//! sockets and what has come through them stay while a group is being made (`Joining`). A connection that the end of a
+//! group closes is made anew. If several are made, one thread connects to a process, for all of them (`Calling`): of
+//! two connections, the two processes might choose different ones.
 
 use std::collections::{HashMap, HashSet};
 use std::io::{self, Read, Write};

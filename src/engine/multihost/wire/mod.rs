@@ -17,9 +17,9 @@
 //! | `sockets` | system calls |
 //! | `tests` | a race of frames with a channel that is being added |
 //!
-//! Lock order within one thread: the driver's, `connections`, `closing`, a connection's reading side, `doors`, `channels`,
-//! `early`, a channel's state, a connection's writing side. Threads only try the driver's lock and never block on it.
-//! Callbacks outside this module are called under none of these locks except the driver's.
+//! Lock order within one thread: the driver's, `connections`, `closing`, a connection's reading side, `doors`,
+//! `channels`, `early`, a channel's state, a connection's writing side. Threads only try the driver's lock and never
+//! block on it. Callbacks outside this module are called under none of these locks except the driver's.
 
 mod channel;
 mod connection;
@@ -537,8 +537,8 @@ impl Wire {
         self.close_unused();
     }
 
-    /// Closes the connections and listening sockets that no group uses. All stay while a group is being made, because its
-    /// channel, which would use them, may not exist yet.
+    /// Closes the connections and listening sockets that no group uses. All stay while a group is being made, because
+    /// its channel, which would use them, may not exist yet.
     fn close_unused(self: &Arc<Wire>) {
         let mut connections = locked(&self.connections);
         if !self.is_joining() {
