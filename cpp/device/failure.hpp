@@ -44,6 +44,8 @@ class Failure final : public std::enable_shared_from_this<Failure> {
   void captured();
   // Number of calls under way. A counter alone: it orders no other memory access.
   int64_t under_way() const { return under_way_.load(std::memory_order_relaxed); }
+  // Whether the group has failed, or the program has aborted it.
+  bool followed() const { return followed_.load(std::memory_order_relaxed); }
   // The threads that issued the calls under way, and the threads that captured calls.
   Threads threads() const;
 
@@ -64,7 +66,7 @@ class Failure final : public std::enable_shared_from_this<Failure> {
   const OnFailure then_;
   const std::shared_ptr<Events> events_;
   std::atomic<int64_t> under_way_{0};
-  // Set by the first thread that handles a failure, or by an abort of the program.
+  // Set by the first thread that handles a failure, or by an abort of the program. Relaxed: it orders no other access.
   std::atomic<bool> followed_{false};
   struct Issuer {
     int64_t calls = 0;

@@ -159,15 +159,17 @@ std::shared_ptr<c10::Event> VendorDevices::put(c10::ArrayRef<Plan> calls, const 
       placed.push_back(prepared.back().prepare(keep));
     }
     const size_t raw = passage.enter();
-    {
-      const DeviceWatch::Launching watched(call, failure_);
-      call->launch(placed, raw);
-    }
+    // Until all steps are enqueued: the first launch of a kernel of torch's may load it, and CUDA may first wait until
+    // the device is idle, and so for the library's kernel, which waits for the other ranks.
+    const DeviceWatch::Launching watched(call, failure_);
+    call->launch(placed, raw);
     passage.leave();
     for (size_t i = 0; i < calls.size(); ++i) {
       prepared[i].store();
       copy_staged(calls[i].after, true);
     }
+    // A failure of the group may have ended what these steps waited for; no thread has told this one of it.
+    if (failure_->followed()) raise_coded(fault());
     return passage.end(asked_only);
   } catch (const std::exception&) {
     // The library may still use this memory, and no event says when it is done, so the memory is leaked.

@@ -77,6 +77,10 @@ class Device:
         """Whether torch's streams give their raw handle."""
         self.library.sim_set_native_handles(int(on))
 
+    def lazy_kernels(self, on: bool = True) -> None:
+        """The next launch of each of torch's kernels loads it, which waits until the device is idle."""
+        self.library.sim_set_lazy_kernels(int(on))
+
     def use_library(self, path: str | Path, flavour: str) -> None:
         """Takes streams and events from a simulated vendor's library ("acl", "cnrt", "cuda"); before the first use."""
         checked(self.library.sim_use_library(str(path).encode(), flavour.encode()))

@@ -110,6 +110,12 @@ def start(
     return device, name
 
 
+def load_lazily(device: Any) -> None:
+    """From now on the first launch of each of torch's kernels waits until the device is idle, as it may on a card."""
+    if not CARD:
+        device.lazy_kernels()
+
+
 def exit_code(rank: Rank) -> int | None:
     """Waits for the end of a rank's process."""
     deadline = time.monotonic() + 60

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from failing_calls import WAYS, Way, nobody_calls_again, not_waited, sync, use, waited
 from harness import Context, error_of, expect_raises, launch
 from on_device import holds
-from simulated import VENDORS, environment, exit_code, start
+from simulated import VENDORS, environment, exit_code, load_lazily, start
 
 pytestmark = pytest.mark.timeout(900)
 #: Seconds until the calls of a group that another rank does not join have failed.
@@ -40,7 +40,7 @@ def absent_or_aborted(ctx: Context, vendor: str, why: str) -> None:
     """Rank 1 joins no call. Each way has a group of its own."""
     import torch_sagellm
 
-    _, name = start(ctx, vendor, timeout=timedelta(seconds=60))
+    device, name = start(ctx, vendor, timeout=timedelta(seconds=60))
     found = []
     options = torch_sagellm.Options(vendor=vendor if vendor == "nccl" else "auto")
     for way in ways_of(vendor):
@@ -52,6 +52,7 @@ def absent_or_aborted(ctx: Context, vendor: str, why: str) -> None:
         backend = group._get_backend(torch.device(name))
         backend._set_default_timeout(limit)
         dist.barrier()
+        load_lazily(device)
         if ctx.rank == 0:
             if why == "abort":
                 threading.Timer(0.3, backend.abort).start()
@@ -83,13 +84,14 @@ def test_no_statement_runs_on_what_a_failed_call_has_left(vendor: str, why: str,
 
 def reported_or_dead(ctx: Context, vendor: str, why: str, at: int) -> None:
     """The second operation fails in the library, or rank 1 dies before it."""
-    _, name = start(ctx, vendor, timeout=timedelta(seconds=60))
+    device, name = start(ctx, vendor, timeout=timedelta(seconds=60))
     value = torch.ones(4, device=name)
     dist.all_reduce(value)
     holds(value, 2)
     dist.barrier()
     if why == "death" and ctx.rank == 1:
         os._exit(9)
+    load_lazily(device)
     ctx.tell((use(WAYS[at], name), name))
     nobody_calls_again(0.3)
     ctx.listen()

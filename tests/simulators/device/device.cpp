@@ -34,6 +34,7 @@
 #include <map>
 #include <set>
 #include <shared_mutex>
+#include <string>
 #include <vector>
 
 #include "runtime.hpp"
@@ -495,9 +496,45 @@ at::Tensor on_host(const at::Tensor& tensor) {
   return seen;
 }
 
+// The first launch of each kernel loads it, which may wait until the device is idle, as with CUDA's lazy loading. The
+// simulated device waits always, from the moment at which this is turned on.
+class Kernels {
+ public:
+  void lazy(bool on) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    lazy_ = on;
+    loaded_.clear();
+  }
+  void load(const char* name, int device) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (!lazy_ || !loaded_.insert(name).second) return;
+    }
+    std::vector<void*> raw;
+    {
+      std::lock_guard<std::mutex> lock(streams().mutex);
+      raw = streams().raw[device];
+    }
+    for (void* stream : raw) {
+      if (stream != nullptr) synchronize(device, stream);
+    }
+  }
+
+ private:
+  std::mutex mutex_;
+  bool lazy_ = false;
+  std::set<std::string> loaded_;
+};
+
+Kernels& kernels_known() {
+  static auto* all = new Kernels();
+  return *all;
+}
+
 // Puts a kernel on the current stream of the tensor's device.
-void kernel(const at::Tensor& tensor, std::function<void()> body) {
+void kernel(const char* name, const at::Tensor& tensor, std::function<void()> body) {
   const int device = tensor.device().index();
+  kernels_known().load(name, device);
   launch(device, raw_current(device), [body = std::move(body), delay = kernel_delay_us.load()] {
     const at::NoGradGuard no_grad;
     const at::AutoDispatchBelowADInplaceOrView below;
@@ -531,10 +568,22 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::opti
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
   const at::Tensor& ours = to.device().is_privateuseone() ? to : from;
   const c10::DeviceGuard on(ours.device());
-  kernel(ours, [source = on_host(from), target = on_host(to)] { target.copy_(source); });
+  kernel("copy", ours, [source = on_host(from), target = on_host(to)] { target.copy_(source); });
   // As with pageable memory: nothing that is on the host may change before it was read.
   if (from.device().is_cpu() || to.device().is_cpu()) wait_for_current(ours);
   return to;
+}
+
+// One kernel for all, as on other devices.
+void foreach_copy(at::TensorList to, at::TensorList from, bool) {
+  for (size_t i = 0; i < to.size(); ++i) {
+    if (!to[i].device().is_privateuseone() || !from[i].device().is_privateuseone()) {
+      to[i].copy_(from[i]);
+      continue;
+    }
+    const c10::DeviceGuard on(to[i].device());
+    kernel("foreach copy", to[i], [source = on_host(from[i]), target = on_host(to[i])] { target.copy_(source); });
+  }
 }
 
 at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
@@ -548,7 +597,7 @@ at::Scalar local_scalar_dense(const at::Tensor& tensor) {
 }
 
 at::Tensor& fill_scalar(at::Tensor& tensor, const at::Scalar& value) {
-  kernel(tensor, [target = on_host(tensor), value] { target.fill_(value); });
+  kernel("fill", tensor, [target = on_host(tensor), value] { target.fill_(value); });
   return tensor;
 }
 
@@ -562,17 +611,17 @@ at::Tensor operand(const at::Tensor& other) {
 }
 
 at::Tensor& add(at::Tensor& tensor, const at::Tensor& other, const at::Scalar& alpha) {
-  kernel(tensor, [target = on_host(tensor), right = operand(other), alpha] { target.add_(right, alpha); });
+  kernel("add", tensor, [target = on_host(tensor), right = operand(other), alpha] { target.add_(right, alpha); });
   return tensor;
 }
 
 at::Tensor& mul(at::Tensor& tensor, const at::Tensor& other) {
-  kernel(tensor, [target = on_host(tensor), right = operand(other)] { target.mul_(right); });
+  kernel("mul", tensor, [target = on_host(tensor), right = operand(other)] { target.mul_(right); });
   return tensor;
 }
 
 at::Tensor& div(at::Tensor& tensor, const at::Tensor& other) {
-  kernel(tensor, [target = on_host(tensor), right = operand(other)] { target.div_(right); });
+  kernel("div", tensor, [target = on_host(tensor), right = operand(other)] { target.div_(right); });
   return tensor;
 }
 
@@ -635,6 +684,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("set_.source_Storage_storage_offset", &set_storage);
   library.impl("_copy_from", &copy_from);
   library.impl("_copy_from_and_resize", &copy_from_and_resize);
+  library.impl("_foreach_copy_", &foreach_copy);
   library.impl("_local_scalar_dense", &local_scalar_dense);
   library.impl("fill_.Scalar", &fill_scalar);
   library.impl("zero_", &zero);
@@ -690,6 +740,9 @@ void sim_set_kernel_delay(int64_t us) {
 void sim_set_host_delay(int64_t us) {
   drain();
   host_delay_us = us;
+}
+void sim_set_lazy_kernels(int on) {
+  kernels_known().lazy(on != 0);
 }
 void sim_set_native_handles(int on) {
   native_handles = on != 0;
