@@ -19,8 +19,8 @@
 #define SAGELLM_TORCH_AT_LEAST(major, minor) \
   (TORCH_VERSION_MAJOR > (major) || (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
 
-// torch 2.14 added the abort hooks and, without a macro for each, `all_gather_single` and its siblings,
-// `gather_into_tensor`, `Options::clone` and `Work::getTimeout`.
+// torch 2.14 added the abort hooks with this macro. It also added `all_gather_single` and its siblings,
+// `gather_into_tensor`, `Options::clone` and `Work::getTimeout`, which have no macros of their own.
 #ifdef C10D_BACKEND_HAS_HOOKS
 #define SAGELLM_HAS_ABORT_HOOKS 1
 #define SAGELLM_HAS_SINGLE_NAMES 1

@@ -207,7 +207,7 @@ void SageBackend::registerOnCompletionHook(std::function<void(std::shared_ptr<c1
 }
 
 void SageBackend::waitForPendingWorks() {
-  if (::getpid() != process_) return;  // called by destroy_process_group; the works are the parent's
+  if (::getpid() != process_) return;  // a forked child in destroy_process_group: the parent owns the works
   if (delegated()) return delegate()->waitForPendingWorks();
   // Every operation has a deadline, so this wait ends.
   while (!events_->wait_told(std::chrono::milliseconds(100))) {

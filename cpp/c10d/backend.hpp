@@ -119,7 +119,7 @@ class SageBackend final : public c10d::Backend {
 
   // One answer for all devices of the group: true if a vendor's library carries tensors on this process's accelerator,
   // or if the delegate supports regions. Otherwise torch issues a batch of sends and receives one by one. On the CPU
-  // that costs little, because issuing never waits for a peer, and the rules of regions need not be kept.
+  // that costs little, because issuing never waits for a peer. It also frees the program from the rules of regions.
   bool supportsCoalescing() const override;
   void startCoalescing() override { region_.start(); }
   // If the launch fails, the returned Work has the error. If no region is open, throws the error of the call that

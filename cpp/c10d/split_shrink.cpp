@@ -94,8 +94,8 @@ c10::intrusive_ptr<SageBackend> SageBackend::part(const std::string& prefix, con
                                                          : all[static_cast<size_t>(rank)]);
   }
   const auto mine = std::find(ranks.begin(), ranks.end(), getRank());
-  // Made by the Python package, like every group: it may need groups of torch's backends, whose classes have no
-  // headers.
+  // The Python package makes the child, as it makes every group. The child may need groups of torch's backends, and
+  // torch has no headers for the classes of these backends.
   const py::gil_scoped_acquire gil;
   const py::object make = py::module_::import("torch_sagellm._private.register").attr("part");
   const py::object made =

@@ -33,25 +33,25 @@ class Alarm {
   // The system id of this thread.
   static pid_t this_thread();
 
-  // Raises the failure of a group in each of these threads, at its next bytecode. In place of a thread that runs no
-  // Python, the main thread gets it. A thread is left out if `knows` says that it has got the error by other means. It
-  // is also left out if it has just got the failure of another group, which very likely had the same cause. Waits for
-  // the GIL.
+  // Raises the failure of a group in each of these threads, at the thread's next bytecode. If a thread runs no Python,
+  // the main thread gets the failure instead. A thread is left out if `knows` is true for it, because it has got the
+  // failure by other means. A thread that has just got the failure of another group is also left out, because the two
+  // failures very likely have the same cause. Waits for the GIL.
   void raise(uint64_t group, const std::vector<Thread>& threads, const std::string& text,
              const std::function<bool(pid_t)>& knows);
-  // This thread gets the group's failure by other means: if the failure is still pending in it, this withdraws it.
-  // Other pending exceptions stay: the failure of another group, or an exception that the program raises.
+  // Withdraws the group's failure if it is pending in this thread. Call this if the thread gets the failure by other
+  // means. Other pending exceptions stay: the failure of another group, or an exception that the program raises.
   void take_back(uint64_t group);
   // This thread has got its exception. Called by the constructor of the exception's class.
   void raised();
-  // This thread got the exception in code of ours that serves no call of the program, such as the writing of log lines.
-  // Makes the exception pending once more; `error` is its class. Call with the GIL.
+  // Makes an exception pending in this thread once more; `error` is its class. Call this if Python raised the exception
+  // in code of this package that the program did not call, such as the writing of log lines. Needs the GIL.
   void raise_again(PyObject* error);
   // From now on nothing is raised, because the interpreter is ending.
   void stop();
 
  private:
-  // The class of an exception. Copied and dropped with the GIL.
+  // A reference to the class of an exception. Copy and drop it only while holding the GIL.
   using Error = std::shared_ptr<PyObject>;
   static Error keep(PyObject* error);
 
@@ -59,15 +59,15 @@ class Alarm {
     // Python's identifier of the thread.
     unsigned long number = 0;
     // Groups whose failure is pending in the thread, with the exception classes. Python keeps only the last pending
-    // exception of a thread, so the thread gets that one for all these groups.
+    // exception of a thread, so this exception reports the failures of all these groups to the thread.
     std::map<uint64_t, Error> groups;
     // Groups whose failure the thread got with its last exception. `raised` is the time at which it got that exception.
     std::map<uint64_t, Error> before;
     Clock::time_point raised{};
   };
 
-  // `raise` and `raised` take it while they hold the GIL, so a thread that holds it may not wait for the GIL. Guards
-  // the fields below.
+  // Guards the fields below. `raise` and `raised` lock this mutex while they hold the GIL, so a thread must not wait
+  // for the GIL while it holds this mutex.
   std::mutex mutex_;
   std::map<pid_t, Slot> slots_;
   bool stopped_ = false;

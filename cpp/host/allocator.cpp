@@ -135,7 +135,7 @@ at::Tensor shared_tensor(at::IntArrayRef sizes, at::IntArrayRef strides, at::Sca
 
 bool is_shared(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.has_storage() || tensor.layout() != at::kStrided) return false;
-  // Not by `data()`, whose checks throw for a tensor without data, such as a FakeTensor.
+  // Does not call `data()`, because its checks throw for a tensor without data, such as a FakeTensor.
   const void* const at = tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get();
   return at != nullptr && shared_reaches(reinterpret_cast<uintptr_t>(at));
 }

@@ -11,21 +11,21 @@
 
 namespace sagellm {
 
-// Smaller allocations of torch stay ordinary memory: an allocation of ours takes whole pages, and small operations of
-// ours gain nothing from shared memory.
+// Smallest allocation of torch that is made in shared memory, in bytes. Smaller ones stay ordinary memory, because a
+// shared allocation takes whole pages, and small operations do not become faster by shared memory.
 constexpr size_t kSmallestShared = size_t{16} * 1024;
 
-// An uninitialized tensor on the CPU. If `resize_` enlarges it, the new memory comes from the same allocator.
+// Returns an uninitialized CPU tensor in shared memory. If `resize_` enlarges it, the new memory is also shared.
 at::Tensor shared_tensor(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type);
 
-// True if the tensor is in such memory and peers can reach it now.
+// True if the tensor is in shared memory and peers can reach it now.
 bool is_shared(const at::Tensor& tensor);
 
-// From now on torch's CPU allocations are made in such memory, on threads that ask for it or, if `everywhere`, on all
-// threads. The first call installs our allocator in front of torch's, for ever.
+// From now on torch's large CPU allocations are made in shared memory: on threads that ask for it or, if `everywhere`,
+// on all threads. The first call installs this allocator in front of torch's. It is never removed.
 void share_allocations(bool everywhere);
 
-// Changes the number of nested blocks in which this thread asks for such memory.
+// Changes the number of nested blocks in which this thread asks for shared memory.
 void share_on_this_thread(int blocks);
 
 }  // namespace sagellm

@@ -36,7 +36,7 @@ bool is_interrupt(const std::exception_ptr& failure);
 std::string coded_text(const std::exception_ptr& failure);
 
 [[noreturn]] void raise(ErrorKind kind, const std::string& text);
-// The same for a text that begins with the letter of its kind, from the core or from `coded`.
+// Throws the error of a text that begins with the letter of its kind. The text comes from the core or from `coded`.
 [[noreturn]] void raise_coded(const std::string& coded);
 
 // Calls the core and throws its error as an exception.

@@ -55,11 +55,11 @@ class Completion {
 // True if a Python signal handler raised. The exception is kept for the thread that asked; see `take_interrupt`.
 bool check_interrupt() noexcept;
 
-// The place at which a Python thread is: "FILE:LINE in FUNCTION" of the innermost frame outside of torch, this package
-// and Python's library. `thread` is the thread's pthread_self, or 0 for the main thread. Waits for the GIL. Empty if
+// Where a Python thread is now: "FILE:LINE in FUNCTION" of the innermost frame outside of torch, this package and
+// Python's library. `thread` is the thread's pthread_self, or 0 for the main thread. Waits for the GIL. Empty if
 // there is no such frame, or if the interpreter is ending.
 rust::String place_of_thread(uint64_t thread) noexcept;
-// The same for a call, by the number that `call_site` returned. Waits for nothing.
+// "FILE:LINE in FUNCTION" of the program's call; `site` is the number that `call_site` returned. Never blocks.
 rust::String place_of_call(uint32_t site) noexcept;
 
 // Queues one line for Python's logging, under the name `sagellm`. It never runs Python: the main thread writes the line

@@ -12,8 +12,8 @@ namespace {
 using View = c10::ArrayRef<at::Tensor>;
 using Tensors = Operand::Tensors;
 
-// Checks of single facts. `op` is the name of the call in error texts, `what` that of the argument ("output tensor",
-// say).
+// Each function checks one property of an argument. Error texts contain `op`, the name of the call, and `what`, the
+// name of the argument, such as "output tensor".
 
 // A list that must hold exactly one item. All of c10d's calls on a single tensor pass such a list.
 template <class Item>

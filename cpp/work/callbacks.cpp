@@ -125,10 +125,10 @@ void CallbackPool::run_next(std::unique_lock<std::mutex>& lock) {
   const uint64_t turn = ++last_turn_;
   turn_ = turn;
   turn_began_ = Clock::now();
-  // On the heap, so that what the job owns is not destroyed when the thread is unwound (see `run_logged`).
+  // On the heap, so that unwinding of the thread does not destroy the objects that the job owns (see `run_logged`).
   auto* job = new std::function<void()>(std::move(jobs_.front()));
   jobs_.pop_front();
-  // An idle thread must watch the turn, in case this job takes long.
+  // More jobs are queued: an idle thread must be ready to start the next one if this job exceeds its turn.
   if (!jobs_.empty() && !watched_) call_a_thread();
   ++running_;
   lock.unlock();

@@ -98,8 +98,8 @@ class CallbackPool {
   bool stopped_ = false;
 };
 
-// Holds the references of ended operations until a thread may drop them. Any thread adds references; user calls drop
-// them. They are leaked if the interpreter has ended.
+// Holds the references of ended operations until a thread may drop them. Any thread adds references; calls of the
+// program drop them. If the interpreter has ended, the references are leaked.
 class DeferredRelease {
  public:
   static DeferredRelease& instance() { return per_process<DeferredRelease>(); }
@@ -111,7 +111,7 @@ class DeferredRelease {
     if (filled_.load(std::memory_order_relaxed)) drop_all();
   }
   bool empty() const { return !filled_.load(std::memory_order_relaxed); }
-  // How long references may stay here while the program makes no call of ours.
+  // How long references may stay here while the program does not call this package.
   static constexpr auto kPatience = std::chrono::milliseconds(100);
   // For a thread that may not take the GIL: if the oldest reference has been here for `kPatience`, makes a callback
   // thread drop them all.

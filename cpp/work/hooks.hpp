@@ -86,9 +86,10 @@ class Events : public std::enable_shared_from_this<Events> {
   void told();
   // Whether the thread with this system id has got the group's failure as the error of a call.
   bool knows(pid_t thread) const;
-  // `failure` for a future, for which threads wait without us: where one of them gets it in Python, it is told.
+  // Returns `failure` in the form that a future stores. Threads can wait for a future without calling this package, so
+  // the returned exception calls `told` on the thread that gets it in Python.
   std::exception_ptr told_where_raised(const std::exception_ptr& failure);
-  // A number that no other group of this process has.
+  // Number that identifies this group in its process.
   uint64_t key() const { return key_; }
 
   // True in a forked child of the process that made this object. The threads that end works exist only in the parent.

@@ -76,14 +76,15 @@ class SageWork : public c10d::Work {
 
   // Issues `plan` and keeps the tensors in `keep` until the operation has ended. If this throws, nothing was issued.
   void add(const RustGroup& group, Plan& plan, std::vector<at::Tensor> keep);
-  // Call it after all operations were added or, with an `error`, when no more can be added. The Work cannot end before,
-  // even if an operation ends before `add` returns, so until then only the issuing thread touches `ops_`.
+  // Ends the issuing. Call it after all operations were added or, with an `error`, when no more can be added. The Work
+  // cannot end before `seal`, even if an operation ends before `add` returns. So only the issuing thread touches `ops_`
+  // before `seal`.
   void seal(const std::string& error = {}) { part_ended(error); }
   // One of the parts (an operation, or the issuing itself) has ended.
   void part_ended(const std::string& error);
   // Records the error with which the Work will fail, unless it already has one. Call it before the last part ends.
   void note_failure(const std::string& error);
-  // Called by the thread that ran the Work's job, with the exception of the job or null.
+  // Called by the thread that ran the Work's job. `failure` is the exception that the job threw, or null.
   void end(const std::exception_ptr& failure) { end(failure ? coded_text(failure) : std::string(), failure); }
 
   bool isCompleted() override { return has_ended(); }
@@ -184,8 +185,8 @@ class SageWork : public c10d::Work {
   // without the mutex, after the core has reported the end.
   std::atomic<bool> failed_{false};
 
-  // The base's `mutex_` guards these fields, and the base's `completed_` and `exception_` (that of a job). `completed_`
-  // decides which function completes a future: `end` if the future exists by then, `getFuture` if it is made later.
+  // The base's `mutex_` guards these fields and the base's `completed_` and `exception_` (the exception of a job). If
+  // the future exists when `completed_` is set, `end` completes the future. Otherwise `getFuture` completes it.
   std::string error_;
   std::chrono::steady_clock::time_point ended_at_;
   FuturePtr future_;

@@ -128,7 +128,7 @@ SORTS = list(firsts(0, "cpu", None))
 
 
 def failed(call: Callable[[], Any]) -> tuple[str, str]:
-    """The error with which a call, or the device after it, ends."""
+    """Returns type and text of the error that the call or the synchronisation of the device after it raises."""
     try:
         call()
         torch.accelerator.synchronize()

@@ -66,11 +66,11 @@ class Device:
             setter.argtypes = [ctypes.c_int64]
 
     def kernel_delay(self, seconds: float) -> None:
-        """How long each kernel sleeps before it works."""
+        """Sets how long each kernel sleeps before it works."""
         self.library.sim_set_kernel_delay(int(seconds * 1e6))
 
     def host_queue(self, seconds: float | None) -> None:
-        """Puts a queue on the host before the streams, each of whose entries takes that long; None: no queue."""
+        """Puts a host queue before the streams; each entry of the queue takes that long. None: no queue."""
         self.library.sim_set_host_delay(-1 if seconds is None else int(seconds * 1e6))
 
     def native_handles(self, on: bool) -> None:
@@ -82,13 +82,13 @@ class Device:
         self.library.sim_set_lazy_kernels(int(on))
 
     def use_library(self, path: str | Path, flavour: str) -> None:
-        """Takes streams and events from a simulated vendor's library ("acl", "cnrt", "cuda"); before the first use."""
+        """Uses a simulated vendor's streams and events ("acl", "cnrt", "cuda"). Call it before the first use."""
         checked(self.library.sim_use_library(str(path).encode(), flavour.encode()))
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Within the block no kernel of torch begins, and nothing that is put on the current stream, so a wait for one
-        of them there never ends. What was on the stream before the block may run."""
+        """Within the block no kernel of torch begins, and no work that is enqueued on the current stream. A wait for
+        such work never ends inside the block. Work that was enqueued before the block may run."""
         self.library.sim_hold(1)
         try:
             yield
@@ -97,7 +97,7 @@ class Device:
 
     @staticmethod
     def can_capture() -> bool:
-        """Whether this torch asks devices about captures at all."""
+        """Whether this version of torch asks devices about captures."""
         header = Path(torch.__file__).parent / "include/c10/core/impl/DeviceGuardImplInterface.h"
         return "isStreamCapturing" in header.read_text()
 
@@ -120,16 +120,16 @@ class Device:
             self.library.sim_limit_blocks(2**62)
 
     def blocks(self) -> int:
-        """Pieces of the device's memory that are in use."""
+        """Returns the number of allocations of device memory that are in use."""
         return int(self.library.sim_blocks())
 
     def kernels(self) -> int:
-        """Kernels put on streams so far."""
+        """Returns the number of kernels launched so far."""
         return int(self.library.sim_kernels())
 
 
 def checked(why: bytes | None) -> None:
-    """Raises what a function of the library says has gone wrong."""
+    """Raises the error that a function of the library reports."""
     if why:
         raise RuntimeError(why.decode())
 

@@ -29,7 +29,7 @@ EXIT_CODE = 70
 
 
 def ways_of(vendor: str) -> list[Way]:
-    """A stream of HCCL that has had an error serves nothing else."""
+    """A stream of HCCL cannot be used after an error."""
     return WAYS[1:2] if vendor == "hccl" else WAYS
 
 
@@ -37,7 +37,7 @@ def ways_of(vendor: str) -> list[Way]:
 
 
 def absent_or_aborted(ctx: Context, vendor: str, why: str) -> None:
-    """Rank 1 joins no call. Each way has a group of its own."""
+    """Rank 1 joins no call. Each way of calling uses a separate group."""
     import torch_sagellm
 
     device, name = start(ctx, vendor, timeout=timedelta(seconds=60))
@@ -68,8 +68,8 @@ def absent_or_aborted(ctx: Context, vendor: str, why: str) -> None:
 @pytest.mark.parametrize("why", ["deadline", "abort"])
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_no_statement_runs_on_what_a_failed_call_has_left(vendor: str, why: str, libraries: dict[str, Path]) -> None:
-    """Whatever the form of the call: the first statement behind a synchronisation of the device does not run."""
-    # HCCL cannot be aborted: what hangs in it ends at its own limit.
+    """For every form of the call: the first statement after a synchronisation of the device does not run."""
+    # HCCL cannot be aborted: a hanging call ends at HCCL's own time limit.
     env = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000", HCCL_EXEC_TIMEOUT="5")
     with launch(absent_or_aborted, 2, vendor, why, env=env) as job:
         found = job.hear(0, 120)
@@ -103,7 +103,7 @@ def reported_or_dead(ctx: Context, vendor: str, why: str, at: int) -> None:
 def test_an_error_of_the_library_and_a_death_are_raised(
     vendor: str, way: Way, why: str, libraries: dict[str, Path]
 ) -> None:
-    """And the error names the call that has failed."""
+    """The program gets an error that names the call that failed."""
     at = {"SAGELLM_SIM_ERROR_AT": "2"} if why == "library" else {}
     with launch(reported_or_dead, 2, vendor, why, WAYS.index(way), env=environment(vendor, libraries, **at)) as job:
         for rank in range(2 if why == "library" else 1):
@@ -111,7 +111,7 @@ def test_an_error_of_the_library_and_a_death_are_raised(
             assert not reached and text, text
             if why == "death":
                 assert "rank 1" in text or vendor == "hccl", text
-            elif vendor != "hccl":  # whose stream has the error itself
+            elif vendor != "hccl":  # with HCCL the stream itself reports the error
                 call = {"listed": "all_reduce_coalesced number 2", "batch": "(send|recv) with rank [01]"}
                 seen = f"seen at {call.get(way.__name__, 'all_reduce number 2')} on {name}:0"
                 assert re.search(seen, text), text
@@ -119,7 +119,7 @@ def test_an_error_of_the_library_and_a_death_are_raised(
 
 
 def waits_itself(ctx: Context) -> None:
-    """A thread that gets the error from its own call is not told once more."""
+    """A thread that gets the error from its own call does not get it a second time."""
     _, name = start(ctx, "nccl", timeout=timedelta(seconds=DEADLINE))
     value = torch.ones(4, device=name)
     dist.all_reduce(value)
@@ -192,18 +192,18 @@ def test_rule_34_the_future_of_a_barrier_tells_once(vendor: str, libraries: dict
 
 
 def in_one_go(seconds: float, call: Callable[[], Any]) -> Any:
-    """Sleeps, then calls. Between the two the interpreter runs no bytecode, at which it would raise what waits."""
+    """Sleeps, then calls. The interpreter runs no bytecode in between, so it raises no pending exception there."""
     steps = [partial(time.sleep, seconds), partial(call)]
     return list(map(partial.__call__, steps))[1]
 
 
 def beside_the_watch(ctx: Context) -> None:
-    """Calls that fail beside the thread that tells the program, held while it looks whom to tell."""
+    """Calls that fail while the watch, the thread that raises failures, is held just before it raises one."""
     import torch_sagellm
     from torch_sagellm._private import failure
 
     _, name = start(ctx, "nccl", timeout=timedelta(seconds=60))
-    # No line is logged meanwhile: writing one runs Python in this thread.
+    # Without a soft timeout no line is logged. Writing one would run Python in this thread.
     options = torch_sagellm.Options(vendor="nccl", soft_timeout=0)
     groups = [dist.new_group(pg_options=options.__copy__()) for _ in range(6)]
     value = torch.ones(4, device=name)
@@ -229,7 +229,7 @@ def beside_the_watch(ctx: Context) -> None:
             assert f"of group '{group.group_name}'" in text, text
 
         def behind(kind: type[BaseException], group: Any, work: Any) -> BaseException:
-            """What is raised while the program handles the error of a call, at whatever bytecode."""
+            """Returns the exception that is raised, at any bytecode, while the program handles the error of a call."""
             with pytest.raises(kind) as raised:
                 try:
                     in_one_go(4, work.wait)
@@ -239,32 +239,32 @@ def beside_the_watch(ctx: Context) -> None:
             return raised.value
 
         failure.prepare = prepare
-        # The call is told first: the watch has found the failure, and raises nothing.
+        # The call gets the error first: the watch has found the failure, but raises nothing.
         go.clear()
         late(groups[0], 1)
         assert named.acquire(timeout=30)
         fails(groups[0], lambda: dist.all_reduce(torch.ones(1), group=groups[0]))
         go.set()
         nobody_calls_again(0.5)
-        # A Future is waited for by itself, so the call that makes it raises.
+        # Waiting for a Future does not call the package, so `get_future` itself raises.
         go.clear()
         work = late(groups[5], 1)
         assert named.acquire(timeout=30)
         fails(groups[5], work.get_future)
         go.set()
         nobody_calls_again(0.5)
-        # The watch has raised it when the call gets it.
+        # The watch has already raised the failure when the call gets it.
         work = late(groups[1], 1)
         fails(groups[1], lambda: in_one_go(3, work.wait))
         assert named.acquire(timeout=0)
         nobody_calls_again(0.5)
-        # So it has for two groups, and the call gets one of them: the other's is still to come, and comes once.
+        # The watch has raised the failures of two groups. The call gets one of them; the other is raised later, once.
         works = [late(groups[2], 1), late(groups[3], 1.5)]
         other = behind(dist.DistBackendError, groups[3], works[1])
         assert named.acquire(timeout=0) and named.acquire(timeout=0)
         assert f"of group '{groups[2].group_name}'" in str(other), other
         nobody_calls_again(0.5)
-        # What the program itself raises meanwhile stays.
+        # An exception that the program itself raises meanwhile is not lost.
         work, me = late(groups[4], 1), ctypes.c_ulong(threading.get_ident())
         raises = partial(ctypes.pythonapi.PyThreadState_SetAsyncExc, me, ctypes.py_object(KeyboardInterrupt))
         threading.Timer(2.5, raises).start()
@@ -277,7 +277,7 @@ def beside_the_watch(ctx: Context) -> None:
 
 
 def test_rule_34_a_call_that_fails_beside_the_watch_is_told_once(libraries: dict[str, Path]) -> None:
-    """Whichever is first, and nothing that waits for another reason is lost."""
+    """This holds whichever of the two is first, and exceptions that are pending for another reason are not lost."""
     with launch(beside_the_watch, 2, env=environment("nccl", libraries, SAGELLM_SIM_TIMEOUT_MS="300000")) as job:
         assert job.hear(0, 120) == "fine"
         for rank in range(2):
@@ -285,7 +285,7 @@ def test_rule_34_a_call_that_fails_beside_the_watch_is_told_once(libraries: dict
 
 
 def other_threads(ctx: Context) -> None:
-    """The thread that issued the call gets it; the main thread where that has ended. One exception for two groups."""
+    """The thread that issued the call gets the error; if it has ended, the main thread. Two groups: one exception."""
     import torch_sagellm
 
     _, name = start(ctx, "nccl", timeout=timedelta(seconds=60))
@@ -349,7 +349,7 @@ def by_option(ctx: Context, how: str) -> Any:
 
 
 def blocks(ctx: Context) -> None:
-    """A synchronous call of a group that waits by blocking raises by itself, and a good one returns its numbers."""
+    """With blocking waits a synchronous call that succeeds returns, and one that fails raises its error itself."""
     _, name = start(ctx, "nccl", timeout=timedelta(seconds=DEADLINE), delay=0.05)
     value = torch.ones(4, device=name)
     dist.all_reduce(value)
@@ -365,7 +365,7 @@ def blocks(ctx: Context) -> None:
 
 @pytest.mark.parametrize("variable", ["SAGELLM_BLOCKING_WAIT", "TORCH_NCCL_BLOCKING_WAIT"])
 def test_blocking_wait_raises_in_wait(variable: str, libraries: dict[str, Path]) -> None:
-    """As with nccl: `wait()`, and a synchronous call, return when the call has ended, and raise where it failed."""
+    """As with nccl: `wait()`, and a synchronous call, return when the call has ended, and raise if it failed."""
     env = environment("nccl", libraries, SAGELLM_SIM_TIMEOUT_MS="300000") | {variable: "1"}
     with launch(by_option, 2, "blocking", env=env) as job:
         for text in job.hear(0):
@@ -388,7 +388,7 @@ def test_none_leaves_it_to_the_next_call(libraries: dict[str, Path]) -> None:
 
 
 def test_exit_ends_the_process_with_a_code_and_a_dump(libraries: dict[str, Path], tmp_path: Path) -> None:
-    """As nccl does, but with a code of its own, and the error on its stderr."""
+    """As with nccl, but with this package's exit code, and with the error on stderr."""
     env = environment("nccl", libraries, SAGELLM_SIM_TIMEOUT_MS="300000", SAGELLM_ON_DEVICE_FAILURE="Exit")
     with launch(by_option, 2, "exit", env=env | {"SAGELLM_DUMP_DIR": str(tmp_path)}) as job:
         assert exit_code(job.ranks[0]) == EXIT_CODE, job.report()
@@ -413,7 +413,7 @@ def test_another_word_is_refused() -> None:
 
 
 def slow_abort(ctx: Context) -> None:
-    """Group A fails first, and the library's abort lasts; group B has its own deadline."""
+    """Group A fails first, and the library's abort takes long. Group B must still fail at its own deadline."""
     import torch_sagellm
 
     os.environ["SAGELLM_SIM_ABORT_MS"] = "30000"
@@ -450,7 +450,7 @@ def test_one_slow_abort_does_not_stop_the_watch_of_other_groups(libraries: dict[
 
 
 def test_backend_has_the_options() -> None:
-    """They are copied, shown, and changed by the environment alone."""
+    """Options are copied and shown, and environment variables change them."""
     import torch_sagellm
 
     options = torch_sagellm.Options(on_device_failure="none", blocking_wait=True).__copy__()

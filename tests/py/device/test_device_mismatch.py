@@ -189,10 +189,10 @@ def both_calls_are_shown(job: Any, cases: list[tuple[str, bool]], limit: float) 
 def test_rule_05_calls_that_differ_on_devices_fail_with_both(
     vendor: str, asynchronous: bool, libraries: dict[str, Path]
 ) -> None:
-    """Long before the deadline, whatever differs, on both ranks."""
+    """Both ranks get the error long before the deadline, whatever differs."""
     cases = [(what, asynchronous) for what in CASES]
     env = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000")
-    # HCCL's stream keeps the error of a failed operation, so there a process has one case.
+    # HCCL's stream keeps the error of a failed operation, so each case has a separate process there.
     jobs = [[case] for case in cases] if vendor == "hccl" else [cases]
     for each in jobs:
         with launch(differ, 2, vendor, each, 100.0, None, env=env) as job:
@@ -204,7 +204,7 @@ def test_rule_05_calls_that_differ_on_devices_fail_with_both(
 def test_rule_05_calls_that_differ_on_devices_over_hosts(
     vendor: str, case: tuple[str, bool], libraries: dict[str, Path], hosts: list[str]
 ) -> None:
-    """The ranks compare when they ask each other what they do, before the deadline; the library only hangs."""
+    """The library only hangs. Before the deadline the ranks ask each other for their calls and find the mismatch."""
     env = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000", SAGELLM_SIM_HANG_AT="2")
     env["GLOO_SOCKET_IFNAME"] = net.INTERFACE
     with launch(differ, 2, vendor, [case], 12.0, hosts, env=env) as job:

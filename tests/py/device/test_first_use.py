@@ -27,7 +27,7 @@ from simulated import VENDORS, environment, start
 #: The first test builds the simulators, which takes minutes on a busy machine; every job has its own deadline.
 pytestmark = pytest.mark.timeout(900)
 
-#: Seconds of the groups that elapse, and of those whose first calls do, one after the other.
+#: Timeout in seconds of groups that must time out, and of groups whose first calls must time out, one by one.
 TIMEOUT = 3
 SHORT = 1
 #: The library itself would wait for far longer than any test.
@@ -35,8 +35,8 @@ HANGS = {"SAGELLM_SIM_TIMEOUT_MS": "300000"}
 
 
 def connected(name: str, vendor: str, timeout: float) -> Any:
-    """A group of ranks 0 and 1 whose communicator exists, and its backend. The timeout is the calls': on a busy machine
-    it takes longer to make a group."""
+    """Returns a group of ranks 0 and 1 whose communicator exists, and its backend. `timeout` is for calls only, because
+    making a group takes longer on a busy machine."""
     import torch_sagellm
 
     options = torch_sagellm.Options(vendor=vendor if vendor == "nccl" else "auto")
@@ -48,13 +48,13 @@ def connected(name: str, vendor: str, timeout: float) -> Any:
 
 
 def made(rank: int, name: str, vendor: str, sort: str, timeout: float) -> Any:
-    """The backend of such a group, and its first call of a sort."""
+    """Returns the backend of a new group and the group's first call, which is of the given sort."""
     group, backend = connected(name, vendor, timeout)
     return backend, firsts(rank, name, group)[sort]
 
 
 def together() -> None:
-    """On the CPU, by the default group."""
+    """Waits for all ranks: an all_reduce on the CPU in the default group."""
     dist.all_reduce(torch.ones(1))
 
 
@@ -101,7 +101,7 @@ def ended(ctx: Context, vendor: str, how: str) -> list[tuple[str, float, str, st
 def test_rule_35_a_first_call_ends_at_its_deadline_by_a_signal_or_by_an_abort(
     vendor: str, how: str, libraries: dict[str, Path]
 ) -> None:
-    """Rank 1 does not come. The deadline names it; the other two end the call at once."""
+    """Rank 1 never calls. The deadline's error names rank 1; a signal or an abort ends rank 0's call at once."""
     with launch(ended, 2, vendor, how, env=environment(vendor, libraries, **HANGS)) as job:
         for sort, kind, text, took in job.hear(0, 120):
             if how == "never":
@@ -134,7 +134,7 @@ def dies(ctx: Context, vendor: str, sort: str) -> None:
 @pytest.mark.parametrize("sort", ["all_reduce", "gather", "batch_isend_irecv", "isend and irecv"])
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_a_first_call_ends_when_its_peer_dies(vendor: str, sort: str, libraries: dict[str, Path]) -> None:
-    """With the name of the rank, long before the deadline."""
+    """The error names the dead rank and is raised long before the deadline."""
     with launch(dies, 2, vendor, sort, env=environment(vendor, libraries, **HANGS)) as job:
         assert (job.hear(0), job.hear(1)) == ("calls", "ready")
         begin = time.monotonic()

@@ -1,4 +1,4 @@
-"""How long calls hold their tensors: until the caller's stream is behind them, and not until the next call."""
+"""How long calls hold their tensors: until the caller's stream waits for them, and not until the next call."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def message(ctx: Context, name: str) -> list[Any]:
 
 
 def every(ctx: Context, name: str) -> dict[str, Callable[[], list[Any]]]:
-    """Each call, which leaves nothing but its works."""
+    """Each kind of call, as a function that keeps no references except the returned works."""
 
     def works(run: Callable[[bool], tuple[Any, list[torch.Tensor]]]) -> Callable[[], list[Any]]:
         return lambda: [run(True)[0]]
 
     calls = {what: works(run) for what, run in on_device.calls(2, ctx.rank, name).items()}
     calls.pop("barrier")
-    # dist.all_reduce_coalesced gives torch's future, whose `wait` does not pass through the Work: there the tensors are
-    # held until the device has passed the call, and no longer. A list is packed by operators for which this device
-    # waits, so none of these is called while the device is held.
+    # dist.all_reduce_coalesced returns torch's future, whose `wait` does not call the Work. So its tensors are held
+    # until the device has finished the call, and no longer. Operators for which this device waits pack a list, so no
+    # list is passed while the device is held.
     return calls | {
         "batch": lambda: batch(ctx, name),
         "region": lambda: region(ctx, name),
@@ -56,11 +56,11 @@ def every(ctx: Context, name: str) -> dict[str, Callable[[], list[Any]]]:
 
 
 def settled(device: Any) -> int:
-    """Pieces in use when nothing is under way any more. The count must stay as it is for longer than the list of
-    `comes_back_to` keeps a piece: one piece too many would hide one that is let go too early."""
+    """Returns the number of allocations in use when no operation is in flight. The count must be stable for longer than
+    the list of `comes_back_to` keeps one: an allocation too many here would hide one that is freed too early later."""
     torch.accelerator.synchronize()
     gc.collect()
-    dist.all_reduce(torch.ones(1))  # a call of ours, which lets go of what has ended
+    dist.all_reduce(torch.ones(1))  # any call of this package drops the references of ended operations
     count, since = int(device.blocks()), time.monotonic()
     while time.monotonic() < since + patience(0.5):
         time.sleep(0.02)
@@ -71,8 +71,8 @@ def settled(device: Any) -> int:
 
 
 def comes_back_to(device: Any, before: int) -> bool:
-    """Where the watch sees the end before the program drops the Work, that goes to a list that a thread empties after a
-    tenth of a second."""
+    """Waits until `before` allocations are in use; False if that takes too long. If the watch sees the end before the
+    program drops the Work, the Work goes to a list, which a thread empties after a tenth of a second."""
     end = time.monotonic() + patience(2)
     while device.blocks() != before and time.monotonic() < end:
         time.sleep(0.02)
@@ -100,7 +100,7 @@ def holds_nothing(ctx: Context, vendor: str, native: bool) -> None:
             kept.append((what, device.blocks() - before))
             before = settled(device)
     assert not kept, kept
-    # The device need not have come to it.
+    # The device may not have reached the call yet.
     for call in (
         calls["batch"],
         calls["region"],
@@ -114,10 +114,10 @@ def holds_nothing(ctx: Context, vendor: str, native: bool) -> None:
             del works, work
             gc.collect()
             assert device.blocks() == before, device.blocks() - before
-    # Dropped without a wait: held while it runs, and not until the next call of ours.
+    # The Work is dropped without a wait: the tensor is held while the call runs, and not until the next call.
     dist.all_reduce(torch.ones(64, device=name), async_op=True)
     assert comes_back_to(device, before), device.blocks() - before
-    # On another stream than that of the tensors the memory is held until the end.
+    # If the program waits on another stream than the tensor's, the tensor is held until the call ends.
     value = torch.ones(64, device=name)
     with device.held():
         work = dist.all_reduce(value, async_op=True)
@@ -142,5 +142,5 @@ def holds_nothing(ctx: Context, vendor: str, native: bool) -> None:
 def test_an_asynchronous_call_holds_no_tensor_beyond_wait(
     vendor: str, native: bool, libraries: dict[str, Path]
 ) -> None:
-    """Of every kind, a list, a batch, a region; and nothing for long after the end, without a call of ours."""
+    """Every kind of call, a list, a batch, a region. Soon after the end nothing is held, even without another call."""
     run_fresh(holds_nothing, 2, vendor, native, env=environment(vendor, libraries), timeout=120)

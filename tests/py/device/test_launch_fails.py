@@ -1,4 +1,4 @@
-"""A call that fails on one rank after it took its number: the group fails on every rank, before calls pair wrongly."""
+"""If a call fails on one rank after it took its number, the group fails on all ranks before calls pair wrongly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from on_device import backend_of, holds
 from simulated import VENDORS, environment, start
 
 pytestmark = pytest.mark.timeout(900)
-#: The groups' own deadline, in seconds: far beyond the second within which the others must know.
+#: Timeout of the groups, in seconds: far longer than the second within which the other ranks must get the error.
 DEADLINE = 30
 
 
@@ -64,7 +64,7 @@ CALLS: dict[str, tuple[Callable[[str, int], Any], str]] = {
 
 def fails_once(ctx: Context, vendor: str, what: str, how: str) -> None:
     call = CALLS[what][0]
-    # Each rank's calls of the library: one all_reduce, then two for the messages, then the one that is refused.
+    # Number of the library call that is refused on rank 0; the calls that prepare the test come before it.
     if how == "refused" and ctx.rank == 0:
         os.environ["SAGELLM_SIM_REFUSE_AT"] = "7" if what == "message" else "3"
     device, name = start(ctx, vendor, timeout=timedelta(seconds=DEADLINE), bound=what == "child")
@@ -95,11 +95,11 @@ def fails_once(ctx: Context, vendor: str, what: str, how: str) -> None:
     took = time.monotonic() - begin
     later = expect_raises(RuntimeError, lambda: dist.all_reduce(torch.ones(4, device=name)))
     ctx.tell((own, took, later))
-    ctx.listen()  # a rank that ends would be the other's reason
+    ctx.listen()  # if this rank exited, the other rank would report that instead
     os._exit(0)
 
 
-#: Only a list takes memory of the device to be prepared, and CNCL splits no communicator.
+#: Only a list allocates device memory before its launch, and CNCL cannot split communicators.
 CASES = [(vendor, what, "refused") for vendor in VENDORS for what in CALLS if (vendor, what) != ("cncl", "child")]
 if not torch_at_least(2, 13):  # whose split_group needs a cuda device
     CASES = [case for case in CASES if case[1] != "child"]
@@ -110,7 +110,7 @@ CASES += [(vendor, "list", "memory") for vendor in VENDORS]
 def test_a_call_that_fails_on_one_rank_fails_the_group_on_all(
     vendor: str, what: str, how: str, libraries: dict[str, Path]
 ) -> None:
-    """The library refuses a launch, or torch has no memory to prepare one; the others learn whose call it was."""
+    """The library refuses a launch, or torch has no memory to prepare one; the other rank learns which call failed."""
     with launch(fails_once, 2, vendor, what, how, env=environment(vendor, libraries)) as job:
         said = [job.hear(rank) for rank in range(2)]
         words = "out of memory" if how == "memory" else "failed in"

@@ -25,7 +25,7 @@ KERNEL = 0.01  # seconds
 
 @pytest.fixture(scope="module", autouse=True)
 def library() -> None:
-    """Built before the first deadline runs."""
+    """Builds the device before the first deadline starts."""
     simdevice.library_path()
 
 
@@ -92,7 +92,7 @@ def test_rule_17_every_collective_gives_the_bits_of_the_cpu(world_size: int, que
 
 
 def test_every_collective_of_a_delegated_group() -> None:
-    """Where gloo serves the group it gets the copies."""
+    """If gloo serves the group, gloo gets the copies in host memory."""
     run_fresh(every_call, 2, None, {"engine": "delegate"}, False)
 
 
@@ -104,7 +104,7 @@ def every_call_over_hosts(ctx: Context, names: list[str]) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_collective_over_hosts(hosts: list[str], world_size: int) -> None:
-    """The copies go the way of CPU tensors between hosts, with the same bits."""
+    """Between hosts the copies travel like CPU tensors, with the same bits."""
     with launch(every_call_over_hosts, world_size, hosts, env={"GLOO_SOCKET_IFNAME": net.INTERFACE}) as job:
         job.values(120)
 
@@ -138,7 +138,7 @@ def messages(ctx: Context, options: dict[str, Any]) -> None:
     holds(theirs, other)
     assert number() == 0 or options, "messages do not use the group's number"
     if not options:
-        # A collective that reads what a message has yet to fill comes behind it.
+        # A collective that reads the memory of a pending receive runs after the receive.
         late = torch.empty(40, device="npu").fill_(1)
         filled = dist.irecv(late, other, tag=5)
         dist.send(torch.empty(40, device="npu").fill_(6), other, tag=5)
@@ -166,7 +166,7 @@ def late_kernels(ctx: Context, queue: float | None) -> None:
     work = dist.broadcast(target, 0, async_op=True)
     work.wait()
     holds(target, 3)
-    # Results are stored beside the caller's stream, and wait() puts the stream that is current then behind them.
+    # Results are stored on another stream than the caller's; wait() makes the then current stream wait for them.
     side = torch.npu.Stream()
     value = torch.empty(500, device="npu").fill_(ctx.rank + 1)
     work = dist.all_reduce(value, async_op=True)
@@ -174,7 +174,7 @@ def late_kernels(ctx: Context, queue: float | None) -> None:
         work.wait()
         doubled = value * 2
         holds(doubled, 6)
-    # A call on another stream fetches from that one.
+    # A call on another stream copies its inputs in the order of that stream.
     with side:
         value = torch.empty(500, device="npu").fill_(ctx.rank + 5)
         dist.all_reduce(value)
@@ -232,7 +232,7 @@ def overlapping(ctx: Context, queue: float | None) -> None:
     shifted = dist.all_reduce(value[200:], async_op=True)
     gathered = torch.empty(200 * n, device="npu")
     last = dist.all_gather_into_tensor(gathered, value[150:350], async_op=True)
-    dist.all_reduce(value)  # a synchronous one behind all of them
+    dist.all_reduce(value)  # a synchronous call after all of them
     if ctx.rank == 0:
         ctx.tell("issued")
     for work in (*chain, part, shifted, last):
@@ -248,7 +248,7 @@ def overlapping(ctx: Context, queue: float | None) -> None:
 
 @pytest.mark.parametrize("queue", [None, 0.002])
 def test_rule_04_operations_on_the_same_memory_run_in_order(queue: float | None) -> None:
-    """Rule 4: one that reads what an earlier one has yet to store gets it; whole and partial overlaps, no waits."""
+    """Rule 4: a call that reads the pending result of an earlier call gets it; full and partial overlap, no waits."""
     with launch(overlapping, 2, queue) as job:
         job.say(1, "go")
         assert job.hear(0) == "issued"
@@ -285,7 +285,7 @@ def messages_in_order(ctx: Context, queue: float | None, names: list[str]) -> No
         assert torch.equal(got.cpu(), torch.tensor([9.0] * 250 + [3.0] * 250))
         dist.send(torch.empty(400, device="npu").fill_(8), 0, tag=3)
     if not names:
-        # What lies between the elements of another tensor is no part of it: neither waits for the other.
+        # A tensor between the elements of another shares no element with it, so neither call waits for the other.
         grid = torch.empty(100, 2, device="npu").fill_(ctx.rank + 1)
         work = dist.irecv(grid[:, 0], 1, tag=4) if ctx.rank == 0 else None
         dist.all_reduce(grid[:, 1])
@@ -375,12 +375,12 @@ def dropped(ctx: Context) -> None:
     kept = [torch.empty(1000, device="npu").fill_(ctx.rank + turn) for turn in range(5)]
     for tensor in kept:
         dist.all_reduce(tensor, async_op=True)
-    # Its tensors are gone at once, and their memory would be the next to be given out.
+    # Its tensors are dropped at once, so the next allocation would get their memory if nothing held it.
     source = torch.empty(1000, device="npu").fill_(1)
     dist.all_gather_into_tensor(torch.empty(2000, device="npu"), source, async_op=True)
     del source
     fresh = torch.empty(2000, device="npu").fill_(33)
-    # On a device a barrier comes behind the results of the collectives before it.
+    # On a device a barrier waits until earlier collectives have stored their results.
     dist.barrier(device_ids=[0])
     for turn, tensor in enumerate(kept):
         holds(tensor, 1 + 2 * turn)
@@ -457,7 +457,7 @@ def peer_dies(ctx: Context) -> None:
         ctx.listen()  # until the other rank's operations are under way
         os._exit(7)
     first = dist.all_reduce(value, async_op=True)
-    second = dist.all_reduce(value, async_op=True)  # reads what the first has yet to store
+    second = dist.all_reduce(value, async_op=True)  # reads the pending result of the first
     ctx.tell("issued")
     seen: list[str] = []
     chained = second.get_future().then(lambda done: seen.append(expect_raises(RuntimeError, done.value)))

@@ -53,7 +53,7 @@ def other_device(ctx: Context, vendor: str) -> None:
 
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_tensors_of_a_device_that_is_not_the_current_one(vendor: str, libraries: dict[str, Path]) -> None:
-    """The library launches on the thread's device, so that must be the tensors' for the whole call."""
+    """The library launches on the thread's current device, so this must be the tensors' device for the whole call."""
     run_fresh(other_device, 2, vendor, env=environment(vendor, libraries))
 
 
@@ -69,7 +69,7 @@ def synchronous_memory(ctx: Context, vendor: str, native: bool) -> None:
         lambda: dist.all_gather([torch.empty(64, device=name) for _ in range(2)], flat),
         lambda: dist.reduce_scatter_tensor(torch.empty(32, device=name), flat),
     ]
-    for form in forms:  # whatever is made once is made now
+    for form in forms:  # the first calls make everything that is made only once
         form()
     torch.accelerator.synchronize(name)
     deadline = time.monotonic() + 20
@@ -80,7 +80,7 @@ def synchronous_memory(ctx: Context, vendor: str, native: bool) -> None:
         time.sleep(0.1)
     before = device.blocks()
     for at, form in enumerate(forms):
-        with device.held():  # nothing on the device has begun when the call returns
+        with device.held():  # the call returns although no work on the device has begun
             form()
             gc.collect()
             assert device.blocks() == before, f"form {at} holds {device.blocks() - before} pieces of memory"
@@ -99,7 +99,7 @@ def test_a_synchronous_call_holds_no_memory_when_it_has_returned(
 
 
 class Owned(torch.Tensor):
-    """A tensor that notes the system's name of the thread on which it is given back."""
+    """A tensor that records the system's name of the thread that frees it."""
 
     given_back: ClassVar[list[str]] = []
 
@@ -109,14 +109,14 @@ class Owned(torch.Tensor):
 
 def outputs_of_a_dropped_work(ctx: Context, vendor: str) -> None:
     device, name = start(ctx, vendor, delay=0.0)
-    with device.held():  # so the call's own thread cannot be the one that sees its end
+    with device.held():  # so the calling thread cannot see the end of the call
         value = torch.ones(64, device=name).as_subclass(Owned)
         dist.all_reduce(value, async_op=True)
         del value
     torch.accelerator.synchronize(name)
     counted("all_reduce", 1)
     deadline = time.monotonic() + 20
-    while not Owned.given_back:  # without a call of ours
+    while not Owned.given_back:  # without any call of this package
         assert time.monotonic() < deadline, "the tensor was never given back"
         time.sleep(0.01)
         gc.collect()
@@ -126,7 +126,7 @@ def outputs_of_a_dropped_work(ctx: Context, vendor: str) -> None:
 
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_tensors_of_a_dropped_work_are_given_back_on_python_threads(vendor: str, libraries: dict[str, Path]) -> None:
-    """Giving one back may run Python, for which the thread that watches the device must not wait."""
+    """Freeing a tensor may run Python, and the thread that watches the device must not wait for the GIL."""
     run_fresh(outputs_of_a_dropped_work, 2, vendor, env=environment(vendor, libraries))
 
 
@@ -146,7 +146,7 @@ def captured_statistics(ctx: Context, asynchronous: bool) -> None:
     assert driver.cuStreamBeginCapture_v2(stream, 0) == 0
     with device.capturing():
         work = dist.all_reduce(value, async_op=asynchronous)
-        # The host cannot wait for what is only recorded.
+        # The host cannot wait for work that is recorded but not run.
         refused = expect_raises(ValueError, lambda: dist.barrier(device_ids=[0]))
         late = expect_raises(ValueError, lambda: dist.barrier(device_ids=[0], async_op=True))
         if work is not None:
@@ -186,18 +186,18 @@ def barrier_behind_all(ctx: Context, vendor: str, asynchronous: bool, named: boo
         kept = torch.empty(1000, device=name).fill_(ctx.rank + 1)
         strided = torch.empty(2, 1000, device=name).fill_(ctx.rank + 1)
         device.kernel_delay(0.0)
-        # Works are dropped. The second is copied back by a late kernel of ours, the third is on the user's stream.
+        # The Works are dropped. A late copy kernel stores the second result; the third call is on the user's stream.
         dist.all_reduce(kept, async_op=True)
         device.kernel_delay(0.3)
         dist.all_reduce(strided.t(), async_op=True)
         late = torch.empty(1000, device=name).fill_(ctx.rank + 1)
         dist.all_reduce(late)
         device.kernel_delay(0.0)
-    # Without a number torch names no device, and the barrier is one of the hosts.
+    # Without a device number torch names no device, so the barrier runs on the CPU.
     work = dist.barrier(device_ids=[0] if named else None, async_op=asynchronous)
     if work is not None:
         work.wait()
-    # Read past all streams: what the barrier came behind is there.
+    # Reads the memory without a stream: all collectives before the barrier have stored their results.
     for value in (kept, strided, late):
         memory = (ctypes.c_float * value.numel()).from_address(value.data_ptr())
         found = set(memory)
@@ -211,7 +211,7 @@ def barrier_behind_all(ctx: Context, vendor: str, asynchronous: bool, named: boo
 def test_a_barrier_comes_behind_every_earlier_collective(
     vendor: str, asynchronous: bool, named: bool, libraries: dict[str, Path]
 ) -> None:
-    """Also collectives whose Works were dropped, and those on other streams of the user."""
+    """The barrier also waits for collectives whose Works were dropped and for collectives on other user streams."""
     run_fresh(barrier_behind_all, 2, vendor, asynchronous, named, env=environment(vendor, libraries))
 
 

@@ -310,7 +310,7 @@ def dropped(ctx: Context) -> None:
     for i, each in enumerate(found):
         assert (each == sum(i + rank for rank in range(ctx.world_size))).all(), (i, each)
     for _ in range(20):
-        dist.all_reduce(torch.ones(1000), async_op=True)  # not even the tensor is held
+        dist.all_reduce(torch.ones(1000), async_op=True)  # the program keeps neither the Work nor the tensor
     dist.barrier()
 
 

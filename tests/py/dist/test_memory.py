@@ -191,7 +191,8 @@ def little_memory(ctx: Context, folder: str, used: str, spare: int) -> tuple[int
 
 @beyond_gloo("maps nothing")
 def test_rule_24_a_control_group_that_is_almost_full_shrinks_the_segment_or_delegates() -> None:
-    """Rule 24: populating memory past such a limit kills, so the segment takes a quarter of what is left, or none."""
+    """Rule 24: the kernel kills a process that populates memory past the limit of its control group. So the segment
+    takes at most a quarter of the memory that is left, or the group is delegated."""
     with limited_group() as (folder, used):
         path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         past = subprocess.run([sys.executable, "-c", PAST_THE_LIMIT, folder, used], env=path, timeout=60)

@@ -107,7 +107,7 @@ def counts_what_was_issued(ctx: Context) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_counts_and_bytes_are_those_of_the_calls(world_size: int) -> None:
-    """Right after each call, whatever its kind, size and form; nothing is left after a reset."""
+    """The counts are right after each call, whatever its kind, size and form. After a reset they are zero."""
     run_ranks(counts_what_was_issued, world_size)
 
 
@@ -125,7 +125,7 @@ def late_rank(ctx: Context, late: int) -> dict[str, Any]:
         gathered = torch_sagellm.gather_stats()
         assert gathered["straggler"] == late, (size, gathered["summary"])
         assert f"rank {late} was waited for longest" in gathered["summary"]
-        # Each of the others saw three waits of some 150 ms; generously less, because sleeps and looks are coarse.
+        # Each other rank waited three times for about 150 ms. The bound is lower: sleeps and polls are coarse.
         assert gathered["waited_for_ms"][late] > 300 * (ctx.world_size - 1), (size, gathered["waited_for_ms"])
         for stats in gathered["ranks"]:
             if stats["rank"] != late:
@@ -504,7 +504,7 @@ def small_ring(ctx: Context) -> list[int]:
 
 @pytest.mark.parametrize("room", [0, 8])
 def test_the_ring_keeps_as_many_as_asked(room: int) -> None:
-    """SAGELLM_RING; the counts do not depend on it."""
+    """SAGELLM_RING sets the number of records that are kept. The counts in the statistics do not depend on it."""
     for numbers in run_fresh(small_ring, 2, env={"SAGELLM_RING": str(room)}):
         assert numbers == list(range(41 - room, 41))
 

@@ -509,7 +509,7 @@ def raise_its_name(name: str) -> Callable[..., None]:
 
 
 def test_rule_30_there_is_no_direct_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rule 30 is about calls past c10d: the package's own functions are calls of torch.distributed, nothing beside."""
+    """Rule 30 is about calls that bypass c10d. There are none: the package's own functions call torch.distributed."""
     import torch_sagellm
 
     calls = {

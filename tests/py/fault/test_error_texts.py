@@ -24,7 +24,7 @@ PROBLEM = (RuntimeError, ValueError)
 
 
 def timeout(ctx: Context) -> str | None:
-    ctx.init(operations=timedelta(seconds=4))  # the other rank is asked at half of it, and needs time to answer
+    ctx.init(operations=timedelta(seconds=4))  # rank 0 asks rank 1 after half of it; rank 1 needs time to answer
     dist.broadcast(torch.ones(2), 0)
     return expect_raises(PROBLEM, lambda: dist.all_reduce(torch.ones(3))) if ctx.rank == 0 else None
 

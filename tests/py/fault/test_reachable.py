@@ -43,7 +43,7 @@ def call(kind: str, mine: torch.Tensor, result: torch.Tensor) -> None:
 
 
 def right(kind: str, mine: torch.Tensor, result: torch.Tensor) -> bool:
-    """Whether what a call gave is what it should be, where rank r brought the number r + 1 everywhere."""
+    """Whether the result of a call is correct, if each rank r filled its input with the number r + 1."""
     ranks = dist.get_world_size()
     total, part = ranks * (ranks + 1) / 2, COUNT // ranks
     if kind in ("all_reduce", "broadcast"):
@@ -56,7 +56,7 @@ def right(kind: str, mine: torch.Tensor, result: torch.Tensor) -> bool:
 
 
 def until_it_fails(ctx: Context, kind: str, victim: int) -> str:
-    """Calls until one fails. Ranks that were not stopped then write their tensors anew; nothing may change these."""
+    """Calls until one fails. Ranks that were not stopped then overwrite their tensors, which no peer may change."""
     ctx.init()
     mine, result = torch_sagellm.empty(COUNT), torch_sagellm.empty(COUNT)
     bystander = torch_sagellm.shared(torch.arange(1000.0))

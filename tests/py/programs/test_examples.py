@@ -18,10 +18,10 @@ EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 PACKAGE = EXAMPLES.parent / "torch_ext" / "torch_sagellm" / "demos"
 #: Programs that the package has, for `torch-sagellm demo`; the example only starts them.
 DEMOS = {"09_hang.py": "hang.py", "train_gpt.py": "train_gpt.py"}
-SECONDS = 60  # what an example may take on an idle machine with two cores
+SECONDS = 60  # time limit of an example on an idle machine with two cores
 #: Arguments that make the demo, which trains for minutes, a short one.
 SHORT = ["--steps", "12", "--rounds", "2", "--profile-steps", "2", "--data-mib", "0.5"]
-#: Where torchrun's process runs its rank as a child, how that is started; and the rank that it kills on purpose.
+#: Examples in which torchrun's process runs its rank as a child: the child's arguments, and the rank that is killed.
 AS_CHILD = {"08_recovery.py": (["--rank"], 1)}
 NAMES = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name != "train_gpt.py")
 
@@ -45,7 +45,7 @@ def command(example: Path) -> tuple[int, str]:
 @pytest.mark.timeout(SECONDS + 60)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_example_runs_as_its_head_says(name: str) -> None:
-    """It prints what it shows, and it has an assertion: without one its end would say nothing."""
+    """The example prints something and contains an assertion, without which its exit code would prove nothing."""
     example = EXAMPLES / name
     ranks, _ = command(example)
     packaged = DEMOS.get(name)
@@ -56,7 +56,7 @@ def test_the_example_runs_as_its_head_says(name: str) -> None:
 
 
 def as_main(context: Context, name: str, words: list[str]) -> None:
-    """Runs the example in this rank, which has torch imported already: a process of torchrun takes seconds for that."""
+    """Runs the example in this rank, which has already imported torch. A process of torchrun needs seconds for it."""
     import torch.distributed as dist
 
     # As torchrun: the store is there already, and each job has a part of it of its own.
@@ -115,7 +115,7 @@ def test_the_demo_trains_and_its_weights_generate_over_all_ranks(tmp_path: Path)
 
 @pytest.mark.timeout(2 * SECONDS)
 def test_the_command_starts_the_programs_of_the_package(tmp_path: Path) -> None:
-    """In any folder, in which nothing is left. The place in the text of the hang is the program's."""
+    """The command works in any folder and leaves no file there. The hang's error text names a line of the program."""
     hung = run_script(
         ["-m", "torch_sagellm", "demo", "hang", "--timeout", "2"], timeout=SECONDS, cwd=tmp_path, warm=True
     )

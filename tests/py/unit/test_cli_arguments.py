@@ -1,4 +1,4 @@
-"""Every option of every command with odd values: status 2 and one line, or taken; never a traceback."""
+"""Every option of every command with odd values: accepted, or rejected with status 2 and one line, no traceback."""
 
 from __future__ import annotations
 
