@@ -450,7 +450,7 @@ def test_one_slow_abort_does_not_stop_the_watch_of_other_groups(libraries: dict[
 
 
 def test_backend_has_the_options() -> None:
-    """Options are copied and shown, and environment variables change them."""
+    """A copy of the options keeps both values. The defaults are "raise" and no blocking wait."""
     import torch_sagellm
 
     options = torch_sagellm.Options(on_device_failure="none", blocking_wait=True).__copy__()
