@@ -37,7 +37,7 @@ COLLECTIVES = [f"{EPYC_21}/collectives-2r-float32", f"{EPYC_21}/collectives-4r-f
 SIXTEEN = "2026-11-26-intel-xeon-16c"
 WIDE = [f"{SIXTEEN}/collectives-{ranks}r-float32" for ranks in (2, 4, 8, 16)]
 #: Host times of one rank on a card.
-CARD = [f"{SIXTEEN}/gpu-host-time"]
+CARD = [f"{SIXTEEN}/gpu-host-time-2"]
 FUSION = [
     f"{EPYC}/fusion-2r", f"{XEON_21}/fusion-2r-floor", f"{XEON_21}/fusion-2r",
     f"{EPYC}/fusion-4r", f"{EPYC}/fused-4r", f"{XEON_21}/fusion-4r",
@@ -268,7 +268,7 @@ def busy_cores(runs: list[Run]) -> Table:
 def host_times(runs: list[Run]) -> Table:
     """Host time of a call on a card, and nccl's over it: the 10th percentiles."""
     (run,) = runs
-    sizes = [8, 4 * KiB, 64 * KiB, MiB, 16 * MiB, 64 * MiB]
+    sizes = [8, 4 * KiB, MiB, 64 * MiB]
     table = [["operation", *map(show_size, sizes)]]
     for op in report.ops_of(run["results"]):
         cells = {}

@@ -34,8 +34,8 @@ class DeviceWatch {
     Alarm::Thread thread{Alarm::this_thread(), Alarm::Clock::now()};
   };
   // Registers a launch with the watch for the lifetime of this object, so that a launch which does not return, or whose
-  // next steps cannot be enqueued, has a deadline, too. It costs two short holds of the lock. The watching thread wakes for the launch, and so need not wake
-  // for the call that follows.
+  // next steps cannot be enqueued, has a deadline, too. It costs two short holds of the lock. The watching thread wakes
+  // for the launch, and so need not wake for the call that follows.
   class Launching {
    public:
     Launching(std::shared_ptr<DeviceCall> call, std::shared_ptr<Failure> failure)
