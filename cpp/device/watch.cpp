@@ -10,6 +10,15 @@
 
 namespace sagellm {
 
+namespace {
+
+// The steady clock in nanoseconds.
+int64_t now() {
+  return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+}  // namespace
+
 void DeviceWatch::add(RunPtr run) {
   const std::lock_guard<std::mutex> lock(mutex_);
   added_.push_back(std::move(run));
@@ -65,8 +74,10 @@ void DeviceWatch::start() {
   if (stopped_) return;
   if (!running_) {
     const BlockSignals block;
-    std::thread([this] { serve(); }).detach();
     running_ = true;
+    std::thread([this] { serve(); }).detach();
+    if (!guarding_) std::thread([this] { guard(); }).detach();
+    guarding_ = true;
   } else if (idle_) {
     changed_.notify_all();
   }
@@ -83,8 +94,6 @@ void DeviceWatch::serve() {
   constexpr int kAwake = 10;
   int without_calls = 0;
   auto pause = kShort;
-  // On the heap, because calls that have not ended are leaked when the thread stops.
-  auto& runs = *new std::vector<RunPtr>();
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stopped_) {
     if (!captured_.empty() && std::chrono::steady_clock::now() - looked_ >= kReplays) {
@@ -95,7 +104,7 @@ void DeviceWatch::serve() {
       std::move(captured.begin(), captured.end(), std::back_inserter(captured_));
       looked_ = std::chrono::steady_clock::now();
     }
-    const bool none = added_.empty() && runs.empty() && launching_.empty();
+    const bool none = added_.empty() && runs_.empty() && launching_.empty();
     without_calls = none ? without_calls + 1 : 0;
     if (without_calls > kAwake) {
       idle_ = true;
@@ -114,26 +123,54 @@ void DeviceWatch::serve() {
       without_calls = 0;
       continue;
     }
-    std::move(added_.begin(), added_.end(), std::back_inserter(runs));
+    std::move(added_.begin(), added_.end(), std::back_inserter(runs_));
     added_.clear();
     auto launching = launching_;
     lock.unlock();
-    pause = look(runs) || none ? kShort : std::min(pause * 2, kLong);
-    for (const Launch& launch : launching) {
-      // A launch that has failed need not be checked again.
-      if (ends(launch)) end(launch.call);
-    }
-    launching.clear();
+    // First, because the calls' end is asked of the device, which may take until such a launch has ended.
+    end_overdue(launching);
+    pause = look() || none ? kShort : std::min(pause * 2, kLong);
     DeferredRelease::instance().post();
     lock.lock();
     changed_.wait_for(lock, pause, [this] { return stopped_; });
   }
-  if (runs.empty()) delete &runs;
   running_ = false;
   changed_.notify_all();
+  ending_.notify_all();
 }
 
-bool DeviceWatch::look(std::vector<RunPtr>& runs) {
+void DeviceWatch::end_overdue(std::vector<Launch>& launching) {
+  for (const Launch& launch : launching) {
+    // A launch that has failed need not be checked again.
+    if (ends(launch)) end(launch.call);
+  }
+  launching.clear();
+}
+
+void DeviceWatch::guard() {
+  pthread_setname_np(pthread_self(), "sagellm-overdue");
+  constexpr auto kPause = std::chrono::milliseconds(500);
+  constexpr int64_t kStuck = 1'000'000'000;
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (running_ && !stopped_) {
+    ending_.wait_for(lock, kPause, [this] { return !running_ || stopped_; });
+    const int64_t since = asking_since_.load(std::memory_order_relaxed);
+    if (since == 0 || now() - since < kStuck) continue;
+    std::vector<RunPtr> runs = runs_;
+    auto launching = launching_;
+    lock.unlock();
+    end_overdue(launching);
+    for (RunPtr& run : runs) {
+      run->fail_unasked();
+      DeferredRelease::instance().add(nullptr, {}, std::move(run));
+    }
+    lock.lock();
+  }
+  guarding_ = false;
+}
+
+bool DeviceWatch::look() {
+  if (runs_.empty()) return false;
   const auto has_ended = [](DeviceRun& run) {
     try {
       return run.poll();
@@ -144,23 +181,34 @@ bool DeviceWatch::look(std::vector<RunPtr>& runs) {
   };
   std::vector<c10::Stream> busy;
   std::vector<RunPtr> left;
-  for (RunPtr& run : runs) {
+  std::vector<RunPtr> ended;
+  asking_since_.store(now(), std::memory_order_relaxed);
+  for (const RunPtr& run : runs_) {
     const bool behind_another = std::find(busy.begin(), busy.end(), run->stream()) != busy.end();
     if ((!behind_another || run->overdue()) && has_ended(*run)) {
-      DeferredRelease::instance().add(nullptr, {}, std::move(run));
+      ended.push_back(run);
       continue;
     }
     if (!behind_another) busy.push_back(run->stream());
-    left.push_back(std::move(run));
+    left.push_back(run);
   }
-  runs.swap(left);
-  return runs.size() < left.size();
+  asking_since_.store(0, std::memory_order_relaxed);
+  if (ended.empty()) return false;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    runs_.swap(left);
+  }
+  left.clear();
+  // This thread must not drop the last reference to a call.
+  for (RunPtr& run : ended) DeferredRelease::instance().add(nullptr, {}, std::move(run));
+  return true;
 }
 
 void DeviceWatch::stop(std::chrono::milliseconds patience) {
   std::unique_lock<std::mutex> lock(mutex_);
   stopped_ = true;
   changed_.notify_all();
+  ending_.notify_all();
   changed_.wait_for(lock, patience, [this] { return !running_; });
   new std::vector<RunPtr>(std::move(added_));
   added_.clear();

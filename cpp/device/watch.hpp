@@ -2,6 +2,7 @@
 // not end.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <memory>
@@ -63,10 +64,17 @@ class DeviceWatch {
   void end(const std::shared_ptr<DeviceCall>& call);
   // If the launch must not go on, handles its failure and returns true.
   static bool ends(const Launch& launch);
+  // Ends those of the launches that must not go on, and drops the references. Call it without `mutex_`.
+  void end_overdue(std::vector<Launch>& launching);
   void serve();
-  // Polls the first call of each stream, because a stream passes its calls in order, and calls whose deadline has
-  // passed. Removes the calls that have ended, and returns true if there was one.
-  static bool look(std::vector<RunPtr>& runs);
+  // Polls the first call of each stream of `runs_`, because a stream passes its calls in order, and calls whose
+  // deadline has passed. Removes the calls that have ended, and returns true if there was one. Call it without
+  // `mutex_`.
+  bool look();
+  // Serves a second thread, which asks the device nothing. A query can hang, for example while another thread loads a
+  // kernel and waits for the device to become idle. If the watching thread has been in its queries for a second, this
+  // thread fails the calls that must not go on; the abort that follows lets the device go on, and the query return.
+  void guard();
 
   // The captured calls of one group, represented by one of them.
   struct Captured {
@@ -80,15 +88,25 @@ class DeviceWatch {
 
   std::mutex mutex_;
   std::condition_variable changed_;
+  // Notified when `running_` or `stopped_` changes, for the second thread.
+  std::condition_variable ending_;
   std::vector<Captured> captured_;
   std::chrono::steady_clock::time_point looked_;
-  // Calls that the thread has not yet moved to its own list.
+  // Calls that the thread has not yet moved to `runs_`.
   std::vector<RunPtr> added_;
+  // Calls that the watching thread polls. Only this thread changes the list, with `mutex_` held; it reads the list
+  // without it. On the heap, because calls that have not ended are leaked when the thread stops.
+  std::vector<RunPtr>& runs_ = *new std::vector<RunPtr>();
+  // Since when the watching thread queries the device, on the steady clock in nanoseconds; 0: it does not. Written by
+  // the watching thread, read by the second one. Relaxed: it orders no other access.
+  std::atomic<int64_t> asking_since_{0};
   // Launches that have not returned, and whose group has not failed.
   std::vector<Launch> launching_;
   // True while the thread sleeps until `changed_` is notified; otherwise it polls again soon.
   bool idle_ = false;
   bool running_ = false;
+  // Whether the second thread runs; it ends with the first one.
+  bool guarding_ = false;
   bool stopped_ = false;
 };
 

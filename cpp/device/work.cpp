@@ -100,6 +100,12 @@ bool DeviceRun::poll(std::chrono::microseconds spin) {
   return true;
 }
 
+void DeviceRun::fail_unasked() {
+  if (ended_) return;
+  const std::string error = launched_.call->look_at_launch();
+  if (!error.empty()) fail(error);
+}
+
 std::vector<at::Tensor> DeviceRun::take_tensors() {
   const std::lock_guard<std::mutex> lock(mutex_);
   return std::exchange(launched_.keep, {});

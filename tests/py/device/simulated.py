@@ -34,6 +34,10 @@ if CARD:
 ROOT = Path(__file__).resolve().parents[3]
 
 
+#: For modules whose programs install the simulated device themselves.
+on_simulator_alone = pytest.mark.skipif(CARD, reason="its program installs the simulated device")
+
+
 class NeedsSimulatorError(Exception):
     """A test controls the simulated device, and runs on a card."""
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from harness import torchrun
-from simulated import VENDORS, environment
+from simulated import VENDORS, environment, on_simulator_alone
 
 from torch_sagellm.cli import bench, collectives
 from torch_sagellm.cli.main import main
 
 #: The first test builds the simulators, which takes minutes on a busy machine; every run has a deadline of its own.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), on_simulator_alone]
 
 SCRIPT = Path(__file__).with_name("bench_script.py")
 

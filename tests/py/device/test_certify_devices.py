@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from harness import run_script
-from simulated import VENDORS, environment
+from simulated import VENDORS, environment, on_simulator_alone
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), on_simulator_alone]
 #: What a vendor's package does when it is imported, in every process that the command starts.
 INSTALL = """
 import os, sys

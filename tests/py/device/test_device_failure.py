@@ -13,11 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import on_device
 import pytest
 import torch
 import torch.distributed as dist
 from failing_calls import WAYS, Way, nobody_calls_again, not_waited, sync, use, waited
 from harness import Context, error_of, expect_raises, launch
+from limits import patience
 from on_device import holds
 from simulated import VENDORS, environment, exit_code, load_lazily, start
 
@@ -115,6 +117,42 @@ def test_an_error_of_the_library_and_a_death_are_raised(
                 call = {"listed": "all_reduce_coalesced number 2", "batch": "(send|recv) with rank [01]"}
                 seen = f"seen at {call.get(way.__name__, 'all_reduce number 2')} on {name}:0"
                 assert re.search(seen, text), text
+            job.say(rank, "go")
+
+
+def loads_meanwhile(ctx: Context, vendor: str) -> None:
+    """Rank 1 joins no call. Rank 0 loads a kernel of its own while its call waits, so the device answers no query."""
+    device, name = start(ctx, vendor, timeout=timedelta(seconds=60))
+    value = torch.ones(4, device=name)
+    dist.all_reduce(value)
+    holds(value, 2)
+    on_device.backend_of(name)._set_default_timeout(timedelta(seconds=DEADLINE))
+    dist.barrier()
+    load_lazily(device)
+    if ctx.rank == 0:
+        begin = time.monotonic()
+
+        def load() -> None:
+            work = dist.all_reduce(value, async_op=True)
+            torch.full((4,), 2.0, device=name)
+            work.wait()
+            torch.accelerator.synchronize()
+            nobody_calls_again(1)
+
+        ctx.tell((expect_raises(dist.DistBackendError, load), time.monotonic() - begin))
+    ctx.listen()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("vendor", ["nccl", "cncl"])
+def test_a_call_has_a_deadline_while_the_device_answers_no_query(vendor: str, libraries: dict[str, Path]) -> None:
+    """The first launch of a kernel may wait until the device is idle, and with it whoever asks the device."""
+    env = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000")
+    with launch(loads_meanwhile, 2, vendor, env=env) as job:
+        text, took = job.hear(0, 60)
+        assert "Timed out after 2.0 s in all_reduce number 2" in text, text
+        assert took < DEADLINE + patience(3), took
+        for rank in range(2):
             job.say(rank, "go")
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from harness import torchrun
-from simulated import VENDORS, environment
+from simulated import VENDORS, environment, on_simulator_alone
 from training_script import STEPS
 
 #: The first test builds the simulators, which takes minutes on a busy machine; every run has its own deadline.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), on_simulator_alone]
 
 SCRIPT = Path(__file__).with_name("training_script.py")
 RANKS = 2

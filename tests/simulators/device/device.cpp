@@ -239,6 +239,45 @@ void synchronize(int device, void* stream) {
   on_device(device, [&] { runtime.stream_sync(stream); });
 }
 
+// The first launch of each kernel loads it, which may wait until the device is idle, as with CUDA's lazy loading. The
+// simulated device waits always, from the moment at which this is turned on, and meanwhile answers no query.
+class Kernels {
+ public:
+  void lazy(bool on) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    lazy_ = on;
+    loaded_.clear();
+  }
+  void load(const char* name, int device) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (!lazy_ || !loaded_.insert(name).second) return;
+    }
+    std::vector<void*> raw;
+    {
+      std::lock_guard<std::mutex> lock(streams().mutex);
+      raw = streams().raw[device];
+    }
+    std::lock_guard<std::mutex> lock(loading_);
+    for (void* stream : raw) {
+      if (stream != nullptr) synchronize(device, stream);
+    }
+  }
+  void wait() { std::lock_guard<std::mutex> lock(loading_); }
+
+ private:
+  std::mutex mutex_;
+  bool lazy_ = false;
+  std::set<std::string> loaded_;
+  // Held while a kernel is loaded.
+  std::mutex loading_;
+};
+
+Kernels& kernels_known() {
+  static auto* all = new Kernels();
+  return *all;
+}
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kType; }
   c10::Device exchangeDevice(c10::Device device) const override {
@@ -305,6 +344,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* event) const override {
     if (event == nullptr) return true;
+    kernels_known().wait();
     const Recorded found = recorded(event);
     if (*found.queued > 0) return false;
     bool done = false;
@@ -494,41 +534,6 @@ at::Tensor on_host(const at::Tensor& tensor) {
   seen._set_conj(tensor.is_conj());
   seen._set_neg(tensor.is_neg());
   return seen;
-}
-
-// The first launch of each kernel loads it, which may wait until the device is idle, as with CUDA's lazy loading. The
-// simulated device waits always, from the moment at which this is turned on.
-class Kernels {
- public:
-  void lazy(bool on) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    lazy_ = on;
-    loaded_.clear();
-  }
-  void load(const char* name, int device) {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (!lazy_ || !loaded_.insert(name).second) return;
-    }
-    std::vector<void*> raw;
-    {
-      std::lock_guard<std::mutex> lock(streams().mutex);
-      raw = streams().raw[device];
-    }
-    for (void* stream : raw) {
-      if (stream != nullptr) synchronize(device, stream);
-    }
-  }
-
- private:
-  std::mutex mutex_;
-  bool lazy_ = false;
-  std::set<std::string> loaded_;
-};
-
-Kernels& kernels_known() {
-  static auto* all = new Kernels();
-  return *all;
 }
 
 // Puts a kernel on the current stream of the tensor's device.
