@@ -74,8 +74,8 @@ void DeviceWatch::start() {
   if (stopped_) return;
   if (!running_) {
     const BlockSignals block;
-    running_ = true;
     std::thread([this] { serve(); }).detach();
+    running_ = true;
     if (!guarding_) std::thread([this] { guard(); }).detach();
     guarding_ = true;
   } else if (idle_) {
