@@ -159,8 +159,8 @@ std::shared_ptr<c10::Event> VendorDevices::put(c10::ArrayRef<Plan> calls, const 
       placed.push_back(prepared.back().prepare(keep));
     }
     const size_t raw = passage.enter();
-    // Until all steps are enqueued: the first launch of a kernel of torch's may load it, and CUDA may first wait until
-    // the device is idle, and so for the library's kernel, which waits for the other ranks.
+    // Until all steps are enqueued: the first launch of a kernel of torch's may load it, and may first wait until the
+    // device is idle, and so for the library's kernel, which waits for the other ranks.
     const DeviceWatch::Launching watched(call, failure_);
     call->launch(placed, raw);
     passage.leave();
