@@ -123,7 +123,7 @@ def struck(number: int, seeds: range, say: Say | None) -> None:
 
 
 ELSEWHERE: dict[str, Callable[[range, Say | None], None]] = {
-    **{place: partial(elsewhere, place) for place in PLACES if place != "cpu"},
+    **{place: partial(elsewhere, place) for place in PLACES if place not in ("cpu", "card")},  # a card by hand alone
     "kill-9": partial(struck, signal.SIGKILL),
     "ctrl-c": partial(struck, signal.SIGINT),
 }
