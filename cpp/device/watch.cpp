@@ -10,15 +10,6 @@
 
 namespace sagellm {
 
-namespace {
-
-// The steady clock in nanoseconds.
-int64_t now() {
-  return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-}  // namespace
-
 void DeviceWatch::add(RunPtr run) {
   const std::lock_guard<std::mutex> lock(mutex_);
   added_.push_back(std::move(run));
@@ -150,12 +141,12 @@ void DeviceWatch::end_overdue(std::vector<Launch>& launching) {
 void DeviceWatch::guard() {
   pthread_setname_np(pthread_self(), "sagellm-overdue");
   constexpr auto kPause = std::chrono::milliseconds(500);
-  constexpr int64_t kStuck = 1'000'000'000;
   std::unique_lock<std::mutex> lock(mutex_);
+  uint64_t found = 0;
   while (running_ && !stopped_) {
     ending_.wait_for(lock, kPause, [this] { return !running_ || stopped_; });
-    const int64_t since = asking_since_.load(std::memory_order_relaxed);
-    if (since == 0 || now() - since < kStuck) continue;
+    const uint64_t before = std::exchange(found, queries_.load(std::memory_order_relaxed));
+    if (found % 2 == 0 || found != before) continue;
     std::vector<RunPtr> runs = runs_;
     auto launching = launching_;
     lock.unlock();
@@ -182,7 +173,7 @@ bool DeviceWatch::look() {
   std::vector<c10::Stream> busy;
   std::vector<RunPtr> left;
   std::vector<RunPtr> ended;
-  asking_since_.store(now(), std::memory_order_relaxed);
+  queries_.fetch_add(1, std::memory_order_relaxed);
   for (const RunPtr& run : runs_) {
     const bool behind_another = std::find(busy.begin(), busy.end(), run->stream()) != busy.end();
     if ((!behind_another || run->overdue()) && has_ended(*run)) {
@@ -192,7 +183,7 @@ bool DeviceWatch::look() {
     if (!behind_another) busy.push_back(run->stream());
     left.push_back(run);
   }
-  asking_since_.store(0, std::memory_order_relaxed);
+  queries_.fetch_add(1, std::memory_order_relaxed);
   if (ended.empty()) return false;
   {
     const std::lock_guard<std::mutex> lock(mutex_);

@@ -72,8 +72,9 @@ class DeviceWatch {
   // `mutex_`.
   bool look();
   // Serves a second thread, which asks the device nothing. A query can hang, for example while another thread loads a
-  // kernel and waits for the device to become idle. If the watching thread has been in its queries for a second, this
-  // thread fails the calls that must not go on; the abort that follows lets the device go on, and the query return.
+  // kernel and waits for the device to become idle. If this thread finds the watching thread in the same queries twice,
+  // half a second apart, it fails the calls that must not go on. The abort that follows lets the device go on, and the
+  // query return. It counts no time: a process that was stopped meanwhile has asked nothing yet.
   void guard();
 
   // The captured calls of one group, represented by one of them.
@@ -97,9 +98,9 @@ class DeviceWatch {
   // Calls that the watching thread polls. Only this thread changes the list, with `mutex_` held; it reads the list
   // without it. On the heap, because calls that have not ended are leaked when the thread stops.
   std::vector<RunPtr>& runs_ = *new std::vector<RunPtr>();
-  // Since when the watching thread queries the device, on the steady clock in nanoseconds; 0: it does not. Written by
-  // the watching thread, read by the second one. Relaxed: it orders no other access.
-  std::atomic<int64_t> asking_since_{0};
+  // Odd while the watching thread queries the device; it adds one before and after. Read by the second thread. Relaxed:
+  // it orders no other access.
+  std::atomic<uint64_t> queries_{0};
   // Launches that have not returned, and whose group has not failed.
   std::vector<Launch> launching_;
   // True while the thread sleeps until `changed_` is notified; otherwise it polls again soon.
