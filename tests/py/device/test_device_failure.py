@@ -121,7 +121,8 @@ def test_an_error_of_the_library_and_a_death_are_raised(
 
 
 def loads_meanwhile(ctx: Context, vendor: str) -> None:
-    """Rank 1 joins no call. Rank 0 loads a kernel of its own while its call waits, so the device answers no query."""
+    """Rank 0 issues an all_reduce that rank 1 never joins, and then loads a kernel. The device answers no query until
+    the kernel is loaded."""
     device, name = start(ctx, vendor, timeout=timedelta(seconds=60))
     value = torch.ones(4, device=name)
     dist.all_reduce(value)
@@ -146,7 +147,7 @@ def loads_meanwhile(ctx: Context, vendor: str) -> None:
 
 @pytest.mark.parametrize("vendor", ["nccl", "cncl"])
 def test_a_call_has_a_deadline_while_the_device_answers_no_query(vendor: str, libraries: dict[str, Path]) -> None:
-    """The first launch of a kernel may wait until the device is idle, and with it whoever asks the device."""
+    """While a kernel is loaded, queries of events block. The call must fail at its deadline all the same."""
     env = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000")
     with launch(loads_meanwhile, 2, vendor, env=env) as job:
         text, took = job.hear(0, 60)

@@ -468,7 +468,8 @@ def ends_while_made(ctx: Context, names: list[str]) -> list[tuple[int, int, list
     """TCP sockets, descriptors and the names of the threads after the first groups, and after many more."""
     enter(names[ctx.rank * len(names) // ctx.world_size])
     n = ctx.world_size
-    # The default group has connections of its own, so each of ours is in turn the last that uses our connections.
+    # The default group is gloo's and uses none of our connections. So each group made below is the only user of them,
+    # and closes them when it ends.
     ctx.init(store=dist.FileStore(f"{ctx.tmp}/store", n), timeout=timedelta(seconds=60), backend="gloo")
 
     def make_one() -> Any:

@@ -29,7 +29,7 @@ EXIT_CODE = 70
 
 
 def connected(timeout: float) -> Any:
-    """A further group whose communicator exists. The timeout is that of its calls."""
+    """Makes a further group and its communicator. The timeout applies to the group's calls."""
     group = dist.new_group(timeout=PATIENCE)
     backend = group._get_backend(torch.device("cuda"))
     backend.eager_connect_single_device(torch.device("cuda", 0))
@@ -137,7 +137,7 @@ def test_rule_35_ctrl_c_ends_a_first_call() -> None:
 
 
 def fails(ctx: Context, why: str) -> None:
-    """Rank 1 joins no call. Each way has a group of its own."""
+    """Rank 1 joins no call. Each way uses a new group, because a failed group stays failed."""
     begin(ctx)
     found = []
     for way in WAYS:
