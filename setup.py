@@ -293,6 +293,7 @@ def extension(torch: Torch) -> Module:
             "-Wall",
             "-Wextra",
             "-Wno-unused-parameter",
+            *openmp(),
             "-DTORCH_API_INCLUDE_EXTENSION_H",
             # Whatever its file is called, Python loads it under this name.
             "-DTORCH_EXTENSION_NAME=_C",
@@ -311,6 +312,17 @@ def extension(torch: Torch) -> Module:
     )
     made.torch = torch
     return made
+
+
+def openmp() -> list[str]:
+    """The flag with which torch's ``at::parallel_for`` uses the intra-op threads of torch.
+
+    It is for the compiler only: the functions of GNU's OpenMP come from the copy that torch has loaded. clang's code
+    needs another runtime, which torch may not have; there one thread of a rank copies and combines.
+    """
+    compiler = shlex.split(os.environ.get("CXX", "g++"))
+    said = subprocess.run([*compiler, "--version"], text=True, capture_output=True, check=False).stdout
+    return [] if "clang" in said else ["-fopenmp"]
 
 
 def old_libraries() -> tuple[list[str], list[str]]:

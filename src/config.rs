@@ -24,11 +24,26 @@ pub struct Config {
     /// Rank 0's policy of algorithm choice (`select::policy`) as text; filled in when the group is made.
     pub policy: String,
     pub settings: Settings,
+    pub threads: Threads,
     /// The option `soft_timeout`; `None`: the setting of the process (`soft_timeout`).
     pub soft_timeout: Option<Duration>,
     /// Addresses at which other ranks reach this process, for groups that need a delegate or a link, in the format of
     /// `rendezvous::addresses`. Empty if the caller names none.
     pub addresses: String,
+}
+
+/// Threads that may copy and combine for a waiting thread of this rank (`threads`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Threads {
+    pub most: u32,
+    /// Whether `most` is the option `threads`, and not the number of torch's intra-op threads.
+    pub named: bool,
+}
+
+impl Default for Threads {
+    fn default() -> Threads {
+        Threads { most: 1, named: false }
+    }
 }
 
 /// Options on which all ranks of a group must agree. Over several hosts, a difference is reported as a mismatch. On one

@@ -41,6 +41,17 @@ pub trait Host: Send + Sync {
     fn call_site(&self, _site: u32) -> Option<String> {
         None
     }
+
+    /// Number of threads on which `parallel` would run many parts if the calling thread called it now. The calling
+    /// thread is one of them.
+    fn threads(&self) -> usize {
+        1
+    }
+
+    /// Calls `part` with each number below `parts`, on up to `threads` threads, and returns after all calls.
+    fn parallel(&self, parts: usize, part: &(dyn Fn(usize) + Sync)) {
+        (0..parts).for_each(part);
+    }
 }
 
 /// A caller without signals: for a rank that is a thread, or for a wait that no signal may end.

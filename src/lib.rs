@@ -46,7 +46,8 @@
 //! reduce        the arithmetic
 //! stats         counts, times and records of operations
 //! op            an operation from issue to end; which memory it uses
-//! config host   settings; what the core needs from its caller (store, signals, completions)
+//! threads       copies and reductions of a waiting thread, split among the threads of its host
+//! config host   settings; what the core needs from its caller (store, signals, completions, threads)
 //! os            watching processes, cores and caches, clock, futex
 //! error types json  used by all
 //! ```
@@ -77,4 +78,5 @@ pub mod error;
 pub mod host;
 pub mod json;
 pub mod op;
+pub mod threads;
 pub mod types;

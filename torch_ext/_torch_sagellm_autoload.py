@@ -24,6 +24,9 @@ SERVED = ("gloo",)
 #: Name of a function in torch.distributed and distributed_c10d.
 MANAGER = "_coalescing_manager"
 
+#: The process that imported torch. In a child that it forked, ``os.getpid()`` differs.
+PROCESS = os.getpid()
+
 _problem: Exception | None = None
 
 

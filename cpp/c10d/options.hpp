@@ -36,6 +36,12 @@ struct BackendOptions final : c10d::Backend::Options {
   // Whether the link between hosts is measured when the group is made. If not, the start rules of src/select/start.rs
   // choose the algorithms between hosts. Rank 0's value applies to the whole group.
   bool measure_link = true;
+  // Most threads that copy and combine for a waiting thread of this rank; 0: as many as torch's intra-op threads, and
+  // all ranks of the host together use at most one thread per core.
+  int64_t threads = 0;
+  // Whether this process was forked from one that had imported torch. GNU's OpenMP hangs in such a child if its parent
+  // has used threads, so that the child uses none. Set by the Python package.
+  bool forked = false;
   // Carrier of tensors on a device: "auto"; "host" for copies through host memory; or a vendor's library by its name,
   // or by name and file ("name:/path/to/lib.so").
   std::string vendor = "auto";

@@ -14,6 +14,9 @@
 
 namespace sagellm {
 
+// A Rust object: `src/ffi/callbacks.rs`.
+struct ParallelPart;
+
 // The key-value store through which the ranks of a group meet. Errors are exceptions with a plain text.
 class Store {
  public:
@@ -61,6 +64,13 @@ bool check_interrupt() noexcept;
 rust::String place_of_thread(uint64_t thread) noexcept;
 // "FILE:LINE in FUNCTION" of the program's call; `site` is the number that `call_site` returned. Never blocks.
 rust::String place_of_call(uint32_t site) noexcept;
+
+// The number of threads that `run_parallel` would use if the calling thread called it now. 1 inside a parallel region,
+// and if the compiler of this package had no OpenMP.
+size_t intraop_threads() noexcept;
+// Calls `part.run` with each number below `parts`, on torch's intra-op threads, and returns after all calls. The
+// calling thread is one of these threads.
+void run_parallel(size_t parts, const ParallelPart& part) noexcept;
 
 // Queues one line for Python's logging, under the name `sagellm`. It never runs Python: the main thread writes the line
 // between two of its bytecodes, or at its next check for signals while it waits in the core.

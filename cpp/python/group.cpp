@@ -136,6 +136,7 @@ void bind_options(py::module_& module) {
       .def_readwrite("vendor", &Options::vendor)
       .def_readwrite("topology", &Options::topology)
       .def_readwrite("measure_link", &Options::measure_link)
+      .def_readwrite("threads", &Options::threads)
       .def_readwrite("soft_timeout", &Options::soft_timeout)
       .def_readwrite("on_device_failure", &Options::on_device_failure)
       .def_readwrite("blocking_wait", &Options::blocking_wait)
@@ -150,6 +151,7 @@ void bind_options(py::module_& module) {
       .def_property_readonly("_devices", [](const Options& self) { return of_gloo(self, "_devices", py::list()); })
       .def_readwrite("_attempt", &Options::attempt)
       .def_readwrite("_addresses", &Options::addresses)
+      .def_readwrite("_forked", &Options::forked)
       .def("__repr__",
            [](const py::object& self) {
              return py::module_::import("torch_sagellm._private.options").attr("shown")(self);

@@ -1,9 +1,10 @@
 //! A list of memory pieces that is read and written as one contiguous range of bytes, and the staging copies between it
-//! and the segment.
+//! and the segment. Long ranges are split among the threads that were lent to the calling thread (`threads`).
 
 #![allow(unsafe_code)] // reads and writes caller memory, which comes as addresses
 
 use crate::reduce::copy;
+use crate::threads;
 use crate::types::Span;
 
 #[derive(Clone, Copy)]
@@ -50,8 +51,13 @@ impl Pieces<'_> {
     /// `to` must be valid for `bytes` and overlap no piece. The pieces must be valid, as `Request` requires of the
     /// caller.
     pub unsafe fn read(&self, offset: usize, to: *mut u8, bytes: usize) {
-        // SAFETY: walk stays within the pieces and within `bytes` of `to`.
-        self.walk(offset, bytes, |piece, at, len| unsafe { copy(to.add(at), piece, len) });
+        let to = to as usize;
+        threads::split(bytes, |start, length| {
+            // SAFETY: walk stays within the pieces and within `bytes` of `to`. No two parts have a byte in common.
+            self.walk(offset + start, length, |piece, at, len| unsafe {
+                copy((to + start + at) as *mut u8, piece, len)
+            });
+        });
     }
 
     /// Copies `from` to `offset..offset + bytes`.
@@ -59,8 +65,13 @@ impl Pieces<'_> {
     /// # Safety
     /// As for `read`, with `from` instead of `to`.
     pub unsafe fn write(&self, offset: usize, from: *const u8, bytes: usize) {
-        // SAFETY: walk stays within the pieces and within `bytes` of `from`.
-        self.walk(offset, bytes, |piece, at, len| unsafe { copy(piece, from.add(at), len) });
+        let from = from as usize;
+        threads::split(bytes, |start, length| {
+            // SAFETY: walk stays within the pieces and within `bytes` of `from`. No two parts have a byte in common.
+            self.walk(offset + start, length, |piece, at, len| unsafe {
+                copy(piece, (from + start + at) as *const u8, len)
+            });
+        });
     }
 }
 
@@ -69,16 +80,18 @@ impl Pieces<'_> {
 /// # Safety
 /// Both lists must be valid, and the ranges must be the same memory or not overlap.
 pub unsafe fn transfer(from: Pieces, from_offset: usize, to: Pieces, to_offset: usize, bytes: usize) {
-    from.walk(from_offset, bytes, |source, at, len| {
-        to.walk(to_offset + at, len, |target, inner, part| {
-            // SAFETY: both walks stay within their lists. Identical memory is skipped, and other overlaps are excluded
-            // by the contract.
-            unsafe {
-                let source = source.add(inner);
-                if source.cast_const() != target.cast_const() {
-                    copy(target, source, part);
+    threads::split(bytes, |start, length| {
+        from.walk(from_offset + start, length, |source, at, len| {
+            to.walk(to_offset + start + at, len, |target, inner, part| {
+                // SAFETY: both walks stay within their lists. Identical memory is skipped, and other overlaps are
+                // excluded by the contract. No two parts have a byte in common.
+                unsafe {
+                    let source = source.add(inner);
+                    if source.cast_const() != target.cast_const() {
+                        copy(target, source, part);
+                    }
                 }
-            }
+            });
         });
     });
 }

@@ -7,7 +7,8 @@
 //! each launch on a device.
 //! Rust -> C++: `Store` (c10d's key-value store), `Completion` (the shim's steps when an operation starts and ends),
 //! `IdExchange` (exchanges ids of a vendor's communicators), `check_interrupt` (Python's pending signals),
-//! `place_of_thread` and `place_of_call` (where the program is), `log_line` (Python's logging).
+//! `place_of_thread` and `place_of_call` (where the program is), `log_line` (Python's logging), `run_parallel` (torch's
+//! intra-op threads).
 //!
 //! Each function has one meaning: no parameter selects what it does. `tests/it/layering.rs` lists each parameter that
 //! is a bool or an enum, with the reason why it is data.
@@ -16,7 +17,9 @@
 //! that letter. This file has declarations only. `convert` translates between these types and the core's, `handles` has
 //! the objects, and `calls`, `devices` and `simulate` have their functions.
 
-use super::handles::{RustCall, RustDevices, RustExternalOp, RustGroup, RustOp, RustRendezvous, RustRetired};
+use super::handles::{
+    ParallelPart, RustCall, RustDevices, RustExternalOp, RustGroup, RustOp, RustRendezvous, RustRetired,
+};
 
 #[cxx::bridge(namespace = "sagellm")]
 pub mod ffi {
@@ -290,6 +293,9 @@ pub mod ffi {
         fusion: bool,
         strict: bool,
         measure_link: bool,
+        /// `config::Threads`.
+        threads: u32,
+        threads_named: bool,
         /// For each rank of the group, its rank in the default group; for records.
         members: Vec<u32>,
         /// Addresses at which other ranks reach this process, in the format of `rendezvous::addresses`.
@@ -354,6 +360,10 @@ pub mod ffi {
         type RustDevices;
         type RustCall;
         type RustRetired;
+        type ParallelPart<'a>;
+
+        /// Does part `number` of a range that is split among threads; `run_parallel` calls it on any of them.
+        fn run(self: &ParallelPart, number: usize);
 
         /// Meets the other ranks through the store, and decides with them what serves the group. Blocks until all ranks
         /// have called, or until the timeout. If the result is dropped without `build`, the other ranks learn that this
@@ -562,6 +572,10 @@ pub mod ffi {
         /// Queues one line for Python's logging, which writes it on a thread where that is safe. Never blocks on the
         /// GIL.
         fn log_line(level: u8, text: &str);
+        /// Number of threads that `run_parallel` would use if the calling thread called it now.
+        fn intraop_threads() -> usize;
+        /// Calls `part.run` with each number below `parts`, on torch's intra-op threads, and returns after all calls.
+        fn run_parallel(parts: usize, part: &ParallelPart);
     }
 }
 

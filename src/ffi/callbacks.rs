@@ -2,6 +2,7 @@
 
 use super::bridge::ffi;
 use super::convert::coded;
+use super::handles::ParallelPart;
 use crate::error::{Error, Result};
 use crate::group;
 use crate::host::Counting;
@@ -66,6 +67,12 @@ impl group::Host for PythonHook {
     }
     fn call_site(&self, site: u32) -> Option<String> {
         (site != 0).then(|| ffi::place_of_call(site)).filter(|place| !place.is_empty())
+    }
+    fn threads(&self) -> usize {
+        ffi::intraop_threads()
+    }
+    fn parallel(&self, parts: usize, part: &(dyn Fn(usize) + Sync)) {
+        ffi::run_parallel(parts, &ParallelPart(part));
     }
 }
 

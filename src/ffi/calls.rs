@@ -8,7 +8,7 @@ use super::bridge::ffi;
 use super::callbacks::{CompletionHook, PythonHook, PythonLog, StoreHook};
 use super::convert::{Outcome, coded, dtype_named, elements_and_bytes, guarded, kind, kind_named, quietly, request};
 use super::handles::{Core, RustExternalOp, RustGroup, RustOp, RustRendezvous};
-use crate::config::{Config, Settings};
+use crate::config::{Config, Settings, Threads};
 use crate::engine::device::Vendor;
 use crate::engine::multihost::link::Link;
 use crate::engine::multihost::wire::{Place, Wire, join};
@@ -36,6 +36,7 @@ impl RustRendezvous {
                 topology: setup.topology.clone(),
                 policy: String::new(),
                 settings: Settings { fusion: setup.fusion, strict: setup.strict, measure_link: setup.measure_link },
+                threads: Threads { most: setup.threads, named: setup.threads_named },
                 soft_timeout: u64::try_from(setup.soft_timeout_ms).ok().map(Duration::from_millis),
                 addresses: setup.addresses.clone(),
             };

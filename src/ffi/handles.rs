@@ -43,3 +43,13 @@ pub struct RustCall {
     pub(super) captured: bool,
 }
 pub struct RustRetired(pub(super) Retired);
+
+/// One range of bytes that is split among torch's intra-op threads; C++ borrows it during `run_parallel`.
+pub struct ParallelPart<'a>(pub(super) &'a (dyn Fn(usize) + Sync));
+
+impl ParallelPart<'_> {
+    /// Does part `number`. Never panics, because `threads` catches the panics of a part.
+    pub(super) fn run(&self, number: usize) {
+        (self.0)(number);
+    }
+}

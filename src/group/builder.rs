@@ -33,6 +33,7 @@ use crate::progress::domain::{Domain, Driven, SpinPolicy};
 use crate::rendezvous::{Decision, Hosts, Rendezvous};
 use crate::select::Policy;
 use crate::stats::Stats;
+use crate::threads::Helpers;
 
 /// All parts of a group except its engine.
 pub(super) struct Parts {
@@ -43,6 +44,8 @@ pub(super) struct Parts {
     /// Number of the group's domain (`Group::domain`).
     pub domain: u64,
     pub spin_policy: SpinPolicy,
+    /// `GroupShape::threads`.
+    pub threads: usize,
     pub peers: Vec<Peer>,
     /// For a group over several hosts: the other ranks on this host, with their process ids.
     pub mates: Vec<(usize, i32)>,
@@ -67,7 +70,7 @@ impl Group {
         let (policy, ranks) = (Arc::new(policy), config.size);
         let theirs = Arc::clone(&policy);
         let (spin_policy, peers, mates) = (SpinPolicy::none(), Vec::new(), Vec::new());
-        let parts = Parts { config, id, policy, domain: 0, spin_policy, peers, mates, role, host };
+        let parts = Parts { config, id, policy, domain: 0, spin_policy, threads: 1, peers, mates, role, host };
         match (decision, link) {
             (Decision::Alone, None) => Ok(parts.group(|_| Box::new(Solo::new(theirs)))),
             (Decision::Delegate(reason), None) => {
@@ -75,13 +78,15 @@ impl Group {
                 Ok(parts.group(|_| Box::new(Delegate::new(name, reason, ranks, theirs))))
             }
             (Decision::SharedMemory(shared), None) => {
-                let cores = shared.cores;
+                // The groups inside a host of a larger one are driven by lanes, which have no helpers.
+                let (cores, threads) = (shared.cores, if parts.role.is_inside() { 1 } else { shared.threads });
                 let (area, group_peers) = shared.into_parts();
                 let peers: Vec<_> = (0..ranks).map(|rank| group_peers.peer(rank).clone()).collect();
                 let pids = peers.iter().map(|peer| peer.pid).collect();
                 let peers = peers.into_iter().map(|peer| Peer::new(peer.pid, peer.host)).collect();
-                let shm = Shm::new(area, pids, cores, parts.config.settings.fusion, theirs);
-                let parts = Parts { spin_policy: SpinPolicy::for_ranks(ranks, cores), peers, ..parts };
+                let shape = area.layout.shape(cores, threads);
+                let shm = Shm::new(area, pids, shape, parts.config.settings.fusion, theirs);
+                let parts = Parts { spin_policy: SpinPolicy::for_ranks(ranks, cores), threads, peers, ..parts };
                 let group = parts.group(|_| Box::new(shm));
                 let weak = Arc::downgrade(&group);
                 let following = group_peers.follow(move |rank, _reason| {
@@ -140,7 +145,7 @@ pub(super) fn over_hosts(
 impl Parts {
     /// Makes the group with the engine that `engine` returns. The engine's threads call the given `Report`.
     pub fn group(self, engine: impl FnOnce(Arc<dyn Report>) -> Box<dyn Engine>) -> Arc<Group> {
-        let Parts { config, id, policy, domain: number, spin_policy, peers, mates, role, host } = self;
+        let Parts { config, id, policy, domain: number, spin_policy, threads, peers, mates, role, host } = self;
         let (ranks, domain) = (config.size, Domain::numbered(number));
         let group = Arc::new_cyclic(|this| {
             let engine = engine(Arc::new(LaneReport { group: Weak::clone(this), domain: Arc::clone(&domain) }));
@@ -170,6 +175,7 @@ impl Parts {
                 id,
                 generation: watch::generation(),
                 spin_policy,
+                helpers: (threads > 1).then(|| Helpers { host: Arc::clone(&host), threads }),
                 has_threads: control.has_threads(),
                 control,
                 policy,

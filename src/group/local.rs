@@ -101,7 +101,10 @@ fn over_in(
         let parts = Parts { spin_policy, peers, role, ..parts };
         parts.group(|_| match ranks {
             1 => Box::new(Solo::new(theirs)),
-            _ => Box::new(Shm::new(area, vec![std::process::id() as i32; ranks], cores, true, theirs)),
+            _ => {
+                let (pids, shape) = (vec![std::process::id() as i32; ranks], area.layout.shape(cores, 1));
+                Box::new(Shm::new(area, pids, shape, true, theirs))
+            }
         })
     });
     groups.collect()
@@ -119,10 +122,11 @@ fn local_parts((rank, size): (usize, usize), timeout: Duration, policy: Policy, 
         topology: String::new(),
         policy: String::new(),
         settings: Settings::default(),
+        threads: Default::default(),
         soft_timeout: None,
         addresses: String::new(),
     };
     let (policy, host) = (Arc::new(policy), Arc::new(NoSignals));
     let (spin_policy, peers, mates) = (SpinPolicy::none(), Vec::new(), Vec::new());
-    Parts { config, id: [0; 16], policy, domain, spin_policy, peers, mates, role: Role::Program, host }
+    Parts { config, id: [0; 16], policy, domain, spin_policy, threads: 1, peers, mates, role: Role::Program, host }
 }

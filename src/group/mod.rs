@@ -64,6 +64,8 @@ use crate::progress::driver::Outcome;
 use crate::rendezvous::peers::Following;
 use crate::select::Policy;
 use crate::stats::Stats;
+use crate::threads;
+use crate::threads::Helpers;
 use crate::types::Request;
 
 /// The state that the group's lock protects.
@@ -85,6 +87,8 @@ pub struct Group {
     /// child must not use the group.
     generation: u32,
     spin_policy: SpinPolicy,
+    /// The threads that copy and combine for a thread that waits for this group. None: only the waiting thread.
+    helpers: Option<Helpers>,
     /// Cached `Control::has_threads`.
     has_threads: bool,
     /// The part of the engine that is used without the group's lock.
@@ -137,7 +141,13 @@ impl Group {
             Some(_) => format!(", {}", self.spin_policy),
             None => String::new(),
         };
-        format!("group '{name}' rank {rank} of {size}: {engine}{waits}")
+        let threads = match &self.helpers {
+            Some(Helpers { threads, .. }) => {
+                format!(", {threads} threads copy and combine from {} KiB on", 2 * threads::LEAST_BYTES >> 10)
+            }
+            None => String::new(),
+        };
+        format!("group '{name}' rank {rank} of {size}: {engine}{waits}{threads}")
     }
 
     /// Starts an operation. Never waits for a peer.
@@ -151,6 +161,7 @@ impl Group {
 
     /// Starts an operation and completes it on this thread.
     pub fn run(&self, request: Request, completion: Option<Box<dyn Completion>>) -> Result<()> {
+        let _lending = self.helpers().map(threads::lend);
         let core = self.start(request, completion)?;
         if core.is_done() {
             return core.outcome(); // usual for the last rank that enters; waiting would read the clock
@@ -497,6 +508,10 @@ impl Driven for Group {
     fn domain(&self) -> &Arc<Domain> {
         &self.domain
     }
+    fn helpers(&self) -> Option<Helpers> {
+        self.helpers.clone()
+    }
+
     fn spin_policy(&self) -> SpinPolicy {
         if self.has_threads && self.control.polls() { SpinPolicy::yielding() } else { self.spin_policy }
     }

@@ -15,6 +15,7 @@ use crate::os::event_count::WakeWords;
 use crate::os::futex;
 use crate::os::watch::PerProcess;
 use crate::os::yielding::Yielding;
+use crate::threads::Helpers;
 
 /// A group, as used by its drivers.
 pub trait Driven: Send + Sync {
@@ -34,6 +35,10 @@ pub trait Driven: Send + Sync {
     fn wake_address(&self) -> Option<WakeAddress<'_>>;
     /// The domain of the rank that this group belongs to.
     fn domain(&self) -> &Arc<Domain>;
+    /// The threads that copy and combine for a thread that waits for this group. None: only the waiting thread.
+    fn helpers(&self) -> Option<Helpers> {
+        None
+    }
     /// How long a waiting thread spins and yields.
     fn spin_policy(&self) -> SpinPolicy;
     /// Whether a lower rank was last seen waiting on the core on which this thread runs.

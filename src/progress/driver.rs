@@ -25,6 +25,7 @@ use crate::host::Host;
 use crate::os::event_count;
 use crate::os::event_count::{Listening, WakeWords};
 use crate::os::{futex, watch};
+use crate::threads;
 
 /// Longest sleep between two checks of deadlines and signals.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
@@ -42,6 +43,7 @@ pub enum Outcome {
 /// operations: the groups do, and end late operations, so that `done` becomes true.
 pub fn wait_until(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, done: impl Fn() -> bool) -> Outcome {
     let driving = roles::Driving::new(&**group.domain());
+    let _lending = group.helpers().map(threads::lend);
     let spin_policy = group.spin_policy();
     // Time since something last advanced, as of the last reading of the clock.
     let mut idle_since: Option<Instant> = None;

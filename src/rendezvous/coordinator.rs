@@ -15,6 +15,8 @@ use crate::engine::shm::memory::segment::Segment;
 use crate::error::{Error, Result};
 use crate::os::random;
 use crate::os::topology;
+use crate::threads;
+use crate::threads::Wish;
 
 /// The outcome of one attempt to share memory.
 pub(super) enum Step {
@@ -44,6 +46,7 @@ pub(super) struct MemoryToShare {
     pub(super) segment: Segment,
     pub(super) memory: OwnedFd,
     pub(super) local_cores: usize,
+    pub(super) threads: usize,
     /// Some if all ranks belong to an earlier group.
     pub(super) group_peers: Option<GroupPeers>,
 }
@@ -235,7 +238,9 @@ impl Coordinator<'_, '_> {
         Ok(match Segment::create(bytes) {
             Ok((segment, memory)) => {
                 let local_cores = topology::agreed_cores(&masks, quota);
-                Ok(MemoryToShare { segment, memory, local_cores, group_peers: self.group_peers() })
+                let wishes: Vec<Wish> = bodies.iter().map(|body| wish_of(body)).collect();
+                let threads = threads::agreed(&wishes, local_cores);
+                Ok(MemoryToShare { segment, memory, local_cores, threads, group_peers: self.group_peers() })
             }
             Err(error) => Err(error.reason()),
         })
@@ -321,6 +326,11 @@ impl Coordinator<'_, '_> {
         let answer = self.session.store.try_get(&answer_key(rank))?.and_then(|bytes| Answer::read(&bytes));
         Ok(answer.filter(|answer| answer.id == id).map(|answer| answer.reason))
     }
+}
+
+fn wish_of(body: &Body) -> Wish {
+    let cores = topology::count_mask(&body.identity.affinity).max(1);
+    Wish { threads: body.threads.most as usize, named: body.threads.named, cores }
 }
 
 /// The bodies of all records if these ranks may share memory. Else the reason why not, with the first rank that differs
@@ -409,6 +419,7 @@ mod tests {
             known: Vec::new(),
             mailbox: Vec::new(),
             addresses: Default::default(),
+            threads: Default::default(),
         };
         let mut record = Record { nonce: [1; 16], protocol: PROTOCOL, version: "1".into(), body: None };
         change(&mut record, &mut body);

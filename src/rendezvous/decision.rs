@@ -41,6 +41,8 @@ pub struct SharedMemory {
     parts: Option<(Arc<Area>, GroupPeers)>,
     /// Number of cores that the ranks may use together. Equal on every rank.
     pub cores: usize,
+    /// Number of threads that each rank may use to copy and combine. Equal on every rank.
+    pub threads: usize,
 }
 
 impl SharedMemory {
@@ -176,12 +178,12 @@ fn decide(
         Outcome::Delegate { reason, id, network } => {
             Ok((Decision::Delegate(reason), id, not_exchanged(config, own), network))
         }
-        Outcome::Shared(Met { segment, group_peers, local_cores, policy, id }) => {
+        Outcome::Shared(Met { segment, group_peers, local_cores, threads, policy, id }) => {
             let total = segment.len();
             let layout = Layout::of_total(config.size, total)
                 .ok_or_else(|| Error::bug(format!("sagellm: no layout of {} ranks has {total} bytes", config.size)))?;
             let area = Arc::new(Area::new(Arc::new(segment), layout, config.rank));
-            let shared = SharedMemory { parts: Some((area, group_peers)), cores: local_cores };
+            let shared = SharedMemory { parts: Some((area, group_peers)), cores: local_cores, threads };
             Ok((Decision::SharedMemory(shared), id, agreed(config, &own, &policy)?, None))
         }
         Outcome::Hosts { reason, id, network, .. } if config.delegate != Config::LINK => {
@@ -385,7 +387,7 @@ pub fn on_this_host(ranks: usize, algorithm: &str) -> Result<(GroupShape, Policy
     }
     let headroom = topology::memory_headroom().and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(usize::MAX);
     match layout_within(ranks, headroom) {
-        Ok(layout) => Ok((layout.shape(cores), policy)),
+        Ok(layout) => Ok((layout.shape(cores, 1), policy)),
         Err(why) => Err(Error::invalid(format!("sagellm: here gloo would serve such a group: {why}"))),
     }
 }

@@ -5,13 +5,14 @@
 //! [`DecisionMessage`] never change, so that different versions can report that they differ.
 
 use super::addresses::{Addresses, Network, Rank, Way};
+use crate::config::Threads;
 use crate::engine::shm::memory::segment::Backing;
 use crate::error::cleaned;
 use crate::os::topology;
 use crate::select;
 
 /// Must change whenever the messages or their order change.
-pub const PROTOCOL: u32 = 10;
+pub const PROTOCOL: u32 = 11;
 
 /// Random and new for every attempt. Distinguishes live processes from keys of earlier incarnations.
 pub type Nonce = [u8; 16];
@@ -177,6 +178,7 @@ pub struct Body {
     pub mailbox: Vec<u8>,
     /// The addresses at which other ranks can reach this process.
     pub addresses: Addresses,
+    pub threads: Threads,
 }
 
 impl Body {
@@ -190,7 +192,7 @@ impl Body {
 impl Record {
     pub fn write(&self) -> Vec<u8> {
         let writer = Writer::new(RECORD_MAGIC).bytes(&self.nonce).u32(self.protocol).text(&self.version);
-        let Some(Body { size, identity, wish, delegate, known, mailbox, addresses }) = &self.body else {
+        let Some(Body { size, identity, wish, delegate, known, mailbox, addresses, threads }) = &self.body else {
             return writer.0;
         };
         writer
@@ -211,6 +213,8 @@ impl Record {
                 writer.u8(*way as u8).list(places, |writer, place| writer.text(place))
             })
             .text(&addresses.problem)
+            .u32(threads.most)
+            .u8(u8::from(threads.named))
             .0
     }
 
@@ -239,7 +243,8 @@ impl Record {
         let mailbox = from.list(Reader::u8)?;
         let ways = from.list(|from| Some((Way::from_code(from.u8()?)?, from.list(Reader::text)?)))?;
         let addresses = Addresses { ways, problem: from.text()? };
-        Some(Body { size, identity, wish, delegate, known, mailbox, addresses })
+        let threads = Threads { most: from.u32()?, named: from.u8()? != 0 };
+        Some(Body { size, identity, wish, delegate, known, mailbox, addresses, threads })
     }
 }
 
@@ -390,6 +395,8 @@ pub struct Offer {
     pub segment_len: u64,
     pub backing: Backing,
     pub local_cores: u32,
+    /// Number of threads that each rank may use.
+    pub threads: u32,
     /// Rank 0's pid namespace. The pids in `ranks` are valid only there.
     pub pidns: u64,
     /// (pid, host name) by rank. Only in the first part, and empty for known peers.
@@ -406,6 +413,7 @@ impl Offer {
             .u64(self.segment_len)
             .u8(self.backing as u8)
             .u32(self.local_cores)
+            .u32(self.threads)
             .u64(self.pidns)
             .list(&self.ranks, |writer, (pid, host)| writer.u32(*pid as u32).text(host))
             .list(&self.process_of, |writer, rank| writer.u32(*rank))
@@ -425,6 +433,7 @@ impl Offer {
                 _ => return None,
             },
             local_cores: from.u32()?,
+            threads: from.u32()?,
             pidns: from.u64()?,
             ranks: from.list(|from| Some((from.u32()? as i32, from.text()?)))?,
             process_of: from.list(Reader::u32)?,

@@ -59,6 +59,8 @@ pub struct Met {
     pub group_peers: GroupPeers,
     /// Number of cores that the ranks can use together. Equal on every rank.
     pub local_cores: usize,
+    /// Number of threads that each rank may use to copy and combine. Equal on every rank.
+    pub threads: usize,
     /// `Config::policy` of rank 0.
     pub policy: String,
     /// Same as in `Outcome::Hosts`.
@@ -141,6 +143,7 @@ pub fn meet_as(
         mailbox: address,
         addresses: Addresses::parse(&config.addresses)
             .ok_or_else(|| Error::bug(format!("sagellm: no list of addresses: {:?}", config.addresses)))?,
+        threads: config.threads,
     };
     let own =
         Record { nonce: random()?, protocol: PROTOCOL, version: env!("CARGO_PKG_VERSION").into(), body: Some(body) };

@@ -150,6 +150,7 @@ fn next_message(session: &mut Session, socket: &OwnedFd) -> Result<io::Result<Op
 struct Accepted {
     segment: Segment,
     local_cores: usize,
+    threads: usize,
     /// By rank. Empty if the ranks are known peers.
     peers: Vec<(Process, Option<OwnedFd>)>,
 }
@@ -295,7 +296,8 @@ fn accept(
         let pidfd = pidfd.or_else(|| (pid > 0).then(|| unix_socket::pidfd_open(pid).ok()).flatten());
         (Process { pid, host }, pidfd)
     });
-    Ok(Accepted { peers: peers.collect(), segment, local_cores: offer.local_cores.max(1) as usize })
+    let (local_cores, threads) = (offer.local_cores.max(1) as usize, offer.threads.max(1) as usize);
+    Ok(Accepted { peers: peers.collect(), segment, local_cores, threads })
 }
 
 /// The pid in this process's pid namespace. 0 if the process is in one that this process cannot see.
@@ -318,13 +320,13 @@ fn await_go(
     let answer = next_message(session, &socket);
     match answer {
         Ok(Ok(Some((message, _)))) if Answer::read(&message).is_some_and(|answer| answer.id == decision.id) => {
-            let Accepted { segment, local_cores, peers } = accepted;
+            let Accepted { segment, local_cores, threads, peers } = accepted;
             let group_peers = match group_peers {
                 Some(group_peers) => group_peers,
                 None => acquaint(decision.id, session.config.rank, peers, vec![(0, socket)])?,
             };
             let (policy, id) = (decision.policy.clone(), decision.id);
-            Ok(Joined::Met(Box::new(Met { segment, group_peers, local_cores, policy, id })))
+            Ok(Joined::Met(Box::new(Met { segment, group_peers, local_cores, threads, policy, id })))
         }
         other => {
             // Rank 0 may have sent "go" just before. Then the other ranks have a group without this rank, and learn

@@ -302,8 +302,8 @@ impl Coordinator<'_, '_> {
             None => acquaint(id, 0, peers, sockets)?,
         };
         let policy = self.session.config.policy.clone();
-        let MemoryToShare { segment, local_cores, .. } = to_share;
-        Ok(Step::Met(Box::new(Met { segment, group_peers, local_cores, policy, id })))
+        let MemoryToShare { segment, local_cores, threads, .. } = to_share;
+        Ok(Step::Met(Box::new(Met { segment, group_peers, local_cores, threads, policy, id })))
     }
 }
 
@@ -371,6 +371,7 @@ fn offers<'f>(
             segment_len: to_share.segment.len() as u64,
             backing: to_share.segment.backing(),
             local_cores: to_share.local_cores as u32,
+            threads: to_share.threads as u32,
             pidns,
             ranks: if part == 0 { ranks.to_vec() } else { Vec::new() },
             process_of: group.iter().map(|(rank, _)| *rank).collect(),
@@ -389,7 +390,7 @@ mod tests {
     #[test]
     fn a_long_offer_is_split_and_loses_nothing() {
         let (segment, memory) = Segment::create(4096).unwrap();
-        let to_share = MemoryToShare { segment, memory, local_cores: 3, group_peers: None };
+        let to_share = MemoryToShare { segment, memory, local_cores: 3, threads: 1, group_peers: None };
         let processes: Vec<(u32, BorrowedFd)> = (0..600).map(|rank| (rank, to_share.memory.as_fd())).collect();
         let messages = offers([7; 16], &to_share, &[(5, "host".into())], 9, &processes);
         let mut ranks = Vec::new();

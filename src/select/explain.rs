@@ -381,7 +381,8 @@ mod tests {
     use crate::select::start::Topology;
     use crate::select::table;
 
-    const SHAPE: GroupShape = GroupShape { ranks: 2, hosts: 1, cores: 2, slot_bytes: 4096, stage_bytes: 512 << 10 };
+    const SHAPE: GroupShape =
+        GroupShape { ranks: 2, hosts: 1, cores: 2, threads: 1, slot_bytes: 4096, stage_bytes: 512 << 10 };
 
     fn desc(bytes: u64) -> OpDesc {
         OpDesc { kind: Kind::AllReduce, bytes, class: Class::Float }

@@ -10,9 +10,11 @@
 use super::rules::{AlgorithmChoice, Rule, Rules};
 use super::table::Line;
 use super::{Choice, GroupShape, OpDesc, Path, Policy, Reason, unit};
+use crate::threads::LEAST_BYTES;
 use crate::types::Kind;
 
-/// Chunk size for a tensor that is read from memory: two chunks per rank stay in a core's own cache.
+/// Chunk size for a tensor that is read from memory, for each thread of a rank: a thread's part of two chunks stays in
+/// its core's own cache.
 pub const SMALL_CHUNK: usize = 128 << 10;
 /// Time of a call through torch to the core and back, which every algorithm needs.
 const CALL_NS: f64 = 2800.0;
@@ -23,6 +25,8 @@ const ROUND_NS: f64 = 300.0;
 const OVERSUBSCRIBED_ROUND_NS: f64 = 5_000.0;
 /// Time per byte through a slot: every rank writes its own slot, and reads and combines all slots by itself.
 const SLOT_NS: f64 = 0.060;
+/// Starting and ending a parallel region of the threads of a rank.
+const REGION_NS: f64 = 2_000.0;
 /// Time per byte through the stage, for a tensor that stays in the cache.
 const CACHED_NS: f64 = 0.021;
 /// Time per byte through the stage, for a tensor that is read from memory.
@@ -103,7 +107,7 @@ pub(crate) fn start(desc: OpDesc, shape: &GroupShape, cache_bytes: u64) -> Choic
         Kind::AllToAll => rounds(shape.stage_bytes, Reason::NoCommonSize),
         _ if fits_slot(desc, shape) => Choice { path: Path::Slots, reason: Reason::FitsSlot },
         _ if shape.oversubscribed() => rounds(shape.stage_bytes, Reason::Oversubscribed),
-        _ if desc.bytes > out_of_cache(cache_bytes) => rounds(SMALL_CHUNK, Reason::OutOfCache),
+        _ if desc.bytes > out_of_cache(cache_bytes) => rounds(SMALL_CHUNK * shape.threads, Reason::OutOfCache),
         _ => rounds(shape.stage_bytes, Reason::InCache),
     }
 }
@@ -122,7 +126,11 @@ pub fn predict(kind: Kind, bytes: u64, way: AlgorithmChoice, shape: &GroupShape,
             // The header, the stage, and the results if they are collected.
             let exchanges = if oversubscribed { 1.0 } else { 3.0 };
             let byte = per_byte(bytes, cache_bytes) * spill(bytes, chunk as u64, shape, cache_bytes);
-            exchanges * exchange + rounds as f64 * round + moved(kind, ranks, bytes) * byte * share
+            let parts = (chunk.min(bytes as usize) / LEAST_BYTES).clamp(1, shape.threads.max(1));
+            // Each of the three steps of a round is a region.
+            let regions = if parts > 1 { 3.0 * rounds as f64 * REGION_NS } else { 0.0 };
+            let moving = moved(kind, ranks, bytes) * byte * share / parts as f64;
+            exchanges * exchange + rounds as f64 * round + regions + moving
         }
         _ => exchange + moved_by_slots(kind, ranks, bytes) * SLOT_NS * share,
     };
@@ -140,7 +148,11 @@ fn per_byte(bytes: u64, cache_bytes: u64) -> f64 {
 /// Factor for a large stage, which does not stay in the cache while a tensor streams from memory. It was measured that
 /// small chunks are faster there; the factor 1.1 is an assumption.
 fn spill(bytes: u64, chunk: u64, shape: &GroupShape, cache_bytes: u64) -> f64 {
-    if bytes > out_of_cache(cache_bytes) && !shape.oversubscribed() && chunk > SMALL_CHUNK as u64 { 1.1 } else { 1.0 }
+    if bytes > out_of_cache(cache_bytes) && !shape.oversubscribed() && chunk > (SMALL_CHUNK * shape.threads) as u64 {
+        1.1
+    } else {
+        1.0
+    }
 }
 
 /// Bytes that the busiest rank stages and reads, from the table in engine/shm/bulk.rs.
@@ -168,7 +180,8 @@ mod tests {
     use crate::select::{Class, DEFAULT_CACHE_BYTES as CACHE, table};
     use crate::types::Dtype;
 
-    const SHAPE: GroupShape = GroupShape { ranks: 2, hosts: 1, cores: 2, slot_bytes: 4096, stage_bytes: 512 << 10 };
+    const SHAPE: GroupShape =
+        GroupShape { ranks: 2, hosts: 1, cores: 2, threads: 1, slot_bytes: 4096, stage_bytes: 512 << 10 };
     fn desc(kind: Kind, bytes: u64) -> OpDesc {
         OpDesc { kind, bytes, class: Class::of(kind, Dtype::F32) }
     }
@@ -230,6 +243,7 @@ mod tests {
             let shape = GroupShape {
                 ranks: random.below(300) as usize,
                 hosts: 1,
+                threads: 1 + random.below(9) as usize,
                 cores: random.below(300) as usize,
                 slot_bytes: 4096,
                 stage_bytes: 32 << 10 << random.below(5),
@@ -272,7 +286,8 @@ mod tests {
         assert_eq!(at(&policy, 8192), ("rounds(512KiB)".into(), Reason::InCache));
     }
 
-    const APART: GroupShape = GroupShape { ranks: 2, hosts: 1, cores: 2, slot_bytes: 4096, stage_bytes: 512 << 10 };
+    const APART: GroupShape =
+        GroupShape { ranks: 2, hosts: 1, cores: 2, threads: 1, slot_bytes: 4096, stage_bytes: 512 << 10 };
 
     /// Medians of docs/internals/benchmarks.md in microseconds. The model ranks algorithms and predicts only an order
     /// of magnitude, so the test accepts a factor between 0.6 and 1.67.

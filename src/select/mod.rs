@@ -271,6 +271,8 @@ pub struct GroupShape {
     pub hosts: usize,
     /// Number of cores that the ranks of this host may use together, agreed in the rendezvous.
     pub cores: usize,
+    /// Number of threads that copy and combine for a waiting thread of each rank, agreed in the rendezvous.
+    pub threads: usize,
     pub slot_bytes: usize,
     pub stage_bytes: usize,
 }
@@ -278,7 +280,7 @@ pub struct GroupShape {
 impl GroupShape {
     /// The shape of a group without shared memory.
     pub fn without_memory(ranks: usize) -> GroupShape {
-        GroupShape { ranks, hosts: 1, cores: 1, slot_bytes: 0, stage_bytes: 0 }
+        GroupShape { ranks, hosts: 1, cores: 1, threads: 1, slot_bytes: 0, stage_bytes: 0 }
     }
 
     pub fn oversubscribed(&self) -> bool {

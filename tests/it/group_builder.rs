@@ -32,6 +32,7 @@ fn decided() -> [Rendezvous; 2] {
                     topology: String::new(),
                     policy: String::new(),
                     settings: Settings::default(),
+                    threads: Default::default(),
                     soft_timeout: None,
                     addresses: String::new(),
                 };

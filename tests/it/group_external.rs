@@ -23,6 +23,7 @@ fn group() -> Arc<Group> {
         topology: String::new(),
         policy: String::new(),
         settings: Settings::default(),
+        threads: Default::default(),
         soft_timeout: None,
         addresses: String::new(),
     };

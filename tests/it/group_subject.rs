@@ -58,6 +58,7 @@ fn an_operation_that_ends_while_the_text_of_its_deadline_is_made_has_ended_well(
                     topology: String::new(),
                     policy: String::new(),
                     settings: Settings::default(),
+                    threads: Default::default(),
                     soft_timeout: Some(Duration::ZERO),
                     addresses: String::new(),
                 };

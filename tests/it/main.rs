@@ -31,4 +31,5 @@ mod shm_many_ranks;
 mod shm_mapped;
 mod shm_memory_presence;
 mod shm_p2p;
+mod shm_threads;
 mod simulators;

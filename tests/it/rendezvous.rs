@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use crate::common::host::{Memory, Quiet};
 use crate::common::test_name;
 use proptest::prelude::*;
-use sagellm::config::{Config, Settings};
+use sagellm::config::{Config, Settings, Threads};
 use sagellm::engine::shm::memory::segment::Backing;
 use sagellm::error::{ErrorKind, Result, cleaned};
 use sagellm::host::{Host, Store};
@@ -68,6 +68,7 @@ fn config(rank: usize, size: usize, timeout: Duration) -> Config {
         topology: String::new(),
         policy: format!("rank {rank}'s"),
         settings: Settings::default(),
+        threads: Default::default(),
         soft_timeout: None,
         addresses: String::new(),
     }
@@ -133,7 +134,7 @@ fn assert_one_memory(met: &[Met]) {
         let seen: Vec<u32> = (0..size).map(|rank| word(one, size, rank).load(Ordering::Relaxed)).collect();
         assert_eq!(seen, (0..size).map(|rank| 100 + rank as u32).collect::<Vec<u32>>());
         assert_eq!(one.group_peers.places().len(), size);
-        assert_eq!(one.local_cores, met[0].local_cores);
+        assert_eq!((one.local_cores, one.threads), (met[0].local_cores, met[0].threads));
         assert_eq!(one.policy, "rank 0's");
     }
 }
@@ -973,7 +974,7 @@ proptest! {
     #[test]
     fn what_is_written_is_read_back(identity in identity(), nonce in any::<[u8; 16]>(), size in any::<u32>(), wish in any::<String>(), cut in any::<prop::sample::Index>()) {
         let wish = cleaned(&wish, &[]);
-        let record = Record { nonce, protocol: PROTOCOL, version: "0.1".into(), body: Some(Body { size, identity, delegate: wish.clone(), wish, known: vec![(nonce, 3), ([1; 16], size)], mailbox: nonce.to_vec(), addresses: Addresses::parse("4 10.0.0.1 10.1.0.1\n14 127.0.0.1").unwrap() }) };
+        let record = Record { nonce, protocol: PROTOCOL, version: "0.1".into(), body: Some(Body { size, identity, delegate: wish.clone(), wish, known: vec![(nonce, 3), ([1; 16], size)], mailbox: nonce.to_vec(), addresses: Addresses::parse("4 10.0.0.1 10.1.0.1\n14 127.0.0.1").unwrap(), threads: Threads { most: 5, named: true } }) };
         let bytes = record.write();
         prop_assert_eq!(Record::read(&bytes), Some(record));
         // Any shorter piece is refused.
@@ -984,7 +985,7 @@ proptest! {
     fn damaged_messages_are_read_without_panic(id in any::<[u8; 16]>(), ranks in 1..9usize, at in any::<prop::sample::Index>(), value in any::<u8>()) {
         let decision = DecisionMessage { id, nonces: vec![id; ranks], mode: Mode::Share, text: "t".into(), detail: b"name".into(), policy: "p\nq".into(), known: (id, vec![2, 0, 1]), network: Some(Network { way: Way::V6, places: 2 }) };
         let offer = Offer {
-            id, part: 0, parts: 1, segment_len: 1 << 20, backing: Backing::Sealed, local_cores: 2, pidns: 4,
+            id, part: 0, parts: 1, segment_len: 1 << 20, backing: Backing::Sealed, local_cores: 2, threads: 7, pidns: 4,
             ranks: vec![(1, "host".into()); ranks], process_of: vec![1, 2],
         };
         let hello = Hello { id, nonce: id, rank: 3 };

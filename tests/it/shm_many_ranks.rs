@@ -293,6 +293,7 @@ fn rank_0_warns_of_a_delegate_that_no_option_asked_for() {
             topology: String::new(),
             policy: String::new(),
             settings: Settings::default(),
+            threads: Default::default(),
             soft_timeout: None,
             addresses: String::new(),
         };

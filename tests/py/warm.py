@@ -203,6 +203,9 @@ def start(door: socket.socket, python: str) -> dict[str, Any]:
         os.dup2(fd, number)
         os.close(fd)
     order["python"] = python
+    # As in a fresh interpreter. The package must not see a fork whose parent may have used torch's threads: the server
+    # starts none.
+    sys.modules["_torch_sagellm_autoload"].PROCESS = os.getpid()  # type: ignore[attr-defined]
     return order
 
 

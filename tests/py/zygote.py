@@ -51,6 +51,8 @@ def resolve(module: str, name: str) -> Any:
 
 def become_rank(order: dict[str, Any]) -> Connection:
     """Turns the fresh fork into a rank with its own process group, output file and environment."""
+    # The package must not see a fork whose parent may have used torch's threads: the zygote has started none.
+    sys.modules["_torch_sagellm_autoload"].PROCESS = os.getpid()  # type: ignore[attr-defined]
     os.setpgid(0, 0)
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -171,6 +171,7 @@ class Options:
         vendor: str = "auto",
         topology: str = "",
         measure_link: bool = True,
+        threads: int = 0,
         soft_timeout: float | None = None,
         on_device_failure: str = "raise",
         blocking_wait: bool = False,
@@ -195,6 +196,11 @@ class Options:
     #: False, the start rules do. Rank 0's value applies to the group; SAGELLM_MEASURE_LINK overrides it; see
     #: docs/choosing.md.
     measure_link: bool
+    #: Most threads of torch that copy and combine large CPU tensors while a thread of this rank waits: a synchronous
+    #: call, or ``wait()``. 0: as many as ``torch.get_num_threads()``, and all ranks of a host together at most one for
+    #: each core. Never more than this rank's cores; all ranks of a group use the smallest number of any rank. 1 in a
+    #: forked process. SAGELLM_THREADS overrides it; see docs/tuning.md.
+    threads: int
     #: Seconds after which one line of the log reports a pending operation; 0: never; None: as SAGELLM_SOFT_TIMEOUT
     #: says. Each rank may have its own value; see docs/hangs.md.
     soft_timeout: float | None
@@ -212,6 +218,8 @@ class Options:
     _attempt: str
     #: Addresses at which other ranks reach this process: ``_private.address``.
     _addresses: str
+    #: Whether this process was forked after it had imported torch: ``_private.register``.
+    _forked: bool
     #: The rest is defined by torch's base class.
     _timeout: timedelta
     global_ranks_in_group: list[int]

@@ -31,6 +31,7 @@ use crate::op::Op;
 use crate::reduce::Kernel;
 use crate::select;
 use crate::stats::chunk_timer::ChunkTimer;
+use crate::threads;
 use crate::types::Kind;
 
 /// Number of the first round of the next large operation, per region. Equal on all ranks.
@@ -496,7 +497,7 @@ impl Bulk<'_> {
             (0..area.ranks).map(|q| if q == area.me { own } else { stage(q).cast_const() }).collect();
         // SAFETY: every source has `bytes`. `to` is the result buffer, or output memory that is either exactly this
         // rank's input or does not overlap it (the contract of `Request`).
-        unsafe { kernel.reduce(to, &sources, factors, bytes / kernel.element_size()) };
+        unsafe { reduce_on_threads(kernel, to, &sources, factors, bytes) };
     }
 
     fn try_collect(&mut self, state: &mut Rounds, rounds: u64, base: Bases) -> bool {
@@ -523,4 +524,23 @@ impl Bulk<'_> {
         state.collect += 1;
         true
     }
+}
+
+/// `Kernel::reduce` of `bytes`, split among the threads that were lent to the calling thread.
+///
+/// # Safety
+/// As for `Kernel::reduce`.
+unsafe fn reduce_on_threads(kernel: &Kernel, to: *mut u8, sources: &[*const u8], factors: &[f64], bytes: usize) {
+    if bytes < 2 * threads::LEAST_BYTES || threads::count() == 1 {
+        // SAFETY: the caller vouches for it.
+        return unsafe { kernel.reduce(to, sources, factors, bytes / kernel.element_size()) };
+    }
+    let to = to as usize;
+    let from: Vec<usize> = sources.iter().map(|source| *source as usize).collect();
+    threads::split(bytes, |start, length| {
+        let sources: Vec<*const u8> = from.iter().map(|source| (source + start) as *const u8).collect();
+        // SAFETY: the caller vouches for the whole range. Parts begin at multiples of a cache line, so at elements, and
+        // no two parts have a byte in common.
+        unsafe { kernel.reduce((to + start) as *mut u8, &sources, factors, length / kernel.element_size()) };
+    });
 }

@@ -81,11 +81,10 @@ pub struct Shm {
 }
 
 impl Shm {
-    /// `cores` is the number of cores that the ranks of this host may use together. `pids` has the ranks' processes, 0
-    /// if unknown. All arguments except `area` are equal on every rank.
-    pub fn new(area: Arc<Area>, pids: Vec<i32>, cores: usize, fusion: bool, policy: Arc<Policy>) -> Shm {
+    /// `pids` has the ranks' processes, 0 if unknown. `shape` is that of `Layout::shape`. All arguments except `area`
+    /// are equal on every rank.
+    pub fn new(area: Arc<Area>, pids: Vec<i32>, shape: GroupShape, fusion: bool, policy: Arc<Policy>) -> Shm {
         let layout = area.layout;
-        let shape = layout.shape(cores);
         Shm {
             slots: Slots::new(area.me, area.ranks, layout.depth),
             p2p: P2p::new(&layout),

@@ -17,7 +17,7 @@ const FACTS: [(&str, &[&str], &str); 15] = [
     ("RustDevices::list_operations", &["kind"], "the operation that the list belongs to"),
     ("RustDevices::retire", &["drained"], "no operation is under way; the engine decides what follows from it"),
     ("RustDevices::close", &["drained"], "no operation is under way; the engine decides what follows from it"),
-    ("Setup", &["fusion", "strict", "measure_link"], "options of the group"),
+    ("Setup", &["fusion", "strict", "measure_link", "threads_named"], "options of the group"),
     ("Call", &["kind", "dtype", "op"], "the operation"),
     ("Call", &["counts", "host_staged", "staged"], "what the statistics count, and whether tensors are copied"),
     ("Strided", &["written"], "whether the operation writes the memory"),

@@ -203,6 +203,7 @@ impl Comm {
             addresses: String::new(),
             policy: String::new(),
             settings: Settings::default(),
+            threads: Default::default(),
             soft_timeout: None,
         };
         let host = Arc::new(Interrupt(Arc::downgrade(self)));

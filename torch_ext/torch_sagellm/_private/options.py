@@ -21,6 +21,7 @@ OPTIONS: dict[str, type] = {
     "vendor": str,
     "topology": str,
     "measure_link": bool,
+    "threads": int,
     "soft_timeout": Real,
     "on_device_failure": str,
     "blocking_wait": bool,
@@ -31,7 +32,7 @@ _JUDGES: dict[str, Callable[[str], str | None]] = {
     "vendor": variables.RULES["SAGELLM_VENDOR"].judge,
     "on_device_failure": variables.RULES["SAGELLM_ON_DEVICE_FAILURE"].judge,
 }
-_WORDS = {str: "a text", bool: "True or False", Real: "seconds, or None"}
+_WORDS = {str: "a text", bool: "True or False", int: "a whole number", Real: "seconds, or None"}
 
 
 def apply(options: Any, positional: tuple[Any, ...], given: Mapping[str, Any]) -> None:
@@ -45,6 +46,8 @@ def apply(options: Any, positional: tuple[Any, ...], given: Mapping[str, Any]) -
         expected = OPTIONS[name]
         if expected is bool and value in (0, 1):
             value = bool(value)
+        if expected is int and isinstance(value, bool):
+            raise TypeError(f"sagellm Options: {name} is {value!r}, expected {_WORDS[expected]}")
         if not (isinstance(value, expected) or (expected is Real and value is None)):
             raise TypeError(f"sagellm Options: {name} is {value!r}, expected {_WORDS[expected]}")
         _judge(name, value)
@@ -58,6 +61,8 @@ def _judge(name: str, value: Any) -> None:
         raise ValueError(f"sagellm: the option {name} is {value!r}, expected {expected}")
     if name == "soft_timeout" and value is not None and not value >= 0:
         raise ValueError(f"sagellm: the option soft_timeout is {value:g} s, expected 0 (none) or more")
+    if name == "threads" and not 0 <= value <= 4096:
+        raise ValueError(f"sagellm: the option threads is {value}, expected 0 (as torch) to 4096")
     if name == "delegate":
         delegate.check(value)
 

@@ -9,6 +9,8 @@ import threading
 from types import ModuleType
 from typing import Any, NoReturn
 
+import _torch_sagellm_autoload
+
 NAME = "sagellm"
 #: Overrides the option ``vendor`` of every group, which selects how device tensors are carried; see docs/devices.md.
 VENDOR = "SAGELLM_VENDOR"
@@ -80,6 +82,7 @@ def _meet(extension: ModuleType, options: Any, ours: Any, is_part: bool = False)
     from torch_sagellm._private import address, alive
     from torch_sagellm._private import delegate as _delegate
 
+    ours._forked = os.getpid() != _torch_sagellm_autoload.PROCESS
     addresses = address.find(options.store)
     ours._addresses = addresses.text()
     decided = extension.rendezvous(
@@ -154,6 +157,8 @@ def inherited(extension: ModuleType, options: Any) -> Any:
 
 def _settings(extension: ModuleType, given: Any) -> Any:
     """A copy of the user's options, or the defaults, in which the environment's switches override them."""
+    from torch_sagellm._private import variables
+
     ours = given.__copy__() if isinstance(given, extension.Options) else extension.Options()
     for variable, option in SWITCHES.items():
         text = os.environ.get(variable, "").strip().lower()
@@ -161,6 +166,12 @@ def _settings(extension: ModuleType, given: Any) -> Any:
             raise ValueError(f"sagellm: {variable}={text!r}, expected 1 or 0 (on or off)")
         if text:
             setattr(ours, option, _BOOLEANS[text])
+    text = os.environ.get(variables.THREADS, "").strip()
+    if text:
+        expected = variables.RULES[variables.THREADS].judge(text)
+        if expected:
+            raise ValueError(f"sagellm: {variables.THREADS}={text!r}, expected {expected}")
+        ours.threads = int(text)
     return ours
 
 

@@ -31,6 +31,10 @@ def _whole(text: str) -> str | None:
     return None if text.isascii() and text.isdecimal() else "a whole number from 0 on"
 
 
+def _count(text: str) -> str | None:
+    return None if _whole(text) is None and int(text) <= 4096 else "a whole number from 0 (as torch) to 4096"
+
+
 def _seconds(text: str) -> str | None:
     try:
         return None if 0 <= float(text) < 1e9 else "seconds from 0 on"
@@ -73,6 +77,8 @@ class Rule:
     is_told: bool = False
 
 
+#: Overrides the option ``threads``.
+THREADS = "SAGELLM_THREADS"
 REFUSED = "every group is refused"
 RULES: dict[str, Rule] = {
     "SAGELLM_BLOCKING_WAIT": Rule(_switch, REFUSED, True),
@@ -94,6 +100,7 @@ RULES: dict[str, Rule] = {
     "SAGELLM_SOFT_TIMEOUT": Rule(_seconds, "it counts as 30"),
     "SAGELLM_STATUS_DIR": Rule(_folder, "no status is written"),
     "SAGELLM_STRICT": Rule(_switch, REFUSED, True),
+    THREADS: Rule(_count, REFUSED, True),
     "SAGELLM_VENDOR": Rule(
         lambda text: words("auto", "host", "nccl", "hccl", "cncl")(text.partition(":")[0]), REFUSED, True
     ),

@@ -47,10 +47,11 @@ use crate::op::Op;
 use crate::reduce::Kernel;
 use crate::select::Choice;
 use crate::stats::chunk_timer::ChunkTimer;
+use crate::threads;
 
 /// Bytes that are combined, then written to all outputs, while they are in the nearest cache.
 const FOLD_BYTES: usize = 32 << 10;
-/// Bytes of one step. Between steps, a waiting thread checks for signals, deadlines and ended peers.
+/// Bytes of one step for each thread that works on it. Between steps, a waiting thread checks for signals, deadlines and ended peers.
 const STEP_BYTES: usize = 1 << 20;
 
 /// The progress of an operation whose tensors this rank offers.
@@ -111,11 +112,12 @@ impl Mapped {
             }
             let whole = work.part.bytes();
             if self.at < whole {
-                let bytes = STEP_BYTES.min(whole - self.at);
+                let bytes = (STEP_BYTES * threads::count()).min(whole - self.at);
                 let began = self.timer.begin(op);
                 // SAFETY: every rank has published the operation and keeps its tensors until it ends. `agree` has
                 // checked that the part is within them.
-                unsafe { work.advance(area, op, kernel, self.at, bytes) };
+                let at = self.at;
+                threads::split(bytes, |start, length| unsafe { work.advance(area, op, kernel, at + start, length) });
                 let timing = &op.timing;
                 self.timer.end(if op.request.kind.reduces() { &timing.reducing } else { &timing.copying }, began);
                 self.at += bytes;

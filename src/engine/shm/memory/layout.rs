@@ -181,10 +181,11 @@ impl Layout {
         self.total
     }
 
-    /// What the choice of algorithms needs to know of a group with this layout on one host. `cores` is the number of
-    /// cores that the ranks may use together.
-    pub fn shape(&self, cores: usize) -> GroupShape {
-        GroupShape { ranks: self.ranks, hosts: 1, cores, slot_bytes: SLOT_BYTES, stage_bytes: self.stage_bytes }
+    /// What the choice of algorithms needs to know of a group with this layout on one host. `cores` and `threads` are as
+    /// in `GroupShape`.
+    pub fn shape(&self, cores: usize, threads: usize) -> GroupShape {
+        let (slot_bytes, stage_bytes) = (SLOT_BYTES, self.stage_bytes);
+        GroupShape { ranks: self.ranks, hosts: 1, cores, threads, slot_bytes, stage_bytes }
     }
 
     fn control_bytes(&self) -> usize {

@@ -1,0 +1,313 @@
+//! Copies and reductions of a waiting thread, split among the threads of its host (torch's intra-op threads).
+//!
+//! A thread that waits for an operation *lends* its host's threads to itself for the time of the wait (`lend`). The
+//! code that copies and combines calls `split`, which runs one part of the range on each thread. A thread to which
+//! nothing was lent does the whole range itself: the progress thread, which drives while the program computes on these
+//! very threads, and the lanes of groups over several hosts.
+//!
+//! A parallel region ends when its last thread has arrived. If another process runs on that thread's core, this takes
+//! until the scheduler's next tick: milliseconds, for a copy of microseconds. So a thread that had to wait that long does
+//! its ranges itself for a while (`Patience`). The loss in a busy machine is then at most a few per cent.
+//!
+//! Every byte is written by one thread, and every element is combined by one thread from all its sources. So the number
+//! of threads never changes a bit of the result, and peers cannot notice it.
+
+use std::any::Any;
+use std::cell::{Cell, RefCell};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::host::Host;
+use crate::os::clock;
+
+/// Smallest part. Copying this many bytes takes a core about 8 us (docs/internals/benchmarks.md). Starting and ending a
+/// parallel region takes less, so a range of two parts is faster on two threads.
+pub const LEAST_BYTES: usize = 64 << 10;
+/// Ranges are cut at multiples of a cache line, which is a multiple of every element size.
+const LINE: usize = 64;
+
+/// The threads that a waiting thread of a group may use.
+#[derive(Clone)]
+pub struct Helpers {
+    pub host: Arc<dyn Host>,
+    /// Most threads, the waiting one included.
+    pub threads: usize,
+}
+
+impl Helpers {
+    fn count(&self) -> usize {
+        self.threads.min(self.host.threads())
+    }
+}
+
+thread_local! {
+    /// What was lent to this thread.
+    static LENT: RefCell<Option<Helpers>> = const { RefCell::new(None) };
+    static PATIENCE: Cell<Patience> = const { Cell::new(Patience::new()) };
+}
+
+/// Whether the threads of the host arrive in time. Times are nanoseconds of `clock::now`.
+#[derive(Clone, Copy, Debug)]
+struct Patience {
+    /// Until then the waiting thread does its ranges itself.
+    until: u64,
+    /// The next such pause.
+    pause: u64,
+    /// Number of regions since the last late one.
+    in_time: u32,
+}
+
+impl Patience {
+    const SHORTEST: u64 = 10_000_000;
+    const LONGEST: u64 = 1_000_000_000;
+    /// Regions after which the next pause is a short one again.
+    const FORGIVEN: u32 = 1000;
+
+    const fn new() -> Patience {
+        Patience { until: 0, pause: Patience::SHORTEST, in_time: 0 }
+    }
+
+    /// The state after a region of `bytes` that began at `began` and has ended at `now`. It was late if one thread alone
+    /// would have been faster at 1 GB/s, a fraction of the speed of any core, even 100 us later.
+    fn after(self, bytes: usize, began: u64, now: u64) -> Patience {
+        let late = now.saturating_sub(began) > 100_000 + bytes as u64;
+        match late {
+            true => Patience { until: now + self.pause, pause: (self.pause * 2).min(Patience::LONGEST), in_time: 0 },
+            false if self.in_time >= Patience::FORGIVEN => Patience { pause: Patience::SHORTEST, ..self },
+            false => Patience { in_time: self.in_time + 1, ..self },
+        }
+    }
+}
+
+/// Until this is dropped, `split` on this thread uses the lent threads.
+pub struct Lending(Option<Helpers>);
+
+/// Lends `helpers` to the calling thread.
+pub fn lend(helpers: Helpers) -> Lending {
+    Lending(LENT.replace(Some(helpers)))
+}
+
+impl Drop for Lending {
+    fn drop(&mut self) {
+        LENT.replace(self.0.take());
+    }
+}
+
+/// Number of threads that `split` uses on this thread for a long range.
+pub fn count() -> usize {
+    LENT.with_borrow(|lent| lent.as_ref().map_or(1, Helpers::count))
+}
+
+/// Calls `work(start, length)` for parts that cover `0..bytes` once, and returns after all calls. The parts run on the
+/// threads lent to this thread. A range that is too short for that is one part.
+#[inline]
+pub fn split(bytes: usize, work: impl Fn(usize, usize) + Sync) {
+    if bytes < 2 * LEAST_BYTES {
+        return work(0, bytes);
+    }
+    split_long(bytes, &work);
+}
+
+fn split_long(bytes: usize, work: &(dyn Fn(usize, usize) + Sync)) {
+    let Some(helpers) = LENT.with_borrow(Clone::clone) else { return work(0, bytes) };
+    let parts = (bytes / LEAST_BYTES).min(helpers.count());
+    let (patience, began) = (PATIENCE.get(), clock::now());
+    if parts < 2 || began < patience.until {
+        return work(0, bytes);
+    }
+    let each = bytes.div_ceil(parts).next_multiple_of(LINE);
+    contained(&*helpers.host, parts, &|part| {
+        let start = (part * each).min(bytes);
+        work(start, each.min(bytes - start));
+    });
+    PATIENCE.set(patience.after(bytes, began, clock::now()));
+}
+
+/// Calls `part` on the host's threads. Panics if a call has panicked, but only after all calls have returned, because
+/// the frames of the host below a call cannot be unwound.
+fn contained(host: &dyn Host, parts: usize, part: &(dyn Fn(usize) + Sync)) {
+    let panicked: Mutex<Option<Box<dyn Any + Send>>> = Mutex::new(None);
+    host.parallel(parts, &|number| {
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| part(number))) {
+            *panicked.lock().unwrap_or_else(PoisonError::into_inner) = Some(panic);
+        }
+    });
+    if let Some(panic) = panicked.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        resume_unwind(panic);
+    }
+}
+
+/// What a rank contributes to the number of threads of its group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Wish {
+    /// Most threads of this rank, at least 1.
+    pub threads: usize,
+    /// Whether the program named the number. If not, all ranks together use at most as many threads as they have cores.
+    pub named: bool,
+    /// Number of cores on which this rank may run.
+    pub cores: usize,
+}
+
+/// Number of threads of each rank of a group: the smallest that a rank may use. `cores` is the number of cores that all
+/// ranks may use together.
+pub fn agreed(wishes: &[Wish], cores: usize) -> usize {
+    let share = cores / wishes.len().max(1);
+    let each = wishes.iter().map(|wish| {
+        let most = if wish.named { wish.cores } else { wish.cores.min(share) };
+        wish.threads.min(most)
+    });
+    each.min().unwrap_or(1).max(1)
+}
+
+/// A host with threads, for tests.
+#[cfg(test)]
+pub struct Scoped(pub usize);
+
+#[cfg(test)]
+impl Host for Scoped {
+    fn interrupted(&self) -> bool {
+        false
+    }
+    fn threads(&self) -> usize {
+        self.0
+    }
+    fn parallel(&self, parts: usize, part: &(dyn Fn(usize) + Sync)) {
+        std::thread::scope(|scope| (0..parts).for_each(|number| drop(scope.spawn(move || part(number)))));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The parts of a range, from a thread that has not waited in vain before. `Scoped` starts its threads anew, which
+    /// can take long in a busy machine.
+    fn parts_of(bytes: usize) -> Vec<(usize, usize)> {
+        PATIENCE.set(Patience::new());
+        split_into(bytes)
+    }
+
+    fn split_into(bytes: usize) -> Vec<(usize, usize)> {
+        let parts = Mutex::new(Vec::new());
+        split(bytes, |start, length| parts.lock().unwrap().push((start, length)));
+        let mut parts = parts.into_inner().unwrap();
+        parts.sort_unstable();
+        parts
+    }
+
+    fn helpers(threads: usize) -> Helpers {
+        Helpers { host: Arc::new(Scoped(threads)), threads }
+    }
+
+    #[test]
+    fn the_parts_cover_every_byte_once_and_none_is_too_small() {
+        for threads in 1..9 {
+            let _lending = lend(helpers(threads));
+            for bytes in
+                [0, 1, 64, LEAST_BYTES, 2 * LEAST_BYTES - 1, 2 * LEAST_BYTES, 1 << 20, (5 << 20) + 4, 12_345_678]
+            {
+                let parts = parts_of(bytes);
+                let mut next = 0;
+                for (start, length) in &parts {
+                    assert_eq!((*start, start % LINE), (next, 0), "{bytes} bytes on {threads} threads: {parts:?}");
+                    next += length;
+                }
+                assert_eq!(next, bytes);
+                let expected = threads.min(bytes / LEAST_BYTES).max(1);
+                assert_eq!(parts.len(), expected, "{bytes} bytes on {threads} threads");
+            }
+        }
+    }
+
+    #[test]
+    fn nothing_is_split_without_a_loan_or_after_it() {
+        assert_eq!((count(), parts_of(1 << 20).len()), (1, 1));
+        {
+            let _lending = lend(helpers(4));
+            assert_eq!((count(), parts_of(1 << 20).len()), (4, 4));
+            {
+                let _inner = lend(helpers(2));
+                assert_eq!((count(), parts_of(1 << 20).len()), (2, 2));
+            }
+            assert_eq!(count(), 4);
+            std::thread::scope(|scope| drop(scope.spawn(|| assert_eq!(parts_of(1 << 20).len(), 1))));
+        }
+        assert_eq!((count(), parts_of(1 << 20).len()), (1, 1));
+    }
+
+    #[test]
+    fn the_host_limits_the_threads() {
+        let _lending = lend(Helpers { host: Arc::new(Scoped(2)), threads: 8 });
+        assert_eq!((count(), parts_of(1 << 20).len()), (2, 2));
+    }
+
+    #[test]
+    fn a_panic_of_one_part_reaches_the_caller_after_all_parts() {
+        PATIENCE.set(Patience::new());
+        let _lending = lend(helpers(4));
+        let done = Mutex::new(0);
+        let result = catch_unwind(AssertUnwindSafe(|| {
+            split(1 << 20, |start, _| {
+                *done.lock().unwrap() += 1;
+                assert_ne!(start, 0, "the first part fails");
+            });
+        }));
+        assert!(result.is_err());
+        assert_eq!(*done.lock().unwrap_or_else(PoisonError::into_inner), 4);
+    }
+
+    #[test]
+    fn threads_that_arrive_late_are_not_used_for_a_while() {
+        const MS: u64 = 1_000_000;
+        let mut patience = Patience::new();
+        patience = patience.after(1 << 20, 0, MS);
+        assert_eq!((patience.until, patience.in_time), (0, 1), "1 ms for 1 MiB is what one thread may take");
+        patience = patience.after(1 << 17, 0, 4 * MS);
+        assert_eq!((patience.until, patience.pause, patience.in_time), (14 * MS, 20 * MS, 0));
+        for _ in 0..20 {
+            patience = patience.after(1 << 17, 100 * MS, 104 * MS);
+        }
+        assert_eq!((patience.until, patience.pause), (1104 * MS, 1000 * MS), "a pause is at most a second");
+        for _ in 0..=Patience::FORGIVEN {
+            patience = patience.after(1 << 17, 0, 0);
+        }
+        assert_eq!(patience.pause, Patience::SHORTEST);
+    }
+
+    #[test]
+    fn after_a_late_region_the_waiting_thread_works_alone() {
+        struct Late;
+        impl Host for Late {
+            fn interrupted(&self) -> bool {
+                false
+            }
+            fn threads(&self) -> usize {
+                2
+            }
+            fn parallel(&self, parts: usize, part: &(dyn Fn(usize) + Sync)) {
+                (0..parts).for_each(part);
+                std::thread::sleep(std::time::Duration::from_millis(4));
+            }
+        }
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let _lending = lend(Helpers { host: Arc::new(Late), threads: 2 });
+                assert_eq!((split_into(1 << 20).len(), split_into(1 << 20).len()), (2, 1));
+                std::thread::sleep(std::time::Duration::from_millis(12));
+                assert_eq!(split_into(1 << 20).len(), 2);
+            });
+        });
+    }
+
+    #[test]
+    fn ranks_share_the_cores_unless_the_program_names_a_number() {
+        let wish = |threads, named, cores| Wish { threads, named, cores };
+        assert_eq!(agreed(&[wish(16, false, 16); 2], 16), 8);
+        assert_eq!(agreed(&[wish(16, false, 8); 2], 16), 8);
+        assert_eq!(agreed(&[wish(2, false, 2); 2], 2), 1);
+        assert_eq!(agreed(&[wish(2, true, 2); 2], 2), 2);
+        assert_eq!(agreed(&[wish(64, true, 2); 2], 2), 2);
+        assert_eq!(agreed(&[wish(16, false, 16), wish(1, false, 16)], 16), 1);
+        assert_eq!(agreed(&[wish(4, false, 1); 8], 2), 1);
+    }
+}
