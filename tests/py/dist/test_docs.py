@@ -279,6 +279,14 @@ def test_the_measurements_for_users_are_those_of_the_notebook() -> None:
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"])
+def test_no_line_of_prose_is_too_wide(page: str) -> None:
+    text = re.sub(r"^( *)```.*?^\1```$", "", (ROOT / page).read_text(), flags=re.S | re.M)
+    wide = [line for line in text.splitlines() if len(line) > 128 and not line.lstrip().startswith(("|", "!["))]
+    assert not wide, f"{page}: {wide}"
+
+
+@pytest.mark.quick
 def test_the_pages_have_few_words() -> None:
     words = {page: len((ROOT / page).read_text().split()) for page in PAGES}
     assert sum(words[page] for page in USERS) <= 18_000, {page: words[page] for page in USERS}

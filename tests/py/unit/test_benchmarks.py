@@ -27,6 +27,7 @@ import gpu  # noqa: E402
 import hosts  # noqa: E402
 import overlap  # noqa: E402
 import update_docs  # noqa: E402
+import wide  # noqa: E402
 from measure import clock as clocks  # noqa: E402
 from measure import report  # noqa: E402
 from measure.cases import DTYPES, FIXED_SIZE, OPS, Case, pattern, total  # noqa: E402
@@ -460,6 +461,28 @@ def test_a_table_beside_computing_processes_shows_the_median_and_the_worst_start
     assert "## Beside 2 computing processes, 3 starts" in text
     assert "| reduce | 64 B | 2.00 (0.50), 2.00 (0.50) | 4.00 us | 8.00 us |" in text
     assert "Lost by p10 or median: reduce 64 B in 1 of 3." in text
+
+
+def test_wide_shares_the_cores_and_refuses_what_is_no_layout() -> None:
+    assert wide.layouts("", 16) == [(2, 8), (4, 4), (16, 1)]
+    assert wide.layouts("", 2) == [(2, 1)]
+    assert wide.layouts("2x8,4x4", 2) == [(2, 8), (4, 4)]
+    for wrong in ("2", "2x", "0x4", "2x8x2", "ax1"):
+        with pytest.raises(ValueError, match="expected ranks x threads"):
+            wide.layouts(wrong, 16)
+
+
+def test_wide_measures_with_several_threads_and_writes_one_file(tmp_path: Path) -> None:
+    words = ["--layouts=2x2", "--dtypes=bfloat16", "--sizes=8,512KiB", "--rounds=2", "--budget=0.02"]
+    command = [sys.executable, str(ROOT / "benchmarks/wide.py"), *words, f"--out={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    (run,) = json.loads(next(tmp_path.glob("*/wide.json")).read_text())["runs"]
+    assert (run["ranks"], run["threads"], [row["size"] for row in run["results"]]) == (2, 2, [8, 512 << 10])
+    ways = ["limit", "reachable, 2 threads", "ordinary, 2 threads", "reachable, 1 thread", "ordinary, 1 thread", "gloo"]
+    assert all(list(row["times"]) == ways for row in run["results"])
+    assert all(one["p10"] > 0 for row in run["results"] for one in row["times"].values())
+    assert "## 2 ranks x 2 threads, p10, share of the limit" in done.stdout
 
 
 def test_busy_measures_beside_a_process_that_computes_and_ends_it(tmp_path: Path) -> None:

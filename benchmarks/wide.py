@@ -1,0 +1,222 @@
+#!/usr/bin/env python3
+"""All_reduce with several threads a rank, on a machine with many cores: one command, one file to send.
+
+The ranks share the cores evenly, and torch's intra-op threads of each rank fill its share. Five ways take turns in the
+same processes: ours on tensors that peers can reach, ours on ordinary tensors, both of these with one thread a rank,
+and gloo. The limit in the same turns is a plain copy: all ranks copy their tensor at the same time, with as many
+threads. An all_reduce moves at least as much, because each rank reads its share of all tensors and writes it into all
+of them. Each rank writes its tensor before each call, as a program does, and every result is checked once per size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date, timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from measure import machine as machines
+from measure import ranks as processes
+from measure.cases import DTYPES
+from measure.stats import format_time, percentile, slowest_rank
+
+from torch_sagellm._private.units import parse_size, show_size
+
+EXAMPLES = """examples:
+  python benchmarks/wide.py                          2 ranks, then 4, then a rank per core: about ten minutes
+  python benchmarks/wide.py --layouts 2x8,4x4        ranks x threads
+  python benchmarks/wide.py --dtypes float32 --sizes 1MiB,32MiB --rounds 5
+"""
+SIZES = "8,4KiB,64KiB,256KiB,1MiB,4MiB,16MiB,32MiB,64MiB,256MiB"
+LIMIT = "limit"
+#: The folder in which rank 0 leaves its results.
+FOLDER = "SAGELLM_WIDE_FOLDER"
+
+
+def layouts(text: str, cores: int) -> list[tuple[int, int]]:
+    """Pairs of ranks and threads. By default 2 and 4 ranks that share the cores, and a rank for each core."""
+    if not text:
+        wanted = [(ranks, max(1, cores // ranks)) for ranks in (2, 4, min(cores, 256)) if ranks <= max(cores, 2)]
+        return list(dict.fromkeys(wanted))
+    pairs = [one.split("x") for one in text.split(",")]
+    if not all(len(pair) == 2 and all(word.isdigit() and int(word) > 0 for word in pair) for pair in pairs):
+        raise ValueError(f"--layouts {text}: expected ranks x threads, such as 2x8,4x4")
+    return [(int(ranks), int(threads)) for ranks, threads in pairs]
+
+
+def ways(count: int, dtype: torch.dtype, groups: dict[str, Any]) -> dict[str, tuple[torch.Tensor, Callable[[], Any]]]:
+    """By label: the tensor that this rank writes before a call, and the call."""
+    import torch_sagellm
+
+    def reduces(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, Callable[[], Any]]:
+        return tensor, lambda: dist.all_reduce(tensor, group=groups[name])
+
+    source, target = torch.empty(count, dtype=dtype), torch.empty(count, dtype=dtype)
+    threads = torch.get_num_threads()
+    found: dict[str, tuple[torch.Tensor, Callable[[], Any]]] = {LIMIT: (source, lambda: target.copy_(source))}
+    if threads > 1:
+        found[f"reachable, {threads} threads"] = reduces(torch_sagellm.empty(count, dtype=dtype), "all")
+        found[f"ordinary, {threads} threads"] = reduces(torch.empty(count, dtype=dtype), "all")
+    found["reachable, 1 thread"] = reduces(torch_sagellm.empty(count, dtype=dtype), "one")
+    found["ordinary, 1 thread"] = reduces(torch.empty(count, dtype=dtype), "one")
+    found["gloo"] = reduces(torch.empty(count, dtype=dtype), "gloo")
+    return found
+
+
+def check(way: tuple[torch.Tensor, Callable[[], Any]], label: str) -> None:
+    tensor, call = way
+    tensor.fill_(dist.get_rank() + 1)
+    call()
+    ranks = dist.get_world_size()
+    if label != LIMIT and not bool((tensor == ranks * (ranks + 1) // 2).all()):
+        raise RuntimeError(f"{label}: the sum is wrong on rank {dist.get_rank()}")
+
+
+def measure(count: int, dtype: torch.dtype, groups: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """Measures all ways at one size; returns the times of the slowest rank on every rank."""
+    found = ways(count, dtype, groups)
+    source = torch.ones(count, dtype=dtype)
+    for label, way in found.items():
+        check(way, label)
+    taken: dict[str, list[float]] = {label: [] for label in found}
+
+    def sample(label: str) -> None:
+        tensor, call = found[label]
+        tensor.copy_(source)
+        dist.barrier()
+        begin = time.perf_counter()
+        call()
+        taken[label].append(1e6 * (time.perf_counter() - begin))
+
+    begin = time.perf_counter()
+    sample("gloo")
+    taken["gloo"].clear()
+    # The slowest way decides how many samples fit, the same number on all ranks.
+    needed = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
+    dist.all_reduce(needed, op=dist.ReduceOp.MAX)
+    count_of_samples = max(2, min(200, int(args.budget / args.rounds / needed.item())))
+    for turn in range(args.rounds):
+        labels = list(found)
+        for label in labels if turn % 2 == 0 else labels[::-1]:
+            for _ in range(count_of_samples):
+                sample(label)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, taken)
+    times = {label: slowest_rank([rank[label] for rank in everyone]) for label in found}
+    return {
+        label: {"p10": percentile(us, 0.1), "median": percentile(us, 0.5), "samples": len(us)}
+        for label, us in times.items()
+    }
+
+
+def run_rank(args: argparse.Namespace) -> int:
+    import torch_sagellm
+
+    threads = int(os.environ["OMP_NUM_THREADS"])
+    torch.set_num_threads(threads)
+    patience = timedelta(seconds=args.timeout)
+    dist.init_process_group("sagellm", timeout=patience, pg_options=torch_sagellm.Options(threads=1))
+    groups = {
+        "all": dist.new_group(timeout=patience, pg_options=torch_sagellm.Options(threads=threads)),
+        "one": dist.group.WORLD,
+        "gloo": dist.new_group(backend="gloo", timeout=patience),
+    }
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    results = []
+    for name in args.dtypes.split(","):
+        dtype = DTYPES[name]
+        for size in map(parse_size, args.sizes.split(",")):
+            times = measure(max(1, size // dtype.itemsize), dtype, groups, args)
+            results.append({"dtype": name, "size": size, "times": times})
+            if dist.get_rank() == 0:
+                texts = [f"{label} {format_time(one['p10'])}" for label, one in times.items()]
+                print(f"{name} {show_size(size)}: {', '.join(texts)}", file=sys.stderr, flush=True)
+    if dist.get_rank() == 0:
+        Path(os.environ[FOLDER], "results.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+    return 0
+
+
+def table(run: dict[str, Any]) -> str:
+    """The p10 of each way, and its share of the limit."""
+    lines = [f"## {run['ranks']} ranks x {run['threads']} threads, p10, share of the limit", ""]
+    labels = list(run["results"][0]["times"])
+    lines += ["| dtype | size | " + " | ".join(labels) + " |", "| --- |" + " ---: |" * (len(labels) + 1)]
+    for row in run["results"]:
+        limit = row["times"][LIMIT]["p10"]
+        cells = [
+            format_time(one["p10"]) + ("" if label == LIMIT else f", {100 * limit / one['p10']:.0f} %")
+            for label, one in row["times"].items()
+        ]
+        lines.append(f"| {row['dtype']} | {show_size(row['size'])} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, ""])
+
+
+def spawn(args: argparse.Namespace) -> int:
+    """Runs each layout in processes of its own, prints its table, and writes one file with all of them."""
+    machine, runs = machines.describe(), []
+    for ranks, threads in layouts(args.layouts, machines.usable_cores()):
+        with tempfile.TemporaryDirectory() as folder, processes.here() as store:
+            print(f"{ranks} ranks x {threads} threads", file=sys.stderr, flush=True)
+            code = processes.run(ranks, store | {"OMP_NUM_THREADS": threads, FOLDER: folder})
+            if code:
+                return code
+            results = json.loads(Path(folder, "results.json").read_text())
+        runs.append({"ranks": ranks, "threads": threads, "results": results})
+        print(table(runs[-1]), flush=True)
+    found = {"date": date.today().isoformat(), "machine": machine, "rounds": args.rounds, "runs": runs}
+    folder = args.out / f"{found['date']}-{machines.slug(machine)}"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{args.name}.json"
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    print(f"wrote {path}; please attach it to an issue of the project if its machine has 8 cores or more", flush=True)
+    return 0
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--layouts", default="", help="ranks x threads (default: 2 and 4 ranks that share the cores, a rank per core)")
+    add("--sizes", default=SIZES, help=f"bytes of each rank's tensor (default: {SIZES})")
+    add("--dtypes", default="float32,bfloat16", help="default: float32,bfloat16")
+    add("--rounds", type=int, default=10, help="turns per way and size (default: 10)")
+    add("--budget", type=float, default=0.5, help="seconds of calls per way and size (default: 0.5)")
+    add("--timeout", type=float, default=60, help="seconds until a stuck operation is an error (default: 60)")
+    add("--out", type=Path, default=Path(__file__).parent / "runs", help="folder of results (default: benchmarks/runs)")
+    add("--name", default="wide", help="name of the result file (default: wide)")
+    args = parser.parse_args()
+    if unknown := set(args.dtypes.split(",")) - set(DTYPES):
+        parser.error(f"unknown dtype {', '.join(sorted(unknown))}; known: {', '.join(DTYPES)}")
+    try:
+        if any(ranks < 2 for ranks, _ in layouts(args.layouts, machines.usable_cores())):
+            parser.error("an all_reduce needs at least 2 ranks")
+        for size in args.sizes.split(","):
+            parse_size(size)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def main() -> int:
+    args = parse_args()
+    try:
+        return run_rank(args) if processes.is_rank() else spawn(args)
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
