@@ -131,7 +131,7 @@ def test_rule_26_a_forked_child_uses_no_threads_that_it_does_not_have(tmp_path: 
 def test_a_wrong_number_is_refused(wrong: Any) -> None:
     import torch_sagellm
 
-    with pytest.raises((TypeError, ValueError), match="threads is .*, expected"):
+    with pytest.raises((TypeError, ValueError), match=r"threads is .*, expected"):
         torch_sagellm.Options(threads=wrong)
 
 
