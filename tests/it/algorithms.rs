@@ -93,7 +93,7 @@ fn wanted(s: &Schedule, rank: usize, part: usize) -> bool {
     }
 }
 
-/// The order of summation that the header of the algorithm's file states.
+/// Builds the expression for the order of summation that the header of the algorithm's file states.
 fn documented(s: &Schedule, part: usize, e: &mut Expressions) -> usize {
     let p = s.ranks;
     let from_root: Vec<usize> = (0..p).map(|place| (s.root + place) % p).collect();

@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use sagellm::algorithms::{Algorithm, How, Recv, Schedule, part_range};
 use sagellm::types::Kind;
 
-/// The number types that are summed: integers exactly, floats in the order of the schedule.
+/// The element types that are summed: integers are exact, floats are added in the order of the schedule.
 trait Number: Copy + Default + PartialEq + std::fmt::Debug + std::marker::Send + 'static {
     fn plus(self, other: Self) -> Self;
     fn any(seed: u64) -> Self;
@@ -226,8 +226,8 @@ fn floats_with_equal_bits_on_every_rank() {
     check_all::<f32>();
 }
 
-/// Batches may use only algorithms whose order of summation does not depend on the element's position. The two such
-/// algorithms tested here also give equal bits.
+/// Batches may use only algorithms in which an element's position does not change its order of summation. The two such
+/// algorithms tested here also give the same bits as each other.
 #[test]
 fn rule_18_doubling_and_halving_add_in_one_order_wherever_an_element_stands() {
     for ranks in [2, 3, 5, 8, 12] {

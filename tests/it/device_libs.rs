@@ -1,6 +1,7 @@
-//! The communicators and runtimes of all vendors, end to end: two and three processes, each a rank with its own device,
-//! over the ABI simulators of `tests/simulators`. Every collective, every vendor, HCCL in its three forms; a dead peer,
-//! a hang, an error that comes late, an initialisation that never ends.
+//! The communicators and runtimes of all vendors, end to end: two or three processes, each one rank with its own
+//! device, use the ABI simulators of `tests/simulators`. Tests every collective of every vendor, with HCCL in its three
+//! forms. Also tests a dead peer, a hang, an error that the library reports late, and an initialisation that never
+//! ends.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -18,10 +19,10 @@ use sagellm::engine::device::{
 use sagellm::error::{Error, ErrorKind, Result};
 use sagellm::types::{Dtype, Kind, ReduceOp, Span};
 
-/// No test waits longer; each ends in seconds.
+/// Upper limit of each wait of these tests; a passing test ends in seconds.
 const MINUTE: Duration = Duration::from_secs(60);
 
-/// A vendor's libraries under test, by the names of `tests/simulators/build.py`.
+/// One vendor's libraries under test; `library` and `runtime` are names in `tests/simulators/build.py`.
 #[derive(Clone, Copy, Debug)]
 struct Form {
     vendor: Vendor,
@@ -42,23 +43,24 @@ const WHOLE: [Form; 3] = [FORMS[0], FORMS[2], FORMS[5]];
 
 // ---- the parent ----
 
-/// Builds the simulators once; the build itself is shared between processes and takes no time when nothing has changed.
+/// Builds the simulators once per process. All processes share the files, and a build of unchanged sources takes no
+/// time.
 fn simulators() -> &'static HashMap<String, PathBuf> {
     static BUILT: OnceLock<HashMap<String, PathBuf>> = OnceLock::new();
     BUILT.get_or_init(crate::common::simulators::simulators)
 }
 
-/// A process that ends when its owner is dropped.
+/// The process of one rank, which is killed on drop.
 struct Rank(Child);
 
 impl Drop for Rank {
     fn drop(&mut self) {
-        let _ = self.0.kill(); // it may have ended
+        let _ = self.0.kill(); // fails if the process has ended
         let _ = self.0.wait();
     }
 }
 
-/// Runs a scenario of `a_rank` on so many ranks; those in `leaves` may end as they like.
+/// Runs the scenario of `a_rank` on `ranks` ranks. Ranks in `leaves` may exit with any status.
 fn run(scenario: &str, form: Form, ranks: usize, variables: &[(&str, &str)], leaves: &[usize]) {
     static NUMBER: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
     let number = NUMBER.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
@@ -143,7 +145,8 @@ fn an_error_that_comes_late_is_polled() {
 #[test]
 fn a_dead_peer_does_not_hold_the_others() {
     for form in WHOLE {
-        // Connected before, so that the operation hangs on its stream and not in the launch.
+        // `eager` connects the ranks at initialisation, so that the operation hangs on its stream and not in the
+        // launch.
         run("dead", form, 2, &[("SAGELLM_SIM_CONNECT", "eager")], &[1]);
     }
 }
@@ -175,7 +178,7 @@ impl World {
         }
     }
 
-    /// Stands for a group's store: rank 0 gives bytes to the others.
+    /// Plays the group's store: rank 0 publishes bytes, which the other ranks read.
     fn shared(&self, name: &str, make: impl FnOnce() -> Vec<u8>) -> Vec<u8> {
         let file = self.folder.join(name);
         if self.rank == 0 {
@@ -216,7 +219,7 @@ impl World {
         self.runtime.stream_create().unwrap()
     }
 
-    /// Runs one operation as the shim does; returns its result.
+    /// Runs one operation in the steps of the shim. Returns its result.
     fn one(&self, communicator: &dyn Communicator, case: &Case, stream: Stream) -> Option<Vec<u8>> {
         let LoweringInput { kind, dtype, ranks, equal_counts, .. } = case.asked;
         let lowering = lower(&case.asked, self.api.capabilities()).ok()?;
@@ -331,7 +334,8 @@ fn collectives() {
     assert_eq!(after, Error::aborted("sagellm: poll: the communicator was closed"));
 }
 
-/// Ranks that all send first to each other, several operations in one launch, and the same list on all vendors.
+/// Every rank posts its sends before its receives, several operations share one launch, and all vendors get the same
+/// list of operations.
 fn messages() {
     let world = World::new();
     let communicator = world.join(MINUTE).unwrap();
@@ -367,7 +371,7 @@ fn messages() {
     synchronize(&*world.runtime, stream, MINUTE).unwrap();
     drop(launched);
     assert_eq!(tensors, [vec![3.0; 5], vec![3.0; 300], vec![6.0; 1]]);
-    // One message alone, from the first rank to the last.
+    // A single message, from rank 0 to the last rank.
     let (kind, root) = if me == 0 { (Kind::Send, ranks - 1) } else { (Kind::Recv, 0) };
     if me == 0 || me == ranks - 1 {
         let single = lower(&asked(kind, Dtype::F32, ReduceOp::Sum, ranks), able).unwrap();
@@ -383,8 +387,8 @@ fn messages() {
     communicator.close(MINUTE).unwrap();
 }
 
-/// Two streams that wait for one another by events, which are recorded again and again. Every operation of the library
-/// takes 20 ms, so that an order that is not kept shows.
+/// Two streams that wait for each other by events; each turn records the same events again. Every operation of the
+/// library takes 20 ms, so that a wrong order gives wrong numbers.
 fn streams() {
     let world = World::new();
     let communicator = world.join(MINUTE).unwrap();
@@ -407,7 +411,8 @@ fn streams() {
         runtime.event_record(done, first).unwrap();
         runtime.event_record(end, first).unwrap();
         assert!(!runtime.event_done(done).unwrap() && !runtime.stream_idle(first).unwrap(), "it takes 20 ms");
-        // The other stream reads only then, and the first goes on only after that.
+        // The second stream copies the result after `done`. The first stream continues after `read`, when the copy has
+        // ended.
         runtime.event_wait(second, done).unwrap();
         runtime.copy(copy.as_mut_ptr() as usize, memory[0].addr, 32, second).unwrap();
         runtime.event_record(read, second).unwrap();
@@ -423,7 +428,7 @@ fn streams() {
     let before = runtime.exchange_capture_mode(SPARES_CAPTURES).unwrap();
     assert_eq!(runtime.exchange_capture_mode(before).unwrap(), SPARES_CAPTURES);
     [done, read, start, end].into_iter().for_each(|event| runtime.event_destroy(event).unwrap());
-    // Another thread knows no device until it says so.
+    // A new thread has no current device until it selects one.
     std::thread::scope(|scope| {
         scope.spawn(|| {
             runtime.set_device(world.rank as i32).unwrap();
@@ -468,7 +473,7 @@ fn split() {
         check(&*part);
         part.close(MINUTE).unwrap();
     }
-    // All ranks at once, members and others.
+    // All ranks abort at the same time, after every rank has finished with the part, whether it is a member or not.
     std::fs::write(world.folder.join(format!("done-{}", world.rank)), "").unwrap();
     (0..world.ranks).for_each(|rank| world.wait_for(&world.folder.join(format!("done-{rank}"))));
     communicator.abort().unwrap();
@@ -501,25 +506,25 @@ fn hang() {
     launched(&world, &*communicator, &mut data, stream).unwrap();
     synchronize(&*world.runtime, stream, MINUTE).unwrap();
     assert_eq!(data, [2.0; 4]);
-    let kept = data.leak(); // the library may write to it for ever
+    let kept = data.leak(); // leaked, because the library may write to it at any later time
     launched(&world, &*communicator, kept, stream).unwrap();
     let error = synchronize(&*world.runtime, stream, Duration::from_millis(200)).unwrap_err();
     assert!(error.text().contains("not done within 200 ms"), "{error}");
-    communicator.poll().unwrap(); // a hang is no error that the library knows of
+    communicator.poll().unwrap(); // no error: the library does not report a hang
     let ended = communicator.abort();
     if world.api.capabilities().abort {
         ended.unwrap();
-        // The operation has ended with whatever result, and so has the stream.
+        // The operation has ended, with whichever result, and the stream is idle.
         let end = Instant::now() + MINUTE;
         while !world.runtime.stream_idle(stream).unwrap_or(true) {
             assert!(Instant::now() < end, "the stream still hangs after abort");
             std::thread::sleep(Duration::from_millis(2));
         }
     } else if let Err(error) = ended {
-        // A library without abort may say that it is busy; it has not held us.
+        // A library without abort may report that it is busy, but the call must return.
         assert!(error.text().contains("HcclCommDestroy"), "{error}");
     }
-    communicator.abort().unwrap(); // once more is nothing
+    communicator.abort().unwrap(); // a second abort does nothing
     let error = launched(&world, &*communicator, &mut [0.0], stream).unwrap_err();
     assert_eq!(error, Error::aborted("sagellm: all_reduce: the communicator was aborted"));
 }
@@ -540,7 +545,7 @@ fn error() {
     };
     let name = &world.api.capabilities().name;
     assert!(error.text().contains(&format!("{name} failed in an operation that was launched earlier: ")), "{error}");
-    let _ = communicator.abort(); // however it ends, it does
+    let _ = communicator.abort(); // its result does not matter, but it must return
 }
 
 fn dead() {
@@ -551,7 +556,8 @@ fn dead() {
     }
     let stream = world.stream();
     let data = vec![1f32; 4].leak();
-    // Whether the library notices or not, no rank waits longer than the deadline, and the end does not hang either.
+    // Whether or not the library detects the death, no rank waits longer than its deadline, and `abort` does not hang
+    // either.
     let noticed = launched(&world, &*communicator, data, stream)
         .and_then(|()| synchronize(&*world.runtime, stream, Duration::from_millis(500)))
         .and_then(|()| communicator.poll());

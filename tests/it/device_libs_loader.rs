@@ -1,7 +1,8 @@
-//! How libraries are found, and the errors when they are not: with small C libraries that the tests build, and against
-//! the real NCCL that a PyTorch with CUDA brings, which can be loaded without a GPU.
+//! How libraries are found, and the errors if they are not. Uses small C libraries that the tests build, and the real
+//! NCCL of a PyTorch with CUDA, which can be loaded without a GPU.
 //!
-//! Environment variables belong to the process, so a test that sets one runs in a child of this program.
+//! Environment variables belong to the whole process, so each test that sets a variable runs in a child of this
+//! program.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -10,7 +11,7 @@ use std::sync::OnceLock;
 use crate::common::this_program;
 use sagellm::engine::device::{Hints, Vendor, open, open_runtime};
 
-/// A folder that goes when the process ends in order; its path names the process.
+/// A folder of this process; its name contains the pid, so that processes do not share it.
 fn folder() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     FOLDER.get_or_init(|| {
@@ -122,7 +123,7 @@ fn the_second_library_of_hccl_is_found_beside_the_first() {
     assert_eq!(api.unique_id().unwrap(), vec![7; 4108]);
     let able = api.capabilities();
     assert!(!able.all_to_all_v && !able.scatter && able.missing.contains(&"HcclBroadcast"));
-    // One library that has both.
+    // One library that has the functions of both libraries.
     let both = build("libhccl-one.so", &format!("{operators}{management}"), &[]);
     assert_eq!(open(Vendor::Hccl, &at(&both)).unwrap().unique_id().unwrap().len(), 4108);
 }
@@ -178,7 +179,7 @@ fn a_variable_names_the_file_and_another_a_folder() {
     in_child(me, &[both[1], ("SAGELLM_TEST_EXPECTED", Path::new(&expected))]);
 }
 
-/// `site-packages` of the virtual environment beside the sources, or of `VIRTUAL_ENV`.
+/// `site-packages` of the `.venv` next to the sources, or of `VIRTUAL_ENV`, if it contains NCCL.
 fn site_packages() -> Option<PathBuf> {
     let own = Path::new(env!("CARGO_MANIFEST_DIR")).join(".venv");
     let active = std::env::var_os("VIRTUAL_ENV").map(PathBuf::from);
@@ -189,7 +190,8 @@ fn site_packages() -> Option<PathBuf> {
     })
 }
 
-/// A PyTorch for CPUs has no NCCL, and then there is nothing to test; one for CUDA without it is a broken set-up.
+/// Called if `file` was not found. A PyTorch for CPUs has no NCCL, so the test is skipped. A PyTorch for CUDA without
+/// NCCL is a broken installation and fails the test.
 fn without(file: &str) {
     let own = Path::new(env!("CARGO_MANIFEST_DIR")).join(".venv/lib");
     let versions = std::fs::read_dir(own).map(|folders| {
@@ -203,7 +205,8 @@ fn without(file: &str) {
     eprintln!("nothing tested: no {file} in .venv or VIRTUAL_ENV, whose PyTorch is for CPUs alone");
 }
 
-/// Loads 250 MB, which takes seconds: in a separate process, so that it is loaded once and never beside a simulator.
+/// Loads 250 MB, which takes seconds. Runs in a separate process, so that the library is loaded once and never in a
+/// process that has loaded a simulator.
 #[test]
 fn the_real_nccl_of_torch_has_everything_that_is_used() {
     let Some(packages) = site_packages() else {
@@ -224,22 +227,23 @@ fn the_real_nccl_of_torch_has_everything_that_is_used() {
         assert!(able.gather && able.scatter && able.split && able.shrink && able.abort);
     }
     assert!(api.describe_error(5).contains("invalid usage"), "{}", api.describe_error(5));
-    // Its bootstrap needs a network interface, which every machine has, and no GPU.
+    // NCCL's bootstrap needs a network interface, which every machine has, but no GPU.
     let (one, other) = (api.unique_id().unwrap(), api.unique_id().unwrap());
     assert_eq!((one.len(), other.len()), (128, 128));
     assert_ne!(one, other);
-    // A second look finds the copy that is loaded, without any hint.
+    // A second `open` without hints finds the library that is loaded.
     assert_eq!(open(Vendor::Nccl, &Hints::default()).unwrap().describe(), api.describe());
 }
 
-/// Declarations against NVIDIA's own header, where the package has it: sizes and offsets as the C compiler sees them.
+/// Compares our declarations with NVIDIA's header, if the package has it. The C compiler computes the sizes and
+/// offsets.
 #[test]
 fn layouts_are_those_of_the_header() {
     let header = site_packages().map(|packages| packages.join("nvidia/nccl/include/nccl.h"));
     let Some(header) = header.filter(|header| header.is_file()) else {
         return without("nvidia/nccl/include/nccl.h");
     };
-    // The header wants CUDA's, of which it uses one type.
+    // NCCL's header includes two headers of CUDA, of which it uses only one type.
     let cuda = folder().join("fake");
     std::fs::create_dir_all(&cuda).unwrap();
     std::fs::write(cuda.join("cuda_runtime.h"), "typedef struct CUstream_st *cudaStream_t;\n").unwrap();

@@ -1,6 +1,6 @@
 //! For every kind, element type, op, vendor and number of ranks: the lowering gives the result that torch defines, or
-//! is refused with a text. It runs on a model of a library in plain memory, which has the stated capabilities and no
-//! others.
+//! it is refused with a reason. The tests run the lowering on a model of a library in plain memory, which has only the
+//! stated capabilities.
 
 use crate::common::device::{Case, OPS, data, local, spans};
 use crate::common::reference::{is_defined, reference_all};
@@ -10,7 +10,7 @@ use sagellm::engine::device::{
 };
 use sagellm::types::{Dtype, Kind, ReduceOp, Span};
 
-/// The vendors' current libraries, and ones without the functions that older ones lack.
+/// Capabilities of the vendors' current libraries, and of older libraries that lack some functions.
 fn libraries() -> Vec<Capabilities> {
     let mut all: Vec<Capabilities> = Vendor::ALL.iter().map(|vendor| vendor.capabilities()).collect();
     for vendor in Vendor::ALL {
@@ -72,17 +72,17 @@ fn collect(job: &Job<'_>) -> Vec<Owned> {
 }
 
 fn read(addr: usize, bytes: usize) -> Vec<u8> {
-    // SAFETY: addresses of the vectors of `run`, which outlive the model; their lengths are checked by `launch`.
+    // SAFETY: the address is in a vector of `run`, which outlives the model; `launch` checks the length.
     if bytes == 0 { Vec::new() } else { unsafe { std::slice::from_raw_parts(addr as *const u8, bytes) }.to_vec() }
 }
 
 fn write(addr: usize, data: &[u8]) {
-    // SAFETY: as above.
+    // SAFETY: as in `read`.
     unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), addr as *mut u8, data.len()) }
 }
 
-/// Plays the library for all ranks at once, step by step. A call that it lacks, or different calls on the ranks, fail
-/// the test.
+/// Plays the library for all ranks together, step by step. The test fails if a rank calls a function that the library
+/// lacks, or if the ranks' calls differ.
 fn model(able: &Capabilities, mut lists: Vec<Vec<Owned>>) {
     lists.iter_mut().for_each(|list| list.reverse());
     loop {
@@ -242,10 +242,10 @@ fn recv_of(call: &Call<'_>) -> usize {
     }
 }
 
-/// The whole operation on all ranks, as the shim does it.
+/// Runs the whole operation on all ranks, in the steps of the shim.
 fn run(case: &Case, lowering: &Lowering, able: &Capabilities) -> Vec<Vec<u8>> {
     let LoweringInput { kind, dtype, ranks, .. } = case.asked;
-    // The element types before and after the local steps.
+    // `dtype` is the element type before the local steps, `sent_type` the type after them.
     let mut sent_type = dtype;
     let mut inputs: Vec<Vec<u8>> = Vec::new();
     for me in 0..ranks {
@@ -267,7 +267,8 @@ fn run(case: &Case, lowering: &Lowering, able: &Capabilities) -> Vec<Vec<u8>> {
     }
     let lists = (0..ranks)
         .map(|me| {
-            // Where the lowering allows any place, some ranks name blocks one by one and others as a whole.
+            // If the blocks have equal sizes and need not be contiguous, even ranks pass them one by one and odd ranks
+            // as a whole.
             let one_by_one = !case.asked.equal_counts || !lowering.contiguous && me % 2 == 0;
             let scale = |blocks: Vec<usize>| blocks.into_iter().map(scaled).collect::<Vec<_>>();
             let sends = matches!(kind, Kind::Scatter | Kind::ReduceScatter | Kind::AllToAll) && one_by_one;
@@ -289,7 +290,7 @@ fn run(case: &Case, lowering: &Lowering, able: &Capabilities) -> Vec<Vec<u8>> {
     if kind == Kind::Barrier {
         return vec![Vec::new(); ranks];
     }
-    // The library must not have changed the inputs, except in a reduce off its root, where torch allows it.
+    // The library must not change the inputs. In a reduce torch allows it on ranks that are not the root.
     if !lowering.clobbers_input && kind != Kind::Reduce {
         assert_eq!(inputs, before, "an input was changed");
     }
@@ -422,7 +423,7 @@ fn sizes_that_do_not_belong_together_are_found_before_the_library_is_called() {
     }
 }
 
-/// One line for each sort of operation and vendor, as docs/internals/vendors.md has them.
+/// One line for each group of operations and each vendor, in the format of docs/internals/vendors.md.
 fn table() -> String {
     let types = |name: &'static str, list: &'static [Dtype]| (name, list);
     let groups = [
@@ -497,7 +498,7 @@ fn table() -> String {
     lines.join("\n") + "\n"
 }
 
-/// How a library does all of these, in a few words.
+/// Describes in a few words how a library carries out all of these operations.
 fn say(all: &[(Kind, Dtype, ReduceOp, bool)], able: &Capabilities) -> String {
     let mut words: Vec<String> = all
         .iter()

@@ -1,4 +1,4 @@
-//! A group is built whole from the decision of its ranks, or not at all.
+//! A group is built completely from the decision of its ranks, or not at all.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use sagellm::types::{Kind, Request};
 
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Two ranks, as threads, that have met and decided.
+/// Two ranks, played by threads, that have met and decided.
 fn decided() -> [Rendezvous; 2] {
     let store = Memory::default();
     std::thread::scope(|scope| {

@@ -1,5 +1,6 @@
-//! Explanations of past operations: for every operation of a run the recomputed explanation equals the record, on one
-//! host and between hosts, alone and in batches; and it is the same by number and by operation.
+//! Explanations of past operations: for every operation of a run, the explanation that is recomputed later equals the
+//! record. Tests one host and several hosts, single operations and batches. A lookup by number and a lookup by
+//! operation give the same explanation.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -18,8 +19,8 @@ use sagellm::types::{Dtype, Kind, ReduceOp};
 const TIMEOUT: Duration = Duration::from_secs(60);
 const OPS: usize = 300;
 
-/// Mostly small operations of two kinds, so that they form batches; also every other kind, and some that are cut into
-/// segments.
+/// A program of mostly small operations of two kinds, which form batches. It also has every other kind, and operations
+/// that are cut into segments.
 fn program(seed: u64, ranks: usize) -> Vec<Spec> {
     let mut random = Random::new(seed);
     let mut one = |at: usize| {
@@ -43,7 +44,7 @@ fn program(seed: u64, ranks: usize) -> Vec<Spec> {
     (0..OPS).map(&mut one).collect()
 }
 
-/// Issues all, then waits for all; returns the explanation of each by its number, on each rank.
+/// Issues all operations, then waits for all. Returns for each rank the explanations in the order of the numbers.
 fn run(groups: &[Arc<Group>], program: &[Spec]) -> Vec<Vec<Explanation>> {
     let ranks = groups.len();
     on_ranks(ranks, |me| {
@@ -78,8 +79,8 @@ fn batch(found: &Explanation) -> Batch {
     found.past.unwrap().batch.unwrap()
 }
 
-/// Of a run between hosts: every batch holds all of its operations, is the same on all ranks, and went one way, chosen for
-/// their bytes together. The longest batch.
+/// Checks a run between hosts. Every batch reports all of its operations, is the same on all ranks, and has one path,
+/// which was chosen for the total bytes of the batch. Returns the number of operations in the longest batch.
 fn check_batches(found: &[Vec<Explanation>]) -> u64 {
     let ways = |rank: &Vec<Explanation>| rank.iter().map(|one| (one.choice, batch(one))).collect::<Vec<_>>();
     assert!(found.windows(2).all(|pair| ways(&pair[0]) == ways(&pair[1])), "the same on all ranks");
@@ -126,8 +127,8 @@ fn without_fusion_each_is_alone() {
     on_ranks(3, |me| groups[me].shutdown());
 }
 
-/// For operations on one host: the size of the batch that each one reports is the number of operations that report this
-/// batch.
+/// Checks a run on one host: the size of the batch that an operation reports equals the number of operations that
+/// report this batch.
 fn check_passes(found: &[Explanation]) {
     for one in found {
         let Batch { count, first, last, bytes } = batch(one);

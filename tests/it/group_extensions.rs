@@ -1,4 +1,5 @@
-//! Ephemeral timeouts: added to all operations from the addition until the first operation after it has ended.
+//! Ephemeral timeouts: an addition applies to all operations from the addition until the first later operation has
+//! ended.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -29,7 +30,7 @@ fn rule_11_an_addition_ends_with_the_first_operation_that_was_issued_after_it() 
     assert_eq!(timeouts(&ops), [60, 90, 90, 95]);
     assert_eq!(barrier(peer).timeout(), SECONDS(60), "the addition is of one rank");
     drop(barrier(peer));
-    ops[1].wait(None).unwrap(); // the owner of the 30 seconds
+    ops[1].wait(None).unwrap(); // the first operation after the 30 seconds were added: its end removes them
     ops.push(barrier(group));
     assert_eq!(ops[4].timeout(), SECONDS(65));
     let mut request = plain(Kind::Barrier, 0, Vec::new(), Vec::new());
@@ -44,7 +45,7 @@ fn rule_11_an_addition_ends_with_the_first_operation_that_was_issued_after_it() 
     last.wait(None).unwrap();
 }
 
-/// The first operation after an addition is one on a device, which the core only counts.
+/// The first operation after an addition may be an operation on a device. The core only counts such an operation.
 #[test]
 fn rule_11_an_operation_on_a_device_owns_an_addition_until_it_ends() {
     let groups = Group::local(2, SECONDS(60)).unwrap();

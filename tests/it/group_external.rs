@@ -1,4 +1,4 @@
-//! Operations of a delegate: which of them take a number and leave a record, and what threads are told that wait for one.
+//! Operations of a delegate: which of them get a number and leave a record, and what `wait` returns to threads.
 
 use std::sync::{Arc, Barrier};
 use std::time::Duration;
@@ -10,7 +10,7 @@ use sagellm::rendezvous::Rendezvous;
 use sagellm::stats::history::State;
 use sagellm::types::{ANY_RANK, CallNote, Kind};
 
-/// The group of one rank, which a delegate serves.
+/// A group of one rank that a delegate serves.
 fn group() -> Arc<Group> {
     let config = Config {
         rank: 0,
@@ -34,7 +34,7 @@ fn begin(group: &Group, kind: Kind, root: u32) -> ExternalOp {
     group.external_op(kind, Carrier::Delegate, (root, 0), (8, 8), CallNote::default(), None)
 }
 
-/// Of the records, the oldest first.
+/// The numbers in the group's records, the oldest first.
 fn numbers(group: &Group) -> Vec<u64> {
     group.records().iter().map(|record| record.number).collect()
 }

@@ -1,5 +1,6 @@
-//! A panic inside the core is a bug of ours: it fails the group, ends every operation, and leaves nothing behind that points
-//! at the callers' memory. The panic is raised where the core calls out under its lock: in the copies of staged tensors.
+//! A panic inside the core is a bug of ours. It fails the group, ends every operation, and no pointer to the caller's
+//! memory stays in use. The test's hooks raise the panic where the core calls out while it holds its lock: in the
+//! copies of staged tensors.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -10,7 +11,7 @@ use sagellm::error::{Error, ErrorKind};
 use sagellm::group::{Completion, Group, Op};
 use sagellm::types::{Kind, Request};
 
-/// Where a completion panics.
+/// The call of the hook that panics.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum At {
     Prepare,
@@ -62,20 +63,21 @@ fn a_panic(at: At, bytes: usize) {
     let ops: Vec<_> = own.iter_mut().zip(planted).map(|(memory, at)| issue(&groups[0], memory, at)).collect();
     let others: Vec<_> = theirs.iter_mut().map(|memory| issue(&groups[1], memory, At::Nowhere)).collect();
     let all: Vec<Arc<Op>> = ops.iter().chain(&others).filter_map(|op| op.clone().ok()).collect();
-    // No thread waits, so the progress threads end all operations, also the one whose hook panicked and the later ones.
+    // No thread waits, so the progress threads end all operations, including the one whose hook panicked and the later
+    // ones.
     until(&format!("{at:?} with {bytes} bytes: an operation never ended"), || all.iter().all(|op| op.is_done()));
     let issued = all.len() as u32;
     until("an owner was never told", || ended.load(Ordering::Relaxed) >= issued);
     if at != At::Ended {
         let failed = ops[1].as_ref().map_or_else(Clone::clone, |op| op.error().expect("its hook panicked").clone());
         assert!(failed.kind() == ErrorKind::Bug && failed.text().contains("planted"), "{failed:?}");
-        // The peer may have ended all of its operations before: then its next call tells.
+        // The peer may have ended all of its operations before the panic. Then its next call returns the error.
         let told = groups[1].issue(all_reduce(&mut [0u8; 8]), None).map(|_| ());
         assert!(told.is_err(), "the peer was not told");
         let refused = groups[0].issue(all_reduce(&mut [0u8; 8]), None).map(|_| ());
         assert!(matches!(refused, Err(ref error) if error.kind() == ErrorKind::Bug), "{refused:?}");
     }
-    // No operation is left that could still use the memory, so it may be freed.
+    // No operation can still use the memory, so it may be freed.
     drop(memory);
     let other = Group::local(2, Duration::from_secs(30)).unwrap();
     let mut numbers = [[1u8; 8], [2u8; 8]];

@@ -1,4 +1,4 @@
-//! What the diagnosis of a hang asks of a group while the group goes on.
+//! What the diagnosis of a hang asks of a group while the group continues to run.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
@@ -16,7 +16,8 @@ fn barrier() -> Request {
     Request::without_memory(Kind::Barrier)
 }
 
-/// A program whose late rank comes while the text about it is made, and ends the operation on another thread's behalf.
+/// A program whose late rank issues its barrier while the text about the passed deadline is made. `call_site` then
+/// drives the waiting group until its operation has ended.
 #[derive(Default)]
 struct Late {
     groups: OnceLock<[Weak<Group>; 2]>,
@@ -31,7 +32,7 @@ impl Host for Late {
         let [waits, comes] = self.groups.get()?.each_ref().map(|group| group.upgrade().unwrap());
         if self.asked.fetch_add(1, Ordering::Relaxed) == 0 {
             comes.issue(barrier(), None).unwrap();
-            // The group's lock is free meanwhile.
+            // The waiting group's lock is free here, so `pending` and `drive` may take it.
             while waits.pending() > 0 {
                 waits.drive();
             }

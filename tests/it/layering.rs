@@ -1,7 +1,7 @@
-//! Holds the direction of the arrows: a file uses only what stands below it, and the floor (src/lib.rs); engines know
-//! nothing of each other, and no files use each other in a circle, by paths or by methods (`methods`). The list of layers stands in `src/lib.rs`. The same of
-//! the folders of `cpp/`, by their includes (`cpp`), and of the Python package, by its imports. And the names of the tests, and what the
-//! functions of the bridge may take (`bridge`).
+//! Checks the direction of dependencies. A file of `src/` uses only modules of lower layers and of the lowest one; the
+//! list of layers is in `src/lib.rs`. Engines do not use each other. No files use each other in a cycle, neither by
+//! paths nor by methods (`methods`). The folders of `cpp/` are checked by their includes (`cpp`), the Python package by
+//! its imports. Other tests check the names of tests, and the parameters of bridged functions (`bridge`).
 
 mod bridge;
 mod cpp;
@@ -10,7 +10,8 @@ mod methods;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-/// The layer of each module, counted from the top, as the list in `src/lib.rs` has them: one layer a line, its modules first.
+/// The layer number of each module, counted from the top, read from the list in `src/lib.rs`. A line of the list is one
+/// layer; the names of its modules come first.
 fn layers() -> BTreeMap<String, usize> {
     let text = include_str!("../../src/lib.rs");
     let list = text.split("//! ```text\n").nth(1).and_then(|rest| rest.split("//! ```").next());
@@ -41,7 +42,8 @@ fn files_that_end(folder: &Path, ends: &[&str], found: &mut Vec<PathBuf>) {
     }
 }
 
-/// The modules that `text` names as `crate::<module>`, also inside `use crate::{a, b::c}`; tests at the end are left out.
+/// The modules that `text` names as `crate::<module>`, also inside `use crate::{a, b::c}`. Unit tests at the end of a
+/// file do not count.
 fn uses(text: &str) -> Vec<String> {
     let text = text.split("#[cfg(test)]").next().unwrap();
     let text: String = text.lines().filter(|line| !line.trim_start().starts_with("//")).collect::<Vec<_>>().join("\n");
@@ -94,7 +96,7 @@ fn no_module_uses_one_above_it() {
     assert!(wrong.is_empty(), "upward arrows:\n{}", wrong.join("\n"));
 }
 
-/// The folders of `engine/` do not use each other: code that several of them need stands in `engine/` itself. These are
+/// The folders of `engine/` do not use each other: code that several of them need is in `engine/` itself. This list has
 /// the exceptions.
 const ROOMS_THAT_MAY_USE: [(&str, &[&str], &str); 1] =
     [("local", &["multihost", "shm"], "plays the memory and the link of ranks that are threads")];
@@ -102,14 +104,14 @@ const ROOMS_THAT_MAY_USE: [(&str, &[&str], &str); 1] =
 /// Files of `engine/` that all of its folders may use.
 const SHARED_BY_ENGINES: [&str; 2] = ["order", "pieces"];
 
-/// Files that use each other on purpose.
+/// Files that use each other in a cycle on purpose.
 const ONE_IN_SEVERAL_FILES: [(&[&str], &str); 0] = [];
 
-/// A module by the names of the folders and the file that it is.
+/// A module as the list of its folders' names and its file's name.
 type Module = Vec<String>;
 
-/// Every file, as a module, with the files that it names by `crate::`, `self::` or `super::`. A file and its folder's
-/// `mod.rs` know each other, which does not count; nor do tests at the end of a file.
+/// Every file, as a module, with the modules that it names by `crate::`, `self::` or `super::`. Two cases do not count:
+/// a file and the `mod.rs` of its folder, and unit tests at the end of a file.
 fn named_files() -> BTreeMap<Module, BTreeSet<Module>> {
     let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let mut all = Vec::new();
@@ -134,8 +136,8 @@ fn named_files() -> BTreeMap<Module, BTreeSet<Module>> {
     named.collect()
 }
 
-/// The paths that `text`, which is module `me`, names by `crate::`, `self::` or `super::`, from the root; of a list in
-/// braces each one.
+/// The paths, from the crate root, that `text` of module `me` names by `crate::`, `self::` or `super::`. A list in
+/// braces gives one path for each item.
 fn paths(text: &str, me: &[String]) -> Vec<Module> {
     let code: Vec<&str> = text.lines().filter(|line| !line.trim_start().starts_with("//")).collect();
     let code = code.join(" ");
@@ -186,11 +188,11 @@ fn engines_know_nothing_of_each_other() {
     assert_eq!(used.len(), listed, "listed, and not needed any more: only {used:?} are used");
 }
 
-/// The files that each file reaches.
+/// For each file, all files that it uses directly or through other files.
 fn reached(uses: &BTreeMap<Module, BTreeSet<Module>>) -> BTreeMap<Module, BTreeSet<Module>> {
     let mut reached = uses.clone();
     loop {
-        // One step more in each pass.
+        // Each pass follows the uses one step further.
         let mut more = reached.clone();
         for found in more.values_mut() {
             let next: Vec<Module> =
@@ -214,15 +216,15 @@ fn no_files_use_each_other_in_a_circle() {
     assert_eq!(round, listed, "files that use each other in a circle, found and listed");
 }
 
-/// Types with an `impl` in more than three files, and why. A type whose methods stand in many files is one state that
-/// everything reaches, which the other rules here cannot see.
+/// Types with an `impl` in more than three files, and why. The state of such a type is reachable from many files, which
+/// the other checks here cannot see.
 const IMPLEMENTED_IN_MANY_FILES: [(&str, usize, &str); 2] = [
     ("engine/device/engine.rs DeviceEngine", 4, "what C++ calls, in the order of a call: begin, making, lifetime"),
     ("group/mod.rs Group", 10, "the traits by which others know it, and what callers ask"),
 ];
 
-/// The types of `src/`, each as the file that defines it and its name, with the files that have an `impl` of it. A name
-/// that several files define means the one of the same file, or else of the same folder.
+/// The types of `src/`, each as its file and name, with the files that have an `impl` of the type. If several files
+/// define a type of this name, an `impl` counts for the type of its file, or else of its folder.
 fn implemented() -> BTreeMap<String, BTreeSet<String>> {
     let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let mut all = Vec::new();
@@ -342,10 +344,10 @@ fn unsafe_code_is_allowed_where_the_list_says_and_with_a_reason() {
 
 /// Words that name a vendor or one of its products.
 const NAMES: [&str; 9] = ["nccl", "hccl", "cncl", "cuda", "cambricon", "nvidia", "npu", "mlu", "ascend"];
-/// The last ones are beginnings of other words, too.
+/// Words of `NAMES` that count only as whole words, because other words begin with them.
 const WHOLE: [&str; 3] = ["npu", "mlu", "ascend"];
 
-/// The files outside of `engine/device` and `cpp/compat.hpp` in which such a word may stand, with the reason.
+/// The files outside of `engine/device` and `cpp/compat.hpp` that may contain such a word, with the reason.
 const NAMED: [(&str, &str); 24] = [
     ("torch_ext/torch_sagellm/cli/certify.py", "torch's own backends, beside which it measures"),
     ("setup.py", "where the crate nccl-sys lies"),
@@ -436,10 +438,11 @@ fn the_engine_of_devices_reaches_a_library_by_its_row_alone() {
     }
 }
 
-/// Parts of the Python package, from top to bottom: the command line, what observes, and what everything needs.
+/// Parts of the Python package, from top to bottom: the command line first, the code that every other part uses last.
 const PYTHON_LAYERS: [&str; 7] = ["cli", "parallel", "api", "observe", "protocols", "", "_private"];
 
-/// `register` sets up the log when the first group is made, others write to it; `serve_as` keeps torch's own gloo.
+/// Imports from a higher part that are allowed. `register` sets up the log when the first group is created, other
+/// modules write to the log, and `serve_as` keeps torch's own gloo.
 const PYTHON_UPWARD: [(&str, &str); 5] = [
     ("register.py", "observe"),
     ("alive.py", "observe"),
@@ -456,7 +459,8 @@ fn the_parts_of_the_python_package_import_only_those_below_them() {
         for entry in std::fs::read_dir(root.join(part)).unwrap() {
             let path = entry.unwrap().path();
             let file = path.file_name().unwrap().to_str().unwrap().to_string();
-            // The package's own front, the two ways in, and a module that programs import by name are above all of it.
+            // These files are above all parts: the package's front, its two entry points, and a module that programs
+            // import by name.
             let above = ["__init__.py", "__main__.py", "collective_ops.py"];
             if !file.ends_with(".py") || (part.is_empty() && above.contains(&&*file)) {
                 continue;
@@ -474,11 +478,12 @@ fn the_parts_of_the_python_package_import_only_those_below_them() {
     assert!(wrong.is_empty(), "upward imports:\n{}", wrong.join("\n"));
 }
 
-/// Of no module of `src/`: the list of these files, what the sources look like, and whether the simulators can be built.
+/// Test files that belong to no module of `src/`: the list of the test files, the checks of the sources, and the build
+/// of the simulators.
 const OF_NO_MODULE: [&str; 3] = ["main", "layering", "simulators"];
 
-/// `device_libs_loader.rs` tests `src/engine/device/libs/loader.rs`: its path with `_` for `/` and without `engine/`. Where a
-/// module has several files of tests, what each is about stands behind it.
+/// `device_libs_loader.rs` tests `src/engine/device/libs/loader.rs`: its name is the path with `_` for `/` and without
+/// `engine/`. If a module has several test files, a suffix says what each one tests.
 #[test]
 fn tests_are_named_after_the_modules_that_they_test() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -502,7 +507,7 @@ fn tests_are_named_after_the_modules_that_they_test() {
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
-/// Comments and documents name files by their name, or by the end of their path: a file that is moved takes them along.
+/// Comments and documents name a file by its name or by the end of its path. Every file named this way must exist.
 #[test]
 fn files_that_comments_and_documents_name_are_there() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));

@@ -1,5 +1,6 @@
-//! Groups whose ranks live on several hosts, played by threads: every collective against a one-threaded reference, with
-//! and without fusion, in strict mode bit for bit; and the effect of a fault on one host on the others.
+//! Groups whose ranks are on several hosts, played by threads. Every collective is compared with a one-threaded
+//! reference, with and without fusion, in strict mode bit for bit. Also tests what a fault on one host does to ranks on
+//! the others.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,7 +13,8 @@ use sagellm::select::Policy;
 use sagellm::select::rules::Rules;
 use sagellm::types::{Dtype, Kind, ReduceOp};
 
-/// Each rank's host: one rank a host, equal and uneven hosts, ranks dealt round-robin, more than a power of two.
+/// The host of each rank: one rank per host, equal and uneven hosts, ranks dealt round-robin, and a number of hosts
+/// that is no power of two.
 const PLACES: [&[usize]; 8] = [
     &[0, 1],
     &[0, 0, 1, 1],
@@ -30,8 +32,8 @@ fn groups(place: &[usize], settings: Settings, timeout: Duration) -> Vec<Arc<Gro
 
 const LONG: Duration = Duration::from_secs(60);
 
-/// Without strict mode sums of f32 and bf16 may be rounded at other places and so differ a little; everything else is
-/// exact.
+/// Without strict mode, sums of f32 and bf16 may round at other points and differ a little from the reference. All
+/// other results are exact.
 fn check(spec: &Spec, buffers: &Buffers, me: usize, ranks: usize, strict: bool) {
     if strict || !spec.kind.reduces() || spec.dtype == Dtype::I32 || spec.op == ReduceOp::Max {
         return spec.check(buffers, me, ranks);
@@ -64,7 +66,8 @@ fn spec(kind: Kind, dtype: Dtype, op: ReduceOp, count: usize, seed: u64, ranks: 
 
 #[test]
 fn rule_18_every_kind_on_every_layout_and_strict_gives_the_bits_of_one_host() {
-    // 4,084 floats fit into a frame; 300,000 are more than 64 KiB, so several leaders; 1,100,000 take three segments.
+    // 4,084 floats fit into a frame. 300,001 floats are more than 64 KiB, so several leaders share them. 1,100,003
+    // floats take three segments.
     let counts = [0, 1, 3, 1000, 4084, 4085, 300_001, 1_100_003];
     for place in PLACES {
         let ranks = place.len();
@@ -80,10 +83,10 @@ fn rule_18_every_kind_on_every_layout_and_strict_gives_the_bits_of_one_host() {
                             seed += 1;
                             let large = count > 5000;
                             if large && (dtype != Dtype::F32 || ranks > 5) || ranks > 4 && dtype == Dtype::I32 {
-                                continue; // the same path; keeps the test short
+                                continue; // the same code path as f32; keeps the test short
                             }
                             if count > 1_000_000 && !matches!(kind, Kind::AllReduce | Kind::Broadcast | Kind::Reduce) {
-                                continue; // only these are cut into segments
+                                continue; // only these kinds are cut into segments
                             }
                             let spec = spec(kind, dtype, op, count, seed, ranks);
                             let mut buffers = spec.buffers(me, ranks);
@@ -94,12 +97,13 @@ fn rule_18_every_kind_on_every_layout_and_strict_gives_the_bits_of_one_host() {
                     }
                 }
             });
-            on_ranks(ranks, |me| groups[me].shutdown()); // together: each waits for the others' goodbye
+            on_ranks(ranks, |me| groups[me].shutdown()); // all ranks together, because each waits until its peers leave
         }
     }
 }
 
-/// All results of `specs`, by rank: whole buffers, after they were compared with the reference.
+/// Runs `specs` and returns each rank's results as whole buffers. Results that the reference can compute are compared
+/// with it.
 fn results(place: &[usize], rules: &str, specs: &[Spec]) -> Vec<Vec<Vec<u8>>> {
     let policy = Policy { rules: Rules::parse(rules).unwrap(), ..Policy::default() };
     let ranks = place.len();
@@ -110,7 +114,7 @@ fn results(place: &[usize], rules: &str, specs: &[Spec]) -> Vec<Vec<Vec<u8>>> {
             let mut buffers = spec.buffers(me, ranks);
             let request = spec.request(&mut buffers);
             groups[me].run(request, None).unwrap_or_else(|e| panic!("rank {me}: {spec:?}: {e}"));
-            // The reference knows neither of these.
+            // The reference has no AVG and no PREMUL_SUM.
             if !matches!(spec.op, ReduceOp::Avg | ReduceOp::PremulSum(_)) {
                 check(spec, &buffers, me, ranks, false);
             }
@@ -131,7 +135,8 @@ fn columns_give_the_bits_of_one_leader() {
         (Dtype::Bf16, ReduceOp::Sum),
         (Dtype::I32, ReduceOp::Max),
     ];
-    // Three hosts: with two, sums have only one order. The last has more ranks on one host than there are columns.
+    // Three hosts, because sums over two hosts have only one order. The last layout has more ranks on one host than
+    // there are columns.
     for place in [&[0, 0, 1, 1, 2, 2][..], &[0, 1, 2, 2, 1, 0], &[0, 0, 0, 1, 1]] {
         let ranks = place.len();
         let mut specs = Vec::new();
@@ -158,7 +163,7 @@ fn columns_give_the_bits_of_one_leader() {
     }
 }
 
-/// As the program of `shm_collectives.rs`, on several hosts: small operations more often, so that they meet in batches.
+/// Like the program of `shm_collectives.rs`, on several hosts, with more small operations, so that they form batches.
 fn program(seed: u64, ops: usize, fusion: bool) {
     let mut random = Random::new(seed);
     let place = PLACES[random.below(PLACES.len())];

@@ -1,6 +1,6 @@
-//! Send and receive over hosts, played by threads: random programs of messages and collectives on the same memory against
-//! a one-threaded reference, bit for bit; ranks that leave, are lost, fail or abort in the middle (rules 4, 20, 21). What
-//! holds on one host as well is in `shm_p2p.rs` and `op_order.rs`.
+//! Send and receive between hosts, played by threads. Random programs of messages and collectives on the same memory
+//! are compared with a one-threaded reference, bit for bit. Also tests ranks that leave, are lost, fail or abort in the
+//! middle (rules 4, 20, 21). `shm_p2p.rs` and `op_order.rs` test what also holds on one host.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use sagellm::group::{Group, Op};
 use sagellm::types::{ANY_RANK, Kind, Request};
 
 const LONG: Duration = Duration::from_secs(60);
-/// For what takes milliseconds.
+/// Limit for waits that take milliseconds.
 const SOON: Duration = Duration::from_secs(8);
 
 fn groups(place: &[usize]) -> Vec<Arc<Group>> {
@@ -41,10 +41,11 @@ fn recv(group: &Group, from: u32, tag: u32, memory: &mut [u8]) -> Arc<Op> {
 /// One step of a program, the same for all ranks.
 #[derive(Clone, Debug)]
 enum Step {
-    /// All ranks add up this part of their memory.
+    /// All ranks sum this part of their memory.
     Sum(Range<usize>),
     Barrier,
-    /// From rank and part to rank and part; the receiver names the source or takes from anyone.
+    /// Sender and its part, receiver and its part. If `anyone` is set, the receiver passes `ANY_RANK`, else the
+    /// sender's rank.
     Message {
         from: (usize, Range<usize>),
         to: (usize, Range<usize>),
@@ -66,7 +67,7 @@ fn draw(random: &mut Random, ranks: usize, steps: usize) -> Vec<Step> {
         9 | 10 => random.below(300_000),
         _ => random.below(3 << 20),
     };
-    // Mostly on the same few places, so that operations meet.
+    // Two of three parts start at one of four offsets, so that operations overlap.
     let part = |random: &mut Random, bytes: usize| {
         let start = if random.below(3) > 0 { random.below(4) * 1000 } else { random.below(MEMORY - bytes) };
         start.min(MEMORY - bytes)..start.min(MEMORY - bytes) + bytes
@@ -82,7 +83,8 @@ fn draw(random: &mut Random, ranks: usize, steps: usize) -> Vec<Step> {
             let from = random.below(ranks);
             let to = (from + 1 + random.below(ranks - 1)) % ranks;
             let anyone = random.below(4) == 0;
-            // Two messages to receives from anyone would come in any order.
+            // Two messages to receives from `ANY_RANK` with one tag could arrive in either order, so each such message
+            // has its own tag.
             let tag = if anyone { 1000 + at as u32 } else { random.below(3) as u32 };
             let (from, to) = ((from, part(random, bytes)), (to, part(random, bytes)));
             Step::Message { from, to, tag, anyone, pieces: 1 + random.below(3) }
@@ -96,7 +98,7 @@ fn start_memory(seed: u64, rank: usize) -> Vec<u8> {
     (0..MEMORY / 8).flat_map(|_| random.next().to_le_bytes()).collect()
 }
 
-/// The memory of all ranks after the steps, one after the other.
+/// The expected memory of all ranks after the steps, computed step by step.
 fn expected(seed: u64, ranks: usize, steps: &[Step]) -> Vec<Vec<u8>> {
     let mut all: Vec<Vec<u8>> = (0..ranks).map(|rank| start_memory(seed, rank)).collect();
     for step in steps {
@@ -117,7 +119,7 @@ fn expected(seed: u64, ranks: usize, steps: &[Step]) -> Vec<Vec<u8>> {
     all
 }
 
-/// What rank `me` calls in a step, if anything.
+/// The call of rank `me` in a step, or None if the rank takes no part in it.
 fn request(step: &Step, me: usize, memory: &mut [u8]) -> Option<Request> {
     match step {
         Step::Sum(part) => {
@@ -142,7 +144,7 @@ fn request(step: &Step, me: usize, memory: &mut [u8]) -> Option<Request> {
 
 const PLACES: [&[usize]; 5] = [&[0, 1], &[0, 0, 1], &[0, 1, 2], &[0, 1, 0, 1], &[0, 1, 2, 0, 1]];
 
-/// Connections over the loopback interface: each rank is a thread with a wire of its own.
+/// Links over the loopback interface: each rank is a thread with its own wire.
 fn wire_links(ranks: usize) -> Vec<Arc<dyn Link>> {
     let store = Memory::default();
     on_ranks(ranks, |rank| {
@@ -187,7 +189,8 @@ fn program(seed: u64, count: usize) {
             }
         }
         pending.into_iter().for_each(finish);
-        // What was dropped has ended, too: a collective behind everything that touches the memory.
+        // Operations whose handles were dropped have ended as well after this collective, because it uses the same
+        // memory.
         let spans = cut(&mut memory, 1, 1);
         groups[me].run(plain(Kind::AllReduce, 0, spans.clone(), spans), None).unwrap();
         let sums = expected[0]
@@ -243,7 +246,7 @@ fn rule_10_a_message_whose_handle_was_dropped_arrives() {
             }
             let mut sum = [1u8];
             group.run(on_memory(Kind::AllReduce, 0, &mut sum), None).unwrap();
-            // Behind the message, on the same memory.
+            // This sum must wait for the message, because it uses the same memory.
             group.run(on_memory(Kind::AllReduce, 0, &mut memory), None).unwrap();
             assert_eq!(memory[0], 2, "of 0, 0 and 2");
         });
@@ -251,8 +254,8 @@ fn rule_10_a_message_whose_handle_was_dropped_arrives() {
     }
 }
 
-/// The root of a short broadcast returns before its peers have called. Then its connections must be read although no thread
-/// of it waits in them; a thread that slept there for a second held the data back.
+/// The root of a short broadcast returns before its peers call broadcast. Its connections must then be read although
+/// none of its threads waits in a call. Once, a thread that slept for a second there delayed the data.
 #[test]
 fn a_broadcast_arrives_although_its_root_calls_nothing_more() {
     const TURNS: usize = 6;
@@ -267,7 +270,7 @@ fn a_broadcast_arrives_although_its_root_calls_nothing_more() {
             plain(Kind::Broadcast, 0, inputs, outputs)
         });
         groups[0].run(requests.next().unwrap(), None).unwrap();
-        std::thread::sleep(Duration::from_millis(60)); // the root's threads sleep
+        std::thread::sleep(Duration::from_millis(60)); // until the root's threads sleep
         let began = Instant::now();
         let others: Vec<_> = requests.zip(&groups[1..]).map(|(request, group)| group.issue(request, None)).collect();
         others.into_iter().for_each(|op| op.unwrap().wait(None).unwrap());
@@ -289,14 +292,15 @@ fn a_sender_waits_once_a_window_of_its_letters_awaits_receives() {
         let sends: Vec<_> = sent.iter_mut().map(|memory| send(&groups[0], 1, 7, memory)).collect();
         let ended = || sends.iter().map(|op| op.is_done()).collect::<Vec<_>>();
         assert_eq!(ended(), [[true; 4].as_slice(), &[false; 6]].concat());
-        // A short message needs no room in the window.
+        // A message of 16 KiB needs no space in the window.
         let mut short = vec![9u8; 16 << 10];
         assert!(send(&groups[0], 1, 8, &mut short).is_done());
         let mut received = vec![vec![0u8; BYTES]; 10];
         let receives: Vec<_> = received.iter_mut().map(|memory| recv(&groups[1], 0, 7, memory)).collect();
         sends.iter().chain(&receives).for_each(|op| op.wait(Some(SOON)).unwrap());
         assert!((0..10).all(|at| received[at] == content(at)));
-        // A message to the sender says that all were taken, so the next ones are sent at once again.
+        // A message to the sender acknowledges that all letters were received, so the next sends complete at once
+        // again.
         let (mut back, mut came) = (vec![1u8; 8], vec![0u8; 8]);
         send(&groups[1], 0, 1, &mut back).wait(Some(SOON)).unwrap();
         recv(&groups[0], 1, 1, &mut came).wait(Some(SOON)).unwrap();
@@ -322,7 +326,8 @@ fn rule_21_who_leaves_in_order_has_still_sent_its_letters() {
             let mut large = vec![7; 100_000];
             let kept = send(group, 0, 9, &mut large);
             if me == 2 {
-                std::thread::sleep(Duration::from_millis(300)); // a receive from anyone has somebody until here
+                // Until here, rank 0's receive from `ANY_RANK` has a rank that can still send.
+                std::thread::sleep(Duration::from_millis(300));
             }
             group.shutdown();
             assert!(
@@ -361,10 +366,12 @@ fn rule_21_what_arrived_before_its_sender_left_is_received() {
                 recv(group, if tag % 2 == 0 { 1 } else { ANY_RANK }, tag, &mut got).wait(None).unwrap();
                 assert_eq!(got, [tag as u8; 50]);
             }
-            // A short one goes nowhere, as on one host; one that would have to be asked for fails.
+            // A short send completes without a receiver, as on one host. A long send fails, because the receiver would
+            // have to request the data.
             send(group, 1, 0, &mut [1]).wait(None).unwrap();
             send(group, 2, 0, &mut [1]).wait(None).unwrap();
-            recv(group, 2, 1, &mut [0]).wait(None).unwrap(); // it hears of the fault
+            // Rank 2 sends this in its last call. That call must end before the fault below, which would fail it.
+            recv(group, 2, 1, &mut [0]).wait(None).unwrap();
             let error = send(group, 1, 0, &mut [1; 100_000]).wait(None).unwrap_err();
             assert!(error.rank() == Some(1) && error.text().contains("left the group"), "{error}");
         } else {
@@ -388,7 +395,7 @@ fn rule_21_a_lost_rank_fails_what_needs_it_and_nothing_else() {
             return lost.cut();
         }
         std::thread::sleep(Duration::from_millis(300));
-        // The others go on, also with what rank 2 sent before.
+        // Ranks 0 and 1 continue to run, and rank 0 receives what rank 2 sent before it was lost.
         if me == 0 {
             let mut got = [0; 8];
             recv(group, 2, 0, &mut got).wait(None).unwrap();
@@ -397,7 +404,7 @@ fn rule_21_a_lost_rank_fails_what_needs_it_and_nothing_else() {
             assert_eq!(memory, vec![1; 100_000]);
         } else {
             send(group, 0, 1, &mut memory).wait(None).unwrap();
-            // Until rank 0 has failed the group.
+            // Blocks until rank 0 has failed the group.
             group.run(message(Kind::Recv, 0, 2, &mut [0]), None).unwrap_err();
             return;
         }
@@ -433,7 +440,7 @@ fn a_deadline_names_the_message_and_a_message_of_another_size_fails_both_sides()
     });
 }
 
-/// Bodies in flight while a rank aborts: everything ends, and the memory is the program's again.
+/// A rank aborts while bodies are in flight. Every operation ends, and no thread uses the caller's memory afterwards.
 #[test]
 fn an_abort_in_the_middle_ends_every_message_on_every_rank() {
     for seed in 0..8u64 {
@@ -446,7 +453,7 @@ fn an_abort_in_the_middle_ends_every_message_on_every_rank() {
             let mut memories: Vec<Vec<u8>> = (0..200).map(|_| vec![me as u8; random.below(2_000_000)]).collect();
             let mut ops = Vec::new();
             for (at, memory) in memories.iter_mut().enumerate() {
-                // Some receives fit, most do not come.
+                // Some receives match a send in size, most have no send.
                 let peer = (me + 1 + random.below(ranks - 1)) % ranks;
                 let kind = if at % 2 == 0 { Kind::Send } else { Kind::Recv };
                 let len = memory.len().min(if at % 4 < 2 { 1_000_000 } else { 2_000_000 });
@@ -463,7 +470,7 @@ fn an_abort_in_the_middle_ends_every_message_on_every_rank() {
             let ends: Vec<_> = ops.iter().map(|op| op.wait(None)).collect();
             assert!(begin.elapsed() < SOON, "seed {seed} rank {me}");
             assert!(ends.iter().any(Result::is_err) || ops.is_empty());
-            drop(memories); // valgrind and the address sanitizer would see a late writer
+            drop(memories); // a later write to this memory would be reported by valgrind or the address sanitizer
         });
         on_ranks(ranks, |me| groups[me].shutdown());
     }
@@ -479,7 +486,7 @@ fn a_fault_of_one_rank_is_told_to_all_by_mail() {
             group.abort("the test says so");
             return String::new();
         }
-        // From a rank that does nothing, which is not the one that fails.
+        // Receives from a rank that does nothing and is not the rank that fails.
         recv(group, (me as u32 + 1) % 3, 0, &mut [0; 8]).wait(None).unwrap_err().to_string()
     });
     for error in &errors[..3] {
@@ -498,7 +505,7 @@ fn a_monitored_barrier_hears_of_a_rank_that_is_gone() {
             2 => return group.shutdown(),
             0 => {
                 let error = group.monitored_barrier(None, true).unwrap_err();
-                // Rank 1 may not have come yet.
+                // The text may name rank 1 too, if rank 1 has not called yet.
                 assert!(error.text().contains("2 failed to pass monitoredBarrier"), "{error}");
             }
             _ => drop(group.monitored_barrier(None, false).unwrap_err()),

@@ -1,6 +1,6 @@
-//! The connections between processes, with ranks as threads that have a wire each, over the loopback interface.
+//! The connections between processes. Ranks are threads, each with its own wire, over the loopback interface.
 
-#![allow(unsafe_code)] // bodies are memory of the tests
+#![allow(unsafe_code)] // bodies use memory of the tests through raw pointers
 
 use std::collections::HashMap;
 use std::io::{Read, Write};
@@ -39,7 +39,7 @@ fn wires(count: usize) -> Vec<Arc<Wire>> {
     (0..count).map(|_| Wire::new().unwrap()).collect()
 }
 
-/// Runs `body` as each rank of a group of these processes; what it returns, by rank.
+/// Runs `body` as each rank of a group over these wires. Returns the results by rank.
 fn as_ranks<T: Send>(
     wires: &[Arc<Wire>],
     store: &Memory,
@@ -59,7 +59,7 @@ fn as_ranks<T: Send>(
     })
 }
 
-/// Different for each sender, receiver, tag and turn.
+/// Bytes that differ for each sender, receiver, tag and turn.
 fn data(bytes: usize, words: [usize; 4]) -> Vec<u8> {
     let seed = words.iter().fold(7usize, |seed, word| seed.wrapping_mul(31).wrapping_add(word + 1));
     (0..bytes).map(|at| (seed.wrapping_mul(at + 13) >> 5) as u8).collect()
@@ -78,7 +78,7 @@ fn messages_of_each_tag_arrive_in_order_whatever_their_size() {
         for turn in 0..60 {
             let bytes = size(turn);
             let tag = (turn % 2) as u32;
-            // Some receives are posted ahead, some when the message may have come.
+            // Some receives are posted before the message is sent, some when it may have arrived.
             let receive = |peer| (peer, link.receive(peer, tag, vec![0; bytes.max(1)], bytes).unwrap());
             let ahead: Vec<_> =
                 if turn % 3 == me { Vec::new() } else { peers.iter().map(|peer| receive(*peer)).collect() };
@@ -118,7 +118,7 @@ fn a_rank_that_is_far_ahead_waits_until_its_messages_are_taken() {
     });
 }
 
-/// Passes on what comes.
+/// A mailbox that passes everything on to a channel.
 struct Box_(Mutex<Sender<(usize, Option<Vec<u8>>)>>);
 
 impl Mailbox for Box_ {
@@ -157,12 +157,13 @@ fn mail_arrives_in_order_and_bodies_in_their_memory_although_nobody_waits_in_the
                 let half = bytes / 3;
                 let at = source.as_ptr() as usize;
                 let pieces = vec![Span { addr: at, bytes: half }, Span { addr: at + half, bytes: bytes - half }];
-                // SAFETY: the source is kept until all bodies have ended.
+                // SAFETY: `sources` keeps the memory until all bodies have ended.
                 unsafe { link.send_body(peer, turn as u64, pieces, done()) }.unwrap();
                 sources.push(source);
                 let mut target = vec![0u8; bytes];
                 let pieces = vec![Span { addr: target.as_mut_ptr() as usize, bytes }];
-                // SAFETY: as above; moving a vector does not move its memory.
+                // SAFETY: `targets` keeps the memory until all bodies have ended; moving a vector does not move its
+                // memory.
                 unsafe { link.receive_body(peer, turn as u64, pieces, done()) }.unwrap();
                 targets.push((target, data(bytes, [peer, me, turn, 2])));
             }
@@ -201,7 +202,7 @@ fn a_wait_ends_when_the_link_is_cut_on_either_side() {
         assert!(begin.elapsed() < PATIENT / 2);
         assert!(link.receive(0, 0, vec![0; 8], 8).is_err());
     });
-    // A thread of the same rank.
+    // Another thread of the same rank cuts the link.
     as_ranks(&wires, &store, 2, |me, link| {
         if me == 1 {
             let link = Arc::new(link);
@@ -228,7 +229,7 @@ fn what_was_sent_before_the_link_was_cut_is_received() {
             for turn in 0..100 {
                 link.send(1, 0, data(1000, [turn, 0, 0, 0]), 1000).unwrap().wait(PATIENT).unwrap();
             }
-            return; // drops it
+            return; // drops the link
         }
         for turn in 0..100 {
             let came = link.receive(0, 0, vec![0; 1000], 1000).unwrap().wait(PATIENT).unwrap();
@@ -266,8 +267,8 @@ fn memory_of_a_body_is_not_used_after_the_link_was_cut() {
     });
 }
 
-/// A lane gives its transfers up at any moment: before the peer has come, in the middle of the data, or after it. The group
-/// fails then, so the connection has to go on for others.
+/// A lane may drop its transfer at any time: before the peer has called, in the middle of the data, or afterwards. Its
+/// group fails then, but other groups must be able to use the connection.
 #[test]
 fn memory_of_a_lanes_transfer_is_not_used_after_it_was_dropped() {
     let (wires, store) = (wires(2), Memory::default());
@@ -278,7 +279,7 @@ fn memory_of_a_lanes_transfer_is_not_used_after_it_was_dropped() {
             let middle = memory.len() / 2;
             let base = memory.as_mut_ptr() as usize;
             let pieces = vec![Span { addr: base, bytes: middle }, Span { addr: base + middle, bytes: middle }];
-            // SAFETY: the memory is kept, and looked at after the transfer has ended or was dropped.
+            // SAFETY: the memory outlives the transfer, and is read only after the transfer has ended or was dropped.
             let transfer = unsafe {
                 match me {
                     0 => link.send_from(1, number, pieces).unwrap(),
@@ -299,7 +300,7 @@ fn memory_of_a_lanes_transfer_is_not_used_after_it_was_dropped() {
             }
         });
     }
-    // The connection is whole: what had begun went on from a copy, or to nowhere.
+    // The connection still works: transfers that had begun continued from a copy, or their data was discarded.
     as_ranks(&wires, &store, 99, |me, link| {
         let next = link.send(1 - me, 0, vec![me as u8; 8], 8).unwrap();
         assert_eq!(link.receive(1 - me, 0, vec![0; 8], 8).unwrap().wait(PATIENT).unwrap()[0] as usize, 1 - me);
@@ -318,7 +319,7 @@ fn further_groups_use_the_same_connections_and_the_last_one_closes_them() {
     assert_eq!(open(), [3, 3, 3, 3]);
     drop((first, others));
     assert_eq!(open(), [0, 0, 0, 0]);
-    // And again, while the old connections are being closed.
+    // Creates groups again while the old connections are being closed.
     for group in 10..30 {
         as_ranks(&wires, &store, group, |me, link| {
             let next = link.send((me + 1) % 4, 0, vec![me as u8; 8], 8).unwrap();
@@ -329,7 +330,7 @@ fn further_groups_use_the_same_connections_and_the_last_one_closes_them() {
     }
 }
 
-/// A store that hides the entry of one rank until `shows`.
+/// A store that hides one rank's entry until `shows` is set.
 struct Hiding<'a> {
     store: &'a Memory,
     rank: usize,
@@ -360,7 +361,7 @@ fn until(what: &str, done: impl Fn() -> bool) {
     }
 }
 
-/// Two wires, the first of which connects to the second.
+/// Two wires, of which the first connects to the second, because its id is smaller.
 fn caller_and_called() -> (Arc<Wire>, Arc<Wire>) {
     let mut two = wires(2);
     two.sort_by_key(|wire| wire.id);
@@ -368,13 +369,13 @@ fn caller_and_called() -> (Arc<Wire>, Arc<Wire>) {
     (two.pop().unwrap(), called)
 }
 
-/// An address that only one test uses, so that `sockets_at` counts that test's sockets only.
+/// An address that only one test uses, so that `sockets_at` counts only that test's sockets.
 fn own_address(test: u8) -> String {
     let pid = std::process::id();
     format!("127.{}.{}.{}", 100 + test, pid >> 8 & 0xff, pid & 0xff)
 }
 
-/// The sockets at this address or connected to it that a process still holds: listening ones, and connections.
+/// Numbers of listening sockets and of connections that have this address at one end and that a process still holds.
 fn sockets_at(address: &str) -> (usize, usize) {
     let ip: std::net::Ipv4Addr = address.parse().unwrap();
     let ip = format!("{:08X}:", u32::from_le_bytes(ip.octets()));
@@ -389,7 +390,7 @@ fn sockets_at(address: &str) -> (usize, usize) {
     (listening, connected)
 }
 
-/// Exchanges a short and a long message with the next and the previous of `size` ranks.
+/// Exchanges a short and a long message with the next and the previous rank of `size` ranks.
 fn exchange(link: &WireLink, me: usize, size: usize, tag: u32) {
     let (next, before) = ((me + 1) % size, (me + size - 1) % size);
     for bytes in [24, 40_000] {
@@ -413,14 +414,15 @@ fn a_group_is_made_although_the_last_other_one_ends_meanwhile() {
         std::thread::scope(|scope| {
             let other = scope.spawn(|| join(second, &place(&store, 1, 1)).unwrap());
             let mut old = [join(first, &place(&store, 1, 0)).unwrap(), other.join().unwrap()];
-            // Rank 1 has published where it listens, and has no channel yet, when its only group ends.
+            // When rank 1's only group ends, rank 1 has published its address for the new group but has no channel for
+            // it yet.
             let late = scope.spawn(|| join(second, &place(&hiding, 2, 1)).unwrap());
             let key = format!("wire/{:032x}/1", u128::from_be_bytes([2; 16]));
             until("rank 1 does not say where it listens", || store.try_get(&key).unwrap().is_some());
             let [_, ended] = &mut old;
             ended.close();
             let early = scope.spawn(|| join(first, &place(&store, 2, 0)).unwrap());
-            std::thread::sleep(Duration::from_millis(20)); // in which rank 0 finds the connection closed, and connects
+            std::thread::sleep(Duration::from_millis(20)); // rank 0 finds the connection closed and connects anew
             hiding.shows.store(true, Ordering::SeqCst);
             let (late, early) = (late.join().unwrap(), early.join().unwrap());
             let other = scope.spawn(move || exchange(&late, 1, 2, 0));
@@ -436,7 +438,7 @@ fn place_in(store: &dyn Store, group: u8, rank: usize) -> Place<'_> {
     Place { store, id: [group; 16], rank, size: 2, address: "", timeout: PATIENT }
 }
 
-/// A mailbox that holds up the thread that reads the connections.
+/// A mailbox that blocks the thread which reads the connections.
 struct Slow(Mutex<Receiver<()>>);
 
 impl Mailbox for Slow {
@@ -455,7 +457,8 @@ fn groups_that_are_made_at_once_share_one_connection() {
     std::thread::scope(|scope| {
         let other = scope.spawn(|| join(&third, &place(1, 1)).unwrap());
         let busy = (join(&called, &place(1, 0)).unwrap(), other.join().unwrap());
-        // Two threads of the caller want a connection, and nothing is answered until both of them do.
+        // Two threads of `caller` request a connection. The reading thread is blocked, so neither request is answered
+        // before both are sent.
         let (goes_on, slow) = channel();
         busy.0.open_mailbox(Arc::new(Slow(Mutex::new(slow))));
         let awaited = busy.0.await_mail();
@@ -468,7 +471,7 @@ fn groups_that_are_made_at_once_share_one_connection() {
         std::thread::sleep(Duration::from_millis(100));
         goes_on.send(()).unwrap();
         let links: Vec<_> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
-        // Both sides of the connection to the caller, and of the one to the third process.
+        // Both ends of the connection to `caller`, and both ends of the one to `third`.
         assert_eq!(sockets_at(&address).1, 4);
         let exchanging: Vec<_> =
             links.into_iter().map(|(rank, link)| scope.spawn(move || exchange(&link, rank, 2, 0))).collect();
@@ -481,7 +484,7 @@ fn groups_that_are_made_at_once_share_one_connection() {
 #[test]
 fn a_rank_that_was_early_and_gave_up_is_known_to_have_left() {
     let (wires, store) = (wires(2), Memory::default());
-    let _open = as_ranks(&wires, &store, 1, |_, link| link); // keeps the connection
+    let _open = as_ranks(&wires, &store, 1, |_, link| link); // keeps the connection open
     let hiding = Hiding::new(&store, 0);
     std::thread::scope(|scope| {
         let late = scope.spawn(|| {
@@ -513,14 +516,14 @@ fn a_group_that_fails_before_it_has_a_channel_leaves_no_socket() {
     std::thread::scope(|scope| {
         let fails = scope.spawn(|| join(&called, &place(&hiding, 1, 500)).is_err());
         let other = scope.spawn(|| join(&caller, &place(&store, 0, 2000)).is_err());
-        // On a busy machine rank 1 may give up before rank 0 has connected.
+        // On a busy machine rank 1 may reach its deadline before rank 0 has connected.
         until("rank 0 does not connect", || called.open_connections() == 1 || fails.is_finished());
         assert!(fails.join().unwrap() && other.join().unwrap());
     });
     until("sockets are left", || sockets_at(&address) == (0, 0));
 }
 
-/// xorshift; the seed is printed.
+/// xorshift; the test prints the seed.
 #[derive(Clone)]
 struct Random(u64);
 
@@ -531,7 +534,7 @@ impl Random {
         self.0 ^= self.0 << 17;
         (self.0 >> 11) % bound
     }
-    /// Nothing, or up to half a millisecond.
+    /// Pauses for up to half a millisecond, or not at all.
     fn pause(&mut self) {
         if self.below(2) == 0 {
             std::thread::sleep(Duration::from_micros(self.below(500)));
@@ -539,7 +542,7 @@ impl Random {
     }
 }
 
-/// A store whose answers take their time.
+/// A store that delays its answers at random.
 struct Late<'a>(&'a Memory, Mutex<Random>);
 
 impl Store for Late<'_> {
@@ -554,9 +557,9 @@ impl Store for Late<'_> {
     }
 }
 
-/// Threads of four processes make and end groups of any of the processes, each thread of one process with the same
-/// thread of the others. Nothing relates groups of different threads, and a rank may leave a group that others still
-/// join or use.
+/// Threads of four processes create and end groups of any of the processes. Thread i of a process shares groups only
+/// with thread i of the others. Groups of different threads are unrelated, and a rank may leave a group that other
+/// ranks still join or use.
 #[test]
 fn groups_come_and_go_on_several_threads() {
     const PROCESSES: usize = 4;
@@ -569,7 +572,7 @@ fn groups_come_and_go_on_several_threads() {
     println!("SAGELLM_TEST_SEED={seed}");
     let (wires, store, address) = (wires(PROCESSES), Memory::default(), own_address(2));
     let program = |process: usize, thread: u64| {
-        let mut shared = Random(seed.wrapping_mul(thread + 3) | 1); // equal on all processes
+        let mut shared = Random(seed.wrapping_mul(thread + 3) | 1); // the same sequence on all processes
         let mut own = Random((seed ^ (process as u64 + 1) << 32).wrapping_mul(thread + 7) | 1);
         let mut living: Vec<WireLink> = Vec::new();
         for group in 0..GROUPS {
@@ -645,7 +648,7 @@ fn strangers_are_turned_away_and_harm_nobody() {
         for (mut stranger, said) in strangers.into_iter().filter(|(_, said)| *said >= 40) {
             stranger.set_read_timeout(Some(PATIENT)).unwrap();
             let mut answer = Vec::new();
-            // Closed with or without a reset, and without an answer.
+            // The connection must be closed, with or without a reset, and without an answer.
             let _ = stranger.read_to_end(&mut answer);
             assert!(answer.is_empty(), "{said} bytes were answered");
         }
@@ -658,7 +661,7 @@ fn a_rank_that_does_not_come_is_named_at_the_deadline() {
     let place = Place { timeout: Duration::from_millis(100), ..place(&store, 1, 0, 2) };
     let text = join(&wires[0], &place).err().expect("nobody else comes").text().to_string();
     assert!(text.contains("Timed out after 100 ms: rank 1 has not said where it listens"), "{text}");
-    // One that has written its address and died.
+    // Rank 1 has published its address and died.
     let gone = format!("wire/{:032x}/1", u128::from_be_bytes([1; 16]));
     store.set(&gone, format!("{:032x} 1 127.0.0.1", u128::MAX).as_bytes()).unwrap();
     let text = join(&wires[0], &place).err().expect("nobody listens there").text().to_string();

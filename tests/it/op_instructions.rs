@@ -1,12 +1,12 @@
-//! How many instructions the core executes for a call, against ceilings. Times on a shared machine drift by more than a change
-//! costs. Instruction counts do not drift, so this test finds a call that became longer and never fails because the machine is
-//! busy.
+//! Instructions that the core executes per call, compared with ceilings. Times on a shared machine drift by more than
+//! the cost of a change. Instruction counts do not drift, so this test finds a call that became longer and never fails
+//! because the machine is busy.
 //!
 //! A child process executes each scene, and this process steps the child's thread through it one instruction at a time
-//! (ptrace). The peer has issued its part of each call before, so the counted thread waits for nobody. That holds only for
-//! small operations: in larger ones the ranks wait for each other's rounds, and a busy machine lengthens the waits. Counted
-//! are the instructions of this program and its calls into other objects (libc, vdso). The instructions of libc are not
-//! counted, because their number depends on the processor and on the version of libc.
+//! (ptrace). The peer has issued its part of each call before, so the counted thread waits for no rank. That holds only
+//! for small operations: in larger ones the ranks wait for each other's rounds, and a busy machine lengthens the waits.
+//! The counts include this program's instructions and the number of its calls into other objects (libc, vdso). They do
+//! not include instructions of libc, because their number depends on the processor and on the version of libc.
 
 #![cfg(target_arch = "x86_64")] // reads the instruction pointer from the thread's registers
 #![allow(unsafe_code)] // ptrace
@@ -25,9 +25,9 @@ use sagellm::select::{GroupShape, OpDesc, Policy, intra};
 use sagellm::stats::Stats;
 use sagellm::types::{Dtype, Kind, Request};
 
-/// Instructions, and calls into other objects. Each ceiling is about 8 % above the least count of several runs (rustc 1.95,
-/// 2026-11-25), so that another compiler does not exceed it. A change that exceeds one is made shorter, or raises the ceiling
-/// and says in its message what the instructions buy.
+/// Ceilings for instructions and for calls into other objects. Each ceiling is about 8 % above the least count of
+/// several runs (rustc 1.95, 2026-11-25), so that another compiler does not exceed it. A change that exceeds a ceiling
+/// must be made shorter. Otherwise it raises the ceiling, and its commit message says what the instructions buy.
 const CEILINGS: [(&str, Count); 5] = [
     ("all_reduce of 8 bytes", Count { instructions: 4350, calls: 24 }),
     ("barrier", Count { instructions: 3375, calls: 22 }),
@@ -42,10 +42,10 @@ struct Count {
     calls: u64,
 }
 
-/// How often the child executes each scene. The least counts are compared: the first turn uses pages and code for the first
-/// time, and a timer of the core adds instructions to some turns.
+/// Number of times that the child executes each scene. Only the least count is compared, because the first turn uses
+/// pages and code for the first time, and a timer of the core adds instructions to some turns.
 const TURNS: usize = 3;
-/// The child raises it before and after the counted part.
+/// Signal that the child raises before and after the counted part.
 const MARK: i32 = libc::SIGUSR1;
 
 fn mark() {
@@ -61,7 +61,7 @@ fn counted<T>(body: impl FnOnce() -> T) -> T {
 }
 
 fn sum(memory: &mut [f32]) -> Request {
-    // SAFETY: the floats' memory as bytes, borrowed for as long.
+    // SAFETY: the bytes are the memory of the floats and are borrowed for the same time.
     let bytes = unsafe { std::slice::from_raw_parts_mut(memory.as_mut_ptr().cast::<u8>(), size_of_val(memory)) };
     let mut request = on_memory(Kind::AllReduce, 0, bytes);
     request.dtype = Dtype::F32;
@@ -72,7 +72,7 @@ fn barrier() -> Request {
     plain(Kind::Barrier, 0, Vec::new(), Vec::new())
 }
 
-/// The peer has published its part, and its threads sleep.
+/// Waits until the peer has published its part and its threads sleep.
 fn settle() {
     std::thread::sleep(Duration::from_millis(3));
 }
@@ -118,22 +118,23 @@ fn scene(name: &str, groups: &[Arc<Group>]) {
     }
 }
 
-/// The child: all scenes, under its parent's eyes.
+/// The child: executes all scenes while its parent traces it.
 #[test]
 #[ignore = "the child of a_call_executes_no_more_instructions_than_its_ceiling"]
 fn the_counted_process() {
     let groups = Group::local(2, Duration::from_secs(60)).unwrap();
-    // SAFETY: no pointers; this thread's parent, the test below, traces it from here on.
+    // SAFETY: passes no pointers. From now on this thread is traced by its parent, the test below.
     assert_eq!(unsafe { libc::ptrace(libc::PTRACE_TRACEME, 0, 0, 0) }, 0);
     for (name, _) in CEILINGS {
         (0..TURNS).for_each(|_| scene(name, &groups));
     }
 }
 
-/// Waits until a thread of the child stops or the child ends. The thread, and the signal that stopped it.
+/// Waits until a thread of the child stops or the child ends. Returns the thread and the signal that stopped it.
 fn next_stop() -> Option<(i32, i32)> {
     let mut status = 0;
-    // SAFETY: writes the status; `__WALL` waits for threads as well, of this thread's child alone.
+    // SAFETY: writes only `status`. `__WALL` includes threads; `__WNOTHREAD` limits the wait to children of this
+    // thread.
     let thread = unsafe { libc::waitpid(-1, &mut status, libc::__WALL | libc::__WNOTHREAD) };
     libc::WIFSTOPPED(status).then(|| (thread, libc::WSTOPSIG(status))).filter(|_| thread > 0)
 }
@@ -151,7 +152,7 @@ fn instruction_pointer(thread: i32) -> u64 {
     unsafe { libc::ptrace(libc::PTRACE_PEEKUSER, thread, at, 0) as u64 }
 }
 
-/// The addresses of this program's code in the child.
+/// The address range of this program's code in the child.
 fn code_of(child: u32) -> Range<u64> {
     let program = std::env::current_exe().unwrap();
     let maps = std::fs::read_to_string(format!("/proc/{child}/maps")).unwrap();
@@ -160,7 +161,7 @@ fn code_of(child: u32) -> Range<u64> {
     ends.next().unwrap().unwrap()..ends.next().unwrap().unwrap()
 }
 
-/// Steps the child through its scenes. The counts of each, in order.
+/// Steps the child through its scenes. Returns one count per scene and turn, in order.
 fn step_through(child: u32) -> Vec<Count> {
     let (mut counts, mut count, mut code) = (Vec::new(), None::<Count>, 0..0);
     let mut was_inside = true;
@@ -190,10 +191,10 @@ fn step_through(child: u32) -> Vec<Count> {
 #[test]
 fn a_call_executes_no_more_instructions_than_its_ceiling() {
     let mut command = this_program(module_path!(), "the_counted_process");
-    // The kernels that every processor has, so that the counts are the same on all.
+    // `portable` selects the kernels that every processor has, so that the counts are the same on all processors.
     let mut child = command.env("SAGELLM_KERNELS", "portable").stdout(Stdio::null()).spawn().unwrap();
     let counts = step_through(child.id());
-    let _ = child.wait(); // an error if its end was what ended the stepping
+    let _ = child.wait(); // an error if `next_stop` has already reaped the child
     assert_eq!(counts.len(), TURNS * CEILINGS.len(), "the child ended early");
     let mut above = Vec::new();
     for ((name, ceiling), turns) in CEILINGS.iter().zip(counts.chunks(TURNS)) {

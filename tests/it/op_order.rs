@@ -1,5 +1,5 @@
-//! Disagreements between ranks, and the order of one rank's own operations: a barrier ends last, lists of sizes are
-//! signed, messages and collectives on the same memory keep the order of issue (rules 4, 5, 33).
+//! Disagreements between ranks, and the order of one rank's own operations: a barrier ends last, signatures cover lists
+//! of sizes, and messages and collectives on the same memory run in the order of issue (rules 4, 5, 33).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -491,7 +491,7 @@ fn rule_04_a_send_that_waited_keeps_what_a_later_operation_overwrites() {
     }
 }
 
-/// Many messages wait for one collective, then many receives have the same buffer.
+/// Many messages wait for one collective; then many receives use one buffer.
 #[test]
 fn rule_04_many_messages_that_wait_go_in_order() {
     const COUNT: usize = 2000;

@@ -20,7 +20,7 @@ const OPS: [ReduceOp; 9] = [
     ReduceOp::PremulSum(3.0),
 ];
 
-/// The same numbers on every run (splitmix64).
+/// Random numbers that are the same on every run (splitmix64).
 struct Random(u64);
 
 impl Random {
@@ -48,7 +48,8 @@ const RARE_32: [u32; 10] =
 const RARE_64: [u64; 10] =
     [0, 1 << 63, 0x7ff << 52, 0xfff << 52, (0x7ff << 52) + 1, 0xfff8_0000_0000_1234, 1, (1 << 52) - 1, !0 >> 1, !0];
 
-/// `wild`: any bits, one in four rare. Otherwise numbers near 1, whose sums and products stay finite.
+/// Random elements. If `wild`, all bit patterns, one in four of them rare; else numbers near 1, whose sums and products
+/// stay finite.
 fn fill(random: &mut Random, dtype: Dtype, wild: bool, elements: usize) -> Vec<u8> {
     let (part, parts) = match dtype {
         Dtype::C32 => (Dtype::F16, 2),
@@ -80,7 +81,7 @@ fn fill(random: &mut Random, dtype: Dtype, wild: bool, elements: usize) -> Vec<u
     bytes
 }
 
-/// Bytes at an address that is `offset` past a multiple of 64.
+/// A copy of some bytes whose address is `offset` past a multiple of 64, with a frame around it.
 struct Placed {
     memory: Vec<u8>,
     start: usize,
@@ -89,7 +90,7 @@ struct Placed {
 
 impl Placed {
     fn new(content: &[u8], offset: usize) -> Placed {
-        // Bytes around the content that no kernel may touch.
+        // The frame: no kernel may write to these bytes.
         let mut memory = vec![0xa5; content.len() + 256];
         let start = 64 + memory.as_ptr().align_offset(64) + offset;
         memory[start..start + content.len()].copy_from_slice(content);
@@ -110,7 +111,7 @@ impl Placed {
     }
 }
 
-/// Runs the kernel on copies of `inputs`; `in_place` is the source that is also the destination.
+/// Runs the kernel on copies of `inputs`. `in_place` is the index of the source that is also the destination, or None.
 fn run(
     kernel: &reduce::Kernel,
     inputs: &[Vec<u8>],
@@ -124,7 +125,7 @@ fn run(
     let mut out = Placed::new(&vec![0x5a; inputs[0].len()], offset);
     let dst = in_place.map_or(out.at(), |source| placed[source].at());
     let sources: Vec<*const u8> = placed.iter_mut().map(|p| p.at().cast_const()).collect();
-    // SAFETY: every pointer is to `elements` elements; `dst` is a buffer of its own or exactly one of the sources.
+    // SAFETY: every pointer is to `elements` elements; `dst` is a separate buffer or exactly one of the sources.
     unsafe { kernel.reduce(dst, &sources, factors, elements) };
     for (source, (now, before)) in placed.iter().zip(inputs).enumerate() {
         assert!(now.frame_is_intact(), "wrote outside source {source}");
@@ -172,7 +173,7 @@ fn check(dtype: Dtype, ranks: usize) {
                     };
                     try_it(0, None);
                     try_it(1, None);
-                    // In place on each source where it is cheap, on the first and last also for the long run.
+                    // In place on every source if the run is short, else only on the first and the last source.
                     for source in (0..ranks).filter(|s| count < 100 || *s == 0 || s + 1 == ranks) {
                         try_it(0, Some(source));
                         try_it(3, Some(source));
@@ -212,7 +213,7 @@ every_rank_count! {
     c128_equals_reference: Dtype::C128;
 }
 
-/// Invariant "same bits": a tensor that is reduced in pieces gives what it gives as a whole.
+/// Invariant "same bits": a tensor that is reduced in pieces gives the same bits as the whole tensor.
 #[test]
 fn cutting_does_not_change_a_bit() {
     let mut random = Random(42);
@@ -235,13 +236,15 @@ fn cutting_does_not_change_a_bit() {
     }
 }
 
-/// Every f16 and bf16 through every kernel, scaled so that rounding meets arbitrary f32 numbers.
+/// Reduces every f16 and bf16 value with every kernel, times several factors, so that the results to be rounded are
+/// arbitrary f32 numbers.
 #[test]
 fn low_precision_rounds_alike_for_all_values_and_levels() {
     let every: Vec<u8> = (0..=u16::MAX).flat_map(|bits| bits.to_le_bytes()).collect();
     let op = ReduceOp::PremulSum(1.0);
     for dtype in [Dtype::F16, Dtype::Bf16] {
-        // 1 gives each number back; the others reach denormals, ties, overflow, and full f32 fractions.
+        // The factor 1 must return each number unchanged. The others produce denormals, ties, overflow, and full f32
+        // fractions.
         for factor in [1.0, 0.5, 2f64.powi(-9), 1.0 + 2f64.powi(-11), 1.0 - 2f64.powi(-11), 2.0, -1.0 / 3.0, 1e-3, 1e30]
         {
             let inputs = [every.clone()];
@@ -277,7 +280,7 @@ fn conversions_are_exact_and_round_to_nearest_even() {
 #[test]
 fn halfway_cases_go_to_the_even_neighbour() {
     let neighbours = |number: f32| [f32::from_bits(number.to_bits() - 1), number, f32::from_bits(number.to_bits() + 1)];
-    // Up to and including the step from the largest finite number to infinity.
+    // The last step is from the largest finite number to infinity.
     for bits in 0..0x7c00u16 {
         let next = if bits == 0x7bff { 65536.0 } else { f16_to_f32(bits + 1) };
         let middle = (f16_to_f32(bits) + next) / 2.0;
@@ -322,7 +325,7 @@ fn nan_and_zeros_in_min_and_max() {
         (ReduceOp::Min, [0.0, -0.0], 1 << 31),
     ];
     for (op, values, expected) in cases {
-        // As many as fill a vector, and a rest.
+        // 75 elements fill several vectors and leave a remainder.
         let inputs: Vec<Vec<u8>> = values.iter().map(|v| v.to_le_bytes().repeat(75)).collect();
         for level in Level::available() {
             let kernel = kernel_at(level, Dtype::F32, op, 2).unwrap();
@@ -332,7 +335,7 @@ fn nan_and_zeros_in_min_and_max() {
     }
 }
 
-/// 200 ranks are not an i8: the divisor must not be cut to the element's width.
+/// 200 does not fit into an i8, so the divisor must not be converted to the element type.
 #[test]
 fn integer_average_divides_by_many_ranks() {
     let inputs: Vec<Vec<u8>> = (0..200).map(|rank| vec![if rank < 100 { 1u8 } else { 0 }]).collect();
@@ -345,7 +348,8 @@ fn integer_average_divides_by_many_ranks() {
     assert_eq!(run(&kernel, &inputs, &[], 0, None), (-3i32).to_le_bytes(), "-7 / 2 truncates towards zero");
 }
 
-/// The thread's floating-point control register, and the bits for: flush denormals, round towards zero.
+/// Access to the thread's floating-point control register. `ODD` has the bits that flush denormals and round towards
+/// zero.
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod float_mode {
     use std::arch::asm;
@@ -384,7 +388,7 @@ mod float_mode {
     }
 }
 
-/// A program that flushes denormals on its own thread gets the bits that every other thread computes.
+/// A thread that flushes denormals must get the same bits as every other thread.
 #[test]
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 fn result_does_not_depend_on_the_threads_float_mode() {
@@ -454,7 +458,7 @@ fn copy_moves_bytes_and_takes_the_same_address() {
         let (mut from, mut to) = (Placed::new(&content, 1), Placed::new(&[0; SIZE], 5));
         let mut expected = vec![0; SIZE];
         expected[..bytes].copy_from_slice(&content[..bytes]);
-        // SAFETY: both hold SIZE bytes and are different memory; the second call has one address twice.
+        // SAFETY: both buffers hold SIZE bytes and do not overlap; the second call copies a buffer to itself.
         unsafe {
             reduce::copy(to.at(), from.at(), bytes);
             reduce::copy(from.at(), from.at().cast_const(), bytes);
@@ -470,7 +474,7 @@ fn a_variable_limits_the_instruction_set() {
     if let Ok(asked) = std::env::var("SAGELLM_TEST_CHILD") {
         let levels = Level::available();
         let (widest, expected) = (levels.last().unwrap().name(), std::env::var(VARIABLE).unwrap());
-        // What this processor does not have, and what no processor has, changes nothing.
+        // A name of an instruction set that this processor lacks, or that no processor has, is ignored.
         assert!(widest == expected || asked == "ignored", "{levels:?} under {VARIABLE}={expected}");
         return;
     }

@@ -1,9 +1,10 @@
-//! What compressed sums send: every instruction set of this machine gives the bits of a plain loop.
+//! The kernels for compressed sums: every instruction set of this machine gives the bits of a plain loop.
 
 use sagellm::reduce::Level;
 use sagellm::reduce::int8::{decode, encode, encoded_bytes, largest, sum};
 
-/// Numbers of all magnitudes; one in eight is an extreme, and with `beyond` one in some hundreds an infinity or a NaN.
+/// Numbers of all magnitudes. One in eight is an extreme; with `beyond`, one in several hundred is an infinity or a
+/// NaN.
 fn numbers(seed: u64, count: usize, beyond: bool) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {
@@ -27,7 +28,7 @@ fn numbers(seed: u64, count: usize, beyond: bool) -> Vec<f32> {
     (0..count).map(&mut one).collect()
 }
 
-/// A block by its definition, one element at a time, in 64 bits where that is exact.
+/// Encodes a block by its definition, one element at a time, in 64 bits where the arithmetic is exact.
 fn plain(values: &[f32], block: usize) -> Vec<u8> {
     let most =
         values.iter().fold(0.0f32, |most, v| if v.is_nan() || most.is_nan() { f32::NAN } else { most.max(v.abs()) });

@@ -1,5 +1,5 @@
-//! The ranks of a group meet, agree, share memory, and learn of each other's end. Ranks are threads here where that is
-//! enough, and processes (this test binary again, in a role) where it is not.
+//! Tests of `rendezvous`: the ranks of a group meet, agree, map shared memory, and learn when a peer ends. Ranks are
+//! threads of one process if that suffices, else processes that run this test binary again in a role.
 
 use std::collections::HashMap;
 use std::fs;
@@ -26,7 +26,7 @@ use sagellm::rendezvous::peers::Following;
 use sagellm::rendezvous::unix_socket;
 use sagellm::rendezvous::{Met, Outcome, hello_bytes, meet, meet_as};
 
-/// A store that processes share: one file a key.
+/// A store that processes share: a directory with one file per key.
 struct Files(PathBuf);
 
 impl Files {
@@ -56,7 +56,7 @@ impl Store for Files {
 const GENEROUS: Duration = Duration::from_secs(30);
 
 fn config(rank: usize, size: usize, timeout: Duration) -> Config {
-    // Fields that do not matter here have the defaults of a group without options.
+    // All fields that this file does not test have the defaults of a group without options.
     Config {
         rank,
         size,
@@ -78,14 +78,14 @@ fn bytes(size: usize) -> impl Fn(usize) -> std::result::Result<usize, String> {
     move |_| Ok(hello_bytes(size) + 4096)
 }
 
-/// The deviations of one rank in a run by threads.
+/// What a test changes in one rank of `run`; `late` is the time that the rank sleeps before it meets its peers.
 struct Rank {
     config: Config,
     identity: Identity,
     late: Duration,
 }
 
-/// Ranks as threads that meet through one store; the outcomes by rank.
+/// Runs `size` ranks as threads that meet through one store. Returns their outcomes by rank.
 fn run(store: &(dyn Store + Sync), size: usize, change: impl Fn(&mut Rank) + Sync) -> Vec<Result<Outcome>> {
     std::thread::scope(|scope| {
         let threads: Vec<_> = (0..size)
@@ -120,11 +120,11 @@ fn reasons(outcomes: Vec<Result<Outcome>>) -> Vec<String> {
 }
 
 fn word(met: &Met, size: usize, rank: usize) -> &AtomicU32 {
-    // SAFETY: inside the segment (`ptr` checks), aligned, used as an atomic only.
+    // SAFETY: `ptr` checks that the word is inside the segment; it is aligned and every access to it is atomic.
     unsafe { AtomicU32::from_ptr(met.segment.ptr(hello_bytes(size) + 4 * rank, 4).cast()) }
 }
 
-/// Every rank must see what every other wrote.
+/// Every rank writes a word and must read the words of all ranks.
 fn assert_one_memory(met: &[Met]) {
     let size = met.len();
     for (rank, one) in met.iter().enumerate() {
@@ -157,7 +157,8 @@ fn rule_23_keys_of_an_earlier_incarnation_do_no_harm() {
         let met: Vec<Met> = run(&store, 3, |_| ()).into_iter().map(shared).collect();
         assert_one_memory(&met);
     }
-    // Ranks 1 and 2 come after rank 0 has read their old records and published a decision that names those.
+    // Ranks 1 and 2 arrive after rank 0 has read their records of the earlier run and published a decision that names
+    // those records.
     for late in [1, 2] {
         let outcomes = run(&store, 3, |rank| {
             if rank.config.rank >= late {
@@ -166,7 +167,7 @@ fn rule_23_keys_of_an_earlier_incarnation_do_no_harm() {
         });
         assert_one_memory(&outcomes.into_iter().map(shared).collect::<Vec<_>>());
     }
-    // Rank 0 comes last and finds only old answers to its questions.
+    // Rank 0 arrives last and finds only answers of an earlier run to its decisions.
     let outcomes = run(&store, 3, |rank| rank.late = Duration::from_millis(40 * (2 - rank.config.rank as u64)));
     assert_one_memory(&outcomes.into_iter().map(shared).collect::<Vec<_>>());
 }
@@ -311,7 +312,7 @@ fn ranks_that_would_go_to_different_delegates_are_told_so_on_every_rank() {
         assert!(error.kind() == ErrorKind::Invalid, "{error:?}");
         assert!(error.text().contains("'gloo' on rank 0 and 'mpi' on rank 1"), "{error}");
     }
-    // Where no rank needs a delegate, the difference does not matter.
+    // If no rank needs a delegate, the ranks may name different delegates.
     assert_one_memory(
         &run(&Memory::default(), 2, |rank| rank.config.delegate = rank.config.rank.to_string())
             .into_iter()
@@ -320,12 +321,13 @@ fn ranks_that_would_go_to_different_delegates_are_told_so_on_every_rank() {
     );
 }
 
-/// Gives rank 2 the name of a socket on which no process listens.
+/// Replaces the socket name in rank 2's copy of the decision by a name on which no process listens. Rank 2 is the rank
+/// whose thread has this id.
 struct Misleading(Memory, std::thread::ThreadId);
 
 impl Store for Misleading {
     fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        // Nor does rank 0 learn of that thread's mailbox.
+        // Also removes the mailbox from rank 2's record, so that rank 2 can read the decision only from this store.
         match Record::read(value) {
             Some(Record { body: Some(body), .. }) if std::thread::current().id() == self.1 => {
                 let body = Some(Body { mailbox: Vec::new(), ..body });
@@ -346,8 +348,9 @@ impl Store for Misleading {
     }
 }
 
-/// Before the ranks read rank 0's decision, a process of another user connects to the socket that it names and says that it is
-/// rank 1, whose nonce it has read. Rank 0 learns of no mailbox, so that the decision goes through the store.
+/// Before the ranks read rank 0's decision, a process of another user connects to the socket that the decision names.
+/// It claims to be rank 1 and presents rank 1's nonce, which it has read in the decision. The records name no mailbox,
+/// so the decision reaches the ranks through the store only.
 struct Eavesdropped(Memory);
 
 impl Store for Eavesdropped {
@@ -416,7 +419,7 @@ fn a_rank_that_cannot_connect_makes_all_delegate() {
     assert!(reasons.iter().all(|reason| *reason == reasons[0]), "{reasons:?}");
 }
 
-/// A store in which no rank finds a decision.
+/// A store in which no rank finds a decision, so that decisions can arrive only in mailboxes.
 struct Mute(Memory);
 
 impl Store for Mute {
@@ -438,7 +441,7 @@ fn ranks_of_one_host_find_verdicts_in_their_mailboxes() {
 
 #[test]
 fn a_foreign_owner_of_the_socket_makes_all_delegate() {
-    // All ranks claim a uid that the socket does not confirm.
+    // All ranks claim a uid that differs from the one the kernel reports for the socket's peer.
     let reasons = reasons(run(&Memory::default(), 3, |rank| rank.identity.uid = 4242));
     assert!(reasons[0].contains("uid"), "{}", reasons[0]);
     assert!(reasons.iter().all(|reason| *reason == reasons[0]), "{reasons:?}");
@@ -495,7 +498,7 @@ fn process(role: &str, dir: &Path, rank: usize, size: usize) -> Child {
     process_under(&[], role, dir, rank, size)
 }
 
-/// As `process`, started by another program.
+/// Like `process`, but the test binary is started by another program, such as `unshare`.
 fn process_under(starter: &[&str], role: &str, dir: &Path, rank: usize, size: usize) -> Child {
     let exe = std::env::current_exe().unwrap();
     let mut line: Vec<&str> = starter.to_vec();
@@ -513,7 +516,7 @@ fn process_under(starter: &[&str], role: &str, dir: &Path, rank: usize, size: us
         .unwrap()
 }
 
-/// Sockets and processes that this process has open, but for the standard streams.
+/// Open sockets and pidfds of this process, without the standard streams.
 fn own_descriptors() -> Vec<(i32, String)> {
     let each = fs::read_dir("/proc/self/fd").unwrap().filter_map(|entry| {
         let entry = entry.unwrap();
@@ -559,7 +562,7 @@ fn as_another_process() {
                 drop(guards);
                 run(&Memory::default(), 2, |rank| rank.config.delegate_reason = Some("no".into()));
             };
-            one_group(); // the watch's own descriptors stay
+            one_group(); // The watch's descriptors stay open after the first group.
             let before = open_descriptors();
             (0..10).for_each(|_| one_group());
             assert_eq!(open_descriptors(), before);
@@ -586,7 +589,7 @@ fn as_another_process() {
     }
 }
 
-/// One of three processes that make many groups of themselves.
+/// One of three processes that create many groups of the same three processes.
 fn known_peers(files: &Files, rank: usize, size: usize) {
     let group = |name: &str, rank: usize, size: usize| {
         let store = Files(files.0.join(name));
@@ -596,7 +599,8 @@ fn known_peers(files: &Files, rank: usize, size: usize) {
     let first = group("first", rank, size);
     let id = first.group_peers.id();
     let before = open_descriptors();
-    // In any order of the ranks, and two at a time on threads that begin with different ones.
+    // First, groups with the same processes in every rotation of the ranks. Then two groups at a time, from two threads
+    // that start with different ones.
     let mut groups: Vec<Met> = Vec::new();
     for turn in 0..20 {
         let member = (rank + turn) % size;
@@ -618,27 +622,28 @@ fn known_peers(files: &Files, rank: usize, size: usize) {
         });
         groups.extend(both);
     }
-    // Some of them, with another rank 0.
+    // A group of two of the three processes, with another process as rank 0.
     if rank > 0 {
         groups.push(group("part", size - 1 - rank, size - 1));
     }
     assert!(groups.iter().all(|met| met.group_peers.id() == id), "met anew");
     assert_eq!(open_descriptors(), before);
-    // The first group may go; what it founded stays.
+    // The first group ends. The known peers that it created stay, because later groups use them.
     drop(first);
     groups.push(group("later", rank, size));
     assert_eq!((groups.last().unwrap().group_peers.id(), open_descriptors()), (id, before));
-    // A rank that has left all groups has no known peers any more, so the others must not use theirs.
+    // Rank 1 leaves all its groups and therefore has no known peers any more. So the next group must not use the known
+    // peers of the others.
     if rank == 1 {
         groups.clear();
         assert!(open_descriptors() < before);
     }
     let anew = group("anew", rank, size);
     assert_ne!(anew.group_peers.id(), id);
-    // The oldest known peers that all of them have.
+    // If the processes have several sets of known peers in common, the group uses the oldest.
     let again = group("again", rank, size);
     assert_eq!(again.group_peers.id(), anew.group_peers.id());
-    // No rank ends before all are done: that would be the end of a known peer.
+    // No process exits before all are done, because its exit would be reported as the death of a known peer.
     let done = |other: usize| files.0.join(format!("done-{other}"));
     fs::write(done(rank), "").unwrap();
     let began = Instant::now();
@@ -657,13 +662,14 @@ fn rule_25_further_groups_of_the_same_processes_cost_no_descriptor() {
     fs::remove_dir_all(&store.0).unwrap();
 }
 
-/// From here on this thread, and those it starts, are refused memfds and pidfds, as some containers do.
+/// From now on the kernel refuses memfds and pidfds to this thread and to all threads that it starts, as in some
+/// containers.
 fn deny_new_calls() {
     let instruction = |code: u32, k: u32, jt: u8, jf: u8| libc::sock_filter { code: code as u16, jt, jf, k };
     let load = |offset: u32| instruction(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, offset, 0, 0);
     let equal = |value: u32, jt: u8, jf: u8| instruction(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, value, jt, jf);
     let answer = |action: u32| instruction(libc::BPF_RET | libc::BPF_K, action, 0, 0);
-    // struct seccomp_data: the call's number at 0, its third argument at 32.
+    // Offsets in struct seccomp_data: the number of the system call at 0, its third argument at 32.
     let mut filter = [
         load(0),
         equal(libc::SYS_memfd_create as u32, 5, 0),
@@ -689,7 +695,7 @@ fn rule_26_ranks_meet_where_the_kernel_denies_memfd_and_pidfd() {
     fs::remove_dir_all(&store.0).unwrap();
 }
 
-/// Kills on drop, so that a failing test leaves nothing running.
+/// A child process that is killed on drop, so that a failing test leaves no process behind.
 struct Killed(Child);
 
 impl Drop for Killed {
@@ -702,7 +708,7 @@ impl Drop for Killed {
 fn deaths(met: &Met) -> (Following, Receiver<(usize, &'static str, Instant)>) {
     let (tell, told) = channel();
     let tell = Mutex::new(tell);
-    // When a test has ended, no thread receives any more.
+    // The receiver is gone when the test has ended, so a failed `send` is ignored.
     let following = met.group_peers.follow(move |rank, reason| {
         let _ = tell.lock().unwrap().send((rank, reason, Instant::now()));
     });
@@ -740,9 +746,9 @@ fn processes_meet_and_a_killed_one_is_told_of() {
         let (rank, reason, when) = told.recv_timeout(GENEROUS).unwrap();
         eprintln!("rank {rank} was reported {:?} after kill", when - began);
         assert_eq!((rank, reason), (killed, "its process ended"));
-        // Under a second on a machine that has nothing else to do.
+        // Takes less than a second on an idle machine.
         assert!(when - began < Duration::from_secs(4), "{:?}", when - began);
-        // One report a rank, and none of the rank that lives.
+        // Each death is reported once, and the living rank is not reported.
         assert!(told.recv_timeout(Duration::from_millis(50)).is_err());
     }
     fs::remove_dir_all(&store.0).unwrap();
@@ -751,7 +757,7 @@ fn processes_meet_and_a_killed_one_is_told_of() {
 #[test]
 fn every_rank_learns_of_every_death_not_only_rank_zero() {
     let store = Files::new();
-    // This process is rank 1: it has no connection to rank 2, only the descriptor that rank 0 passed on.
+    // This process is rank 1. It has no connection to rank 2; rank 0 sent it the descriptor that reports rank 2's end.
     let mut others: Vec<Killed> = [0, 2].map(|rank| Killed(process("sleep", &store.0, rank, 3))).into_iter().collect();
     let met = shared(meet(&config(1, 3, GENEROUS), &store, &Quiet, &bytes(3)));
     assert_eq!(await_word(&met, 3, 2) as i32, met.group_peers.peer(2).pid);
@@ -787,7 +793,7 @@ fn ranks_in_different_pid_namespaces_meet_and_watch_each_other() {
         let store = Files::new();
         let mut other = Killed(process_under(&starter, "sleep", &store.0, 1 - own, 2));
         let met = shared(meet(&config(own, 2, GENEROUS), &store, &Quiet, &bytes(2)));
-        // The pid in its own namespace is not its pid in ours.
+        // The peer's pid in its namespace differs from its pid in the namespace of this process.
         assert_ne!(met.group_peers.peer(1 - own).pid as u32, await_word(&met, 2, 1 - own));
         assert_eq!(
             watch::process_state(met.group_peers.peer(1 - own).pid).map(|state| "RSD".contains(state)),
@@ -847,7 +853,7 @@ fn nothing_is_inherited_by_programs_that_are_started() {
     let ours = own_descriptors();
     assert!(ours.len() >= 4);
     for (fd, name) in ours {
-        // Tests beside this one close theirs.
+        // Tests that run at the same time may have closed this descriptor since it was listed.
         let Ok(info) = fs::read_to_string(format!("/proc/self/fdinfo/{fd}")) else { continue };
         let flags = info.lines().find_map(|line| line.strip_prefix("flags:")).unwrap();
         let flags = i32::from_str_radix(flags.trim(), 8).unwrap();
@@ -874,7 +880,7 @@ fn after_its_guard_is_dropped_a_callback_does_not_run() {
         drop(far);
         std::thread::sleep(Duration::from_micros(50));
         drop(guard);
-        // From here on the callback may neither run nor be running.
+        // After the guard is dropped, the callback must not run and must not still be running.
         alive.store(false, Ordering::SeqCst);
         assert_eq!(Arc::strong_count(&alive), 1);
     }
@@ -913,7 +919,8 @@ fn rule_26_a_forked_child_knows_that_it_is_one() {
     let here = watch::generation();
     let _alive = watch::Alive::default(); // a group lives
     assert!(!watch::orphaned());
-    // SAFETY: the child only reads atomics, drops a guard that then does nothing, and leaves without unwinding.
+    // SAFETY: the child only reads atomics, drops a guard whose drop does nothing in a child, and exits without
+    // unwinding.
     let status = unsafe {
         let child = libc::fork();
         if child == 0 {
@@ -946,7 +953,7 @@ fn identity() -> impl Strategy<Value = Identity> {
     )
 }
 
-/// Reads bytes as each kind of message; whoever reaches the store may have written them.
+/// Reads the bytes as each kind of message. Any process that can reach the store may have written them.
 fn read_all(bytes: &[u8]) {
     let mut texts = Vec::new();
     if let Some(Record { version, body, .. }) = Record::read(bytes) {
@@ -977,7 +984,7 @@ proptest! {
         let record = Record { nonce, protocol: PROTOCOL, version: "0.1".into(), body: Some(Body { size, identity, delegate: wish.clone(), wish, known: vec![(nonce, 3), ([1; 16], size)], mailbox: nonce.to_vec(), addresses: Addresses::parse("4 10.0.0.1 10.1.0.1\n14 127.0.0.1").unwrap(), threads: Threads { most: 5, named: true } }) };
         let bytes = record.write();
         prop_assert_eq!(Record::read(&bytes), Some(record));
-        // Any shorter piece is refused.
+        // Every shorter prefix is refused.
         prop_assert_eq!(Record::read(&bytes[..cut.index(bytes.len())]), None);
     }
 

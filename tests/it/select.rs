@@ -1,5 +1,5 @@
-//! The choice inside live groups: under any rules the results stay the same, every rank chooses the same algorithm, and
-//! the explanation computed afterwards equals the record.
+//! The choice of algorithms in running groups: the results are the same under any rules, every rank chooses the same
+//! algorithm, and the explanation computed afterwards equals the record.
 
 use std::time::Duration;
 
@@ -106,8 +106,8 @@ fn a_group_of_one_and_messages_have_one_way() {
     assert_eq!(pair[0].explain(Kind::Send, 1 << 20, Dtype::Bytes).choice.path, Path::Message);
 }
 
-/// An all_reduce of these numbers on ranks that are threads, placed as `place` says: the schedule between the hosts and the
-/// reason, which are the same on all ranks, and what the explanation says decided.
+/// Runs an all_reduce of `count` numbers on threads as ranks; `place` has the host of each rank. Returns the algorithm
+/// between the hosts and the reason, which must be the same on all ranks, and the explanation's text of what decided.
 fn between_hosts(place: &[usize], policy: &Policy, count: usize) -> (Algorithm, Reason, String) {
     let ranks = place.len();
     let groups =
@@ -115,7 +115,7 @@ fn between_hosts(place: &[usize], policy: &Policy, count: usize) -> (Algorithm, 
     let one = Spec {
         kind: Kind::AllReduce,
         dtype: Dtype::F32,
-        op: ReduceOp::Max, // chosen as a sum is, and the same in every order
+        op: ReduceOp::Max, // its algorithm is chosen like that of a sum, and its result does not depend on the order
         root: 0,
         count,
         skew: 0,
@@ -148,7 +148,8 @@ fn a_topology_changes_what_a_live_group_takes_and_a_rule_comes_before_it() {
     };
     let place = [0, 0, 1, 2, 3];
     let at = |policy: &Policy, count| between_hosts(&place, policy, count);
-    // Without a topology small sums have one order, and the measured link decides for large ones.
+    // Without a topology, small sums need one order of summation, and the measurements of the link decide for large
+    // sums.
     let small = at(&policy("", &[]), SMALL);
     assert_eq!((small.0, small.1), (Algorithm::Direct, Reason::OneOrder));
     let large = at(&policy("", &[]), LARGE);

@@ -1,5 +1,5 @@
-//! Every collective of the shared-memory engine against a one-threaded reference, bit for bit, on every rank: ranks are
-//! threads, sizes stand at every boundary, memory comes in pieces, ranks are late at random.
+//! Compares every collective of the shared-memory engine with a one-threaded reference, bit for bit, on every rank.
+//! Ranks are threads that are late at random, sizes are at and next to every limit, and memory is passed in pieces.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +14,7 @@ fn groups(ranks: usize) -> Vec<Arc<Group>> {
 
 #[test]
 fn rule_17_every_kind_at_every_boundary() {
-    // 8 four-byte elements fit into the header line, 1024 into a slot, 131072 into a stage buffer; the rest lies beside.
+    // Limits: 8 four-byte elements fit into the header line, 1024 into a slot, 131072 into a stage buffer.
     for ranks in [1, 2, 3, 4, 5] {
         let groups = groups(ranks);
         let counts = [0, 1, 3, 8, 9, 255, 1023, 1024, 1025, 4099, 131_071, 131_073, 300_001];
@@ -27,7 +27,7 @@ fn rule_17_every_kind_at_every_boundary() {
                     {
                         seed += 1;
                         if count > 5000 && (dtype == Dtype::Bf16 || ranks == 5) {
-                            continue; // the same path as f32; keeps the test short
+                            continue; // the same code path as f32; keeps the test short
                         }
                         let spec = Spec {
                             kind,
@@ -79,8 +79,8 @@ fn random_spec(random: &mut Random, ranks: usize) -> Spec {
     }
 }
 
-/// A random program: the same operations in the same order on every rank, in several groups, each rank issuing up to
-/// `depth` of them before it waits, with random delays.
+/// Runs a random program: every rank issues the same operations in the same order, in several groups. Each rank issues
+/// some of them without waiting and pauses at random.
 fn program(seed: u64, ranks: usize, ops: usize) {
     let mut random = Random::new(seed);
     let how_many = 1 + random.below(3);
@@ -100,7 +100,7 @@ fn program(seed: u64, ranks: usize, ops: usize) {
             }
             let mut buffers = spec.buffers(me, ranks);
             let request = spec.request(&mut buffers);
-            // rule 7: whether a rank waits at once is its own affair
+            // Rule 7: each rank chooses for itself whether the call is synchronous.
             if random.below(3) == 0 {
                 all[*group][me].run(request, None).unwrap_or_else(|e| panic!("seed {seed} rank {me}: {spec:?}: {e}"));
                 spec.check(&buffers, me, ranks);
@@ -146,7 +146,7 @@ fn rule_04_operations_on_the_same_memory_run_in_order() {
             let mut buffers = spec.buffers(me, ranks);
             buffers.input.fill(0);
             buffers.input[0] = 1;
-            // Each sum reads what the one before it wrote: 3^10 in the end, or less if one read too early.
+            // Each sum reads the output of the sum before it. The result is 3^10, or less if a sum read too early.
             let ops: Vec<_> = (0..10).map(|_| groups[me].issue(spec.request(&mut buffers), None).unwrap()).collect();
             ops.iter().for_each(|op| op.wait(None).unwrap());
             assert_eq!(i32::from_le_bytes(buffers.input[..4].try_into().unwrap()), 3i32.pow(10));
@@ -173,7 +173,7 @@ fn rule_03_issue_never_waits_and_a_burst_beyond_the_credits_completes() {
             seed: 9,
         };
         if me == 1 {
-            barrier.wait(); // rank 0 has issued all of its operations by then, although no rank answered
+            barrier.wait(); // until rank 0 has issued all of its operations without an answer from any rank
             assert!(first_done.load(std::sync::atomic::Ordering::SeqCst));
         }
         let mut all: Vec<(Arc<Op>, Buffers)> = Vec::new();

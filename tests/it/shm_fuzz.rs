@@ -1,5 +1,5 @@
-//! A peer that breaks the protocol: bytes of the segment are flipped while operations run. Allowed are wrong numbers and
-//! errors; forbidden are a crash, a panic, a hang past the deadline, and a write outside the caller's memory.
+//! Plays a peer that breaks the protocol: bytes of the segment are flipped while operations run. Wrong numbers and
+//! errors are allowed. A crash, a panic, a hang past the deadline, or a write outside the caller's memory is not.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::time::{Duration, Instant};
@@ -10,7 +10,7 @@ use sagellm::group::Group;
 use sagellm::types::{ANY_RANK, Dtype, Kind, ReduceOp, Request, Span};
 
 const GUARD: usize = 256;
-/// Memory with bytes before and behind it that must never change.
+/// Memory with bytes before and after it that must never change.
 struct Guarded(Vec<u8>);
 
 impl Guarded {
@@ -67,7 +67,8 @@ fn request(random: &mut Random, me: usize, ranks: usize) -> (Request, Guarded, G
 
 fn flip(areas_base: usize, total: usize, random: &mut Random, control_only: Option<usize>) {
     let at = random.below(control_only.unwrap_or(total).min(total));
-    // SAFETY: `at` lies within the segment, which outlives the flipping thread; an atomic access, as a peer's would be.
+    // SAFETY: `at` is inside the segment, which outlives the flipping thread. The access is atomic, like that of a
+    // peer.
     let byte = unsafe { AtomicU8::from_ptr((areas_base + at) as *mut u8) };
     byte.store(random.next() as u8, Ordering::Relaxed);
 }
@@ -96,7 +97,7 @@ fn flipped_bytes_give_wrong_numbers_or_errors_and_nothing_worse() {
                 }
             });
             on_ranks(ranks, |me| {
-                // The same choices on all ranks, but for the kinds of message, which need not match.
+                // The choices are the same on all ranks, except that one rank's send or receive may have no match.
                 let mut random = Random::new(round + 1000);
                 for _ in 0..60 {
                     let (request, input, output) = request(&mut random, me, ranks);
@@ -106,7 +107,7 @@ fn flipped_bytes_give_wrong_numbers_or_errors_and_nothing_worse() {
                     input.check();
                     output.check();
                     if outcome.is_err() {
-                        break; // the group is unusable, as it should be
+                        break; // the group is unusable now, as it should be
                     }
                 }
             });

@@ -1,5 +1,5 @@
 //! Many ranks on one host: every collective, messages between all pairs, and more senders than a receiver has channels.
-//! Ranks are threads, far more than there are cores. `SAGELLM_TEST_RANKS` (40) says how many.
+//! Ranks are threads, far more than the machine has cores. `SAGELLM_TEST_RANKS` sets their number (default 40).
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -20,7 +20,7 @@ fn groups(ranks: usize) -> Vec<Arc<Group>> {
     Group::local(ranks, Duration::from_secs(300)).unwrap()
 }
 
-/// A rank's memory: 32-bit numbers that say where they come from, so that every rank can check them alone.
+/// A rank's memory as 32-bit numbers. Each number is computed from its source, so that any rank can check it alone.
 struct Numbers(Vec<u8>);
 
 impl Numbers {
@@ -45,11 +45,12 @@ fn request(kind: Kind, root: usize, input: &mut Numbers, output: &mut Numbers) -
     request
 }
 
-/// One collective on one rank; `count` numbers in a tensor, or in a block where there is one for each rank.
+/// Runs one collective on one rank. `count` is the number of elements of the tensor, or of each block if the kind has
+/// blocks.
 fn collective(group: &Group, kind: Kind, (me, ranks, root): (usize, usize, usize), count: usize) {
     let part = |from: usize, to: usize, i: usize| (from * 1000 + to * 7 + i) as i32;
     let sum = |to: usize, i: usize| (0..ranks).map(|q| part(q, to, i)).fold(0, i32::wrapping_add);
-    // The sum over ranks, without a loop for each number.
+    // The sum over ranks as a formula, because a loop over the ranks for every number would be slow.
     let (base, each) = (sum(0, 0), ranks as i32);
     let summed = |to: usize, i: usize| base.wrapping_add(each.wrapping_mul((to * 7 + i) as i32));
     assert_eq!(summed(3, 5), sum(3, 5));
@@ -126,7 +127,8 @@ fn receive(group: &Group, from: u32, tag: u32, memory: &mut Numbers) -> Arc<Op> 
 fn every_pair_of_many_ranks_exchanges_a_message() {
     let ranks = ranks();
     let groups = groups(ranks);
-    let of = |from: usize, to: usize| [2, 12, 13, 200][(from + to) % 4]; // in a line, in an envelope, through a channel
+    // These sizes travel in a line, in an envelope, and through a channel.
+    let of = |from: usize, to: usize| [2, 12, 13, 200][(from + to) % 4];
     on_ranks(ranks, |me| {
         let mut sent: Vec<(Arc<Op>, Numbers)> = Vec::new();
         for step in 1..ranks {
@@ -134,7 +136,7 @@ fn every_pair_of_many_ranks_exchanges_a_message() {
             let mut memory = message(me, to, of(me, to));
             sent.push((send(&groups[me], to, 0, &mut memory), memory));
             if step % 16 == 0 || step == ranks - 1 {
-                // Receives the messages of the last sixteen steps, the latest first.
+                // Receives the messages of up to sixteen steps, the latest first.
                 for back in (step - (step - 1) % 16..=step).rev() {
                     let from = (from + step - back) % ranks;
                     let mut memory = Numbers::room(of(from, me));
@@ -214,7 +216,7 @@ fn rule_20_large_messages_without_a_receive_hold_up_no_others() {
 fn random_messages_of_every_size_keep_their_order() {
     let ranks = ranks();
     let groups = groups(ranks);
-    // The plan that all ranks know: which rank sends how much to which, in which order.
+    // The plan, which all ranks know: sender, receiver and size of each message, in order.
     let mut random = Random::new(20);
     let plan: Vec<(usize, usize, usize)> = (0..10 * ranks)
         .map(|_| {
@@ -243,7 +245,7 @@ fn random_messages_of_every_size_keep_their_order() {
     });
 }
 
-/// Keeps warnings.
+/// A logger that keeps warnings and errors.
 struct Kept(Mutex<Vec<String>>);
 
 impl log::Log for Kept {
@@ -258,7 +260,7 @@ impl log::Log for Kept {
     fn flush(&self) {}
 }
 
-/// There is no other rank.
+/// A store in which no other rank publishes anything.
 struct Alone;
 
 impl Store for Alone {

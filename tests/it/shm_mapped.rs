@@ -1,5 +1,6 @@
-//! Collectives on tensors that peers can reach have the bits of the reference, whichever ranks have such tensors. They are
-//! mapped if all ranks have them. Ranks are threads; `tests/py/fault/test_reachable.py` stops and kills processes.
+//! Collectives on tensors that peers can map have the bits of the reference, whichever ranks have such tensors. The
+//! algorithm is `mapped` if all ranks have them. Ranks are threads; `tests/py/fault/test_reachable.py` stops and kills
+//! processes.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -38,7 +39,7 @@ fn rule_36_every_kind_has_the_bits_of_the_reference_and_is_mapped() {
     for ranks in [2, 3, 4, 5, 9] {
         let groups = groups(ranks);
         on_ranks(ranks, |me| {
-            // The ranks learn from the headers of the first call where the arena lies.
+            // The headers of the first call carry the position of each rank's arena.
             let mut seed = 1000;
             for count in [9000, 9001, 65_536, 300_001] {
                 if ranks > 4 && count > 70_000 {
@@ -71,7 +72,8 @@ fn rule_36_ranks_with_ordinary_tensors_take_part_and_all_decide_alike() {
                 let count = common.pick(&[0, 3, 900, 5000, 20_000, 90_000]);
                 let spec = spec(kind, count, common.next() | 1, ranks);
                 let buffers = spec.buffers(me, ranks);
-                // In half of the calls every rank has such tensors, in the others it is left to chance.
+                // In half of the calls every rank has reachable tensors. In the other half each rank has them in two of
+                // three cases.
                 let shared = common.below(2) == 0 || own.below(3) > 0;
                 let mut buffers = if shared { buffers.in_arena() } else { buffers };
                 if own.below(40) == 0 {
@@ -127,7 +129,7 @@ fn two_groups_may_use_one_tensor_one_after_the_other() {
     });
 }
 
-/// Makes the arenas of all ranks known to each other.
+/// Runs operations until every rank knows the arenas of its peers.
 fn acquaint(group: &Group, me: usize, ranks: usize) {
     for _ in 0..2 {
         let spec = spec(Kind::AllReduce, 20_000, 5, ranks);
@@ -139,7 +141,7 @@ fn acquaint(group: &Group, me: usize, ranks: usize) {
 
 #[test]
 fn blocks_that_lie_in_the_slot_are_not_overwritten_by_an_offer() {
-    // Rank 0 sends so little that its blocks travel with its header, and receives much.
+    // Rank 0 sends so little that its blocks fit into its slot, and receives much more.
     let sizes = [[501, 503], [19_507, 20_011]];
     let value = |from: usize, to: usize, at: usize| (from * 100 + to * 50 + at % 47) as u8;
     let groups = groups(2);
@@ -184,14 +186,14 @@ fn the_root_of_a_broadcast_goes_on_when_its_data_are_staged() {
 
 #[test]
 fn a_rank_that_goes_on_after_the_operation_has_failed_changes_nothing() {
-    // Rank 1 has entered; rank 0 gives up and writes its tensor anew, while rank 1 may be in the middle of its part.
+    // Rank 1 has issued the operation and may be writing its part. Rank 0 aborts and overwrites its tensor meanwhile.
     for turn in 0..30u64 {
         let groups = groups(2);
         on_ranks(2, |me| {
             acquaint(&groups[me], me, 2);
             let mut memory = Memory::shared(&vec![1; 8 << 20]);
             let request = plain(Kind::AllReduce, 0, cut(&mut memory, 1, 1), cut(&mut memory, 1, 1));
-            let Ok(op) = groups[me].issue(request, None) else { return }; // rank 0 has given up already
+            let Ok(op) = groups[me].issue(request, None) else { return }; // rank 0 has already aborted
             if me == 0 {
                 std::thread::sleep(Duration::from_micros(turn * 50));
                 groups[0].abort("the test gives up");

@@ -1,5 +1,5 @@
-//! Memory that becomes present when it is first needed: which parts are present after which operation, that no rank
-//! touches other parts, and the error on all ranks where there is no room (rule 24).
+//! Shared memory gets its pages when an operation first needs them. Tests which parts are present after which
+//! operation, that no rank touches other parts, and the error on all ranks if there is too little memory (rule 24).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use sagellm::types::{ANY_RANK, Kind};
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A collective on every rank, of `bytes` ones.
+/// Runs a collective of `bytes` ones on every rank. Returns each rank's outcome and memory.
 fn collective(groups: &[Arc<Group>], kind: Kind, root: u32, bytes: usize) -> Vec<(Result<()>, Vec<u8>)> {
     on_ranks(groups.len(), |me| {
         let mut memory = vec![1; bytes];
@@ -35,7 +35,7 @@ fn collective(groups: &[Arc<Group>], kind: Kind, root: u32, bytes: usize) -> Vec
     })
 }
 
-/// A message from `from` to `to`; the receiver may name the sender or not.
+/// Sends a message from `from` to `to`. If `named`, the receiver passes the sender's rank, else `ANY_RANK`.
 fn message(groups: &[Arc<Group>], (from, to): (usize, usize), named: bool, bytes: usize) -> Vec<Result<()>> {
     let root = if named { from as u32 } else { ANY_RANK };
     on_ranks(groups.len(), |me| {
@@ -51,13 +51,13 @@ fn message(groups: &[Arc<Group>], (from, to): (usize, usize), named: bool, bytes
     })
 }
 
-/// The parts that are present, by rank. A part with only some pages present was touched by a rank that may not touch
-/// it.
+/// The parts that are present, with the rank of each. A part must be present completely or not at all: single pages
+/// would mean that a rank touched a part without need.
 fn present(areas: &[Arc<Area>]) -> Vec<(usize, Part)> {
     let (segment, layout) = (areas[0].segment(), &areas[0].layout);
     let mut pages = vec![0u8; segment.len().div_ceil(page_size())];
     let start = segment.ptr(0, segment.len());
-    // SAFETY: the range is a mapping that lives, and there is a byte for each of its pages.
+    // SAFETY: the range is a live mapping, and `pages` has a byte for each of its pages.
     assert_eq!(unsafe { libc::mincore(start.cast(), segment.len(), pages.as_mut_ptr()) }, 0);
     let all = (0..areas.len()).flat_map(|rank| layout.parts().map(move |part| (rank, part)));
     all.filter(|(rank, part)| {
@@ -74,7 +74,7 @@ fn all_of(ranks: usize, parts: &[Part]) -> Vec<(usize, Part)> {
     (0..ranks).flat_map(|rank| parts.iter().map(move |part| (rank, *part))).collect()
 }
 
-/// With mail for each message and without.
+/// After each operation exactly the parts that it and the earlier operations needed are present.
 #[test]
 fn a_part_is_present_when_an_operation_has_needed_it_and_no_rank_touches_it_before() {
     for ranks in [2, 3, 17] {
@@ -94,7 +94,7 @@ fn a_part_is_present_when_an_operation_has_needed_it_and_no_rank_touches_it_befo
         }
         check("small collectives", &[]);
 
-        // Receives without a message yet: threads wait for them and check for peers that may have gone.
+        // Receives whose message has not been sent: a thread waits for it and checks whether peers have died.
         let last = ranks - 1;
         let mut room = [vec![0; 3 * layout.body_bytes], vec![0; 10]];
         let (large, small) = room.split_at_mut(1);
@@ -124,7 +124,7 @@ fn a_part_is_present_when_an_operation_has_needed_it_and_no_rank_touches_it_befo
     }
 }
 
-/// Every rank's memory as if so many bytes were left on rank 1, and any number on the others.
+/// Areas of all ranks for which rank 1 reports `headroom` as its memory left, and the other ranks report no limit.
 fn with_little_on_rank_1(ranks: usize, headroom: fn() -> Option<u64>) -> Vec<Arc<Area>> {
     let layout = Layout::within(ranks, usize::MAX).unwrap();
     let segment = Arc::new(Segment::anonymous(layout.total()).unwrap());
@@ -165,7 +165,8 @@ fn rule_24_where_no_room_is_left_the_operation_fails_on_every_rank_before_anythi
     assert_told("a large all_reduce", outcomes.into_iter().map(|(outcome, _)| outcome));
     assert_eq!(of_rank_1(&areas), 0);
 
-    // The sender lacks room for its envelopes, or the receiver for a channel. Rank 2 hears of it in the next call.
+    // The sender lacks memory for its envelopes, or the receiver lacks memory for a channel. Rank 2 gets the error in
+    // its next call.
     for (from, to, bytes) in [(1, 0, 10), (0, 1, 1 << 20)] {
         let (areas, groups) = new();
         let mut outcomes = message(&groups, (from, to), from == 1, bytes);

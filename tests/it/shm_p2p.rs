@@ -1,5 +1,5 @@
-//! Send and receive: tags, order, sizes, wildcards (rules 1, 3, 20); and the error on every rank when something is
-//! wrong.
+//! Send and receive: tags, order, sizes, wildcards (rules 1, 3, 20), and the error that every rank gets after a
+//! failure.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,7 +10,7 @@ use sagellm::error::ErrorKind;
 use sagellm::group::{Group, Op};
 use sagellm::types::{ANY_RANK, Kind, Request};
 
-/// For what takes milliseconds; four times a second, because other programs may share the cores.
+/// Limit for waits that take milliseconds. It is four seconds, because other programs may share the cores.
 const SOON: Duration = Duration::from_secs(4);
 
 /// Waits until another rank has set the flag.
@@ -77,7 +77,7 @@ fn rule_20_many_messages_of_every_size_arrive_in_order_per_tag() {
             }
         }
         for from in (0..3u32).filter(|from| *from as usize != me) {
-            // The tags one after the other: most messages wait in the private list or at the sender.
+            // Receives one tag after the other, so that most messages wait in the private list or at the sender.
             for tag in 0..3usize {
                 for (i, size) in sizes.iter().cycle().take(60).enumerate().filter(|(i, _)| i % 3 == tag) {
                     let mut memory = vec![0; *size];
@@ -173,7 +173,7 @@ fn rule_05_different_calls_are_shown_to_both_ranks_before_data_moves() {
         let error = groups[me].run(request(Kind::AllReduce, 0, 0, &mut memory), None).unwrap_err();
         assert!(memory.iter().all(|b| *b == 7), "data was touched");
         assert!(error.kind() == ErrorKind::Mismatch, "{error:?}");
-        // rule 5: the group is poisoned, also for the rank that would have finished
+        // Rule 5: the group is poisoned, even for a rank that could have finished.
         assert!(groups[me].run(request(Kind::Barrier, 0, 0, &mut []), None).is_err());
         error.text().to_string()
     });
@@ -189,7 +189,7 @@ fn rule_05_two_roots_of_one_broadcast_are_found_at_the_next_call() {
     on_ranks(2, |me| {
         let mut memory = bytes(64, me as u64);
         let broadcast = plain(Kind::Broadcast, me as u32, cut(&mut memory, 1, 1), Vec::new());
-        groups[me].run(broadcast, None).unwrap(); // both only send: nothing is wrong yet
+        groups[me].run(broadcast, None).unwrap(); // both ranks only send, so neither sees the mismatch in this call
         let error = groups[me].run(request(Kind::Barrier, 0, 0, &mut []), None).unwrap_err();
         assert!(error.kind() == ErrorKind::Mismatch, "{error:?}");
         let text = error.text();
@@ -202,7 +202,7 @@ fn rule_05_a_rank_that_leaves_after_a_fault_does_not_hide_it() {
     let groups = groups(3, 30);
     on_ranks(3, |me| {
         if me == 2 {
-            // Ranks 0 and 1 disagree, and leave, while this rank does something else.
+            // Ranks 0 and 1 disagree and leave while this rank does something else.
             std::thread::sleep(Duration::from_millis(150));
             let error = groups[2].run(request(Kind::Barrier, 0, 0, &mut []), None).unwrap_err();
             assert!(error.kind() == ErrorKind::Mismatch, "{error:?}");

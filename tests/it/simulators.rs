@@ -1,18 +1,18 @@
-//! Rust tests can build the ABI simulators and open them; what the simulators do is tested in `tests/simulators`.
+//! Checks that Rust tests can build and open the ABI simulators. `tests/simulators` tests what the simulators do.
 
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::path::Path;
 
 fn open(path: &Path) -> *mut c_void {
     let path = CString::new(path.to_str().unwrap()).unwrap();
-    // SAFETY: a string with its zero; the simulators' initialisers do nothing.
+    // SAFETY: the path is a C string; the initialisers of the simulators do nothing.
     let library = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
     assert!(!library.is_null(), "{path:?} cannot be opened");
     library
 }
 
 fn symbol(library: *mut c_void, name: &CStr) -> *mut c_void {
-    // SAFETY: `library` was opened and is never closed.
+    // SAFETY: `library` is open and never closed.
     unsafe { libc::dlsym(library, name.as_ptr()) }
 }
 
@@ -24,7 +24,7 @@ fn every_library_opens_and_answers() {
         ("nccl", c"ncclCommInitRankConfig"),
         ("acl", c"aclInit"),
         ("hccl", c"HcclGroupStart"),
-        ("hccl_two", c"HcclGroupStart"), // found in the library that it is linked to
+        ("hccl_two", c"HcclGroupStart"), // found in a library that `hccl_two` is linked to
         ("cncl", c"cnclInitComms"),
         ("cnrt", c"cnrtSetDevice"),
     ] {
@@ -32,7 +32,7 @@ fn every_library_opens_and_answers() {
     }
     assert!(symbol(open(&built["nccl_bare"]), c"ncclCommInitRankConfig").is_null());
     let nccl = open(&built["nccl"]);
-    // SAFETY: the signatures of nccl.h.
+    // SAFETY: the function types match nccl.h.
     let (version, text) = unsafe {
         let get: extern "C" fn(*mut i32) -> i32 = std::mem::transmute(symbol(nccl, c"ncclGetVersion"));
         let text: extern "C" fn(i32) -> *const c_char = std::mem::transmute(symbol(nccl, c"ncclGetErrorString"));

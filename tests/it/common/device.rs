@@ -1,5 +1,5 @@
-//! Operations on devices for the tests: their data, the expected results, and the shim's steps before and after the
-//! library's call.
+//! Operations on devices for the tests: their data, the expected results, and the steps of the shim before and after
+//! the library's call.
 
 use sagellm::engine::device::lowering::Double;
 use sagellm::engine::device::{Capabilities, Local, LoweringInput};
@@ -19,7 +19,7 @@ pub const OPS: [ReduceOp; 9] = [
     ReduceOp::PremulSum(2.0),
 ];
 
-/// The parts of a complex number, or the number itself.
+/// The dtype of a complex number's parts, or `dtype` itself if it is real.
 pub fn part(dtype: Dtype) -> Dtype {
     match dtype {
         Dtype::C32 => Dtype::F16,
@@ -54,7 +54,7 @@ fn each(dtype: Dtype, data: &[u8], change: impl Fn(Dtype, &[u8]) -> Vec<u8>) -> 
     data.chunks(dtype.size()).flat_map(|element| change(dtype, element)).collect()
 }
 
-/// What the shim does with torch's operators.
+/// Applies one local step to the data, which the shim does with torch's operators.
 pub fn local(step: Local, dtype: &mut Dtype, data: Vec<u8>, ranks: usize) -> Vec<u8> {
     match step {
         Local::Cast(to) => {
@@ -85,7 +85,8 @@ pub fn local(step: Local, dtype: &mut Dtype, data: Vec<u8>, ranks: usize) -> Vec
     }
 }
 
-/// Small whole numbers, so that sums, products and halves are exact in every type.
+/// Test data. Floats are whole numbers from -2 to 2, so that sums, products and halves are exact. Integers have random
+/// bits.
 pub fn data(dtype: Dtype, seed: usize, elements: usize) -> Vec<u8> {
     let mut state = seed as u64 * 2654435761 + 12345;
     let mut next = || {
@@ -97,16 +98,17 @@ pub fn data(dtype: Dtype, seed: usize, elements: usize) -> Vec<u8> {
         .flat_map(|_| match part(dtype) {
             Dtype::Bool => vec![(next() % 2) as u8],
             of if is_float(of) => bytes_of_number(of, (next() % 5) as f64 - 2.0),
-            of => (next() << 31 ^ next()).to_le_bytes()[..of.size()].to_vec(), // all bits, so that they overflow
+            // Random in all bits, so that sums overflow.
+            of => (next() << 31 ^ next()).to_le_bytes()[..of.size()].to_vec(),
         })
         .collect()
 }
 
-/// Elements of the block from one rank to another.
+/// Number of elements in the block that rank `from` sends to rank `to`.
 pub fn block(kind: Kind, equal_counts: bool, from: usize, to: usize) -> usize {
     match kind {
         _ if equal_counts => 3,
-        Kind::AllGather => from * 2, // the first is empty
+        Kind::AllGather => from * 2, // rank 0's block is empty
         Kind::ReduceScatter => to + 1,
         Kind::AllToAll => (from * 3 + to) % 4,
         _ => 3,
@@ -133,7 +135,7 @@ impl Case {
         }
     }
 
-    /// Bytes that go to or come from rank `q`, in the caller's type.
+    /// Size in bytes, in the caller's dtype, of each block that rank `me` sends or receives.
     pub fn blocks(&self, me: usize, sends: bool) -> Vec<usize> {
         let LoweringInput { kind, dtype, ranks, equal_counts, .. } = self.asked;
         (0..ranks)
@@ -141,7 +143,7 @@ impl Case {
             .collect()
     }
 
-    /// As `expected`, with the rounding that the user has allowed.
+    /// Like `expected`, but rounded to floats if the library's policy for doubles is `AsFloat`.
     pub fn expected_by(&self, me: usize, able: &Capabilities) -> Vec<u8> {
         let LoweringInput { dtype, .. } = self.asked;
         let expected = self.expected(me);
@@ -185,7 +187,7 @@ pub fn spans(memory: &mut [u8], blocks: Option<Vec<usize>>) -> Vec<Span> {
             .into_iter()
             .map(|bytes| {
                 addr += bytes;
-                // As a layout leaves it: an empty block has no place.
+                // A layout gives an empty block no address.
                 Span { addr: if bytes == 0 { 0 } else { addr - bytes }, bytes }
             })
             .collect(),

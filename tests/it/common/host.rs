@@ -6,7 +6,7 @@ use std::sync::Mutex;
 use sagellm::error::Result;
 use sagellm::host::{Host, Store};
 
-/// A store of this process alone.
+/// A store in the memory of this process.
 #[derive(Default)]
 pub struct Memory(pub Mutex<HashMap<String, Vec<u8>>>);
 

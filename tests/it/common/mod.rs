@@ -1,4 +1,5 @@
-//! Shared by the tests: requests over plain vectors, random numbers, and a reference that uses no code of the engine.
+//! Helpers of the tests: requests over plain vectors, random numbers, and a reference that shares no code with the
+//! engine.
 
 pub mod device;
 pub mod host;
@@ -18,27 +19,29 @@ use sagellm::engine::shm::memory::arena;
 use sagellm::group::Group;
 use sagellm::types::{Dtype, Kind, ReduceOp, Request, Span};
 
-/// Runs this program again with one test alone, `test` of the module `module_path!()`, which may be an ignored one.
+/// A command that runs this program again with the single test `test` of the module `module_path!()`, even an ignored
+/// one.
 pub fn this_program(module: &str, test: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args([&test_name(module, test), "--exact", "--include-ignored", "--nocapture", "--test-threads=1"]);
     command
 }
 
-/// A test's name for libtest, which leaves out the name of the program.
+/// The name of a test as libtest prints it, without the name of the program.
 pub fn test_name(module: &str, test: &str) -> String {
     let (_, inside) = module.split_once("::").expect("a module of this program");
     format!("{inside}::{test}")
 }
 
-/// Says how far a run of many minutes is: past libtest, which keeps what tests print until they end.
+/// Reports the progress of a run that takes minutes. Writes to stderr directly, because libtest keeps a test's output
+/// until it ends.
 pub fn progress(what: &str, turn: u64, of: u64) {
     if of > 100 && turn.is_multiple_of(of / 8) {
         let _ = writeln!(std::io::stderr(), "{what}: {turn} of {of}");
     }
 }
 
-/// xorshift64*: the tests need repeatable numbers, not good ones.
+/// xorshift64*: the tests need repeatable random numbers, but not good ones.
 #[derive(Clone)]
 pub struct Random(pub u64);
 
@@ -60,17 +63,17 @@ impl Random {
     }
 }
 
-/// The memory of a tensor: a vector, or a piece of the arena, which peers can reach.
+/// The memory of a tensor: a vector, or a piece of the arena that peers can map.
 pub enum Memory {
     Own(Vec<u8>),
     Shared { at: NonNull<u8>, bytes: usize },
 }
 
 impl Memory {
-    /// A copy in the arena.
+    /// A copy of `from` in the arena.
     pub fn shared(from: &[u8]) -> Memory {
         let at = arena::allocate(from.len()).expect("the arena has room");
-        // SAFETY: `allocate` gave at least so many bytes, which nothing else uses.
+        // SAFETY: `allocate` returned at least this many bytes, which nothing else uses.
         unsafe { at.as_ptr().copy_from_nonoverlapping(from.as_ptr(), from.len()) };
         Memory::Shared { at, bytes: from.len() }
     }
@@ -81,7 +84,8 @@ impl Deref for Memory {
     fn deref(&self) -> &[u8] {
         match self {
             Memory::Own(vector) => vector,
-            // SAFETY: the piece is this object's until it is dropped; tests look at it when no operation is under way.
+            // SAFETY: this object owns the piece until it is dropped. Tests access the bytes only while no operation
+            // runs on them.
             Memory::Shared { at, bytes } => unsafe { std::slice::from_raw_parts(at.as_ptr(), *bytes) },
         }
     }
@@ -91,7 +95,7 @@ impl DerefMut for Memory {
     fn deref_mut(&mut self) -> &mut [u8] {
         match self {
             Memory::Own(vector) => vector,
-            // SAFETY: as above.
+            // SAFETY: as in `deref`.
             Memory::Shared { at, bytes } => unsafe { std::slice::from_raw_parts_mut(at.as_ptr(), *bytes) },
         }
     }
@@ -100,7 +104,7 @@ impl DerefMut for Memory {
 impl Drop for Memory {
     fn drop(&mut self) {
         if let Memory::Shared { at, .. } = self {
-            // SAFETY: `allocate` gave it.
+            // SAFETY: `allocate` returned this address, which is freed only here.
             unsafe { arena::free(*at) };
         }
     }
@@ -112,9 +116,9 @@ pub struct Buffers {
     pub output: Memory,
     pub in_blocks: Vec<usize>,
     pub out_blocks: Vec<usize>,
-    /// The output is the input.
+    /// Whether the input is also the output.
     pub in_place: bool,
-    /// How many pieces the memory is handed over in, at element boundaries.
+    /// Number of pieces in which the memory is passed, cut at element boundaries.
     pub pieces: usize,
 }
 
@@ -123,20 +127,20 @@ impl Buffers {
         if self.in_place { &self.input } else { &self.output }
     }
 
-    /// The same in memory that peers can reach.
+    /// A copy of the buffers in memory that peers can map.
     pub fn in_arena(self) -> Buffers {
         Buffers { input: Memory::shared(&self.input), output: Memory::shared(&self.output), ..self }
     }
 }
 
-/// One operation of a program, the same for all ranks.
+/// One operation of a test program, the same on all ranks.
 #[derive(Clone, Debug)]
 pub struct Spec {
     pub kind: Kind,
     pub dtype: Dtype,
     pub op: ReduceOp,
     pub root: usize,
-    /// Elements of one block (all_reduce, broadcast, reduce: of the tensor).
+    /// Number of elements of one block, or of the tensor in all_reduce, broadcast and reduce.
     pub count: usize,
     /// Uneven blocks: rank q's block has `count + q * skew` elements (all_to_all: `count + (from + to) * skew`).
     pub skew: usize,
@@ -156,7 +160,7 @@ impl Spec {
         (self.count + of * self.skew) * self.dtype.size()
     }
 
-    /// Rank `rank`'s input for rank `to` (or for all), as bytes that are small numbers in the dtype.
+    /// Input of rank `rank` for rank `to` (or for all ranks) as bytes: small numbers in the dtype.
     pub fn data(&self, rank: usize, to: usize, bytes: usize) -> Vec<u8> {
         let mut random = Random::new(self.seed ^ (rank as u64) << 20 ^ (to as u64) << 40);
         let mut out = Vec::with_capacity(bytes);
@@ -228,7 +232,7 @@ impl Spec {
         request
     }
 
-    /// The expected result of rank `me`, computed by one thread in the plainest way.
+    /// The expected result of rank `me`, computed by one thread in the simplest way.
     pub fn expected(&self, me: usize, ranks: usize) -> Vec<u8> {
         let root = me == self.root;
         let tensor = self.count * self.dtype.size();
@@ -246,7 +250,7 @@ impl Spec {
         }
     }
 
-    /// Compares the memory after an operation with the expected one, bit for bit.
+    /// Compares the result of an operation with the expected one, bit for bit.
     pub fn check(&self, buffers: &Buffers, me: usize, ranks: usize) {
         let (found, expected) = (buffers.result(), self.expected(me, ranks));
         if found[..expected.len()] != expected[..] {
@@ -290,8 +294,8 @@ impl Spec {
         out
     }
 
-    /// f32 operands are exact in f64, and rounding their f64 sum to f32 equals the f32 sum (double rounding is innocuous
-    /// for one addition), so this is the f32 operation.
+    /// One addition or maximum of the reference, in f32. Operands in f32 are exact in f64. Rounding their f64 sum to
+    /// f32 gives the f32 sum, because double rounding is harmless for one addition.
     fn pair(&self, a: f64, b: f64) -> f64 {
         match self.op {
             ReduceOp::Max => a.max(b),
@@ -300,7 +304,7 @@ impl Spec {
     }
 }
 
-/// The memory as `pieces` spans, cut at multiples of `size`.
+/// The memory as up to `pieces` spans, cut at multiples of `size`.
 pub fn cut(memory: &mut [u8], pieces: usize, size: usize) -> Vec<Span> {
     let (addr, bytes) = (memory.as_mut_ptr() as usize, memory.len());
     if bytes == 0 {
@@ -310,9 +314,9 @@ pub fn cut(memory: &mut [u8], pieces: usize, size: usize) -> Vec<Span> {
     (0..bytes).step_by(each).map(|start| Span { addr: addr + start, bytes: each.min(bytes - start) }).collect()
 }
 
-/// An asynchronous call with the usual values of most tests: sums of bytes, tag 0, no blocks.
+/// A request with the values that most tests use: sums of bytes, tag 0, no blocks.
 pub fn plain(kind: Kind, root: u32, inputs: Vec<Span>, outputs: Vec<Span>) -> Request {
-    // SAFETY: every test keeps the memory of a call until it has ended, and looks at it only then.
+    // SAFETY: every test keeps the memory of a call, and does not access it, until the call has ended.
     let mut request = unsafe { Request::new(kind, inputs, outputs) };
     request.root = root;
     if kind.reduces() {
@@ -321,7 +325,7 @@ pub fn plain(kind: Kind, root: u32, inputs: Vec<Span>, outputs: Vec<Span>) -> Re
     request
 }
 
-/// A call on one piece of memory: a message, a barrier, or a collective in place.
+/// A request on one piece of memory: a message, a barrier, or a collective in place.
 pub fn on_memory(kind: Kind, root: u32, memory: &mut [u8]) -> Request {
     let spans = cut(memory, 1, 1);
     let (inputs, outputs) = match kind {
@@ -333,7 +337,7 @@ pub fn on_memory(kind: Kind, root: u32, memory: &mut [u8]) -> Request {
     plain(kind, root, inputs, outputs)
 }
 
-/// Runs `body(rank)` on one thread a rank and gives back what each returned.
+/// Runs `body(rank)` on one thread per rank. Returns the results by rank.
 pub fn on_ranks<T: Send>(ranks: usize, body: impl Fn(usize) -> T + Sync) -> Vec<T> {
     std::thread::scope(|scope| {
         let handles: Vec<_> = (0..ranks)
@@ -346,8 +350,8 @@ pub fn on_ranks<T: Send>(ranks: usize, body: impl Fn(usize) -> T + Sync) -> Vec<
     })
 }
 
-/// Runs `body(groups, rank)` on one thread a rank, for a group on one host, one with a host for each rank, and, of three
-/// ranks or more, one with two of them on one host. The groups end together.
+/// Runs `body(groups, rank)` on one thread per rank, for several groups: one on a single host, one with a host per rank
+/// and, if there are three ranks or more, one in which two ranks share a host. All ranks leave a group together.
 pub fn for_each_layout(ranks: usize, timeout: Duration, body: impl Fn(&[Arc<Group>], usize) + Sync) {
     let places: [Vec<usize>; 2] = [(0..ranks).collect(), (0..ranks).map(|rank| rank % (ranks - 1).max(2)).collect()];
     let over_hosts = places[..(ranks - 1).min(2)].iter().map(|place| {

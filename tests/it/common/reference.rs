@@ -1,4 +1,4 @@
-//! The expected results of the kernels: one element at a time, arithmetic spelled out, no code shared with the kernels.
+//! The expected results of the kernels: computed one element at a time, with no code shared with the kernels.
 
 use sagellm::types::{Dtype, ReduceOp};
 
@@ -10,7 +10,7 @@ pub fn is_float(dtype: Dtype) -> bool {
     matches!(dtype, Dtype::F16 | Dtype::Bf16 | Dtype::F32 | Dtype::F64)
 }
 
-/// The reductions that torch and this project define.
+/// Whether torch and this project define the reduction for this dtype.
 pub fn is_defined(dtype: Dtype, op: ReduceOp) -> bool {
     match op {
         ReduceOp::Sum | ReduceOp::Product => dtype != Dtype::Bytes,
@@ -22,7 +22,7 @@ pub fn is_defined(dtype: Dtype, op: ReduceOp) -> bool {
     }
 }
 
-/// `reference` of every element of the ranks' inputs.
+/// Applies `reference` to every element of the ranks' inputs.
 pub fn reference_all(dtype: Dtype, op: ReduceOp, inputs: &[Vec<u8>], factors: &[f64]) -> Vec<u8> {
     let size = dtype.size();
     (0..inputs[0].len() / size)
@@ -33,12 +33,11 @@ pub fn reference_all(dtype: Dtype, op: ReduceOp, inputs: &[Vec<u8>], factors: &[
         .collect()
 }
 
-/// 2^e.
 pub fn power_of_two(e: i32) -> f64 {
     2f64.powi(e)
 }
 
-/// A binary float of 16 bits with `fraction` fraction bits.
+/// Value of a 16-bit binary float with `fraction` fraction bits.
 pub fn decode_16(bits: u16, fraction: u32) -> f64 {
     let exponent_bits = 15 - fraction;
     let bias = (1 << (exponent_bits - 1)) - 1;
@@ -56,7 +55,7 @@ pub fn decode_16(bits: u16, fraction: u32) -> f64 {
     }
 }
 
-/// Nearest, ties to even: counts the steps of the number's own binade.
+/// Rounds to the nearest 16-bit float, ties to even: counts the steps of the number's own binade.
 fn encode_16(number: f32, fraction: u32) -> u16 {
     let exponent_bits = 15 - fraction;
     let bias = (1 << (exponent_bits - 1)) - 1;
@@ -74,7 +73,7 @@ fn encode_16(number: f32, fraction: u32) -> u16 {
         exponent += 1;
     }
     let count = (magnitude / power_of_two(exponent - fraction as i32)).round_ties_even() as u32;
-    // `count` includes the leading 1 of a normal number, which adds 1 to the exponent field, as does a carry.
+    // For a normal number, `count` includes the leading 1, which adds 1 to the exponent field. A carry adds 1 as well.
     let bits = (((exponent - (1 - bias)) as u32) << fraction) + count;
     sign | bits.min(infinity) as u16
 }
@@ -135,7 +134,7 @@ macro_rules! reference_float {
 reference_float!(reference_f32, product_f32, f32);
 reference_float!(reference_f64, product_f64, f64);
 
-/// In 128 bits, cut to the width at the end (and, for AVG, before the division).
+/// Computes in 128 bits and truncates to the element's width at the end; for AVG also before the division.
 fn reference_int(dtype: Dtype, op: ReduceOp, elements: &[&[u8]], factors: &[f64]) -> Vec<u8> {
     let size = dtype.size();
     let signed = matches!(dtype, Dtype::I8 | Dtype::I16 | Dtype::I32 | Dtype::I64);
@@ -193,7 +192,7 @@ pub fn bytes_of(dtype: Dtype, number: f32) -> Vec<u8> {
     }
 }
 
-/// One element of the result from that element of every rank.
+/// One element of the result, computed from that element of every rank.
 fn reference(dtype: Dtype, op: ReduceOp, elements: &[&[u8]], factors: &[f64]) -> Vec<u8> {
     if elements.len() == 1 && !matches!(op, ReduceOp::PremulSum(_)) {
         return elements[0].to_vec();

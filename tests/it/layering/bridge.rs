@@ -1,12 +1,13 @@
-//! A bridged function has one meaning: no parameter selects what it does. A bool or an enum may be data all the same, so
-//! each one that crosses as a parameter, or in a struct that is one, is listed here with what it says.
+//! A bridged function has one meaning: no parameter selects what it does. A bool or an enum may still be plain data. So
+//! this list has every bool or enum that crosses the bridge, as a parameter or as a field of a struct that is a
+//! parameter.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use super::files;
 
-/// A function or struct of the bridge, its parameters or fields that are bools or enums, and what they say.
+/// A function or struct of the bridge, its parameters or fields that are bools or enums, and what their values mean.
 const FACTS: [(&str, &[&str], &str); 15] = [
     (
         "RustGroup::monitored_barrier",
@@ -29,7 +30,7 @@ const FACTS: [(&str, &[&str], &str); 15] = [
     ("RowTable", &["own_last"], "how the rows lie"),
 ];
 
-/// The code of all bridges, without comments, a declaration at the beginning of each line.
+/// The code of all bridges, without comments, with each declaration at the start of a line.
 fn code() -> String {
     let mut all = Vec::new();
     files(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src/ffi"), &mut all);
@@ -44,7 +45,7 @@ fn code() -> String {
     code
 }
 
-/// What `word` declares: its name, and what stands between `open` and `end` behind that.
+/// The declarations that start with `word`: for each its name, and the text between `open` and the following `end`.
 fn declared<'a>(code: &'a str, word: &str, (open, end): (char, char)) -> Vec<(&'a str, &'a str)> {
     let word = format!("\n{word} ");
     let found = code.split(&*word).skip(1).filter_map(|rest| rest.split_once(open));
@@ -52,13 +53,13 @@ fn declared<'a>(code: &'a str, word: &str, (open, end): (char, char)) -> Vec<(&'
     found.map(named).map(|(name, inside)| (name.unwrap(), inside.unwrap())).collect()
 }
 
-/// For each function the type that an attribute in front of it names, or an empty text.
+/// For each function the type that a `Self` attribute before it names, or an empty text.
 fn without_receiver(code: &str) -> Vec<&str> {
     let before = code.split("\nfn ").map(|text| text.rsplit('\n').next().unwrap());
     before.map(|line| line.strip_prefix("#[Self = \"").and_then(|rest| rest.split('"').next()).unwrap_or("")).collect()
 }
 
-/// Names and types of parameters or fields; what is in front of a name is left out.
+/// Names and types of parameters or fields, without the words before a name.
 fn typed(list: &str) -> Vec<(String, String)> {
     let typed = list.split([',', '\n']).filter_map(|item| item.split_once(": "));
     typed.map(|(name, of)| (name.trim().to_string(), of.trim().trim_end_matches(',').to_string())).collect()
@@ -94,7 +95,7 @@ fn no_parameter_selects_what_a_bridged_function_does() {
             passed.push(of.clone());
         }
     }
-    // Structs inside of structs, too.
+    // Fields of these structs may be structs, whose fields count as well.
     let mut seen = BTreeSet::new();
     while let Some(of) = passed.pop() {
         for (name, fields) in names(&of).filter_map(|name| structs.get_key_value(name)) {

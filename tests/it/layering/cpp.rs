@@ -1,11 +1,11 @@
-//! The folders and files of `cpp/`.
+//! Checks of the folders and files of `cpp/`.
 
 use std::path::{Path, PathBuf};
 
 use super::files_that_end;
 
-/// Folders of `cpp/`, from top to bottom; a file includes headers of its folder and of the folders below. Every folder
-/// may include `compat.hpp`, the conditions on torch.
+/// Folders of `cpp/`, from top to bottom. A file may include headers of its own folder and of the folders below it.
+/// Every folder may include `compat.hpp`, which has the conditions on torch's version.
 const CPP_LAYERS: [&str; 6] = ["python", "c10d", "device", "work", "lower", "host"];
 
 #[test]
@@ -34,7 +34,7 @@ fn the_folders_of_the_cpp_half_include_only_those_below_them() {
     assert!(wrong.is_empty(), "upward includes:\n{}", wrong.join("\n"));
 }
 
-/// Files of more than 300 lines, and why they stay whole.
+/// Files of more than 300 lines, and why they are not split.
 const LONG: [(&str, &str); 6] = [
     ("c10d/backend.hpp", "c10d's interface, one declaration after another, and what each carrier of a call needs"),
     ("device/vendor.cpp", "the way of a call onto a stream and back, in order"),

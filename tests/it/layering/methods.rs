@@ -1,5 +1,5 @@
-//! Circles that need no `use`: a type whose methods stand in several files of a folder, which call each other by `self`. That
-//! a file names the type whose methods it has is no arrow here, because it must.
+//! Cycles that need no `use`: the methods of one type are in several files of a folder, and call each other through
+//! `self`. If a file names the type whose methods it has, that is no dependency here, because it cannot avoid it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ const ONE_TYPE_IN_TWO_FILES: [(&[&str], &str); 3] = [
     (&["rendezvous/coordinator", "rendezvous/serve"], "`Coordinator`: the decision, and handing over the memory"),
 ];
 
-/// The types of which a file has `impl` blocks, each with the code inside.
+/// The types for which a file has `impl` blocks, each with the code of the block.
 fn impls(text: &str) -> Vec<(&str, &str)> {
     let blocks = text.split("\nimpl").skip(1).filter_map(|rest| rest.split_once(" {\n"));
     let named = blocks.map(|(head, rest)| {
@@ -27,7 +27,7 @@ fn impls(text: &str) -> Vec<(&str, &str)> {
     named.collect()
 }
 
-/// The words in `code` that stand between one of `before` and `end`.
+/// The words in `code` that follow one of `before` and are followed by `end`.
 fn words<'a>(code: &'a str, before: &[&str], end: char) -> BTreeSet<&'a str> {
     let follow = before.iter().flat_map(|before| code.split(before).skip(1));
     let word = |rest: &'a str| {
@@ -42,7 +42,7 @@ fn no_files_of_a_folder_call_each_others_methods_in_a_circle() {
     let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let mut all = Vec::new();
     files(&src, &mut all);
-    // A file and its folder's `mod.rs` know each other, which does not count.
+    // A file and the `mod.rs` of its folder may call each other.
     let code = |path: &PathBuf| {
         let text = std::fs::read_to_string(path).unwrap();
         let lines = text.split("#[cfg(test)]").next().unwrap().lines();
@@ -58,7 +58,7 @@ fn no_files_of_a_folder_call_each_others_methods_in_a_circle() {
             (inside.iter().map(|name| name.to_str().unwrap().to_string()).collect(), code(path))
         })
         .collect();
-    // By folder and type, the files that define each method.
+    // For each folder, type and method: the files that define the method.
     let mut defined: BTreeMap<(&[String], &str, &str), BTreeSet<&Module>> = BTreeMap::new();
     for (file, code) in &codes {
         for (of, inside) in impls(code) {
