@@ -1,4 +1,4 @@
-"""Helpers of the collective tests: the inputs of every rank, checked results, sizes worth testing."""
+"""Helpers of the collective tests: the inputs of every rank, comparisons of results, and the sizes to test."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import torch.distributed as dist
 from harness import IS_GLOO
 from reference import fold, make, same_bits
 
-# Around the sizes where an engine may change its way: nothing, one, odd, a cache line, a page, slots, bulk.
+# Sizes next to the limits at which an engine may change its algorithm: empty, one, odd, a cache line, a page, a slot.
 SIZES = [0, 1, 3, 7, 16, 63, 1000, 1023, 1024, 1025, 4097]
 BULK = [262_144 + 3, 1_310_720]  # float32 elements: 1 MiB and a bit, 5 MiB
 
 
-#: `new_group` of older torch knows no other order than that of the ranks.
+#: Options for `new_group` that keep the caller's order of ranks. Empty if this torch always sorts them.
 IN_ORDER_GIVEN = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
 needs_order_given = pytest.mark.skipif(not IN_ORDER_GIVEN, reason="new_group of this torch sorts the ranks")
 
 
 def inputs_of(ranks: int, dtype: torch.dtype, count: int, seed: int = 0) -> list[torch.Tensor]:
-    """The inputs of every rank of the group; any rank can compute all of them."""
+    """The inputs of all ranks of the group; every rank can compute all of them."""
     return [make(dtype, count, 1000 * seed + rank) for rank in range(ranks)]
 
 
 def same_reduced(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """Bit equality; gloo, which promises no order, is allowed rounding."""
+    """Compares bits. With gloo, floats may differ by rounding, because gloo promises no order of summation."""
     if IS_GLOO and expected.dtype.is_floating_point:
         torch.testing.assert_close(found, expected, rtol=5e-2, atol=0.5, msg=lambda text: f"{what}: {text}")
         return
@@ -42,7 +42,7 @@ def op_of(name: str, factor: float = 1.0) -> dist.ReduceOp:
 
 
 def expected_sum(ranks: int, count: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The sum over `inputs_of`."""
+    """The sum of `inputs_of` over the ranks."""
     return fold("SUM", inputs_of(ranks, dtype, count, seed))
 
 
@@ -56,5 +56,6 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def members(groups: Sequence[Sequence[int]]) -> list[dist.ProcessGroup]:
-    """New groups, in the given order of ranks where torch lets one; every rank of the world must call this alike."""
+    """Creates groups, with the given order of ranks if this torch keeps it. Every rank of the world must make this
+    call."""
     return [dist.new_group(list(ranks), **IN_ORDER_GIVEN) for ranks in groups]

@@ -1,5 +1,5 @@
-"""The public calls that communicate, of torch.distributed and of this package, so that a table of calls can be compared
-with them: a call that is added fails the tests whose tables do not have it.
+"""The public calls of torch.distributed and of this package that communicate. Tests compare their tables of calls with
+these, so a new call fails every test whose table lacks it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import torch.distributed as dist
 
-#: Of torch.distributed, those that exchange nothing, or make and end groups (test_groups.py, test_split_shrink.py).
+#: Calls of torch.distributed that exchange no data, or create and end groups (test_groups.py, test_split_shrink.py).
 TORCHS_OTHERS = {
     "destroy_process_group", "get_backend", "get_backend_config", "get_backend_impl", "get_default_backend_for_device",
     "get_global_rank", "get_group_rank", "get_node_local_rank", "get_pg_count", "get_process_group_ranks", "get_rank",
@@ -18,13 +18,13 @@ TORCHS_OTHERS = {
     "new_group", "new_subgroups", "new_subgroups_by_enumeration", "record_comm", "set_timeout", "shrink_group",
     "split_group", "supports_complex",
 }  # fmt: skip
-#: Names of torch.distributed for one function, or for one that does nothing else than call it.
+#: Other names in torch.distributed for the same function, or for a function that does nothing but call it.
 SAME = {
     "all_gather_single": "all_gather_into_tensor",
     "gather_into_tensor": "gather_single",
     "reduce_scatter_single": "reduce_scatter_tensor",
 }
-#: Of this package, those that exchange nothing or only text, and classes that keep what calls return.
+#: Names of this package that exchange no data or only text, and classes of results.
 OUR_OTHERS = {
     "Alternative", "Auto", "Batch", "BenchmarkResult", "CommBackendProtocol", "CommFuture", "CommOp", "CommReport",
     "CommTimeoutError", "CommunicationBuffer", "Compression", "CompressionStats", "Endpoint", "Explanation", "Gathered",
@@ -35,12 +35,12 @@ OUR_OTHERS = {
     "reset_stats", "select_all_reduce_algorithm", "serve_as", "serve_prometheus", "shared", "shared_tensors",
     "write_inspector", "write_prometheus", "write_trace", "zeros",
 }  # fmt: skip
-#: Classes whose methods are the calls.
+#: The class whose methods are public calls.
 COMM = "CommBackend"
 
 
 def _public() -> set[str]:
-    """By "dist.name", "package.name" and "comm.name"."""
+    """The public calls as "dist.name", "package.name" and "comm.name"."""
     import torch_sagellm
 
     torchs = {name for name in dist.distributed_c10d.__all__ if inspect.isfunction(getattr(dist, name, None))}
@@ -52,8 +52,8 @@ def _public() -> set[str]:
 
 
 def missing(table: Iterable[str], elsewhere: dict[str, str]) -> str:
-    """Which public calls are neither in the table nor among those that are tested elsewhere, by the reason; and which
-    of those are no public calls any more."""
+    """Names the public calls that are neither in the table nor in `elsewhere`, which has a reason for each of its
+    calls. Also names entries of `elsewhere` that are no public calls."""
     public, have = _public(), set(table)
     lacking = sorted(public - have - set(elsewhere))
     stale = sorted(set(elsewhere) - public - {f"dist.{name}" for name in SAME.values()})

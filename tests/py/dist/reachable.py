@@ -1,4 +1,4 @@
-"""What the tests of tensors that ranks can reach share."""
+"""Helpers for the tests of tensors that peers can map."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def usage() -> dict[str, Any]:
 
 
 class Lines(logging.Handler):
-    """The lines of our log."""
+    """Collects the lines of our log."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,11 +39,11 @@ class Lines(logging.Handler):
 
 
 def resident() -> int:
-    """Bytes of shared memory that this process has in its page tables."""
+    """Bytes of shared memory in this process's page tables."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(next(line for line in status.splitlines() if line.startswith("RssShmem")).split()[1])
 
 
 def alone(function: Callable[..., Any], env: dict[str, str] | None = None) -> None:
-    """Runs it in a new process, because the memory that it looks at is counted for a whole process."""
+    """Runs `function` in a new process, because the memory that it measures is counted per process."""
     run_fresh(function, 1, env=env or {"SAGELLM_SHARED_BYTES": str(256 * MIB)})

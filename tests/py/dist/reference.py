@@ -1,7 +1,7 @@
-"""The expected result of a reduction, bit for bit, computed from every rank's input in rank order by one plain thread.
+"""The expected result of a reduction, bit for bit: one thread combines every rank's input in rank order.
 
-Low precision is widened to float32, combined there and rounded once; integers wrap; AVG divides the sum once and
-truncates integers towards zero; PREMUL_SUM multiplies every rank's numbers by that rank's factor first.
+Low precision is converted to float32, combined there and rounded once. Integers wrap. AVG divides the sum once and
+truncates integers towards zero. PREMUL_SUM first multiplies each rank's numbers by that rank's factor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BOOL_OPS = ["SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
 
 
 def ops_of(dtype: torch.dtype) -> list[str]:
-    """The reduce ops that are defined for a dtype (PREMUL_SUM apart)."""
+    """The reduce ops that are defined for a dtype, without PREMUL_SUM."""
     if dtype.is_complex:
         return ["SUM", "AVG"]
     if dtype.is_floating_point:
@@ -35,13 +35,13 @@ def ops_of(dtype: torch.dtype) -> list[str]:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor in logical order, to compare NaN and signed zero too."""
+    """The bytes of a tensor in logical order, so that a comparison also sees NaN and signed zero."""
     flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
     return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
 
 
 def same_bits(found: torch.Tensor, expected: torch.Tensor, what: str = "") -> None:
-    """Fails unless shape, dtype and every bit agree; says where they differ first."""
+    """Fails unless shape, dtype and every bit agree; the error names the first elements that differ."""
     assert found.dtype == expected.dtype, f"{what}: dtype {found.dtype}, expected {expected.dtype}"
     assert tuple(found.shape) == tuple(expected.shape), f"{what}: shape {found.shape}, expected {expected.shape}"
     left, right = bits(found), bits(expected)
@@ -54,7 +54,7 @@ def same_bits(found: torch.Tensor, expected: torch.Tensor, what: str = "") -> No
 
 
 def make(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
-    """`count` elements that depend on `seed` only, over the dtype's range but without NaN or infinity."""
+    """`count` elements that depend only on `seed`, over the dtype's range but without NaN or infinity."""
     rng = np.random.default_rng(seed + 1)
     if dtype == torch.bool:
         return torch.from_numpy(rng.integers(0, 2, count).astype(bool))
@@ -77,7 +77,7 @@ def numpy_of(dtype: torch.dtype) -> type:
 
 
 def fold(op: str, inputs: Sequence[torch.Tensor], factors: Sequence[float] | None = None) -> torch.Tensor:
-    """The reduction of every rank's input, in rank order."""
+    """Reduces the inputs of all ranks in rank order."""
     first = inputs[0]
     if first.dtype.is_complex:
         parts = [torch.view_as_real(each) for each in inputs]

@@ -1,4 +1,4 @@
-"""`create_comm_backend` and its objects: every method against plain arithmetic, every refusal, timeouts, reuse."""
+"""`create_comm_backend` and its objects: every method against plain arithmetic, refused arguments, timeouts, reuse."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def delegated(ctx: Context) -> None:
 
 
 def test_messages_of_a_delegate_have_futures_that_end_with_their_wait() -> None:
-    """gloo's sends and receives have none of torch's; over several hosts all messages are gloo's."""
+    """torch gives gloo's sends and receives no futures, so this package adds them."""
     run_fresh(delegated, 2)
 
 
@@ -384,7 +384,7 @@ def test_it_starts_the_group_of_torchrun_s_environment(tmp_path: Any) -> None:
 
 
 def meets_late(ctx: Context, port: int, first: int, retry: int, seconds: float) -> str:
-    """Makes the group from torchrun's environment; rank `first` is there long before the other one."""
+    """Creates the group from torchrun's environment. Rank `first` starts long before the other rank."""
     import torch_sagellm
     from torch_sagellm.api import group_choice
 
@@ -404,7 +404,7 @@ def meets_late(ctx: Context, port: int, first: int, retry: int, seconds: float) 
     except RuntimeError as error:
         ctx.tell(f"failed: {error}")
         return "failed"
-    # By the name that the first attempt would have given it.
+    # The group has the name that the first attempt would have used.
     found = f"{comm.all_reduce(torch.ones(2)).tolist()} in {comm.group.group_name}"
     assert comm is not torch_sagellm.create_comm_backend("cpu", retry=2), "made by its class"
     again = torch_sagellm.create_comm_backend("cpu", timeout=seconds)
@@ -417,7 +417,7 @@ def meets_late(ctx: Context, port: int, first: int, retry: int, seconds: float) 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_making_the_group_is_tried_again(first: int) -> None:
-    """The store is not there yet (rank 0 starts late), or the other rank is not."""
+    """The first attempt fails because the store does not exist yet (rank 0 is late) or because rank 1 is late."""
     with launch(meets_late, 2, free_port(), first, 100, patience(1.5)) as job:
         assert "attempt 2 of 101 follows" in job.hear(first, 60)
         job.say(1 - first, "start")
@@ -438,7 +438,7 @@ def free_port() -> int:
 
 
 def fails_once(ctx: Context) -> None:
-    """An operation that fails is not tried again."""
+    """A failed operation is not retried."""
     import torch_sagellm
 
     comm = torch_sagellm.create_comm_backend("cpu", retry=5)

@@ -1,7 +1,7 @@
-"""Groups that name another backend for GPUs: ``"cpu:sagellm,cuda:nccl"``, the recommended form beside GPUs.
+"""Groups with another backend for GPUs: ``"cpu:sagellm,cuda:nccl"``, the recommended form on machines with GPUs.
 
-No GPU is needed: torch makes the backend of the CPU as usual, and gloo stands in for that of CUDA, which no tensor of
-these tests asks for. nccl itself refuses to be made without a device, under any backend of the CPU.
+No GPU is needed: torch creates the CPU's backend as usual, and gloo takes the place of CUDA's backend, which no tensor
+of these tests uses. nccl itself refuses to be created without a device, whatever the CPU's backend is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BACKEND = "cpu:sagellm,cuda:gloo"
 
 
 def ours(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether this package serves the CPU tensors of a group."""
+    """Whether this package serves the group's CPU tensors."""
     found = (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
     return isinstance(found, load.extension().SageBackend)
 
@@ -45,7 +45,7 @@ def everything(context: Context) -> int:
     dist.broadcast_object_list(box, src=1)
     assert box == [1]
     dist.barrier()
-    # Groups that are made without a name take over both backends.
+    # Groups that are created without a backend's name inherit both backends.
     group = dist.new_group(list(range(ranks)))
     assert ours(group) and ours(init_device_mesh("cpu", (ranks,)).get_group())
     model = DistributedDataParallel(torch.nn.Linear(3, 1))
@@ -111,7 +111,7 @@ def splits(context: Context) -> None:
     context.init(backend=BACKEND)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     parts = [[each for each in range(ranks) if each % 2 == part] for part in range(2)]
-    # torch lets none be split without that of the default device, which is CUDA's here: both are.
+    # torch splits a group only if the backend of the default device, here CUDA's, can be split. Both backends can.
     child = dist.split_group(split_ranks=parts)
     assert ours(child) and dist.get_process_group_ranks(child) == parts[rank % 2]
     assert dist.get_backend_config(child) == BACKEND
@@ -128,7 +128,8 @@ def test_groups_split_from_such_a_group() -> None:
 
 
 def checkpoints(context: Context, folder: str) -> None:
-    """The planner's rounds go over the group: plans to rank 0, the whole of them back, then what was written."""
+    """The checkpoint planner uses the group: local plans to rank 0, the global plan to all ranks, then the write
+    results."""
     context.init(backend=BACKEND)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,))

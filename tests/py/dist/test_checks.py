@@ -1,4 +1,5 @@
-"""Wrong input raises locally, names what was expected and what came, uses no number, and the group goes on (rule 2)."""
+"""Wrong input raises on the calling rank. The error names what was expected and what was passed, no sequence number is
+used, and the group stays usable (rule 2)."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def _ones(*shape: int, dtype: torch.dtype = torch.float32) -> T:
 
 
 def table(n: int) -> dict[str, tuple[Callable[[], object], tuple[str, ...]]]:
-    """Wrong calls for a group of n ranks, and words the message must contain (numbers expected and found)."""
+    """Wrong calls for a group of n ranks, each with words that the error must contain (numbers expected and found)."""
     group = dist.distributed_c10d._get_default_group()
     half, double = _ones(3, dtype=torch.float16), _ones(3, dtype=torch.float64)
     split_in, split_out = [1] * n, [1] * n
@@ -150,7 +151,7 @@ NAMES = [
 
 
 def wrong_call(ctx: Context, name: str) -> str:
-    """Both ranks make the wrong call; afterwards the group counts and works as if no rank had made it."""
+    """Both ranks make the wrong call. Afterwards the group counts and works as if no rank had made it."""
     call, words = table(ctx.world_size)[name]
     backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
     before = backend._get_sequence_number_for_group()
@@ -168,7 +169,7 @@ def wrong_call(ctx: Context, name: str) -> str:
 @pytest.mark.quick
 @pytest.mark.parametrize("name", NAMES)
 def test_rule_02_wrong_input_is_refused_locally(name: str) -> None:
-    """Rule 2: no number is used, nothing is sent; the message names what was expected and what came."""
+    """Rule 2: no number is used, nothing is sent, and the message names what was expected and what was passed."""
     assert run_ranks(wrong_call, 2, name)
 
 
@@ -177,7 +178,7 @@ def table_is_whole(ctx: Context) -> list[str]:
 
 
 def test_every_wrong_call_is_in_the_list() -> None:
-    """The names above are those of the table."""
+    """`NAMES` lists exactly the calls of `table`."""
     assert run_ranks(table_is_whole, 2)[0] == NAMES
 
 
@@ -193,12 +194,13 @@ def one_sided(ctx: Context) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_rule_02_only_one_rank_makes_the_wrong_call(world_size: int) -> None:
-    """Rule 2: that rank catches the error and makes the right call; the others never notice."""
+    """Rule 2: the rank catches its error and makes the right call. Its peers see no difference."""
     run_ranks(one_sided, world_size)
 
 
 def peers_that_are_none(ctx: Context, engine: str) -> None:
-    """Messages of a delegate; c10d's own functions refuse some of these ranks, other callers of a backend do not."""
+    """Messages to ranks that do not exist, also in a delegate's group. c10d's functions refuse some of them before the
+    backend sees them; direct calls of the backend do not."""
     import torch_sagellm
 
     group = dist.new_group(pg_options=torch_sagellm.Options(engine=engine))
@@ -217,7 +219,7 @@ def peers_that_are_none(ctx: Context, engine: str) -> None:
 @beyond_gloo("its process crashes")
 @pytest.mark.parametrize("engine", ["auto", "delegate"])
 def test_rule_02_messages_to_no_rank_are_refused(engine: str) -> None:
-    """Rule 2: by the engine and, where a delegate carries messages, before that is asked."""
+    """Rule 2: refused by the engine or, if a delegate carries messages, before the delegate is called."""
     run_ranks(peers_that_are_none, 2, engine)
 
 
@@ -233,5 +235,5 @@ def refused_features(ctx: Context) -> None:
 
 @beyond_gloo("reconfigures")
 def test_reconfigure_and_windows_are_refused_clearly() -> None:
-    """Calls that the backend does not offer are refused, and the group goes on."""
+    """The backend refuses calls that it does not offer, and the group stays usable."""
     run_ranks(refused_features, 2)

@@ -1,4 +1,5 @@
-"""`torch-sagellm bench`: what it calls right and wrong, its table, progress, and the ranks that it starts or finds."""
+"""`torch-sagellm bench`: which values it counts as wrong, its table, its progress, and the ranks that it starts or
+joins."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def checked(ctx: Context) -> list[str]:
-    """Every case gives no wrong value; where one element of a result is changed behind the call, exactly one."""
+    """Lists cases in which a correct result has wrong values, or in which one changed element is not counted as exactly
+    one."""
     found = []
     for op in collectives.OPS:
         for dtype, redop in (
@@ -58,7 +60,7 @@ def test_own_ranks_print_the_table_and_write_the_figures(tmp_path: Path) -> None
     done = run_warm("-m", "torch_sagellm", "bench", *words, "--json", str(file))
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [bench.Row(**row) for row in json.loads(file.read_text())]
-    # 12 bytes are three elements; each of two ranks has a block of two.
+    # 12 bytes are three elements. Two ranks have blocks of two elements each, which makes 16 bytes.
     assert [(row.backend, row.size, row.count) for row in rows] == [
         ("sagellm", 16, 4),
         ("gloo", 16, 4),
@@ -74,7 +76,7 @@ def test_own_ranks_print_the_table_and_write_the_figures(tmp_path: Path) -> None
 
 
 def test_under_torchrun_it_measures_between_the_ranks_that_are_there() -> None:
-    """By the script that older code names."""
+    """Starts the bench by the script name that older code uses."""
     script = str(ROOT / "benchmark/comm_benchmark.py")
     words = ["-m", "torch.distributed.run", "--nproc-per-node=2", script, "--sizes", "64", "--iterations", "2"]
     done = run_warm(*words)
@@ -116,7 +118,7 @@ def test_a_chart_that_cannot_be_drawn_is_refused_before_anything_is_measured(
     ],
 )
 def test_long_commands_draw_their_progress_on_a_terminal(words: tuple[str, ...], drawn: str, tmp_path: Path) -> None:
-    """Their output is a pipe, so it has the table alone."""
+    """stdout is a pipe and has only the table; the progress goes to the terminal on stderr."""
     screen, theirs = pty.openpty()
     try:
         command = [warm_python(), "-m", "torch_sagellm", *words]
@@ -129,5 +131,5 @@ def test_long_commands_draw_their_progress_on_a_terminal(words: tuple[str, ...],
     finally:
         os.close(screen)
     assert drawn in shown and shown.endswith(f"\r{'':<79}\r"), shown
-    # A short run of `tune` may find nothing that is faster.
+    # A short run of `tune` may find nothing faster, and then exits with 1.
     assert done.returncode in (0, int(words[0] == "tune")) and "\r" not in done.stdout, done.stdout

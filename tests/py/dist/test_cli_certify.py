@@ -1,4 +1,4 @@
-"""`torch-sagellm certify`: all of its stages on CPU tensors, its report, and what it says where a stage fails."""
+"""`torch-sagellm certify`: all of its stages on CPU tensors, its report, and the report of a failed stage."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_stage_passes_and_the_report_begins_with_rows_of_the_status_page(t
     assert stages["values"]["calls"] > 100 and stages["values"]["wrong"] == 0
     assert set(stages["overlap"]["hidden"]) == {"sagellm", "gloo"} and stages["bandwidth"]["copy"] > 0
     text = (tmp_path / "report.md").read_text()
-    # The tables have the heads of the page that they fill.
+    # The tables of the report have the headings of the pages into which they are copied.
     for head, page in {
         "| what | state |": "docs/status.md",
         "| target | measured | machine |": "docs/internals/goals.md",

@@ -1,4 +1,5 @@
-"""`torch-sagellm simulate --strategy`: its bytes equal the counts of real layers, its times those of the cost model."""
+"""`torch-sagellm simulate --strategy`: its bytes equal the counts of real layers, and its times those of the cost
+model."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ MODEL = Model(
 
 
 def planned(strategy: str, ranks: int, keep: str = "") -> dict[str, tuple[int, int]]:
-    """Calls and bytes of a step by primitive; `keep` leaves out other rows by their words."""
+    """Calls and bytes of one step by primitive. Only rows whose `when` contains `keep` count."""
     found: dict[str, tuple[int, int]] = {}
     for row in strategies.STRATEGIES[strategy](MODEL, ranks):
         if keep in row.when:
@@ -44,7 +45,8 @@ def planned(strategy: str, ranks: int, keep: str = "") -> dict[str, tuple[int, i
 
 
 def counted() -> dict[str, tuple[int, int]]:
-    """The same, as this rank's group has counted them since the last reset; what was received is not what was sent."""
+    """Calls and bytes that this rank's group has counted since the last reset. Receives do not count, because the plan
+    counts each message at its sender."""
     import torch_sagellm
 
     ops = torch_sagellm.get_stats()["ops"]
@@ -55,7 +57,7 @@ def tensor_parallel(ctx: Context) -> None:
     import torch_sagellm
 
     pairs = []
-    for _ in range(2 * MODEL.layers):  # attention and MLP of each layer
+    for _ in range(2 * MODEL.layers):  # the attention and the MLP of each layer
         column = torch_sagellm.TensorParallelLinear(16, 16, ctx.world_size, "column", gather_output=False)
         pairs += [column, torch_sagellm.TensorParallelLinear(16, 16, ctx.world_size, "row", input_is_split=True)]
     tokens = torch.ones(MODEL.tokens, MODEL.hidden, requires_grad=True)
@@ -80,7 +82,8 @@ def expert_parallel(ctx: Context) -> None:
     moe = torch_sagellm.MoEDispatcher(MODEL.experts)
     every = torch.arange(MODEL.tokens * MODEL.experts_per_token) % MODEL.experts
     tokens = torch.ones(MODEL.tokens, MODEL.hidden, requires_grad=True)
-    moe.dispatch(tokens, every.view(MODEL.tokens, MODEL.experts_per_token))  # the first looks where the ranks are
+    # The first dispatch also exchanges the ranks' hosts.
+    moe.dispatch(tokens, every.view(MODEL.tokens, MODEL.experts_per_token))
     torch_sagellm.reset_stats()
     there = tokens
     for _ in range(MODEL.layers):

@@ -1,4 +1,4 @@
-"""`torch_sagellm.collective_ops` over ranks that are processes; ranks of one process: tests/test_distributed.py."""
+"""`torch_sagellm.collective_ops` with a process per rank. tests/test_distributed.py tests ranks of one process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def operators(ctx: Context) -> None:
     mine = every[me].clone()
     assert torch_sagellm.BroadcastOperator(comm).broadcast(mine, root_rank=1) is mine
     same_bits(mine, every[1])
-    for turn in range(2):  # the even ranks send first, as large messages need it
+    for turn in range(2):  # even ranks send first, because a large send waits for its receive
         if me % 2 == turn:
             comm.send(every[me], comm.next_rank, tag=3)
         else:
@@ -68,7 +68,8 @@ def test_a_communicator_of_a_given_group() -> None:
 
 
 def together(ctx: Context) -> None:
-    """Ranks of one process before, beside and after a group of processes, which is made in between."""
+    """Ranks of one process work before a group of processes is created, while it has an operation in flight, and after
+    it."""
     import torch_sagellm
 
     def local(comms: list[torch_sagellm.DistributedCommunicator]) -> None:
@@ -131,7 +132,7 @@ def test_random_calls_of_ranks_of_one_process(seed: int) -> None:
 
 
 def gradients(ctx: Context) -> None:
-    """all_gather, a layer and reduce_scatter between processes, against the same without any."""
+    """Compares all_gather, a layer and reduce_scatter between processes with the same computation in one process."""
     import torch_sagellm
 
     comm, ranks = torch_sagellm.DistributedCommunicator(), ctx.world_size

@@ -25,7 +25,7 @@ def _cases(dtype: torch.dtype) -> list[str]:
 
 
 def all_reduce_every_op(ctx: Context, dtype: torch.dtype, sizes: list[int]) -> None:
-    """All ops of one dtype, in place, sync and async."""
+    """All ops of one dtype, in place, synchronous and asynchronous."""
     for seed, count in enumerate(sizes):
         for op in _cases(dtype):
             inputs = inputs_of(ctx.world_size, dtype, count, seed)
@@ -44,19 +44,20 @@ def all_reduce_every_op(ctx: Context, dtype: torch.dtype, sizes: list[int]) -> N
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_all_reduce_every_dtype_and_op_rule_17(dtype: torch.dtype, world_size: int) -> None:
-    """Rule 17: rank order per element, low precision in f32, one rounding; sizes on both sides of every boundary."""
+    """Rule 17: every element is reduced in rank order, low precision in f32 with one rounding; sizes next to every
+    limit."""
     run_ranks(all_reduce_every_op, world_size, dtype, [0, 1, 3, 65, 1025, 4097])
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
 def test_all_reduce_world_of_one_and_four(dtype: torch.dtype, world_size: int) -> None:
-    """The extremes of the world sizes tested here."""
+    """The smallest and the largest world size tested here."""
     run_ranks(all_reduce_every_op, world_size, dtype, SIZES)
 
 
 def all_reduce_sizes(ctx: Context, dtype: torch.dtype, sizes: list[int]) -> None:
-    """Sum of several sizes, each twice with other numbers in between."""
+    """The sum of several sizes, each twice with different numbers."""
     for seed, count in enumerate(sizes):
         for turn in range(2):
             inputs = inputs_of(ctx.world_size, dtype, count, seed + 100 * turn)
@@ -75,7 +76,7 @@ def test_all_reduce_bulk(dtype: torch.dtype, world_size: int) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_all_reduce_around_every_size_boundary(world_size: int) -> None:
-    """Each byte count near 64 B, 256 B, 512 B, 1, 2, 4, 8, 16, 32, 64, 128, 256 KiB: one below, at, one above."""
+    """Byte counts one below, at and one above every power of two from 64 B to 256 KiB."""
     sizes = [(1 << power) + step for power in range(6, 19) for step in (-1, 0, 1)]
     run_ranks(all_reduce_sizes, world_size, torch.uint8, sizes)
 
@@ -98,7 +99,7 @@ def bits_do_not_depend_on_size(ctx: Context) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_rule_17_bits_do_not_depend_on_size_or_chunk(world_size: int) -> None:
-    """Rule 17 and pitfall 14: an element gives the same bits alone and inside a large tensor, on every rank."""
+    """Rule 17 and pitfall 14: an element has the same bits alone and inside a large tensor, on every rank."""
     run_ranks(bits_do_not_depend_on_size, world_size)
 
 
@@ -121,7 +122,7 @@ def premul(ctx: Context) -> None:
 @beyond_gloo("no PREMUL_SUM")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_premul_sum_with_a_factor_of_each_rank(world_size: int) -> None:
-    """PREMUL_SUM scales each rank's numbers by that rank's own factor."""
+    """PREMUL_SUM multiplies each rank's numbers by that rank's factor."""
     run_ranks(premul, world_size)
 
 
@@ -158,7 +159,7 @@ def reduce_to_each_root(ctx: Context) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_reduce_to_each_root(world_size: int) -> None:
-    """Each rank once the root."""
+    """Every rank is the root of one reduce."""
     run_ranks(reduce_to_each_root, world_size)
 
 
@@ -172,7 +173,7 @@ def reduce_leaves_inputs(ctx: Context) -> None:
 
 @beyond_gloo("its reduce overwrites the inputs of other ranks")
 def test_reduce_leaves_the_tensor_of_other_ranks_alone() -> None:
-    """As NCCL does: only the root's tensor changes."""
+    """Like with NCCL, only the root's tensor changes."""
     run_ranks(reduce_leaves_inputs, 3)
 
 
@@ -192,7 +193,7 @@ def reduce_scatters(ctx: Context) -> None:
                 work.wait()
                 same_reduced(out, expected, what + " single")
                 if IS_GLOO:
-                    continue  # it refuses the stacked input
+                    continue  # gloo refuses the stacked input
                 stacked = torch.stack(blocks[me])
                 out = torch.empty(count, dtype=dtype)
                 dist.reduce_scatter_tensor(out, stacked, op_of(op))
@@ -202,7 +203,7 @@ def reduce_scatters(ctx: Context) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_reduce_scatter_list_single_stacked(world_size: int) -> None:
-    """All forms of equal blocks."""
+    """Every form of reduce_scatter with equal blocks."""
     run_ranks(reduce_scatters, world_size)
 
 
@@ -217,7 +218,7 @@ def reduce_scatter_in_place(ctx: Context) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_reduce_scatter_into_its_own_input(world_size: int) -> None:
-    """The output may be this rank's block of the input, as FSDP passes it."""
+    """The output may be this rank's block of the input; FSDP passes it this way."""
     run_ranks(reduce_scatter_in_place, world_size)
 
 
@@ -234,7 +235,7 @@ def uneven_reduce_scatter(ctx: Context) -> None:
 @beyond_gloo("equal blocks only")
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_reduce_scatter_of_uneven_blocks(world_size: int) -> None:
-    """Lists of several sizes, one of them empty, work as NCCL's do."""
+    """Lists of unequal blocks, one of them empty, work as with NCCL."""
     run_ranks(uneven_reduce_scatter, world_size)
 
 
@@ -283,7 +284,7 @@ def coalesced(ctx: Context) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_coalesced_forms(world_size: int) -> None:
-    """all_reduce_coalesced and the three fast paths of the coalescing manager, with an empty tensor among them."""
+    """all_reduce_coalesced and the three fast paths of the coalescing manager, with an empty tensor in each list."""
     run_ranks(coalesced, world_size)
 
 
@@ -296,7 +297,7 @@ def coalesced_mixed(ctx: Context) -> None:
 
 
 def test_coalesced_of_mixed_dtypes_is_refused_locally() -> None:
-    """Nothing is sent for a list of several dtypes, and the group still works."""
+    """A list of several dtypes is refused before anything is sent, and the group stays usable."""
     run_ranks(coalesced_mixed, 2)
 
 
@@ -324,7 +325,7 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_all_gather_coalesced_list_of_lists(world_size: int) -> None:
-    """The deprecated list-of-lists form."""
+    """The deprecated form that takes a list of lists."""
     run_ranks(all_gather_coalesced, world_size)
 
 
@@ -349,7 +350,8 @@ def sparse(ctx: Context) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_all_reduce_of_sparse_tensors(world_size: int) -> None:
-    """Sparse layout comes to plain allreduce on CPU (Embedding(sparse=True) under DDP); ranks hold other row counts."""
+    """On CPU a sparse tensor is passed to the plain allreduce, as for Embedding(sparse=True) under DDP. Ranks may have
+    different numbers of rows."""
     run_ranks(sparse, world_size)
 
 
@@ -369,7 +371,7 @@ def broadcasts(ctx: Context, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("dtype", MOVED, ids=str)
 def test_broadcast_every_dtype(dtype: torch.dtype, world_size: int) -> None:
-    """Pitfall 13: float8, wide unsigned and complex are moved."""
+    """Pitfall 13: float8, wide unsigned and complex tensors can be moved."""
     run_ranks(broadcasts, world_size, dtype)
 
 
@@ -399,13 +401,13 @@ def gathers(ctx: Context, dtype: torch.dtype) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_gather_scatter_all_gather(world_size: int) -> None:
-    """List and single forms, each rank once the root."""
+    """List and single forms; every rank is the root of one call."""
     run_ranks(gathers, world_size, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", MOVED, ids=str)
 def test_gather_scatter_all_gather_every_dtype(dtype: torch.dtype) -> None:
-    """Pitfall 13 for the gathering and scattering forms."""
+    """Pitfall 13 for gather, scatter and all_gather."""
     run_ranks(gathers, 2, dtype)
 
 
@@ -421,7 +423,7 @@ def all_gather_shapes(ctx: Context) -> None:
 @beyond_gloo("refuses the stacked shape")
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_all_gather_single_concatenated_and_stacked(world_size: int) -> None:
-    """Pitfall 13: both output shapes."""
+    """Pitfall 13: the output may be concatenated or stacked."""
     run_ranks(all_gather_shapes, world_size)
 
 
@@ -437,7 +439,7 @@ def all_gather_in_place(ctx: Context) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_all_gather_in_place(world_size: int) -> None:
-    """The input is this rank's part of the output, as FSDP passes it."""
+    """The input is this rank's part of the output; FSDP passes it this way."""
     run_ranks(all_gather_in_place, world_size)
 
 
@@ -454,7 +456,7 @@ def uneven_all_gather(ctx: Context) -> None:
 @beyond_gloo("equal blocks only")
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_all_gather_of_uneven_blocks(world_size: int) -> None:
-    """Lists of several sizes, one of them empty, work as NCCL's do."""
+    """Lists of unequal blocks, one of them empty, work as with NCCL."""
     run_ranks(uneven_all_gather, world_size)
 
 
@@ -473,7 +475,7 @@ def gather_single(ctx: Context) -> None:
 @pytest.mark.skipif(not hasattr(dist, "gather_single"), reason="this torch has no gather_single")
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_gather_single(world_size: int) -> None:
-    """One output tensor at the root."""
+    """gather into one output tensor at the root."""
     run_ranks(gather_single, world_size)
 
 
@@ -494,14 +496,15 @@ def all_to_alls(ctx: Context) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_all_to_all_list_and_single(world_size: int) -> None:
-    """Equal blocks."""
+    """all_to_all with equal blocks, in the list form and the single form."""
     run_ranks(all_to_alls, world_size)
 
 
 def uneven_all_to_all(ctx: Context) -> None:
     n, me = ctx.world_size, ctx.rank
     for scale in (1, 700, 9000):
-        rows = [[scale * ((a + 2 * b) % 3) for b in range(n)] for a in range(n)]  # rows[a][b]: from a to b
+        # Rows[a][b]: number of rows that rank a sends to rank b.
+        rows = [[scale * ((a + 2 * b) % 3) for b in range(n)] for a in range(n)]
         block = [[make(torch.float32, 2 * rows[a][b], 90 * a + b).reshape(-1, 2) for b in range(n)] for a in range(n)]
         ins, outs = rows[me], [rows[a][me] for a in range(n)]
         expected = torch.cat([block[a][me] for a in range(n)])
@@ -509,7 +512,7 @@ def uneven_all_to_all(ctx: Context) -> None:
         dist.all_to_all_single(out, torch.cat(block[me]), outs, ins)
         same_bits(out, expected, f"uneven all_to_all_single x{scale}")
         if IS_GLOO:
-            continue  # its list form takes equal blocks only
+            continue  # gloo's list form requires equal blocks
         outputs = [torch.empty(each, 2) for each in outs]
         dist.all_to_all(outputs, block[me])
         same_bits(torch.cat(outputs), expected, f"uneven all_to_all x{scale}")
@@ -518,7 +521,7 @@ def uneven_all_to_all(ctx: Context) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_all_to_all_of_uneven_splits(world_size: int) -> None:
-    """Rule 5: each pair has a different size, empty ones among them; both forms."""
+    """Rule 5: each pair has a different size, some are empty; list and single forms."""
     run_ranks(uneven_all_to_all, world_size)
 
 
@@ -540,7 +543,7 @@ def barriers(ctx: Context) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_barrier_lets_no_rank_leave_before_all_came(world_size: int) -> None:
-    """On one host all ranks read one clock."""
+    """Compares clock readings of all ranks, which share one clock because they are on one host."""
     run_ranks(barriers, world_size)
 
 
@@ -560,12 +563,12 @@ def barriers_with_ids(ctx: Context, after_fakes: bool = False) -> None:
 
 @pytest.mark.skipif(torch.accelerator.device_count() > 0, reason="the ids would name devices of this machine")
 def test_barrier_takes_ids_of_devices_that_are_not_there() -> None:
-    """accelerate passes its local rank to every barrier, on machines without an accelerator, too."""
+    """accelerate passes its local rank to every barrier, even on machines without an accelerator."""
     run_ranks(barriers_with_ids, 2)
 
 
 def test_fake_tensors_make_no_device_that_a_barrier_could_name() -> None:
-    """They install a guard for CUDA, which counts one device."""
+    """Fake tensors install a guard for CUDA that counts one device. A barrier must not use it."""
     run_fresh(barriers_with_ids, 2, True)
 
 
@@ -579,7 +582,7 @@ def monitored(ctx: Context) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_monitored_barrier_when_all_come(world_size: int) -> None:
-    """The good case; the missing ranks are tested in fault/."""
+    """All ranks call; tests/py/fault tests missing ranks."""
     run_ranks(monitored, world_size)
 
 
@@ -629,7 +632,7 @@ def complex_numbers(ctx: Context) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_complex_numbers(world_size: int) -> None:
-    """SUM works; MAX is refused and hurts nothing."""
+    """SUM works. MAX is refused, and the group stays usable."""
     run_ranks(complex_numbers, world_size)
 
 
@@ -640,6 +643,6 @@ def sum_known(ctx: Context) -> None:
 
 
 def test_many_default_groups_in_one_process() -> None:
-    """Groups are made and destroyed twenty times in the same processes."""
+    """Groups are created and destroyed twenty times in the same processes."""
     for _ in range(20):
         run_ranks(sum_known, 2, fresh_group=True)

@@ -1,4 +1,5 @@
-"""Compressed sums against plain ones: error bounds, bytes, residuals, and DistributedDataParallel with many buckets."""
+"""Compressed sums compared with plain ones: error bounds, bytes, residuals, and DistributedDataParallel with many
+buckets."""
 
 from __future__ import annotations
 
@@ -97,7 +98,7 @@ def test_what_top_k_leaves_out_comes_later(world_size: int) -> None:
 
 
 def named(ctx: Context) -> None:
-    """Two tensors of one shape; keys of all kinds; a missing key, and one that another tensor has."""
+    """Two tensors of one shape, keys of all kinds, a missing key, and a key that another tensor uses."""
     import torch_sagellm
 
     comm = torch_sagellm.create_comm_backend("cpu")
@@ -137,12 +138,12 @@ def named(ctx: Context) -> None:
 
 
 def test_top_k_knows_a_tensor_by_its_key() -> None:
-    """A remainder is never added to another tensor, of the same shape or not."""
+    """A residual is never added to a tensor with another key, whatever its shape."""
     run_ranks(named, 2)
 
 
 def retried(ctx: Context) -> None:
-    """A call whose exchange fails changes neither the tensor nor the remainder, so that it may be made again."""
+    """A call whose exchange fails changes neither the tensor nor the residual, so that the call can be repeated."""
     import torch_sagellm
 
     top, gradient = torch_sagellm.TopK(0.1), torch.arange(1.0, 101.0)
@@ -178,7 +179,7 @@ def test_a_call_that_fails_keeps_no_remainder() -> None:
 
 
 def largest(ctx: Context) -> None:
-    """The average of numbers whose sum is beyond the format stays finite, in the format's error."""
+    """The average of numbers whose sum exceeds the wire format stays finite, within the format's error."""
     import torch_sagellm
 
     for dtype, how, error in (
@@ -230,7 +231,7 @@ def served_by_gloo(ctx: Context) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_averages_over_a_group_that_gloo_serves() -> None:
-    """gloo has no ReduceOp.AVG."""
+    """gloo has no ReduceOp.AVG, so the sum must be divided."""
     run_ranks(served_by_gloo, 2)
 
 
@@ -242,7 +243,7 @@ def model() -> nn.Module:
 
 
 def mean_over_ranks(loss: torch.Tensor) -> float:
-    """The mean of all ranks' losses, summed without compression."""
+    """The mean of all ranks' losses, exchanged without compression."""
     shown = loss.detach().clone()
     dist.all_reduce(shown)
     return float(shown) / dist.get_world_size()
@@ -287,7 +288,7 @@ def train(ctx: Context, how: str) -> list[float]:
         assert hook.stats.saved_bytes > 0
         weights = sum(parameter.nbytes for parameter in net.parameters())
         assert hook.stats.plain_bytes == 60 * weights, "every gradient of every step"
-        if how in ("fp16", "bf16", "powersgd"):  # the others call other operations as well
+        if how in ("fp16", "bf16", "powersgd"):  # the other formats use other operations too
             travelled = torch_sagellm.get_stats(group=hook.group)["ops"]["all_reduce"]["bytes"]
             assert hook.stats.sent_bytes == travelled, (hook.stats, travelled)
         hook.close()
@@ -307,7 +308,7 @@ def test_training_converges_with_several_buckets(how: str) -> None:
 
 
 class Watched:
-    """Which parameters each bucket of a hook has had, and in how many orders."""
+    """Records which parameters each bucket of a hook had, and in how many orders."""
 
     def __init__(self, hook: Any) -> None:
         self.hook, self.average = hook, hook._average
@@ -322,11 +323,11 @@ class Watched:
         return self.average(bucket)
 
     def left(self) -> dict[nn.Parameter, torch.Tensor]:
-        """What each parameter has not got yet, on this rank."""
+        """For each parameter, the part of its gradient that this rank has not sent yet."""
         if not hasattr(self.hook, "state"):
             known = [each for parameters in self.buckets.values() for each in parameters]
             return {each: self.hook.compression.residual(each) for each in known}
-        found = {}  # PowerSGD keeps its errors by the number of the bucket
+        found = {}  # PowerSGD keeps its errors by bucket number
         for index, parameters in self.buckets.items():
             sizes = [each.numel() for each in parameters]
             found.update(zip(parameters, self.hook.state.error_dict[index].split(sizes), strict=True))
@@ -373,7 +374,8 @@ def keep_books(ctx: Context, how: str, bucket_mb: float) -> int:
 @pytest.mark.parametrize("how", ["topk", "topk object", "powersgd"])
 @pytest.mark.parametrize("bucket_mb", [25, 0.003], ids=["one bucket", "several buckets"])
 def test_what_is_left_out_of_a_parameter_comes_later_to_that_parameter(how: str, bucket_mb: float) -> None:
-    """DistributedDataParallel fills its buckets in another order from the second step on."""
+    """DistributedDataParallel fills its buckets in another order from the second step on. A residual must stay with its
+    parameter."""
     for orders in run_ranks(keep_books, 2, how, bucket_mb):
         assert orders > 0, "the buckets have been filled anew"
 
@@ -400,7 +402,7 @@ def test_gradients_on_a_device_are_refused() -> None:
 
 
 def demo() -> tuple[Any, torch.Tensor, nn.Module]:
-    """The program of the demo, the text it learns, and a small one of its models."""
+    """The demo's program, the text that it learns, and a small one of its models."""
     from torch_sagellm.demos import train_gpt as program
 
     torch.manual_seed(3)
@@ -412,7 +414,8 @@ STEPS = 40
 
 
 def learn(ctx: Context, how: str) -> list[float]:
-    """Losses of the demo's model, averaged over the ranks. `how` is "", a format for DDP's hook, or "call " and one."""
+    """Losses of the demo's model, averaged over the ranks. `how` is "", a format for DDP's hook, or "call " and a
+    format."""
     import torch_sagellm
 
     program, text, net = demo()
@@ -460,7 +463,8 @@ def learns(ctx: Context, hows: list[str]) -> dict[str, list[float]]:
 
 
 def test_the_demo_learns_with_every_wire_format_and_several_buckets() -> None:
-    """As well as without compression, by its loss at the end: bytes of the standard library, from ln(256) on."""
+    """Every format reaches about the loss of a run without compression after 40 steps; the text is the standard
+    library, byte by byte, and the first loss about ln(256)."""
     hows = ["", "fp16", "bf16", "int8", "topk", "powersgd", "call bf16", "call int8", "call topk"]
     for found in run_ranks(learns, 2, hows, timeout=180):
         ends = {how: sum(losses[-5:]) / 5 for how, losses in found.items()}
@@ -469,12 +473,13 @@ def test_the_demo_learns_with_every_wire_format_and_several_buckets() -> None:
             assert math.isclose(found[how][0], found[""][0], rel_tol=1e-4), (
                 "the first step begins with the same weights"
             )
-            # One percent of its elements is what "topk" sends by its name: it is later, not wrong.
+            # "topk" by name sends one percent of the elements, so it learns more slowly.
             assert end < ends[""] + (0.9 if how == "call topk" else 0.15), ends
 
 
 def crossing(ctx: Context, names: list[str]) -> dict[str, tuple[float, float]]:
-    """For each format the bytes that left this host, as a share of the tensor, and what the statistics say."""
+    """For each format, the bytes that left this host as a share of the tensor's bytes, and the share that the
+    statistics report."""
     from net import INTERFACE, enter
 
     import torch_sagellm
@@ -493,7 +498,7 @@ def crossing(ctx: Context, names: list[str]) -> dict[str, tuple[float, float]]:
 
     found = {}
     for name, how in {"int8": "int8", "topk": torch_sagellm.TopK(0.01), "auto": "auto"}.items():
-        for _ in range(2):  # the first call makes groups
+        for _ in range(2):  # the first call creates groups
             stats = torch_sagellm.CompressionStats()
             mine = tensors[ctx.rank].clone()
             dist.barrier()
@@ -504,11 +509,11 @@ def crossing(ctx: Context, names: list[str]) -> dict[str, tuple[float, float]]:
         every = [torch.empty_like(mine) for _ in range(ctx.world_size)]
         dist.all_gather(every, mine)
         assert all(torch.equal(each, mine) for each in every), "equal on all ranks"
-        if name != "topk":  # an addend is a host's sum
+        if name != "topk":  # an addend is the sum of one host
             m = max(float(each.abs().max()) for each in (*host_sums, exact))
             assert float((mine - exact).abs().max()) <= 3 * m / 254 * 1.02
         else:
-            # What came, and what all ranks keep, is the sum of both calls.
+            # The two results plus the residuals of all ranks are the sum of both calls.
             left = how.residual("topk").clone()
             dist.all_reduce(left)
             first = torch.zeros_like(mine)
@@ -521,7 +526,7 @@ def crossing(ctx: Context, names: list[str]) -> dict[str, tuple[float, float]]:
 
 
 def test_a_host_sends_as_few_bytes_however_many_ranks_it_has(hosts: list[str]) -> None:
-    """Against the counters of the link: TCP and barriers add some per cent of their own."""
+    """Compares with the counters of the link. TCP and the barriers add a few percent."""
     for found in run_fresh(crossing, 6, hosts, env={"GLOO_SOCKET_IFNAME": "eth0"}, timeout=120):
         for name, most in (("int8", 0.26), ("topk", 0.0205), ("auto", 0.26)):
             wire, told = found[name]
@@ -555,7 +560,7 @@ def as_option(ctx: Context) -> None:
         one, later = mine.clone(), mine.clone()
         assert comm.all_reduce(one, compress=how) is one
         future = comm.all_reduce(later, "mean", async_op=True, compress=how)
-        # Ranks may go on to other operations meanwhile, each in its own order of events.
+        # Between the call and its wait, ranks may call other operations, each rank in its own order.
         comm.all_reduce(torch.ones(3))
         assert future.wait() is later and future.done()
         assert torch.equal(one, torch_sagellm.compressed_all_reduce(mine.clone(), how)), how
@@ -573,7 +578,7 @@ def as_option(ctx: Context) -> None:
     assert rest is not None
     torch.testing.assert_close(total + ctx.world_size * rest, 8.0 * ctx.world_size * torch.arange(40.0))
     named = torch.zeros(400)
-    for _ in range(300):  # by its name, one hundredth at a time
+    for _ in range(300):  # the key keeps the residual between calls, and each call sends one hundredth
         named += comm.all_reduce(torch.ones(400), compress="topk", key="named")
     assert (named > 0).all(), "what was left out comes later, also where only the name is given"
     for words, call in {

@@ -1,5 +1,5 @@
-"""Ranks that do not make the same call: on one rank one thing is changed, in every public call and in every call that
-takes a list. Every rank must get the error, in that call or, where it could end there rightly, in its next (rule 5).
+"""Ranks that do not make the same call. One rank changes one thing, in every public call and in every call that takes a
+list. Every rank must get the error: in that call or, if its part of the call could complete, in its next call (rule 5).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ ENV = {"GLOO_SOCKET_IFNAME": net.INTERFACE}
 
 
 def begin(ctx: Context, names: list[str]) -> None:
-    """Makes the default group: over the hosts of these names, or on this one."""
-    warnings.simplefilter("ignore", FutureWarning)  # torch's, about its own names
+    """Creates the default group over the hosts with these names, or on this host if there are none."""
+    warnings.simplefilter("ignore", FutureWarning)  # torch warns about its own deprecated names
     if not names:
         ctx.init(timeout=LIMIT)
         return
@@ -35,7 +35,7 @@ def begin(ctx: Context, names: list[str]) -> None:
 
 
 def refusal(calls: Callable[[Any], object]) -> str:
-    """The error that the calls meet in a new group, or that of the barrier behind them."""
+    """Runs the calls and a barrier in a new group. Returns the first error's text, or "" without an error."""
     group: Any = dist.new_group(timeout=LIMIT)
     try:
         calls(group)
@@ -43,17 +43,18 @@ def refusal(calls: Callable[[Any], object]) -> str:
     except RuntimeError as error:
         return str(error)
     finally:
-        dist.barrier()  # a rank that leaves earlier may be what the others hear of
+        dist.barrier()  # a rank that leaves earlier could be the error that its peers get
         dist.destroy_process_group(group)
     return ""
 
 
 def check(found: list[dict[str, str]], over_hosts: bool) -> None:
-    """The errors of all ranks, by case. Where a rank has left the link the others may learn only that."""
+    """Checks the errors of all ranks, by case. If a rank has cut the link between hosts, its peers may see only the
+    lost connection."""
     assert all(list(each) == list(found[0]) for each in found)
     for case in found[0]:
         texts = [each[case] for each in found]
-        # All mismatches say what ranks must do; errors of a deadline or of a rank that left do not.
+        # Every mismatch error says what all ranks must do. Errors of a deadline or of a rank that left do not.
         mismatch = ["Every rank must" in text for text in texts]
         lost = ["lost the connection to rank" in text or "ended or left the group" in text for text in texts]
         told = [one or (over_hosts and other) for one, other in zip(mismatch, lost, strict=True)]
@@ -65,7 +66,7 @@ def check(found: list[dict[str, str]], over_hosts: bool) -> None:
 
 @dataclass(frozen=True)
 class Passed:
-    """What a rank passes to a call."""
+    """The arguments that a rank passes to a call."""
 
     size: int
     dtype: torch.dtype = torch.float32
@@ -90,7 +91,7 @@ class Passed:
         return [self.size] * dist.get_world_size()
 
     def few(self) -> int:
-        """The length of a list."""
+        """A list's length, derived from the size."""
         return self.size % 7 + 1
 
     def places(self) -> list[Any]:
@@ -114,13 +115,13 @@ def compressed(group: Any, p: Passed) -> object:
     return package().compressed_all_reduce(p.one(), p.how, op=p.op, group=group, key="one")
 
 
-#: What one rank may pass in place of what the others pass. Data that is only moved has no type (rule 5).
+#: What one rank may pass differently. Calls that only move data do not compare dtypes (rule 5).
 MOVES, REDUCES = ("call", "size"), ("call", "size", "type", "op")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A call, and what one rank may have another of."""
+    """A call, and the arguments in which one rank may differ."""
 
     run: Callable[[Any, Passed], object]
     differs: tuple[str, ...]
@@ -157,7 +158,7 @@ CALLS: dict[str, Row] = {
             [[p.one(), p.one()] for _ in range(dist.get_world_size())], [p.one(), p.one()], group=g
         ),
     ),
-    # Objects: every rank may have others, so their sizes are not compared.
+    # Objects may differ between ranks, so their sizes are not compared.
     "dist.all_gather_object": row(("call",), lambda g, p: dist.all_gather_object(p.places(), "own", group=g)),
     "dist.broadcast_object_list": row(
         (*MOVES, "root"), lambda g, p: dist.broadcast_object_list(["own"] * p.few(), group_src=p.root, group=g)
@@ -208,12 +209,13 @@ if hasattr(dist, "gather_single"):
             p.one(), p.all() if dist.get_rank() == p.root else None, group_dst=p.root, group=g
         ),
     )
-#: They collect at the root: over hosts two ranks that both mean to do so wait for each other until the deadline.
+#: These calls collect data at the root. Between hosts, two ranks that both pass themselves as the root wait for each
+#: other until the deadline.
 COLLECT = ("reduce", "gather", "gather_single", "gather_object")
 
 
 def messages(send: Callable[[Any, Passed], object], receive: Callable[[Any, Passed], object]) -> Row:
-    """From rank 0 to rank 1; the others take no part."""
+    """A message from rank 0 to rank 1; other ranks make no call."""
 
     def run(group: Any, passed: Passed) -> object:
         me = dist.get_rank()
@@ -297,7 +299,7 @@ def test_every_public_call_has_a_row() -> None:
 
 
 def changes(name: str, passed: Passed) -> dict[str, tuple[str, Passed]]:
-    """What one rank calls and passes instead."""
+    """For each argument in which one rank may differ: the call that this rank makes, and its arguments."""
     every = {
         "call": ("dist.all_reduce" if "barrier" in name else "dist.barrier", passed),
         "size": (name, replace(passed, size=passed.size + 1)),
@@ -310,7 +312,7 @@ def changes(name: str, passed: Passed) -> dict[str, tuple[str, Passed]]:
 
 
 def one_rank_differs(ctx: Context, names: list[str], size: int) -> dict[str, str]:
-    """Every call with every change, on each rank in turn."""
+    """Makes every call with every change; the rank that differs changes from case to case."""
     begin(ctx, names)
     cases = [(name, what, other) for name in CALLS for what, other in changes(name, Passed(size)).items()]
     if names:
@@ -338,12 +340,12 @@ def test_rule_05_what_differs_on_one_rank_is_an_error_on_all(size: int, world_si
 def test_rule_05_what_differs_on_one_rank_is_an_error_on_all_hosts(
     hosts: list[str], world_size: int, size: int
 ) -> None:
-    """The same over two hosts; 6 elements go in a frame, 20,000 in a message, 100,000 without a copy."""
+    """Rule 5 over two hosts: 6 elements travel in a frame, 20,000 in a message, 100,000 without a copy."""
     check(run_fresh(one_rank_differs, world_size, hosts, size, env=ENV, timeout=180.0), over_hosts=True)
 
 
 def messages_differ(ctx: Context, names: list[str], size: int) -> dict[str, tuple[str, str]]:
-    """Of each call the error, and that of a barrier behind it in the same group."""
+    """For each call: its error, and the error of a barrier after it in the same group."""
     begin(ctx, names)
     found = {}
     for number, (name, call) in enumerate(MESSAGES.items()):
@@ -364,7 +366,7 @@ def messages_differ(ctx: Context, names: list[str], size: int) -> dict[str, tupl
 
 
 def check_messages(found: list[dict[str, tuple[str, str]]]) -> None:
-    """Who receives gets the error. Its group goes on, or fails on all ranks."""
+    """The receiver gets the error. The group stays usable on all ranks, or fails on all ranks."""
     for name in MESSAGES:
         texts = [each[name] for each in found]
         assert any("bytes" in text and "Timed out" not in text for text, _ in texts[:2]), f"{name}: {texts}"
@@ -391,7 +393,7 @@ Shape = tuple[int, torch.dtype]
 
 
 def regions(call: Callable[[Any, T], object]) -> Callable[[Any, list[T]], None]:
-    """The calls for a list, in a region of torch's manager, which makes one call of them."""
+    """Makes the calls for a list inside torch's coalescing manager, which turns them into one call."""
 
     def together(group: Any, tensors: list[T]) -> None:
         with dist._coalescing_manager(group=group):
@@ -431,7 +433,7 @@ def gathered_lists(group: Any, tensors: list[T]) -> None:
 
 @dataclass(frozen=True)
 class Listed:
-    """A call that takes a list, and the call for one of its tensors."""
+    """A call that takes a list, and the call that takes one tensor."""
 
     together: Callable[[Any, list[T]], object]
     alone: Callable[[Any, T], object]
@@ -450,14 +452,14 @@ LISTS = {
 
 
 def drawn(draw: random.Random, mixed: bool) -> list[Shape]:
-    """A list of two to seven tensors, of which some are empty and some, rarely, large."""
+    """A random list of two to seven tensors; some are empty, and few lists have a large one."""
     sizes = [0, 1, 2, 3, 8, 100, 1000, *([5000, 70_000] if draw.random() < 0.3 else [])]
     types = [torch.float32, torch.int32, torch.float64] if mixed else [torch.float32]
     return [(draw.choice(sizes), draw.choice(types)) for _ in range(draw.randint(2, 7))]
 
 
 def changed(draw: random.Random, shapes: list[Shape]) -> list[Shape]:
-    """The list with two tensors swapped, one cut in two, or one left out: never the same list."""
+    """The list with two tensors swapped, one split in two, or one left out; never the same list."""
     while True:
         other = list(shapes)
         at, to = draw.sample(range(len(other)), 2)
@@ -475,7 +477,7 @@ def changed(draw: random.Random, shapes: list[Shape]) -> list[Shape]:
 
 
 def lists_differ(ctx: Context, names: list[str], seeds: range) -> dict[str, str]:
-    """Random lists, of which one rank has another; one by one and as a list."""
+    """Random lists; one rank passes another list. The tensors are passed as a list or one by one."""
     begin(ctx, names)
     found = {}
     for seed in seeds:
@@ -505,7 +507,7 @@ def lists_differ(ctx: Context, names: list[str], seeds: range) -> dict[str, str]
 @beyond_gloo("it compares nothing")
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_rule_05_lists_are_refused_wherever_their_tensors_one_by_one_are(world_size: int) -> None:
-    """Rule 5: lists of as many bytes in all are told apart by their tensors."""
+    """Rule 5: lists with the same total bytes are distinguished by their tensors."""
     seeds = range(70 * world_size, 70 * world_size + 70)
     check(run_fresh(lists_differ, world_size, [], seeds, timeout=120.0), over_hosts=False)
 
@@ -513,13 +515,14 @@ def test_rule_05_lists_are_refused_wherever_their_tensors_one_by_one_are(world_s
 @beyond_gloo("it compares nothing")
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_rule_05_lists_are_refused_wherever_their_tensors_are_over_hosts(hosts: list[str], world_size: int) -> None:
-    """The same over two hosts, where calls that were issued one by one may travel together and are no list."""
+    """Rule 5 over two hosts. There, calls that were issued one by one may travel in one batch, which does not make them
+    a list."""
     seeds = range(21 * world_size, 21 * world_size + 21)
     check(run_fresh(lists_differ, world_size, hosts, seeds, env=ENV, timeout=180.0), over_hosts=True)
 
 
 def first_difference(ctx: Context, sizes: list[list[int]]) -> str:
-    """The error of lists of these sizes, and that no tensor was touched."""
+    """The error of lists with these sizes. Checks that no tensor was changed."""
     import torch_sagellm
 
     ctx.init(timeout=LIMIT)
@@ -545,7 +548,7 @@ def first_difference(ctx: Context, sizes: list[list[int]]) -> str:
     ],
 )
 def test_rule_05_the_error_says_where_lists_differ(sizes: list[list[int]], words: str) -> None:
-    """Which tensor, and its size on both ranks; where one rank's list ends, how many tensors each passed."""
+    """The error names the tensor and its size on both ranks or, if one rank's list is shorter, both lengths."""
     texts = run_fresh(first_difference, 2, sizes)
     assert all("different lists of tensors to all_reduce(" in text for text in texts), texts
     assert any(words in text for text in texts), texts

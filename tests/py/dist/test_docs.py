@@ -1,22 +1,23 @@
-"""Every snippet of the README, docs/ and docstrings runs as it stands, or says why not; what the pages name exists.
+"""Every snippet of the README, docs/ and docstrings runs as written, or has a comment with the reason why not. What the
+pages name exists.
 
-How a block is run follows from its language:
+The language of a block decides how it is run:
 
 - python: on two ranks of a live default group, with ``rank`` defined, all blocks of a page one after the other. A block
   that calls ``init_process_group`` is a program: torchrun starts it with two ranks.
-- console, bash: line by line, each a command of this package (``torch-sagellm ...``, ``python -m torch_sagellm ...``),
-  with variables before it or without; it must succeed and print something.
-- rust: by rustdoc, where a comment of the crate takes in the page.
+- console, bash: line by line. Each line is a command of this package (``torch-sagellm ...``, ``python -m torch_sagellm
+  ...``), possibly with variables before it. It must succeed and print something.
+- rust: by rustdoc, if a comment of the crate includes the page.
 - text, or none: no code, so it is not run.
 
-Before any other block, and before one of these that is not run, a comment gives the reason: ``<!-- not run: ... -->``.
+Any other block that is not run has a comment with the reason before it: ``<!-- not run: ... -->``.
 
-A block of text with the comment ``<!-- output -->`` before it is what the last block above it that is run prints,
-and is compared: what rank 0 prints, of several commands the last one, of a program under torchrun all ranks in any
-order. There ``~7.7`` stands for some number, ``...`` for anything within a line, and a line of ``...`` for any lines.
-White space may be longer or shorter.
+A text block after the comment ``<!-- output -->`` is the expected output of the last block before it that is run. For a
+block of several commands it is the output of the last command, for ranks the output of rank 0, and for a program under
+torchrun the lines of all ranks in any order. In such a block ``~7.7`` matches any number, ``...`` any text within a
+line, and a line of ``...`` any lines. The amount of white space does not matter.
 
-Pages for users keep to rules of their own, which are below.
+Pages for users must follow further rules, which are below.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ PAGES = [
     "examples/README.md",
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
 ]
-#: For who builds this package: the contract, the words, and all of docs/internals. The others of docs/ are for users.
+#: Pages for developers of this package, besides docs/internals. All other pages of docs/ are for users.
 BUILDERS = ("docs/design.md", "docs/words.md")
 USERS = [page for page in PAGES if page.startswith("docs/") and "/internals/" not in page and page not in BUILDERS]
-#: Pages for users that say what there is not, so they have nothing to begin with.
+#: Pages for users that say what is missing, so they need not begin with a snippet.
 WITHOUT_SNIPPET = ("docs/not-done.md",)
-#: What concerns builders alone: a file of the sources, a number of a rule, a name of the core, a count of instructions.
+#: Text that belongs into pages for developers: source files, rule numbers, names of the core, instruction counts.
 OF_BUILDERS = re.compile(
     r"\b(?:src|cpp|torch_ext|tests|benchmarks)/\w|\.ci/|\b[Rr]ules? \d|\b[Ii]nvariants? \d|\w::\w|\d instructions"
 )
@@ -59,9 +60,9 @@ DATE = re.compile(r"\b20\d\d-\d\d-\d\d\b")
 BLOCK = re.compile(r"(?:^<!-- (?:not run: ([^\n]*?)|(output)) *-->\n)?^( *)```([^\n]*)\n(.*?)^\3```$", re.S | re.M)
 #: Languages of blocks that the tests below run.
 RUN = ("python", "console", "bash")
-#: What an output may leave open: some number, or anything.
+#: The parts of an expected output that match any number or any text.
 OPEN = re.compile(r"(\.\.\.|~[\d.,]*\d|[ \t]+)")
-#: Folders whose files a page may name in code type.
+#: A file name in code type, in a folder whose files pages may name.
 NAMED = re.compile(r"`((?:src|cpp|torch_ext|tests|benchmarks|examples|docs)/[\w./-]+)`")
 #: How a line of code begins, in a block that does not say that it is code.
 CODE = re.compile(r"^(?:[A-Z_]+=\S+ )*(?:import|export|pip|python|make|torchrun|cargo|torch-sagellm) ", re.M)

@@ -1,5 +1,5 @@
-"""Past operations by their number: the recomputed explanation equals the record, for every operation of a run, on one
-host and over several; and statistics and records give the algorithm the same name.
+"""Explanations of past operations by number. For every operation of a run, the recomputed explanation equals the
+record, on one host and over several. Statistics and records use the same name for the algorithm.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ pytestmark = beyond_gloo("this is about the package's own choice")
 
 
 def mixed(context: Context, group: Any) -> None:
-    """Every kind of call: one by one and many at once, lists, uneven blocks, sparse tensors, messages in between."""
+    """Calls of every kind: single, many at once, lists, uneven blocks, sparse tensors, with messages between them."""
     ranks, me = context.world_size, context.rank
     for count in (0, 1, 1000, 5000, 300_000):
         own, many = torch.ones(count), [torch.ones(count) for _ in range(ranks)]
@@ -54,7 +54,7 @@ def explained(group: Any) -> list[tuple[str, str, int, tuple[int, int, int] | No
     from torch_sagellm.observe import explain
 
     records = explain.backend_of(group)._records()
-    # A call that is made of several has no number of its own.
+    # A call that is composed of several operations has no number.
     own = [each for each in records if each["path"] != "composed"]
     of = {each["number"]: each for each in own if each["kind"] not in ("send", "recv")}
     last = max(of)
@@ -141,7 +141,7 @@ def test_over_two_hosts_by_the_batches_they_were_in(
 
 
 def forgotten(context: Context) -> list[str]:
-    """A group that remembers eight operations."""
+    """A group that keeps the records of eight operations."""
     import torch_sagellm
 
     os.environ["SAGELLM_RING"] = "8"
@@ -182,7 +182,7 @@ def test_a_delegates_operations_have_numbers_too() -> None:
 
 
 def lived(ctx: Context) -> None:
-    """What a group's own operations took stands beside the prediction."""
+    """`explain` shows the measured times of a group's own operations next to the prediction."""
     import torch_sagellm
 
     group = dist.new_group()

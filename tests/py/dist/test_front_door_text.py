@@ -1,7 +1,7 @@
-"""Scripts as a user writes them who has read the list of the API's names, but neither the code nor docs/api.md.
+"""Scripts by a user who has read the list of the API's names, but neither the code nor docs/api.md.
 
-Each uses the names, the order of arguments and the defaults of that list, with tensors whose results are known.
-The expectations of these scripts are promises to users; the details are tested beside each module.
+Each script uses the names, the order of arguments and the defaults of that list, with tensors whose results are known.
+What these scripts expect is promised to users. Other files test the details of each module.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def methods(ctx: Context) -> None:
 
 
 def late(ctx: Context) -> None:
-    """Every way to wait for a rank that does not come, each in a group that nothing has failed in."""
+    """Waits for a rank that makes no call in every possible way, each in a new group."""
     import torch_sagellm
 
     ctx.init()
@@ -161,7 +161,7 @@ def late(ctx: Context) -> None:
         "irecv": lambda comm: comm.irecv(torch.ones(1), 1).wait(),
     }
     for number, (name, wait) in enumerate(waits.items()):
-        # Making the group has the same deadline, within which both ranks must come.
+        # The creation of the group has the same deadline, within which both ranks must join.
         comm = torch_sagellm.create_comm_backend("cpu", timeout=patience(0.25) + number / 1000)
         if ctx.rank == 0:
             with pytest.raises(torch_sagellm.CommTimeoutError) as raised:
@@ -289,7 +289,7 @@ def test_a_script_on_a_grid_of_four_ranks() -> None:
 
 @pytest.mark.quick
 def test_a_lesson_without_processes() -> None:
-    """Ranks of one process, from the old import path, in a plain loop and on threads."""
+    """Ranks of one process, imported by the old path, in a plain loop and on threads."""
     found = in_new_process(
         """
 import json
@@ -345,7 +345,7 @@ def test_names_signatures_and_old_import_paths() -> None:
     for name in collective_ops.__all__:
         assert getattr(collective_ops, name) is getattr(torch_sagellm, name)
         assert inspect.getdoc(getattr(torch_sagellm, name)), name
-    # Older code does not agree on which module had which name: every path finds all of them, and nothing else.
+    # Older programs disagree about which module has which name. So every path offers all names, and no others.
     for module in (collective_ops, comm_backend, topology):
         for name in torch_sagellm.__all__:
             assert getattr(module, name) is getattr(torch_sagellm, name), (module.__name__, name)

@@ -1,4 +1,4 @@
-"""`fused_all_reduce`, explicit lists and many operations in flight: the bits of one all_reduce a tensor."""
+"""`fused_all_reduce`, explicit lists and many operations in flight give the bits of one all_reduce per tensor."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def fused(ctx: Context) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_rule_17_and_30_fused_all_reduce_gives_the_bits_of_single_calls(world_size: int) -> None:
-    """Rules 17 and 30: fused or not, the same bits and numbers; lists of any dtypes, sizes and strides, also empty."""
+    """Rules 17 and 30: fused or not, the bits and numbers are the same, for lists of any dtypes, sizes and strides, and
+    for empty lists."""
     run_ranks(fused, world_size)
 
 
@@ -75,13 +76,13 @@ def refused(ctx: Context) -> None:
             lambda: torch_sagellm.fused_all_reduce(tensors, op),  # noqa: B023
         )
         assert expected in said, said
-    dist.all_reduce(whole)  # nothing was sent, so the group goes on
+    dist.all_reduce(whole)  # nothing was sent, so the group is usable
     assert whole.tolist() == [float(ctx.world_size)] * 10
 
 
 @beyond_gloo("refusals of fused_all_reduce")
 def test_rule_02_a_refused_list_sends_nothing() -> None:
-    """Rule 2: wrong lists are refused locally and use no number."""
+    """Rule 2: wrong lists are refused on the calling rank and use no number."""
     run_ranks(refused, 2)
 
 
@@ -102,5 +103,5 @@ def many(ctx: Context, fusion: bool) -> None:
 @pytest.mark.parametrize("fusion", [True, False])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_rule_14_many_operations_in_flight(world_size: int, fusion: bool) -> None:
-    """Rule 14: a drain takes in whatever is there; switched off, one operation after the other, the same results."""
+    """Rule 14: one pass fuses all pending operations. Without fusion they run one by one, with the same results."""
     run_ranks(many, world_size, fusion)

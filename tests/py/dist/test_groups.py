@@ -1,4 +1,4 @@
-"""Groups: permuted, nested, many at once, used from several threads, split, re-made."""
+"""Groups: permuted, nested, many at the same time, used from several threads, split, created again."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def permuted(ctx: Context) -> None:
 @needs_order_given
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_groups_in_every_order_of_ranks(world_size: int) -> None:
-    """Pitfall 8: roots are group ranks on the wire and global ranks in the call; rank order is the group's."""
+    """Pitfall 8: roots are group ranks on the wire and global ranks in the call. The order of ranks is the group's."""
     run_ranks(permuted, world_size)
 
 
@@ -72,7 +72,7 @@ def subsets(ctx: Context) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_every_subset_is_a_group(world_size: int) -> None:
-    """All groups of one, two, three and four ranks alive at once."""
+    """All groups of one to four ranks exist at the same time."""
     run_ranks(subsets, world_size)
 
 
@@ -114,7 +114,7 @@ def opposite_orders(ctx: Context) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_rule_25_ranks_may_issue_in_different_orders_on_two_groups(world_size: int) -> None:
-    """Rules 6 and 25: rank 0 issues on group one first, the others on group two; waits in either order."""
+    """Rules 6 and 25: rank 0 issues first on group one, the other ranks first on group two; waits in either order."""
     run_ranks(opposite_orders, world_size)
 
 
@@ -125,7 +125,8 @@ def crossed_waits(ctx: Context) -> None:
         first, second = (one, two) if ctx.rank == 0 else (two, one)
         tensors = {one: a, two: b}
         pending = dist.all_reduce(tensors[first], group=first, async_op=True)
-        dist.all_reduce(tensors[second], group=second)  # sync: must drive the pending one on the other group too
+        # This synchronous call must also drive the pending call of the other group.
+        dist.all_reduce(tensors[second], group=second)
         pending.wait()
         assert (a == ctx.world_size).all() and (b == ctx.world_size).all()
     for group in (one, two):
@@ -134,7 +135,8 @@ def crossed_waits(ctx: Context) -> None:
 
 @pytest.mark.quick
 def test_rule_06_a_blocked_thread_drives_every_group() -> None:
-    """Rules 6 and 7: each rank blocks in a sync call on the group where the other has only an async call pending."""
+    """Rules 6 and 7: each rank blocks in a synchronous call on the group in which the other rank has only an
+    asynchronous call pending."""
     run_ranks(crossed_waits, 2)
 
 
@@ -155,7 +157,7 @@ def sync_meets_async(ctx: Context) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_rule_07_one_rank_sync_another_async(world_size: int) -> None:
-    """Rule 7: how a rank waits is a local fact."""
+    """Rule 7: each rank chooses for itself whether a call is synchronous."""
     run_ranks(sync_meets_async, world_size)
 
 
@@ -189,7 +191,8 @@ def threads(ctx: Context, count: int, turns: int) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_rule_06_threads_each_with_a_group(world_size: int) -> None:
-    """Pitfall 9 and rule 8: groups used from several threads do not block one another, nor does the interpreter."""
+    """Pitfall 9 and rule 8: groups used from several threads do not block each other, nor does the interpreter's
+    lock."""
     run_ranks(threads, world_size, 4, 20)
 
 
@@ -208,7 +211,8 @@ def depth(ctx: Context, count: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("count", [100, 700])
 def test_rule_03_deep_queue_of_async_operations(world_size: int, count: int) -> None:
-    """Rules 3 and 14: hundreds of operations issued before any wait, waited for in opposite orders on two ranks."""
+    """Rules 3 and 14: hundreds of operations are issued before the first wait. Ranks wait for them in opposite
+    orders."""
     run_ranks(depth, world_size, count)
 
 
@@ -233,7 +237,7 @@ def step_by_step(ctx: Context) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_rule_13_one_rank_waits_for_each_before_it_issues_the_next(world_size: int) -> None:
-    """Rule 13: rank 0 issues operation k + 1 only after k has ended; the others issue four at once."""
+    """Rule 13: rank 0 issues operation k + 1 only after k has ended. The other ranks issue four at a time."""
     run_ranks(step_by_step, world_size)
 
 
@@ -256,7 +260,7 @@ def far_ahead(ctx: Context) -> None:
 
 @pytest.mark.quick
 def test_rule_14_a_rank_far_ahead() -> None:
-    """Rule 14: one rank has issued thousands of operations that the other takes one by one."""
+    """Rule 14: one rank has issued thousands of operations, which the other rank issues one by one."""
     run_ranks(far_ahead, 2)
 
 
@@ -296,7 +300,7 @@ def mixed_kinds(ctx: Context) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_rule_01_mixed_kinds_keep_one_order(world_size: int) -> None:
-    """Rule 1: forty operations of five kinds and four sizes in flight."""
+    """Rule 1: forty operations of five kinds and four sizes are in flight."""
     run_ranks(mixed_kinds, world_size)
 
 
@@ -336,7 +340,7 @@ def group_of_one(ctx: Context) -> None:
 
 
 def test_groups_of_one_rank() -> None:
-    """Every operation with oneself only (torch itself refuses a group of no rank)."""
+    """Every operation in a group of one rank. (torch itself refuses a group without ranks.)"""
     run_ranks(group_of_one, 2)
 
 
@@ -355,7 +359,7 @@ def split(ctx: Context) -> None:
     dist.all_reduce(found, group=again)
     dist.destroy_process_group(again)
     dist.destroy_process_group(child)
-    # A group that a delegate serves, and the same ranks again.
+    # A group that a delegate serves is split into the same ranks, twice.
     parent = dist.new_group(range(n), pg_options=torch_sagellm.Options(engine="delegate"))
     for _ in range(2):
         child = dist.split_group(parent, split_ranks=[[*range(n)]])
@@ -368,7 +372,7 @@ def split(ctx: Context) -> None:
 @pytest.mark.skipif(not torch_at_least(2, 15), reason="split_group of older torch needs a device")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_split_group(world_size: int) -> None:
-    """Children from split, one after the other."""
+    """Creates a child by split, ends it, and creates the next."""
     run_ranks(split, world_size)
 
 
@@ -389,7 +393,7 @@ def options(ctx: Context) -> None:
 
 
 def test_options_and_names() -> None:
-    """getBackendOptions, its timeout and clone, the backend's name."""
+    """getBackendOptions with its timeout and clone, and the backend's name."""
     run_ranks(options, 2)
 
 
@@ -431,7 +435,7 @@ def inherits(ctx: Context) -> None:
     assert options_of(own) == options_of(own) | {"engine": "auto", "fusion": True, "strict": True, "soft_timeout": None}
     dist.destroy_process_group()
 
-    # Where the default group is not ours, it is the first group of ours that has all the ranks.
+    # If the default group is not ours, a new group inherits the options of our first group that has all the ranks.
     ctx.init(backend="gloo", key=f"{ctx.key}/second")
     first = dist.new_group(backend="sagellm", pg_options=torch_sagellm.Options(soft_timeout=3))
     dist.new_group(backend="sagellm", pg_options=torch_sagellm.Options(soft_timeout=4))
@@ -447,7 +451,7 @@ def inherits(ctx: Context) -> None:
 @beyond_gloo("has none of these options")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_group_without_options_has_those_of_the_group_that_has_its_ranks(world_size: int) -> None:
-    """new_group and DeviceMesh pass none."""
+    """new_group and DeviceMesh pass no options, so a group inherits those of a group that has all of its ranks."""
     run_fresh(inherits, world_size)
 
 
@@ -463,7 +467,7 @@ def one_backend_object(ctx: Context) -> None:
 
 @pytest.mark.quick
 def test_pitfall_03_devices_share_one_object_and_cuda_stays_untouched() -> None:
-    """Pitfall 3: making and using a group in a CPU program does not initialise cuda."""
+    """Pitfall 3: creating and using a group in a CPU program does not initialise CUDA."""
     run_ranks(one_backend_object, 2)
 
 
@@ -477,7 +481,7 @@ def by_name(ctx: Context, name: str) -> None:
 
 @pytest.mark.parametrize("form", ["{}", "cpu:{}", "upper", "cpu:{},cuda:gloo"])
 def test_forms_of_the_name(form: str) -> None:
-    """Plain, upper case, for cpu only, beside another backend (pitfall 4)."""
+    """Plain, upper case, for the CPU only, and together with another backend (pitfall 4)."""
     from harness import BACKEND
 
     name = BACKEND.upper() if form == "upper" else form.format(BACKEND)
@@ -500,7 +504,7 @@ def slow_creation(ctx: Context) -> None:
 
 
 def test_rule_23_groups_are_made_by_their_creator_not_by_the_first_operation() -> None:
-    """Rule 23: a rank that comes late is waited for, and a first isend is not collective."""
+    """Rule 23: the creation waits for a late rank, and a first isend needs no other ranks."""
     run_fresh(slow_creation, 3)
 
 
@@ -515,7 +519,7 @@ def alone(ctx: Context) -> str:
 
 @beyond_gloo("names no rank")
 def test_rule_23_creation_without_the_others_ends_at_the_timeout() -> None:
-    """A rank that never comes is named when the group's timeout has passed."""
+    """Rule 23: if a rank does not join before the group's timeout, the error names it."""
     (text,) = run_fresh(alone, 1)
     assert "rank 1" in text, text
 
@@ -531,5 +535,5 @@ def stale_keys(ctx: Context) -> None:
 
 @beyond_gloo("takes the addresses of an earlier incarnation for its own")
 def test_rule_23_a_store_with_keys_of_an_earlier_incarnation() -> None:
-    """Rule 23: the same prefix again, as when torchrun restarts workers."""
+    """Rule 23: a group uses the prefix of an earlier group, as after torchrun restarts its workers."""
     run_fresh(stale_keys, 2)

@@ -1,4 +1,4 @@
-"""The file in the form of NCCL Inspector: its metrics and labels, and values that are those of the statistics."""
+"""The file in the format of NCCL Inspector: its metrics, its labels, and its values, which equal the statistics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def written(ctx: Context, folder: str) -> None:
     import torch_sagellm
 
     torch_sagellm.reset_stats()
-    for count in (256, 300, 1 << 18):  # 1024 and 1200 bytes are in one range and in two size classes
+    # 1024 and 1200 bytes are in one range of the file, but in two size classes of the statistics.
+    for count in (256, 300, 1 << 18):
         dist.all_reduce(torch.ones(count))
     if ctx.rank == 0:
         dist.send(torch.ones(256), 1)

@@ -1,4 +1,4 @@
-"""What a group costs in memory, a tiny /dev/shm, control groups, and the option that asks for the delegate."""
+"""The memory that a group uses, a tiny /dev/shm, control groups, and the option that selects the delegate."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def one_group(ctx: Context) -> tuple[int, int]:
 
 @beyond_gloo("maps nothing")
 def test_a_group_of_two_ranks_takes_less_than_eight_mebibytes() -> None:
-    """Also after large operations; and it is unmapped when the group is gone."""
+    """Checked after large operations. The memory is unmapped when the group has ended."""
     for used, left in run_fresh(one_group, 2):
         assert 0 < used < 8 << 20, used
         assert left == 0, left
@@ -67,7 +67,7 @@ def many_lives(ctx: Context) -> tuple[int, int, int]:
 
 
 def test_groups_leave_nothing_behind_in_the_process() -> None:
-    """Fifteen groups in a row: no mapping, file descriptor or thread is left over."""
+    """Fifteen groups one after the other leave no mapping, file descriptor or thread behind."""
     run_fresh(many_lives, 2)
 
 
@@ -89,7 +89,7 @@ def tiny_shm(ctx: Context) -> str:
 
 
 def test_a_tiny_dev_shm_is_enough() -> None:
-    """1 MiB of /dev/shm, 8 MB tensors."""
+    """1 MiB of /dev/shm suffices for tensors of 8 MB."""
     reasons = run_fresh(tiny_shm, 2)
     if any(reasons):
         pytest.skip(reasons[0])
@@ -99,7 +99,7 @@ def test_a_tiny_dev_shm_is_enough() -> None:
 
 
 def memory_group() -> tuple[Path, str, str]:
-    """The folder of this process's memory control group, and the names of its limit and of what it uses."""
+    """The folder of this process's memory control group, and the file names of its limit and of its usage."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
@@ -109,13 +109,15 @@ def memory_group() -> tuple[Path, str, str]:
     pytest.skip("no memory control group is mounted where it usually is")
 
 
-#: More than a rank needs to end: that touches most of what it has in common with the process it was forked from.
+#: Limit in bytes. A rank needs less to exit, although its exit touches most pages that it shares with its parent
+#: process.
 LIMIT = 512 << 20
 
 
 @contextlib.contextmanager
 def limited_group() -> Iterator[tuple[str, str]]:
-    """A control group of `LIMIT` bytes below that of this process: its folder, and the file that tells what is used."""
+    """Creates a control group limited to `LIMIT` bytes below the control group of this process. Yields its folder and
+    the name of its usage file."""
     parent, limit, used = memory_group()
     folder = parent / f"sagellm-test-{os.getpid()}"
     try:
@@ -127,7 +129,7 @@ def limited_group() -> Iterator[tuple[str, str]]:
             (folder / limit).write_text(str(LIMIT))
         except OSError as error:
             pytest.skip(f"a control group's memory may not be limited here: {error}")
-        # Where there is swap, memory past the limit would go there.
+        # With swap, memory beyond the limit would be swapped out instead.
         for swap, value in (("memory.memsw.limit_in_bytes", str(LIMIT)), ("memory.swap.max", "0")):
             with contextlib.suppress(OSError):
                 if (folder / swap).is_file():
@@ -138,7 +140,8 @@ def limited_group() -> Iterator[tuple[str, str]]:
 
 
 def fill(folder: str, used: str, spare: int) -> list[bytes]:
-    """Joins the control group, and takes memory until `spare` bytes are left in it, counting pages that can go."""
+    """Joins the control group and allocates memory until `spare` bytes are left. Pages that the kernel can reclaim
+    count as left."""
     Path(folder, "cgroup.procs").write_text(str(os.getpid()))
 
     def left() -> int:
@@ -153,7 +156,8 @@ def fill(folder: str, used: str, spare: int) -> list[bytes]:
     return taken
 
 
-#: The control, a program that does what the engine must not do: with 4 MiB left it populates 16 MiB of a memfd.
+#: The control experiment: this program populates 16 MiB of a memfd although only 4 MiB are left, which the engine must
+#: never do.
 PAST_THE_LIMIT = """
 import mmap, os, sys
 from test_memory import fill
@@ -167,10 +171,10 @@ for at in range(0, 16 << 20, 4096):
 
 
 def little_memory(ctx: Context, folder: str, used: str, spare: int) -> tuple[int, str]:
-    """Rank 0 has `spare` bytes left when the group is made, and more of them afterwards."""
+    """Creates a group while rank 0 has `spare` bytes left. Returns the bytes that the group mapped and its choice."""
     import torch_sagellm
 
-    # Modules that are imported and files that are mapped on the way take memory too.
+    # Creates both kinds of groups once before, because their imported modules and mapped files take memory too.
     for engine in ("delegate", "auto"):
         ctx.init(key=f"{ctx.key}-{engine}", pg_options=torch_sagellm.Options(engine=engine))
         dist.all_reduce(torch.ones(10))
@@ -191,22 +195,23 @@ def little_memory(ctx: Context, folder: str, used: str, spare: int) -> tuple[int
 
 @beyond_gloo("maps nothing")
 def test_rule_24_a_control_group_that_is_almost_full_shrinks_the_segment_or_delegates() -> None:
-    """Rule 24: the kernel kills a process that populates memory past the limit of its control group. So the segment
-    takes at most a quarter of the memory that is left, or the group is delegated."""
+    """Rule 24: the kernel kills a process that populates memory beyond the limit of its control group. So the segment
+    uses at most a quarter of the memory that is left, or the group is delegated."""
     with limited_group() as (folder, used):
         path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         past = subprocess.run([sys.executable, "-c", PAST_THE_LIMIT, folder, used], env=path, timeout=60)
         assert past.returncode == -signal.SIGKILL, "this control group does not limit anything"
         for shared, choice in run_fresh(little_memory, 2, folder, used, 16 << 20):
-            assert 0 < shared < 4 << 20 and "delegate" not in choice, (shared, choice)  # else it takes 4.6 MiB
+            # With enough memory the segment has 4.6 MiB.
+            assert 0 < shared < 4 << 20 and "delegate" not in choice, (shared, choice)
         for shared, choice in run_fresh(little_memory, 2, folder, used, 4 << 20):
             assert shared == 0 and choice == "gloo", (shared, choice)
 
 
 def filled_afterwards(ctx: Context, folder: str, used: str) -> str:
-    """There is room when the group is made, and 5 MiB are left when its ranks first need memory for a large operation.
+    """Memory is free when the group is created. 5 MiB are left when a large operation first needs memory.
 
-    That takes 3 MiB. The rest is for raising the exception, which takes memory too.
+    The operation needs 3 MiB. The remaining 2 MiB are for raising the exception.
     """
     tensor = torch.ones(3_000_000)
     ctx.init()
@@ -228,7 +233,8 @@ def filled_afterwards(ctx: Context, folder: str, used: str) -> str:
 
 @beyond_gloo("fills no shared memory")
 def test_rule_24_the_limit_is_looked_at_again_before_more_is_filled() -> None:
-    """Rule 24: where too little is left for a large operation, all ranks raise and say so, and none is killed."""
+    """Rule 24: if too little memory is left for a large operation, all ranks raise an error that says so, and no rank
+    is killed."""
     with limited_group() as (folder, used):
         for text in run_fresh(filled_afterwards, 2, folder, used):
             assert re.search(r"rank \d has too little memory .* need \d+ KiB more .* \d+ KiB", text), text
@@ -262,7 +268,7 @@ def delegated(ctx: Context) -> str:
 @beyond_gloo("not this package")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_option_engine_delegate(world_size: int) -> None:
-    """`Options(engine="delegate")` serves a one-host group by torch's gloo."""
+    """With `Options(engine="delegate")` torch's gloo serves a group on one host."""
     run_fresh(delegated, world_size)
 
 
@@ -280,7 +286,7 @@ def wrong_delegate(ctx: Context) -> str:
 
 @beyond_gloo("not this package")
 def test_a_delegate_that_does_not_exist_is_refused_by_name() -> None:
-    """Before any rank meets another."""
+    """The error is raised before the ranks meet."""
     for text in run_fresh(wrong_delegate, 2):
         assert "carrier-pigeon" in text and re.search(r"\bgloo\b", text), text
 

@@ -1,7 +1,8 @@
-"""Ranks on several hosts, played by network namespaces: shared memory inside each, our own schedules between them.
+"""Ranks on several hosts, played by network namespaces. Ranks of one host use shared memory, and our own schedules
+connect the hosts.
 
-The namespaces are made for the test and removed after it. That needs root and the `ip` program; where they are missing
-the tests are skipped with that reason.
+The namespaces exist only during the test. They need root and the `ip` program; without these the tests are skipped with
+that reason.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ ENV = {"GLOO_SOCKET_IFNAME": net.INTERFACE}
 
 
 def on_hosts(ctx: Context, names: list[str]) -> list[float]:
-    """Every kind of call on a group that spans the hosts."""
-    warnings.simplefilter("ignore", FutureWarning)  # torch's, about its own names
+    """Makes every kind of call on a group that spans the hosts."""
+    warnings.simplefilter("ignore", FutureWarning)  # torch warns about its own deprecated names
     enter(names[ctx.rank * len(names) // ctx.world_size])
     n, me = ctx.world_size, ctx.rank
     ctx.init(store=dist.FileStore(f"{ctx.tmp}/store", n), timeout=timedelta(seconds=30))
@@ -61,7 +62,7 @@ def on_hosts(ctx: Context, names: list[str]) -> list[float]:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_rule_23_another_network_namespace_counts_as_another_host(hosts: list[str], world_size: int) -> None:
-    """Rule 23: ranks in two namespaces are on two hosts; nothing is wrong about that, so nothing is warned of."""
+    """Rule 23: ranks in two namespaces are on two hosts. This is a normal case, so nothing is logged."""
     with launch(on_hosts, world_size, hosts, env=ENV) as job:
         values = job.values(90)
         outputs = [each.output() for each in job.ranks]
@@ -70,7 +71,7 @@ def test_rule_23_another_network_namespace_counts_as_another_host(hosts: list[st
 
 
 def on_place(ctx: Context, names: list[str], place: list[int], options: dict[str, Any]) -> None:
-    """Every kind of collective, exact numbers, on ranks that are dealt over hosts as ``place`` says."""
+    """Every kind of collective with exact numbers. ``place`` has the host of each rank."""
     enter(names[place[ctx.rank]])
     n, me = ctx.world_size, ctx.rank
     if options and not IS_GLOO:
@@ -174,7 +175,8 @@ def many_small(ctx: Context, names: list[str], fusion: bool, rule: str) -> tuple
 
 @pytest.mark.parametrize("rule", ["", "*:0-=recursive_doubling"])
 def test_rule_18_small_sums_have_equal_bits_fused_and_alone(four_hosts: list[str], rule: str) -> None:
-    """As docs/determinism.md says, by default and by one rule for all; with two hosts every order would be the same."""
+    """docs/determinism.md promises this by default and under one rule for all sizes. Four hosts, because over two hosts
+    all orders of summation give the same bits."""
     if IS_GLOO:
         pytest.skip("gloo has no such options")
     with launch(many_small, 4, four_hosts, True, rule, env=ENV) as job:
@@ -234,7 +236,7 @@ def killed(ctx: Context, names: list[str]) -> str:
 
 
 def test_a_killed_rank_fails_the_other_host_long_before_the_deadline(hosts: list[str]) -> None:
-    """And the others shrink the group, over both hosts, and go on."""
+    """The other ranks then shrink the group, over both hosts, and continue."""
     if IS_GLOO:
         pytest.skip("a test of our errors")
     with launch(killed, 4, hosts, env=ENV) as job:
@@ -249,7 +251,7 @@ def strided_and_late(ctx: Context, names: list[str]) -> None:
     enter(names[ctx.rank // 2])
     ctx.init(store=dist.FileStore(f"{ctx.tmp}/store", ctx.world_size), timeout=timedelta(seconds=60))
     for turn in range(4):
-        # Several segments on both lanes, through temporaries that one of them must fill first.
+        # Several segments on both lanes, through temporaries: one lane must fill a temporary before the other uses it.
         whole = torch.full((2, 3_000_000), float(ctx.rank + turn), dtype=torch.int64).t()
         assert not whole.is_contiguous()
         dist.all_reduce(whole)
@@ -258,14 +260,15 @@ def strided_and_late(ctx: Context, names: list[str]) -> None:
         assert whole.eq(2).all()
     data = torch.full((500_000,), float(ctx.rank))
     if ctx.rank >= 2:
-        time.sleep(3)  # the root has left by then
+        time.sleep(3)  # until the root has left
     dist.broadcast(data, 0)
     assert data.eq(0).all()
     dist.destroy_process_group()
 
 
 def test_rule_21_strided_segments_and_a_root_that_leaves_early(hosts: list[str]) -> None:
-    """What a rank has sent is delivered, though it leaves; strided tensors in several segments are whole."""
+    """Data that a rank has sent is delivered although the rank leaves; strided tensors of several segments arrive
+    complete."""
     if IS_GLOO:
         pytest.skip("a test of our lanes")
     with launch(strided_and_late, 4, hosts, env=ENV) as job:
@@ -285,7 +288,7 @@ def half_local(ctx: Context, names: list[str]) -> None:
 
 
 def test_groups_within_one_host_keep_shared_memory(hosts: list[str]) -> None:
-    """The default group spans hosts; its subgroups on one host are not delegated."""
+    """The default group spans hosts. Its subgroups within one host are not delegated."""
     with launch(half_local, 4, hosts, env=ENV) as job:
         job.values(90)
         outputs = [each.output() for each in job.ranks]
@@ -294,7 +297,8 @@ def test_groups_within_one_host_keep_shared_memory(hosts: list[str]) -> None:
 
 
 def order_over_hosts(ctx: Context, names: list[str]) -> str:
-    """Barriers behind everything, messages in order with collectives; in the end two ranks disagree about a list."""
+    """Barriers end after everything before them, and messages keep the order with collectives. At the end the ranks
+    disagree about a list."""
     enter(names[ctx.rank * len(names) // ctx.world_size])
     n, me, size = ctx.world_size, ctx.rank, 50_000
     ctx.init(store=dist.FileStore(f"{ctx.tmp}/store", n), timeout=timedelta(seconds=30))
@@ -327,14 +331,15 @@ def order_over_hosts(ctx: Context, names: list[str]) -> str:
         time.sleep(0.1)
         dist.send(torch.full((size,), 5.0), 0)
     works.append(dist.broadcast(tensor, 0, async_op=True))
-    for work in works + works[::-1]:  # the second wait of a message returns as the first
+    for work in works + works[::-1]:  # a second wait for the same message returns like the first
         work.wait()
     assert bool((tensor == 5).all()), f"a broadcast of {tensor[0]} overtook the message"
-    # A mismatch cuts the link at once, also under an earlier operation that another rank has not finished.
+    # A mismatch cuts the link at once, even if another rank has not finished an earlier operation.
     dist.barrier()
     time.sleep(0.3)
     sizes = [size] * n
-    sizes[me - 1] += 1000  # the sum is the same, the own block is not what the others expect
+    # The sum of the sizes is the same, but this rank's block has not the size that its peers expect.
+    sizes[me - 1] += 1000
     text = expect_raises(
         RuntimeError, lambda: dist.all_gather([torch.empty(each) for each in sizes], torch.ones(sizes[me]))
     )
@@ -343,17 +348,18 @@ def order_over_hosts(ctx: Context, names: list[str]) -> str:
 
 
 def messages_over_hosts(ctx: Context, names: list[str]) -> None:
-    """Messages that are dropped, strided, empty, from anyone, and on one piece of memory, as on one host."""
+    """Messages between hosts behave as on one host: dropped Works, strided and empty tensors, any source, and two
+    messages on one piece of memory."""
     enter(names[ctx.rank * len(names) // ctx.world_size])
     n, me, last = ctx.world_size, ctx.rank, ctx.world_size - 1
     ctx.init(store=dist.FileStore(f"{ctx.tmp}/store", n), timeout=timedelta(seconds=30))
     for size in (1, 5_000, 300_000):
         tensor = torch.full((size,), float(me))
         if me == last:
-            dist.irecv(tensor, 0)  # its Work is dropped
+            dist.irecv(tensor, 0)  # the Work is dropped
         elif me == 0:
             dist.isend(torch.full((size,), 7.0), last)
-        dist.broadcast(tensor, last)  # behind the message, on the same memory
+        dist.broadcast(tensor, last)  # must run after the message, because it uses the same memory
         assert bool((tensor == 7).all()), f"{tensor[0]} of {size}"
         square = torch.arange(float(max(size // 100, 2)) ** 2).reshape(max(size // 100, 2), -1)
         if me == 0:
@@ -377,7 +383,7 @@ def messages_over_hosts(ctx: Context, names: list[str]) -> None:
             dist.send(none, last)
             dist.send(none, last)
         dist.send(torch.full((2,), float(me)), last, tag=2)
-    # Each sends before it receives, and into what it sends.
+    # Each rank sends before it receives, and receives into the memory that it sends.
     tensor = torch.full((300_000,), float(me))
     works = [dist.isend(tensor, (me + 1) % n, tag=3), dist.irecv(tensor, (me - 1) % n, tag=3)]
     for work in works:
@@ -395,8 +401,9 @@ def messages_over_hosts(ctx: Context, names: list[str]) -> None:
         dist.recv(none, 0, tag=4)
     dist.barrier()
     if me != 0:
-        expect_raises(RuntimeError, lambda: monitored_barrier(timedelta(seconds=5)))  # the one that has failed
-    monitored_barrier(timedelta(seconds=30))  # which breaks nothing
+        # The barrier that has failed on rank 0.
+        expect_raises(RuntimeError, lambda: monitored_barrier(timedelta(seconds=5)))
+    monitored_barrier(timedelta(seconds=30))  # the failed barrier has not poisoned the group
     dist.destroy_process_group()
 
 
@@ -409,13 +416,13 @@ def test_rules_04_10_and_20_messages_are_over_hosts_what_they_are_on_one(hosts: 
 @beyond_gloo("it orders nothing by memory and compares no lists")
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_rules_04_05_and_33_hold_over_hosts(hosts: list[str], world_size: int) -> None:
-    """A barrier ends last, messages keep the order of memory, lists of sizes must agree."""
+    """A barrier ends last, messages keep the order on one memory, and lists of sizes must agree."""
     for text in run_fresh(order_over_hosts, world_size, hosts, env=ENV):
         assert "sizes" in text, text
 
 
 def sockets() -> int:
-    """The TCP sockets of this process."""
+    """Number of open TCP sockets of this process."""
     own = {
         os.stat(f"/proc/self/fd/{fd}").st_ino
         for fd in os.listdir("/proc/self/fd")
@@ -426,14 +433,15 @@ def sockets() -> int:
 
 
 def further_groups(ctx: Context, names: list[str]) -> tuple[int, int, int, int]:
-    """TCP sockets with one group, with nine, with one again, and after the last one has ended."""
+    """Numbers of TCP sockets with one group, with nine groups, with one group again, and after the last group has
+    ended."""
     enter(names[ctx.rank * len(names) // ctx.world_size])
     n, me = ctx.world_size, ctx.rank
     ctx.init(store=dist.FileStore(f"{ctx.tmp}/store", n), timeout=timedelta(seconds=30))
     dist.barrier()
     one = sockets()
     groups = [dist.new_group(list(range(n))) for _ in range(8)]
-    # The link was measured for the first group, so all of them predict the same, on every rank.
+    # The link was measured for the first group only, so all groups predict the same time on every rank.
     predicted = [torch_sagellm.explain("all_reduce", 1 << 20, group=group).predicted for group in [None, *groups]]
     assert len(set(predicted)) == 1 and predicted[0], predicted
     for group in groups:
@@ -458,18 +466,20 @@ def further_groups(ctx: Context, names: list[str]) -> tuple[int, int, int, int]:
 @beyond_gloo("each of its groups connects all ranks anew")
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_rule_23_further_groups_over_hosts_open_no_connection(hosts: list[str], world_size: int) -> None:
-    """Nor do they close one that others use. At the end the port stays by which `recover` asks for a process."""
+    """They also close no connection that other groups use. At the end one listening socket remains, through which
+    `recover` finds the process."""
     for one, nine, again, after in run_fresh(further_groups, world_size, hosts, env=ENV):
-        # A connection to each other rank, the port that they come to, and the one that stays.
+        # A connection to each other rank and a listening socket; after the last group only a listening socket.
         assert (one, nine, again, after) == (world_size + 1, world_size + 1, world_size + 1, 1)
 
 
 def ends_while_made(ctx: Context, names: list[str]) -> list[tuple[int, int, list[str]]]:
-    """TCP sockets, descriptors and the names of the threads after the first groups, and after many more."""
+    """Numbers of TCP sockets and descriptors and the names of the threads, after the first groups and after many
+    more."""
     enter(names[ctx.rank * len(names) // ctx.world_size])
     n = ctx.world_size
-    # The default group is gloo's and uses none of our connections. So each group made below is the only user of them,
-    # and closes them when it ends.
+    # The default group uses gloo and none of our connections. So each group created below is the only user of our
+    # connections, and closes them when it ends.
     ctx.init(store=dist.FileStore(f"{ctx.tmp}/store", n), timeout=timedelta(seconds=60), backend="gloo")
 
     def make_one() -> Any:
@@ -500,7 +510,7 @@ def ends_while_made(ctx: Context, names: list[str]) -> list[tuple[int, int, list
         del group
         dist.barrier()
         found, until = count(), time.monotonic() + 10
-        while time.monotonic() < until:  # until nothing has ended for a while
+        while time.monotonic() < until:  # until the numbers no longer change
             time.sleep(0.5)
             found, before = count(), found
             if found == before:
@@ -517,5 +527,5 @@ def ends_while_made(ctx: Context, names: list[str]) -> list[tuple[int, int, list
 def test_rule_23_a_group_is_made_while_the_last_one_ends(hosts: list[str], world_size: int) -> None:
     for first, last in run_fresh(ends_while_made, world_size, hosts, env=ENV):
         assert last[0] <= first[0], (first, last)
-        # A thread that serves all groups starts when it is first needed, perhaps in the second part.
+        # A thread that serves all groups starts when it is first needed, which may be after the first count.
         assert last[1] <= first[1] + 3 and len(last[2]) <= len(first[2]) + 3, (first, last)

@@ -1,7 +1,7 @@
-"""Groups over two hosts whose networks are odd: all ranks connect and compute, or all raise one error in time.
+"""Groups over two hosts with unusual networks: all ranks connect and compute, or all raise the same error in time.
 
-Each host is a network namespace with a name and an /etc/hosts of its own (`net.py`). `SAGELLM_TEST_NETWORKS` says how
-often the long test makes each group.
+Each host is a network namespace with its own host name and /etc/hosts (`net.py`). `SAGELLM_TEST_NETWORKS` sets the
+number of groups that the long test creates.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from limits import patience
 
 pytestmark = beyond_gloo("takes the address of the host's name, and lets ranks wait for five timeouts")
 
-#: Of groups that are made, and of those that cannot be: where gloo alone waits, it waits for five of them.
+#: Timeouts in seconds of groups that can be created, and of groups that cannot. gloo alone waits for five timeouts.
 TIMEOUT, SHORT = 60.0, 4.0
 VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A network, and what becomes of a group in it."""
+    """A network, and the outcome of a group in it."""
 
-    #: Of `net.Network`.
+    #: Arguments of `net.Network`.
     network: dict[str, Any] = field(default_factory=dict)
-    #: What /etc/hosts says of a host's own name; "" where it does not know it.
+    #: Address of a host's own name in its /etc/hosts, or "" if the name is not in the file.
     named: Callable[[int], str] = lambda host: net.address(host)
-    #: GLOO_SOCKET_IFNAME by host; "" where it is not set.
+    #: GLOO_SOCKET_IFNAME of each host, or "" if it is not set.
     interfaces: tuple[str, str] = ("", "")
-    #: Words of the error that all ranks raise; empty where they connect.
+    #: Words of the error that all ranks raise; empty if the ranks connect.
     error: tuple[str, ...] = ()
     store: Callable[[int], str] = net.address
-    #: The host of the store.
+    #: The host on which the store runs.
     server: int = 0
     timeout: float = TIMEOUT
 
@@ -84,7 +84,7 @@ QUICK = ("a name of 127.0.1.1", "IPv6 alone, the interface named", "an interface
 
 @contextmanager
 def played(scene: Scene) -> Iterator[tuple[net.Network, dist.TCPStore]]:
-    """The network with its store."""
+    """Creates the network and its store."""
     try:
         with net.Network(max(2, scene.server + 1), **scene.network) as network:
             where = scene.store(scene.server)
@@ -99,7 +99,8 @@ def played(scene: Scene) -> Iterator[tuple[net.Network, dist.TCPStore]]:
 
 
 def meets(ctx: Context, name: str, names: list[str], port: int, times: int) -> list[tuple[str, float]]:
-    """For each group the error of making it, or "" after calls whose results are right; and the seconds until then."""
+    """For each group: the error of its creation, or "" if its calls gave correct results, and the seconds until then.
+    """
     scene = SCENES[name]
     host = 2 * ctx.rank // ctx.world_size
     net.enter(names[host])
@@ -126,7 +127,7 @@ def attempt(ctx: Context, scene: Scene, store: dist.Store) -> tuple[str, float]:
 
 
 def computes(ctx: Context) -> None:
-    """Collectives and messages between the hosts, small ones and ones of many packets."""
+    """Collectives and messages between the hosts, of one element and of many packets."""
     me, n = ctx.rank, ctx.world_size
     for count in (1, 300_000):
         found = torch.full((count,), float(me + 1))
@@ -141,7 +142,8 @@ def computes(ctx: Context) -> None:
 
 
 def one_error_or_right(name: str, world_size: int, times: int = 1) -> float:
-    """Starts the ranks of a scene, and compares what they say of each group. The longest time until they said it."""
+    """Starts the ranks of a scene and checks that all ranks have the same outcome for each group. Returns the longest
+    time until an outcome."""
     scene = SCENES[name]
     with played(scene) as (network, store), launch(meets, world_size, name, network.names, store.port, times) as job:
         for rank in range(world_size):
@@ -175,6 +177,6 @@ def test_two_hosts_connect_or_all_ranks_raise_one_error_in_time(name: str, world
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", SCENES)
 def test_so_it_is_each_time(name: str, world_size: int, say: Callable[[str], None]) -> None:
-    """Many groups one after the other, of the same processes."""
+    """The same processes create many groups one after the other."""
     times = int(os.environ.get("SAGELLM_TEST_NETWORKS", "200"))
     say(f"{times} groups, the slowest after {one_error_or_right(name, world_size, times):.2f} s")

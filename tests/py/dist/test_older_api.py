@@ -1,4 +1,4 @@
-"""Programs for the API that came before, as they were written: module paths, argument orders, names."""
+"""Programs for the former API, unchanged: module paths, argument orders, names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def usage(ctx: Context) -> None:
-    """A serving engine's use of the backend."""
+    """The backend as a serving engine uses it."""
     from core.protocols.comm_backend import CommBackendProtocol, CommOp
     from sage.llm.engines.sagellm.comm_backend import CommFusionBuffer
     from sage.llm.engines.sagellm.comm_backend.collective_ops import create_comm_backend
@@ -49,7 +49,7 @@ def usage(ctx: Context) -> None:
 
 
 def primitives(ctx: Context) -> None:
-    """The functions of a page about parallel primitives."""
+    """The functions of a guide to parallel primitives."""
     from torch_sagellm import all_gather, all_reduce, all_to_all, broadcast, irecv, isend, recv, reduce_scatter, send
 
     me, ranks = ctx.rank, ctx.world_size
@@ -63,7 +63,7 @@ def primitives(ctx: Context) -> None:
     assert reduce_scatter(given).tolist() == reduce_scatter(torch.cat(given), "sum").tolist() == expected
     assert broadcast(torch.tensor([me]), src=1).item() == 1
     whole = torch.arange(2.0 * ranks) + 100 * me
-    send_list = [whole[part::ranks] for part in range(ranks)]  # strided
+    send_list = [whole[part::ranks] for part in range(ranks)]  # strided views
     recv_list = [torch.empty(2) for _ in range(ranks)]
     came = all_to_all(send_list, recv_list)
     assert all(one is other for one, other in zip(came, recv_list, strict=True))
@@ -89,7 +89,7 @@ def primitives(ctx: Context) -> None:
 
 
 def grid(ctx: Context) -> None:
-    """The groups of a training framework."""
+    """The groups as a training framework creates them."""
     import scaletorch.parallel.pg_manager as pgm
     from scaletorch.parallel.pg_manager import ProcessGroupManager, setup_process_group_manager
 
@@ -108,7 +108,7 @@ def grid(ctx: Context) -> None:
 def older(ctx: Context) -> None:
     import torch_sagellm.compat
 
-    assert torch_sagellm.compat.install() is None  # once more changes nothing
+    assert torch_sagellm.compat.install() is None  # a second call changes nothing
     usage(ctx)
     primitives(ctx)
     grid(ctx)

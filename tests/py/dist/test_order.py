@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from harness import Context, beyond_gloo, expect_raises, run_fresh, run_ranks
 
-# Elements of float32 on both sides of what fits into a slot, and more than a stage buffer holds.
+# Numbers of float32 elements: below and above the capacity of a slot, and more than a stage buffer holds.
 SIZES = [8, 1000, 10_000, 1 << 19]
 
 
 def barrier_implies_wait(ctx: Context, size: int, how: str) -> None:
-    """Collectives whose Works are dropped, then a barrier: what they wrote may be read at once."""
+    """Drops the Works of collectives and calls a barrier. Afterwards their results must be complete."""
     n = ctx.world_size
     for turn in range(5):
         tensors = [torch.full((size,), float(i + turn)) for i in range(16)]
@@ -37,13 +37,13 @@ def barrier_implies_wait(ctx: Context, size: int, how: str) -> None:
 @pytest.mark.parametrize("how", ["sync", "async"])
 @pytest.mark.parametrize("size", SIZES)
 def test_rule_33_a_barrier_ends_behind_every_earlier_collective(size: int, how: str) -> None:
-    """Rule 33, as with gloo and, by the order of its stream, nccl: operations issued before a barrier have ended when
-    it ends."""
+    """Rule 33: operations issued before a barrier have ended when it ends. gloo does the same, and nccl by the order of
+    its stream."""
     run_ranks(barrier_implies_wait, 3, size, how)
 
 
 def barrier_on_a_delegate(ctx: Context, size: int) -> None:
-    """The same in a group that gloo serves."""
+    """Rule 33 in a group that gloo serves."""
     import torch_sagellm
 
     ctx.init(pg_options=torch_sagellm.Options(engine="delegate"))
@@ -53,12 +53,12 @@ def barrier_on_a_delegate(ctx: Context, size: int) -> None:
 
 @beyond_gloo("it is the delegate")
 def test_rule_33_a_barrier_ends_behind_every_earlier_collective_of_a_delegate() -> None:
-    """Rule 33: a delegate's barrier, with the delegate's own way to keep it."""
+    """Rule 33: a delegate's barrier waits for earlier operations by the delegate's own means."""
     run_fresh(barrier_on_a_delegate, 2, 10_000)
 
 
 def barrier_behind_sparse(ctx: Context) -> None:
-    """A sparse all_reduce is made of messages, which a barrier would not wait for."""
+    """A sparse all_reduce consists of messages, for which a barrier alone would not wait."""
     for turn in range(5):
         tensor = torch.eye(200).mul(turn + 1).to_sparse()
         dist.all_reduce(tensor, async_op=True)
@@ -67,7 +67,7 @@ def barrier_behind_sparse(ctx: Context) -> None:
 
 
 def test_rule_33_a_barrier_ends_behind_sparse_all_reduces() -> None:
-    """Rule 33, for the one collective that the core does not know as a whole."""
+    """Rule 33 for the one collective that the core does not see as one operation."""
     run_ranks(barrier_behind_sparse, 3)
 
 
@@ -75,7 +75,7 @@ def test_rule_33_a_barrier_ends_behind_sparse_all_reduces() -> None:
 
 
 def uneven_all_gather(ctx: Context, lists: list[list[int]]) -> str:
-    """Each rank passes its own list of sizes."""
+    """Calls all_gather; each rank passes its own list of sizes."""
     sizes = lists[ctx.rank]
     outputs = [torch.full((size,), -9.0) for size in sizes]
     text = expect_raises(RuntimeError, lambda: dist.all_gather(outputs, torch.zeros(sizes[ctx.rank])))
@@ -86,7 +86,7 @@ def uneven_all_gather(ctx: Context, lists: list[list[int]]) -> str:
 
 
 def uneven_reduce_scatter(ctx: Context, lists: list[list[int]]) -> str:
-    """The same for the other call with a list of sizes."""
+    """Calls reduce_scatter; each rank passes its own list of sizes."""
     sizes = lists[ctx.rank]
     output = torch.full((sizes[ctx.rank],), -9.0)
     text = expect_raises(RuntimeError, lambda: dist.reduce_scatter(output, [torch.zeros(size) for size in sizes]))
@@ -96,7 +96,7 @@ def uneven_reduce_scatter(ctx: Context, lists: list[list[int]]) -> str:
 
 
 def in_fresh_group(ctx: Context, call: Callable[[Context, list[list[int]]], str], lists: list[list[int]]) -> str:
-    """The disagreement ends the group."""
+    """Runs the call in a new default group, because the disagreement ends the group."""
     ctx.init(timeout=timedelta(seconds=10))
     try:
         return call(ctx, lists)
@@ -108,7 +108,8 @@ def in_fresh_group(ctx: Context, call: Callable[[Context, list[list[int]]], str]
 @pytest.mark.parametrize("call", [uneven_all_gather, uneven_reduce_scatter], ids=["all_gather", "reduce_scatter"])
 @pytest.mark.parametrize("unit", [8, 1 << 18])
 def test_rule_05_lists_of_sizes_that_differ_are_found(call: Callable[..., str], unit: int) -> None:
-    """Rule 5: before a byte of another rank's is written, at every size, on every rank; equal sums do not hide it."""
+    """Rule 5: the difference is found at every size and on every rank, even if the sums are equal, before a rank writes
+    data of another rank."""
     for lists in ([[unit, unit], [unit // 2, unit + unit // 2]], [[unit, 2 * unit], [2 * unit, unit]]):
         for text in run_fresh(in_fresh_group, 2, call, lists):
             assert "list of sizes" in text or "lists of sizes" in text, text
@@ -118,7 +119,8 @@ def test_rule_05_lists_of_sizes_that_differ_are_found(call: Callable[..., str], 
 
 
 def message_and_collective(ctx: Context, size: int) -> None:
-    """An isend of what a collective is writing, and a collective that reads what an irecv brings."""
+    """An isend of memory that a collective is writing, and a collective that reads memory into which an irecv
+    writes."""
     if ctx.rank == 0:
         tensor = torch.ones(size)
         works: list[Any] = [dist.all_reduce(tensor, async_op=True), dist.isend(tensor, 1)]
@@ -144,12 +146,12 @@ def message_and_collective(ctx: Context, size: int) -> None:
 @beyond_gloo("it orders nothing by memory")
 @pytest.mark.parametrize("size", SIZES)
 def test_rule_04_messages_and_collectives_on_the_same_memory_run_in_order(size: int) -> None:
-    """Rule 4 holds between messages and collectives, both ways."""
+    """Rule 4 holds between messages and collectives, in both orders."""
     run_ranks(message_and_collective, 2, size)
 
 
 def strided_relay(ctx: Context, size: int) -> None:
-    """Rank 0 passes on what it has not received yet, in the columns of one matrix."""
+    """Rank 0 issues a send of a matrix column that it has not received yet."""
     matrix = torch.full((size, 2), float(ctx.rank))
     if ctx.rank == 0:
         works: list[Any] = [dist.irecv(matrix[:, 1], 1), dist.isend(matrix[:, 1], 1, tag=1)]
@@ -166,12 +168,13 @@ def strided_relay(ctx: Context, size: int) -> None:
 @beyond_gloo("it orders nothing by memory")
 @pytest.mark.parametrize("size", SIZES)
 def test_rule_04_messages_on_the_same_memory_run_in_order(size: int) -> None:
-    """Rule 4 between two messages."""
+    """Rule 4 between two messages on one memory."""
     run_ranks(strided_relay, 2, size)
 
 
 def columns(ctx: Context, size: int) -> None:
-    """Neighbours exchange columns of their matrices, which lie between each other, receives first and sends first."""
+    """Neighbours exchange interleaved columns of their matrices, once with the receives first and once with the sends
+    first."""
     other = 1 - ctx.rank
     for receives_first in (True, False):
         field = torch.full((size, 4), float(ctx.rank))
@@ -187,7 +190,7 @@ def columns(ctx: Context, size: int) -> None:
 
 
 def swapped(ctx: Context, size: int) -> None:
-    """Both ranks send a tensor and receive into the same one."""
+    """Each rank sends a tensor and receives into the same tensor."""
     tensor = torch.full((size,), float(ctx.rank))
     works: list[Any] = [dist.isend(tensor, 1 - ctx.rank), dist.irecv(tensor, 1 - ctx.rank)]
     for work in works:
@@ -199,7 +202,8 @@ def swapped(ctx: Context, size: int) -> None:
 @pytest.mark.parametrize("exchange", [columns, swapped], ids=["columns", "swapped"])
 @beyond_gloo("it takes no strided tensors and promises nothing about buffers in use")
 def test_rule_04_holds_nothing_back_that_only_lies_near(exchange: Callable[..., None], size: int) -> None:
-    """Rule 4 compares elements, not the reach of strided tensors, and a send keeps what is overwritten behind it."""
+    """Rule 4 compares elements, not the address ranges of strided tensors. A send keeps its data although a later
+    operation overwrites the tensor."""
     run_ranks(exchange, 2, size)
 
 
@@ -207,7 +211,7 @@ def test_rule_04_holds_nothing_back_that_only_lies_near(exchange: Callable[..., 
 
 
 def lists_that_share_memory(ctx: Context, size: int) -> None:
-    """Refused before anything is sent, so the group goes on; the same at every size."""
+    """Such a list is refused before anything is sent, at every size, so the group stays usable."""
     warnings.simplefilter("ignore", FutureWarning)
     n = ctx.world_size
     one, wide, whole = torch.ones(size), torch.ones(n * size), torch.ones(3, size)
@@ -235,7 +239,7 @@ def lists_that_share_memory(ctx: Context, size: int) -> None:
             dist.reduce_scatter_tensor(one, torch.ones(n * size))
 
     assert "share memory" in expect_raises(ValueError, reduced)
-    # What lies between each other shares nothing, and the group goes on.
+    # Interleaved columns share no elements, so this list is allowed, and the group is usable.
     columns = torch.full((size, 2), 1.0)
     dist.all_reduce_coalesced([columns[:, 0], columns[:, 1]])
     assert bool((columns == n).all())
@@ -244,12 +248,13 @@ def lists_that_share_memory(ctx: Context, size: int) -> None:
 @beyond_gloo("it has no such check")
 @pytest.mark.parametrize("size", SIZES)
 def test_lists_that_share_memory_are_refused_at_every_size(size: int) -> None:
-    """A list is carried out as one: memory that comes twice would depend on the size."""
+    """A list is one operation: with memory that occurs twice, the result would depend on the size."""
     run_ranks(lists_that_share_memory, 2, size)
 
 
 def outputs_that_share_memory(ctx: Context, size: int) -> None:
-    """A program that does not need the results may pass one tensor for all: the last result stays, as with gloo."""
+    """A program that does not need the results may pass one tensor as every output. The last result remains, as with
+    gloo."""
     n = ctx.world_size
     out = torch.empty(size)
     dist.all_gather([out] * n, torch.full((size,), float(ctx.rank)))
@@ -263,5 +268,5 @@ def outputs_that_share_memory(ctx: Context, size: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_outputs_that_share_memory_are_stored_in_rank_order(size: int) -> None:
-    """What the calls one after the other would give, at every size."""
+    """The result is that of one call per rank, in rank order, at every size."""
     run_ranks(outputs_that_share_memory, 3, size)

@@ -1,4 +1,4 @@
-"""Point to point: tags, any source, order, sizes, fire and forget."""
+"""Point to point: tags, any source, order, sizes, dropped Works."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def ping(ctx: Context, sizes: list[int]) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_send_and_recv_of_every_size(world_size: int) -> None:
-    """Nothing, one element, both sides of 4 KiB, more than a megabyte."""
+    """Empty, one element, just below and above 4 KiB, more than a megabyte."""
     run_ranks(ping, world_size, SIZES)
 
 
 def test_send_and_recv_of_eight_megabytes() -> None:
-    """Far more than any staging."""
+    """Much larger than any staging buffer."""
     run_ranks(ping, 2, [2_097_152 + 1])
 
 
@@ -74,7 +74,7 @@ def tags_out_of_order(ctx: Context, count: int) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("count", [1, 1000, 200_000])
 def test_rule_20_tags_out_of_order(count: int) -> None:
-    """Rule 20: tags are received in another order than they were sent in, small and large."""
+    """Rule 20: tags are received in another order than they were sent, in small and large messages."""
     run_ranks(tags_out_of_order, 2, count)
 
 
@@ -100,7 +100,7 @@ def unposted_tag(ctx: Context) -> None:
 
 @pytest.mark.quick
 def test_rule_20_a_tag_without_a_receive_blocks_no_other() -> None:
-    """Rules 1 and 20: 16 MB of tag 1 wait at the sender; tag 2 and a collective pass."""
+    """Rules 1 and 20: 16 MB with tag 1 wait at the sender, while tag 2 and a collective complete."""
     run_ranks(unposted_tag, 2)
 
 
@@ -122,7 +122,7 @@ def many_unposted(ctx: Context) -> None:
 
 
 def test_rule_20_hundreds_of_unposted_messages() -> None:
-    """Rule 20: beyond the credits bodies stay at the sender, headers go on."""
+    """Rule 20: without credits the bodies stay at the sender, but the headers are delivered."""
     run_ranks(many_unposted, 2)
 
 
@@ -158,7 +158,8 @@ def issue_does_not_block(ctx: Context) -> None:
             work.wait()
         works[-1].wait()
     else:
-        ctx.store().wait(["issued"])  # in vain, and then with an error, if rank 0 waited for what follows
+        # If rank 0 waited for a receive, it would never set the key, and this wait would raise an error.
+        ctx.store().wait(["issued"])
         for i in range(20):
             found = torch.empty(100_000)
             dist.recv(found, 0, tag=i)
@@ -168,7 +169,7 @@ def issue_does_not_block(ctx: Context) -> None:
 
 @pytest.mark.quick
 def test_rule_03_issue_never_blocks_on_a_peer() -> None:
-    """Rule 3 and pitfall 9: twenty isends return although the peer posts nothing before it hears so."""
+    """Rule 3 and pitfall 9: twenty isends return although the peer posts no receive before they have returned."""
     run_ranks(issue_does_not_block, 2)
 
 
@@ -250,7 +251,7 @@ def fire_and_forget(ctx: Context) -> None:
     for i in range(50):
         for peer in range(n):
             if peer != me:
-                dist.isend(torch.full((1 + 400 * (i % 9),), float(100 * me + i)), peer, tag=i)  # dropped at once
+                dist.isend(torch.full((1 + 400 * (i % 9),), float(100 * me + i)), peer, tag=i)  # the Work is dropped
     for i in range(50):
         for peer in range(n):
             if peer != me:
@@ -263,7 +264,7 @@ def fire_and_forget(ctx: Context) -> None:
 @beyond_gloo("waits for the peer in the destructor of a dropped isend")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_rule_10_isend_dropped_at_once(world_size: int) -> None:
-    """Rule 10: neither the Work nor the tensor is held by the caller."""
+    """Rule 10: the caller holds neither the Work nor the tensor."""
     run_ranks(fire_and_forget, world_size)
 
 
@@ -288,7 +289,7 @@ def batches(ctx: Context) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_batch_isend_irecv(world_size: int) -> None:
-    """Pitfall 7 and 9: rings and all pairs, sends first or receives first."""
+    """Pitfalls 7 and 9: rings and all pairs, with the sends first or the receives first."""
     run_ranks(batches, world_size)
 
 
@@ -331,7 +332,7 @@ def numbers_apart(ctx: Context) -> None:
 @beyond_gloo("counts sends and receives")
 @pytest.mark.quick
 def test_rule_01_send_and_recv_never_touch_the_groups_number() -> None:
-    """Rule 1: a coalesced list counts once; p2p and monitored_barrier do not count."""
+    """Rule 1: a coalesced list counts as one operation. Messages and monitored_barrier do not count."""
     run_ranks(numbers_apart, 3)
 
 
@@ -347,7 +348,7 @@ def wrong_size(ctx: Context) -> None:
 
 @beyond_gloo("reports a socket's error")
 def test_recv_of_another_size_names_both() -> None:
-    """The sizes of a send and its receive must agree; the error has both."""
+    """A send and its receive must have the same size; the error has both sizes."""
     run_ranks(wrong_size, 2, fresh_group=True)
 
 
@@ -368,7 +369,7 @@ def p2p_beside_collectives(ctx: Context) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_point_to_point_between_collectives(world_size: int) -> None:
-    """Both at once on one group."""
+    """Messages and collectives are in flight on one group."""
     run_ranks(p2p_beside_collectives, world_size)
 
 
@@ -384,5 +385,5 @@ def strided_messages(ctx: Context) -> None:
 
 @beyond_gloo("wants contiguous tensors")
 def test_strided_messages() -> None:
-    """Transposed into sliced."""
+    """A transposed tensor is sent and received into a slice."""
     run_ranks(strided_messages, 2)

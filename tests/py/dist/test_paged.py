@@ -1,4 +1,4 @@
-"""`send_pages`, `recv_pages`: pages by a block table on each side, layer by layer."""
+"""`send_pages` and `recv_pages`: pages chosen by a block table on each side, layer by layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = beyond_gloo("pages of a cache")
 
 
 def caches() -> list[torch.Tensor]:
-    """Layers of several types and page shapes; one whose pages do not lie together, one of empty pages."""
+    """Layers of several dtypes and page shapes. One has pages that are not contiguous, one has empty pages."""
     return [
         torch.arange(12 * 6.0).view(12, 2, 3),
         torch.arange(12 * 4).view(12, 4).to(torch.bfloat16),
@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_refused_and_later_pages_arrive() -> None:
 
 
 def held_back(ctx: Context) -> Any:
-    """Rank 1 does not call until rank 0 waits for it. Eight layers of 16 MiB, half of one in a window."""
+    """Rank 1 calls only when rank 0 waits for it. Eight layers of 16 MiB; a window holds half a layer."""
     import torch_sagellm
 
     ctx.init()

@@ -1,4 +1,4 @@
-"""`ProcessGroupManager`: the grid of ranks, each group's members, neighbours, the mesh, and what it refuses."""
+"""`ProcessGroupManager`: the grid of ranks, the members of each group, neighbours, the mesh, and refused arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytestmark = beyond_gloo("groups of several dimensions")
 
 
 def place(rank: int, sizes: dict[str, int]) -> dict[str, int]:
-    """Where a rank is in each dimension, worked out by division."""
+    """The coordinates of a rank in all dimensions, computed by division."""
     found = {}
     for name in ("tp", "cp", "pp", "dp"):
         found[name] = rank % sizes[name]

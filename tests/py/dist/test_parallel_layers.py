@@ -1,4 +1,5 @@
-"""Layers and helpers of several ranks against the same computation on one: outputs, gradients, refusals."""
+"""Layers and helpers over several ranks, compared with the same computation on one rank: outputs, gradients,
+refusals."""
 
 from __future__ import annotations
 
@@ -186,7 +187,7 @@ def test_lists_of_tensors_arrive_whatever_their_sizes_and_the_window() -> None:
 
 
 def packed(ctx: Context) -> None:
-    """Many small tensors are few messages; lists of several calls under way at once arrive in their order."""
+    """Many small tensors travel in few messages. Lists of several calls in flight arrive in order."""
     import torch_sagellm
 
     kinds = (torch.float32, torch.int64, torch.bool, torch.bfloat16)
@@ -225,7 +226,7 @@ def packed(ctx: Context) -> None:
                 assert a.dtype == b.dtype and torch.equal(a, b)
     assert all(torch.equal(a, b) for a, b in zip(after, equal[:5], strict=True)) and pending[2].wait()[0] is places[0]
     grown = found[2][3].requires_grad_()
-    (grown * 2).sum().backward()  # parts of one buffer are tensors of their own
+    (grown * 2).sum().backward()  # parts of one buffer are separate tensors
     assert grown.grad is not None
     with torch.no_grad():
         grown.fill_(9)
@@ -237,7 +238,7 @@ def test_small_tensors_travel_together_and_lists_follow_each_other() -> None:
 
 
 def damaged(ctx: Context) -> None:
-    """What a header claims is checked before memory is made for it."""
+    """The sizes in a header are checked before memory is allocated for them."""
     import torch_sagellm
     from torch_sagellm.parallel import transfer
 
@@ -269,7 +270,7 @@ def test_lengths_in_a_header_are_bounded() -> None:
 
 
 def refused(ctx: Context) -> None:
-    """Nothing is sent or received for what is refused: the good list behind it arrives."""
+    """A refused list sends and receives nothing: the valid list after it arrives."""
     import torch_sagellm
 
     base = torch.full((4,), complex(1, 2))
@@ -306,7 +307,7 @@ def test_a_list_that_cannot_travel_is_refused_before_its_header_is_sent() -> Non
 
 
 def held_back(ctx: Context) -> Any:
-    """Rank 1 does not call until rank 0 waits for it. Eight tensors of 4 MiB, two in a window."""
+    """Rank 1 calls only when rank 0 waits for it. Eight tensors of 4 MiB; a window holds two."""
     import torch_sagellm
 
     ctx.init()
@@ -345,7 +346,7 @@ def held_back(ctx: Context) -> Any:
 
 
 def test_a_receiver_that_has_not_called_holds_the_sender_back() -> None:
-    """After a window of bytes, of which none is taken; then everything arrives."""
+    """The sender waits after one window of bytes that are not received. Then everything arrives."""
     with launch(held_back, 2) as job:
         assert job.hear(0) == 8 << 20, "the bytes that were under way when the sender began to wait"
         job.say(1, "go")

@@ -1,4 +1,4 @@
-"""Experts over several ranks and overlapped communication, against plain loops on one rank."""
+"""Experts over several ranks and overlapped communication, compared with plain loops on one rank."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def weights_of(expert: int) -> torch.Tensor:
 def tokens_of(rank: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     torch.manual_seed(rank)
     tokens = torch.randn(count, WIDTH, dtype=torch.float64)
-    chosen = (torch.rand(count, CHOICES) ** 2 * EXPERTS).long()  # low numbers are chosen more often
+    chosen = (torch.rand(count, CHOICES) ** 2 * EXPERTS).long()  # experts with low numbers are chosen more often
     return tokens, chosen, torch.rand(count, CHOICES, dtype=torch.float64)
 
 
 def by_loop(
     tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, capacity: int | None
 ) -> tuple[torch.Tensor, int]:
-    """The output and the number of dropped assignments, one assignment after the other."""
+    """Computes one assignment after the other. Returns the output and the number of dropped assignments."""
     output, used, dropped = torch.zeros_like(tokens), [0] * EXPERTS, 0
     rows = []
     for token in range(len(tokens)):
@@ -49,7 +49,7 @@ def experts(ctx: Context, factor: float | None, pad: bool, hierarchical: bool = 
     import torch_sagellm
 
     moe = torch_sagellm.MoEDispatcher(EXPERTS, capacity_factor=factor, pad=pad, hierarchical=hierarchical)
-    count = 40 if pad else 30 * ctx.rank  # ranks have different numbers of tokens, one of them none
+    count = 40 if pad else 30 * ctx.rank  # ranks have different numbers of tokens; rank 0 has none
     tokens, chosen, weights = tokens_of(ctx.rank, count)
     capacity = None if factor is None else math.ceil(factor * count * CHOICES / EXPERTS)
     ours = [each.clone().requires_grad_() for each in (tokens, weights)]
@@ -65,7 +65,7 @@ def experts(ctx: Context, factor: float | None, pad: bool, hierarchical: bool = 
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
     assert routing.dropped == dropped and (factor != 0.5 or ctx.rank == 0 or dropped > 0), (routing.dropped, dropped)
     demand = torch.zeros(EXPERTS)
-    for rank in [ctx.rank] if pad else range(ctx.world_size):  # padded, a rank knows its own tokens only
+    for rank in [ctx.rank] if pad else range(ctx.world_size):  # with padding, a rank knows only its own tokens
         demand += torch.bincount(tokens_of(rank, 40 if pad else 30 * rank)[1].reshape(-1), minlength=EXPERTS)
     assert math.isclose(routing.imbalance, float(demand.max() / demand.mean()), rel_tol=1e-6)
     slope = torch.arange(float(output.numel()), dtype=torch.float64).reshape(output.shape)
@@ -118,7 +118,7 @@ def test_rows_go_in_two_steps_where_hosts_have_several_ranks(
 
 
 def exchanges(ctx: Context) -> None:
-    """One message a pair of ranks each way, counts apart, and none of them where they are known."""
+    """Counts messages: one per pair of ranks and direction, plus the counts, unless the counts are known before."""
     import torch_sagellm
 
     tokens, chosen, weights = tokens_of(ctx.rank, 24)
@@ -139,7 +139,8 @@ def test_rows_travel_in_one_exchange_and_counts_only_where_they_are_not_known() 
 
 
 def ahead(ctx: Context) -> None:
-    """Several dispatches under way at once, and combines between them: memory that is used again is nobody's."""
+    """Several dispatches are in flight, with combines between them. Memory that is reused belongs to no pending
+    operation."""
     import torch_sagellm
 
     moe = torch_sagellm.MoEDispatcher(EXPERTS)
@@ -153,7 +154,7 @@ def ahead(ctx: Context) -> None:
     for tokens, (_, chosen, _) in zip(given, batches, strict=True):
         coming.append(moe.dispatch_async(tokens, chosen))
         with torch.no_grad():
-            tokens.zero_()  # its memory may be used again at once
+            tokens.zero_()  # the memory may be reused at once
     for number, (pending, (tokens, _, weights)) in enumerate(zip(coming, batches, strict=True)):
         rows, routing = pending.wait()
         assert pending.wait()[0] is rows and torch.equal(rows, plain[number][0])
@@ -172,7 +173,7 @@ def test_rows_of_several_calls_travel_at_once() -> None:
 
 
 def kinds_of_rows(ctx: Context) -> None:
-    """Rows of whole numbers and of 16 bits, and results of more dimensions than the tokens."""
+    """Rows of integers and of 16-bit floats, and results with more dimensions than the tokens."""
     import torch_sagellm
 
     moe = torch_sagellm.MoEDispatcher(EXPERTS)
@@ -217,7 +218,8 @@ def test_wrong_experts_are_refused() -> None:
 
 
 def steps(ctx: Context, slower: bool) -> None:
-    """The report is what the steps' clock says, and the slower way is left; the clock is the test's."""
+    """The report equals the times of the steps by a clock that the test sets, and the scheduler stops using the slower
+    mode."""
     import torch_sagellm
     from torch_sagellm.parallel import overlap as module
 
@@ -233,7 +235,7 @@ def steps(ctx: Context, slower: bool) -> None:
                 bucket = torch.full((4,), float(number))
                 handle = scheduler.schedule(bucket)
                 assert handle.done() or not serial
-                # A step takes 10 s; communication 4 s by itself, of which overlapping hides 3 or costs 1 more.
+                # A step computes for 10 s. Communication alone takes 4 s. Overlapping hides 3 s of it, or adds 1 s.
                 now[0] += 10 + (4 if serial else 5 if slower else 1) + ctx.rank
             assert bucket.tolist() == [number * ctx.world_size] * 4, "whoever waits, a step has ended at its end"
             took.append((serial, now[0] - before))

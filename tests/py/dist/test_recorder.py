@@ -36,12 +36,12 @@ def dumped(ctx: Context) -> None:
     ours = pickle.loads(c10d._dump_fr_trace(backend="sagellm"))
     assert titles(ours)[0] == "sagellm:all_reduce" and ours["entries"][0]["input_sizes"] == [[8]], ours
     assert ours["pg_config"]["0"]["ranks"] == "[0, 1]" and ours["version"]
-    # Rank 0 has not called the broadcast: it is active on rank 1.
+    # Rank 0 has not called the broadcast, so only rank 1 has it as active.
     active = pickle.loads(c10d._dump_fr_trace(onlyActive=True, backend="sagellm"))
     assert titles(active) == (["sagellm:broadcast"] if ctx.rank == 1 else [])
     assert "entries" not in pickle.loads(c10d._dump_fr_trace(includeCollectives=False, backend="sagellm"))
-    # Named, a backend is answered alone; unnamed, both stand in the order of their times, with groups of their own.
-    if torch_at_least(2, 15):  # older torch cannot be asked for one of its own
+    # With a backend's name only that backend answers. Without a name both appear, sorted by time, in separate groups.
+    if torch_at_least(2, 15):  # older torch cannot be asked for one of its own backends
         assert all(title.startswith("gloo:") for title in titles(pickle.loads(c10d._dump_fr_trace(backend="gloo"))))
     for both in (pickle.loads(c10d._dump_fr_trace()), json.loads(c10d._dump_fr_trace_json(True, False))):
         found = titles(both)
@@ -94,7 +94,8 @@ print(json.dumps([paths, titles, calls]))
 
 @pytest.mark.skipif(not hasattr(c10d, "_register_handler"), reason="this torch has no handlers in Python")
 def test_the_debug_server_shows_our_operations() -> None:
-    """The worker server answers; torch's page makes its tables of the answer; the process ends well."""
+    """The worker server answers, torch's page makes its tables from the answer, and the process exits without an
+    error."""
     done = run_script(["-c", SERVED], warm=True)
     assert done.returncode == 0, done.stdout
     found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[[") or "missing" in line))

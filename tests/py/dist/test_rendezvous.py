@@ -1,4 +1,4 @@
-"""Making groups: the store requests of a further group, the connection it uses, and refused options."""
+"""Creating groups: the store requests of a further group, the connection that it uses, and refused options."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 
 
 class Gate:
-    """Passes connections on to a port of this host, and counts them."""
+    """Forwards connections to a port of this host and counts them."""
 
     def __init__(self, port: int) -> None:
         self.to = port
@@ -76,7 +76,7 @@ class Gate:
 
 
 def forty_more(ctx: Context, port: int) -> None:
-    """The first group, then forty more; the test counts connections in between."""
+    """Creates the first group, then forty more. The test counts connections in between."""
     client = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     ctx.init(store=dist.PrefixStore(ctx.key, client))
     dist.barrier()
@@ -93,7 +93,7 @@ def forty_more(ctx: Context, port: int) -> None:
 
 
 def test_a_further_group_opens_no_connection_to_the_store() -> None:
-    """Each rank has the user's connection and one of ours, however many groups there are."""
+    """Each rank has the user's connection to the store and one of ours, regardless of the number of groups."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     with Gate(server.port) as gate, launch(forty_more, 3, gate.port) as job:
         counts = []
@@ -107,14 +107,14 @@ def test_a_further_group_opens_no_connection_to_the_store() -> None:
 
 
 def beside_a_blocked_client(ctx: Context) -> None:
-    """A group is made while another thread waits in the user's client of the store."""
+    """Creates a group while another thread waits in the user's client of the store."""
     from torch_sagellm._private import register
 
     client = dist.TCPStore("127.0.0.1", ctx.store_port, is_master=False, timeout=timedelta(seconds=30))
     end = f"{ctx.key}/end/{ctx.rank}"
     waiter = threading.Thread(target=client.wait, args=([end], timedelta(seconds=50)))
     waiter.start()
-    time.sleep(0.3)  # until it waits
+    time.sleep(0.3)  # until the thread waits
     backend = register.create(
         SimpleNamespace(
             store=dist.PrefixStore("inner", dist.PrefixStore(ctx.key, client)),
@@ -136,12 +136,12 @@ def beside_a_blocked_client(ctx: Context) -> None:
 
 @beyond_gloo("makes a group of the backend without torch")
 def test_a_client_that_waits_holds_up_no_group() -> None:
-    """Another thread of the program is blocked in the user's store, as one may be for minutes."""
+    """A thread of the program may block in the user's store for minutes."""
     run_fresh(beside_a_blocked_client, 2)
 
 
 def hide_names(resolver: str, hosts: str) -> None:
-    """In this process, names are asked of the server that ``resolver`` names, and no file answers them."""
+    """Makes this process resolve names only through the server in ``resolver``; no file answers."""
     libc = ctypes.CDLL(None, use_errno=True)
     steps = [(b"none", b"/", MS_REC | MS_PRIVATE), (resolver.encode(), b"/etc/resolv.conf", MS_BIND)]
     steps.append((hosts.encode(), b"/etc/hosts", MS_BIND))
@@ -153,7 +153,7 @@ def hide_names(resolver: str, hosts: str) -> None:
 
 
 class NameServer:
-    """Answers each question when it comes the second time, with "no such name", and counts them."""
+    """Answers "no such name" to each question when it arrives for the second time, and counts the questions."""
 
     def __init__(self, namespace: str) -> None:
         self.questions = 0
@@ -188,7 +188,7 @@ class NameServer:
 
 
 def where_no_name_is_known(ctx: Context, host: str, resolver: str, hosts: str) -> None:
-    """The first group, then forty more; the test counts questions in between."""
+    """Creates the first group, then forty more. The test counts questions in between."""
     enter(host)
     hide_names(resolver, hosts)
     client = dist.TCPStore(
@@ -203,7 +203,7 @@ def where_no_name_is_known(ctx: Context, host: str, resolver: str, hosts: str) -
 
 
 def test_a_further_group_looks_up_no_name(lone_host: str, tmp_path: Path) -> None:
-    """Where the name server answers late, a look-up takes a second here; forty groups of four ranks make none."""
+    """The name server answers late, so each look-up takes a second. Forty groups of four ranks must make no look-up."""
     (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:2\n")
     (tmp_path / "hosts").write_text("")
     files = (str(tmp_path / "resolv.conf"), str(tmp_path / "hosts"))
@@ -220,7 +220,7 @@ def test_a_further_group_looks_up_no_name(lone_host: str, tmp_path: Path) -> Non
 
 
 def without_descriptors(ctx: Context, left: int) -> str:
-    """Rank 1 may open no more files than that when a second group is made; the first one goes on."""
+    """Rank 1 may open only `left` more files when a second group is created. The first group stays usable."""
     ctx.init(timeout=timedelta(seconds=30))
     dist.barrier()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -237,13 +237,14 @@ def without_descriptors(ctx: Context, left: int) -> str:
 @beyond_gloo("ends the process")
 @pytest.mark.parametrize("left", [0, 2])
 def test_a_rank_without_descriptors_has_the_group_refused_on_all(left: int) -> None:
-    """Its socket, or the memory that comes through it, needs one; gloo, which would need more, is not asked."""
+    """Rank 1 needs a descriptor for its socket or for the memory that it receives there. gloo, which needs more, is not
+    tried."""
     for text in run_fresh(without_descriptors, 2, left):
         assert "cannot be made" in text and "rank 1" in text and "open files" in text and "ulimit -n" in text, text
 
 
 def test_a_gloo_group_is_refused_where_too_few_descriptors_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It opens one for each other rank, and its thread ends the process when it gets none."""
+    """gloo opens a descriptor for each other rank, and its thread ends the process if it gets none."""
     from torch_sagellm._private import delegate
 
     facts = delegate.Facts(None, 0, 64, timedelta(seconds=1), "7", list(range(64)))
@@ -265,6 +266,6 @@ def asks_to_be_reconfigured(ctx: Context) -> str:
     reason="this torch has no such flag",
 )
 def test_a_group_that_could_be_reconfigured_is_refused() -> None:
-    """torch's flag is not ignored."""
+    """torch's flag is refused, not ignored."""
     for text in run_fresh(asks_to_be_reconfigured, 2):
         assert "enable_reconfigure=True" in text and "new group" in text

@@ -1,4 +1,4 @@
-"""`torch_sagellm.assert_same`: a tensor whose bits differ is named with the ranks that differ."""
+"""`torch_sagellm.assert_same`: the error names each tensor whose bits differ, and the ranks that differ."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def compared(ctx: Context) -> None:
     odd = ctx.world_size - 1
     torch_sagellm.assert_same(model)
     torch_sagellm.assert_same([torch.tensor([float("nan")]), torch.ones(2, 3).t(), torch.empty(0), torch.tensor(True)])
-    if ctx.rank == odd:  # one bit
+    if ctx.rank == odd:  # changes one bit
         model[0].weight.data.view(torch.int16)[1, 2] ^= 1
     text = expect_raises(AssertionError, lambda: torch_sagellm.assert_same(model))
     who = f"rank {odd} differs from the {odd} others" if odd > 1 else "rank 0 against rank 1"

@@ -1,4 +1,5 @@
-"""Choosing in live groups: one table and one set of rules for all ranks, and explanations that match what happened."""
+"""Choosing algorithms in running groups: one table and one set of rules for all ranks, and explanations that match the
+records."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ LINES = "all_reduce:4097-=rounds(64KiB) 9000 ns; start 12000 ns"
 
 
 def every_operation(context: Context) -> list[tuple[str, int | None, int]]:
-    """A run of all kinds and many sizes; what was recorded and what is worked out again for each."""
+    """Runs all kinds of operations with many sizes. Returns for each what was recorded and what is recomputed."""
     import torch_sagellm
 
     ranks, works = context.world_size, []
@@ -58,7 +59,7 @@ def test_what_is_worked_out_again_is_what_was_recorded(ranks: int) -> None:
 
 
 def with_table(context: Context, rules: list[str], option: str = "") -> dict[str, Any]:
-    """A group under a table that only rank 0 can see, and rules that may differ by rank."""
+    """Creates a group with a table that only rank 0 can read and with rules that may differ between ranks."""
     import torch_sagellm
     from torch_sagellm._private import load
 
@@ -95,7 +96,7 @@ def test_rules_come_before_the_table_and_the_option_before_the_environment() -> 
 
 
 def warned(context: Context, rules: list[str]) -> tuple[str, list[str]]:
-    """`with_table`, and what was logged meanwhile."""
+    """Runs `with_table` and also returns the lines that were logged."""
     import logging
 
     heard: list[str] = []
@@ -114,7 +115,7 @@ def test_ranks_with_other_rules_follow_rank_0_and_say_so() -> None:
 
 
 def refused(context: Context) -> str:
-    """Wrong rules on every rank: refused before the ranks meet."""
+    """Wrong rules on every rank are refused before the ranks meet."""
     import torch_sagellm
 
     def init(algorithm: str) -> None:
@@ -134,12 +135,13 @@ def test_wrong_rules_are_refused_before_anything_is_sent() -> None:
 
 
 TWO_HOSTS = '{"hosts": 2, "full_nvlink": false}'
-#: Numbers of float32: 4 KB, and 4 MB, where the start rules say "ring".
+#: Numbers of float32 elements: 4 KB, and 4 MB, for which the start rules say "ring".
 SMALL, LARGE = 1000, 1_000_000
 
 
 def over_hosts(context: Context, names: list[str], given: list[str]) -> dict[str, Any]:
-    """Two all_reduces in a group over two hosts, made with the topology that this rank gives; what each was."""
+    """Two all_reduces in a group over two hosts, created with this rank's topology. Returns how each was carried
+    out."""
     import logging
 
     import torch_sagellm
@@ -171,11 +173,12 @@ def over_hosts(context: Context, names: list[str], given: list[str]) -> dict[str
 
 
 def test_a_topology_manager_changes_what_a_group_over_hosts_takes(hosts: list[str]) -> None:
-    """Without it the measured link and the one order of small sums decide, with it the start rules, on every rank."""
+    """Without a topology, the measured link and the fixed order of small sums decide; with one, the start rules. All
+    ranks agree."""
     with launch(over_hosts, 4, hosts, [""] * 4, env={"GLOO_SOCKET_IFNAME": net.INTERFACE}) as job:
         without = job.values(90)
     for value in without:
-        # Which algorithm the model takes for the large one depends on the link as it was measured.
+        # The model's algorithm for the large sum depends on the measured link.
         assert value["small"][:2] == ("direct", "one_order") and value["large"][1] == "model", value
         assert value["counted"] == {"direct": 1, value["large"][0]: 1} or value["counted"] == {"direct": 1}
     with launch(over_hosts, 4, hosts, [TWO_HOSTS] * 4, env={"GLOO_SOCKET_IFNAME": net.INTERFACE}) as job:
@@ -194,7 +197,8 @@ def test_a_topology_manager_changes_what_a_group_over_hosts_takes(hosts: list[st
 
 
 def test_rank_0s_topology_holds_for_the_group_and_other_ranks_say_so(hosts: list[str]) -> None:
-    """Rank 2 believes in NVLink, which would mean a tree for the small one: it follows, and warns once."""
+    """Rank 2's topology has NVLink, which would select a tree for the small sum. Rank 2 follows rank 0 and warns
+    once."""
     given = [TWO_HOSTS, TWO_HOSTS, '{"hosts": 2, "full_nvlink": true}', TWO_HOSTS]
     with launch(over_hosts, 4, hosts, given, env={"GLOO_SOCKET_IFNAME": net.INTERFACE}) as job:
         values = job.values(90)
@@ -205,7 +209,7 @@ def test_rank_0s_topology_holds_for_the_group_and_other_ranks_say_so(hosts: list
 
 
 def with_options(context: Context, names: list[str], given: list[dict[str, Any]]) -> dict[str, Any]:
-    """The same two all_reduces, in a default group that is made with the options that this rank gives."""
+    """Runs the two all_reduces in a default group that is created with this rank's options."""
     import logging
 
     import torch_sagellm
@@ -234,7 +238,7 @@ def with_options(context: Context, names: list[str], given: list[dict[str, Any]]
 
 @pytest.mark.parametrize("by_variable", [False, True])
 def test_a_link_that_is_not_measured_leaves_the_choice_to_the_start_rules(hosts: list[str], by_variable: bool) -> None:
-    """Without a topology, on every rank, and explained so; the variable goes before the option."""
+    """Without a topology, on every rank, and the explanation says so. The variable has priority over the option."""
     options: dict[str, Any] = {"measure_link": by_variable}
     env = {"GLOO_SOCKET_IFNAME": net.INTERFACE} | ({"SAGELLM_MEASURE_LINK": "off"} if by_variable else {})
     with launch(with_options, 4, hosts, [options] * 4, env=env) as job:
@@ -249,7 +253,7 @@ def test_a_link_that_is_not_measured_leaves_the_choice_to_the_start_rules(hosts:
 
 
 def test_rank_0_says_for_all_whether_the_link_is_measured(hosts: list[str]) -> None:
-    """Ranks that wish otherwise follow, and warn once each."""
+    """Ranks with another setting follow rank 0 and warn once each."""
     given: list[dict[str, Any]] = [{"measure_link": False}, {"measure_link": False}, {}, {"measure_link": False}]
     with launch(with_options, 4, hosts, given, env={"GLOO_SOCKET_IFNAME": net.INTERFACE}) as job:
         values = job.values(90)
@@ -262,7 +266,7 @@ def test_rank_0_says_for_all_whether_the_link_is_measured(hosts: list[str]) -> N
 
 
 def test_a_rank_with_other_rules_over_hosts_warns_once_and_no_other_does(hosts: list[str]) -> None:
-    """Rank 2 leads its host, where rank 3 has the rules of rank 0, and those hold: nothing to warn rank 3 of."""
+    """Rank 2 leads its host. Rank 3 is on that host and has rank 0's rules, which apply, so rank 3 must not warn."""
     rules = {"algorithm": "all_reduce:0-=ring"}
     given: list[dict[str, Any]] = [rules, rules, {"algorithm": "all_reduce:0-=double_tree"}, rules]
     with launch(with_options, 4, hosts, given, env={"GLOO_SOCKET_IFNAME": net.INTERFACE}) as job:
@@ -273,7 +277,7 @@ def test_a_rank_with_other_rules_over_hosts_warns_once_and_no_other_does(hosts: 
 
 
 def wrong_topologies(context: Context) -> tuple[str, str]:
-    """Refused before the ranks meet; the group then goes on."""
+    """Wrong topologies are refused before the ranks meet. The group stays usable."""
     import torch_sagellm
 
     def make(text: str) -> None:
@@ -294,7 +298,7 @@ def test_a_wrong_topology_is_refused_before_anything_is_sent() -> None:
 
 
 def on_one_host(context: Context) -> tuple[str, str, bool]:
-    """Inside one host the CPU's own algorithms decide: the start rules are about links between hosts and devices."""
+    """Within one host the CPU algorithms decide, because the start rules concern links between hosts and devices."""
     import torch_sagellm
 
     context.init()
@@ -334,7 +338,7 @@ def test_a_delegated_group_does_not_use_a_topology_and_says_so() -> None:
 
 
 def explain_a_delegated_group(context: Context) -> tuple[str, str, str]:
-    """A group that gloo serves says so, and why."""
+    """The explanation of a group that gloo serves says so, and why."""
     import torch_sagellm
 
     context.init(pg_options=torch_sagellm.Options(engine="delegate"))

@@ -1,5 +1,5 @@
-"""The name "gloo" served by this package: which backend serves each way to ask for it, which gloo the link uses, and
-the way back."""
+"""The name "gloo" served by this package: which backend serves each way to request gloo, which gloo the links use, and
+how to undo it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def every_way(ctx: Context) -> None:
     real = delegate.build("gloo", Options, delegate.PREFIX, ["127.0.0.1"])
     assert type(real) is torch._C._distributed_c10d.ProcessGroupGloo, "links and delegates are torch's own"
     assert isinstance(real, torch._C._distributed_c10d.ProcessGroupGloo)
-    real.barrier().wait()  # gloo: a rank that leaves at once makes the other's connecting fail
+    real.barrier().wait()  # gloo: if a rank leaves at once, its peer fails to connect
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -79,7 +79,8 @@ def test_every_way_to_ask_for_gloo_is_served(world_size: int) -> None:
 
 
 def both(ctx: Context, call: Callable[[Any, int], Any]) -> None:
-    """The same call in a group of torch's own and in one of ours must have the same results, or both must refuse."""
+    """Makes the same call in a group of torch's gloo and in one of ours. Both must have the same results, or both must
+    refuse."""
     import torch_sagellm
     from torch_sagellm.api import serve_as
 
@@ -114,7 +115,7 @@ def lists_of_tensors(group: Any, rank: int) -> list[Any]:
     work = group.allreduce(tensors)
     work.wait()
     results += [twice, *empty, *tensors, *work.get_future().value()]
-    # One rank may bring more than another.
+    # Ranks may pass lists of different lengths.
     tensors = values(1 + rank)
     group.allreduce(tensors).wait()
     results += tensors[:1]
@@ -132,12 +133,12 @@ def lists_of_tensors(group: Any, rank: int) -> list[Any]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_lists_of_tensors_are_what_they_are_in_gloo(world_size: int) -> None:
-    """Several tensors of a rank count as several ranks."""
+    """A rank's list of several tensors counts as several ranks."""
     run_fresh(both, world_size, lists_of_tensors)
 
 
 def what_gloo_gets_wrong(ctx: Context) -> None:
-    """Strided tensors, of which gloo reads others, and operations on one memory, which it does not order."""
+    """Strided tensors, of which gloo reads wrong elements, and operations on one memory, which gloo does not order."""
     import torch_sagellm
 
     torch_sagellm.serve_as("gloo")
@@ -202,7 +203,7 @@ def test_wrong_lists_are_refused_as_in_gloo_and_the_group_goes_on() -> None:
 
 
 def on_hosts(ctx: Context, names: list[str]) -> None:
-    """Lists over two hosts, and the calls of a program that only knows gloo."""
+    """Lists over two hosts, and the calls of a program that knows only gloo."""
     from net import enter
 
     import torch_sagellm
@@ -234,7 +235,7 @@ def own_name(ctx: Context) -> None:
 
 
 def test_under_our_own_name_a_list_is_still_a_mistake() -> None:
-    """There it would be taken for `all_reduce_coalesced`."""
+    """Under our own name a list would be taken for `all_reduce_coalesced`."""
     run_fresh(own_name, 2)
 
 
@@ -274,7 +275,7 @@ def test_devices_and_threads_of_gloo_are_ignored_with_a_reason() -> None:
 
 
 def by_default(ctx: Context) -> None:
-    """Calls that name no backend: torch takes gloo for the CPU."""
+    """Calls that name no backend: torch uses gloo for the CPU."""
     import torch_sagellm
 
     torch_sagellm.serve_as("gloo")
@@ -311,7 +312,7 @@ def test_what_names_no_backend_is_served_too() -> None:
 
 
 def test_what_is_patched_is_where_this_torch_looks() -> None:
-    """Fails where a new torch makes its groups in another way: then `serve_as` has to be looked at again."""
+    """Fails if a new torch creates its groups differently; `serve_as` must then be adapted."""
     from torch.distributed import distributed_c10d as c10d
 
     source = inspect.getsource(c10d._new_process_group_helper)
@@ -327,7 +328,7 @@ def test_what_is_patched_is_where_this_torch_looks() -> None:
 
 
 def test_what_a_group_of_gloo_offers_is_offered() -> None:
-    """But for what its class makes: devices and options, which are torch's own."""
+    """Everything except devices and options, which torch's own class creates."""
     import torch_sagellm
     from torch_sagellm._private import load
     from torch_sagellm.api import serve_as
@@ -442,10 +443,10 @@ def test_doctor_says_so() -> None:
 
 
 def looks(group: Any) -> dict[str, Any]:
-    """What programs read of a group of gloo."""
+    """The attributes that programs read from a gloo group."""
     backend = group._get_backend(torch.device("cpu"))
     options = backend.options
-    # The last came with torch 2.14; ours has it always.
+    # torch 2.14 added `enable_reconfigure`; our groups always have it.
     names = ["_threads", "_timeout", "backend", *(["enable_reconfigure"] if torch_at_least(2, 14) else [])]
     return {
         "name": backend.name(),
@@ -474,7 +475,7 @@ def looks_alike(ctx: Context) -> None:
     assert isinstance(given, dist.ProcessGroupGloo._Options), "options that were made before"
     assert isinstance(dist.ProcessGroupGloo._Options(), dist.ProcessGroupGloo._Options)
     assert "asked for as gloo" in dist.group.WORLD._get_backend(torch.device("cpu")).describe()
-    # A group that is asked for as sagellm has its own name and options meanwhile.
+    # A group that is requested as sagellm has its own name and options at the same time.
     other = dist.new_group(backend="sagellm")._get_backend(torch.device("cpu"))
     assert other.name() == "sagellm" and other.options.backend == "sagellm"
     assert not isinstance(other, dist.ProcessGroupGloo)
@@ -484,7 +485,7 @@ def looks_alike(ctx: Context) -> None:
 
 
 def test_what_programs_read_of_a_group_is_gloos() -> None:
-    """Names and options, as those of torch's own group in the same program."""
+    """Names and options equal those of torch's own gloo group in the same program."""
     run_fresh(looks_alike, 2)
 
 
@@ -503,5 +504,6 @@ def a_tensor_twice(group: Any, rank: int) -> list[Any]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_list_that_has_a_tensor_twice_gives_what_gloo_makes_of_it(world_size: int) -> None:
-    """gloo combines copies, and stores them one after the other: every place holds the result of its own elements."""
+    """gloo combines copies and stores them one after the other. Each tensor of the list gets the result of its own
+    elements."""
     run_fresh(both, world_size, a_tensor_twice)

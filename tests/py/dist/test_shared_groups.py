@@ -1,4 +1,4 @@
-"""Tensors that ranks can reach in groups: the variable, bits, failures, replicas."""
+"""Tensors that peers can map, in groups: the environment variable, bits, failures, replicas."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_variable_shares_from_the_first_group_on(value: str) -> None:
 
 
 def values_of(ctx: Context, kind: str) -> list[torch.Tensor]:
-    """The results of collectives over tensors of which all, none, or this rank's alone can be reached."""
+    """The results of collectives over tensors of which all ranks, no rank, or only rank 0 has mappable ones."""
     shares = kind == "all" or (kind == "one" and ctx.rank == 0)
     make = torch_sagellm.empty if shares else torch.empty
     found: list[torch.Tensor] = []
@@ -55,7 +55,7 @@ def values_of(ctx: Context, kind: str) -> list[torch.Tensor]:
             own.copy_((torch.arange(count) % 251) * (ctx.rank + 1))
             rows = make(ctx.world_size, count, dtype=dtype)
             dist.all_gather_into_tensor(rows, own)
-            dist.all_reduce(own[1:])  # a view that begins in the middle of a page
+            dist.all_reduce(own[1:])  # a view that starts in the middle of a page
             part = make(count, dtype=dtype)
             dist.reduce_scatter_tensor(part, rows.reshape(-1).clone() if not shares else torch_sagellm.shared(rows))
             sent = make(count, dtype=dtype).fill_(ctx.rank)
@@ -77,13 +77,13 @@ def same_bits(ctx: Context) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_collectives_over_them_give_the_bits_of_others(world_size: int) -> None:
-    """All ranks with such tensors, none, and one rank alone."""
+    """All ranks have such tensors, no rank has them, or only one rank has them."""
     for stats in run_fresh(same_bits, world_size):
         assert stats["limit"] > 0 and stats["taken_out"] == 0 and stats["why_not"] == ""
 
 
 def fails_here(ctx: Context) -> None:
-    """Rank 1 does not come a second time; by the first call ranks learn where their tensors are."""
+    """In the first call the ranks learn where their tensors are. Rank 1 makes no second call."""
     ctx.init(operations=timedelta(seconds=patience(1)))
     tensor, other = torch_sagellm.zeros(MIB), torch_sagellm.zeros(MIB)
     dist.all_reduce(tensor[5:])
@@ -100,7 +100,7 @@ def fails_here(ctx: Context) -> None:
 
 
 def test_what_a_failed_operation_was_to_write_is_an_ordinary_tensor() -> None:
-    """It has its address and its values; what is made anew can be reached."""
+    """The tensor keeps its address and its values. New tensors can be mapped by peers."""
     with launch(fails_here, 2, env={"SAGELLM_SHARED_BYTES": str(256 * MIB)}) as job:
         assert job.hear(0) == "failed"
         job.say(1, "end")
@@ -108,7 +108,7 @@ def test_what_a_failed_operation_was_to_write_is_an_ordinary_tensor() -> None:
 
 
 def ddp(ctx: Context, how: str) -> tuple[list[bool], list[list[float]]]:
-    """Which buckets of five steps can be reached, and the gradients."""
+    """Whether the bucket of each of five steps can be mapped by peers, and the gradients."""
     from torch.nn.parallel import DistributedDataParallel
 
     ctx.init()
@@ -134,7 +134,7 @@ def ddp(ctx: Context, how: str) -> tuple[list[bool], list[list[float]]]:
             model.module(torch.ones(4, 64))
             with torch.no_grad():
                 model(torch.ones(4, 64))
-            with pytest.raises(RuntimeError):  # two sides that do not match
+            with pytest.raises(RuntimeError):  # the shapes of the two operands do not match
                 model.module(torch.ones(4, 65))
         model(torch.full((4, 64), ctx.rank + step + 1.0)).sum().backward()
         assert not torch_sagellm.is_reachable(torch.empty(MIB)), "the block has ended"

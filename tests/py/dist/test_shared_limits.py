@@ -1,4 +1,4 @@
-"""Where there is no memory that ranks can reach, forked children, and the end of a program."""
+"""What happens without memory that peers can map, in forked children, and at the end of a program."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def small_files(ctx: Context) -> None:
 
 
 def test_a_small_limit_of_files_leaves_ordinary_memory() -> None:
-    """A file beyond the limit would end the process by SIGXFSZ."""
+    """Writing a file beyond the limit would end the process by SIGXFSZ."""
     alone(small_files, {"SAGELLM_SHARED_BYTES": str(1 << 30)})
 
 
@@ -84,7 +84,7 @@ def test_a_small_limit_of_files_leaves_ordinary_memory() -> None:
 
 
 class Rows(torch.utils.data.Dataset[torch.Tensor]):
-    """Rows of one tensor; a worker that is asked for one also overwrites its own copy."""
+    """Rows of one tensor. A worker that reads a row also overwrites its own copy."""
 
     def __init__(self, rows: torch.Tensor) -> None:
         self.rows = rows
@@ -122,7 +122,7 @@ def test_data_loader_workers_read_them_and_their_writes_stay_there() -> None:
 
 
 def in_child(body: Callable[[], bool]) -> bool:
-    """What `body` says in a forked child."""
+    """Runs `body` in a forked child. Returns whether it returned True."""
     pid = os.fork()
     if pid == 0:
         code = 1

@@ -1,4 +1,4 @@
-"""Tensors that ranks can reach: how long they live, and that torch does with them what it does with all others."""
+"""Tensors that peers can map: how long they live, and that torch treats them like other tensors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def freed_and_used_again(ctx: Context) -> None:
     assert (usage()["used"], usage()["extents"], usage()["cached"]) == (0, 0, 4 * MIB)
     again = torch_sagellm.empty(MIB)
     assert again.data_ptr() == at and torch_sagellm.zeros(4).data_ptr() != at
-    # No more than a quarter of the limit stays filled.
+    # At most a quarter of the limit stays allocated after use.
     before = resident()
     large = torch_sagellm.zeros(100 * MIB, dtype=torch.uint8)
     assert resident() - before > 99 * MIB  # the kernel counts some pages later
@@ -45,7 +45,7 @@ def freed_and_used_again(ctx: Context) -> None:
 
 
 def test_freed_memory_is_used_again_and_goes_back_to_the_system() -> None:
-    """A view keeps the memory; without one it is the next tensor's, or the system's."""
+    """A view keeps the memory. After the last view has gone, the next tensor or the system gets it."""
     alone(freed_and_used_again)
 
 
@@ -60,7 +60,7 @@ def resized(ctx: Context) -> None:
     with torch_sagellm.shared_tensors():
         made = torch.ones(MIB)
     assert torch_sagellm.is_reachable(made)
-    made.resize_(2 * MIB)  # by the rule of this thread now
+    made.resize_(2 * MIB)  # the block has ended, so this thread allocates ordinary memory again
     assert not torch_sagellm.is_reachable(made) and made[:MIB].sum() == MIB and usage()["extents"] == 1
 
 
@@ -81,7 +81,7 @@ def several_owners(ctx: Context) -> None:
     assert torch_sagellm.is_reachable(back) and back[5] == 3
     del back, array
     assert usage()["extents"] == 0
-    with torch_sagellm.shared_tensors():  # the array has memory of numpy's
+    with torch_sagellm.shared_tensors():  # the array's memory belongs to numpy
         assert not torch_sagellm.is_reachable(torch.from_numpy(numpy.ones(MIB)))
     weight = torch.nn.Parameter(torch.ones(MIB))
     weight.data = torch_sagellm.shared(weight.data)
@@ -107,7 +107,7 @@ def saved_and_sent(ctx: Context) -> None:
     there, back = context.SimpleQueue(), context.SimpleQueue()
     child = context.Process(target=adds_one, args=(there, back))
     child.start()
-    there.put(tensor)  # moves it into memory of torch's, which both processes have
+    there.put(tensor)  # moves the tensor into shared memory of torch, which both processes have mapped
     assert back.get() == float(MIB) * (MIB - 1) / 2
     child.join(30)
     assert child.exitcode == 0 and tensor[:3].tolist() == [1, 2, 3]
@@ -125,7 +125,7 @@ def adds_one(there: Any, back: Any) -> None:
 
 
 def test_torch_saves_loads_and_sends_them() -> None:
-    """The same for `share_memory_()`: torch moves the tensor into its own memory, and ours is freed."""
+    """Like `share_memory_()`, torch moves the tensor into its own memory, and our memory is freed."""
     alone(saved_and_sent)
 
 
@@ -133,7 +133,7 @@ def test_torch_saves_loads_and_sends_them() -> None:
 
 
 def history(make: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
-    """What autograd and the counters of changes say of a tensor."""
+    """The results of autograd and of the version counters for a tensor."""
     start = torch.arange(1.0, 1 + 4096 * 4).reshape(4096, 4)
     leaf = make(start).requires_grad_()
     found: list[Any] = [leaf._version, leaf.is_leaf, leaf.stride()]
@@ -166,7 +166,7 @@ def as_ordinary(ctx: Context) -> None:
         return made.copy_(tensor)
 
     wanted = history(lambda tensor: torch.empty_like(tensor).copy_(tensor))
-    assert wanted[-4] is True  # the error of autograd was seen
+    assert wanted[-4] is True  # autograd raised its error
     assert history(lambda tensor: torch_sagellm.empty_like(tensor).copy_(tensor)) == wanted
     assert history(in_block) == wanted
     with torch.inference_mode():

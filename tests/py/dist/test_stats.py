@@ -1,4 +1,4 @@
-"""Statistics: counts match the issued calls on every rank; the ranks that were waited for; the formats of other
+"""Statistics: counts match the calls on every rank, the ranks that others waited for, and the formats of other
 programs."""
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def issued(n: int, rank: int) -> tuple[dict[str, int], int]:
-    """Calls one of every kind (messages around the ring); how often by kind, and the payload in bytes on this rank."""
+    """Makes one call of every kind, with messages around the ring. Returns the counts by kind and this rank's payload
+    in bytes."""
     import torch_sagellm
 
     torch_sagellm.reset_stats()
@@ -58,7 +59,7 @@ def issued(n: int, rank: int) -> tuple[dict[str, int], int]:
     if n > 1:
         call("send", 20, lambda: dist.isend(one, (rank + 1) % n))
         call("recv", 20, lambda: dist.irecv(torch.empty(5), (rank - 1) % n))
-    # A list is one call of several tensors, also where its types make several operations of it.
+    # A list is one call with several tensors, even if their dtypes make several operations of it.
     mixed = [torch.ones(3), torch.ones(4), torch.ones(2, dtype=torch.int64)]
     before = torch_sagellm.get_stats()
     call("all_reduce", 12 + 16 + 16, lambda: dist.group.WORLD.allreduce_coalesced(mixed))
@@ -89,7 +90,8 @@ def counts_what_was_issued(ctx: Context) -> None:
         assert 0 < latency["avg_ms"] <= latency["max_ms"] and stats["avg_latency_ms"] > 0
     for row in stats["sizes"]:
         assert row["bytes"] <= row["up_to"] * max(row["tensors"], 1), row
-        if row["path"] == "rounds" and row["op"] != "all_to_all":  # whose small blocks lie beside its table
+        # The small blocks of an all_to_all travel with its table.
+        if row["path"] == "rounds" and row["op"] != "all_to_all":
             assert row["copying_ms"] > 0, row
             assert (row["reducing_ms"] > 0) == (row["op"] == "all_reduce"), row
     reduced = stats["ops"]["all_reduce"]
@@ -114,7 +116,7 @@ def test_counts_and_bytes_are_those_of_the_calls(world_size: int) -> None:
 def late_rank(ctx: Context, late: int) -> dict[str, Any]:
     import torch_sagellm
 
-    for size in (4, 300_000):  # slots, rounds
+    for size in (4, 300_000):  # 4 bytes use slots, 300,000 elements use rounds
         dist.barrier()
         torch_sagellm.reset_stats()
         dist.barrier()
@@ -125,7 +127,7 @@ def late_rank(ctx: Context, late: int) -> dict[str, Any]:
         gathered = torch_sagellm.gather_stats()
         assert gathered["straggler"] == late, (size, gathered["summary"])
         assert f"rank {late} was waited for longest" in gathered["summary"]
-        # Each other rank waited three times for about 150 ms. The bound is lower: sleeps and polls are coarse.
+        # Each other rank waited three times for about 150 ms. The bound is lower, because sleeps and polls are coarse.
         assert gathered["waited_for_ms"][late] > 300 * (ctx.world_size - 1), (size, gathered["waited_for_ms"])
         for stats in gathered["ranks"]:
             if stats["rank"] != late:
@@ -138,7 +140,7 @@ def late_rank(ctx: Context, late: int) -> dict[str, Any]:
 @pytest.mark.quick
 @pytest.mark.parametrize(("world_size", "late"), [(2, 0), (2, 1), (3, 1), (3, 2)])
 def test_the_straggler_is_named(world_size: int, late: int) -> None:
-    """A rank that sleeps before its calls shows as the others' waiting time, for small and for large tensors."""
+    """If a rank sleeps before its calls, its peers report that time as waiting, for small and large tensors."""
     run_ranks(late_rank, world_size, late)
 
 
@@ -170,7 +172,7 @@ def groups_apart(ctx: Context) -> None:
 
 @pytest.mark.quick
 def test_every_group_counts_for_itself() -> None:
-    """By group, by "all", and not at all for another backend's group."""
+    """By group and by "all". Groups of another backend do not count."""
     run_ranks(groups_apart, 2)
 
 
@@ -182,7 +184,7 @@ def no_group(ctx: Context) -> None:
 
 
 def test_without_a_group_the_error_says_what_to_do() -> None:
-    """Nothing was made yet."""
+    """No group has been created yet."""
     run_fresh(no_group, 1)
 
 
@@ -222,7 +224,7 @@ def delegated(ctx: Context) -> None:
 
 @pytest.mark.quick
 def test_a_delegates_operations_are_counted_too() -> None:
-    """Counts, bytes and, where the delegate tells it, time; as path "delegate"."""
+    """Counts, bytes and, if the delegate reports it, time, under the path "delegate"."""
     run_fresh(delegated, 2)
 
 
@@ -238,7 +240,7 @@ def sparse(ctx: Context) -> None:
 
 
 def test_a_sparse_all_reduce_is_one_call() -> None:
-    """Not the messages and the exchange of sizes that it is made of."""
+    """The messages and the exchange of sizes inside the call do not count."""
     run_ranks(sparse, 2)
 
 
@@ -255,7 +257,7 @@ def failing(ctx: Context) -> None:
 
 @pytest.mark.quick
 def test_what_fails_is_counted_apart() -> None:
-    """A mismatch is in failed_count, and in no other number."""
+    """A mismatch counts only in failed_count."""
     run_fresh(failing, 2)
 
 
@@ -265,7 +267,7 @@ SAMPLE = re.compile(
 
 
 def parse(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
-    """Samples by name of a text in Prometheus' format 0.0.4; fails on a line that is none of it."""
+    """Parses a text in Prometheus' format 0.0.4 into samples by name. Fails on a line that is not in this format."""
     samples: dict[str, list[tuple[dict[str, str], float]]] = {}
     types: dict[str, str] = {}
     assert text.endswith("\n")
@@ -351,7 +353,7 @@ def check_trace(ctx: Context, path: Path) -> None:
     for event in events:
         assert event["pid"] == ctx.rank and event["dur"] >= 0 and abs(event["ts"] / 1e6 - time.time()) < 3600, event
     assert {event["args"]["state"] for event in last} == {"done"} and last[0]["args"]["read"] == 16
-    # On one row nothing overlaps, or a viewer would nest one operation in another.
+    # On one row operations must not overlap, because a viewer would show one nested in the other.
     by_row: dict[int, float] = {}
     for event in sorted(events, key=lambda event: event["ts"]):
         assert event["ts"] >= by_row.get(event["tid"], 0) - 0.01, event
@@ -362,18 +364,18 @@ def check_trace(ctx: Context, path: Path) -> None:
 
 @pytest.mark.quick
 def test_prometheus_and_trace_files(tmp_path: Path) -> None:
-    """Both formats parse and match the calls; the endpoint answers while it is open, on the loopback address."""
+    """Both formats parse and match the calls. While the endpoint is open, it answers on the loopback address."""
     run_ranks(exports, 2, str(tmp_path))
 
 
 class Scalars:
-    """Writes down what a SummaryWriter would draw."""
+    """Records the values that a SummaryWriter would draw."""
 
     def __init__(self) -> None:
         self.values: dict[str, tuple[float, int]] = {}
 
     def add_scalar(self, name: str, value: float, step: int) -> None:
-        """As TensorBoard's."""
+        """Same interface as TensorBoard's."""
         self.values[name] = (float(value), step)
 
 
@@ -398,7 +400,7 @@ def scalars(ctx: Context, folder: str) -> bool:
 
 
 def test_tensorboard_scalars(tmp_path: Path) -> None:
-    """By the one method of a writer that is used, and by TensorBoard's own where it is installed."""
+    """With a writer that has only the method that is used, and with TensorBoard's writer if it is installed."""
     run_ranks(scalars, 2, str(tmp_path))
 
 
@@ -426,7 +428,7 @@ def recorded(ctx: Context, folder: str, mismatch: bool) -> None:
 
 
 def analyse(folder: Path) -> tuple[list[Any], str]:
-    """torch's analyser on a folder of dumps: the collectives it found, and what it said."""
+    """Runs torch's analyser on a folder of dumps. Returns the collectives that it found, and its output."""
     found = folder.parent / f"{folder.name}.found"
     command = ["-m", "torch.distributed.flight_recorder.fr_trace", str(folder), "-o", str(found)]
     done = run_script(command, warm=True)
@@ -437,7 +439,7 @@ def analyse(folder: Path) -> tuple[list[Any], str]:
 
 @pytest.mark.parametrize("mismatch", [False, True])
 def test_rule_29_torchs_analyser_reads_our_ring(tmp_path: Path, mismatch: bool) -> None:
-    """Every collective matches between the ranks; a call of another size is found, by number and rank."""
+    """Every collective matches between the ranks. A call of another size is reported with its number and rank."""
     run_fresh(recorded, 2, str(tmp_path), mismatch)
     collectives, said = analyse(tmp_path)
     kinds = ["all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter", "barrier"]
@@ -467,7 +469,7 @@ def fails_alone(ctx: Context) -> None:
 
 
 def test_a_failed_group_leaves_its_record_where_asked(tmp_path: Path) -> None:
-    """With SAGELLM_DUMP_DIR; the file says why, and becomes one that torch's analyser reads."""
+    """SAGELLM_DUMP_DIR names the folder. The file has the reason and can be converted for torch's analyser."""
     import torch_sagellm
 
     with launch(fails_alone, 2, env={"SAGELLM_DUMP_DIR": str(tmp_path)}) as job:
@@ -522,7 +524,8 @@ def sited(ctx: Context, folder: str) -> list[Any]:
 
 
 def test_call_sites_are_looked_up_only_when_asked_for(tmp_path: Path) -> None:
-    """SAGELLM_CALL_SITES=1 names this file and the function that called; without it nothing is looked up."""
+    """With SAGELLM_CALL_SITES=1 the record names this file and the calling function. Without it no call site is looked
+    up."""
     for number, file, line, function in run_fresh(sited, 2, str(tmp_path), env={"SAGELLM_CALL_SITES": "1"}):
         assert number > 0 and file == __file__ and function == "sited"
         assert "dist.all_reduce" in Path(file).read_text().splitlines()[line - 1]
@@ -544,7 +547,7 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize("folder", ["torch_sagellm", "torch"])
 def test_a_program_may_lie_below_a_folder_with_the_name_of_a_package(folder: str, tmp_path: Path) -> None:
-    """Its files are taken for those of neither package, so its calls keep their sites."""
+    """The program's files count as files of neither package, so its calls keep their call sites."""
     program = tmp_path / folder / "examples" / "program.py"
     program.parent.mkdir(parents=True)
     program.write_text(SITED_PROGRAM)
@@ -567,12 +570,12 @@ def titles(ctx: Context, folder: str) -> None:
 
 
 def test_a_profilers_trace_has_titles_and_shapes(tmp_path: Path) -> None:
-    """As gloo and nccl give them: "sagellm:all_reduce", with the shape and type of the input."""
+    """Titles like those of gloo and nccl, "sagellm:all_reduce", with the shape and dtype of the input."""
     run_ranks(titles, 2, str(tmp_path))
 
 
 def test_the_page_names_files_that_exist() -> None:
-    """And all of src/stats."""
+    """The page also names all files of src/stats."""
     text = (ROOT / "docs" / "internals" / "statistics.md").read_text()
     named = set(re.findall(r"`((?:src|cpp|torch_ext|tests|benchmarks)/[\w./]+\.\w+)`", text))
     assert all((ROOT / name).is_file() for name in named), [name for name in named if not (ROOT / name).is_file()]

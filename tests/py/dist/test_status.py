@@ -1,4 +1,5 @@
-"""Looking into a running job from outside: each process's file, and the output of health, top and the RAS report."""
+"""Inspecting a running job from outside: each process's status file, and the output of health, top and the RAS
+report."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ pytestmark = beyond_gloo("writes no status")
 
 
 def working(ctx: Context) -> None:
-    """Calls an all_reduce, and then what the test says, until it says to stop."""
+    """Calls an all_reduce and then obeys the test's words until "stop"."""
     ctx.init()
     dist.all_reduce(torch.ones(1000))
     ctx.tell("ready")
@@ -47,7 +48,7 @@ def working(ctx: Context) -> None:
 
 
 def command(*words: str) -> tuple[int, str]:
-    """A command's exit code and what it prints."""
+    """Runs a command of the package. Returns its exit code and its output."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         code = main(list(words))
@@ -55,7 +56,8 @@ def command(*words: str) -> tuple[int, str]:
 
 
 def until(what: Callable[[], Any], seconds: float = 20.0) -> Any:
-    """The first true answer; an AssertionError with the last one where none comes in time."""
+    """Polls `what` until its answer is true and returns the answer. Raises an AssertionError with the last answer after
+    `seconds`."""
     end = time.monotonic() + patience(seconds)
     while not (found := what()):
         assert time.monotonic() < end, found
@@ -64,7 +66,7 @@ def until(what: Callable[[], Any], seconds: float = 20.0) -> Any:
 
 
 def seen(folder: Path, rank: int, call: int) -> Callable[[], Any]:
-    """Whether the file of a rank tells of that call of its default group."""
+    """Returns a check: whether the status file of `rank` shows call number `call` or a later one."""
 
     def look() -> Any:
         for process in watch.read(folder):
@@ -93,7 +95,7 @@ def test_a_job_is_ready_then_waits_then_has_a_fault(tmp_path: Path) -> None:
         assert command("health", "--dir", str(folder), "--expect", "3", "--live")[0] == 0
         assert (folder.stat().st_mode & 0o777) == 0o700
 
-        # Rank 1 does not come to the second all_reduce: rank 0 shows it as pending.
+        # Rank 1 does not call the second all_reduce, so rank 0 shows it as pending.
         job.say(0, "reduce")
         group = until(seen(folder, 0, 2))
         assert group["pending"]["kind"] == "all_reduce" and group["pending"]["state"] == "pending"
@@ -104,7 +106,7 @@ def test_a_job_is_ready_then_waits_then_has_a_fault(tmp_path: Path) -> None:
         row = next(line for line in text.splitlines() if line.strip().startswith("0 "))
         assert code == 0 and "all_reduce 2" in row and "pending" in row and "\x1b" not in text
 
-        # It is killed: dead, and the other one's group has failed. Liveness and fault are told apart.
+        # Rank 1 is killed: its process is dead, and rank 0's group has failed. Rank 0 is live, but has a fault.
         job.signal(1, signal.SIGKILL)
         until(lambda: command("health", "--dir", str(folder), "--rank", "1")[0] == watch.DEAD)
         until(lambda: command("health", "--dir", str(folder), "--rank", "0")[0] == watch.FAULT)
@@ -212,7 +214,7 @@ def test_the_last_records_come_with_the_oldest_pending_one() -> None:
 
 
 def written(folder: Path, name: str, **changes: Any) -> None:
-    """A status file as a process of this host would write it, with other facts where they are given."""
+    """Writes a status file like a process of this host, with the facts in `changes` replaced."""
     here = watch.here()
     about = {"pid": os.getpid(), "began": watch.began(os.getpid()), "host": "here", "rank": 0, "world_size": 1}
     about |= {"boot_id": here.boot_id, "pid_namespace": here.pid_namespace, "program": "p"}
@@ -227,7 +229,7 @@ def written(folder: Path, name: str, **changes: Any) -> None:
     [
         ({}, watch.RUNNING),
         ({"written": 1.0}, watch.SILENT),
-        ({"began": 1}, watch.ENDED),  # the id was given to another process since
+        ({"began": 1}, watch.ENDED),  # the process id was reused by another process
         ({"pid": 1 << 30}, watch.ENDED),
         ({"pid": 1 << 30, "boot_id": "another host"}, watch.RUNNING),
         ({"pid": 1 << 30, "pid_namespace": "another container", "written": 1.0}, watch.SILENT),
@@ -261,7 +263,7 @@ def test_a_probe_is_quick_and_says_what_it_needs(tmp_path: Path, monkeypatch: py
 
 
 class Screen(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True

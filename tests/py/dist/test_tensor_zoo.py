@@ -1,10 +1,10 @@
-"""Every kind of tensor through every public call, of torch.distributed and of this package: the tables are in `zoo.py`,
-and in `zoo_tour.py` how each case ends.
+"""Every kind of tensor in every public call of torch.distributed and of this package. `zoo.py` has the tables, and
+`zoo_tour.py` the expected outcome of each case.
 
-A call does what it promises, looked for in the memory of its tensors; or it is refused on every rank that passes the
-tensor, by an error that names the call and the reason, and nothing was sent. An ordinary collective and messages with
-the same tag follow each call: they show that no number was used and that no message is left. `LISTED` there has what
-ends in another way, with the reason.
+A call must do what it promises, which is checked in the memory of its tensors. Otherwise every rank that passes the
+tensor refuses it with an error that names the call and the reason, and nothing is sent. An ordinary collective and
+messages with the same tag follow each call: they show that a refused call used no number and left no message. `LISTED`
+in `zoo_tour.py` has the cases with another outcome, with the reason.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zoo_tour import tour
 
 pytestmark = beyond_gloo("the package's calls, and many of these tensors")
 
-#: Rows of the table that make several public calls, or one of another name.
+#: Rows of the table that make several public calls, or a call with another name.
 ROWS_OF = {
     "dist.send_and_recv": ["dist.send", "dist.recv"],
     "dist.isend_and_irecv": ["dist.isend", "dist.irecv"],
@@ -89,7 +89,7 @@ def test_every_call_with(name: str) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("name", KINDS)
 def test_ranks_of_one_process_with(name: str) -> None:
-    """Each call, then an ordinary one of the same ranks."""
+    """Each call is followed by an ordinary call of the same ranks."""
     import torch_sagellm
 
     kind = KINDS[name]

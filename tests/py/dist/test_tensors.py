@@ -13,7 +13,7 @@ from reference import fold, make, same_bits
 
 
 def layouts(base: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The same values (2 x 4 x 6 x 8 of them) in several memory layouts."""
+    """The same 2 x 4 x 6 x 8 values in several memory layouts."""
     shaped = base.reshape(2, 4, 6, 8)
     channels = torch.empty(2, 4, 6, 8, dtype=base.dtype).to(memory_format=torch.channels_last)
     channels.copy_(shaped)
@@ -74,7 +74,7 @@ def mixed_layouts(ctx: Context) -> None:
 
 @beyond_gloo("sends channels-last memory as it lies")
 def test_ranks_with_different_layouts_agree_on_the_logical_order() -> None:
-    """A rank's strides are a local fact: element [i, j] meets element [i, j]."""
+    """Ranks may have different strides: element [i, j] of one rank is combined with element [i, j] of the others."""
     run_ranks(mixed_layouts, 3)
 
 
@@ -136,7 +136,7 @@ def views(ctx: Context) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_views_parameters_and_scalars(world_size: int) -> None:
-    """Slices in flight at once, leaves, 0-dimensional tensors."""
+    """Slices that are in flight at the same time, leaf tensors, and 0-dimensional tensors."""
     run_ranks(views, world_size)
 
 
@@ -150,7 +150,7 @@ def version_counter(ctx: Context) -> None:
 
 
 def test_inference_mode_and_plain_tensors() -> None:
-    """Outputs may be any dense tensor."""
+    """Outputs may be any dense tensors, even in inference mode."""
     run_ranks(version_counter, 2)
 
 
@@ -171,7 +171,7 @@ def misaligned(ctx: Context, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8], ids=str)
 def test_misaligned_tensors_and_no_write_outside(dtype: torch.dtype) -> None:
-    """Tensors that start off a cache line; the bytes around them stay zero."""
+    """Tensors that do not start at a cache line. The bytes around them stay zero."""
     run_ranks(misaligned, 2, dtype)
 
 
@@ -195,7 +195,8 @@ def overlapping(ctx: Context) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_rule_04_overlapping_operations_run_in_order(world_size: int) -> None:
-    """Rule 4: an operation on memory that a pending one writes runs after it; waited for in reverse order."""
+    """Rule 4: an operation runs after a pending operation that writes its memory, although the waits are in reverse
+    order."""
     run_ranks(overlapping, world_size)
 
 
@@ -214,7 +215,7 @@ def staged_overlap(ctx: Context) -> None:
 
 @beyond_gloo("runs them concurrently")
 def test_rule_04_holds_for_strided_views_of_one_memory() -> None:
-    """Rule 4 where the tensors are staged copies of overlapping memory."""
+    """Rule 4 if the tensors are staged copies of overlapping memory."""
     run_ranks(staged_overlap, 2)
 
 
@@ -236,5 +237,5 @@ def empties(ctx: Context) -> list[Any]:
 @pytest.mark.quick
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_zero_elements_everywhere(world_size: int) -> None:
-    """Empty tensors take part like any other."""
+    """Empty tensors take part like any others."""
     assert run_ranks(empties, world_size) == [[float(world_size)]] * world_size

@@ -52,7 +52,7 @@ def completes_alone(ctx: Context) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_pitfall_06_work_completes_without_wait(world_size: int) -> None:
-    """Pitfall 6: polling threads see the end although no thread waits."""
+    """Pitfall 6: polling threads see the completion although no thread waits."""
     run_ranks(completes_alone, world_size)
 
 
@@ -86,7 +86,7 @@ def future_values(ctx: Context) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_pitfall_01_the_value_of_a_future_is_a_list_of_tensors(world_size: int) -> None:
-    """Pitfall 1: a list also for one tensor, for every collective."""
+    """Pitfall 1: the value is a list even for one tensor, for every collective."""
     run_ranks(future_values, world_size)
 
 
@@ -129,7 +129,7 @@ def callback_issues(ctx: Context) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_rule_09_a_callback_may_issue_collectives_and_block(world_size: int) -> None:
-    """Rule 9: callbacks run on no progress thread and under no lock."""
+    """Rule 9: callbacks run on no progress thread, and no lock is held."""
     run_ranks(callback_issues, world_size)
 
 
@@ -186,7 +186,7 @@ def wait_elapses(ctx: Context) -> None:
 @beyond_gloo("a wait that elapses may poison the group")
 @pytest.mark.quick
 def test_rule_11_a_wait_that_elapses_leaves_the_work_usable() -> None:
-    """Rule 11 and pitfall 2: it throws to its caller only; the operation goes on."""
+    """Rule 11 and pitfall 2: an elapsed wait raises only in its caller. The operation continues."""
     run_ranks(wait_elapses, 2)
 
 
@@ -199,7 +199,7 @@ def wait_long_ago_done(ctx: Context) -> None:
 
 
 def test_wait_may_be_repeated() -> None:
-    """With and without a timeout, after the end."""
+    """wait() after the end, with and without a timeout."""
     run_ranks(wait_long_ago_done, 2)
 
 
@@ -207,7 +207,7 @@ def sequence(ctx: Context) -> None:
     group = dist.distributed_c10d._get_default_group()
     backend = _backend()
     start = backend._get_sequence_number_for_group()
-    if torch_at_least(2, 15):  # older torch answers for its own backends alone
+    if torch_at_least(2, 15):  # older torch returns numbers only for its own backends
         assert group._get_sequence_number_for_group() == start
     for turn in range(1, 6):
         dist.all_reduce(torch.ones(2), async_op=bool(turn % 2))
@@ -225,7 +225,7 @@ def sequence(ctx: Context) -> None:
 @beyond_gloo("its Work numbers another way")
 @pytest.mark.quick
 def test_rule_01_sequence_numbers(world_size: int = 2) -> None:
-    """Rule 1: every collective takes the next number of its group, at issue; the Work knows it."""
+    """Rule 1: every collective gets the next number of its group when it is issued, and the Work has this number."""
     run_ranks(sequence, world_size)
 
 
@@ -307,7 +307,7 @@ def abort_pending(ctx: Context) -> str:
 
 @beyond_gloo("no abort")
 def test_abort_ends_a_blocked_wait() -> None:
-    """abort() of the backend from another thread."""
+    """Another thread calls the backend's abort()."""
     with launch(abort_pending, 2) as job:
         for rank in range(2):
             job.hear(rank)
@@ -321,7 +321,7 @@ def abort_everything(ctx: Context) -> None:
     ctx.init()
     dist.all_reduce(torch.ones(1))
     if ctx.rank == 0:
-        # The other rank may have aborted before this one comes here; then the call is refused.
+        # If rank 1 has already aborted, this call is refused.
         with __import__("contextlib").suppress(RuntimeError):
             dist.all_reduce(torch.ones(3), async_op=True)
     start = time.monotonic()
@@ -336,7 +336,7 @@ def abort_everything(ctx: Context) -> None:
 
 @beyond_gloo("no abort")
 def test_abort_process_group_and_a_new_group_at_once() -> None:
-    """_abort_process_group with an operation in flight; then a group with a new prefix."""
+    """_abort_process_group with an operation in flight; then a group with a new prefix is created."""
     run_fresh(abort_everything, 2)
 
 
@@ -361,7 +361,7 @@ def timeouts(ctx: Context) -> str:
 
 @pytest.mark.quick
 def test_rule_11_the_operations_own_deadline_poisons_the_group() -> None:
-    """Rule 11: the group's timeout applies to a call that brings none; the text names the missing rank."""
+    """Rule 11: a call without its own timeout has the group's. The error names the missing rank."""
     from harness import IS_GLOO
 
     with launch(timeouts, 2) as job:
@@ -393,7 +393,7 @@ def set_timeout(ctx: Context) -> float:
 
 @pytest.mark.skipif(not hasattr(dist, "set_timeout"), reason="this torch has no set_timeout")
 def test_set_timeout_applies_to_later_operations() -> None:
-    """Pitfall 15 too: the future carries the error."""
+    """Also pitfall 15: the future has the error."""
     with launch(set_timeout, 2) as job:
         job.hear(0)
         job.hear(1)
@@ -416,7 +416,7 @@ def source_ranks(ctx: Context) -> None:
 
 @beyond_gloo("a receive from a named rank knows no source")
 def test_source_rank_of_a_specific_receive() -> None:
-    """sourceRank agrees with the rank that was asked for."""
+    """sourceRank equals the rank that the receive named."""
     run_ranks(source_ranks, 3)
 
 
@@ -436,7 +436,7 @@ def completion_hooks(ctx: Context) -> None:
 
 
 def test_rule_27_flags_and_flight_recorder() -> None:
-    """Rules 27 and 29: one answer each; the recorder can be dumped with operations in it."""
+    """Rules 27 and 29: each flag is True or False, and the recorder can be dumped while it has operations."""
     run_ranks(completion_hooks, 2)
 
 
@@ -459,7 +459,7 @@ def allocates(ctx: Context) -> None:
 
 @beyond_gloo("refuses it")
 def test_rule_28_the_backend_allocates_tensors_that_peers_can_reach() -> None:
-    """Rule 28: on the CPU; elsewhere torch's."""
+    """Rule 28: for the CPU; torch allocates for other devices."""
     run_ranks(allocates, 2)
 
 
@@ -474,7 +474,7 @@ def delegated_pool(ctx: Context) -> bool:
 
 @beyond_gloo("has no delegate")
 def test_rule_28_a_group_that_gloo_serves_says_that_it_does_not() -> None:
-    """Rule 28: no engine of ours would read such tensors."""
+    """Rule 28: a delegate would not use such tensors."""
     assert run_fresh(delegated_pool, 2) == [False, False]
 
 
@@ -493,7 +493,7 @@ def recorder(ctx: Context) -> tuple[bool, int]:
     not hasattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS"), reason="this torch has no generic recorder"
 )
 def test_rule_29_the_generic_recorder_is_off_unless_asked_for() -> None:
-    """Rule 29: torch's hook costs as much as a small collective; a positive TORCH_FR_BUFFER_SIZE brings it back."""
+    """Rule 29: torch's hook costs as much as a small collective. A positive TORCH_FR_BUFFER_SIZE enables it."""
     plain = run_fresh(recorder, 2)
     asked = run_fresh(recorder, 2, env={"TORCH_FR_BUFFER_SIZE": "100"})
     assert [each[0] for each in plain] == [False, False]
@@ -509,7 +509,7 @@ def raise_its_name(name: str) -> Callable[..., None]:
 
 
 def test_rule_30_there_is_no_direct_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rule 30 is about calls that bypass c10d. There are none: the package's own functions call torch.distributed."""
+    """Rule 30 is about calls that bypass c10d. There are none: the package's functions call torch.distributed."""
     import torch_sagellm
 
     calls = {
@@ -553,7 +553,8 @@ def no_room(ctx: Context) -> str:
 
 @beyond_gloo("uses no memory of this kind")
 def test_rule_24_no_room_gives_a_reason_not_a_kill() -> None:
-    """Rule 24: where the segment cannot be made (a file-size limit) the group is delegated or refused, with why."""
+    """Rule 24: if the segment cannot be created, here because of a file-size limit, the group is delegated or refused
+    with the reason."""
     for text in run_fresh(no_room, 2):
         assert text == "" or "sagellm" in text, text
 
@@ -581,7 +582,7 @@ def gil_free_wait(ctx: Context) -> float:
 
 @pytest.mark.quick
 def test_rule_08_waits_release_the_interpreter() -> None:
-    """Rule 8: another thread of the process runs while one waits half a second."""
+    """Rule 8: other threads of the process run while one waits for half a second."""
     assert run_ranks(gil_free_wait, 2)[1] > 30
 
 
@@ -616,7 +617,7 @@ def test_pitfall_12_profiler_titles() -> None:
 
 
 def _hold_the_interpreters_lock(seconds: float) -> None:
-    """In C, without releasing the lock, as a long call of an extension does."""
+    """Sleeps in C without releasing the interpreter's lock, like a long call of an extension."""
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 
@@ -629,7 +630,7 @@ def many_futures(ctx: Context, count: int) -> None:
     works: list[Any] = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(count)]
     futures = [work.get_future().then(lambda done: done.value()[0].item()) for work in works]
     dist.isend(torch.ones(1), 1)
-    _hold_the_interpreters_lock(1.0)  # all of them end meanwhile, and no callback can run
+    _hold_the_interpreters_lock(1.0)  # all operations end in this time, and no callback can run
     threads = len(os.listdir("/proc/self/task"))
     assert [future.wait() for future in futures] == [2.0] * count
     assert threads < 100, f"{threads} threads for {count} futures"
@@ -637,7 +638,7 @@ def many_futures(ctx: Context, count: int) -> None:
 
 @beyond_gloo("needs the lock to move")
 def test_rule_09_a_thousand_futures_need_few_threads() -> None:
-    """Rule 9: callbacks that cannot run yet hold no thread each."""
+    """Rule 9: callbacks that cannot run yet do not each occupy a thread."""
     run_ranks(many_futures, 2, 1500)
 
 
@@ -655,7 +656,7 @@ def lock_is_taken(ctx: Context) -> None:
         dist.all_reduce(mine)
         holder.join()
     else:
-        time.sleep(1.0)  # rank 0 waits, and its other thread has the lock
+        time.sleep(1.0)  # rank 0's main thread waits, and its other thread holds the interpreter's lock
         begin = time.monotonic()
         dist.all_reduce(mine)
         assert time.monotonic() - begin < 3.0, "rank 0 came only with the interpreter's lock"
@@ -664,12 +665,13 @@ def lock_is_taken(ctx: Context) -> None:
 
 @pytest.mark.quick
 def test_rule_08_a_thread_that_keeps_the_interpreters_lock_stalls_no_peer() -> None:
-    """Rule 8: a thread that waits for the lock drives nothing, so another thread must."""
+    """Rule 8: a thread that waits for the interpreter's lock drives no group, so another thread must."""
     run_ranks(lock_is_taken, 2)
 
 
 def added_to_timeouts(ctx: Context) -> None:
-    """Each addition counts from its call until the first operation after it has ended. Rank 1 issues when told to."""
+    """Each addition counts from its call until the first operation issued after it has ended. Rank 1 issues when rank 0
+    sets a key."""
     ctx.init(operations=timedelta(seconds=60))
     if ctx.rank == 1:
         for number in range(6):
@@ -692,7 +694,7 @@ def added_to_timeouts(ctx: Context) -> None:
     works.append(issue())
     assert [work.timeout.total_seconds() for work in works] == [60, 90, 90, 95]
     end(0, works[0])
-    end(1, works[1])  # it owned the 30 seconds
+    end(1, works[1])  # the end of this operation removes the 30 seconds
     works.append(issue())
     assert works[-1].timeout.total_seconds() == 65
     for number in (2, 3, 4):
@@ -707,7 +709,7 @@ def added_to_timeouts(ctx: Context) -> None:
 @beyond_gloo("it ignores the call")
 @pytest.mark.skipif(not torch_at_least(2, 15), reason="this torch has it for nccl alone")
 def test_an_ephemeral_timeout_is_added_until_the_first_operation_after_it_has_ended() -> None:
-    """`_add_ephemeral_timeout_for_all_pgs`, which a compiler calls before it lets other ranks wait for it."""
+    """`_add_ephemeral_timeout_for_all_pgs`, which a compiler calls before it makes other ranks wait for it."""
     run_fresh(added_to_timeouts, 2)
 
 
@@ -727,12 +729,13 @@ def late_by_more_than_the_timeout(ctx: Context) -> None:
 @beyond_gloo("it ignores the call")
 @pytest.mark.skipif(not torch_at_least(2, 15), reason="this torch has it for nccl alone")
 def test_a_rank_may_be_late_by_an_ephemeral_timeout() -> None:
-    """The operation that would fail after two seconds ends well after three."""
+    """With the addition, an operation with a timeout of two seconds succeeds after three."""
     run_fresh(late_by_more_than_the_timeout, 2)
 
 
 def alive_after_a_barrier(ctx: Context) -> list[int]:
-    """How many tensors of dropped Works live after the barrier that ended them, in five turns."""
+    """In each of five turns, the number of tensors of dropped Works that are alive after the barrier that ended
+    them."""
     from torch.multiprocessing.reductions import StorageWeakRef
 
     found = []
@@ -754,6 +757,7 @@ def alive_after_a_barrier(ctx: Context) -> list[int]:
 
 @beyond_gloo("it frees them by itself")
 def test_rule_10_a_synchronous_call_leaves_no_tensors_of_dropped_works_behind() -> None:
-    """Rule 10: the program may make no further call. An operation that another thread is about to end may be left."""
+    """Rule 10: the tensors must be freed although the program makes no further call. A tensor may be left if another
+    thread is about to end its operation."""
     for found in run_ranks(alive_after_a_barrier, 2):
         assert min(found) == 0, found

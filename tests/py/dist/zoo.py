@@ -1,9 +1,9 @@
-"""The tensor zoo: every kind of tensor that a program may pass, and every public call, for `test_tensor_zoo.py`.
+"""The tensor zoo for `test_tensor_zoo.py`: every kind of tensor that a program may pass, and every public call.
 
-A call is a function that takes its tensors from a `Visit`. In the role "into" the tensors that it writes are of the
-kind, in the role "from" those that it only reads, in the role "in place" those that it reads and writes; all others are
-plain. Afterwards the whole memory of each tensor is compared, byte by byte, with that of a twin into which torch has
-written what is expected: so results are looked for in the base memory, and bytes beside a view must not change.
+A call is a function that gets its tensors from a `Visit`. The role says which of its tensors are of the kind: "into"
+those that it only writes, "from" those that it only reads, "in place" those that it reads and writes. All others are
+plain. Afterwards the whole memory of each tensor is compared, byte by byte, with a twin into which torch has written
+the expected values. So results are checked in the base memory, and bytes around a view must not change.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-FILLER = 3  # what memory beside a view holds
+FILLER = 3  # value of the memory around a view
 
 
 def _parameter(plain: Tensor) -> Tensor:
@@ -70,12 +70,13 @@ def _shared(plain: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of tensor: how one is made of zeros of a shape, and what calls may do with it."""
+    """A kind of tensor: how to make one from zeros of a shape, and its dtype and shape."""
 
     make: Callable[[Tensor], Tensor]
     dtype: torch.dtype = torch.float32
     shape: tuple[int, ...] = (4, 3)
-    #: Without memory that a call could read: "sparse", "meta", "quantized". Every refusal has one of these words.
+    #: Words for a kind without memory that a call could read: "sparse", "meta", "quantized". Every refusal contains one
+    #: of them.
     foreign: tuple[str, ...] = ()
 
 
@@ -135,7 +136,7 @@ def build(kind: Kind, values: Tensor, device: str = "cpu") -> Tensor:
     if kind.foreign:
         return kind.make(values.clone())
     tensor = kind.make(torch.zeros(values.shape, dtype=kind.dtype, device=device))
-    with torch.inference_mode():  # in which every tensor may be written
+    with torch.inference_mode():  # in inference mode every tensor may be written
         (tensor[(0,) * (tensor.dim() - 1)] if kind.make is _expanded else tensor).copy_(
             values[(0,) * (values.dim() - 1)] if kind.make is _expanded else values
         )
@@ -143,7 +144,7 @@ def build(kind: Kind, values: Tensor, device: str = "cpu") -> Tensor:
 
 
 def memory(tensor: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """All bytes of the memory that a tensor is a part of."""
+    """All bytes of the storage that the tensor is a part of."""
     flat = torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage())
     return flat.cpu().clone()
 
@@ -157,10 +158,10 @@ class Visit:
     me: int
     group: Any
     comm: Any = None
-    #: On which its tensors are, and whether a receive may leave the sender open there.
+    #: The device of the tensors. `anyone`: whether a receive may leave the source open on this device.
     device: str = "cpu"
     anyone: bool = True
-    #: What each tensor must hold in the end, and what it held in the beginning.
+    #: `seen`: the expected final content of each tensor. `given`: its initial content.
     seen: list[tuple[Kind, Tensor, Tensor]] = field(default_factory=list)
     given: list[Tensor] = field(default_factory=list)
 
@@ -173,15 +174,15 @@ class Visit:
         return tensor
 
     def update(self, seed: int | None = None) -> Tensor:
-        """A tensor that is read and written; rank r's has the values of seed r."""
+        """A tensor that the call reads and writes. On rank r it has the values of seed r."""
         return self._take(True, self.me if seed is None else seed, 1)
 
     def write(self, rows: int = 1) -> Tensor:
-        """A tensor that is only written."""
+        """A tensor that the call only writes."""
         return self._take(self.role == "into", 5, rows)
 
     def read(self, seed: int | None = None, rows: int = 1) -> Tensor:
-        """A tensor that is only read."""
+        """A tensor that the call only reads."""
         return self._take(self.role == "from", self.me if seed is None else seed, rows)
 
     def of(self, seed: int, rows: int = 1) -> Tensor:
@@ -189,18 +190,18 @@ class Visit:
         return numbers(self.kind, seed, rows)
 
     def total(self, *seeds: int, rows: int = 1) -> Tensor:
-        """The sum of the values of some seeds; of bool the logical or."""
+        """The sum of the values of some seeds; for bool the logical or."""
         one, other = (numbers(self.kind, seed, rows) for seed in seeds or (0, 1))
         if one.dtype == torch.bool:
             return one | other
         return one.float() + other.float() if one.element_size() == 1 else one + other
 
     def summed(self, *seeds: int, rows: int = 1) -> Tensor:
-        """The sum as a new tensor of the kind's dtype."""
+        """The sum, converted to the kind's dtype."""
         return self.total(*seeds, rows=rows).to(self.kind.dtype)
 
     def expect(self, tensor: Tensor, values: Tensor) -> None:
-        """The tensor must hold these values in the end; all others keep theirs."""
+        """Sets the expected final content of a tensor. All other tensors must keep their contents."""
         for place, (kind, each, _) in enumerate(self.seen):
             if each is tensor:
                 self.seen[place] = (kind, each, values.reshape(each.shape))
@@ -208,11 +209,11 @@ class Visit:
         raise AssertionError("an unknown tensor")
 
     def forget_results(self) -> None:
-        """All tensors must hold what they held in the beginning."""
+        """All tensors must have their initial contents at the end."""
         self.seen = [(kind, tensor, before) for (kind, tensor, _), before in zip(self.seen, self.given, strict=True)]
 
     def wrong(self, tolerance: float = 0.0) -> str:
-        """What differs from what is expected, in the memory."""
+        """Describes the first difference from the expected memory, or returns ""."""
         for number, (kind, tensor, values) in enumerate(self.seen):
             if tensor.is_sparse:
                 if not torch.equal(tensor.to_dense(), values):
@@ -235,15 +236,15 @@ class Visit:
 
 @dataclass(frozen=True)
 class Call:
-    """A call: its function, the roles in which tensors are passed to it, and which rank alone passes one."""
+    """A call: its function, the roles in which tensors are passed, and the ranks that pass one."""
 
     run: Callable[[Visit], None]
     roles: tuple[str, ...]
-    #: The rank that passes the tensor of a role, where not both do: the other makes no call where that is refused.
+    #: For each role that only one rank passes: that rank. If the tensor is refused, the other rank makes no call.
     only: dict[str, int]
-    #: Whether it adds numbers up.
+    #: Whether the call adds numbers.
     reduces: bool
-    #: Its name in errors.
+    #: The call's name in errors.
     named: str
     tolerance: float = 0.0
 
@@ -266,7 +267,7 @@ def call(
 
 
 def returned(found: Tensor | None, values: Tensor) -> None:
-    """Compares a new tensor that a call has returned."""
+    """Compares a new tensor that a call returned with the expected values."""
     assert found is not None and found.dtype == values.dtype, found
     got, wanted = (each.detach().cpu().resolve_conj().reshape(-1) for each in (found, values))
     assert torch.equal(*(each.contiguous().view(torch.uint8) if each.numel() else each for each in (got, wanted))), (
@@ -403,7 +404,7 @@ def dist__batch_isend_irecv(v: Visit) -> None:
         dist.P2POp(dist.isend, v.read(), group=v.group, group_peer=1 - v.me),
         dist.P2POp(dist.irecv, tensor, group=v.group, group_peer=1 - v.me),
     ]
-    if v.role == "into":  # torch begins one after the other: what is refused comes first, so that nothing is sent
+    if v.role == "into":  # torch starts one message after the other, so the refused one comes first and nothing is sent
         messages.reverse()
     for work in dist.batch_isend_irecv(messages):
         work.wait()
@@ -439,7 +440,7 @@ if hasattr(dist, "gather_single"):
 
 @contextlib.contextmanager
 def together(v: Visit) -> Iterator[None]:
-    """A region whose calls are carried out as one."""
+    """A region whose calls run as one operation."""
     with dist._coalescing_manager(group=v.group, device=torch.device(v.device)):
         yield
 
@@ -481,7 +482,7 @@ def _backend(v: Visit) -> Any:
 
 @call("in place", reduces=True)
 def backend__allreduce(v: Visit) -> None:
-    """Without torch's dispatcher: here lazily conjugated and negated views come as they are."""
+    """Bypasses torch's dispatcher, so lazily conjugated and negated views arrive unresolved."""
     tensor = v.update()
     work = _backend(v).allreduce([tensor], dist.AllreduceOptions())
     if work is not None:
@@ -500,7 +501,7 @@ def backend__broadcast(v: Visit) -> None:
 
 @call("from")
 def objects__every_kind(v: Visit) -> None:
-    """Tensors as parts of objects, which are pickled."""
+    """Tensors as parts of objects that are pickled."""
     mine = v.read()
     every: list[Any] = [None, None]
     dist.all_gather_object(every, mine, group=v.group)
@@ -607,7 +608,7 @@ def comm__compressed_async(v: Visit) -> None:
 
 @call("into", "from", from_=0, into=1, named="send_tensors/recv_tensors")
 def package__send_tensors(v: Visit) -> None:
-    """Into: the tensors of out=."""
+    """In the role "into" the tensors are passed as out=."""
     import torch_sagellm
 
     if v.me == 0:
@@ -624,7 +625,7 @@ def package__send_tensors(v: Visit) -> None:
 
 @call("into", "from", from_=0, into=1, named="send_tensors/recv_tensors")
 def package__isend_tensors(v: Visit) -> None:
-    """Without out=, for tensors that are sent."""
+    """The asynchronous calls, with out= in every role."""
     import torch_sagellm
 
     if v.me == 0:
@@ -638,7 +639,7 @@ def package__isend_tensors(v: Visit) -> None:
 
 @call("into", "from", into=1, named="send_pages/recv_pages")
 def package__send_pages(v: Visit) -> None:
-    """The pages are the rows, all of them; two layers."""
+    """Two layers; the pages are all rows of the tensors."""
     import torch_sagellm
 
     rows = range(v.kind.shape[0] if v.kind.shape else 1)
@@ -860,7 +861,7 @@ def layers__exchange_tokens(v: Visit) -> None:
 
 @call("from", reduces=True, named="all_reduce")
 def layers__autograd(v: Visit) -> None:
-    """What TensorParallelLinear is made of, and the exchange of MoEDispatcher."""
+    """The parts of TensorParallelLinear, and the exchange of MoEDispatcher."""
     from torch_sagellm.parallel import autograd
 
     tensor = v.read()
@@ -893,7 +894,7 @@ def layers__MoEDispatcher(v: Visit) -> None:
 
 @dataclass(frozen=True)
 class RingCall:
-    """A call of all ranks of one process: of `comms`, in this order, each with its visit."""
+    """A call of all ranks of one process: `run` gets the communicators and, in the same order, their visits."""
 
     run: Callable[[list[Any], list[Visit]], None]
     role: str

@@ -1,5 +1,5 @@
-"""How each case of the zoo ends, and a tour of all of them on two ranks: for the tests on the CPU, over hosts and on
-devices. A case is a kind of tensor in a role of a call (`zoo.py`).
+"""The expected outcome of each case of the zoo, and a tour of all cases on two ranks, for tests on the CPU, over hosts
+and on devices. A case is a kind of tensor in a role of a call (`zoo.py`).
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch.distributed as dist
 from harness import Context
 from zoo import CALLS, KINDS, Call, Kind, Visit
 
-#: How a case ends: with the results; with an error; without one, and all memory is as it was; with either of the last
-#: two; or it is not tried.
+#: Outcomes of a case: it returns the results; it raises an error; it returns without an error and all memory is
+#: unchanged; either of the last two; or it is not tried.
 WORKS, REFUSED, LOST, IGNORED, SKIPPED = "works", "refused", "lost", "ignored", "skipped"
 DEFAULT_ERRORS = (ValueError, TypeError, RuntimeError)
 
 
 @dataclass(frozen=True)
 class Ends:
-    """How a case ends; the error's type, and words of which its text has one."""
+    """The outcome of a case, the error types, and words of which the error must contain one."""
 
     how: str
     words: tuple[str, ...] = ()
@@ -30,14 +30,14 @@ class Ends:
 
 @dataclass(frozen=True)
 class Listed:
-    """Cases, as patterns of "kind/call/role", that do not end as a call should, and why."""
+    """Cases, as patterns of "kind/call/role", whose outcome is not the usual one, and why."""
 
     cases: tuple[str, ...]
     ends: Ends
     why: str
 
 
-#: The first row that fits a case holds.
+#: The first row that matches a case applies.
 LISTED = [
     Listed(
         (
@@ -147,18 +147,18 @@ LISTED = [
 
 @dataclass(frozen=True)
 class Place:
-    """Where the tensors are, and what ends there in another way."""
+    """The device of the tensors, and the outcomes that differ there."""
 
     device: str = "cpu"
-    #: Whether a receive may leave the sender open.
+    #: Whether a receive may leave the source open.
     anyone: bool = True
-    #: Whether it combines floats of 8 bits.
+    #: Whether the device adds floats of 8 bits.
     adds_float8: bool = False
     listed: tuple[Listed, ...] = ()
 
 
 def expected(name: str, kind: Kind, call: Call, role: str, place: Place) -> tuple[Ends, bool]:
-    """How a case ends, and whether that is listed: first by the place."""
+    """The outcome of a case, and whether a list has it. The lists of the place come first."""
     case = f"{name}/{next(each for each, other in CALLS.items() if other is call)}/{role}"
     for row in [*place.listed, *LISTED]:
         if any(fnmatchcase(case, pattern) for pattern in row.cases):
@@ -178,7 +178,7 @@ def expected(name: str, kind: Kind, call: Call, role: str, place: Place) -> tupl
 
 
 def ordinary(me: int, group: Any, number: int, device: str = "cpu") -> None:
-    """A collective and a message each way, which find nothing of what was refused before."""
+    """A collective and a message each way, which must not find anything of a refused call."""
     total = torch.full((3,), float(me + number), device=device)
     dist.all_reduce(total, group=group)
     assert total.tolist() == [2.0 * number + 1] * 3, f"the next all_reduce gave {total.tolist()}"
@@ -192,10 +192,10 @@ def ordinary(me: int, group: Any, number: int, device: str = "cpu") -> None:
 
 
 def visit(v: Visit, call: Call, ends: Ends, listed: bool) -> None:
-    """Makes the call on this rank and judges how it ended."""
+    """Makes the call on this rank and checks its outcome."""
     alone = call.only.get(v.role)
     if ends.how in (REFUSED, IGNORED) and alone not in (None, v.me):
-        return  # nothing comes from the other rank
+        return  # the other rank sends nothing
     try:
         call.run(v)
     except (*DEFAULT_ERRORS, *ends.errors) as error:
@@ -214,7 +214,7 @@ def visit(v: Visit, call: Call, ends: Ends, listed: bool) -> None:
 
 
 def tour(ctx: Context, name: str, group: Any, only: tuple[str, ...] = ("*",), place: Place = Place()) -> int:
-    """All calls with one kind of tensor, in all roles; returns how many."""
+    """Makes all calls with one kind of tensor, in all roles. Returns their number."""
     import torch_sagellm
 
     on_cpu = place.device == "cpu"
