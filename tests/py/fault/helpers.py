@@ -15,19 +15,19 @@ from limits import patience
 
 
 def shm_names() -> set[str]:
-    """The files in /dev/shm, where other programs put theirs too."""
+    """Names of the files in /dev/shm, including those of other programs."""
     return set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()
 
 
 def nothing_left(pids: Iterable[int]) -> None:
-    """Fails if /dev/shm keeps a file that bears this project's name, or the number of one of these processes (torch and
-    Python put theirs into the names). Files of other programs come and go there meanwhile."""
+    """Fails if /dev/shm keeps a file whose name contains this project's name or one of these process ids, which torch
+    and Python put into names. Files of other programs may appear and disappear meanwhile."""
     ours = re.compile("sagellm|" + "|".join(rf"(?<!\d){pid}(?!\d)" for pid in pids))
     until(lambda: not any(ours.search(name) for name in shm_names()), 3, f"the end of {shm_names()} in /dev/shm")
 
 
 def shm_files_of(pid: int) -> set[str]:
-    """Names in /dev/shm of the files that a process has open or mapped; files without a name there are left out."""
+    """Names of the files in /dev/shm that a process has open or mapped. Deleted files do not count."""
     maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
     targets = [line.split(maxsplit=5)[5] for line in maps if "/dev/shm/" in line]
     for fd in Path(f"/proc/{pid}/fd").iterdir():
@@ -63,7 +63,7 @@ def alive(pid: int) -> bool:
 
 
 def until(condition: Callable[[], bool], timeout: float, what: str) -> None:
-    """Waits for a condition, not for ever."""
+    """Waits until the condition is true; fails after `timeout` seconds, or more on a busy machine."""
     limit = patience(timeout)
     end = time.monotonic() + limit
     while not condition():
@@ -72,7 +72,7 @@ def until(condition: Callable[[], bool], timeout: float, what: str) -> None:
 
 
 def work_for_ever(sizes: tuple[int, ...] = (10, 5000, 300_000)) -> None:
-    """Collectives until one fails."""
+    """Calls collectives until one fails."""
     turn = 0
     while True:
         dist.all_reduce(torch.ones(sizes[turn % len(sizes)]))

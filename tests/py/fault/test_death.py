@@ -1,4 +1,5 @@
-"""A rank is killed, stopped, missing or calls something else: the others soon learn which rank it is, and can go on."""
+"""A rank is killed, stopped, missing or makes another call: its peers soon get an error that names it, and can
+continue."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def _leave() -> None:
 
 
 def killed_in_the_middle(ctx: Context, victim: int, kind: str) -> Told | None:
-    """All work; the victim is killed by the test; the others report when their call failed and with what."""
+    """All ranks work and the test kills the victim. The other ranks return the time and the text of their error."""
     ctx.init(timeout=timedelta(seconds=60))
     dist.all_reduce(torch.ones(1))
     ctx.tell("ready")
@@ -40,7 +41,8 @@ def killed_in_the_middle(ctx: Context, victim: int, kind: str) -> Told | None:
             time.sleep(60)
         works: list[Any] = [dist.all_reduce(torch.ones(100 * i + 1), async_op=True) for i in range(20)]
         end = time.monotonic() + 30
-        while not all(work.is_completed() for work in works):  # no thread waits: they must fail by themselves
+        # No thread waits, so the operations must fail without one.
+        while not all(work.is_completed() for work in works):
             assert time.monotonic() < end, "pending operations did not end"
             time.sleep(0.002)
         text = expect_raises(RuntimeError, works[-1].wait)
@@ -53,7 +55,7 @@ def killed_in_the_middle(ctx: Context, victim: int, kind: str) -> Told | None:
     else:
         text = expect_raises(RuntimeError, work_for_ever)
     failed = time.monotonic()
-    again = expect_raises(RuntimeError, lambda: dist.all_reduce(torch.ones(1)))  # later operations fail too, at once
+    again = expect_raises(RuntimeError, lambda: dist.all_reduce(torch.ones(1)))  # later operations fail at once
     assert time.monotonic() - failed < patience(1.0) and again
     _leave()
     return failed, text
@@ -63,12 +65,12 @@ def killed_in_the_middle(ctx: Context, victim: int, kind: str) -> Told | None:
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @pytest.mark.parametrize("kind", ["blocked", "async", "working", "recv"])
 def test_kill_9_fails_the_others_in_under_a_second(kind: str, victim: int) -> None:
-    """Every pending and later operation fails, naming rank, pid and operation; pitfall 15."""
+    """Every pending and every later operation fails with an error that names rank, pid and operation; pitfall 15."""
     with launch(killed_in_the_middle, 3, victim, kind) as job:
         others = [rank for rank in range(3) if rank != victim]
         for rank in range(3):
             assert job.hear(rank) == "ready"
-        time.sleep(0.5)  # the others are in their calls by now
+        time.sleep(0.5)  # until the other ranks are in their calls
         pid, killed = job.pid(victim), time.monotonic()
         job.signal(victim, signal.SIGKILL)
         for rank in others:
@@ -125,7 +127,8 @@ def survivors(ctx: Context, victim: int) -> list[float]:
 @pytest.mark.quick
 @pytest.mark.parametrize("victim", [0, 2])
 def test_survivors_make_a_new_group_and_finish_the_training(victim: int) -> None:
-    """One of three is killed; the other two go on with a group of their own (a new prefix of the same store)."""
+    """One of three ranks is killed. The other two create a new group, with a new prefix in the same store, and
+    continue."""
     with launch(survivors, 3, victim) as job:
         for rank in range(3):
             job.hear(rank)
@@ -156,7 +159,7 @@ def small_group_of_survivors(ctx: Context) -> None:
 
 @beyond_gloo("does not name the rank")
 def test_a_group_without_the_dead_rank_goes_on() -> None:
-    """Groups that the dead rank is no member of are not touched by its death."""
+    """The death of a rank does not affect groups without this rank."""
     with launch(small_group_of_survivors, 3) as job:
         for rank in range(3):
             job.hear(rank)
@@ -180,7 +183,7 @@ def stopped(ctx: Context) -> Told | None:
 
 @pytest.mark.quick
 def test_a_stopped_rank_is_named_at_the_deadline() -> None:
-    """SIGSTOP: the timeout names `rank 1` and its last operation."""
+    """After SIGSTOP, the error at the timeout names `rank 1` and its last operation."""
     with launch(stopped, 3) as job:
         for rank in range(3):
             job.hear(rank)
@@ -217,7 +220,7 @@ def missing(ctx: Context, call: str) -> str:
 @beyond_gloo("names no rank")
 @pytest.mark.parametrize("call", ["all_reduce", "barrier", "all_gather", "all_reduce, large"])
 def test_missing_ranks_are_named_with_their_last_operation(call: str) -> None:
-    """Two of four do not call: the error has `rank 1`, `rank 2` and what they did last."""
+    """Two of four ranks do not call: the error names `rank 1` and `rank 2` with their last operations."""
     with launch(missing, 4, call) as job:
         for rank in range(4):
             job.hear(rank)
@@ -240,7 +243,7 @@ def monitored(ctx: Context, wait_all_ranks: bool) -> str:
     ctx.listen()
     found = torch.ones(2)
     if ctx.backend != "gloo":
-        dist.all_reduce(found)  # rule 1: its timeout poisons nothing
+        dist.all_reduce(found)  # rule 1: the timeout of a monitored barrier does not poison the group
         assert found.tolist() == [4.0, 4.0]
     _leave()
     return text
@@ -248,7 +251,7 @@ def monitored(ctx: Context, wait_all_ranks: bool) -> str:
 
 @pytest.mark.parametrize("wait_all_ranks", [False, True])
 def test_rule_01_monitored_barrier_names_the_missing_and_poisons_nothing(wait_all_ranks: bool) -> None:
-    """Rule 1: rank 0 names the first missing rank, or all of them; afterwards the group works."""
+    """Rule 1: rank 0 names the first missing rank, or all of them. Afterwards the group works."""
     with launch(monitored, 4, wait_all_ranks) as job:
         for rank in range(4):
             job.hear(rank)
@@ -277,7 +280,7 @@ def monitored_zero(ctx: Context) -> str:
 
 @beyond_gloo("takes 0 for its own default")
 def test_rule_11_monitored_barrier_with_timeout_zero_means_now() -> None:
-    """Rule 11: 0 is not "the group's timeout" here."""
+    """Rule 11: here 0 does not mean "the group's timeout"."""
     with launch(monitored_zero, 2) as job:
         for rank in range(2):
             job.hear(rank)
@@ -313,7 +316,7 @@ def different(ctx: Context, pair: str) -> str:
 
     def wrong() -> None:
         calls[pair][min(ctx.rank, 1)]()
-        dist.all_reduce(torch.ones(1))  # a rank whose part was legal (a root only sends) learns it here
+        dist.all_reduce(torch.ones(1))  # a rank whose part was legal (a root only sends) gets the error here
 
     text = expect_raises(RuntimeError, wrong)
     assert time.monotonic() - start < patience(4), "waited for the deadline"
@@ -346,7 +349,7 @@ WORDS = {
 @pytest.mark.quick
 @pytest.mark.parametrize("pair", list(WORDS))
 def test_rule_05_different_calls_show_both(pair: str) -> None:
-    """Rule 5: the error has both calls, before data is touched; afterwards a new group works."""
+    """Rule 5: the error has both calls and comes before data is written. Afterwards a new group works."""
     with launch(different, 2, pair) as job:
         for text in job.values():
             for word in WORDS[pair]:
@@ -354,7 +357,7 @@ def test_rule_05_different_calls_show_both(pair: str) -> None:
 
 
 def legal_finisher(ctx: Context) -> str:
-    """Rank 0 finishes a broadcast (it only sends) before rank 1's different call is seen."""
+    """Rank 0 completes a broadcast, in which it only sends, before rank 1's different call is detected."""
     ctx.init(timeout=timedelta(seconds=5))
     dist.barrier()
     if ctx.rank == 0:
@@ -371,7 +374,7 @@ def legal_finisher(ctx: Context) -> str:
 
 @beyond_gloo("sees no mismatch")
 def test_rule_05_a_rank_that_finished_legally_learns_it_at_its_next_call() -> None:
-    """Rule 5: the rank that finds the mismatch poisons the group; the text on every rank shows both calls."""
+    """Rule 5: the rank that detects the mismatch poisons the group. The error has both calls on every rank."""
     with launch(legal_finisher, 2) as job:
         for text in job.values():
             assert "broadcast" in text and "all_reduce" in text, text
@@ -392,7 +395,7 @@ def leaves_after_last(ctx: Context, turns: int) -> None:
 
 @beyond_gloo("loses this race")
 def test_rule_21_destroy_right_after_the_last_collective() -> None:
-    """Rule 21 and pitfall 10: the peers still receive the last messages, whichever rank leaves first."""
+    """Rule 21 and pitfall 10: whichever rank leaves first, its peers still receive its last data."""
     with launch(leaves_after_last, 3, 20) as job:
         job.values(90)
 
@@ -421,7 +424,7 @@ def dies_after_last(ctx: Context) -> float:
 @beyond_gloo("its sockets are gone with the process")
 @pytest.mark.quick
 def test_rule_21_what_a_dead_rank_has_published_is_completed() -> None:
-    """Rule 21: data that was published before the death is delivered; only operations that need more data fail."""
+    """Rule 21: data that was published before the death is delivered. Only operations that need more data fail."""
     with launch(dies_after_last, 2) as job:
         assert job.wait_rank(0, 20).code == 0, job.report()
 
@@ -453,7 +456,7 @@ def hanging(ctx: Context, how: str) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("how", ["sync", "wait", "recv", "barrier", "large"])
 def test_rule_08_ctrl_c_ends_a_hanging_job(how: str) -> None:
-    """Rule 8: SIGINT during a blocking wait raises KeyboardInterrupt at once, and the process ends."""
+    """Rule 8: SIGINT during a blocking wait raises KeyboardInterrupt at once, and the process exits."""
     with launch(hanging, 2, how) as job:
         job.hear(0)
         job.hear(1)
@@ -485,7 +488,7 @@ def handled_signal(ctx: Context) -> None:
 
 @pytest.mark.quick
 def test_rule_22_signals_that_do_not_raise_leave_the_wait_alone() -> None:
-    """Rules 8 and 22: a Python handler runs while the call waits; EINTR only retries."""
+    """Rules 8 and 22: a Python signal handler runs while the call waits, and EINTR only causes a retry."""
     with launch(handled_signal, 2) as job:
         job.hear(0)
         job.hear(1)
@@ -509,7 +512,7 @@ def own_stop(ctx: Context) -> None:
 
 @beyond_gloo("its clock runs on while it is stopped")
 def test_rule_22_a_stopped_waiter_does_not_blame_its_peer() -> None:
-    """Rule 22: the waiting rank is stopped for longer than the timeout; afterwards the operation completes."""
+    """Rule 22: the waiting rank is stopped for longer than the timeout. After it continues, the operation completes."""
     with launch(own_stop, 2) as job:
         job.hear(0)
         job.hear(1)
@@ -534,7 +537,7 @@ def everything_is_killed(ctx: Context) -> None:
 
 @pytest.mark.quick
 def test_sigkill_of_all_ranks_leaves_nothing() -> None:
-    """No file in /dev/shm, no socket, no process."""
+    """No file in /dev/shm, no socket and no process is left."""
     with launch(everything_is_killed, 3) as job:
         for rank in range(3):
             job.hear(rank)
@@ -578,7 +581,7 @@ def threads_see_death(ctx: Context) -> None:
 
 @pytest.mark.quick
 def test_a_death_wakes_every_waiting_thread() -> None:
-    """Four threads wait on four groups; one rank dies; all four fail."""
+    """Four threads wait in four groups. When one rank dies, all four fail."""
     with launch(threads_see_death, 2) as job:
         job.hear(0)
         job.hear(1)

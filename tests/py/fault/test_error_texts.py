@@ -1,7 +1,7 @@
-"""The texts of errors are golden files: who, what was expected, what came, what to do.
+"""The texts of errors are golden files: which rank, what was expected, what was passed, what to do.
 
-`tests/golden/<name>.txt` holds each text with what differs from run to run written as <pid>, <host>, <path>, <line> and
-<time>. To accept a changed text: SAGELLM_UPDATE_GOLDEN=1 and look at the difference before it is committed.
+`tests/golden/<name>.txt` holds each text with <pid>, <host>, <path>, <line> and <time> in place of what differs between
+runs. To accept a changed text, run with SAGELLM_UPDATE_GOLDEN=1 and review the difference before the commit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PROBLEM = (RuntimeError, ValueError)
 
 
 def timeout(ctx: Context) -> str | None:
-    ctx.init(operations=timedelta(seconds=4))  # rank 0 asks rank 1 after half of it; rank 1 needs time to answer
+    ctx.init(operations=timedelta(seconds=4))  # after half of it rank 0 asks rank 1, which needs time to answer
     dist.broadcast(torch.ones(2), 0)
     return expect_raises(PROBLEM, lambda: dist.all_reduce(torch.ones(3))) if ctx.rank == 0 else None
 
@@ -101,7 +101,7 @@ CASES = [timeout, wait_elapsed, mismatch, death, left, monitored, aborted, alone
 
 
 def held(ctx: Context, case: str) -> str | None:
-    """Runs the case; every rank stays until the others have their text."""
+    """Runs the case. Every rank stays until its peers have their texts."""
     text = globals()[case](ctx)
     ctx.tell("done")
     ctx.listen()

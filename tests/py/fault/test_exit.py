@@ -1,7 +1,7 @@
-"""A program may end at any moment: the exit code is its own, nothing hangs, nothing is left.
+"""A program may end at any moment: it exits with its own code, does not hang, and leaves nothing behind.
 
-The long runs keep several jobs going at once: a job waits for its processes most of the time, and a busy machine meets
-more of the rare orders than an idle one.
+The long runs keep several jobs running at the same time. A job mostly waits for its processes, and on a busy machine
+rare orders of events are more frequent than on an idle one.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from harness import IS_GLOO, Context, Zygote, beyond_gloo, launch, run_script
 from helpers import nothing_left
 from limits import patience
 
-KEEP: list[Any] = []  # what is alive when the interpreter ends
+KEEP: list[Any] = []  # objects that are alive when the interpreter ends
 JOBS_AT_ONCE = 4
 OFTEN = int(os.environ.get("SAGELLM_TEST_EXITS", "200"))
 
 
 def before_first_op(ctx: Context) -> None:
-    """A group, nothing done with it, no destroy."""
+    """Creates a group and exits without using or destroying it."""
     ctx.init()
 
 
 def after_work(ctx: Context) -> None:
-    """Work done, no destroy."""
+    """Uses a group and exits without destroying it."""
     ctx.init()
     dist.all_reduce(torch.ones(10))
 
 
 def after_destroy(ctx: Context) -> None:
-    """The tidy program."""
+    """Uses a group and destroys it."""
     ctx.init()
     dist.all_reduce(torch.ones(10))
     dist.destroy_process_group()
 
 
 def in_flight(ctx: Context) -> None:
-    """Rank 0 ends while its operations wait for rank 1, which never comes, and leaves as soon as they are issued."""
+    """Rank 0 exits as soon as it has issued its operations, which rank 1 never joins."""
     ctx.init()
     store = ctx.store()
     dist.all_reduce(torch.ones(1))
@@ -63,7 +63,7 @@ def in_flight(ctx: Context) -> None:
 
 
 def live_work(ctx: Context) -> None:
-    """Completed Work objects, futures and tensors outlive the group and meet the finalisation."""
+    """Completed Works, futures and tensors outlive the group and are alive when the interpreter ends."""
     ctx.init()
     for i in range(20):
         work: Any = dist.all_reduce(torch.ones(100 * i + 1), async_op=True)
@@ -74,7 +74,7 @@ def live_work(ctx: Context) -> None:
 
 
 def live_work_no_destroy(ctx: Context) -> None:
-    """As above without destroy."""
+    """Completed Works and futures are alive when the interpreter ends, and the group was not destroyed."""
     ctx.init()
     for i in range(20):
         work: Any = dist.all_reduce(torch.ones(100 * i + 1), async_op=True)
@@ -84,7 +84,7 @@ def live_work_no_destroy(ctx: Context) -> None:
 
 
 def from_atexit(ctx: Context) -> None:
-    """The last collective and the destroy happen in atexit."""
+    """Calls the last collective and destroys the group in atexit."""
     ctx.init()
 
     def last() -> None:
@@ -97,7 +97,7 @@ def from_atexit(ctx: Context) -> None:
 
 
 def destroy_in_atexit_with_error(ctx: Context) -> None:
-    """A failing program: sys.exit(3) with a live group."""
+    """A program that fails: sys.exit(3) with a live group."""
     ctx.init()
     dist.all_reduce(torch.ones(3))
     sys.exit(3)
@@ -111,7 +111,7 @@ def unhandled(ctx: Context) -> None:
 
 
 def live_group_object(ctx: Context) -> None:
-    """A reference to the backend object itself is alive at the end."""
+    """A reference to the backend object is alive when the interpreter ends."""
     ctx.init()
     group = dist.distributed_c10d._get_default_group()
     KEEP.append((group, group._get_backend(torch.device("cpu"))))
@@ -120,7 +120,7 @@ def live_group_object(ctx: Context) -> None:
 
 
 def thread_in_a_wait(ctx: Context) -> None:
-    """A daemon thread that is never joined hangs in a collective when the interpreter ends."""
+    """A daemon thread, which is never joined, waits in a collective when the interpreter ends."""
     ctx.init()
     dist.all_reduce(torch.ones(3))
     if ctx.rank == 0:
@@ -136,7 +136,7 @@ def thread_in_a_wait(ctx: Context) -> None:
 
 
 def callbacks_pending(ctx: Context) -> None:
-    """Future callbacks are queued when the interpreter ends."""
+    """Callbacks of futures are queued when the interpreter ends."""
     ctx.init()
     for _ in range(30):
         work: Any = dist.all_reduce(torch.ones(3), async_op=True)
@@ -145,7 +145,7 @@ def callbacks_pending(ctx: Context) -> None:
 
 
 def many_groups_no_destroy(ctx: Context) -> None:
-    """Ten groups, one operation on each, no destroy."""
+    """Ten groups with one operation each, without destroy."""
     ctx.init()
     for _ in range(10):
         group = dist.new_group()
@@ -172,7 +172,8 @@ GLOO_CANNOT = {"in flight", "thread in a wait", "after destroy", "live group obj
 
 
 def repeat(turns: int, once: Callable[[int], None], say: Callable[[str], None]) -> None:
-    """Calls `once(turn)` for every turn, several at a time; tells how far it is. The first failure ends it."""
+    """Calls `once(turn)` for every turn, several at a time, and reports the progress. The first failure ends the
+    run."""
     Zygote.get()
     with ThreadPoolExecutor(JOBS_AT_ONCE) as pool:
         running = [pool.submit(once, turn) for turn in range(turns)]
@@ -186,7 +187,7 @@ def repeat(turns: int, once: Callable[[int], None], say: Callable[[str], None]) 
 
 
 def exit_once(moment: str, turn: int) -> None:
-    """Runs the moment; the end must be clean, and nothing may be left."""
+    """Runs the moment once. The exit codes must be right, and nothing may be left."""
     fn, expected = MOMENTS[moment]
     with launch(fn, 2, normal_exit=True) as job:
         codes = [outcome.code for outcome in job.wait(60)]
@@ -199,14 +200,14 @@ def exit_once(moment: str, turn: int) -> None:
 
 
 def skip_what_gloo_cannot(moment: str) -> None:
-    """For the suite that checks itself with gloo."""
+    """Skips moments that gloo fails, when the suite checks itself with gloo."""
     if IS_GLOO and moment in GLOO_CANNOT:
         pytest.skip("gloo: may hang, or lose the race of a fast destroy")
 
 
 @pytest.mark.parametrize("moment", list(MOMENTS))
 def test_exit_at_any_moment_three_times(moment: str) -> None:
-    """Pitfall 10 and rule 10: no abort, no hang, the right code."""
+    """Pitfall 10 and rule 10: no abort, no hang, the right exit code."""
     skip_what_gloo_cannot(moment)
     for turn in range(3):
         exit_once(moment, turn)
@@ -216,7 +217,7 @@ def test_exit_at_any_moment_three_times(moment: str) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("moment", list(MOMENTS))
 def test_exit_at_any_moment_often(moment: str, say: Callable[[str], None]) -> None:
-    """The same, two hundred times: often enough to meet rare orders."""
+    """Two hundred turns, so that rare orders of events occur."""
     skip_what_gloo_cannot(moment)
     repeat(OFTEN, lambda turn: exit_once(moment, turn), say)
 
@@ -247,7 +248,7 @@ def at_a_random_moment(ctx: Context, delay: float) -> None:
 
 
 def leave_once(turn: int) -> None:
-    """Rank 0 leaves by sys.exit from a signal handler in the middle of its work."""
+    """Rank 0 calls sys.exit in a signal handler in the middle of its work."""
     with launch(at_a_random_moment, 2, 0.002 * (turn % 17), normal_exit=True) as job:
         codes = [outcome.code for outcome in job.wait(60)]
         assert codes == [5, 6], f"turn {turn}: {codes}\n{job.report()}"
@@ -255,7 +256,7 @@ def leave_once(turn: int) -> None:
 
 @beyond_gloo("does not look for signals while it waits")
 def test_exit_from_a_signal_handler_in_the_middle() -> None:
-    """The leaver ends with its code, the other names it."""
+    """The rank that leaves exits with its code, and its peer's error names it."""
     for turn in range(3):
         leave_once(turn)
 
@@ -264,12 +265,12 @@ def test_exit_from_a_signal_handler_in_the_middle() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_exit_from_a_signal_handler_in_the_middle_often(say: Callable[[str], None]) -> None:
-    """As above, two hundred times."""
+    """The same, two hundred times."""
     repeat(OFTEN, leave_once, say)
 
 
 def kill_once(turn: int) -> None:
-    """Rank 0 is killed at a shifting moment; rank 1 says when it learned of it."""
+    """Rank 0 is killed at a moment that shifts from turn to turn. Rank 1 reports when it got the error."""
     with launch(at_a_random_moment, 2, 100.0, normal_exit=True) as job:
         job.hear(0)
         job.hear(1)
@@ -285,7 +286,7 @@ def kill_once(turn: int) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_kill_9_often(say: Callable[[str], None]) -> None:
-    """Two hundred times a rank is killed; the other always learns it soon."""
+    """A rank is killed two hundred times, and its peer always gets the error soon."""
     repeat(OFTEN, kill_once, say)
 
 
@@ -311,6 +312,6 @@ time.sleep(0.2)
 
 @pytest.mark.quick
 def test_a_thread_that_waits_in_torch_while_the_interpreter_ends_does_not_end_the_process() -> None:
-    """As one does that makes connections, where another rank has failed."""
+    """A thread that connects to a rank which has failed waits like this."""
     done = run_script(["-c", WAITS_AT_THE_END], env={"RES_OPTIONS": "timeout:1 attempts:1"})
     assert done.returncode == 0, done.stdout

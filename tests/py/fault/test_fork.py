@@ -1,4 +1,4 @@
-"""Forked children: data-loader workers live beside a group; a child that calls a collective is refused."""
+"""Forked children: data-loader workers run during a live group, and a child that calls a collective is refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Squares(Dataset[torch.Tensor]):
-    """Numbers and their squares."""
+    """A dataset of numbers and their squares."""
 
     def __len__(self) -> int:
         return 64
@@ -41,7 +41,7 @@ def loader(ctx: Context) -> None:
 
 @pytest.mark.quick
 def test_rule_26_data_loader_workers_with_a_live_group() -> None:
-    """Rule 26 and pitfall 11: workers are forked while the group works, and end without harming it."""
+    """Rule 26 and pitfall 11: workers are forked while the group works, and exit without harm to it."""
     run_fresh(loader, 2, normal_exit=True)
 
 
@@ -72,7 +72,7 @@ def child_calls(ctx: Context) -> None:
 @beyond_gloo("hangs")
 @pytest.mark.quick
 def test_rule_26_a_forked_child_is_refused_and_the_group_goes_on() -> None:
-    """Rule 26: the child never writes the segment."""
+    """Rule 26: the child never writes to the segment."""
     run_fresh(child_calls, 2, normal_exit=True)
 
 
@@ -82,7 +82,7 @@ def child_exits(ctx: Context) -> None:
     work.wait()
     pid = os.fork()
     if pid == 0:
-        raise SystemExit(4)  # the whole finalisation, with the parent's group and Work alive in memory
+        raise SystemExit(4)  # the whole finalisation runs, with the parent's group and Work alive in the copied memory
     end = time.monotonic() + 10
     status = 0
     done = 0
@@ -99,12 +99,12 @@ def child_exits(ctx: Context) -> None:
 
 @beyond_gloo("its destructor may hang in the child")
 def test_rule_26_a_forked_child_that_ends_normally_harms_no_rank() -> None:
-    """The child runs atexit and destructors over a copy of the group; the parent's ranks go on."""
+    """The child runs atexit handlers and destructors on its copy of the group. The parent's ranks continue."""
     run_fresh(child_exits, 2, normal_exit=True)
 
 
 def child_uses_what_it_inherited(ctx: Context) -> None:
-    """The child tries to drive and abort the pending operations of its parent, while the parent is stopped."""
+    """While the parent is stopped, the child tries to drive and to abort the parent's pending operations."""
     ctx.init()
     numbers = torch.arange(4 << 20, dtype=torch.float32) % 1000
     mine = numbers * (ctx.rank + 1)
@@ -116,15 +116,15 @@ def child_uses_what_it_inherited(ctx: Context) -> None:
         dist.destroy_process_group()
         return
     work: Any = dist.all_reduce(mine, async_op=True)
-    sparse: Any = dist.all_reduce(torch.eye(2).to_sparse(), async_op=True)  # ended by a callback thread
+    sparse: Any = dist.all_reduce(torch.eye(2).to_sparse(), async_op=True)  # a callback thread ends this operation
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
         said = []
-        os.kill(os.getppid(), signal.SIGSTOP)  # only the child could move the operation now
+        os.kill(os.getppid(), signal.SIGSTOP)  # from here on only the child could advance the operation
         try:
-            ctx.tell("forked")  # rank 1 comes, so that there would be something to move
+            ctx.tell("forked")  # makes rank 1 call, so that the operation could advance
             waits = [lambda: work.get_future().wait(), lambda: work.get_future_result().wait(), sparse.wait]
             for call in (work.wait, backend.abort, backend.shutdown, backend._stats, *waits):
                 try:
@@ -150,7 +150,7 @@ def child_uses_what_it_inherited(ctx: Context) -> None:
 
 @beyond_gloo("the child uses its parent's connections")
 def test_rule_26_a_forked_child_cannot_move_what_its_parent_has_pending() -> None:
-    """Rule 26: neither wait, abort nor shutdown of a child's inherited objects reaches the parent's memory."""
+    """Rule 26: wait, abort and shutdown of objects that a child inherited do not change the parent's memory."""
     with launch(child_uses_what_it_inherited, 2, normal_exit=True) as job:
         assert job.hear(0) == "forked"
         job.say(1, "go on")
@@ -158,7 +158,8 @@ def test_rule_26_a_forked_child_cannot_move_what_its_parent_has_pending() -> Non
 
 
 def child_uses_an_inherited_delegate(ctx: Context, names: list[str]) -> None:
-    """The child waits for works of the delegate that its parent has pending, and makes calls that it would carry."""
+    """The child waits for Works that its parent has pending in the delegate, and makes calls that the delegate would
+    carry."""
     import torch_sagellm
 
     if names:
@@ -180,8 +181,8 @@ def child_uses_an_inherited_delegate(ctx: Context, names: list[str]) -> None:
     collective: Any = dist.all_reduce(reduced, async_op=True)
     message: Any = dist.irecv(received, 1)
     waiter = threading.Thread(target=message.wait)
-    waiter.start()  # holds what a thread holds that waits for a message
-    # What the delegate is asked for.
+    waiter.start()  # so that a thread waits for a message at the fork and holds its locks
+    # Settings that this package passes on to the delegate.
     hook = [group._enable_collectives_timing, lambda: backend._set_default_timeout(timedelta(seconds=5))]
     refused = [
         collective.wait,
@@ -229,18 +230,18 @@ def end_beside_a_child(names: list[str]) -> None:
 
 @beyond_gloo("the child uses its parent's connections")
 def test_rule_26_a_forked_child_of_a_delegated_group_is_refused() -> None:
-    """Rule 26: no wait without an end, and nothing written to the parent's connections."""
+    """Rule 26: every wait ends, and nothing is written to the parent's connections."""
     end_beside_a_child([])
 
 
 @beyond_gloo("the child uses its parent's connections")
 def test_rule_26_a_forked_child_of_a_group_over_hosts_is_refused(hosts: list[str]) -> None:
-    """Rule 26: collectives, messages and monitored barriers."""
+    """Rule 26: collectives, messages and monitored barriers are refused."""
     end_beside_a_child(hosts)
 
 
 def fork_and(call: Any) -> Any:
-    """Calls it in a forked child; what it wrote comes back as text when the returned function is called."""
+    """Calls `call` in a forked child. The returned function waits for the child's text."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -263,21 +264,21 @@ def fork_and(call: Any) -> Any:
 
 
 def works_alone(ctx: Context, backend: str, store: str) -> str:
-    """A group of the ranks' children, of their kinds, or of the ranks: made, used and destroyed."""
+    """Creates, uses and destroys a default group. Its members are the ranks, their children or their grandchildren."""
     made = dist.FileStore(f"{ctx.tmp}/{store}", ctx.world_size)
     dist.init_process_group(
         backend, store=made, rank=ctx.rank, world_size=ctx.world_size, timeout=timedelta(seconds=patience(20))
     )
     value = torch.ones(3)
     dist.all_reduce(value)
-    work: Any = dist.all_reduce(value, async_op=True)  # by the progress thread
+    work: Any = dist.all_reduce(value, async_op=True)  # the progress thread carries it out
     work.wait()
     dist.destroy_process_group()
     return str(value[0].item())
 
 
 def forks(ctx: Context, backend: str, when: str) -> list[str]:
-    """What a child says that makes a group, and one that calls its parent's."""
+    """The texts of a child that creates a group and of a child that calls its parent's group."""
     import torch_sagellm
 
     if backend == "gloo":
@@ -293,7 +294,7 @@ def forks(ctx: Context, backend: str, when: str) -> list[str]:
 
     def child_makes() -> str:
         if dist.is_initialized():
-            dist.destroy_process_group()  # its parent's, of which it has a copy
+            dist.destroy_process_group()  # the copy of its parent's group
         return works_alone(ctx, backend, "children")
 
     def child_calls() -> str:
@@ -325,7 +326,8 @@ def forks(ctx: Context, backend: str, when: str) -> list[str]:
 @pytest.mark.parametrize("when", ["before any group", "after destroy", "with a living group", "from a thread", "twice"])
 @pytest.mark.parametrize("backend", ["sagellm", "gloo"])
 def test_rule_26_a_forked_child_makes_groups_where_none_of_its_parent_lived(backend: str, when: str) -> None:
-    """Its own groups work, and end, wherever no group lived at the fork; its parent's are refused in every case."""
+    """A child's own groups work and end if no group lived at the fork. Calls of its parent's group are refused in every
+    case."""
     two = str(2.0 * 2)
     for made, called, again in run_fresh(forks, 2, backend, when):
         if when == "with a living group":

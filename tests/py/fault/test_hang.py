@@ -1,6 +1,7 @@
-"""An operation that hangs: who is missing, what that rank does and where it is, and who waits for whom.
+"""An operation that hangs: which rank is missing, what that rank does and at which line, and which rank waits for
+which.
 
-The texts are golden files (`hang_texts`); the lines that they name are compared with marks in this file.
+The texts are golden files (`hang_texts`). The lines that they name are compared with marks in this file.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from limits import patience
 
 pytestmark = beyond_gloo("it does not say")
 
-#: Seconds until the operations here fail; the ranks are asked from half of it on.
+#: Seconds until the operations here fail. After half of it the ranks are asked what they do.
 TIMEOUT = 4
-#: Longer than on one host, because answers come at the ranks' next look at the store.
+#: Longer than on one host, because ranks answer when they next poll the store.
 HOSTS_TIMEOUT = 8
 ENV = {"GLOO_SOCKET_IFNAME": net.INTERFACE}
 HANG = (RuntimeError,)
@@ -41,14 +42,15 @@ def reduce_it(size: int = 3) -> None:
 
 
 def told(call: Callable[[], Any]) -> tuple[float, str]:
-    """How long a call took that fails, and its text."""
+    """The duration and the error's text of a call that fails."""
     begun = time.monotonic()
     text = expect_raises(HANG, call)
     return time.monotonic() - begun, text
 
 
 def begin(ctx: Context, names: list[str] | None = None, **options: Any) -> None:
-    """``names``: the hosts, which meet in a file; without them all ranks are on one."""
+    """Creates the default group. ``names`` are the hosts, whose ranks meet in a file; without them all ranks are on one
+    host."""
     if options:
         import torch_sagellm
 
@@ -72,18 +74,18 @@ def asleep(ctx: Context) -> None:
 
 def computing(ctx: Context) -> None:
     end = time.monotonic() + patience(30)
-    # The interpreter lets another thread look where a loop begins anew, so either line is right.
+    # The interpreter switches threads where the loop begins its next turn, so the reported line may be either of two.
     while time.monotonic() < end:  # mark: begins anew
         sum(range(100_000))  # mark: computes here
 
 
 def in_native_code(ctx: Context) -> None:
-    # PyDLL, unlike CDLL, keeps the interpreter's lock.
+    # PyDLL, unlike CDLL, does not release the interpreter's lock.
     ctypes.PyDLL(None).sleep(2 * TIMEOUT)
 
 
 def late(ctx: Context, what: str, **options: Any) -> tuple[float, str] | None:
-    """Rank 1 does something else; rank 0 (and 2) wait for it."""
+    """Rank 1 does something else, and the other ranks wait for it."""
     begin(ctx, **options)
     if ctx.rank == 1:
         globals()[what](ctx)
@@ -95,7 +97,7 @@ def late(ctx: Context, what: str, **options: Any) -> tuple[float, str] | None:
 
 
 def start(job: Job) -> None:
-    """All ranks have the group, and go on."""
+    """Waits until all ranks have the group, and lets them continue."""
     for each in job.ranks:
         assert job.hear(each.rank) == "ready"
     for each in job.ranks:
@@ -103,7 +105,7 @@ def start(job: Job) -> None:
 
 
 def survivors(job: Job, ranks: list[int], deadline: float = TIMEOUT) -> list[str]:
-    """The texts of these ranks, each of which came in time."""
+    """The error texts of these ranks. Checks that each came at the deadline."""
     for rank in ranks:
         assert job.hear(rank) == "done"
     for rank in ranks:
@@ -111,7 +113,7 @@ def survivors(job: Job, ranks: list[int], deadline: float = TIMEOUT) -> list[str
     texts = []
     for rank in ranks:
         took, text = job.wait_rank(rank, 20).value
-        # On an idle machine within a tenth of the deadline; a busy one needs longer to run the waiting thread.
+        # On an idle machine within a tenth of the deadline. A busy machine runs the waiting thread later.
         assert deadline * 0.95 < took < deadline * 1.1 + patience(0.5), took
         texts.append(text)
     return texts
@@ -120,7 +122,7 @@ def survivors(job: Job, ranks: list[int], deadline: float = TIMEOUT) -> list[str
 @pytest.mark.parametrize("what", ["asleep", "computing"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_line_that_a_late_rank_is_at_is_named(what: str, ranks: int) -> None:
-    """A rank that is stuck in Python says where, on every rank that waits for it, and they say where they called."""
+    """If a rank hangs in Python, every rank that waits for it names its line, and also the line of its own call."""
     with launch(late, ranks, what) as job:
         start(job)
         texts = survivors(job, [rank for rank in range(ranks) if rank != 1])
@@ -134,7 +136,7 @@ def test_the_line_that_a_late_rank_is_at_is_named(what: str, ranks: int) -> None
 
 
 def test_a_rank_whose_native_code_keeps_the_interpreter_is_named_so() -> None:
-    """Its line cannot be read then; what keeps it from being read can be said."""
+    """While native code keeps the interpreter's lock, no line can be read. The error says what keeps the lock."""
     with launch(late, 2, "in_native_code") as job:
         start(job)
         compare("hang_in_native_code", survivors(job, [0])[0])
@@ -165,7 +167,7 @@ def test_a_rank_that_is_killed_while_others_wait_is_named_at_once() -> None:
 
 
 def skipped_call(ctx: Context, names: list[str] | None = None) -> str | None:
-    """Rank 1 leaves out the second all_reduce, and is the one that is missing in the third."""
+    """Rank 1 skips the second all_reduce, and is therefore missing in the third."""
     begin(ctx, names)
     for turn in range(3):
         if ctx.rank == 1 and turn == 1:
@@ -179,7 +181,7 @@ def skipped_call(ctx: Context, names: list[str] | None = None) -> str | None:
 
 
 def swapped_calls(ctx: Context, names: list[str] | None = None) -> str | None:
-    """Rank 1 calls the two in the other order."""
+    """Rank 1 makes the two calls in the opposite order."""
     begin(ctx, names)
     calls: list[Callable[[], Any]] = [reduce_it, lambda: dist.broadcast(torch.ones(4), 1)]
 
@@ -202,7 +204,7 @@ def different_shapes(ctx: Context, names: list[str] | None = None) -> str | None
 
 
 def mismatched_groups(ctx: Context) -> str | None:
-    """Every rank waits in a group of its own choice for one that waits in another."""
+    """Every rank waits in its own group for a rank that waits in another group."""
     begin(ctx)
     n = ctx.world_size
     groups = [dist.new_group([rank, (rank + 1) % n], timeout=timedelta(seconds=TIMEOUT)) for rank in range(n)]
@@ -238,7 +240,7 @@ def test_calls_that_do_not_match_are_shown(case: str, over_hosts: bool, request:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_that_wait_for_each_other_in_different_groups_are_named(ranks: int) -> None:
-    """Rank 0 waits for rank 1 in one group, which waits for the next in another, until the circle is closed."""
+    """Rank 0 waits for rank 1 in one group, rank 1 for the next rank in another group, and so on round to rank 0."""
     with launch(mismatched_groups, ranks) as job:
         start(job)
         for rank in range(ranks):
@@ -276,8 +278,8 @@ def slow(ctx: Context, soft_timeout: float | None = None) -> None:
 
 @pytest.mark.parametrize(("process", "option"), [("0.5", None), ("0", 0.5)])
 def test_one_line_at_the_soft_limit_and_the_operation_goes_on(process: str, option: float | None) -> None:
-    """A rank that waits for longer than that logs one line, also where several operations are pending; a rank that is
-    waited for logs none, and nothing fails. The group's option comes before the limit of the process."""
+    """A rank that waits for longer than the soft limit logs one line, even with several pending operations. A rank that
+    others wait for logs no line, and nothing fails. The group's option has priority over the limit of the process."""
     with launch(slow, 2, soft_timeout=option, env={"SAGELLM_SOFT_TIMEOUT": process}) as job:
         for rank in range(2):
             job.hear(rank)
@@ -352,7 +354,8 @@ def recorded(ctx: Context) -> str | None:
 
 
 def test_with_the_option_the_place_of_the_call_is_named_too() -> None:
-    """SAGELLM_CALL_SITES=1: where an asynchronous operation was called, and where it is waited for."""
+    """With SAGELLM_CALL_SITES=1 the error names the line that called an asynchronous operation and the line that waits
+    for it."""
     with launch(recorded, 2, env={"SAGELLM_CALL_SITES": "1"}) as job:
         for rank in range(2):
             job.hear(rank)
@@ -366,7 +369,7 @@ def test_with_the_option_the_place_of_the_call_is_named_too() -> None:
 
 
 def ends(ctx: Context) -> None:
-    """The process ends while a question to it is open and native code has the interpreter's lock."""
+    """The process ends while a question to it is open and native code holds the interpreter's lock."""
     ctx.init(operations=timedelta(seconds=TIMEOUT))
     dist.broadcast(torch.ones(2), 0)
     if ctx.rank == 0:
@@ -375,7 +378,8 @@ def ends(ctx: Context) -> None:
 
 
 def test_a_process_may_end_while_it_is_asked() -> None:
-    """No crash, no hang: the thread that answers asks for the interpreter's lock while the interpreter ends."""
+    """No crash and no hang, although the answering thread requests the interpreter's lock while the interpreter
+    ends."""
     with launch(ends, 2, env={"SAGELLM_SOFT_TIMEOUT": "0.2"}) as job:
         for rank in range(2):
             assert job.wait_rank(rank, 30).code == 0, job.report()
@@ -391,8 +395,8 @@ def receive_from(rank: int) -> None:
 def late_on_hosts(
     ctx: Context, names: list[str], what: str, victim: int, waits: str = "all"
 ) -> tuple[float, str] | None:
-    """As `late`, with two hosts that meet in a file. ``waits``: all in a collective; or rank 0 in a message of the late
-    rank, or in one of anyone, while the others wait for the test."""
+    """Like `late`, on two hosts that meet in a file. ``waits``: all ranks wait in a collective, or rank 0 waits for a
+    message from the late rank or from any rank, while the other ranks wait for the test."""
     begin(ctx, names)
     if ctx.rank == victim:
         globals()[what](ctx)
@@ -410,7 +414,7 @@ def late_on_hosts(
 
 @pytest.mark.parametrize(("ranks", "victim"), [(2, 1), (4, 3), (4, 1)])
 def test_a_late_rank_on_another_host_is_named_with_its_line(hosts: list[str], ranks: int, victim: int) -> None:
-    """Also where it is not the one that its host's other ranks are reached through."""
+    """Also if the late rank is not the rank that connects its host to the others."""
     with launch(late_on_hosts, ranks, hosts, "asleep", victim, env=ENV) as job:
         start(job)
         texts = survivors(job, [rank for rank in range(ranks) if rank != victim], HOSTS_TIMEOUT)
@@ -434,7 +438,7 @@ def test_a_rank_on_another_host_that_is_killed_is_named_at_once(hosts: list[str]
 
 
 def test_a_stopped_rank_on_another_host_is_named_so(hosts: list[str]) -> None:
-    """It says nothing itself; the other rank of its host sees that its process is stopped."""
+    """The stopped rank cannot answer. The other rank of its host sees that the process is stopped."""
     with launch(late_on_hosts, 4, hosts, "asleep", 3, env=ENV) as job:
         for rank in range(4):
             assert job.hear(rank) == "ready"
@@ -444,7 +448,7 @@ def test_a_stopped_rank_on_another_host_is_named_so(hosts: list[str]) -> None:
         texts = survivors(job, [0, 1, 2], HOSTS_TIMEOUT)
     for text in texts:
         assert re.search(r"rank 3 \([^)]*its process is stopped", text), text
-    # Whose text it is differs: that of the first rank whose deadline passes. One on another host names the host too.
+    # The text is that of the first rank whose deadline passes. A rank on another host adds the host's name.
     text = re.sub(r"^sagellm: rank \d", "sagellm: rank <rank>", texts[0])
     compare("hang_over_hosts_stopped", re.sub(r"rank 3 \(pid \d+(?:, host [\w.-]+)?,", "rank 3 (<process>,", text))
 
@@ -453,7 +457,7 @@ def test_a_stopped_rank_on_another_host_is_named_so(hosts: list[str]) -> None:
 def test_a_sender_on_another_host_that_does_not_come_is_named_with_its_line(
     hosts: list[str], ranks: int, victim: int
 ) -> None:
-    """As for a collective, also where other ranks wait for nothing."""
+    """As for a collective, even if other ranks wait for nothing."""
     with launch(late_on_hosts, ranks, hosts, "asleep", victim, "message", env=ENV) as job:
         start(job)
         text = survivors(job, [0], HOSTS_TIMEOUT)[0]
@@ -466,7 +470,7 @@ def test_a_sender_on_another_host_that_does_not_come_is_named_with_its_line(
 def test_a_receive_from_anyone_on_other_hosts_names_what_each_does(hosts: list[str]) -> None:
     with launch(late_on_hosts, 4, hosts, "asleep", 3, "anyone", env=ENV) as job:
         start(job)
-        # Its end is not waited for: a gloo group in which such a receive has elapsed may not end with its process.
+        # Does not wait for the exit: a gloo group in which such a receive has timed out may not end with its process.
         text = job.hear(0)
     assert f":{line_of('mark: asleep here')} in asleep" in text, text
     for rank in (1, 2, 3):
@@ -496,7 +500,7 @@ def test_a_sender_on_another_host_that_is_killed_is_named_at_once(hosts: list[st
 
 
 def each_receives(ctx: Context, names: list[str]) -> tuple[float, str]:
-    """Two ranks on two hosts that both receive first. Rank 0 is the one whose deadline passes."""
+    """Two ranks on two hosts that both receive first. Rank 0's deadline passes first."""
     net.enter(names[ctx.rank])
     ctx.init(
         store=dist.FileStore(f"{ctx.tmp}/store", ctx.world_size),
@@ -515,7 +519,7 @@ def test_two_ranks_on_two_hosts_that_both_receive_first_are_a_circle(hosts: list
     with launch(each_receives, 2, hosts, env=ENV) as job:
         start(job)
         text = survivors(job, [0, 1], HOSTS_TIMEOUT)[0]
-    if text.startswith("sagellm: rank 1 "):  # whose deadline passed first
+    if text.startswith("sagellm: rank 1 "):  # rank 1's deadline passed first
         text = re.sub(r"rank ([01])", lambda found: f"rank {1 - int(found[1])}", text)
     compare("hang_message_over_hosts_circle", text)
 
@@ -525,7 +529,7 @@ def test_two_ranks_on_two_hosts_that_both_receive_first_are_a_circle(hosts: list
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_under_a_delegate_the_line_that_a_late_rank_is_at_is_named(ranks: int) -> None:
-    """On every rank that waits for it, although the delegate knows no ranks."""
+    """Every rank that waits names the line, although the delegate cannot name ranks."""
     with launch(late, ranks, "asleep", engine="delegate") as job:
         start(job)
         texts = survivors(job, [rank for rank in range(ranks) if rank != 1])
@@ -546,7 +550,7 @@ def test_under_a_delegate_a_stopped_rank_is_named_so() -> None:
 
 
 def late_with_a_future(ctx: Context) -> tuple[float, str] | None:
-    """As DDP waits: for the future of an operation that several ranks have under way."""
+    """Waits as DDP does: for the future of an operation that several ranks have in flight."""
     begin(ctx, engine="delegate")
     if ctx.rank == 1:
         asleep(ctx)
@@ -566,7 +570,7 @@ def test_under_a_delegate_a_future_names_the_line_as_well() -> None:
 
 
 def late_after_a_refused_call(ctx: Context) -> tuple[float, str] | None:
-    """Rank 0 makes a call that the delegate refuses; later rank 1 is late."""
+    """Rank 0 makes a call that the delegate refuses. Later rank 1 is late."""
     import torch_sagellm
 
     begin(ctx, engine="delegate")
@@ -585,7 +589,7 @@ def late_after_a_refused_call(ctx: Context) -> tuple[float, str] | None:
 
 
 def test_a_call_that_the_delegate_refuses_takes_no_number() -> None:
-    """Rule 2: nothing was sent. The group is healthy, and a later hang names the rank that is late, and no other."""
+    """Rule 2: the refused call sent nothing. The group stays healthy, and a later hang names only the late rank."""
     with launch(late_after_a_refused_call, 3) as job:
         start(job)
         texts = survivors(job, [0, 2])

@@ -1,5 +1,5 @@
-"""What keeps a rank from saying in one group what it does keeps it from nothing in another group, and a store that has
-ended is left alone."""
+"""Trouble that keeps a rank from answering in one group does not affect its answers in another group. A store whose
+server has ended is not polled any more."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ from limits import patience
 
 pytestmark = beyond_gloo("it does not say")
 
-#: Seconds until the operations here fail; the ranks are asked from half of it on.
+#: Seconds until the operations here fail. After half of it the ranks are asked what they do.
 TIMEOUT = 8
 SERVER = Path(__file__).with_name("troubled_store.py")
 
 
 def store_of_its_own(ctx: Context, host: str) -> tuple[dist.Store, subprocess.Popen[str] | None]:
-    """The first group's store, served by a process of rank 0 at the address `host`, which is its second result."""
+    """A store for the first group. Rank 0 starts its server at the address `host`; on rank 0 the second result is that
+    process."""
     place, server = Path(ctx.tmp) / "port", None
     if ctx.rank == 0:
         server = subprocess.Popen([sys.executable, str(SERVER), host], stdout=subprocess.PIPE, text=True)
@@ -46,7 +47,7 @@ def store_of_its_own(ctx: Context, host: str) -> tuple[dist.Store, subprocess.Po
 
 
 def second_group(ctx: Context, size: int, engine: str) -> Any:
-    """A group of the first ranks that has a store of its own."""
+    """A group of the first `size` ranks with a separate store."""
     import torch_sagellm
     from torch_sagellm._private import delegate, register
 
@@ -63,7 +64,7 @@ def reduce_in(group: Any) -> None:
 
 
 def troubled(ctx: Context, trouble: str, asked: str, names: list[str] | None) -> None:
-    """Rank 1 does not come to a call of the second group, of ranks 0 and 1, while there is trouble in the first one."""
+    """While the first group is in trouble, rank 1 does not make a call in the second group, which has ranks 0 and 1."""
     import torch_sagellm
 
     host = "127.0.0.1"
@@ -86,7 +87,7 @@ def troubled(ctx: Context, trouble: str, asked: str, names: list[str] | None) ->
             ctypes.PyDLL(None).sleep(3 * TIMEOUT)
         time.sleep(patience(60))  # mark: asleep here
     if ctx.rank == 2:
-        # It asks in the first group, and rank 1 cannot say there where it is.
+        # Rank 2 asks in the first group, and there rank 1 cannot answer where it is.
         if trouble == "locked":
             dist.all_reduce(torch.ones(1), async_op=True)
         ctx.listen()
@@ -104,7 +105,8 @@ def troubled(ctx: Context, trouble: str, asked: str, names: list[str] | None) ->
 def test_trouble_in_one_group_hides_nothing_in_another(
     trouble: str, asked: str, request: pytest.FixtureRequest
 ) -> None:
-    """The first group's store is stopped or slow, or native code keeps rank 1's interpreter, which was asked there."""
+    """The first group's store is stopped or slow, or native code holds the interpreter's lock of rank 1 while rank 1 is
+    asked."""
     names = request.getfixturevalue("hosts") if asked == "over_hosts" else None
     env = {"GLOO_SOCKET_IFNAME": net.INTERFACE if names else "lo"}
     with launch(troubled, 3, trouble, asked, names, env=env) as job:
@@ -135,7 +137,7 @@ def loses_its_store(ctx: Context, waits: bool) -> None:
     if waits and ctx.rank == 0:
         expect_raises(RuntimeError, lambda: dist.all_reduce(torch.ones(1)))
     else:
-        time.sleep(1.2 * TIMEOUT)  # two dozen looks at the store
+        time.sleep(1.2 * TIMEOUT)  # in this time a rank polls the store about two dozen times
     ctx.tell("done")
     ctx.listen()
     os._exit(0)
@@ -143,9 +145,10 @@ def loses_its_store(ctx: Context, waits: bool) -> None:
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_after_the_end_of_the_stores_server_no_rank_writes_a_trace(waits: bool) -> None:
-    """Each rank looks at the store for questions, and stops when its server has ended; torch would write 25 lines.
+    """Each rank polls the store for questions, and stops when the server has ended. Otherwise torch would write 25
+    lines.
 
-    It ends between two requests: one that is under way is torch's, trace and all.
+    The server ends between two requests, because torch writes a trace for a request that is in flight.
     """
     with launch(loses_its_store, 2, waits, env={"GLOO_SOCKET_IFNAME": "lo"}) as job:
         for word in ("ready", "done"):

@@ -1,4 +1,5 @@
-"""Ctrl-C in the calls that make and end groups: KeyboardInterrupt long before the deadline, and an orderly exit."""
+"""Ctrl-C in the calls that create and end groups raises KeyboardInterrupt long before the deadline, and the exit is
+clean."""
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ from net import enter
 
 pytestmark = beyond_gloo("waits in one call that hears of no signal")
 
-#: Of the groups, and what is allowed instead: these tests may share two cores with others.
+#: The groups' timeout, and the seconds that are allowed instead: other tests may share the two cores.
 TIMEOUT = timedelta(seconds=90)
 SOON = 10.0
 
 
 def interrupted(ctx: Context, call: Callable[[], Any]) -> float:
-    """Says that it calls now, and when the interrupt came out of the call."""
+    """Reports that it calls now. Returns the time at which the call raised KeyboardInterrupt."""
     ctx.tell("calling")
     try:
         call()
@@ -36,9 +37,10 @@ def interrupted(ctx: Context, call: Callable[[], Any]) -> float:
 
 
 def interrupt(job: Job, rank: int, others: list[int]) -> None:
-    """Sends SIGINT to a rank that blocks in a call, and sees that the call and then the program end soon, in order."""
+    """Sends SIGINT to a rank that blocks in a call. Checks that the call and then the program end soon and without
+    error."""
     assert job.hear(rank, 60) == "calling"
-    time.sleep(1.0)  # until it waits
+    time.sleep(1.0)  # until the rank waits
     begin = time.monotonic()
     job.signal(rank, signal.SIGINT)
     outcome = job.wait_rank(rank, 60)
@@ -51,7 +53,7 @@ def interrupt(job: Job, rank: int, others: list[int]) -> None:
 
 
 def first_group(ctx: Context, late: int) -> float | None:
-    """One rank does not come to the first group."""
+    """One rank does not join the first group."""
     if ctx.rank == late:
         ctx.listen(80)
         return None
@@ -61,13 +63,13 @@ def first_group(ctx: Context, late: int) -> float | None:
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_ctrl_c_ends_the_wait_for_the_ranks_of_the_first_group(late: int) -> None:
-    """As rank 0, which gathers, and as one that waits for rank 0."""
+    """Interrupts rank 0, which gathers the ranks, or rank 1, which waits for rank 0."""
     with launch(first_group, 2, late) as job:
         interrupt(job, 1 - late, [late])
 
 
 def further_group(ctx: Context, late: int) -> float | None:
-    """One rank does not come to a further group."""
+    """One rank does not join a further group."""
     ctx.init(timeout=TIMEOUT)
     dist.barrier()
     if ctx.rank == late:
@@ -83,7 +85,7 @@ def test_ctrl_c_ends_the_wait_for_the_ranks_of_a_further_group(late: int) -> Non
 
 
 def built_elsewhere(ctx: Context) -> float:
-    """A group of torch's takes for ever."""
+    """The construction of a torch group never ends."""
     from torch_sagellm._private import delegate
 
     held = threading.Event()
@@ -93,7 +95,7 @@ def built_elsewhere(ctx: Context) -> float:
 
 
 def test_ctrl_c_ends_the_wait_for_a_group_of_torchs() -> None:
-    """The delegate's and the link's constructors wait for peers in one call."""
+    """The constructors of a delegate and of a link wait for their peers in one call."""
     with launch(built_elsewhere, 1) as job:
         interrupt(job, 0, [])
 
@@ -105,7 +107,7 @@ def on_two_hosts(ctx: Context, names: list[str]) -> None:
 
 
 def opens_a_link(ctx: Context, names: list[str], late: int) -> float | None:
-    """One rank has everything that a group over two hosts needs, and does not open the link."""
+    """One rank has met the others of a group over two hosts, but does not open the link."""
     from torch_sagellm._private import delegate
 
     make = delegate.make
@@ -128,25 +130,25 @@ def test_ctrl_c_ends_the_opening_of_a_link(hosts: list[str], late: int) -> None:
 
 
 def leaves(ctx: Context, names: list[str]) -> float | None:
-    """Rank 0 leaves while what it has sent was not taken."""
+    """Rank 0 leaves before its data has been received."""
     on_two_hosts(ctx, names)
     dist.all_reduce(torch.ones(3))
     dist.barrier()
     if ctx.rank == 1:
         ctx.listen(80)
         return None
-    dist.broadcast(torch.ones(40_000), 0)  # sent from a copy, so that it does not wait for rank 1
+    dist.broadcast(torch.ones(40_000), 0)  # sent from a copy, so it does not wait for rank 1
     return interrupted(ctx, dist.destroy_process_group)
 
 
 def test_ctrl_c_ends_the_leaving_of_a_group_over_hosts(hosts: list[str]) -> None:
-    """It stays for up to half a minute so that what it sent arrives; Ctrl-C is not swallowed meanwhile."""
+    """The call waits up to half a minute until its data has arrived. Ctrl-C ends this wait."""
     with launch(leaves, 2, hosts, env={"GLOO_SOCKET_IFNAME": net.INTERFACE}) as job:
         interrupt(job, 0, [])
 
 
 class Interrupted(logging.Handler):
-    """Ctrl-C comes while it writes its first line."""
+    """A log handler that gets Ctrl-C while it writes its first line."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +172,7 @@ def writes_its_log(ctx: Context) -> list[str]:
 
 
 def test_ctrl_c_while_a_line_of_the_log_is_written_is_raised_and_the_line_is_not_lost() -> None:
-    """The core's lines are written between the program's own bytecodes: an interrupt there is the program's."""
+    """The core's lines are written between bytecodes of the program, so an interrupt there belongs to the program."""
     with launch(writes_its_log, 1) as job:
         (lines,) = job.values()
     assert len(lines) > 1 and lines[0] == lines[1], lines

@@ -1,4 +1,4 @@
-"""A rank that leaves in order fails only the operations that still need it (rule 21)."""
+"""A rank that leaves without an error fails only the operations that still need it (rule 21)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def receive_from_anyone(ctx: Context) -> None:
     found = torch.zeros(1)
     assert (dist.recv(found), found.item()) == (1, 1.0)
     work: Any = dist.irecv(found)
-    ctx.listen()  # rank 1 has left
+    ctx.listen()  # until rank 1 has left
     assert not work.is_completed()
     ctx.tell("still waiting")
     work.wait()
@@ -51,7 +51,8 @@ def _run(job: Job) -> None:
 @beyond_gloo("ends the receive with an error of its sockets")
 @pytest.mark.quick
 def test_rule_21_a_receive_from_anyone_lives_while_anyone_can_still_send() -> None:
-    """One rank has left, another has not; with the last one it fails and says so."""
+    """The receive continues after one rank has left. It fails when the last possible sender has left, and its error
+    says so."""
     with launch(receive_from_anyone, 3, normal_exit=True) as job:
         _run(job)
 
@@ -100,7 +101,7 @@ def queued_behind_another(ctx: Context, same: bool) -> None:
     if not same and ctx.rank == 2:
         assert first.tolist() == [6.0] * 4
     assert second.tolist() == [2.0 if same else 10.0] * 4
-    # Not the end of the group: the two that are left have nothing more in it together.
+    # Does not wait for the group's end, because the two remaining ranks have no more operations together.
     dist.destroy_process_group()
 
 
@@ -108,7 +109,8 @@ def queued_behind_another(ctx: Context, same: bool) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize(("same", "fusion"), [(True, "1"), (False, "0")])
 def test_rule_21_an_operation_in_the_queue_needs_only_what_it_lacks(same: bool, fusion: str) -> None:
-    """Rank 1 has given its part of both and leaves, while rank 2's second operation is queued behind its first."""
+    """Rank 1 has published its data for both operations and leaves. Rank 2's second operation is queued behind its
+    first."""
     with launch(queued_behind_another, 3, same, env={"SAGELLM_FUSION": fusion}, normal_exit=True) as job:
         assert job.hear(1) == "left"
         job.say(0, "go on")

@@ -1,4 +1,4 @@
-"""Many processes on one host: every collective, messages, and one of them killed. Far more ranks than cores."""
+"""Many processes on one host, far more than cores: every collective, messages, and a killed rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ KIB = 1024
 
 
 def collectives(n: int, me: int, root: int, count: int) -> None:
-    """Each kind once, `count` numbers in a tensor or a block, checked on this rank alone."""
+    """Calls each kind of collective once, with `count` numbers in a tensor or block. Each rank checks its results
+    alone."""
     every = sum(range(1, n + 1))
     own = torch.full((count,), float(me + 1))
     value = own.clone()
@@ -50,7 +51,7 @@ def collectives(n: int, me: int, root: int, count: int) -> None:
 
 
 def messages(n: int, me: int, count: int) -> None:
-    """To both neighbours, and between some pairs that all ranks draw alike."""
+    """Messages to both neighbours, and between random pairs that are the same on all ranks."""
     draw = random.Random(n)
     pairs = [(q, (q + 1) % n) for q in range(n)] + [(q, (q - 1) % n) for q in range(n)]
     pairs += [(a, b) for a, b in (draw.sample(range(n), 2) for _ in range(n))]
@@ -69,8 +70,8 @@ def messages(n: int, me: int, count: int) -> None:
 
 
 def work_of_many(ctx: Context, victim: int) -> tuple[str, float, str]:
-    """The part of every rank; `victim` is killed in the end. Returns the engine's description, the time at which the
-    death was reported, and the text."""
+    """The program of each rank; the test kills `victim` at the end. Returns the engine's description, the time at which
+    the death was reported, and the error's text."""
     began = time.monotonic()
     ctx.init(timeout=timedelta(seconds=120))
     made = time.monotonic() - began
@@ -111,7 +112,7 @@ def many(ranks: int, limit: float) -> None:
             _, failed, text = outcome.value
             assert f"rank {victim} " in text, text
             late = max(late, failed - killed)
-        # Under a second where each rank has a core; here they share two among them and others.
+        # Takes less than a second if each rank has a core. Here many ranks share two cores.
         print(f"the last of {ranks - 1} heard of the death after {late:.2f} s")
         assert late < limit / 4
 
@@ -119,7 +120,7 @@ def many(ranks: int, limit: float) -> None:
 @pytest.mark.timeout(300)
 @beyond_gloo("shares no memory")
 def test_36_ranks_share_memory_on_one_host() -> None:
-    """More than the 34 at which the memory once ended."""
+    """36 is more than 34, the number of ranks at which the memory was once exhausted."""
     many(36, 120)
 
 
@@ -127,5 +128,5 @@ def test_36_ranks_share_memory_on_one_host() -> None:
 @pytest.mark.timeout(1200)
 @beyond_gloo("shares no memory")
 def test_many_ranks_share_memory_on_one_host() -> None:
-    """64, or as many as the environment says: each kind small and large, messages, and a rank killed."""
+    """64 ranks, or as many as the environment says: each kind small and large, messages, and a killed rank."""
     many(MANY, 400)

@@ -1,4 +1,4 @@
-"""Rule 25: groups of the same processes share the descriptors that report each other's end, and nothing else."""
+"""Rule 25: groups of the same processes share the descriptors that report each other's death, and nothing else."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ pytestmark = beyond_gloo("each group has its own connections")
 
 
 def descriptors() -> list[str]:
-    """The descriptors that this process has open."""
+    """The targets of this process's open descriptors."""
     found = []
     for fd in os.listdir("/proc/self/fd"):
         try:
             found.append(os.readlink(f"/proc/self/fd/{fd}"))
         except OSError:
-            continue  # the one that lists
+            continue  # the descriptor of this listing
     return sorted(found)
 
 
 def sums_up(group: dist.ProcessGroup) -> None:
-    """An operation on the group gives what it should."""
+    """Checks that operations on the group give correct results."""
     for count in (3, 200_000):
         found = torch.full((count,), float(dist.get_rank(group) + 1))
         dist.all_reduce(found, group=group)
@@ -36,14 +36,14 @@ def sums_up(group: dist.ProcessGroup) -> None:
 
 
 def founder() -> Any:
-    """The backend of the default group, whose ranks found each other first."""
+    """The backend of the default group, in which the ranks first met."""
     return dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
 
 
 def fifty_more(ctx: Context) -> None:
     ctx.init()
     everyone = list(range(ctx.world_size))
-    dist.destroy_process_group(dist.new_group(everyone))  # what is made once is made
+    dist.destroy_process_group(dist.new_group(everyone))  # creates everything that is created only once
     before = descriptors()
     groups = []
     for turn in range(50):
@@ -61,12 +61,12 @@ def fifty_more(ctx: Context) -> None:
 
 
 def test_rule_25_fifty_more_groups_open_nothing() -> None:
-    """Rule 25: equal members, in another order, and some of them: no descriptor is opened or left."""
+    """Rule 25: with the same members, in another order, or with some of them, no descriptor is opened or left."""
     run_fresh(fifty_more, 3)
 
 
 def one_dies(ctx: Context, victim: int) -> dict[str, str]:
-    """Pending on five groups when the victim is killed; what each of them says."""
+    """Operations are pending in five groups when the victim is killed. Returns the error of each group."""
     ctx.init(timeout=timedelta(seconds=60))
     everyone = list(range(ctx.world_size))
     others = [rank for rank in everyone if rank != victim]
@@ -85,13 +85,13 @@ def one_dies(ctx: Context, victim: int) -> dict[str, str]:
         if name != "others"
     }
     said = {name: expect_raises(RuntimeError, work.wait) for name, work in pending.items()}
-    sums_up(groups["others"])  # it has lost no rank
+    sums_up(groups["others"])  # this group has lost no rank
     return said
 
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_rule_25_a_death_is_noticed_in_every_group(victim: int) -> None:
-    """Rule 25: each group names the dead by its own rank; a group without it goes on."""
+    """Rule 25: each group names the dead process by its rank in that group. A group without it continues."""
     with launch(one_dies, 3, victim) as job:
         for rank in range(3):
             assert job.hear(rank) == "ready"
@@ -115,7 +115,7 @@ def first_one_goes(ctx: Context) -> None:
     sums_up(one)
     dist.destroy_process_group(one)
     founder().shutdown()
-    time.sleep(0.1)  # the end of a watch would be told by now
+    time.sleep(0.1)  # the end of a watch would be reported in this time
     if ctx.rank != 0:
         dist.all_reduce(torch.ones(5), group=two)
     elif pending is not None:
@@ -128,7 +128,7 @@ def first_one_goes(ctx: Context) -> None:
 
 
 def test_rule_25_the_first_group_may_go_before_the_second() -> None:
-    """Rule 25: the founder's end takes nothing from the others: they work, and notice deaths."""
+    """Rule 25: after the first group has ended, the other groups work and report deaths."""
     with launch(first_one_goes, 2) as job:
         assert job.hear(0) == "ready" and job.hear(1) == "ready"
         job.signal(1, signal.SIGKILL)
@@ -148,12 +148,12 @@ def faults_stay(ctx: Context) -> None:
     else:
         text = expect_raises(RuntimeError, lambda: dist.all_reduce(torch.ones(3), group=three))
         assert "left" in text, text
-    dist.all_reduce(torch.ones(3))  # the group that founded them has seen none of this
+    dist.all_reduce(torch.ones(3))  # the group in which the processes met is not affected
     sums_up(dist.distributed_c10d._get_default_group())
 
 
 def test_rule_25_faults_stay_in_their_group() -> None:
-    """Rule 25: an abort, different calls and a leaver end one group each, and no other."""
+    """Rule 25: an abort, different calls, and a rank that leaves each end one group and no other."""
     run_fresh(faults_stay, 2)
 
 
@@ -182,5 +182,6 @@ def forks(ctx: Context) -> None:
 
 
 def test_rules_25_and_26_a_forked_child_has_no_companions() -> None:
-    """Rules 25 and 26: neither a call nor a new group; the parent goes on making groups."""
+    """Rules 25 and 26: the child can neither call its parent's group nor create a group. The parent can still create
+    groups."""
     run_fresh(forks, 2)

@@ -1,5 +1,6 @@
-"""Tensors that peers reach (docs/internals/shared_tensors.md): a rank that was stopped and goes on changes no tensor
-whose operation has failed, and takes nothing for data that a rank wrote after its operation had failed."""
+"""Tensors that peers can map (docs/internals/shared_tensors.md). A rank that was stopped and continues changes no
+tensor whose operation has failed. It also takes no data that a rank wrote after its operation failed for that
+operation's data."""
 
 from __future__ import annotations
 
@@ -20,14 +21,14 @@ import torch_sagellm
 
 pytestmark = beyond_gloo("gloo writes into no peer's memory")
 
-#: Repetitions of each case; make test-long takes more.
+#: Repetitions of each case; `make test-long` sets more.
 TURNS = int(os.environ.get("SAGELLM_TEST_REACHABLE", "2"))
 COUNT = 12 << 20  # 48 MiB: one call takes some milliseconds, in which a rank can be stopped
 KINDS = ("all_reduce", "reduce", "all_gather", "broadcast", "reduce_scatter", "all_to_all")
 
 
 def call(kind: str, mine: torch.Tensor, result: torch.Tensor) -> None:
-    """One collective whose result is in `result`; that of an all_reduce, reduce or broadcast is in `mine` too."""
+    """Calls one collective. Its result is in `result`; for all_reduce, reduce and broadcast it is in `mine`."""
     if kind == "all_reduce":
         dist.all_reduce(mine)
     elif kind == "reduce":
@@ -56,7 +57,7 @@ def right(kind: str, mine: torch.Tensor, result: torch.Tensor) -> bool:
 
 
 def until_it_fails(ctx: Context, kind: str, victim: int) -> str:
-    """Calls until one fails. Ranks that were not stopped then overwrite their tensors, which no peer may change."""
+    """Calls until a call fails. Ranks that were not stopped then overwrite their tensors, which no peer may change."""
     ctx.init()
     mine, result = torch_sagellm.empty(COUNT), torch_sagellm.empty(COUNT)
     bystander = torch_sagellm.shared(torch.arange(1000.0))
@@ -71,17 +72,18 @@ def until_it_fails(ctx: Context, kind: str, victim: int) -> str:
         assert right(kind, mine, result), f"wrong numbers in call {turn}"
         turn += 1
         if turn == 3:
-            # Not before: the first calls fill the memory, which takes long where many tests run at once.
+            # Not earlier, because the first calls populate the memory, which takes long if many tests run at the same
+            # time.
             dist.distributed_c10d._get_default_group().set_timeout(timedelta(seconds=1))
             ctx.tell("running")
     if ctx.rank != victim:
         mine.fill_(123.0)
         result.fill_(124.0)
         ctx.tell("failed")
-        ctx.listen()  # the victim has continued and has failed, too
+        ctx.listen()  # until the victim has continued and has failed as well
         assert (mine == 123).all() and (result == 124).all(), "a late rank changed a tensor"
     assert (bystander == torch.arange(1000.0)).all()
-    mine.add_(1)  # such tensors are ordinary memory from then on
+    mine.add_(1)  # such tensors are ordinary memory now
     result.zero_()
     expect_raises(RuntimeError, lambda: dist.all_reduce(mine))
     return said
@@ -150,7 +152,7 @@ def test_rule_36_a_rank_that_is_killed_fails_the_others_and_its_memory_goes(kind
 
 
 def abandoned(ctx: Context) -> None:
-    """Rank 1 destroys its group while an operation is pending on it, and writes its input anew."""
+    """Rank 1 destroys its group while an operation is pending, and overwrites its input."""
     ctx.init(operations=timedelta(seconds=20))
     mine = torch_sagellm.empty(COUNT)
     for _ in range(3):
@@ -190,7 +192,7 @@ def killed_while_another_is_late(ctx: Context) -> None:
         dist.all_reduce(mine)
     ctx.tell("ready")
     if ctx.rank == 2:
-        ctx.listen()  # late, and alive
+        ctx.listen()  # late, but alive
         return
     work = dist.all_reduce(mine, async_op=True)
     ctx.tell("issued")
@@ -219,7 +221,7 @@ def forks_with_mapped_peers(ctx: Context) -> None:
         dist.all_reduce(mine)
     child = os.fork()
     if child == 0:
-        # What the child allocates may lie where the parent had mapped its peers.
+        # Memory that the child allocates may be at addresses where the parent had mapped its peers.
         mine.fill_(5.0)
         blocks = [torch.full((4 << 20,), float(turn)) for turn in range(20)]
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""`torch_sagellm.recover`: the survivors find out who is left and go on in a group of their own, or all fail."""
+"""`torch_sagellm.recover`: the survivors agree on who is left and continue in a new group, or all fail."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from net import INTERFACE, Network, Unavailable, enter, run
 
 pytestmark = beyond_gloo("it cannot recover a group")
 
-#: For what must happen long before it.
+#: A deadline for events that must happen long before it.
 FAR = timedelta(seconds=120)
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
 BETWEEN = {"GLOO_SOCKET_IFNAME": "eth0"}
 
 
 def adds(members: list[int], first: int) -> None:
-    """The default group adds, and makes other groups, over those `members` of the first one; `first` is this rank's."""
+    """Checks that the default group adds and creates groups. `members` are its ranks in the first group; `first` is
+    this rank's."""
     place = members.index(first)
     assert (dist.get_world_size(), dist.get_rank()) == (len(members), place)
     assert dist.get_process_group_ranks(dist.group.WORLD) == list(range(len(members)))
@@ -45,7 +46,7 @@ def adds(members: list[int], first: int) -> None:
 
 
 def until_it_fails() -> str:
-    """Collectives until one fails; its text."""
+    """Calls collectives until one fails. Returns the error's text."""
     try:
         while True:
             dist.all_reduce(torch.ones(1000))
@@ -54,7 +55,7 @@ def until_it_fails() -> str:
 
 
 def survives(ctx: Context, victims: list[int], engine: str, timeout: float) -> float:
-    """Works until ranks die, recovers, works. Returns the seconds that recovering took."""
+    """Works until ranks die, recovers, and works again. Returns the seconds that the recovery took."""
     import torch_sagellm
 
     ctx.init(timeout=FAR, pg_options=torch_sagellm.Options(engine=engine))
@@ -87,7 +88,7 @@ def end_well(job: Job, ranks: list[int], seconds: float = 90) -> list[Any]:
 
 @pytest.mark.parametrize("victims", [[2], [0], [1, 3], [0, 1, 2]], ids=str)
 def test_the_survivors_of_kill_9_go_on(victims: list[int]) -> None:
-    """One dead, rank 0, two at once, all but one: at once, not at a deadline."""
+    """One rank, rank 0, two ranks, or all but one are killed. The recovery does not wait for a deadline."""
     left = [rank for rank in range(4) if rank not in victims]
     with launch(survives, 4, victims, "auto", 60.0) as job:
         kill_them(job, victims)
@@ -97,7 +98,7 @@ def test_the_survivors_of_kill_9_go_on(victims: list[int]) -> None:
 
 
 def test_where_a_delegate_serves_the_group_the_dead_are_found_by_their_ports() -> None:
-    """No socket of ours connects the ranks; of one host, they listen at the loopback."""
+    """No socket of ours connects the ranks. On one host their ports are at the loopback address."""
     with launch(survives, 3, [1], "delegate", 60.0, env=LOOPBACK) as job:
         kill_them(job, [1])
         times = end_well(job, [0, 2])
@@ -105,7 +106,7 @@ def test_where_a_delegate_serves_the_group_the_dead_are_found_by_their_ports() -
 
 
 def without_evidence(ctx: Context) -> None:
-    """No rank could open a port; rank 1 dies."""
+    """No rank can open a port, and rank 1 dies."""
     import torch_sagellm
     from torch_sagellm._private import alive
 
@@ -133,7 +134,7 @@ def test_a_rank_without_a_port_is_left_out_only_where_the_caller_says_so() -> No
 
 
 def dies_meanwhile(ctx: Context, at: str) -> None:
-    """Rank 1 dies while the survivors of rank 3 recover: `at` says in which step."""
+    """Rank 1 dies while the survivors of rank 3's death recover, in the step `at`."""
     import torch_sagellm
     from torch_sagellm.api import recovery
 
@@ -144,7 +145,7 @@ def dies_meanwhile(ctx: Context, at: str) -> None:
         holder: Any = recovery._Conversation if at != "built" else recovery._Building
         name = {"called": "_agree_on_members", "decided": "_build", "built": "take"}[at]
         setattr(holder, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        if at == "built":  # after its group was made, and before the others know that
+        if at == "built":  # after its group was created, and before its peers know that
             tell = recovery._Conversation._tell
 
             def last_word(self: Any, **facts: Any) -> None:
@@ -161,7 +162,7 @@ def dies_meanwhile(ctx: Context, at: str) -> None:
 
 @pytest.mark.parametrize("at", ["called", "decided", "built"])
 def test_a_second_death_while_the_others_recover(at: str) -> None:
-    """Before it called, after the members were decided with it, and with its new group in hand."""
+    """Rank 1 dies before its call, after the ranks have decided to include it, or when it has its new group."""
     with launch(dies_meanwhile, 4, at) as job:
         kill_them(job, [3])
         end_well(job, [0, 2], 60)
@@ -169,7 +170,7 @@ def test_a_second_death_while_the_others_recover(at: str) -> None:
 
 
 def twice(ctx: Context) -> None:
-    """A group that was recovered is recovered again."""
+    """Recovers a group that was recovered before."""
     import torch_sagellm
 
     ctx.init(timeout=FAR)
@@ -197,10 +198,10 @@ def test_a_recovered_group_is_recovered_again() -> None:
 
 
 def waits_elsewhere(ctx: Context) -> None:
-    """Rank 2 waits for a message of rank 0, which does not need rank 1: it must hear that the others recover.
+    """Rank 2 waits for a message from rank 0, which does not need rank 1. Rank 2 must learn that the others recover.
 
-    Rank 1 ends without a call. What it had brought to rank 0's would be there after its end, so that rank 0 would miss
-    rank 2 alone, which lives, and wait for it until the deadline (rule 21).
+    Rank 1 dies without a call. If it had joined rank 0's call, its data would still be available after its death. Rank
+    0 would then miss only rank 2, which lives, and would wait for it until the deadline (rule 21).
     """
     import torch_sagellm
 
@@ -244,7 +245,8 @@ def healthy(ctx: Context) -> None:
 
 
 def test_with_no_rank_gone() -> None:
-    """A healthy group is returned as it is; one in which something failed gives way to one of the same ranks."""
+    """`recover` returns a healthy group unchanged. A group with a failure is replaced by a new group of the same
+    ranks."""
     with launch(healthy, 3) as job:
         end_well(job, [0, 1, 2])
 
@@ -274,7 +276,7 @@ def beside_one_that_is_stopped(ctx: Context) -> None:
 
 
 def test_a_stopped_rank_is_named_and_never_left_out() -> None:
-    """And when it goes on, all of them recover."""
+    """When the stopped rank continues, all ranks recover."""
     with launch(beside_one_that_is_stopped, 3) as job:
         for rank in range(3):
             assert job.hear(rank) == "ready"
@@ -290,7 +292,7 @@ def test_a_stopped_rank_is_named_and_never_left_out() -> None:
 
 
 def left_out(ctx: Context) -> str:
-    """By a delegate's group whose ranks have no ports, and whose survivors say that a silent rank may be left out."""
+    """A delegate's group without ports. The survivors allow `recover` to exclude a silent rank."""
     import torch_sagellm
     from torch_sagellm._private import alive
 
@@ -317,7 +319,7 @@ def test_a_rank_that_was_left_out_is_told_so() -> None:
 
 
 def of_some(ctx: Context) -> None:
-    """A group of some ranks, in another order, recovers; the default group stays what it was."""
+    """A group of some ranks, in another order, recovers. The default group stays unchanged."""
     import torch_sagellm
 
     ctx.init(timeout=FAR)
@@ -349,7 +351,7 @@ def test_a_group_of_some_ranks() -> None:
 
 
 def without_a_store(ctx: Context) -> str:
-    """Rank 0 only serves the store; the two others are the group."""
+    """Rank 0 only serves the store. Ranks 1 and 2 are the group."""
     import torch_sagellm
 
     path = Path(ctx.tmp) / "port"
@@ -391,7 +393,7 @@ def test_without_a_store_there_is_an_error_that_says_so(number: signal.Signals, 
 
 
 def on_host(ctx: Context, names: list[str], engine: str = "auto") -> None:
-    """The default group, over two hosts."""
+    """Creates the default group over two hosts."""
     import torch_sagellm
 
     enter(names[ctx.rank // 2])
@@ -401,7 +403,7 @@ def on_host(ctx: Context, names: list[str], engine: str = "auto") -> None:
 
 
 def over_hosts(ctx: Context, names: list[str], engine: str, victims: list[int]) -> float:
-    """When it went on, by a clock that all processes of this machine share."""
+    """Returns the time at which the rank continued, by a clock that all processes of this machine share."""
     import torch_sagellm
 
     on_host(ctx, names, engine)
@@ -418,7 +420,7 @@ def over_hosts(ctx: Context, names: list[str], engine: str, victims: list[int]) 
 @pytest.mark.parametrize("victims", [[3], [0, 1], [1, 2, 3]], ids=["one of a host", "a whole host", "all but one"])
 @pytest.mark.parametrize("engine", ["auto", "delegate"])
 def test_over_two_hosts(hosts: list[str], engine: str, victims: list[int]) -> None:
-    """kill -9 is found at once, also that of a whole host, whose system still refuses connections."""
+    """A kill -9 is detected at once, even that of a whole host, because its kernel still refuses connections."""
     left = [rank for rank in range(4) if rank not in victims]
     with launch(over_hosts, 4, hosts, engine, victims, env=BETWEEN) as job:
         kill_them(job, victims)
@@ -428,7 +430,7 @@ def test_over_two_hosts(hosts: list[str], engine: str, victims: list[int]) -> No
 
 
 def after_what_only_elapsed(ctx: Context, names: list[str], engine: str, what: str) -> None:
-    """Rank 0 waits for a message of rank 2, or in a monitored barrier, until its timeout; all ranks live."""
+    """Rank 0 waits for a message from rank 2, or in a monitored barrier, until its timeout. All ranks live."""
     import torch_sagellm
 
     on_host(ctx, names, engine)
@@ -445,7 +447,7 @@ def after_what_only_elapsed(ctx: Context, names: list[str], engine: str, what: s
         backend._set_default_timeout(FAR)
         torch_sagellm.reset_stats()
         ctx.tell("elapsed")
-    # A monitored barrier of our own breaks nothing.
+    # Our own monitored barrier does not poison the group.
     survives = engine == "auto" and what == "barrier"
     assert (torch_sagellm.recover(timeout=60) is world) == survives
     value = torch.tensor([float(ctx.rank)])
@@ -463,7 +465,7 @@ def after_what_only_elapsed(ctx: Context, names: list[str], engine: str, what: s
     ("engine", "what"), [("auto", "message"), ("auto", "barrier"), ("delegate", "message"), ("delegate", "barrier")]
 )
 def test_over_two_hosts_with_no_rank_gone(hosts: list[str], engine: str, what: str) -> None:
-    """A group with a late message gives way to another, and so does one in which gloo has closed connections."""
+    """A group is replaced if a message timed out in it, or if gloo has closed connections."""
     with launch(after_what_only_elapsed, 4, hosts, engine, what, env=BETWEEN) as job:
         for rank in range(4):
             assert job.hear(rank) == "ready"
@@ -475,7 +477,7 @@ def test_over_two_hosts_with_no_rank_gone(hosts: list[str], engine: str, what: s
 
 
 def beside_a_silent_host(ctx: Context, names: list[str]) -> float:
-    """Nothing has failed for ranks 0 and 1 when the cable of the others' host is cut."""
+    """The link to the other host goes down. For ranks 0 and 1 nothing has failed before."""
     import torch_sagellm
 
     on_host(ctx, names)
@@ -493,7 +495,7 @@ def beside_a_silent_host(ctx: Context, names: list[str]) -> float:
 
 
 def test_a_host_that_is_silent_is_left_out_only_where_the_caller_says_so(hosts: list[str]) -> None:
-    """Its ranks may live: nothing says that they do not."""
+    """The silent host's ranks may live; nothing shows that they are dead."""
     with launch(beside_a_silent_host, 4, hosts, env=BETWEEN) as job:
         for rank in range(4):
             assert job.hear(rank) == "ready"
@@ -504,7 +506,7 @@ def test_a_host_that_is_silent_is_left_out_only_where_the_caller_says_so(hosts: 
 
 
 def over_odd_hosts(ctx: Context, names: list[str], victim: int) -> None:
-    """One rank on each host; the other one is killed, or is stopped."""
+    """One rank on each host. Rank 1 is killed or stopped."""
     import torch_sagellm
 
     enter(names[ctx.rank])
@@ -513,7 +515,7 @@ def over_odd_hosts(ctx: Context, names: list[str], victim: int) -> None:
     ctx.listen()
     dist.group.WORLD.abort()
     if victim:
-        limit = patience(1.5)  # on a busy machine the store needs its time, too
+        limit = patience(1.5)  # on a busy machine the store is slow too
         text = expect_raises(torch_sagellm.CommTimeoutError, lambda: torch_sagellm.recover(timeout=limit))
         assert "rank 1 (alive" in text, text
     else:
@@ -523,7 +525,7 @@ def over_odd_hosts(ctx: Context, names: list[str], victim: int) -> None:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether another process holds the lock of this file and goes on holding it."""
+    """Whether another process holds the lock of this file and keeps it."""
     with path.open("rb+") as file:
         for _ in range(40):
             try:
@@ -550,8 +552,8 @@ def test_the_dead_are_told_from_the_stopped_whatever_the_addresses(
         ):
             for rank in range(2):
                 assert job.hear(rank) == "ready"
-            # A rank that is stopped in the middle of a request keeps the lock of the file, so nobody else gets it. One
-            # that is killed while it writes leaves half an entry, at whose end torch's FileStore reads for ever.
+            # A rank that is stopped in the middle of a request keeps the file's lock, so no other rank gets it. A rank
+            # that is killed while it writes leaves half an entry, and torch's FileStore then reads at its end for ever.
             job.signal(1, signal.SIGSTOP)
             while is_locked(job.tmp / "store"):
                 job.signal(1, signal.SIGCONT)
@@ -585,7 +587,7 @@ def beside_a_stopped_host(ctx: Context, names: list[str]) -> None:
 
 
 def test_a_host_whose_ranks_are_stopped_is_never_left_out(hosts: list[str]) -> None:
-    """Their system still answers for them; when they go on, all recover."""
+    """The kernel still answers for the stopped ranks. When they continue, all ranks recover."""
     with launch(beside_a_stopped_host, 4, hosts, env=BETWEEN) as job:
         for rank in range(4):
             assert job.hear(rank) == "ready"
@@ -623,7 +625,7 @@ def test_wrong_groups_are_refused() -> None:
 
 
 def test_torchs_part_of_a_shrink_is_what_recover_uses() -> None:
-    """Fails where a new torch takes over a new backend in another way: then `recovery` has to be looked at again."""
+    """Fails if a new torch installs a new backend differently. `recovery` must then be adapted."""
     import inspect
 
     from torch.distributed import distributed_c10d as c10d
@@ -640,7 +642,7 @@ def test_torchs_part_of_a_shrink_is_what_recover_uses() -> None:
 
 
 def strangers(ctx: Context) -> str:
-    """Somebody has written bytes under every key of a recovery, and under those of its ports."""
+    """A stranger has written bytes under every key of a recovery, and under the keys of its ports."""
     import torch_sagellm
     from torch_sagellm._private import alive
     from torch_sagellm.api import recovery

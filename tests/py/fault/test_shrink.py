@@ -1,4 +1,4 @@
-"""`torch.distributed.shrink_group`: the remaining ranks go on together, whether the excluded ones live or not."""
+"""`torch.distributed.shrink_group`: the remaining ranks continue together, whether the excluded ranks live or not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ ABORT = 1  # torch.distributed.distributed_c10d.SHRINK_ABORT
 
 
 def adds(members: list[int], first: int) -> None:
-    """The default group adds, and gathers objects, over those `members` of the first group; `first` is this rank's."""
+    """Checks that the default group adds and gathers objects. `members` are its ranks in the first group; `first` is
+    this rank's."""
     assert dist.get_world_size() == len(members) and dist.get_rank() == members.index(first)
     for asynchronous in (False, True):
         value = torch.full((1000,), float(first + 1))
@@ -50,7 +51,7 @@ def leaves(ctx: Context, engine: str, given: bool) -> None:
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("engine", ["auto", "delegate"])
 def test_ranks_leave_and_the_others_shrink_the_group(engine: str, given: bool) -> None:
-    """By our own engine, and where a delegate serves the group; with options for the new group and without."""
+    """With our engine and with a delegate; with options for the new group and without."""
     with launch(leaves, 4, engine, given) as job:
         job.wait(60)
         assert all(rank.outcome.error is None for rank in job.ranks), job.report()
@@ -68,10 +69,10 @@ def dies(ctx: Context, flag: int, waits: bool) -> None:
         if ctx.rank == victim:
             ctx.listen()
         elif waits:
-            # In the middle of an operation, from which the error comes; or without having looked at the group since.
+            # Either the error comes from an operation in flight, or the rank has not used the group since the death.
             expect_raises(RuntimeError, lambda value=value: dist.all_reduce(value))
         elif flag == ABORT:
-            with contextlib.suppress(RuntimeError):  # where the death is noticed already
+            with contextlib.suppress(RuntimeError):  # raises if the death has already been noticed
                 work = dist.all_reduce(value, async_op=True)
         ctx.tell("now")
         ctx.listen()
@@ -84,7 +85,7 @@ def dies(ctx: Context, flag: int, waits: bool) -> None:
 
 
 def kill(job: Job, victim: int, others: list[int]) -> None:
-    """Kills one rank, and lets the others shrink."""
+    """Kills one rank, and lets the others shrink the group."""
     for rank in [*others, victim]:
         assert job.hear(rank) == "ready"
     job.signal(victim, signal.SIGKILL)
@@ -96,7 +97,7 @@ def kill(job: Job, victim: int, others: list[int]) -> None:
 @pytest.mark.parametrize("flag", [0, ABORT])
 @pytest.mark.parametrize("waits", [True, False])
 def test_after_a_kill_9_the_others_go_on_twice(flag: int, waits: bool) -> None:
-    """Four ranks, three, two: the second time the one that dies is the one that made the group's memory."""
+    """From four ranks to three and two. The second victim is the rank that created the group's memory."""
     with launch(dies, 4, flag, waits) as job:
         kill(job, 2, [0, 1, 3])
         kill(job, 0, [1, 3])
@@ -123,12 +124,12 @@ def wrong(ctx: Context) -> None:
     value = torch.ones(3)
     alone.allreduce([value]).wait()
     assert (alone.size(), value.tolist()) == (1, [1.0, 1.0, 1.0])
-    adds([0, 1], ctx.rank)  # without the flag the group itself goes on
+    adds([0, 1], ctx.rank)  # without the flag the old group stays usable
     os._exit(0)
 
 
 def test_wrong_ranks_are_refused_and_the_group_goes_on() -> None:
-    """Rule 2: nothing was sent."""
+    """Rule 2: nothing is sent."""
     with launch(wrong, 2) as job:
         for rank in range(2):
             assert job.wait_rank(rank, 60).code == 0, job.report()
@@ -148,7 +149,7 @@ def missing(ctx: Context) -> None:
 
 
 def test_a_survivor_that_does_not_shrink_is_named_at_the_deadline() -> None:
-    """By its rank in the new group."""
+    """The error names it by its rank in the new group."""
     with launch(missing, 3) as job:
         text = job.hear(0)
         assert "rank 1 " in text and "within 3" in text, text
@@ -173,7 +174,8 @@ def missing_at_first(ctx: Context) -> None:
 
 
 def test_shrinking_may_be_tried_again() -> None:
-    """With the same ranks: keys of the first attempt in the store mislead no rank, the delegate included."""
+    """A second attempt with the same ranks. The first attempt's keys in the store mislead neither a rank nor the
+    delegate."""
     with launch(missing_at_first, 3) as job:
         for rank in (0, 1):
             assert job.hear(rank) == "ready"

@@ -1,7 +1,8 @@
-"""A server of a store that a test slows down or stops: `python troubled_store.py HOST` prints its port.
+"""A store server that a test slows down or stops: `python troubled_store.py HOST` prints its port.
 
-Clients connect to a relay in front of it. After SIGUSR1 whatever a client sends reaches the server only `LATE` seconds
-later; SIGSTOP stops both. At SIGUSR2 it ends, between two requests. It ends with the process that started it.
+Clients connect to a relay in front of the server. After SIGUSR1 the relay delays all data from clients by `LATE`
+seconds. SIGSTOP stops relay and server. After SIGUSR2 the program ends between two requests. It also ends with the
+process that started it.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import threading
 import time
 from typing import Any
 
-#: Seconds for each request, once the store is slow.
+#: Delay of each request in seconds while the store is slow.
 LATE = 2.0
 late = 0.0
 lock = threading.Lock()
-#: Clients, and those of them that wait for an answer.
+#: Sockets of the clients, and those of clients that wait for an answer.
 clients: list[socket.socket] = []
 waiting: set[socket.socket] = set()
 
