@@ -1,4 +1,4 @@
-"""What tests of the choice start from."""
+"""Fixtures for tests of the choice of algorithms."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache directory, and no rules from outside."""
+    """An empty cache directory, with no rules in the environment."""
     monkeypatch.setenv("SAGELLM_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("SAGELLM_ALGORITHM", raising=False)
     return tmp_path

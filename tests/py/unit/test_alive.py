@@ -1,4 +1,4 @@
-"""`torch_sagellm._private.alive`: what a connection says about the process at the other end."""
+"""`torch_sagellm._private.alive`: what a connection to a port of a process says about that process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def until(watch: alive.Watch, seen: Callable[[], bool]) -> None:
 
 
 def test_a_process_that_runs_or_is_stopped_is_alive_until_it_ends() -> None:
-    """A connection to a killed process breaks, and a new one is refused."""
+    """When the process is killed, its connection breaks, and a new connection is refused."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -63,7 +63,7 @@ def test_a_process_that_runs_or_is_stopped_is_alive_until_it_ends() -> None:
 
 @pytest.mark.parametrize("place", ["", alive.UNKNOWN, "127.0.0.1", "127.0.0.1 x", "host 1", "\x1b[2J\0 99999999999"])
 def test_a_rank_that_announced_no_place_is_not_known(place: str) -> None:
-    """And asked again, but not at once."""
+    """Such a rank is asked again, but not at once."""
     with alive.Watch() as watch:
         watch.follow(1, place)
         watch.look()
@@ -72,7 +72,7 @@ def test_a_rank_that_announced_no_place_is_not_known(place: str) -> None:
 
 @pytest.fixture
 def no_ports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The module as it is when it is imported."""
+    """Resets the module to its state after import."""
     monkeypatch.setattr(alive, "_ports", {})
     monkeypatch.setattr(alive, "_told", False)
     yield
@@ -87,7 +87,7 @@ def announced(addresses: list[str], agreed: bool) -> str:
 
 
 def test_a_process_opens_one_port_which_its_children_do_not_keep(no_ports: None) -> None:
-    """At each address; a child may open its own."""
+    """A process opens one port per address. A forked child may open its own."""
     place = announced(["127.0.0.1"], True)
     assert place == announced(["127.0.0.1"], True)
     assert place != announced(["::1"], True)
@@ -106,7 +106,8 @@ def test_a_process_opens_one_port_which_its_children_do_not_keep(no_ports: None)
 
 
 def test_a_process_without_a_port_says_so_and_warns_once(no_ports: None, caplog: pytest.LogCaptureFixture) -> None:
-    """The loopback means another host to each, unless the ranks have agreed on it."""
+    """A loopback address names a different host on each host, so it is announced only if the ranks have agreed on
+    it."""
     with caplog.at_level("WARNING", "sagellm"):
         assert announced(["127.0.0.1"], False) == alive.UNKNOWN
         assert announced([], True) == alive.UNKNOWN
@@ -132,7 +133,7 @@ def test_without_a_free_descriptor_nothing_is_announced_until_there_is_one(no_po
 
 
 def listens(name: str, variable: str, backlog: int, write: int) -> None:
-    """The life of a process on another host: it announces, and is busy from then on."""
+    """The program of a process on another host: it announces its port and is busy from then on."""
     try:
         net.enter(name)
         os.environ[address.VARIABLE] = variable
@@ -140,7 +141,7 @@ def listens(name: str, variable: str, backlog: int, write: int) -> None:
         found = address.find(None)
         place = announced(found.chosen(""), True)
         os.write(write, f"{place}\n".encode())
-        while True:  # no thread of it takes anything from the port
+        while True:  # no thread accepts connections of the port
             signal.pause()
     finally:
         os._exit(1)
@@ -159,7 +160,7 @@ FAMILIES = {
 @pytest.mark.parametrize("looks", [1, 30])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_killed_is_found_and_busy_and_stopped_are_never_gone(family: str, looks: int) -> None:
-    """Whatever the addresses, and where looks at a busy process have filled its port (a backlog of 8)."""
+    """For all kinds of addresses, and also if polls of a busy process have filled its port (a backlog of 8)."""
     families, variable = FAMILIES[family]
     try:
         with net.Network(2, families=families) as network:
@@ -171,7 +172,7 @@ def test_killed_is_found_and_busy_and_stopped_are_never_gone(family: str, looks:
 
 
 def wait_for_link_local(names: list[str]) -> None:
-    """The kernel asks the network for a second whether an address is taken."""
+    """The kernel takes about a second to check that a link-local address is unused."""
     deadline = time.monotonic() + patience(20)
     while not all(net.inside(name, lambda: address.of_interface(net.INTERFACE)) for name in names):
         assert time.monotonic() < deadline
@@ -188,7 +189,7 @@ def looks_on(host: str, variable: str, looks: int) -> None:
             place = words.readline().strip()
         assert place != alive.UNKNOWN
         if "%" in place:
-            announced(address.of_interface(net.INTERFACE), True)  # whose own port says by which interface
+            announced(address.of_interface(net.INTERFACE), True)  # this process's port tells it which interface to use
         for number in range(looks):
             with alive.Watch() as watch:
                 watch.follow(1, place)

@@ -1,7 +1,9 @@
-"""No state of the package or of its variables breaks `import torch` or groups of other backends, and ours say why.
+"""No state of the package or of its variables breaks `import torch` or groups of other backends, and groups of ours
+report the reason.
 
-Each test installs the package as a wheel would, in a folder of its own, damages it, and runs programs with that folder
-first on the path. They run under ``python -S``, so that the editable installation of the tests is not found as well.
+Each test installs the package in a new folder, as a wheel would, damages it, and runs programs with this folder first
+on the path. The programs run under ``python -S``, so that Python does not also find the editable installation of the
+tests.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ sagellm = _torch_sagellm_autoload:register
 sagellm = _torch_sagellm_autoload:register
 """
 
-#: Prints, as JSON, what a program sees that uses another backend, and what one of ours says; for each of its words, how
-#: that command of ours ends in a fork that has torch imported already, and what it prints.
+#: A program that prints JSON: what a program that uses another backend sees, and the error of a group of ours. For each
+#: word it also runs our command of that name in a fork that has imported torch, and prints exit code and output.
 PROGRAM = """
 import json, os, sys, warnings
 with warnings.catch_warnings(record=True) as told:
@@ -85,7 +87,7 @@ if __name__ == "__main__":
 
 
 def installed(folder: Path) -> Path:
-    """The package in a folder, with the metadata of a wheel. The extension is a link."""
+    """Installs the package in a folder with a wheel's metadata. The extension is a symbolic link."""
     suffixes = shutil.ignore_patterns("__pycache__", "*.so")
     shutil.copytree(PACKAGE, folder / "torch_sagellm", ignore=suffixes)
     for extension in PACKAGE.glob("*.so"):
@@ -97,7 +99,7 @@ def installed(folder: Path) -> Path:
 
 
 def record(folder: Path, name: str, version: str) -> None:
-    """The metadata of a distribution that has installed the folder's package."""
+    """Writes the metadata of a distribution that has installed the package in this folder."""
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -112,7 +114,7 @@ def run(
     commands: tuple[str, ...] = (),
     **environment: str,
 ) -> dict[str, Any]:
-    """Runs the program with `place` first on the path; its last line is JSON."""
+    """Runs the program with `place` first on the path. Returns the JSON of its last line."""
     path = os.pathsep.join([str(place), str(TORCH)])
     words = [*first, "-c", program or PROGRAM, *commands]
     done = run_script(words, env={"PYTHONPATH": path, **environment}, cwd="/")
@@ -129,7 +131,7 @@ def command(place: Path, *words: str, **environment: str) -> subprocess.Complete
 
 
 def overlaid(folder: Path) -> None:
-    """By a package of the same name, as pip installs one without a word."""
+    """Overwritten by another package of the same name; pip installs such a package without a message."""
     (folder / "torch_sagellm" / "__init__.py").write_text("raise SystemExit('of another package')\n")
     record(folder, "other-package", "1.2")
     only = folder / "other_package-1.2.dist-info" / "RECORD"
@@ -168,7 +170,7 @@ def _extension(folder: Path) -> Path:
 
 
 def cut_off_extension(folder: Path) -> None:
-    """Loading half a library would end the process by SIGBUS."""
+    """Loading half a library would end the process with SIGBUS."""
     path = _extension(folder)
     os.truncate(path, path.stat().st_size // 2)
 
@@ -178,7 +180,7 @@ def no_library(folder: Path) -> None:
 
 
 def another_extension(folder: Path) -> None:
-    """It loads, and is not ours."""
+    """A module that can be imported but is not our extension."""
     (folder / "torch_sagellm" / "_build.py").write_text((PACKAGE / "_build.py").read_text())
     without_extension(folder)
     (folder / "torch_sagellm" / "_C.py").write_text("torch_version_built = '1.0'\n")
@@ -190,7 +192,7 @@ def another_torch(folder: Path) -> None:
 
 
 def wheel_for(folder: Path, *versions: str) -> None:
-    """What `make wheels` leaves: an extension for each torch, and no folder of sources."""
+    """The state after `make wheels`: an extension for each torch version, and no source folder."""
     modules = {version: f"_C_t{''.join(version.split('.')[:2])}" for version in versions}
     path = folder / "torch_sagellm" / "_build.py"
     lines = [line for line in path.read_text().splitlines() if not line.startswith(("EXTENSIONS", "SOURCE"))]
@@ -207,7 +209,7 @@ def wheel_for_others(folder: Path) -> None:
 
 
 def wheel_with_another_extension(folder: Path) -> None:
-    """The record says that it is for this torch, and the file is for another patch of it."""
+    """The record lists an extension for this torch, but the file was built for another patch version."""
     wheel_for(folder, f"{'.'.join(torch.__version__.split('.')[:2])}.99")
 
 
@@ -215,7 +217,7 @@ def damaged_record(folder: Path) -> None:
     (folder / "torch_sagellm" / "_build.py").write_text("VERSION = \n")
 
 
-#: What happened to the package, what a group says of it, and whether the package can still start the command line.
+#: For each damage: words of the error of a group, and whether the package can still start the command line.
 STATES: list[tuple[Callable[[Path], None], tuple[str, ...], bool]] = [
     (overlaid, ("belongs to something else, which other-package 1.2 has installed", "pip uninstall"), False),
     (without_front, ("has lost its __init__.py", "such as torch_sagellm/__init__.py"), False),
@@ -241,8 +243,8 @@ def test_a_damaged_package_breaks_groups_of_ours_alone(
 ) -> None:
     place = installed(tmp_path)
     damage(place)
-    # Where the package starts the commands they import torch, which costs seconds: there one state has interpreters of
-    # their own for them, and in the others they are forks of the program.
+    # If the package can start the commands, they import torch, which takes seconds. So only one such state runs them in
+    # new interpreters. In the others they are forks of the program.
     fresh = not starts or damage is half_deleted
     found = run(place, commands=() if fresh else COMMANDS)
     assert found["gloo"] == "works" and not found["touched"] and not found["told"], found
@@ -267,7 +269,8 @@ def test_a_whole_package_works_in_any_interpreter(tmp_path: Path) -> None:
 
 
 def test_the_metadata_of_a_checkout_list_no_missing_files(tmp_path: Path) -> None:
-    """`make wheels` and a build with a prebuilt core leave an egg-info beside the sources; it lists the sources."""
+    """`make wheels` and a build with a prebuilt core leave an egg-info folder next to the sources, which lists the
+    sources."""
     place = installed(tmp_path)
     shutil.rmtree(next(place.glob("*.dist-info")))
     info = place / "torch_sagellm.egg-info"
@@ -351,7 +354,7 @@ def test_nothing_need_be_writable(tmp_path: Path) -> None:
 
 
 def test_variables_full_of_garbage(tmp_path: Path) -> None:
-    """The one that torch's import reads is told once as a warning; the others are refused by groups of ours."""
+    """torch's import reads one variable and warns about it once. Groups of ours refuse the others."""
     garbage = dict.fromkeys(checks.VARIABLES, "\N{SNOWMAN} garbage")
     found = run(installed(tmp_path), **garbage)
     assert found["gloo"] == "works" and not found["touched"] and len(found["told"]) == 1, found
@@ -374,7 +377,7 @@ def test_a_warning_as_an_error_stops_no_import(tmp_path: Path) -> None:
 
 
 def test_the_name_gloo_is_refused_where_ours_was_asked_for_and_is_broken(tmp_path: Path) -> None:
-    """Other ranks may have been given ours: torch's own would wait for them until its timeout."""
+    """Other ranks may have groups of ours, and torch's own gloo would wait for them until its timeout."""
     place = installed(tmp_path)
     half_deleted(place)
     (place / "torch_sagellm" / "api" / "serve_as.py").unlink()

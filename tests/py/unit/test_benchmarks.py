@@ -142,10 +142,10 @@ def test_the_table_shows_won_and_lost_rows(run: report.Result) -> None:
     won = next(line for line in lines if line.startswith("| 8 B"))
     lost = next(line for line in lines if line.startswith("| 1 KiB"))
     assert "40.0x, 40.0x" in won
-    assert won.endswith("| 2.00 |")  # the control is a plain number: it neither wins nor loses
+    assert won.endswith("| 2.00 |")  # the control is a plain number, marked neither as won nor as lost
     assert "0.50x (lost)" in lost
     heads = [line for line in lines if line.startswith("| size")]
-    assert ["busbw" in head for head in heads] == [True, False]  # a barrier moves nothing
+    assert ["busbw" in head for head in heads] == [True, False]  # a barrier moves no data
     assert all(line.count("|") == heads[0].count("|") for line in (won, lost))
 
 
@@ -217,7 +217,7 @@ def test_a_layout_is_said_in_words() -> None:
 
 
 def test_the_page_holds_what_the_raw_results_say() -> None:
-    """Its tables are those that update_docs.py would write now, and its pictures are there."""
+    """The page's tables equal what update_docs.py would write now, and its pictures exist."""
     page = update_docs.PAGE.read_text()
     assert update_docs.filled(page) == page, "run benchmarks/update_docs.py"
     assert update_docs.picture() == update_docs.PICTURE.read_text(), "run benchmarks/update_docs.py"
@@ -277,12 +277,12 @@ def test_intervals_are_united_and_subtracted() -> None:
 
 
 class Event:
-    """What the example reads of a profiler's event."""
+    """The attributes of a profiler event that the example reads."""
 
     def __init__(self, name: str, start: float, end: float, thread: int = 1) -> None:
         self.name, self.thread = name, thread
         self.time_range = type("Range", (), {"start": start, "end": end})
-        # A tensor of six, a scalar tensor, and an argument that is no tensor.
+        # A tensor with six elements, a scalar tensor, and an argument that is no tensor.
         self.input_shapes, self.input_dtypes = [[2, 3], [], []], ["float", "c10::Half", "Scalar"]
 
 
@@ -292,11 +292,11 @@ def test_only_time_without_computing_counts_as_waiting() -> None:
         [
             Event("train_step", 0, 100),
             Event("autograd::engine::evaluate_function: AccumulateGrad", 10, 30),
-            Event("c10d::allreduce_", 18, 22),  # issued inside autograd: communication, not computing
+            Event("c10d::allreduce_", 18, 22),  # issued inside autograd, so it counts as communication
             Event("x:all_reduce", 20, 70, thread=2),
             Event("aten::mul", 60, 65),
-            Event("aten::mul", 30, 60, thread=3),  # another thread's work does not keep this one busy
-            Event("y:all_reduce", 80, 90, thread=2),  # another backend's record
+            Event("aten::mul", 30, 60, thread=3),  # work of another thread does not make this thread busy
+            Event("y:all_reduce", 80, 90, thread=2),  # a record of another backend
         ],
         "x",
     )
@@ -347,7 +347,7 @@ def test_wrong_arguments_are_explained_before_anything_starts(
 
 
 def test_a_backend_may_have_a_variant_or_a_rule() -> None:
-    """Rules keep the commas in their brackets."""
+    """A rule may contain commas in brackets."""
     rule = "*:1MiB-=ring(leaders=2,segment=1MiB)"
     assert collectives.names_of(f"sagellm,sagellm:{rule},gloo") == ["sagellm", f"sagellm:{rule}", "gloo"]
     assert collectives.variant_options("sagellm", "") == {}
@@ -359,7 +359,7 @@ def test_a_backend_may_have_a_variant_or_a_rule() -> None:
 
 
 def test_a_series_is_one_sample_of_calls_one_after_the_other() -> None:
-    """`finish` runs before and after each series, and the last series may be shorter."""
+    """`finish` runs before and after each series. The last series may be shorter."""
     made: list[str] = []
     calls = [lambda: made.append("call")]
     taken = clocks.series(calls, clocks.TOGETHER + 3, 0, lambda: made.append("finish"))
@@ -401,7 +401,7 @@ def test_a_row_of_the_features_is_never_hidden() -> None:
 
 
 def hosts_run() -> dict[str, Any]:
-    """A result of `hosts.py`: an operation at two sizes, of which the second is lost."""
+    """A result of `hosts.py`: one operation at two sizes. We win the first and lose the second."""
 
     def timed(us: float) -> dict[str, float]:
         return {"p10": us, "median": 2 * us, "p99": 3 * us, "processor": us}

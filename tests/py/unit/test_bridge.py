@@ -1,4 +1,4 @@
-"""Every function of the bridge between C++ and Rust is called by a test that says so."""
+"""Every function of the bridge between C++ and Rust is called by a test that BRIDGE.md names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HERE = Path(__file__).resolve().parents[1]
 
 
 def rows() -> list[tuple[set[str], list[str]]]:
-    """The table of BRIDGE.md: functions as `bridge.bridged` writes them, and the tests that call them."""
+    """The rows of BRIDGE.md: functions in the notation of `bridge.bridged`, and the tests that call them."""
     found = []
     for line in (HERE / "BRIDGE.md").read_text().splitlines():
         cells = [re.findall(r"`(\w+)`", cell) for cell in line.strip("|").split("|")]
@@ -21,7 +21,7 @@ def rows() -> list[tuple[set[str], list[str]]]:
             functions: set[str] = set()
             for name in names:
                 possible = {f"{of}::{name}" for of in types} or {name}
-                # Of two types it may be that of either; what is of none shall be noticed.
+                # If the row has two types, the function may belong to either. A function of neither must fail the test.
                 functions |= possible & set(bridge.bridged()) or possible
             found.append((functions, tests))
     return found
@@ -29,7 +29,7 @@ def rows() -> list[tuple[set[str], list[str]]]:
 
 @pytest.mark.quick
 def test_every_bridged_function_is_called_by_a_test() -> None:
-    """A function that is added to the bridge in src/ffi needs a test, and a row of BRIDGE.md that names it."""
+    """A new function of the bridge in src/ffi needs a test, and a row of BRIDGE.md that names the test."""
     bridged = bridge.bridged()
     assert len(bridged) == len(set(bridged)) > 40, "the bridge is read wrongly"
     listed = set().union(*(functions for functions, _ in rows()))
@@ -39,7 +39,7 @@ def test_every_bridged_function_is_called_by_a_test() -> None:
 
 @pytest.mark.quick
 def test_the_tests_that_it_names_exist() -> None:
-    """In tests/py."""
+    """Every test that BRIDGE.md names exists in tests/py."""
     tests = "\n".join(path.read_text() for path in HERE.rglob("test_*.py"))
     for functions, names in rows():
         assert names, functions
@@ -49,7 +49,7 @@ def test_the_tests_that_it_names_exist() -> None:
 
 @pytest.mark.quick
 def test_the_names_of_the_glue_are_those_of_the_source() -> None:
-    """For the counters of calls, whose symbols are those of C++ or of the glue."""
+    """The call counters see symbols of C++ or of the generated glue, and map them to these names."""
     assert bridge.plain("sagellm$cxxbridge1$198$Store$set") == "Store::set"
     assert bridge.plain("sagellm$cxxbridge1$check_interrupt") == "check_interrupt"
     assert bridge.plain("sagellm::RustOp::wait(long) const") == "RustOp::wait"

@@ -1,4 +1,5 @@
-"""Every virtual function of c10d's Backend and Work is overridden, or the header says what happens without."""
+"""Every virtual function of c10d's Backend and Work is overridden, or our header says what happens without an
+override."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ NOTE = re.compile(r"^// (refused|inherited): (?:(\w+)::)?(\w+): (\S.*)$", re.M)
 
 
 def without_comments(text: str) -> str:
-    """C++ without its comments."""
+    """Removes the comments of C++ code."""
     return re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S)
 
 
 def virtuals(path: Path) -> set[str]:
-    """Names of the functions that are declared virtual in a header, destructors apart."""
+    """Names of the functions that a header declares virtual, without destructors."""
     found = re.findall(r"\bvirtual\b[^;{}]*?\b(\w+)\s*\(", without_comments(path.read_text()))
     return {name for name in found if name not in ("Backend", "Work", "Options")}
 
@@ -32,7 +33,7 @@ def overridden(path: Path) -> set[str]:
 
 
 def notes(path: Path) -> dict[str, str]:
-    """What a header says of functions it leaves to the base class."""
+    """For each function that a header leaves to the base class: its note about the consequence."""
     return {name: text for _, _, name, text in NOTE.findall(path.read_text())}
 
 
@@ -42,7 +43,7 @@ def notes(path: Path) -> dict[str, str]:
     [("Backend.hpp", ("c10d/backend.hpp", "c10d/options.hpp")), ("Work.hpp", ("work/work.hpp",))],
 )
 def test_every_virtual_is_overridden_or_its_absence_explained(base: str, own: tuple[str, ...]) -> None:
-    """A new torch with a new virtual fails here until someone has decided about it."""
+    """A torch version with a new virtual function fails here until the header handles the function."""
     headers = [ROOT / "cpp" / name for name in own]
     declared = virtuals(C10D / base)
     assert len(declared) > 10, f"{base} was not understood: {declared}"
@@ -53,13 +54,13 @@ def test_every_virtual_is_overridden_or_its_absence_explained(base: str, own: tu
 
 @pytest.mark.quick
 def test_nothing_is_both_overridden_and_listed_as_refused() -> None:
-    """The notes stay true."""
+    """A function with a note must not be overridden."""
     header = ROOT / "cpp" / "c10d" / "backend.hpp"
     assert not overridden(header) & set(notes(header))
 
 
 @pytest.mark.quick
 def test_the_reader_of_headers_sees_what_it_should() -> None:
-    """A check of the checker: functions known to be there are found."""
+    """Checks the reader itself: it finds functions that are known to exist."""
     assert {"allreduce", "supportsSplitting", "getBackendName"} <= virtuals(C10D / "Backend.hpp")
     assert {"wait", "getFuture", "isCompleted"} <= virtuals(C10D / "Work.hpp")

@@ -1,4 +1,5 @@
-"""The command line: what all commands share, info, doctor, tune, table and explain; others have files of their own."""
+"""The command line: what all commands share, and info, doctor, tune, table and explain. Other commands have their own
+files."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def test_doctor_lets_two_ranks_talk() -> None:
 
 
 def test_doctors_ranks_compute_with_one_thread_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads that spin beside two ranks on two cores made an all_reduce look a hundred times as slow as it is."""
+    """With more threads, two ranks on two cores would compete with spinning threads, and an all_reduce would seem a
+    hundred times slower."""
     from torch_sagellm.cli import doctor, ranks
 
     given: list[str] = []
@@ -90,13 +92,14 @@ def test_without_a_command_all_are_named_and_the_version_is_told(capsys: pytest.
 
 
 def test_every_help_has_examples_that_parse(capsys: pytest.CaptureFixture[str]) -> None:
-    """Also those of every command; an example whose options do not exist is wrong."""
+    """Every option in an example must exist, for the program and for every command."""
     for name in ("", *COMMANDS):
         with pytest.raises(SystemExit) as end:
             main([*([name] if name else []), "--help"])
         text = capsys.readouterr().out
         assert end.value.code == 0 and "examples:" in text, name
-        whole = re.sub(r" \\\n\s*", " ", text.partition("examples:")[2])  # a command that goes on after a backslash
+        # Joins a command that continues after a backslash.
+        whole = re.sub(r" \\\n\s*", " ", text.partition("examples:")[2])
         for line in whole.splitlines():
             words = shlex.split(re.split(r"\s{2,}", line.strip())[0]) if "sagellm" in line and name else []
             if "torch-sagellm" in words and "COMMAND" not in words:
@@ -133,7 +136,7 @@ def test_a_word_that_is_near_nothing_gets_no_guess() -> None:
 
 
 class Screen(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True

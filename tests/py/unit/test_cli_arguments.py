@@ -1,4 +1,5 @@
-"""Every option of every command with odd values: accepted, or rejected with status 2 and one line, no traceback."""
+"""Every option of every command with odd values: accepted, or rejected with status 2 and one line, without a
+traceback."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ pytestmark = [
     pytest.mark.usefixtures("cache"),
 ]
 ODD = ("", "-1", "x", "1.5", "nan", "inf", "9" * 21)
-#: What takes any text: names of files, of a device, an address, algorithms and a type that the core knows.
+#: Options that accept any text: names of files and of a device, an address, algorithms, and a type that the core knows.
 TEXTS = {
     "-o",
     "--output",
@@ -40,7 +41,7 @@ TEXTS = {
 
 
 def options() -> list[tuple[str, str]]:
-    """Command and option, of all that take a value."""
+    """Command and option, for all options with a value that is not any text."""
     _, commands = _parsers()
     return [
         (name, action.option_strings[-1])
@@ -51,7 +52,7 @@ def options() -> list[tuple[str, str]]:
 
 
 def run(*words: str) -> int:
-    """The exit code of a command in this process."""
+    """Runs a command in this process. Returns its exit code."""
     try:
         return main(list(words))
     except SystemExit as end:
@@ -185,7 +186,8 @@ def test_sizes_are_exact_and_bounded() -> None:
 
 
 def test_no_processes_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Those that have not come, those that have ended in order, and those of other hosts."""
+    """Tells apart processes that have not started yet, that have exited without an error, and that run on other
+    hosts."""
     from torch_sagellm.observe import watch
 
     folder = ("--dir", str(tmp_path))
@@ -202,7 +204,7 @@ def test_no_processes_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_every_command_is_covered() -> None:
-    """`options` finds some of each command that has options with values."""
+    """`options` returns options of every command that has options with values."""
     assert {command for command, _ in options()} >= set(COMMANDS) - {"info", "trace"}
 
 
@@ -232,13 +234,13 @@ def test_what_is_printed_fits_into_the_terminal_and_is_not_cut_elsewhere(
     for each in words:
         assert run(*each) == 0
         lines = capsys.readouterr().out.splitlines()
-        # A word that is longer than the line, as a path, stays whole.
+        # A single word that is longer than the line, such as a path, is not broken.
         assert not [line for line in lines if len(line) > 80 and " " in line.strip()], each
         if each[0] != "simulate":
             said = [
                 sorted(word for word in text.split() if not word.isdecimal()) for text in (" ".join(lines), plain[each])
             ]
-            assert said[0] == said[1], each  # numbers, as the memory that is left, may change meanwhile
+            assert said[0] == said[1], each  # numbers such as the free memory may differ between two runs
 
 
 def test_a_model_says_one_digit() -> None:

@@ -1,4 +1,4 @@
-"""What `torch-sagellm doctor` finds: each check on machines that have the fault and on one that has none."""
+"""What `torch-sagellm doctor` finds: each check on machines with the fault and on a machine without."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ WELL = Facts(
 
 
 def changed(**environment: str | None) -> Facts:
-    """The well machine with other variables; None removes one."""
+    """The machine without faults, with other variables; None removes a variable."""
     every = {**WELL.environment, **environment}
     return replace(WELL, environment={name: value for name, value in every.items() if value is not None})
 
 
 def test_a_machine_without_faults_has_no_findings() -> None:
     assert checks.findings(WELL) == []
-    # All ranks are on this host, whatever its name leads to.
+    # All ranks are on this host, so the address of its name does not matter.
     alone = changed(GLOO_SOCKET_IFNAME=None, WORLD_SIZE="4")
     assert checks.findings(replace(alone, own_address="127.0.1.1", master_address="10.0.0.2")) == []
 
@@ -162,12 +162,12 @@ def test_errors_come_first_and_decide_the_exit_code(
         main(["doctor", "--rdzv-conf", "join_timeout"])
 
 
-#: What they hold is judged elsewhere: rules, the name that is taken, files of libraries.
+#: Variables whose values other code checks: rules, the served name, and files of libraries.
 OTHERWISE = re.compile("SAGELLM_(ALGORITHM|AS|VENDOR_DIR|[A-Z]+_LIBRARY)$")
 
 
 def test_the_value_of_every_variable_is_judged() -> None:
-    """A new variable needs its rule in `variables.RULES`; of a well set one nothing is said."""
+    """Every variable has a rule in `variables.RULES`. A valid value produces no message."""
     assert {name for name in checks.VARIABLES if not OTHERWISE.match(name)} == set(variables.RULES)
     well = {"SAGELLM_SOFT_TIMEOUT": "2.5", "SAGELLM_RING": "0", "SAGELLM_CALL_SITES": "1", "SAGELLM_STRICT": "on"}
     well |= {
@@ -184,7 +184,7 @@ def test_the_first_group_warns_of_values_and_makes_the_folder_of_dumps(
 ) -> None:
     monkeypatch.setattr(variables, "_told", threading.Lock())
     monkeypatch.setenv("SAGELLM_RING", "many")
-    monkeypatch.setenv("SAGELLM_STRICT", "maybe")  # the group's own refusal says it
+    monkeypatch.setenv("SAGELLM_STRICT", "maybe")  # the group refuses this value itself
     monkeypatch.setenv("SAGELLM_DUMP_DIR", str(tmp_path / "new" / "folder"))
     variables.check()
     variables.check()
@@ -196,14 +196,14 @@ def test_the_first_group_warns_of_values_and_makes_the_folder_of_dumps(
 
 
 def test_every_variable_that_the_sources_read_is_known() -> None:
-    """Else doctor would call it a typo: add it to `VARIABLES`."""
+    """`doctor` would call an unknown variable a typo, so `VARIABLES` must have each one."""
     read = set()
     for folder, ending in (("src", "rs"), ("cpp", "cpp"), ("torch_ext", "py")):
         for path in (ROOT / folder).rglob(f"*.{ending}"):
-            # In C++ a name in quotation marks may be a macro, and in Rust tests follow the code.
+            # In C++ a quoted name may be a macro. In Rust the unit tests follow the code.
             code = path.read_text().partition("#[cfg(test)]")[0]
             found = re.findall(r'"(SAGELLM_[A-Z_]+)"', code)
-            # Vendors' libraries are named by `SAGELLM_<KEY>_LIBRARY`.
+            # `SAGELLM_<KEY>_LIBRARY` names the library of a vendor.
             found += [f"SAGELLM_{key}_LIBRARY" for key in re.findall(r'^ +key: "([A-Z]+)",$', code, re.M)]
             read |= {name for name in found if not name.startswith(checks.OTHERS)}
     assert {"SAGELLM_RING", "SAGELLM_CNRT_LIBRARY"} <= read
@@ -216,7 +216,7 @@ def test_every_variable_stands_in_the_documentation() -> None:
 
 
 def test_libraries_that_variables_name(tmp_path: Path) -> None:
-    """Each is loaded in a process of its own."""
+    """Each library is loaded in a separate process."""
     broken, old = tmp_path / "broken.so", tmp_path / "old.so"
     broken.write_text("no library")
     source = tmp_path / "old.c"

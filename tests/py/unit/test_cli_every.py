@@ -1,7 +1,7 @@
-"""Every command with normal, odd and wrong input; one that is not in ``TABLE`` fails here.
+"""Every command with normal, odd and wrong input. A command that is not in ``TABLE`` fails here.
 
-In this process, because Python and torch take seconds to start; what needs a process (a pipe that nobody reads, a
-closed stdout, Ctrl-C, a kill) has tests with a few processes below.
+The commands run in this process, because Python and torch take seconds to start. Cases that need a process (a pipe
+without a reader, a closed stdout, Ctrl-C, a kill) are tested below with a few processes.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ pytestmark = [
 
 @dataclass
 class Row:
-    """What is tried of a command. Words in braces are files and folders of ``files``."""
+    """The tests of one command. Words in braces are names of ``files``."""
 
-    #: Succeeds, without starting ranks.
+    #: Arguments with which the command succeeds without starting ranks.
     normal: str
-    #: Words, the exit code, and what stderr (or for a probe's answer, stdout) says.
+    #: Arguments, the exit code, and words of stderr (or, for a probe's answer, of stdout).
     wrong: list[tuple[str, int, str]]
-    #: Prints one JSON document; empty where no script wants one.
+    #: Arguments with which the command prints one JSON document; empty if it has no JSON output.
     as_json: str = ""
-    #: Whether people read the answer at 80 columns.
+    #: Whether the output must fit into 80 columns.
     fits: bool = True
 
 
@@ -114,7 +114,7 @@ TABLE: dict[str, Row] = {
             ("--dir {status} --expect -1", 2, "is no number"),
         ],
         "--dir {status} --json",
-        fits=False,  # it ends with the path
+        fits=False,  # the output ends with a path
     ),
     "top": Row(
         "--dir {status} --once",
@@ -127,7 +127,7 @@ TABLE: dict[str, Row] = {
             ("--dir {status} --once --rank 77", 1, ""),
         ],
         "--dir {status} --json",
-        fits=False,  # a row for each group, clipped on a terminal
+        fits=False,  # one row per group, which a terminal clips
     ),
     "trace": Row(
         "{trace} -o {folder}/merged.json",
@@ -146,7 +146,7 @@ TABLE: dict[str, Row] = {
             ("{nothing} -o {folder}/o.json", 1, "hold no operations"),
         ],
         "{trace} -o {folder}/merged.json --json",
-        fits=False,  # it ends with the path
+        fits=False,  # the output ends with a path
     ),
     "simulate": Row(
         "--ranks 2,16 --sizes 8,1MiB --op allreduce",
@@ -188,7 +188,7 @@ TABLE: dict[str, Row] = {
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
-    """Files and folders of every odd kind, by name."""
+    """Files and folders with all kinds of odd content, by name."""
     found = {"folder": tmp_path}
     contents: dict[str, bytes] = {
         "empty": b"",
@@ -232,7 +232,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     group["per_second"] = {"count": 1.0, "bytes": 8.0, "waiting": 0.0}
     status = {"format": 1, "written": time.time(), "every": 60.0, "process": about, "groups": [group]}
     (found["status"] / f"{watch.PREFIX}own.json").write_text(json.dumps(status))
-    # root may read every folder, so the system's answer is given by hand.
+    # root may read every folder, so the answer of `os.access` is replaced.
     found["closed"] = tmp_path / "closed"
     found["closed"].mkdir()
     allowed = os.access
@@ -242,7 +242,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
 
 @pytest.fixture(autouse=True)
 def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing starts a process: commands that measure get an answer here."""
+    """Replaces the start of ranks: commands that measure get a fixed answer."""
 
     def started(command: str, count: int, *_: object, **__: object) -> tuple[list[processes.Ended], Any]:
         row = bench.Row("all_reduce", "sagellm", 8, 2, "float32", "sum", 1e-6, 1.0, 1.0, 0)
@@ -259,7 +259,7 @@ def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(command: str, words: str, files: dict[str, Path]) -> int:
-    """The exit code of a command; anything but an exit in order is a failure of the test."""
+    """Runs a command. Returns its exit code; any other exception fails the test."""
     try:
         return main([command, *shlex.split(words.format(**files))])
     except SystemExit as end:
@@ -345,7 +345,7 @@ def test_an_output_is_tried_before_anything_is_measured(tmp_path: Path) -> None:
     arguments.check_output("--json", tmp_path / "new")
     assert there.read_text() == "kept" and not (tmp_path / "new").exists()
     os.mkfifo(tmp_path / "pipe")
-    arguments.check_output("--json", tmp_path / "pipe")  # opened, it would wait for a reader
+    arguments.check_output("--json", tmp_path / "pipe")  # opening a pipe would wait for a reader
 
 
 # ------------------------------------------------------------------------------------------------ whole processes
@@ -362,9 +362,9 @@ def test_a_closed_or_unread_stdout_ends_quietly(files: dict[str, Path]) -> None:
         assert done.returncode == 0 and not done.stderr, (tail, done)
 
 
-#: Ends after a minute by itself, if nothing else ends it.
+#: Ends by itself after a minute.
 RANK = "import os, sys, time\nopen(sys.argv[1] + '/' + str(os.getpid()), 'w')\ntime.sleep(60)"
-#: As a command does: two ranks, of which a test sees the process ids.
+#: Starts two ranks like a command does. The ranks write their process ids to files.
 PARENT = """
 import sys
 from torch_sagellm.cli import main, ranks

@@ -1,4 +1,4 @@
-"""What pip installs: the wheel and the source distribution, and what they say of foreign code. Nothing is compiled."""
+"""What pip installs: the wheel and the source distribution, and what they say about foreign code. Compiles nothing."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def test_the_source_distribution_has_all_that_git_tracks(tmp_path: Path) -> None
     listed = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
     tracked = {name for name in listed if (ROOT / name).is_file() and not name.startswith(".github/")}
     assert tracked - packed == set()
-    # What setuptools adds, and the commit.
+    # setuptools adds these files, and our build adds the commit.
     assert {name for name in packed - tracked if ".egg-info/" not in name} == {"PKG-INFO", "setup.cfg", "commit.txt"}
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True, capture_output=True, check=False)
-    if head.returncode == 0:  # a copy of the tree has no commit
+    if head.returncode == 0:  # a copy of the tree without git has no commit
         assert commit and head.stdout.startswith(commit.removesuffix("-dirty"))
 
 

@@ -1,4 +1,4 @@
-"""`torch_sagellm.api.encoding`: what the core computes against the same steps in torch, bit for bit."""
+"""`torch_sagellm.api.encoding`: the core's results equal the same steps in torch, bit for bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BEYOND = (float("nan"), float("inf"), -float("inf"))
 
 
 def numbers(seed: int, size: int, beyond: bool) -> Tensor:
-    """Of all magnitudes, some blocks of denormals alone; with `beyond` infinities and NaNs in some places."""
+    """Numbers of all magnitudes, with some blocks of denormals only. With `beyond` also infinities and NaNs."""
     random = torch.Generator().manual_seed(seed)
     values = torch.randn(size, generator=random) * torch.pow(10.0, torch.rand(size, generator=random) * 80 - 44)
     values[size // 3 : size // 2] *= 1e-30
@@ -53,7 +53,7 @@ def test_the_core_encodes_as_torch_does_bit_for_bit(size: int, block: int) -> No
             fine = back.isfinite()
             m = torch.nn.functional.pad(each, (0, blocks * block - size)).view(blocks, block).abs().amax(1)
             m = m.repeat_interleave(block)[:size].double()
-            # Half a step of the scale, which is rounded itself: coarsely where it is a denormal.
+            # The error is at most half a step of the scale. The scale itself is rounded, coarsely if it is a denormal.
             within = (back.double() - each.double()).abs() <= m / 254 * (1 + 1e-5) + 64 * 2.0**-149
             assert (within | ~fine).all() and (fine | ~m.isfinite()).all()
         for divisor in (1, ranks):
@@ -73,7 +73,7 @@ def test_the_core_finds_the_largest(size: int) -> None:
     for seed in range(4):
         values = numbers(seed, size, beyond=False)
         if seed == 3:
-            values = values.sign()  # many are equal
+            values = values.sign()  # many elements are equal
         for count in {0, 1, size // 100, size // 2, size}:
             places = encoding.largest(values, count)
             assert places.dtype is torch.int32 and len(places) == count
@@ -111,7 +111,7 @@ def test_only_memory_that_lies_together_is_taken() -> None:
 
 
 def test_autograd_knows_what_was_decoded() -> None:
-    """As after any change in place."""
+    """decode increases the version counter, like any change in place."""
     values = torch.ones(256)
     before = values._version
     encoding.decode(encoding.encoded(torch.ones(256), 256, 1), 256, values)

@@ -1,4 +1,4 @@
-"""Explanations without ranks: the start rules, what might be, rules that are refused, tables on disk."""
+"""Explanations without ranks: the start rules, hypothetical groups, refused rules, tables on disk."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_an_explanation_of_what_might_be() -> None:
 
 
 def answer(**changes: Any) -> Any:
-    """What the core says of an all_reduce between hosts."""
+    """The core's answer about an all_reduce between hosts."""
     found = {
         "kind": "all_reduce",
         "bytes": 64,
@@ -101,7 +101,7 @@ def test_the_core_names_the_operations_and_the_types_that_torch_combines() -> No
         core.explain_without_group("all_reduce", 8, "float31", 2)
 
 
-#: Arguments of `predict` behind the kind.
+#: Arguments of `predict` after the kind.
 COSTS = ("ring", 2, [], (0, 0, 0), (0, 0, 0), 0, 1)
 
 

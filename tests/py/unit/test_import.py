@@ -1,4 +1,4 @@
-"""The cost and the effects of importing: nothing that a program which never uses the backend could notice."""
+"""The cost and the side effects of the import. A program that never uses the backend must not notice it."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ print("fine")
 
 
 def state(**env: str) -> dict[str, object]:
-    """What a process looks like after `import torch`."""
+    """Facts about a process after `import torch`."""
     return in_new_process(STATE, **env)
 
 
 @pytest.mark.quick
 def test_pitfall_11_import_torch_starts_nothing_and_opens_nothing() -> None:
-    """Pitfall 11: the same threads and files as with autoloading off; the extension is not loaded."""
+    """Pitfall 11: threads and files are the same as without autoloading, and the extension is not loaded."""
     on, off = state(), state(TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert on["known"], "the entry point did not register the name"
     assert on["tasks"] == off["tasks"] and on["threads"] == off["threads"], (on, off)
@@ -56,7 +56,8 @@ def test_pitfall_11_import_torch_starts_nothing_and_opens_nothing() -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("autoload", ["1", "0"])
 def test_the_name_works_without_an_import_of_ours(autoload: str, tmp_path: Path) -> None:
-    """In an unrelated directory, through either entry point; where one is off, older torch needs an import of ours."""
+    """In an unrelated directory, through either entry point. If autoloading is off, older torch needs an import of this
+    package."""
     prelude = "import torch_sagellm" if autoload == "0" and not torch_at_least(2, 14) else ""
     done = run_script(
         ["-c", ONE_RANK.format(prelude=prelude)], env={"TORCH_DEVICE_BACKEND_AUTOLOAD": autoload}, cwd=tmp_path
@@ -66,12 +67,12 @@ def test_the_name_works_without_an_import_of_ours(autoload: str, tmp_path: Path)
 
 @pytest.mark.quick
 def test_import_of_ours_first(tmp_path: Path) -> None:
-    """`import torch_sagellm` before torch, with autoloading on: torch calls back into the half-imported package."""
+    """`import torch_sagellm` before torch, with autoloading on: torch calls into the half-imported package."""
     done = run_script(["-c", "import torch_sagellm\n" + ONE_RANK.format(prelude="")], cwd=tmp_path)
     assert done.returncode == 0 and "fine" in done.stdout, done.stdout
 
 
-#: What torch does at the end of its import, with autoloading off and done by hand.
+#: Performs the autoloading step of torch's import by hand, with autoloading off, and times it.
 COST = """
 import time, sys
 import importlib.metadata
@@ -86,7 +87,8 @@ assert not [name for name in sys.modules if name.partition(".")[0] == "torch_sag
 
 
 def test_the_import_hook_is_cheap() -> None:
-    """Milliseconds of our own part of `import torch`: a bound far above the goal of 1, to catch a heavy import only."""
+    """Milliseconds of our part of `import torch`. The bound is far above the goal of 1 ms, so it only catches a heavy
+    import."""
     times = [
         float(run_script(["-c", COST], env={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, cwd="/").stdout.splitlines()[-1])
         for _ in range(3)
@@ -95,7 +97,7 @@ def test_the_import_hook_is_cheap() -> None:
 
 
 def test_both_entry_points_name_the_same_function() -> None:
-    """torch.backends for older versions, torch.distributed.backends for newer ones."""
+    """Older torch reads the entry points of torch.backends, newer torch those of torch.distributed.backends."""
     from importlib.metadata import entry_points
 
     values = {
@@ -118,6 +120,6 @@ print("fine")
 
 
 def test_programs_that_do_not_use_the_backend_are_left_alone() -> None:
-    """A plain program with data-loader workers."""
+    """A plain program with data-loader workers runs unchanged."""
     done = run_script(["-c", DATA_LOADER], cwd="/")
     assert done.returncode == 0 and "fine" in done.stdout, done.stdout

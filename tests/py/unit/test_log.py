@@ -1,4 +1,4 @@
-"""The log: the variable, Python's levels, and the core's."""
+"""The log: its variable, Python's levels, and the core's levels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.quick
 
 
 class Extension(SimpleNamespace):
-    """Stands in for the extension module: keeps the level it was told."""
+    """Takes the place of the extension module and keeps the level that was set."""
 
     def set_log_level(self, level: int) -> None:
         self.level = level

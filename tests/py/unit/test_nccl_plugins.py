@@ -1,4 +1,4 @@
-"""NCCL finds its plugins in the extension module, and they work when they are called as NCCL calls them."""
+"""NCCL finds its plugins in the extension module, and they work when called like NCCL calls them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODULE = torch_sagellm._C.__file__
 
 
 def pointer(symbol: str, index: int) -> int:
-    """The pointer at ``index`` of the struct that the module exports under this name."""
+    """The pointer at position ``index`` of the struct that the module exports as ``symbol``."""
     table = (ctypes.c_void_p * 6).in_dll(ctypes.CDLL(MODULE), symbol)
     return table[index] or 0
 

@@ -1,4 +1,4 @@
-"""How torch finds the package, and the state that it must not change. No ranks."""
+"""How torch finds the package, and the global state that the package must not change. Starts no ranks."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_mistyped_name_is_answered_with_the_nearest_one() -> None:
 
 
 def test_the_list_of_names_is_that_of_the_package() -> None:
-    """`__init__.pyi` has each name once, and each is where the list says; what a type checker sees is what runs."""
+    """`__init__.pyi` has each name once and names its module, so that a type checker sees the objects that run."""
     import importlib
     import re
     from pathlib import Path
@@ -158,7 +158,7 @@ def test_a_wrong_option_is_refused_where_it_is_written() -> None:
         repr(made) == "Options(fusion=False, algorithm='*:0-=ring', soft_timeout=5.0)"
         and repr(Options()) == "Options()"
     )
-    # The list is that of the stub, with its defaults.
+    # The stub lists the same options with the same defaults.
     stub = (Path(inspect.getfile(options)).parent.parent / "_C.pyi").read_text()
     body = stub.partition("class Options:")[2].partition("-> None")[0]
     defaults = dict(re.findall(r"^        (\w+): [\w| ]+ = (.+),$", body, re.M))

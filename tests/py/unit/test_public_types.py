@@ -1,4 +1,4 @@
-"""What the public functions and methods say that they return."""
+"""The return types that public functions and methods declare."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_sagellm.api.arguments import Seconds
 
 pytestmark = pytest.mark.quick
 
-#: Names that annotations use and modules import for type checkers only.
+#: Names in annotations that modules import only for type checkers.
 NAMES = {
     "torch": torch,
     "dist": torch.distributed,
@@ -27,7 +27,7 @@ NAMES = {
     "CommBackendProtocol": torch_sagellm.CommBackendProtocol,
     "DeviceMesh": torch.distributed.device_mesh.DeviceMesh,
 }
-#: What may return anything, and why.
+#: Functions that may return anything, and why.
 ANYTHING = {"monitor_communication.__call__": "returns what the decorated function returns"}
 
 
@@ -64,7 +64,7 @@ def test_every_public_function_says_what_it_returns() -> None:
 
 
 def classes(annotation: Any) -> Iterator[type]:
-    """The classes of this package in an annotation, also those of its parts."""
+    """The classes of this package that an annotation contains."""
     if inspect.isclass(annotation) and annotation.__module__.startswith("torch_sagellm."):
         yield annotation
     for part in typing.get_args(annotation):
@@ -72,7 +72,7 @@ def classes(annotation: Any) -> Iterator[type]:
 
 
 def test_the_classes_of_what_a_program_is_given_are_exported() -> None:
-    """What public calls return, and the fields of exported classes."""
+    """Includes the return types of public calls and the fields of exported classes."""
     given = [(name, returned(function)) for name, function in public_calls()]
     for name in torch_sagellm.__all__:
         found = getattr(torch_sagellm, name)

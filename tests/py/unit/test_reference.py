@@ -1,4 +1,4 @@
-"""The API reference that `make docs` builds and docs/api.md have every public name, and the sources say what it is."""
+"""Every public name is in the API reference that `make docs` builds and in docs/api.md, and has a docstring."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(scope="module")
 def docs() -> ModuleType:
-    """The script behind `make docs`; what it needs to build the site is imported only then."""
+    """The script of `make docs`. It imports the tools that build the site only when it needs them."""
     path = str(ROOT / ".ci" / "docs")
     loader = importlib.machinery.SourceFileLoader("sagellm_docs", path)
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader("sagellm_docs", loader))  # type: ignore[arg-type]
@@ -45,7 +45,7 @@ def test_every_public_name_stands_on_the_page_that_introduces_the_api() -> None:
 
 
 def undocumented(name: str, found: Any) -> list[str]:
-    """What has no docstring: the name itself, or of a class what it defines for its users."""
+    """The name, if it has no docstring, and the public members of a class without docstrings."""
     missing = [] if inspect.getdoc(found) else [name]
     if inspect.isclass(found) and found.__module__.startswith("torch_sagellm"):
         for each, member in vars(found).items():
@@ -61,7 +61,8 @@ def test_every_public_name_has_a_docstring() -> None:
     assert not missing, f"without a docstring: {', '.join(missing)}"
 
 
-#: Without an example: a string, and a class of the extension whose docstring is one line (docs/api.md shows its use).
+#: Names without an example: a string, and a class of the extension whose docstring is one line (docs/api.md has its
+#: example).
 WITHOUT_EXAMPLE = {"__version__", "Options"}
 
 

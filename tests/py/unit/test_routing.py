@@ -1,4 +1,4 @@
-"""`torch_sagellm.parallel.routing`: the core finds the rows that torch finds for tensors on a device."""
+"""`torch_sagellm.parallel.routing`: the core finds the same rows as torch, which routes tensors on a device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.quick
 
 
 def router(experts: int, ranks: int, rank: int) -> Router:
-    """Without a group, which it asks only for the counts of others."""
+    """A router without a group, which it needs only for the counts of other ranks."""
     made = Router.__new__(Router)
     made.group, made.num_experts, made.ranks, made.rank = None, experts, ranks, rank
     made.local_experts, made.capacity_factor, made.pad = experts // ranks, None, False

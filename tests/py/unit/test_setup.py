@@ -1,5 +1,5 @@
-"""The build of the extension as a log shows it: one line for the C++, and the compiler's words where it fails. What is
-compiled are small sources made here, not those of `cpp/`: `setup.py` is loaded without its last line."""
+"""The log of the extension's build: one line for the C++, and the compiler's message if it fails. The tests compile
+small sources of their own, not `cpp/`. They load `setup.py` without its last line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).resolve().parents[3]
 
-#: Compiles `cpp/one.cpp` and `cpp/inner/two.cpp` of the folder it runs in, with the rules of `setup.py`.
+#: Compiles `cpp/one.cpp` and `cpp/inner/two.cpp` below the current folder with the rules of `setup.py`.
 COMPILE = """
 import os, shlex, sys
 from pathlib import Path
@@ -40,7 +40,7 @@ def tree(tmp_path: Path) -> Path:
 
 
 def build(tree: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """For edits, file by file, unless the environment says otherwise."""
+    """Builds in edit mode, file by file, unless the environment says otherwise."""
     return subprocess.run(
         [sys.executable, "-c", COMPILE, str(ROOT / "setup.py")],
         cwd=tree,
@@ -71,7 +71,7 @@ def test_a_usual_build_gives_the_compiler_a_file_for_each_processor(tree: Path, 
     made = sorted((tree / "build").glob("cpp-*.cpp"))
     assert [path.name for path in made] == [f"cpp-{part}-of-{jobs}.cpp" for part in range(1, jobs + 1)]
     given = [line for path in made for line in path.read_text().splitlines()]
-    assert sorted(given) == ['#include "inner/two.cpp"', '#include "one.cpp"']  # each once, and nothing is left out
+    assert sorted(given) == ['#include "inner/two.cpp"', '#include "one.cpp"']  # each file once, and none is missing
     assert f"C++ of {jobs} file" in done.stdout
 
 
@@ -105,4 +105,4 @@ def test_the_precompiled_header_is_used(tree: Path) -> None:
     done = build(tree, CFLAGS="-Werror")
     assert done.returncode == 0, done.stdout
     assert (tree / "build" / "objects" / "torch.hpp.gch").is_file()
-    assert "warning" not in done.stdout  # -Winvalid-pch would say why a header was left aside
+    assert "warning" not in done.stdout  # -Winvalid-pch would warn if a precompiled header was not used

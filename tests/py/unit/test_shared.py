@@ -1,4 +1,4 @@
-"""Arguments of the functions that make tensors which ranks can reach; `tests/py/dist` has what becomes of these."""
+"""Arguments of the functions that create tensors which peers can map; `tests/py/dist` tests these tensors."""
 
 from __future__ import annotations
 
@@ -122,6 +122,6 @@ print(len(mappings()))
 
 
 def test_nothing_is_made_before_the_first_tensor() -> None:
-    """Invariant 7: neither at import, nor where the variable is set and no group is made."""
+    """Invariant 7: neither the import nor the variable allocates anything before a group or a tensor is created."""
     done = run_script(["-c", PROGRAM], env={"SAGELLM_SHARED_TENSORS": "1", "SAGELLM_SHARED_BYTES": str(1 << 24)})
     assert done.stdout.split() == ["0", "False", "1"], done.stdout + done.stderr

@@ -1,4 +1,5 @@
-"""``python -m torch_sagellm simulate``: arguments, tables, crossover points, plot, check, examples of its page."""
+"""``python -m torch_sagellm simulate``: arguments, tables, crossover points, plot, check, and the examples of its
+page."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class Done:
 
 
 def run_simulate(*arguments: str) -> Done:
-    """The command, in this process: importing torch takes longer than most of its runs."""
+    """Runs the command in this process, because importing torch takes longer than most of its runs."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -118,7 +119,7 @@ def test_crossovers_are_where_the_fastest_changes() -> None:
 
 
 def test_tables_fit_into_a_terminal_of_80_columns() -> None:
-    """Also a group of one rank, which takes no time and has no fastest algorithm."""
+    """Includes a group of one rank, which takes no time and has no fastest algorithm."""
     done = run_simulate("--ranks", "1,8", "--sizes", "8..1GiB:64")
     assert done.returncode == 0 and max(map(len, done.stdout.partition("\n\n")[2].splitlines())) < 80, done.stdout
     alone, several = re.split("^all_reduce, ", done.stdout, flags=re.M)[1:]
@@ -145,7 +146,7 @@ def test_the_plot_is_a_picture(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["all_reduce", "all_to_all"])
 def test_the_check_runs_the_schedules_and_prints_the_error(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three ranks: no power of two, so ranks pause in different steps. Each rank verifies its results."""
+    """Three is no power of two, so ranks pause in different steps. Each rank verifies its results."""
     monkeypatch.setattr(sys, "executable", warm_python())
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     done = run_simulate("--op", kind, "--ranks", "3", "--sizes", "60", "--check")
@@ -158,7 +159,7 @@ def test_the_check_runs_the_schedules_and_prints_the_error(kind: str, monkeypatc
 
 @pytest.mark.quick
 def test_the_check_would_see_a_wrong_result() -> None:
-    """Its verification is not empty: right values pass, one wrong number does not."""
+    """The verification accepts correct values and rejects a single wrong number."""
     core = load.extension()
     for kind in KINDS[:-1]:
         for rank in range(3):

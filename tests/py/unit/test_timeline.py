@@ -1,4 +1,5 @@
-"""Traces of many ranks in one: every format is read, rows do not overlap, clocks are aligned, others are refused."""
+"""Merged traces of many ranks: every format is read, rows do not overlap, clocks are aligned, other files are
+refused."""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ SECOND = 10**9
 
 
 def record(number: int, issued: int, ended: int, kind: str = "all_reduce") -> dict[str, Any]:
-    """What a group keeps of an operation, as far as a trace needs it."""
+    """The fields of a group's record of an operation that a trace needs."""
     state = "done" if ended else "pending"
     times = {"issued": issued, "ended": ended, "waiting": 500, "copying": 0, "reducing": 0}
     return {"number": number, "kind": kind, "state": state, "read": 8, **times}
 
 
 def dump(folder: Path, rank: int, records: list[dict[str, Any]], skew: int = 0) -> Path:
-    """The file that a failed group leaves; its ranks are the global ranks 4 and 7."""
+    """Writes the file that a failed group leaves. The group's ranks are the global ranks 4 and 7."""
     path = folder / f"sagellm-{rank}.json"
     facts = {"group": "tp", "rank": rank, "members": [4, 7], "fault": "why", "now": 1000, "wall": SECOND + skew}
     path.write_text(json.dumps({**facts, "records": records}))
@@ -38,7 +39,7 @@ def of_phase(events: list[dict[str, Any]], phase: str) -> list[dict[str, Any]]:
 
 def test_files_of_failed_groups_become_one_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "dumps").mkdir()
-    # On rank 4 two operations overlap, and one is pending when the group fails.
+    # On rank 4, operations 1 and 2 overlap, and operation 3 is pending when the group fails.
     dump(tmp_path / "dumps", 0, [record(1, 100, 300), record(2, 200, 400), record(3, 900, 0)])
     dump(tmp_path / "dumps", 1, [record(1, 150, 300), record(2, 250, 400), record(5, 10, 20, "send")])
     into = tmp_path / "job.json"
@@ -58,7 +59,7 @@ def test_files_of_failed_groups_become_one_trace(tmp_path: Path, capsys: pytest.
     assert pending["dur"] == pytest.approx(0.1) and pending["args"]["state"] == "pending"
     first = next(event for event in drawn if event["pid"] == 4 and event["args"]["number"] == 1)
     assert first["ts"] == pytest.approx((SECOND - 900) / 1e3) and first["dur"] == pytest.approx(0.2)
-    # Arrows join operations 1 and 2 of both ranks; number 3 has one rank, a message none.
+    # Arrows join operations 1 and 2 of both ranks. Only one rank has operation 3, and a message has no arrow.
     arrows = [event for event in events if event["ph"] in "stf"]
     assert sorted((event["id"], event["ph"], event["pid"]) for event in arrows) == [
         ("tp/all_reduce/1", "f", 7),
@@ -91,7 +92,7 @@ def test_a_trace_is_read_again_and_the_same_operation_counts_once(tmp_path: Path
 
 
 def test_a_trace_in_microseconds_and_a_record_in_nanoseconds_are_one_operation(tmp_path: Path) -> None:
-    """Today's microseconds are exact to a quarter only, and the two files were written at two moments."""
+    """A float has room for today's microseconds only to a quarter, and the files were written at two times."""
     wall = 1_795_000_000 * SECOND + 333
     records = [record(at + 1, 100_000 * at + 7, 100_000 * at + 500) for at in range(4)]
     facts = {"group": "tp", "rank": 0, "members": [4, 7], "fault": "why", "now": 1000, "wall": wall + 90}

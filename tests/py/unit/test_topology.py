@@ -1,5 +1,4 @@
-"""Topologies: read from NVIDIA's library and the kernel, or given by a user, and the choice of the start rules for
-them."""
+"""Topologies: read from NVIDIA's library and the kernel, or passed by a user, and the start rules' choice for them."""
 
 from __future__ import annotations
 
@@ -142,7 +141,7 @@ def test_the_machine_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = Path("/sys/devices/system/node")
     known = list(nodes.glob("node[0-9]*")) if nodes.is_dir() else []
     assert found.topology.numa_nodes == (len(known) or None)
-    # As torchrun starts ranks: 7 on hosts of up to 4.
+    # torchrun's variables for 7 ranks on hosts with up to 4 ranks each.
     monkeypatch.setenv("WORLD_SIZE", "7")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert TopologyInfo.detect().hosts == 2
@@ -152,7 +151,7 @@ def test_the_machine_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Nvml:
-    """A library of two or more GPUs that are joined as told."""
+    """A replacement for NVIDIA's library with `devices` GPUs, of which all pairs or none are joined by NVLink."""
 
     def __init__(self, devices: int, joined: bool) -> None:
         self.devices, self.joined = devices, joined

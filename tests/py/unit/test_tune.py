@@ -1,4 +1,4 @@
-"""What `torch-sagellm tune` would measure, what it keeps, and the lines that it writes."""
+"""What `torch-sagellm tune` would measure, which results it keeps, and the lines that it writes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 
 def cell(nbytes: int, chosen: str, spread: float = 0.02, op: str = "all_reduce", **medians: float) -> tune.Cell:
-    """A measured cell; keyword r64 stands for rounds(64KiB)."""
+    """A measured cell; the keyword r64 means rounds(64KiB)."""
     named = {f"rounds({name[1:]}KiB)": median for name, median in medians.items() if name != "start"}
     return tune.Cell(op, nbytes, chosen, {"start": medians["start"], **named}, spread)
 
@@ -51,7 +51,7 @@ def test_tune_writes_lines_that_cover_every_size_up_to_the_largest_once() -> Non
     load.extension().save_table(2, "now", "\n".join(lines))
     found = [torch_sagellm.explain("all_reduce", size, ranks=2) for size in (0, 2048, 2049, 4096, 4097, 65536)]
     assert all(one.reason == "measured" for one in found)
-    # What was not measured is not called so.
+    # A size that was not measured has another reason.
     assert torch_sagellm.explain("all_reduce", 1 << 30, ranks=2).reason != "measured"
 
 

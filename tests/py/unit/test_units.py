@@ -1,4 +1,4 @@
-"""Sizes and times as people write and read them."""
+"""Sizes and times in the form that people write and read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program that `warm_python` starts is what the real Python makes of it; where it cannot be, the real one starts."""
+"""A program started by `warm_python` behaves as under the real Python. If it cannot, the real Python starts instead."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from harness import Warm, run_script, run_warm, warm_python
 from warm import cold_because
 
-#: What a program finds when it starts.
+#: Prints what a program finds when it starts.
 LOOK = """
 import json, os, resource, signal, sys, threading
 import __main__
@@ -40,7 +40,7 @@ print(json.dumps({
     "warm": "torch" in sys.modules, "tests": [name for name in ("pytest", "harness", "warm") if name in sys.modules],
 }))
 """
-#: Ways to end.
+#: Ways in which a program ends.
 ENDS = {
     "returns": "print('out')",
     "exit 3": "import sys; sys.exit(3)",
@@ -58,7 +58,7 @@ ENDS = {
 
 
 def both(words: list[str], folder: Path) -> Iterator[subprocess.CompletedProcess[str]]:
-    """The program in the real Python, and in a fork."""
+    """Runs the program in the real Python and in a fork."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GREETING": "h\u00e9llo"}
     for python in (sys.executable, warm_python()):
         yield subprocess.run(
@@ -78,7 +78,7 @@ def both(words: list[str], folder: Path) -> Iterator[subprocess.CompletedProcess
 def test_it_finds_what_a_fresh_interpreter_finds(kind: str, tmp_path: Path) -> None:
     file = tmp_path / "look.py"
     file.write_text(LOOK)
-    # The module is found by the folder, which is first in the path.
+    # The module's folder is the current one, which is first on the path.
     words = {"-c": ["-c", LOOK], "-m": ["-m", "look"], "-u": ["-u", str(file)], "file": [str(file)]}[kind]
     found = []
     for done in both([*words, "one", "-two"], tmp_path):
@@ -97,7 +97,7 @@ def test_it_ends_as_the_program_ended(how: str, tmp_path: Path) -> None:
     for words in (["-c", ENDS[how]], [str(file)]):
         fresh, warm = both(words, tmp_path)
         assert (warm.returncode, warm.stdout) == (fresh.returncode, fresh.stdout), (fresh, warm)
-        if how == "interrupted":  # the frames of the fork are above those of the program
+        if how == "interrupted":  # the fork's stack has frames above the program's frames
             assert warm.stderr.splitlines()[-1] == fresh.stderr.splitlines()[-1] == "KeyboardInterrupt"
         else:
             assert warm.stderr == fresh.stderr
@@ -154,7 +154,7 @@ def test_what_needs_a_fresh_interpreter_gets_one(
     words: list[str], reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr("warm._is_passed_on", lambda _: False)  # those of pytest
+    monkeypatch.setattr("warm._is_passed_on", lambda _: False)  # ignores the inheritable descriptors of pytest
     known = json.loads((Warm.get().tmp / "known.json").read_text())
     words = [each.replace("PACKAGE", known["package"]) for each in words]
     found = cold_because(words, known)
@@ -174,7 +174,7 @@ WARM = "import sys; print('torch' in sys.modules)"
 
 
 def test_variables_and_limits_decide() -> None:
-    """And what a warm program starts by `sys.executable` is warm."""
+    """A program that a warm program starts by `sys.executable` is warm too."""
     assert run_warm("-c", WARM).stdout == "True\n"
     assert run_warm("-c", WARM, TORCH_SHOW_CPP_STACKTRACES="1").stdout == "False\n"
     again = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {WARM!r}])"
@@ -200,7 +200,7 @@ def test_it_enters_the_network_of_its_client(lone_host: str) -> None:
 
 
 def test_the_deadline_ends_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also what it has started in its process group."""
+    """The deadline also ends programs that it has started in its process group."""
     import harness
 
     monkeypatch.setattr(harness, "patience", float)

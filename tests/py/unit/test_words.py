@@ -1,4 +1,4 @@
-"""The project's texts keep to its own words, and its messages to their golden forms."""
+"""No unfinished marks or personal paths in the sources; the rules have tests; the glossary is short and used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def tracked() -> list[Path]:
-    """Text files of the checkout, generated and ignored ones apart."""
+    """Text files of the checkout, without generated and ignored files."""
     listed = subprocess.run(
         ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"],
         capture_output=True,
@@ -42,7 +42,7 @@ def test_no_unfinished_marks_and_no_machine_of_one_person() -> None:
 
 @pytest.mark.quick
 def test_every_rule_of_this_stage_has_a_test() -> None:
-    """tests/py/RULES.md names for each rule tests that exist."""
+    """For each rule, tests/py/RULES.md names tests that exist."""
     table = (ROOT / "tests" / "py" / "RULES.md").read_text()
     rows = re.findall(r"^\| (\d+) \|[^|]*\| (.*) \|$", table, re.M)
     covered = {int(number) for number, tests in rows if tests.strip()}
@@ -62,7 +62,7 @@ def test_every_rule_of_this_stage_has_a_test() -> None:
 
 @pytest.mark.quick
 def test_words_are_few_distinct_and_used() -> None:
-    """docs/words.md has at most 25 entries, none twice, each of which the core or the shim uses."""
+    """docs/words.md has at most 25 entries, none twice. The core or the shim uses each of them."""
     rows = re.findall(r"^\| ([a-z][^|]*) \| [A-Z0-9*]", (ROOT / "docs" / "words.md").read_text(), re.M)
     words = [word.strip() for row in rows for word in row.split(",")]
     assert 0 < len(rows) <= 25, f"{len(rows)} entries"
