@@ -1,4 +1,5 @@
-"""`torch-sagellm bench` for torchrun on a simulated device, which is installed first, as a vendor's package does."""
+"""`torch-sagellm bench` for torchrun on a simulated device. Installs the device first, as the import of a vendor's
+package does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulators, built once."""
+"""Fixtures for tests of devices: the simulators, built once."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import simulated
 
 @pytest.fixture(scope="session")
 def libraries() -> dict[str, Path]:
-    """Both the device and the simulators, built before the first deadline runs; nothing where a card takes their
-    place."""
+    """The device and the simulators, built before the first deadline runs. Empty if a card takes their place."""
     if simulated.CARD:
         return defaultdict(Path)
     simdevice.library_path()

@@ -1,8 +1,9 @@
-"""A device for tests under any name: builds and loads `simulators/device/device.cpp`, and is the module `torch.<name>`.
+"""A device for tests under any name: builds and loads `simulators/device/device.cpp`, and provides the module
+`torch.<name>`.
 
 `install("npu")` makes `torch.device("npu")` work in this process. Its streams are asynchronous, its kernels slow, and
-its memory treacherous; see the head of that file. The library is built once for each torch and kept beside the
-project's own objects.
+its allocator reuses freed memory at once; see the head of that file. The library is built once for each torch and kept
+next to the project's other build outputs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ BUILD_SECONDS = 300
 
 
 def build(name: str, source: Path, *more: Path, libraries: tuple[str, ...] = ("c10", "torch_cpu")) -> Path:
-    """Compiles one file against the headers of torch, unless that was done before; `more` are files it includes."""
+    """Compiles one file against the headers of torch, unless it is already built; `more` are files that it includes."""
     torch_home = Path(torch.__file__).parent
     standard = "c++20" if torch.__version__ >= "2.12" else "c++17"
     digest = hashlib.sha256(torch.__version__.encode() + sys.version.encode())
@@ -49,7 +50,7 @@ def build(name: str, source: Path, *more: Path, libraries: tuple[str, ...] = ("c
 
 
 def library_path() -> Path:
-    """The device's library, built where needed."""
+    """Path of the device's library, which is built if necessary."""
     return build("simdevice", SOURCES / "device.cpp", SOURCES / "runtime.hpp")
 
 
@@ -66,15 +67,15 @@ class Device:
             setter.argtypes = [ctypes.c_int64]
 
     def kernel_delay(self, seconds: float) -> None:
-        """Sets how long each kernel sleeps before it works."""
+        """Sets the time that each kernel sleeps before it runs."""
         self.library.sim_set_kernel_delay(int(seconds * 1e6))
 
     def host_queue(self, seconds: float | None) -> None:
-        """Puts a host queue before the streams; each entry of the queue takes that long. None: no queue."""
+        """Puts a queue on the host before the streams, which delays each entry by `seconds`. None: no queue."""
         self.library.sim_set_host_delay(-1 if seconds is None else int(seconds * 1e6))
 
     def native_handles(self, on: bool) -> None:
-        """Whether torch's streams give their raw handle."""
+        """Whether torch's streams return their raw handle."""
         self.library.sim_set_native_handles(int(on))
 
     def lazy_kernels(self, on: bool = True) -> None:
@@ -87,7 +88,7 @@ class Device:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Within the block no kernel of torch begins, and no work that is enqueued on the current stream. A wait for
+        """Within the block no kernel of torch starts, and no work that is enqueued on the current stream. A wait for
         such work never ends inside the block. Work that was enqueued before the block may run."""
         self.library.sim_hold(1)
         try:
@@ -97,13 +98,14 @@ class Device:
 
     @staticmethod
     def can_capture() -> bool:
-        """Whether this version of torch asks devices about captures."""
+        """Whether this version of torch asks the device whether a stream is being captured."""
         header = Path(torch.__file__).parent / "include/c10/core/impl/DeviceGuardImplInterface.h"
         return "isStreamCapturing" in header.read_text()
 
     @contextmanager
     def capturing(self, told: bool = True) -> Iterator[None]:
-        """Streams are being captured into a graph, and say so, or leave that to the runtime below."""
+        """Within the block the streams are being captured into a graph. `told`: torch's part of the device reports it,
+        else only the runtime."""
         self.library.sim_set_capturing(1, int(told))
         try:
             yield
@@ -140,7 +142,7 @@ _installed: Device | None = None
 
 
 def install(name: str = "simdev") -> Device:
-    """Makes the device known to torch under `name`; once in a process."""
+    """Registers the device with torch under `name`; once per process."""
     global _installed
     if _installed is not None:
         assert _installed.name == name, f"this process has the device as {_installed.name}"
@@ -169,7 +171,7 @@ def _module(name: str, library: ctypes.CDLL) -> Any:
         return int(library.sim_current_device()) if found is None else found
 
     class device:
-        """Makes a device current within a block."""
+        """A context manager that makes a device current."""
 
         def __init__(self, which: Any) -> None:
             self.index = index(which)
@@ -181,7 +183,7 @@ def _module(name: str, library: ctypes.CDLL) -> Any:
         def __exit__(self, *error: object) -> None:
             library.sim_set_device(self.before)
 
-    # torch looks for exactly its own classes in places, so these make objects of them.
+    # Some code of torch checks for exactly its own classes, so these functions create objects of those classes.
     def stream(device: Any = None, **options: Any) -> torch.Stream:
         """A stream of this device."""
         return torch.Stream(device=torch.device(name, index(device)), **options)

@@ -1,8 +1,8 @@
-"""Groups over simulated vendors' libraries, for tests: the device of `simdevice`, its streams and events those of a
-simulated runtime, and below the core a simulator of NCCL, HCCL or CNCL (tests/simulators).
+"""Groups over simulated vendors' libraries. The device is that of `simdevice`, its streams and events are those of a
+simulated runtime, and the core uses a simulator of NCCL, HCCL or CNCL (tests/simulators).
 
-With SAGELLM_TEST_CARD=1 the tests of "nccl" run on an NVIDIA card instead, which all ranks share; a test that controls
-the simulator is skipped there.
+With SAGELLM_TEST_CARD=1 the tests of "nccl" run on an NVIDIA card instead, which all ranks share. Tests that control
+the simulator are skipped there.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import simdevice
 from harness import Context, Rank
 from on_device import SHARED_CARD
 
-#: By vendor: torch's name of the device, what its streams are, and the variables that name the simulators.
+#: For each vendor: torch's name of the device, the runtime of its streams, and the variables that name the simulators.
 VENDORS: dict[str, tuple[str, str, dict[str, str]]] = {
-    # torch's own cuda cannot be simulated: the device has another name and the option says who carries it.
+    # torch's own cuda device cannot be simulated, so the device has another name, and the option `vendor` selects NCCL.
     "nccl": ("simcuda", "cuda", {"SAGELLM_NCCL_LIBRARY": "nccl", "SAGELLM_CUDA_LIBRARY": "cuda"}),
     "hccl": ("npu", "acl", {"SAGELLM_HCCL_LIBRARY": "hccl", "SAGELLM_ACL_LIBRARY": "acl"}),
     "cncl": ("mlu", "cnrt", {"SAGELLM_CNCL_LIBRARY": "cncl", "SAGELLM_CNRT_LIBRARY": "cnrt"}),
 }
-#: Whether tests run on a card.
+#: Whether the tests run on a card.
 CARD = bool(os.environ.get("SAGELLM_TEST_CARD"))
 if CARD:
     VENDORS["nccl"] = ("cuda", "cuda", {})
@@ -39,11 +39,11 @@ on_simulator_alone = pytest.mark.skipif(CARD, reason="its program installs the s
 
 
 class NeedsSimulatorError(Exception):
-    """A test controls the simulated device, and runs on a card."""
+    """Raised if a test that controls the simulated device runs on a card."""
 
 
 class Card:
-    """Takes the place of the simulated device. A card has none of its controls."""
+    """Takes the place of the simulated device on a card, which has none of its controls."""
 
     def __getattr__(self, name: str) -> Any:
         raise NeedsSimulatorError(f"a card has no {name}")
@@ -87,9 +87,11 @@ def start(
     rules: str = "",
     **options: Any,
 ) -> tuple[Any, str]:
-    """The device over the vendor's simulated runtime, and a default group whose tensors the vendor carries.
+    """Installs the device over the vendor's simulated runtime and creates a default group for which the vendor's
+    library carries device tensors.
 
-    ``bound`` to device 0 its ranks make their communicator at once; ``rules`` is the option ``algorithm``.
+    If ``bound``, the ranks are bound to device 0 and create their communicator at once. ``rules`` is the option
+    ``algorithm``.
     """
     import torch
 
@@ -115,13 +117,14 @@ def start(
 
 
 def load_lazily(device: Any) -> None:
-    """From now on the first launch of each of torch's kernels waits until the device is idle, as it may on a card."""
+    """From now on the first launch of each of torch's kernels waits until the device is idle, as on a card that loads
+    kernels lazily."""
     if not CARD:
         device.lazy_kernels()
 
 
 def exit_code(rank: Rank) -> int | None:
-    """Waits for the end of a rank's process."""
+    """Waits until a rank's process has ended."""
     deadline = time.monotonic() + 60
     while rank.poll() is None and time.monotonic() < deadline:
         rank.rest(0.2)

@@ -31,14 +31,14 @@ def every_call(ctx: Context, vendor: str) -> None:
 
 
 def named(vendor: str) -> dict[str, str]:
-    """torch's own cuda cannot be simulated, so NCCL's device is known by the variable."""
+    """torch's own cuda device cannot be simulated, so a variable selects NCCL for the device."""
     return {"SAGELLM_VENDOR": "nccl"} if vendor == "nccl" else {}
 
 
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_four_ranks(libraries: dict[str, Path], vendor: str) -> None:
-    """ "auto" finds the library by the device, or by SAGELLM_VENDOR."""
+    """The name "auto" finds the library by the device, or by SAGELLM_VENDOR."""
     run_fresh(every_call, 4, vendor, env=environment(vendor, libraries, **named(vendor)), timeout=120)
 
 

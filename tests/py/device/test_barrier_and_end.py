@@ -1,5 +1,5 @@
-"""Over simulated libraries: what a barrier says of dropped Works however it is waited for, and who may go on in a group
-that others have left."""
+"""Over simulated libraries: a barrier covers dropped Works, whichever way the program waits for it, and ranks can
+continue in a group that other ranks have left."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def behind(ctx: Context, vendor: str, via: str) -> None:
     _, name = start(ctx, vendor, delay=0)
     for turn in range(4):
         first, second = (torch.full((100,), ctx.rank + 1.0, device=name) for _ in range(2))
-        # On the caller's stream and on that of the communicator, in either order.
+        # One call is on the caller's stream, the other on the communicator's stream, in alternating order.
         dist.all_reduce(first, async_op=turn % 2 == 1)
         dist.all_reduce(second, async_op=turn % 2 == 0)
         work = dist.barrier(async_op=True)
@@ -42,7 +42,7 @@ def behind(ctx: Context, vendor: str, via: str) -> None:
 def test_rule_33_a_barrier_of_which_a_program_has_the_work_comes_behind_all(
     vendor: str, via: str, libraries: dict[str, Path]
 ) -> None:
-    """Every operation of the library takes a twentieth of a second."""
+    """Every operation of the library takes 50 ms."""
     run_fresh(behind, 2, vendor, via, env=environment(vendor, libraries, SAGELLM_SIM_SLOW_US="50000"))
 
 
@@ -71,7 +71,7 @@ def goes_on(ctx: Context, vendor: str) -> None:
 
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_ranks_go_on_when_others_have_left_one_after_the_other(vendor: str, libraries: dict[str, Path]) -> None:
-    """The second to leave finds that the first has; the others have messages for each other."""
+    """Rank 0 leaves after rank 2 has left. The remaining ranks still exchange messages."""
     with launch(goes_on, 4, vendor, env=environment(vendor, libraries)) as job:
         assert job.hear(2) == "left"
         assert job.hear(1) == "received"

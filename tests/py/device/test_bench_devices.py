@@ -1,4 +1,4 @@
-"""`torch-sagellm bench --device`: it runs on devices, and says of every figure of a simulator that it is one."""
+"""`torch-sagellm bench --device` runs on devices and marks every figure of a simulator as such."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from simulated import VENDORS, environment, on_simulator_alone
 from torch_sagellm.cli import bench, collectives
 from torch_sagellm.cli.main import main
 
-#: The first test builds the simulators, which takes minutes on a busy machine; every run has a deadline of its own.
+#: The first test builds the simulators, which takes minutes on a busy machine; every run has its own deadline.
 pytestmark = [pytest.mark.timeout(900), on_simulator_alone]
 
 SCRIPT = Path(__file__).with_name("bench_script.py")
@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).with_name("bench_script.py")
 
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_rows_of_a_simulator_say_so(vendor: str, libraries: dict[str, Path], tmp_path: Path) -> None:
-    """Every collective on four ranks, right values, by the library and not through the host."""
+    """Every collective on four ranks gives correct values, carried by the library and not through the host."""
     name, flavour, _ = VENDORS[vendor]
     file = tmp_path / "rows.json"
     words = ["--op", "all", "--sizes", "64,64KiB", "--iterations", "2", "--warmup", "1", "--json", str(file)]

@@ -1,4 +1,4 @@
-"""`torch-sagellm certify` on the simulated devices of each vendor: its report says that it was a simulator."""
+"""`torch-sagellm certify` on the simulated devices of each vendor. Its report says that they are simulators."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from harness import run_script
 from simulated import VENDORS, environment, on_simulator_alone
 
 pytestmark = [pytest.mark.timeout(900), on_simulator_alone]
-#: What a vendor's package does when it is imported, in every process that the command starts.
+#: Installs the device in every process that the command starts, as the import of a vendor's package does.
 INSTALL = """
 import os, sys
 sys.path[:0] = [{tests!r}, {here!r}]
@@ -18,7 +18,7 @@ simdevice.install({name!r}).use_library(os.environ["SAGELLM_TEST_RUNTIME"], {fla
 """
 
 
-#: Each takes a minute, and the command does not know the vendors apart: one is run every time.
+#: Each run takes a minute, and the command treats all vendors alike, so only one runs every time.
 EACH = [pytest.param(vendor, marks=[] if vendor == "nccl" else pytest.mark.long) for vendor in VENDORS]
 
 

@@ -26,12 +26,12 @@ from simulated import VENDORS, environment, exit_code, load_lazily, start
 pytestmark = pytest.mark.timeout(900)
 #: Seconds until the calls of a group that another rank does not join have failed.
 DEADLINE = 2
-#: The exit code where the option says "exit".
+#: The exit code if the option `on_device_failure` is "exit".
 EXIT_CODE = 70
 
 
 def ways_of(vendor: str) -> list[Way]:
-    """A stream of HCCL cannot be used after an error."""
+    """The ways to call that the vendor supports; a stream of HCCL cannot be used after an error."""
     return WAYS[1:2] if vendor == "hccl" else WAYS
 
 
@@ -184,7 +184,8 @@ def test_an_error_that_a_call_raises_is_raised_once(libraries: dict[str, Path]) 
 
 
 def barriers_future(ctx: Context, vendor: str) -> None:
-    """Its callbacks run once, whether the barrier ends well or fails; and who waits for it is told once."""
+    """The callbacks of a barrier's future run once, whether the barrier succeeds or fails. A thread that waits for the
+    future gets one error."""
     import torch_sagellm
 
     _, name = start(ctx, vendor, timeout=timedelta(seconds=60))
@@ -316,7 +317,7 @@ def beside_the_watch(ctx: Context) -> None:
 
 
 def test_rule_34_a_call_that_fails_beside_the_watch_is_told_once(libraries: dict[str, Path]) -> None:
-    """This holds whichever of the two is first, and exceptions that are pending for another reason are not lost."""
+    """This holds whether the call or the watch is first. Pending exceptions of other origin are not lost."""
     with launch(beside_the_watch, 2, env=environment("nccl", libraries, SAGELLM_SIM_TIMEOUT_MS="300000")) as job:
         assert job.hear(0, 120) == "fine"
         for rank in range(2):
@@ -324,7 +325,8 @@ def test_rule_34_a_call_that_fails_beside_the_watch_is_told_once(libraries: dict
 
 
 def other_threads(ctx: Context) -> None:
-    """The thread that issued the call gets the error; if it has ended, the main thread. Two groups: one exception."""
+    """The thread that issued the call gets the error, or the main thread if that thread has ended. Failures of two
+    groups raise one exception."""
     import torch_sagellm
 
     _, name = start(ctx, "nccl", timeout=timedelta(seconds=60))

@@ -1,6 +1,6 @@
 """Ranks that call different operations on their devices. A vendor's library compares nothing, so the group does.
 
-The error shows both calls, before or while the library hangs, and where the library gives numbers that mean nothing.
+The error shows both calls, whether the library would hang or would return meaningless numbers.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def listed(*counts: int) -> Call:
 
 
 def typed(*dtypes: torch.dtype) -> Call:
-    """torch's own function refuses several types; its backends need not."""
+    """torch's own function refuses several dtypes, but its backends may accept them."""
 
     def call(group: Any, name: str, a: bool) -> Any:
         ts = [torch.ones(4, dtype=dtype, device=name) for dtype in dtypes]
@@ -130,7 +130,7 @@ CASES = ONE_CALL | SEVERAL
 
 
 def error_of(group: Any, call: Callable[[], Any]) -> str:
-    """The error of the group: of the call, or of a later one."""
+    """The error of the group, raised by this call or by a later one."""
     end = time.monotonic() + patience(20)
     try:
         work = call()
@@ -217,7 +217,7 @@ ON_THE_HOST += ("dist.broadcast_object_list", "dist.scatter_object_list")
 
 
 def one_rank_differs(ctx: Context, vendor: str) -> None:
-    """Every call of the table, with every change, on each rank in turn."""
+    """Makes every call of the table with every change; the rank that differs alternates."""
     import torch_sagellm
 
     _, device = start(ctx, vendor, timeout=timedelta(seconds=120), delay=0.0)
@@ -256,7 +256,8 @@ def test_rule_05_what_differs_on_one_rank_is_an_error_of_every_call_on_a_device(
             job.say(rank, "go")
     assert len(texts[0]) > 60
     errors = {case: [each[case] for each in texts] for case in texts[0]}
-    # The sizes of an all_to_all are not signed, because each rank knows only its own: the library finds them, or hangs.
+    # The sizes of an all_to_all are not part of its signature, because each rank knows only its own sizes. So the
+    # library detects a mismatch, or hangs.
     by_library = ("all_to_all", "exchange_tokens")
     for case, said in errors.items():
         words = " failed in an operation that was launched" if any(each in case for each in by_library) else "different"

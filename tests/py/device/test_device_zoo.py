@@ -1,7 +1,7 @@
-"""The zoo of `tests/py/dist/zoo.py` on devices: every kind of tensor that one can hold through every public call, on a
-simulated device with each vendor's library and without one, where the tensors pass through host memory.
+"""The zoo of `tests/py/dist/zoo.py` on devices: every kind of tensor that a device can hold in every public call. The
+device is simulated, with each vendor's library and without one, in which case the tensors pass through host memory.
 
-Results are looked for in the base memory, and an ordinary collective and messages on the device follow each call.
+Results are checked in the base memory, and an ordinary collective and messages on the device follow each call.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from zoo_tour import REFUSED, SKIPPED, Ends, Listed, Place, tour
 #: The first test builds the simulators, which takes minutes on a busy machine; every job has its own deadline.
 pytestmark = pytest.mark.timeout(900)
 
-#: What the device cannot hold.
+#: Kinds of tensors that the device cannot hold, and why.
 ELSEWHERE = {
     "shared": "processes share memory of the CPU",
     "sparse": "the device has none",
     "meta": "tensors without data are on a device of their own: the rows of the CPU have them",
     "quantized": "the device has none",
 }
-#: What ends on a device in another way than on the CPU.
+#: Cases with another outcome on a device than on the CPU.
 ON_A_DEVICE = (
     Listed(("*/comm.compressed_async/*",), Ends(REFUSED), "compression in the background is for tensors on the CPU"),
     Listed(("*/package.isend_tensors/*",), Ends(REFUSED), "lists in the background are for tensors on the CPU"),
@@ -62,6 +62,6 @@ def everything(ctx: Context, vendor: str) -> dict[str, int]:
 def test_every_call_on_a_device(vendor: str, libraries: dict[str, Path]) -> None:
     env = environment(vendor, libraries) if vendor else {}
     if vendor == "nccl":
-        env["SAGELLM_VENDOR"] = vendor  # torch's own cuda cannot be simulated, so the package knows the device by this
+        env["SAGELLM_VENDOR"] = vendor  # torch's own cuda device cannot be simulated, so this variable selects NCCL
     for counts in run_fresh(everything, 2, vendor, env=env, timeout=300):
         assert set(counts) == set(KINDS) - set(ELSEWHERE) and min(counts.values()) > 70, counts

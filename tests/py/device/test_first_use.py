@@ -1,7 +1,7 @@
 """The first uses of a communicator, in which a library waits on the host for the other ranks.
 
-The simulators connect ranks at the first launch of a kind, size or way of messages, as NCCL and HCCL do; the
-communicators exist before. Rank 1 comes late, never comes, or dies; or rank 0 is interrupted or aborts the group.
+Like NCCL and HCCL, the simulators connect ranks at the first launch of a kind, size or direction of messages; the
+communicators exist before. Rank 1 is late, never calls, or dies; or rank 0 is interrupted or aborts the group.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ HANGS = {"SAGELLM_SIM_TIMEOUT_MS": "300000"}
 
 
 def connected(name: str, vendor: str, timeout: float) -> Any:
-    """Returns a group of ranks 0 and 1 whose communicator exists, and its backend. `timeout` is for calls only, because
-    making a group takes longer on a busy machine."""
+    """Returns a group of ranks 0 and 1 whose communicator exists, and its backend. `timeout` applies only to calls,
+    because the creation of a group takes longer on a busy machine."""
     import torch_sagellm
 
     options = torch_sagellm.Options(vendor=vendor if vendor == "nccl" else "auto")
@@ -74,7 +74,7 @@ def late(ctx: Context, vendor: str) -> None:
 
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_a_rank_that_comes_late_is_waited_for(vendor: str, libraries: dict[str, Path]) -> None:
-    """Each sort of call, twice; two ranks that both send first do not wait for each other."""
+    """Each sort of call runs twice. Two ranks that both send first do not wait for each other."""
     run_fresh(late, 2, vendor, env=environment(vendor, libraries), timeout=120)
 
 
@@ -159,7 +159,7 @@ def stuck(ctx: Context, vendor: str) -> None:
 
 @pytest.mark.parametrize("vendor", ["nccl", "cncl"])
 def test_a_launch_that_does_not_return_is_ended_at_its_deadline(vendor: str, libraries: dict[str, Path]) -> None:
-    """One that connects nothing; HCCL has no abort by which it could be ended."""
+    """A launch that connects no ranks hangs. HCCL is not tested, because it has no abort that could end the launch."""
     env = environment(vendor, libraries, SAGELLM_SIM_STUCK_AT="2", **HANGS)
     with launch(stuck, 2, vendor, env=env) as job:
         kind, text, took = job.hear(0)
@@ -171,7 +171,8 @@ def test_a_launch_that_does_not_return_is_ended_at_its_deadline(vendor: str, lib
 
 
 def given(rank: int, name: str, group: Any) -> dict[str, tuple[torch.Tensor, Callable[[], None]]]:
-    """First calls that read memory of rank 0, which holds ones, and give it to rank 1; the memory, and the call."""
+    """First calls that read memory of rank 0, which holds ones, and send it to rank 1. Returns for each the memory and
+    the call."""
 
     def made_of(call: Callable[[torch.Tensor], list[Any]]) -> tuple[torch.Tensor, Callable[[], None]]:
         memory = torch.full((4,), float(rank == 0), device=name)
@@ -207,7 +208,7 @@ def let_go(ctx: Context, vendor: str) -> None:
             threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         kind, text = failed(call)
         if ctx.rank == 0:
-            memory.fill_(100)  # it was told, so it may
+            memory.fill_(100)  # rank 0 got the error, so it may write to the memory
         found.append((sort, kind, text, memory.tolist() if kind == "no error" else []))
         together()
     ctx.tell(found)
@@ -219,8 +220,9 @@ def let_go(ctx: Context, vendor: str) -> None:
 def test_rule_35_who_meets_a_launch_that_was_let_go_takes_nothing_from_it(
     vendor: str, libraries: dict[str, Path]
 ) -> None:
-    """Ctrl-C lets rank 0 go, which then writes what it gave; its library goes on until the abort, or for ever where
-    there is none. Rank 1 is in the same call by then, and comes to where the library connects a little later."""
+    """Ctrl-C makes rank 0's call return, and rank 0 then overwrites its input. The library's launch continues until the
+    abort, or for ever if the library has none. Rank 1 is in the same call by then and reaches the connection a little
+    later."""
     env = environment(vendor, libraries, SAGELLM_SIM_CONNECT_MS="400", SAGELLM_SIM_ABORT_MS="1500", **HANGS)
     with launch(let_go, 2, vendor, env=env) as job:
         struck, others = job.hear(0, 120), job.hear(1, 120)
@@ -228,7 +230,7 @@ def test_rule_35_who_meets_a_launch_that_was_let_go_takes_nothing_from_it(
             assert kind in ("KeyboardInterrupt", "no error"), (sort, kind, text)
         for (sort, kind, text, numbers), (_, ended, _, _) in zip(others, struck, strict=True):
             if kind == "no error" and ended == "no error":
-                continue  # on a machine that stalls the signal comes after both
+                continue  # on a machine that stalls, the signal arrives after both calls
             assert "interrupted" in text, (sort, kind, text, numbers)
         for rank in range(2):
             job.say(rank, "go")

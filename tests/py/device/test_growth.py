@@ -1,5 +1,5 @@
-"""Groups with device tensors that are made and destroyed leave nothing behind: a process has as many streams, threads
-and descriptors after many groups as after a few."""
+"""Groups with device tensors that are created and destroyed leave nothing behind: a process has as many streams,
+threads and descriptors after many groups as after a few."""
 
 from __future__ import annotations
 

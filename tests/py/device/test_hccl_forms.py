@@ -1,4 +1,4 @@
-"""Other forms of vendors' libraries: the two libraries into which CANN 9 has divided HCCL; over simulators."""
+"""The two libraries into which CANN 9 has divided HCCL, over simulators."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def fails_once(ctx: Context, vendor: str, what: str, how: str) -> None:
 
 #: Only a list allocates device memory before its launch, and CNCL cannot split communicators.
 CASES = [(vendor, what, "refused") for vendor in VENDORS for what in CALLS if (vendor, what) != ("cncl", "child")]
-if not torch_at_least(2, 13):  # whose split_group needs a cuda device
+if not torch_at_least(2, 13):  # its split_group needs a cuda device
     CASES = [case for case in CASES if case[1] != "child"]
 CASES += [(vendor, "list", "memory") for vendor in VENDORS]
 

@@ -1,6 +1,7 @@
-"""Rules of a group reach the vendor's library: NCCL by its tuner plug-in, HCCL by its communicator's configuration.
+"""Rules of a group reach the vendor's library: NCCL's by its tuner plug-in, HCCL's by the configuration of the
+communicator.
 
-Over simulators, which load plug-ins and read configurations as the libraries do; see tests/simulators/README.md.
+The simulators load plug-ins and read configurations like the libraries do; see tests/simulators/README.md.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from torch_sagellm._private import load
 pytestmark = pytest.mark.timeout(900)
 
 PLUGINS = {"NCCL_TUNER_PLUGIN": "ncclTunerPlugin", "NCCL_PROFILER_PLUGIN": "ncclProfiler"}
-#: Numbers of an all_reduce: by itself the simulated NCCL takes a tree for the one and a ring for the other.
+#: Element counts of an all_reduce. Without rules the simulated NCCL chooses a tree for the small one and a ring for the
+#: large one.
 SMALL, LARGE = 1000, 3 << 20
 UNSTEERED = {SMALL: "TREE", LARGE: "RING"}
 
@@ -50,17 +52,17 @@ def loaded() -> list[str]:
 
 
 def begin(ctx: Context, vendor: str, rules: str) -> str:
-    """A group with rules, and torch's name of its device.
+    """Creates a group with rules. Returns torch's name of its device.
 
-    The simulators' core is built from the project's own crate and exports plug-ins of the same names: loaded first, and
-    for all to see, it must not take the place of the extension's.
+    The simulators' core is built from the project's crate and exports plug-ins with the same names. It is loaded first,
+    with global symbols, and must not take the place of the extension's plug-ins.
     """
     return start(ctx, vendor, rules=rules)[1]
 
 
 def all_reduced(name: str, count: int, group: dist.ProcessGroup | None = None) -> tuple[str, str, bool, str]:
-    """One all_reduce: the number of its communicator, "ALGORITHM, protocol WORD", whether a tuner was asked, and what
-    `explain` says of it."""
+    """Runs one all_reduce. Returns the number of its communicator, "ALGORITHM, protocol WORD", whether the library
+    asked a tuner, and the choice that `explain` reports."""
     before = len(trace_lines())
     value = torch.empty(count, device=name).fill_(dist.get_rank() + 1)
     work = dist.all_reduce(value, group=group, async_op=True)
@@ -91,13 +93,13 @@ def steered(ctx: Context, rules: str, expected: dict[int, str]) -> None:
         path = told(variable)
         assert path is not None and Path(path).samefile(own), (variable, path)
         assert loaded().count(symbol) == 1, trace_lines()
-    # Another group of the process, with the same ranks and no rules.
+    # Another group in the process has the same ranks and no rules.
     free = dist.new_group(pg_options=torch_sagellm.Options(vendor="nccl"))
     for count, algorithm in UNSTEERED.items():
         number, ran, asked, choice = all_reduced(name, count, free)
         assert asked and number not in numbers, number
         assert ran.startswith(f"{algorithm}, ") and f": {ran}, " in choice, (count, ran, choice)
-    # The first one goes on by its rules.
+    # The first group still follows its rules.
     for count, algorithm in expected.items():
         number, ran, _, _ = all_reduced(name, count)
         assert number in numbers and ran.startswith(f"{algorithm}, "), (count, ran)
@@ -118,13 +120,13 @@ def steered(ctx: Context, rules: str, expected: dict[int, str]) -> None:
 def test_rules_choose_nccls_algorithm_in_their_own_group(
     rules: str, expected: dict[int, str], libraries: dict[str, Path], tmp_path: Path
 ) -> None:
-    """NCCL loads our plug-ins, tunes by the rules of the group alone, and `explain` says what it then took."""
+    """NCCL loads our plug-ins and is tuned only by the rules of its group. `explain` reports NCCL's choice."""
     run_fresh(
         steered, 2, rules, expected, env=environment("nccl", libraries, SAGELLM_SIM_TRACE=str(tmp_path / "trace"))
     )
 
 
-#: Numbers whose bytes are beyond 1,000,000, where the start rules say "ring" and the simulated NCCL still takes a tree.
+#: Elements of more than 1,000,000 bytes, for which the start rules say "ring" while the simulated NCCL chooses a tree.
 BETWEEN = 300_000
 
 
@@ -146,7 +148,7 @@ def steered_by_a_topology(ctx: Context, rules: str, expected: dict[int, str]) ->
             assert "a rule or line names hierarchical" in decided, decided
         else:
             assert decided.endswith("because a topology was given: hosts=1,full_nvlink=true"), decided
-    # Another group of the process, with the same ranks and without a topology.
+    # Another group in the process has the same ranks and no topology.
     for count, algorithm in (UNSTEERED | {BETWEEN: "TREE"}).items():
         number, ran, _, _ = all_reduced(name, count)
         assert number not in numbers and ran.startswith(f"{algorithm}, "), (count, ran)
@@ -164,7 +166,8 @@ def steered_by_a_topology(ctx: Context, rules: str, expected: dict[int, str]) ->
 def test_a_topology_manager_steers_nccl_by_the_start_rules(
     rules: str, expected: dict[int, str], libraries: dict[str, Path], tmp_path: Path
 ) -> None:
-    """A ring where the simulated NCCL would take a tree by itself; a rule comes before the topology."""
+    """The start rules select a ring where the simulated NCCL would choose a tree. A rule has priority over the
+    topology."""
     env = environment("nccl", libraries, SAGELLM_SIM_TRACE=str(tmp_path / "trace"), SAGELLM_VENDOR="nccl")
     run_fresh(steered_by_a_topology, 2, rules, expected, env=env)
 
@@ -174,7 +177,7 @@ def plugins_of_the_user(ctx: Context, left: list[str]) -> None:
     name = begin(ctx, "nccl", "all_reduce:0-1MiB=ring;all_reduce:1MiB-=double_tree")
     for count, algorithm in UNSTEERED.items():
         _, ran, asked, choice = all_reduced(name, count)
-        # Without the profiler the tuner does not learn whose communicator it is.
+        # Without the profiler plug-in, the tuner cannot match NCCL's communicator to a group.
         assert ran.startswith(f"{algorithm}, "), (count, ran)
         assert asked == ("NCCL_TUNER_PLUGIN" in left), trace_lines()
         assert (f": {ran}, " in choice) == ("NCCL_PROFILER_PLUGIN" in left), choice
@@ -191,7 +194,7 @@ def plugins_of_the_user(ctx: Context, left: list[str]) -> None:
 def test_plugins_that_the_user_has_switched_off_stay_off(
     left: list[str], libraries: dict[str, Path], tmp_path: Path
 ) -> None:
-    """With "none" NCCL goes by its own choice; `explain` says what ran where the profiler is ours alone."""
+    """With "none" NCCL makes its own choice. `explain` reports it as long as our profiler is loaded."""
     off = {variable: "none" for variable in PLUGINS if variable not in left}
     env = environment("nccl", libraries, SAGELLM_SIM_TRACE=str(tmp_path / "trace"), **off)
     run_fresh(plugins_of_the_user, 2, left, env=env)
@@ -231,5 +234,6 @@ def configured(ctx: Context, rules: str, word: str) -> None:
 def test_a_rule_for_everything_is_in_hccls_configuration(
     rules: str, word: str, libraries: dict[str, Path], tmp_path: Path
 ) -> None:
-    """HCCL's algorithm is one of the whole communicator: other rules leave it alone, and so does another group."""
+    """HCCL has one algorithm for the whole communicator. Rules for single kinds do not change it, and neither does
+    another group."""
     run_fresh(configured, 2, rules, word, env=environment("hccl", libraries, SAGELLM_SIM_TRACE=str(tmp_path / "trace")))

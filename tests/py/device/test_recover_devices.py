@@ -16,22 +16,23 @@ from harness import Context, expect_raises, launch
 from on_device import holds
 from simulated import VENDORS, environment, exit_code, start
 
-#: The first test builds the simulators, which takes minutes on a busy machine; every job has a deadline of its own.
+#: The first test builds the simulators, which takes minutes on a busy machine; every job has its own deadline.
 pytestmark = pytest.mark.timeout(900)
 
-#: What makes a communicator out of an id, as its name begins, and out of another one.
+#: Prefixes of the functions that create a communicator from an id, and the function that shrinks one.
 MAKES = {"nccl": "ncclCommInitRank", "hccl": "HcclCommInitRootInfo", "cncl": "cnclInitComms"}
 SHRINKS = "ncclCommShrink"
 
 
 def calls(function: str) -> int:
-    """How often this process has called functions of a simulated library whose names begin like this."""
+    """Number of calls of this process to functions of a simulated library with this prefix."""
     path = Path(f"{os.environ['SAGELLM_SIM_TRACE']}.{os.getpid()}")
     return sum(line.startswith(function) for line in path.read_text().splitlines())
 
 
 def adds(name: str, members: list[int], first: int) -> None:
-    """The default group adds on device and CPU over those `members` of the first one; `first` is this rank's."""
+    """Checks that the default group adds on device and CPU. `members` are its ranks in the first group; `first` is this
+    rank's."""
     assert (dist.get_world_size(), dist.get_rank()) == (len(members), members.index(first))
     for where in (name, "cpu"):
         value = torch.full((5000,), float(first + 1), device=where)
@@ -46,7 +47,8 @@ def adds(name: str, members: list[int], first: int) -> None:
 
 
 def survives(ctx: Context, vendor: str, bound: bool, victims: list[int]) -> list[float]:
-    """Works on the device until ranks die, recovers, works; for each victim. The seconds that each recovery took."""
+    """For each victim: works on the device until the victim dies, recovers, and works again. Returns the seconds of
+    each recovery."""
     import torch_sagellm
 
     _, name = start(ctx, vendor, bound=bound, timeout=timedelta(seconds=120))
@@ -81,7 +83,8 @@ def survives(ctx: Context, vendor: str, bound: bool, victims: list[int]) -> list
 def test_the_survivors_of_kill_9_go_on_on_their_devices(
     vendor: str, bound: bool, libraries: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Four ranks, then three, then two: while the others wait for the victim on the device, which knows of no death."""
+    """From four ranks to three and two. Each time the survivors wait on the device, which does not report the victim's
+    death."""
     more = environment(vendor, libraries, SAGELLM_SIM_TRACE=str(tmp_path / "trace"))
     victims = [1, 0]
     with launch(survives, 4, vendor, bound, victims, env=more) as job:
@@ -113,7 +116,7 @@ def through_the_host(ctx: Context) -> None:
 
 
 def test_where_tensors_travel_through_the_host(libraries: dict[str, Path]) -> None:
-    """Without a vendor's library, too, the new group serves the device."""
+    """The new group serves the device without a vendor's library too."""
     with launch(through_the_host, 4) as job:
         assert [job.hear(rank) for rank in range(4)] == ["ready"] * 4
         job.signal(3, signal.SIGKILL)

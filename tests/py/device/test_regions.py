@@ -1,4 +1,4 @@
-"""Coalescing regions and batches that an exception ends: the group works on as if they had never begun."""
+"""An exception ends coalescing regions and batches. Afterwards the group works as if they had never begun."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def ctrl_c(ctx: Context, at: str, batch: bool) -> None:
 
 
 def broken(ctx: Context, at: str, batch: bool, fail: Callable[..., None]) -> None:
-    """Calls `fail` in the region, behind a call of ours."""
+    """Calls `fail` in the region, after a call of this package."""
     if batch:
         bad = good(ctx, at)
         bad.op = fail
@@ -70,7 +70,8 @@ def good(ctx: Context, at: str) -> Any:
 
 
 def in_order(at: str, sound: Any, bad: Any) -> list[Any]:
-    """On the CPU a batch is issued one by one: what comes before the exception was sent."""
+    """On the CPU a batch is issued message by message, so messages before the exception would be sent. There the bad
+    one is first."""
     return [bad, sound] if at == "cpu" else [sound, bad]
 
 
@@ -83,7 +84,7 @@ WAYS: dict[Callable[[Context, str, bool], None], tuple[type[BaseException], str]
 
 
 def exchange(ctx: Context, at: str) -> None:
-    """The next batch works."""
+    """Checks that the next batch works."""
     got = torch.empty(4, device=at)
     given = torch.full((4,), ctx.rank + 5.0, device=at)
     pair = [dist.P2POp(dist.isend, given, 1 - ctx.rank), dist.P2POp(dist.irecv, got, 1 - ctx.rank)]
@@ -93,7 +94,7 @@ def exchange(ctx: Context, at: str) -> None:
 
 
 def region(ctx: Context, at: str) -> None:
-    """The next region works."""
+    """Checks that the next region works."""
     sums, sent = torch.ones(6, device=at), torch.full((5,), ctx.rank + 1.0, device=at)
     with dist._coalescing_manager(device=torch.device(at), async_ops=True) as made:
         dist.broadcast(sent, 1)
@@ -130,7 +131,7 @@ def goes_on(ctx: Context, carrier: str) -> None:
 
 def every(ctx: Context, at: str) -> dict[str, Callable[[bool], tuple[Any, list[torch.Tensor]]]]:
     calls = on_device.calls(ctx.world_size, ctx.rank, at)
-    calls.pop("all_reduce of several types")  # the function of torch refuses it
+    calls.pop("all_reduce of several types")  # torch's function refuses several dtypes
     return calls
 
 
@@ -145,14 +146,16 @@ def message(ctx: Context, at: str) -> None:
 
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_an_exception_inside_a_region_or_a_batch_ends_it(carrier: str, libraries: dict[str, Path]) -> None:
-    """Whoever raises it: afterwards each synchronous call gives its numbers, and the next region and batch work."""
+    """Whichever code raises the exception: afterwards each synchronous call gives its numbers, and the next region and
+    batch work."""
     env = {} if carrier == "cpu" else environment(carrier, libraries)
     run_fresh(goes_on, 2, carrier, env=env, timeout=120)
 
 
 def at_every_moment(ctx: Context, carrier: str) -> int:
-    """An interrupt wherever the interpreter looks for signals (where a function begins, after a call of one in C) while
-    a region begins, holds a call and ends. Calls must work while the exception, and with it every frame, lives."""
+    """Interrupts a region at every point at which the interpreter checks for signals (at the start of a function and
+    after a call of a C function), from its begin over one call to its end. Calls must work while the exception, and
+    with it every frame, is alive."""
     at = "cpu"
     if carrier == "cpu":
         ctx.init()
@@ -195,14 +198,14 @@ def test_a_signal_at_any_moment_of_a_region_ends_it(carrier: str, libraries: dic
 
 
 def by_hand(ctx: Context) -> None:
-    """Programs that call what the manager calls, and go on after the refusal."""
+    """Programs that call the manager's functions themselves, and continue after a refusal."""
     _, name = start(ctx, "nccl")
     group, at = dist.group.WORLD, torch.device(name)
     assert group is not None
     group._start_coalescing(at)
     refused = expect_raises(ValueError, lambda: dist.broadcast(torch.ones(4, device=name), 7))
     value = torch.full((4,), ctx.rank + 1.0, device=name)
-    dist.broadcast(value, 1)  # runs at once
+    dist.broadcast(value, 1)  # runs at once, outside of a region
     on_device.holds(value, 2)
     assert expect_raises(ValueError, lambda: group._end_coalescing(at)) == refused
     assert "no open region" in expect_raises(ValueError, lambda: group._end_coalescing(at))

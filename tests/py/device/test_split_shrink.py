@@ -1,4 +1,4 @@
-"""Groups made out of others, with tensors on devices: split, and shrunk after a rank is gone; over simulators."""
+"""Groups derived from other groups, with device tensors: split, and shrunk after a rank has died; over simulators."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ pytestmark = pytest.mark.timeout(900)
 
 splitting = pytest.mark.skipif(not torch_at_least(2, 13), reason="split_group of older torch needs a cuda device")
 
-#: The functions that make a communicator out of another, and from an id; none where the library has no such function.
+#: The functions that split and that shrink a communicator; None if the library has no such function.
 SPLITS = {"nccl": "ncclCommSplit", "hccl": "HcclCreateSubCommConfig", "cncl": None}
 SHRINKS = {"nccl": "ncclCommShrink", "hccl": None, "cncl": None}
 
 
 def calls(tmp: str, function: str | None) -> int:
-    """How often this process has called a function of a simulated library."""
+    """Number of calls of this process to a function of a simulated library."""
     path = Path(f"{tmp}.{os.getpid()}")
     lines = path.read_text().splitlines() if path.exists() else []
     return sum(function is not None and line.split()[0] == function for line in lines)
 
 
 def bound(ctx: Context, vendor: str, **options: Any) -> tuple[str, str]:
-    """A group whose ranks are bound to device 0, and have its communicator therefore."""
+    """Creates a group whose ranks are bound to device 0 and therefore have a communicator."""
     _, name = start(ctx, vendor, bound=True, **options)
     return name, os.environ["SAGELLM_SIM_TRACE"]
 
 
 def adds(group: Any, name: str, ranks: list[int]) -> None:
-    """The new group adds on the device and on the CPU, and its ranks are those."""
+    """Checks that `group` has these ranks and adds on the device and on the CPU."""
     assert dist.get_process_group_ranks(group) == ranks
     me = dist.get_rank()
     for where in (name, "cpu"):
@@ -54,12 +54,12 @@ def adds(group: Any, name: str, ranks: list[int]) -> None:
 def splits(ctx: Context, vendor: str) -> None:
     name, trace = bound(ctx, vendor)
     native = SPLITS[vendor]
-    # A group of which the others know nothing.
+    # A group that the other ranks do not know about.
     if ctx.rank < 2:
         alone = dist.new_group([0, 1], use_local_synchronization=True)
         adds(alone, name, [0, 1])
         dist.destroy_process_group(alone)
-    # Twice the same, since a rank outside has no new group by which it could tell the calls apart.
+    # The same split twice: a rank outside has no new group that would distinguish the two calls.
     for turn in range(2):
         pairs = dist.split_group(split_ranks=[[0, 2]])
         assert calls(trace, native) == (turn + 1) * (native is not None)
@@ -67,7 +67,7 @@ def splits(ctx: Context, vendor: str) -> None:
             assert pairs in (None, dist.GroupMember.NON_GROUP_MEMBER)
         else:
             adds(pairs, name, [0, 2])
-    # Two at once, and a part of a part, which HCCL cannot make.
+    # Two groups at the same time, and a part of a part, which HCCL cannot split.
     apart = dist.split_group(split_ranks=[[0, 1], [2]])
     assert calls(trace, native) == 3 * (native is not None)
     adds(apart, name, [2] if ctx.rank == 2 else [0, 1])
@@ -76,7 +76,7 @@ def splits(ctx: Context, vendor: str) -> None:
         assert calls(trace, native) == (4 if vendor == "nccl" else 3 * (native is not None))
         adds(inner, name, [ctx.rank])
         dist.destroy_process_group(inner)
-    # The parent goes on.
+    # The parent stays usable.
     adds(None, name, [0, 1, 2])
     dist.destroy_process_group()
 
@@ -86,15 +86,15 @@ def splits(ctx: Context, vendor: str) -> None:
 def test_split_makes_the_communicator_out_of_the_parents_where_the_library_can(
     vendor: str, libraries: dict[str, Path], tmp_path: Path
 ) -> None:
-    """With a rank outside of all new groups; from a new id where the library cannot split; `new_group` involves no rank
-    outside."""
+    """One rank is outside of all new groups. A library that cannot split creates the communicator from a new id.
+    `new_group` involves no rank outside."""
     run_fresh(splits, 3, vendor, env=environment(vendor, libraries, SAGELLM_SIM_TRACE=str(tmp_path / "trace")))
 
 
 def splits_unlike(ctx: Context, vendor: str) -> None:
     name, trace = bound(ctx, vendor)
     if ctx.rank == 1:
-        backend_of(name).abort()  # this rank has no communicator any more, and says so
+        backend_of(name).abort()  # this rank has no communicator any more, and reports that
     text = expect_raises(RuntimeError, lambda: dist.split_group(split_ranks=[[0, 1]]))
     assert "abort" in text, text
     assert calls(trace, SPLITS[vendor]) == 0
@@ -105,7 +105,7 @@ def splits_unlike(ctx: Context, vendor: str) -> None:
 def test_a_rank_without_its_communicator_keeps_the_others_out_of_the_library(
     libraries: dict[str, Path], tmp_path: Path
 ) -> None:
-    """They would wait in it until the deadline."""
+    """Otherwise its peers would wait in the library until the deadline."""
     more = environment("nccl", libraries, SAGELLM_SIM_TRACE=str(tmp_path / "trace"))
     with launch(splits_unlike, 2, "nccl", env=more) as job:
         assert [exit_code(rank) for rank in job.ranks] == [0, 0]
@@ -122,11 +122,11 @@ def shrinks(ctx: Context, vendor: str, flag: int, busy: bool) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     work = None
     if busy:
-        work = dist.all_reduce(value, async_op=True)  # never ends well: rank 1 is not there
+        work = dist.all_reduce(value, async_op=True)  # never completes, because rank 1 is dead
     ctx.tell("ready")
     ctx.listen()
     rest = dist.shrink_group([1], shrink_flags=flag)
-    if not busy:  # else the watch may have ended the old communicator before
+    if not busy:  # else the watch may have aborted the old communicator before
         assert calls(trace, SHRINKS[vendor]) == (SHRINKS[vendor] is not None)
     assert dist.get_world_size() == 2 and dist.get_rank() == ctx.rank // 2
     value = torch.full((10,), float(ctx.rank), device=name)
@@ -144,9 +144,9 @@ def shrinks(ctx: Context, vendor: str, flag: int, busy: bool) -> None:
 def test_those_that_are_left_go_on_in_a_smaller_group(
     vendor: str, flag: int, busy: bool, libraries: dict[str, Path], tmp_path: Path
 ) -> None:
-    """After a rank was killed: by the library's own shrinking where it has one and nothing else has ended it before."""
+    """After a kill. If the library can shrink communicators, and nothing has aborted the old one, it is used."""
     more = environment(vendor, libraries, SAGELLM_SIM_TRACE=str(tmp_path / "trace"))
-    if busy:  # the death would be raised in what the others do meanwhile
+    if busy:  # else the death would be raised in the survivors' next statements
         more["SAGELLM_ON_DEVICE_FAILURE"] = "none"
     with launch(shrinks, 3, vendor, flag, busy, env=more) as job:
         assert [job.hear(rank) for rank in range(3)] == ["ready"] * 3
@@ -167,7 +167,7 @@ def shrinks_in_flight(ctx: Context, vendor: str) -> None:
         holds(value, 6 * 3**19)
         dist.destroy_process_group()
         return
-    dist.shrink_group([1])  # at once: nothing was waited for
+    dist.shrink_group([1])  # called while operations are in flight
     assert calls(trace, SHRINKS[vendor]) == (SHRINKS[vendor] is not None)
     for work in works:
         work.wait()
@@ -181,6 +181,7 @@ def shrinks_in_flight(ctx: Context, vendor: str) -> None:
 def test_what_is_under_way_ends_well_before_a_group_shrinks(
     vendor: str, libraries: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Without the flag to abort: the library would end it, and its numbers would be wrong without an error."""
+    """Without the abort flag, operations in flight must complete: the library would end them and leave wrong numbers
+    without an error."""
     more = environment(vendor, libraries, SAGELLM_SIM_TRACE=str(tmp_path / "trace"), SAGELLM_SIM_SLOW_US="5000")
     run_fresh(shrinks_in_flight, 3, vendor, env=more)

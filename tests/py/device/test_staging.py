@@ -1,6 +1,6 @@
 """Tensors on a device that travel through host memory: every call, its order among streams, its errors, groups.
 
-The device is the one of `simdevice`: slow kernels on asynchronous streams, memory that is given out again at once.
+The device is that of `simdevice`: slow kernels on asynchronous streams, and freed memory that is reused at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def library() -> None:
 
 
 def start(ctx: Context, name: str = "npu", queue: float | None = None, delay: float = KERNEL, **options: Any) -> Any:
-    """The device under that name, and a default group."""
+    """Installs the device under this name and creates a default group."""
     device = simdevice.install(name)
     device.kernel_delay(delay)
     device.host_queue(queue)
@@ -152,7 +152,7 @@ def messages(ctx: Context, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"engine": "delegate"}], ids=["own", "delegated"])
 def test_rule_20_messages(options: dict[str, Any]) -> None:
-    """Rule 20: tags out of order, a large message, from anyone, a send that is dropped at once, a batch."""
+    """Rule 20: tags out of order, a large message, a receive from any rank, a send whose Work is dropped, a batch."""
     run_fresh(messages, 2, options)
 
 
@@ -326,7 +326,7 @@ def barrier_behind(ctx: Context, asynchronous: bool) -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_rule_33_a_barrier_comes_behind_collectives_whose_work_was_dropped(asynchronous: bool) -> None:
-    """Storing the results takes the device a tenth of a second."""
+    """Storing the results takes the device 100 ms."""
     run_fresh(barrier_behind, 2, asynchronous)
 
 
@@ -339,7 +339,7 @@ def completes_alone(ctx: Context) -> None:
         assert time.monotonic() < end, "is_completed never became true without wait"
         time.sleep(0.001)
     assert work.is_success()
-    holds(value, 3)  # it was stored already
+    holds(value, 3)  # the result was already stored
     future = work.get_future()
     assert future.done()
     (found,) = future.wait()
@@ -365,8 +365,8 @@ def completes_alone(ctx: Context) -> None:
 
 
 def test_pitfall_06_work_and_future_complete_without_wait() -> None:
-    """Pitfall 6: results are stored although no thread waits; futures carry the device, callbacks may go on from
-    there."""
+    """Pitfall 6: results are stored although no thread waits. Futures know the device, and their callbacks may issue
+    calls on it."""
     run_fresh(completes_alone, 2)
 
 
@@ -375,7 +375,7 @@ def dropped(ctx: Context) -> None:
     kept = [torch.empty(1000, device="npu").fill_(ctx.rank + turn) for turn in range(5)]
     for tensor in kept:
         dist.all_reduce(tensor, async_op=True)
-    # Its tensors are dropped at once, so the next allocation would get their memory if nothing held it.
+    # The tensors of this call are dropped at once. If nothing held them, the next allocation would reuse their memory.
     source = torch.empty(1000, device="npu").fill_(1)
     dist.all_gather_into_tensor(torch.empty(2000, device="npu"), source, async_op=True)
     del source
@@ -389,7 +389,7 @@ def dropped(ctx: Context) -> None:
 
 
 def test_rule_10_works_and_tensors_dropped_at_once() -> None:
-    """Rule 10: the program keeps neither the Work nor the tensors, and the results are there all the same."""
+    """Rule 10: the program keeps neither the Works nor the tensors, and the results are stored nevertheless."""
     run_fresh(dropped, 2)
 
 
@@ -445,7 +445,8 @@ def _root(rank: int) -> Any:
 
 
 def test_rule_02_wrong_input_is_refused_locally() -> None:
-    """Rules 2 and 31: mixed devices and the rest use no number and poison nothing, nor does a call in a capture."""
+    """Rules 2 and 31: tensors on several devices and other wrong input use no number and do not poison the group.
+    Neither does a call inside a capture."""
     run_fresh(wrong_input, 2)
 
 
@@ -454,7 +455,7 @@ def peer_dies(ctx: Context) -> None:
     value = torch.empty(100, device="npu").fill_(1)
     dist.all_reduce(value)
     if ctx.rank == 1:
-        ctx.listen()  # until the other rank's operations are under way
+        ctx.listen()  # until the other rank's operations are in flight
         os._exit(7)
     first = dist.all_reduce(value, async_op=True)
     second = dist.all_reduce(value, async_op=True)  # reads the pending result of the first
@@ -473,7 +474,8 @@ def peer_dies(ctx: Context) -> None:
 
 
 def test_rule_21_a_dead_peer_ends_what_needs_it() -> None:
-    """Rules 4 and 21: the error reaches wait(), the future and later calls; nothing hangs, tensors keep values."""
+    """Rules 4 and 21: the error reaches wait(), the future and later calls. Nothing hangs, and the tensors keep their
+    values."""
     with launch(peer_dies, 2) as job:
         assert job.hear(0) == "issued"
         job.say(1, "go")
@@ -499,7 +501,7 @@ def deadline(ctx: Context) -> None:
 
 
 def test_rule_11_deadlines() -> None:
-    """Rule 11: a wait that elapses leaves the work usable; the operation's own deadline ends it everywhere."""
+    """Rule 11: an elapsed wait leaves the Work usable. The operation's deadline ends it on every rank."""
     with launch(deadline, 2) as job:
         assert job.hear(0, 40) == "over"
         job.say(1, "go")
@@ -566,7 +568,7 @@ def registered(ctx: Context, name: str, backend: str | None) -> None:
     "name,backend", [("npu", None), ("mlu", None), ("simcuda", "cpu:sagellm,simcuda:sagellm")], ids=str
 )
 def test_one_backend_serves_the_cpu_and_the_device(name: str, backend: str | None) -> None:
-    """By the name alone and spelled out; objects go by the CPU; parts of groups; rules 1 and 25."""
+    """Selected by the short name and by the long form. Objects travel by the CPU; subgroups work; rules 1 and 25."""
     run_fresh(registered, 2, name, backend)
 
 
@@ -583,7 +585,7 @@ def bound(ctx: Context) -> None:
     holds(value, 6)
     dist.barrier()
     torch.npu.set_device(0)
-    # Tensors of another device than the current one.
+    # The tensors are on another device than the current one.
     value = torch.empty(10, device=f"{name}:1").fill_(ctx.rank + 1)
     dist.all_reduce(value, async_op=True).wait()
     holds(value, 3)
@@ -595,7 +597,7 @@ def bound(ctx: Context) -> None:
 
 
 def test_each_rank_has_a_device_of_its_own() -> None:
-    """`device_id=` and tensors of a device that is not the current one."""
+    """Each rank has a `device_id`, and tensors may be on a device that is not the current one."""
     run_fresh(bound, 2)
 
 
@@ -638,7 +640,8 @@ def told(ctx: Context, vendor: str | None) -> list[str]:
 
 @pytest.mark.parametrize("vendor", [None, "host"])
 def test_invariant_11_nothing_is_silently_slow(vendor: str | None) -> None:
-    """One warning names the device, what is missing and that it is slow; explain and statistics say "staged"."""
+    """One warning names the device, says what is missing and that this path is slow. explain and the statistics say
+    "staged"."""
     for lines in run_fresh(told, 2, vendor, env={"SAGELLM_LOG": "info"}):
         found = [line for line in lines if "host memory" in line]
         assert len(found) == 1 and found[0].startswith("WARNING"), lines
@@ -655,7 +658,7 @@ def refused(ctx: Context) -> None:
 
 
 def test_an_unknown_vendor_is_refused_by_every_rank() -> None:
-    """Before any rank meets another, by the option and by the environment."""
+    """The option and the environment variable are checked before the ranks meet."""
     run_fresh(refused, 2)
     run_fresh(refused_by_environment, 2, env={"SAGELLM_VENDOR": "ACME"})
 

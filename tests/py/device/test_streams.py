@@ -1,7 +1,7 @@
 """Order between a vendor's library and torch's streams: a group of one rank over simulated HCCL.
 
-Every combination of two facts of a device: whether torch's streams tell their raw handle, and whether a queue on the
-host stands in front of the streams. Kernels and collectives are slow, so missing order shows.
+The tests run for every combination of two facts about a device: whether torch's streams return their raw handle, and
+whether a queue on the host precedes the streams. Kernels and collectives are slow, so that a missing dependency shows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ways = pytest.mark.parametrize("native,queue", WAYS, ids=lambda each: str(each))
 
 #: The first test builds the simulators, which takes minutes on a busy machine; every job has its own deadline.
 pytestmark = pytest.mark.timeout(900)
-#: How the tests run their bodies: on one rank, over the simulators.
+#: Runs a test body on one rank over the simulators.
 Run = Callable[..., Any]
 
 
@@ -46,19 +46,19 @@ def run(libraries: dict[str, Path], tmp_path: Path) -> Run:
 
 
 def start(ctx: Context, native: bool, queue: float | None) -> simdevice.Device:
-    """The device, in a group that has its communicator for it."""
+    """Installs the device and creates a group that has its communicator for the device."""
     device, _ = start_group(ctx, "hccl", queue=queue, delay=KERNEL, native=native)
     copy(full(0), full(0)).wait()
     return device
 
 
 def copy(source: torch.Tensor, target: torch.Tensor, async_op: bool = True) -> Any:
-    """One call of the library that copies, as an all_gather of one rank does."""
+    """One call of the library that copies: an all_gather of one rank."""
     return dist.all_gather_into_tensor(target, source, async_op=async_op)
 
 
 def full(value: float, where: str = "npu") -> torch.Tensor:
-    """A tensor that a slow kernel fills; it is not there yet when this returns."""
+    """A tensor that a slow kernel fills. The kernel has not run yet when this returns."""
     return torch.empty(COUNT, device=where).fill_(value)
 
 
@@ -72,7 +72,7 @@ def asynchronous(ctx: Context, native: bool, queue: float | None) -> None:
     with device.held():
         source, target = full(3), full(9)
         work = copy(source, target)
-        # The caller's stream goes on; what it writes next may not overtake, nor be overtaken by, the operation.
+        # The caller's stream continues. Its later writes must neither overtake the operation nor be overtaken by it.
         other = full(1)
         work.wait()
         assert not work.is_completed(), "nothing can have run"
@@ -89,8 +89,8 @@ def asynchronous(ctx: Context, native: bool, queue: float | None) -> None:
 
 @ways
 def test_rule_32_streams_are_ordered_both_ways(native: bool, queue: float | None, run: Run) -> None:
-    """Rule 32: after the work that the caller's stream held, and before its work after wait(), which does not block the
-    host."""
+    """Rule 32: the library runs after the earlier work of the caller's stream, and before its work after wait(), which
+    does not block the host."""
     run(asynchronous, native, queue)
 
 
@@ -120,7 +120,7 @@ def freed_early(ctx: Context, native: bool, queue: float | None) -> None:
         works.append(copy(source, target))
         targets.append(target)
         del source
-        # The next tensor of that size would be given the same memory.
+        # The next tensor of this size would get the same memory.
         full(100 + turn)
     dropped = full(-1)
     works.append(copy(full(7), dropped))
@@ -135,7 +135,8 @@ def freed_early(ctx: Context, native: bool, queue: float | None) -> None:
 
 @ways
 def test_rule_10_tensors_live_until_the_stream_has_passed(native: bool, queue: float | None, run: Run) -> None:
-    """Rule 10: a tensor that is dropped right after the call is not given out again before the device is through."""
+    """Rule 10: the memory of a tensor that is dropped right after the call is not reused before the device has
+    finished."""
     run(freed_early, native, queue)
 
 
@@ -149,7 +150,7 @@ def synchronous(ctx: Context, native: bool, queue: float | None) -> None:
             source.fill_(0)
             after = target * 2
             holds(after, 8)
-            # Operators of torch on both sides of the library's call.
+            # torch's operators run before and after the library's call.
             value = full(8)
             dist.all_reduce(value, dist._make_nccl_premul_sum(0.5))
             holds(value, 4)
@@ -189,16 +190,16 @@ def many(ctx: Context, native: bool, queue: float | None) -> None:
 def test_raw_events_are_used_again_only_when_no_stream_waits_for_them(
     native: bool, queue: float | None, run: Run
 ) -> None:
-    """An event that is recorded anew while a wait for it is still in the host queue would let the wait pass."""
+    """If an event were recorded again while a wait for it is still in the host queue, the wait would pass too early."""
     run(many, native, queue)
 
 
 def many_streams(ctx: Context) -> None:
-    """A call on each of many streams of the program, then barriers, as long as they wait for ends that have passed."""
+    """Calls on many streams of the program, then barriers until they no longer wait for calls that have ended."""
     start(ctx, True, None)
     trace = Path(f"{os.environ['SAGELLM_SIM_TRACE']}.{os.getpid()}")
     count = 20
-    # Kept: a stream that is gone may be given out again.
+    # Kept, because the handle of a destroyed stream may be reused.
     streams = [torch.npu.Stream() for _ in range(count)]
     for stream in streams:
         with stream:
@@ -215,7 +216,7 @@ def many_streams(ctx: Context) -> None:
 
 
 def test_rule_33_a_barrier_waits_for_no_stream_whose_calls_have_ended(run: Run) -> None:
-    """The ends of calls are forgotten when they have passed, on however many streams a program calls."""
+    """The end events of calls are released when they have passed, even if a program calls on many streams."""
     run(many_streams, slow=0.0)
 
 
@@ -247,7 +248,8 @@ def second_device(ctx: Context, native: bool) -> None:
 
 @pytest.mark.parametrize("native", [True, False])
 def test_threads_get_the_device_of_the_tensors(native: bool, run: Run) -> None:
-    """A runtime knows the device by thread; ours must set it before they touch a raw handle, also of another device."""
+    """A runtime has a current device per thread. Our threads must set it before they use a raw handle, also of another
+    device."""
     run(second_device, native)
 
 
@@ -266,7 +268,7 @@ def futures(ctx: Context) -> None:
 
 
 def test_futures_order_the_stream_that_takes_the_value(run: Run) -> None:
-    """The value is a list of tensors; wait() and callbacks put their stream behind it."""
+    """The value is a list of tensors. wait() and callbacks make their stream wait for the operation."""
     run(futures)
 
 
@@ -299,7 +301,8 @@ def child_takes_a_future(ctx: Context) -> None:
 
 
 def test_rule_26_a_forked_child_that_waits_for_a_future_of_a_device_is_refused(run: Run) -> None:
-    """Rule 26: the child has neither the device nor the thread that sees the end; the parent's work ends as ever."""
+    """Rule 26: the child has neither the device nor the thread that sees the end of the operation. The parent's work
+    completes as usual."""
     run(child_takes_a_future)
 
 
@@ -330,7 +333,8 @@ def host_waits(ctx: Context, native: bool) -> None:
 
 @pytest.mark.parametrize("native", [True, False])
 def test_rule_11_a_wait_with_a_timeout_blocks_the_host(native: bool, run: Run) -> None:
-    """Rule 11 on a device: it elapses for its caller only. A barrier's wait blocks; durations come from events."""
+    """Rule 11 on a device: an elapsed wait raises only in its caller. A barrier's wait blocks. Durations come from
+    events."""
     run(host_waits, native)
 
 
@@ -341,5 +345,5 @@ def leaves(ctx: Context) -> None:
 
 
 def test_exit_with_work_on_the_device(run: Run) -> None:
-    """Nothing hangs or aborts when the process ends before the device is through."""
+    """Nothing hangs or aborts if the process ends before the device has finished."""
     run(leaves, slow=0.2, timeout=20)

@@ -18,13 +18,13 @@ RANKS = 2
 
 
 def lines(output: str, word: str) -> dict[int, str]:
-    """What follows a word in the lines that the ranks print, by rank."""
+    """For each rank, the rest of its line that starts with this word."""
     return {int(each[1]): each[2] for each in re.finditer(rf"(?m)^rank (\d+) {word} (.*)$", output)}
 
 
 @pytest.fixture(scope="module")
 def losses_of_the_cpu() -> dict[int, str]:
-    """By rank, as the program prints them."""
+    """The losses on the CPU, by rank, as the program prints them."""
     output = torchrun(SCRIPT, RANKS, "--device", "cpu")
     found = lines(output, "losses")
     assert sorted(found) == list(range(RANKS)), output
@@ -38,7 +38,7 @@ def losses_of_the_cpu() -> dict[int, str]:
 def test_a_training_under_torchrun_gives_the_losses_of_the_cpu(
     vendor: str, libraries: dict[str, Path], losses_of_the_cpu: dict[int, str]
 ) -> None:
-    """The same script on the vendor's device, by its library and not through host memory: equal to the last bit."""
+    """The same script on the vendor's device, carried by its library and not through host memory, has the same bits."""
     name, flavour, _ = VENDORS[vendor]
     env = environment(vendor, libraries, SAGELLM_VENDOR=vendor)
     output = torchrun(SCRIPT, RANKS, "--device", name, "--streams", flavour, env=env)

@@ -1,8 +1,8 @@
-"""Tensors on devices that vendors' libraries carry: the whole way from Python to the vendor's ABI, over simulators.
+"""Device tensors that vendors' libraries carry: the whole path from Python to the vendor's ABI, over simulators.
 
-The device is that of `simdevice`, its streams and events are those of a simulated runtime, and the library below the
-core is a simulator of NCCL, HCCL or CNCL (tests/simulators): asynchronous, and as strict as the real ones are.
-Nothing here says anything about real hardware.
+The device is that of `simdevice`, its streams and events are those of a simulated runtime, and the core uses a
+simulator of NCCL, HCCL or CNCL (tests/simulators), which is asynchronous and as strict as the real library. Nothing
+here says anything about real hardware.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(900)
 def on_simulator(
     ctx: Context, vendor: str, body: Callable[..., Any], args: tuple[Any, ...], how: dict[str, Any]
 ) -> Any:
-    """A body of `on_device`, in a new group."""
+    """Runs a body of `on_device` in a new group."""
     _, name = start(ctx, vendor, **how)
     value = body(ctx, name, *args)
     dist.destroy_process_group()
@@ -52,7 +52,8 @@ def on_simulator(
 def test_every_collective_gives_the_numbers_of_the_cpu(
     vendor: str, world_size: int, queue: float | None, native: bool, libraries: dict[str, Path]
 ) -> None:
-    """Rule 32: each collective, synchronous and not, with and without torch's raw handles and a queue on the host."""
+    """Rule 32: each collective, synchronous and asynchronous, with and without torch's raw handles and a queue on the
+    host."""
     # CNCL has no 64-bit floats: test_what_a_library_has_not_is_refused_or_converted_where_allowed
     without = ("all_reduce of several types",) if vendor == "cncl" else ()
     given = (vendor, on_device.every_call, (without,), {"queue": queue, "native": native})
@@ -64,8 +65,8 @@ def test_every_collective_gives_the_numbers_of_the_cpu(
 def test_every_type_and_op_gives_the_numbers_of_the_cpu(
     vendor: str, world_size: int, libraries: dict[str, Path]
 ) -> None:
-    """Operations that are cast, divided, scaled or combined by each rank; `tests/it/device_lowering.rs` runs the same
-    on a model."""
+    """Includes operations that are cast, divided, scaled or combined by each rank. `tests/it/device_lowering.rs` tests
+    the same on a model."""
     without = (torch.float64, torch.complex128) if vendor == "cncl" else ()
     given = (vendor, on_device.every_type, (vendor, without), {})
     run_fresh(on_simulator, world_size, *given, env=environment(vendor, libraries))
@@ -73,7 +74,8 @@ def test_every_type_and_op_gives_the_numbers_of_the_cpu(
 
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_the_path_is_told_and_counted_and_cpu_tensors_share_the_group(vendor: str, libraries: dict[str, Path]) -> None:
-    """Explain names the library and what was composed; statistics count; one backend object serves both kinds."""
+    """Explain names the library and the steps that were composed, statistics count, and one backend object serves both
+    devices."""
     run_fresh(on_simulator, 2, vendor, on_device.path_taken, (vendor,), {}, env=environment(vendor, libraries))
 
 
@@ -82,14 +84,14 @@ def test_the_path_is_told_and_counted_and_cpu_tensors_share_the_group(vendor: st
 def test_tensors_of_the_host_and_the_device_are_under_way_together(
     vendor: str, world_size: int, libraries: dict[str, Path]
 ) -> None:
-    """In one group, with its objects and parts."""
+    """Host and device tensors, objects and subgroups in one group."""
     run_fresh(on_simulator, world_size, vendor, on_device.host_and_device, (), {}, env=environment(vendor, libraries))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_lists_of_any_length(vendor: str, world_size: int, libraries: dict[str, Path]) -> None:
-    """Several types, and a thousand small tensors by a list, by a region and one by one."""
+    """Several dtypes, and a thousand small tensors as a list, in a region and one by one."""
     run_fresh(on_simulator, world_size, vendor, on_device.lists, (), {}, env=environment(vendor, libraries))
 
 
@@ -100,7 +102,7 @@ def test_lists_of_tensors_travel_from_rank_to_rank(vendor: str, libraries: dict[
 
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_lists_of_tensors_need_no_rank_but_their_two(vendor: str, libraries: dict[str, Path]) -> None:
-    """Even as the first call of the group on its device."""
+    """This holds even if it is the group's first call on its device."""
     run_fresh(on_simulator, 3, vendor, on_device.lists_of_two, (), {}, env=environment(vendor, libraries))
 
 
@@ -109,7 +111,8 @@ def test_lists_of_tensors_need_no_rank_but_their_two(vendor: str, libraries: dic
 def test_rule_20_messages_of_both_directions_do_not_wait_for_each_other(
     vendor: str, world_size: int, libraries: dict[str, Path]
 ) -> None:
-    """Rule 20: two ranks that both send first, a ring of three; a batch; a plain pair; from anyone is refused."""
+    """Rule 20: two ranks that both send first, a ring of three, a batch, and a plain pair. A receive from any rank is
+    refused."""
     run_fresh(on_simulator, world_size, vendor, on_device.messages, (), {}, env=environment(vendor, libraries))
 
 
@@ -118,7 +121,7 @@ def refused(ctx: Context) -> None:
     wide = torch.ones(4, device=name, dtype=torch.float64)
     assert "64-bit floats" in expect_raises(ValueError, lambda: dist.all_reduce(wide))
     assert "64-bit floats" in expect_raises(ValueError, lambda: dist.broadcast(wide, 0))
-    # No number was used and nothing was sent: the group goes on.
+    # No number was used and nothing was sent, so the group is usable.
     value = torch.ones(4, device=name)
     dist.all_reduce(value)
     holds(value, 2)
@@ -137,7 +140,7 @@ def converted(ctx: Context) -> None:
 
 
 def test_what_a_library_has_not_is_refused_or_converted_where_allowed(libraries: dict[str, Path]) -> None:
-    """CNCL's device keeps float64 in 32 bits: refused, or converted explicitly."""
+    """CNCL's device stores float64 in 32 bits, so it is refused, or converted if the user allows it."""
     run_fresh(refused, 2, env=environment("cncl", libraries))
     run_fresh(converted, 2, env=environment("cncl", libraries, SAGELLM_DOUBLE_AS_FLOAT="1"))
 
@@ -146,7 +149,7 @@ def lists(ctx: Context, vendor: str) -> None:
     from torch_sagellm import explain
 
     _, name = start(ctx, vendor)
-    # A tensor above the size limit for packing is a separate call; all are one launch.
+    # A tensor above the size limit for packing is a separate call; all calls are one launch.
     parts = [torch.full((n,), ctx.rank + 1.0, device=name) for n in (10, 300_000, 5, 0, 270_000, 7)]
     asked = dist.AllreduceCoalescedOptions()
     asked.asyncOp = True
@@ -163,7 +166,7 @@ def lists(ctx: Context, vendor: str) -> None:
     work.wait()
     told = [explain(work).decided]
     assert "3 tensors in one call" in told[0] and "together" not in told[0], told
-    # Calls on both kinds of device in one region are one work with one future.
+    # Calls on both devices in one region have one Work with one future.
     group = dist.group.WORLD
     assert group is not None
     host, there = torch.ones(4), torch.ones(5, device=name)
@@ -189,7 +192,7 @@ def internal_format(ctx: Context) -> None:
     _, name = start(ctx, "hccl")
     library = torch.library.Library("npu", "DEF")
     library.define("get_npu_format(Tensor self) -> int")
-    # As torch_npu's operator of this name does: ND, and FRACTAL_NZ for one that was cast.
+    # Like torch_npu's operator of this name: ND, and FRACTAL_NZ for a tensor that was cast to that format.
     library.impl("get_npu_format", lambda tensor: 29 if tensor.numel() == 77 else 2, "PrivateUse1")
     text = expect_raises(ValueError, lambda: dist.all_reduce(torch.ones(77, device=name)))
     assert "internal format" in text and "npu_format_cast" in text, text
@@ -200,7 +203,7 @@ def internal_format(ctx: Context) -> None:
 
 
 def test_internal_formats_are_refused_with_the_fix(libraries: dict[str, Path]) -> None:
-    """torch_npu may keep a tensor's elements in another order; nothing is sent then, and the group goes on."""
+    """torch_npu may store a tensor's elements in another order. Then nothing is sent, and the group stays usable."""
     run_fresh(internal_format, 2, env=environment("hccl", libraries))
 
 
@@ -229,7 +232,7 @@ def captured(ctx: Context, asynchronous: bool, pending: bool, told: bool) -> Non
     on_device.counted("all_reduce", 1)
     works = []
     if pending:
-        # Looked after by the watching thread while the capture goes on.
+        # The watching thread polls this operation during the capture.
         with torch.Stream(device=name):
             device.kernel_delay(0.3)
             late = torch.empty(50, device=name).fill_(ctx.rank + 1)
@@ -268,9 +271,9 @@ def captured(ctx: Context, asynchronous: bool, pending: bool, told: bool) -> Non
 def test_rule_31_a_captured_call_is_played_again(
     asynchronous: bool, pending: bool, told: bool, libraries: dict[str, Path]
 ) -> None:
-    """A graph of two calls gives right numbers at every launch, also where an operation was under way beside it.
+    """A graph of two calls gives correct numbers at every launch, even with an operation in flight at the same time.
 
-    Whether torch's part of the device tells of the capture or only the runtime does.
+    `told`: torch's part of the device reports the capture, else only the runtime does.
     """
     run_fresh(captured, 2, asynchronous, pending, told, env=environment("nccl", libraries))
 
@@ -281,7 +284,7 @@ def replay_hangs(ctx: Context, idle: bool) -> None:
     value = torch.empty(100, device=name).fill_(1)
     dist.all_reduce(value)  # makes the communicator
     holds(value, ctx.world_size)
-    time.sleep(idle)  # the thread that watches devices goes to sleep
+    time.sleep(idle)  # until the thread that watches devices sleeps
     stream = ctypes.c_void_p(torch.accelerator.current_stream().native_handle)
     graph, playable = ctypes.c_size_t(), ctypes.c_size_t()
     assert driver.cuStreamBeginCapture_v2(stream, 0) == 0
@@ -301,7 +304,7 @@ def replay_hangs(ctx: Context, idle: bool) -> None:
 @pytest.mark.skipif(not simdevice.Device.can_capture(), reason="this torch does not ask devices about captures")
 @pytest.mark.parametrize("idle", [False, True], ids=["at once", "after a while"])
 def test_a_replay_that_waits_for_a_dead_rank_ends(idle: bool, libraries: dict[str, Path]) -> None:
-    """Nobody watches a replay itself; dead ranks are looked for while a group has captured calls."""
+    """No thread watches a replay itself. While a group has captured calls, a thread checks for dead ranks."""
     with launch(replay_hangs, 2, idle, env=environment("nccl", libraries, SAGELLM_SIM_TIMEOUT_MS="300000")) as job:
         assert job.hear(0) == "launched"
         job.signal(1, signal.SIGKILL)
@@ -311,7 +314,7 @@ def test_a_replay_that_waits_for_a_dead_rank_ends(idle: bool, libraries: dict[st
 
 
 def captures_again(ctx: Context) -> None:
-    """Captures as a program with changing shapes does: again and again, in a group that then ends."""
+    """Captures again and again in a group that then ends, like a program with changing shapes."""
     import torch_sagellm
 
     device, name = start(ctx, "nccl", delay=0.0)
@@ -349,7 +352,7 @@ def test_captured_calls_keep_nothing_of_a_group_that_has_ended(libraries: dict[s
     run_fresh(captures_again, 2, env=environment("nccl", libraries))
 
 
-#: How the simulated runtimes begin and end a capture.
+#: The functions of the simulated runtimes that begin and end a capture.
 CAPTURES = {
     "nccl": ("cuStreamBeginCapture_v2", "cuStreamEndCapture"),
     "hccl": ("aclmdlRICaptureBegin", "aclmdlRICaptureEnd"),
@@ -376,7 +379,8 @@ def first_in_capture(ctx: Context, vendor: str, told: bool) -> None:
 @pytest.mark.skipif(not simdevice.Device.can_capture(), reason="this torch does not ask devices about captures")
 @pytest.mark.parametrize("vendor,told", [("nccl", True), ("nccl", False), ("hccl", False), ("cncl", False)])
 def test_rule_31_a_first_call_within_a_capture_is_refused(vendor: str, told: bool, libraries: dict[str, Path]) -> None:
-    """It would have to make the communicator; the group goes on. Also where only the runtime knows of the capture."""
+    """The call would have to create the communicator. The group stays usable, even if only the runtime reports the
+    capture."""
     run_fresh(first_in_capture, 2, vendor, told, env=environment(vendor, libraries))
 
 
@@ -388,7 +392,7 @@ def test_rule_31_a_first_call_within_a_capture_is_refused(vendor: str, told: boo
 def test_a_training_gives_the_losses_and_parameters_of_the_cpu(
     vendor: str, program: Callable[..., Any], libraries: dict[str, Path]
 ) -> None:
-    """Four steps of DistributedDataParallel and of `fully_shard`, to the last bit."""
+    """Four steps of DistributedDataParallel and of `fully_shard` give the same bits."""
     given = (vendor, on_device.trained_as_on_the_cpu, (program, False, 4), {"delay": 0.0})
     first, second = run_fresh(on_simulator, 2, *given, env=environment(vendor, libraries), timeout=90)
     assert len(first) == len(second) == 4
@@ -405,7 +409,7 @@ def peer_dies(ctx: Context, vendor: str) -> str:
     dist.all_reduce(value)
     holds(value, 2)
     if ctx.rank == 1:
-        ctx.listen()  # until the other rank's operation is under way
+        ctx.listen()  # until the other rank's operation is in flight
         os.kill(os.getpid(), signal.SIGKILL)
     work = dist.all_reduce(value, async_op=True)
     begin = time.monotonic()
@@ -440,7 +444,7 @@ def hangs(ctx: Context, vendor: str) -> str:
 
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_a_dead_peer_ends_what_waits_for_it(vendor: str, libraries: dict[str, Path]) -> None:
-    """The error names the rank and the operation, long before the deadline."""
+    """The error names the rank and the operation, and comes long before the deadline."""
     with launch(peer_dies, 2, vendor, env=environment(vendor, libraries)) as job:
         assert job.hear(0) == "issued"
         job.say(1, "go")
@@ -471,14 +475,15 @@ def first_message_without_a_receive(ctx: Context, vendor: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
     elif ctx.rank == 0:
         text = expect_raises(RuntimeError, lambda: dist.isend(torch.ones(10, device=name), 1))
-        # The group is one that has failed.
+        # The group has failed.
         ctx.tell(text + " / " + expect_raises(RuntimeError, lambda: dist.all_reduce(torch.ones(10, device=name))))
     os._exit(0)
 
 
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_a_first_message_without_a_receive_ends_at_the_deadline(vendor: str, libraries: dict[str, Path]) -> None:
-    """Both must come to make the communicator of their messages; the error names the one that has not."""
+    """Both ranks must call to create the communicator of their messages. The error names the rank that has not
+    called."""
     with launch(first_message_without_a_receive, 2, vendor, env=environment(vendor, libraries)) as job:
         text = job.hear(0)
         assert text.count("Timed out after 3.0 s in its first message with rank 1") == 2, text
@@ -487,7 +492,7 @@ def test_a_first_message_without_a_receive_ends_at_the_deadline(vendor: str, lib
 
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_a_first_message_to_a_rank_that_dies_ends_at_once(vendor: str, libraries: dict[str, Path]) -> None:
-    """Long before the deadline, with its pid."""
+    """The error comes long before the deadline and has the pid."""
     with launch(first_message_without_a_receive, 2, vendor, env=environment(vendor, libraries)) as job:
         assert job.hear(1) == "ready"
         job.say(1, "die")
@@ -496,14 +501,14 @@ def test_a_first_message_to_a_rank_that_dies_ends_at_once(vendor: str, libraries
 
 
 def leaves_first(ctx: Context, vendor: str) -> None:
-    """Rank 0 leaves while rank 1 is dead, or comes late to what rank 0 has sent."""
+    """Rank 0 leaves while rank 1 is dead or is late to receive what rank 0 has sent."""
     from datetime import timedelta
 
     _, name = start(ctx, vendor, timeout=timedelta(seconds=300))
     value = torch.ones(10, device=name)
     dist.all_reduce(value)
     holds(value, 2)
-    dist.broadcast(value.clone(), 0)  # a first one would wait for the other rank
+    dist.broadcast(value.clone(), 0)  # the first broadcast would wait for the other rank
     if ctx.rank == 1:
         ctx.tell("idle")
         if ctx.listen() == "die":
@@ -520,7 +525,8 @@ def leaves_first(ctx: Context, vendor: str) -> None:
 
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_leaving_does_not_wait_for_a_dead_peer(vendor: str, libraries: dict[str, Path]) -> None:
-    """Far within the group's timeout, although the simulated library waits for the other rank as long as it likes."""
+    """Takes far less than the group's timeout, although the simulated library waits for the other rank without
+    limit."""
     patient = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000")
     with launch(leaves_first, 2, vendor, env=patient) as job:
         assert job.hear(1) == "idle"
@@ -533,14 +539,14 @@ def test_leaving_does_not_wait_for_a_dead_peer(vendor: str, libraries: dict[str,
 
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_leaving_waits_for_a_peer_that_lives(vendor: str, libraries: dict[str, Path]) -> None:
-    """A message arrives although the receiver comes long after the sender called `destroy_process_group`."""
+    """A message arrives although the receiver calls long after the sender called `destroy_process_group`."""
     patient = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000")
     with launch(leaves_first, 2, vendor, env=patient) as job:
         assert job.hear(1) == "idle"
         job.say(0, "leave")
         job.say(0, "send")
         assert job.hear(0) == "leaves"
-        time.sleep(6)  # longer than a rank waits for the others once one of them is gone
+        time.sleep(6)  # longer than a rank waits for its peers after one of them has died
         job.say(1, "go on")
         assert [exit_code(rank) for rank in job.ranks] == [0, 0]
 
@@ -565,7 +571,7 @@ def test_messages_go_on_when_a_third_rank_leaves(vendor: str, libraries: dict[st
     with launch(third_leaves, 3, vendor, env=environment(vendor, libraries)) as job:
         assert exit_code(job.ranks[0]) == 0
         assert job.hear(1) == "waits"
-        time.sleep(1.5)  # longer than what a rank that left has sent may take
+        time.sleep(1.5)  # longer than the data of a rank that has left may take
         job.say(2, "go")
         assert [exit_code(rank) for rank in job.ranks] == [0, 0, 0]
 
@@ -578,7 +584,7 @@ def just_ends(ctx: Context, vendor: str) -> None:
     dist.all_reduce(value)
     holds(value, 2)
     if ctx.rank == 1:
-        ctx.listen()  # never issues what rank 0 has under way
+        ctx.listen()  # never issues what rank 0 has in flight
     else:
         device.kernel_delay(0.0)
         ctx.kept = dist.all_reduce(value, async_op=True)  # type: ignore[attr-defined]  # lives on into the end
@@ -587,7 +593,7 @@ def just_ends(ctx: Context, vendor: str) -> None:
 
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_a_process_ends_although_work_is_under_way(vendor: str, libraries: dict[str, Path]) -> None:
-    """No `destroy_process_group`, and an operation that will never end: the exit waits for neither."""
+    """The exit waits neither for `destroy_process_group`, which is not called, nor for an operation that never ends."""
     patient = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000")
     with launch(just_ends, 2, vendor, env=patient, normal_exit=True) as job:
         assert job.hear(0) == "under way"
@@ -603,13 +609,13 @@ def leaves_early(ctx: Context, vendor: str) -> None:
     device.kernel_delay(0.3)
     work = dist.all_reduce(value.add_(0), async_op=True)
     dist.destroy_process_group()
-    work.wait()  # an error here would say that the communicator was closed under it
+    work.wait()  # an error here would mean that the communicator was closed during the operation
     holds(value, 4)
 
 
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_work_under_way_ends_well_before_the_group_does(vendor: str, libraries: dict[str, Path]) -> None:
-    """`destroy_process_group` right behind an operation loses nothing."""
+    """`destroy_process_group` right after an operation loses no data."""
     run_fresh(leaves_early, 2, vendor, env=environment(vendor, libraries), normal_exit=True)
 
 
@@ -623,16 +629,16 @@ def asynchronous_error(ctx: Context, vendor: str, before: int) -> None:
     begin = time.monotonic()
     text = expect_raises(RuntimeError, lambda: work.wait(timedelta(seconds=15)))
     took = time.monotonic() - begin
-    # Whatever comes later says the same, on the device and on the CPU.
+    # Every later call has the same error, on the device and on the CPU.
     for late in (value, torch.ones(3)):
         later = expect_raises(RuntimeError, lambda late=late: dist.all_reduce(late))
         assert LATE_WORDS[vendor] in later, later
     ctx.tell((text, took, len(earlier)))
-    ctx.listen()  # a rank that ends would be the other's reason
+    ctx.listen()  # if this rank exited, the other rank would report that instead
     os._exit(0)
 
 
-#: What the simulated libraries say of an operation that has failed on the device.
+#: Texts of the simulated libraries for an operation that has failed on the device.
 LATE_WORDS = {
     "nccl": "remote process exited or there was a network error (simulated NCCL) (ncclResult_t 6)",
     "hccl": "error cqe (simulated HCCL) (HcclResult 21)",
@@ -643,9 +649,9 @@ LATE_WORDS = {
 @pytest.mark.parametrize("before", [0, 2])
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_an_error_that_comes_up_later_reaches_the_work(vendor: str, before: int, libraries: dict[str, Path]) -> None:
-    """The simulated library fails an operation: its work names a number and says the library's own words.
+    """The simulated library fails an operation. Its Work's error has a number and the library's text.
 
-    With others under way, the error may be seen at one of those.
+    If other operations are in flight, the error may be detected at one of them.
     """
     more = environment(vendor, libraries, SAGELLM_SIM_ERROR_AT=str(before + 1))
     with launch(asynchronous_error, 2, vendor, before, env=more) as job:
@@ -673,7 +679,7 @@ def without_library(ctx: Context) -> None:
 
 
 def test_without_a_library_tensors_go_through_host_memory_and_the_reason_says_what_was_tried() -> None:
-    """Nothing is silently slower."""
+    """A slow path is always reported."""
     run_fresh(without_library, 2)
 
 
@@ -687,7 +693,7 @@ def named_library(ctx: Context) -> None:
 
 
 def test_a_library_that_is_named_and_missing_is_an_error() -> None:
-    """A user who names a library gets that one or an error."""
+    """A user who names a library gets this library or an error."""
     run_fresh(named_library, 2)
 
 
@@ -704,7 +710,7 @@ def measured(ctx: Context, vendor: str) -> dict[str, Any]:
     words = ["--quick", "--ops", "all_reduce,all_gather_into_tensor,barrier", "--sizes", "8,64KiB", "--many", "10"]
     arguments = gpu.parse_args([*words, "--rounds", "2", "--budget", "0.02"])
     arguments.device = name
-    # The other backend cannot serve this device, so this one stands for it.
+    # The other backend cannot serve this device, so this package's backend takes its place.
     options = {"backend": ctx.backend, "pg_options": torch_sagellm.Options(vendor=vendor)}
     groups = {label: dist.new_group(**options) for label in ("sagellm", gpu.THEIRS, gpu.CONTROL)}
     single, many = gpu.measure_all(arguments, groups)
@@ -717,7 +723,8 @@ def measured(ctx: Context, vendor: str) -> dict[str, Any]:
 
 
 def test_the_benchmark_of_devices_runs_and_checks_its_results(libraries: dict[str, Path]) -> None:
-    """`benchmarks/gpu.py` but for the other backend: every form, right results, whole tables. Nothing is timed here."""
+    """`benchmarks/gpu.py` without the other backend: every form, correct results, complete tables. Nothing is timed
+    here."""
     (found,) = run_fresh(measured, 1, "nccl", env=environment("nccl", libraries))
     cases = [("all_reduce", 8), ("all_reduce", 64 << 10), ("all_gather_into_tensor", 8)]
     cases += [("all_gather_into_tensor", 64 << 10), ("barrier", 0), ("broadcast", 4096)]

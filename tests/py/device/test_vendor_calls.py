@@ -1,6 +1,6 @@
 """Side effects and requirements of a call: the thread's device, memory, names, captures, signals, messages to oneself.
 
-Over the simulators, which refuse what a library would only be hurt by; nothing here says anything about real hardware.
+The simulators refuse what would only damage a real library. Nothing here says anything about real hardware.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def synchronous_memory(ctx: Context, vendor: str, native: bool) -> None:
     deadline = time.monotonic() + 20
     before = device.blocks() + 1
     while device.blocks() < before and time.monotonic() < deadline:
-        # Until what an earlier asynchronous end has left is emptied as well.
+        # Waits until the memory that an earlier asynchronous call held has been released.
         before = device.blocks()
         time.sleep(0.1)
     before = device.blocks()
@@ -231,7 +231,7 @@ def barrier_on_two_devices(ctx: Context) -> None:
 
 
 def test_a_barrier_comes_behind_collectives_on_other_devices(libraries: dict[str, Path]) -> None:
-    """A rank with two devices has one order."""
+    """A rank with two devices has one order of operations."""
     run_fresh(barrier_on_two_devices, 2, env=environment("nccl", libraries))
 
 
@@ -261,7 +261,7 @@ def does_not_block(ctx: Context) -> None:
 
 
 def test_a_variable_that_keeps_communicators_from_blocking_is_met(libraries: dict[str, Path]) -> None:
-    """NCCL_COMM_BLOCKING=0 has the last word in the library: every call is then waited for until it is done.
+    """NCCL_COMM_BLOCKING=0 overrides the option in the library, so every call must be polled until it is done.
 
     The simulator refuses every call on a communicator that is in progress.
     """
@@ -288,7 +288,8 @@ def joins_for_ever(ctx: Context, vendor: str) -> None:
 
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_a_signal_ends_the_joining_of_a_communicator_everywhere(vendor: str, libraries: dict[str, Path]) -> None:
-    """Ctrl-C at one rank: it raises there at once, and the other hears of it; the group's timeout is five minutes."""
+    """Ctrl-C on one rank raises there at once, and the other rank gets an error; the group's timeout is five
+    minutes."""
     env = environment(vendor, libraries, SAGELLM_SIM_INIT="hang", SAGELLM_SIM_TIMEOUT_MS="300000")
     with launch(joins_for_ever, 2, vendor, env=env) as job:
         for rank in range(2):
@@ -321,7 +322,7 @@ def without_rules(ctx: Context) -> None:
         found = getenv(variable)
         assert (found is not None) == (os.environ.get("SAGELLM_EXPLAIN") == "1"), (variable, found)
     assert ("protocol" in torch_sagellm.explain(work).choice) == (os.environ.get("SAGELLM_EXPLAIN") == "1")
-    # Too late: the simulated library has looked for its plugins with the first communicator.
+    # Too late: the simulated library has looked for its plug-ins when it created the first communicator.
     late = dist.new_group(pg_options=torch_sagellm.Options(vendor="nccl", algorithm="all_reduce:0-=ring"))
     value = torch.ones(10, device=name)
     dist.all_reduce(value, group=late)
@@ -331,7 +332,8 @@ def without_rules(ctx: Context) -> None:
 
 @pytest.mark.parametrize("explains", [False, True])
 def test_the_environment_is_left_alone_until_a_plugin_is_wanted(explains: bool, libraries: dict[str, Path]) -> None:
-    """No rule for NCCL and no SAGELLM_EXPLAIN: torch's own NCCL and child processes hear nothing of us."""
+    """Without a rule for NCCL and without SAGELLM_EXPLAIN, torch's own NCCL and child processes see no variables of
+    ours."""
     more = {"SAGELLM_EXPLAIN": "1"} if explains else {}
     env = environment("nccl", libraries, SAGELLM_LOG="warning", **more)
     with launch(without_rules, 2, env=env) as job:
@@ -362,7 +364,7 @@ def floats_of_8_bits(ctx: Context, vendor: str, combines: bool) -> None:
         assert value.cpu().float().tolist() == [1.5, -3.0, 6.0, 24.0], value.cpu()
         text = expect_raises(ValueError, lambda value=value: dist.all_reduce(value, op=dist.ReduceOp.BAND))
         assert "BAND" in text, text
-    # On the CPU nothing has changed.
+    # The CPU still refuses such sums.
     text = expect_raises(ValueError, lambda: dist.all_reduce(torch.ones(4).to(torch.float8_e5m2)))
     assert "only moved" in text, text
     dist.destroy_process_group()
@@ -372,7 +374,7 @@ def floats_of_8_bits(ctx: Context, vendor: str, combines: bool) -> None:
 def test_floats_of_8_bits_are_combined_where_the_library_can(
     vendor: str, version: int, libraries: dict[str, Path]
 ) -> None:
-    """NCCL since 2.24; the others refuse, with what to do."""
+    """NCCL supports them since 2.24. The other libraries refuse them with advice."""
     env = environment(vendor, libraries, SAGELLM_SIM_NCCL_VERSION=str(version or 23007))
     run_fresh(floats_of_8_bits, 2, vendor, version >= 22400, env=env)
 
@@ -390,10 +392,10 @@ def factor_on_the_device(ctx: Context, vendor: str) -> None:
         factor = torch.zeros(1, device=name, dtype=factor_dtype)
         value = torch.ones(16, device=name, dtype=dtype).mul_(ctx.rank + 1)
         with device.held():
-            # The number is made on the stream, after the host has gone on.
+            # A kernel on the stream writes the number after the host has continued.
             factor.fill_(3)
             if vendor == "nccl" and dtype.is_floating_point and factor_dtype == dtype:
-                # torch's own operators cannot be asked here: the device runs some of them on the host.
+                # torch's own operators cannot be tested here, because the device runs some of them on the host.
                 dist.all_reduce(value, op=dist._make_nccl_premul_sum(factor))
                 asked = True
             else:
@@ -406,7 +408,8 @@ def factor_on_the_device(ctx: Context, vendor: str) -> None:
 
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_a_factor_on_the_device_is_read_there(vendor: str, libraries: dict[str, Path]) -> None:
-    """PREMUL_SUM by a tensor of the device: the host does not wait for its number, so a capture holds it, too."""
+    """PREMUL_SUM with a factor on the device: the host does not wait for the number, so a capture can contain the
+    call."""
     run_fresh(factor_on_the_device, 2, vendor, env=environment(vendor, libraries))
 
 
@@ -436,7 +439,8 @@ def to_oneself(ctx: Context, vendor: str) -> None:
     holds(second, 10 * (rank + 1))
     if n > 1:
         holds(theirs, 2 * ((rank - 1) % n + 1))
-    # What does not belong together is refused before anything is sent, and so is one outside of a batch.
+    # A send to itself without its receive, and a message to itself outside of a batch, are refused before anything is
+    # sent.
     lonely = [dist.P2POp(dist.isend, mine, rank)]
     text = expect_raises(ValueError, lambda: [work.wait() for work in dist.batch_isend_irecv(lonely)])
     assert "itself" in text and "4000" in text, text
@@ -449,5 +453,5 @@ def to_oneself(ctx: Context, vendor: str) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_a_batch_may_hold_messages_to_oneself(vendor: str, world_size: int, libraries: dict[str, Path]) -> None:
-    """They are copies inside the device, in the order of the list."""
+    """Such messages are copies inside the device, matched in the order of the list."""
     run_fresh(to_oneself, world_size, vendor, env=environment(vendor, libraries))

@@ -1,6 +1,6 @@
-"""Operations that get stuck inside a vendor's library, works that are aborted, and how long works took.
+"""Operations that hang inside a vendor's library, Works that are aborted, and durations of Works.
 
-Over simulators, one of whose operations hangs where the variable SAGELLM_SIM_HANG_AT says so.
+The simulators hang in the operation whose number is in the variable SAGELLM_SIM_HANG_AT.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from simulated import VENDORS, environment, exit_code, start
 #: The first test builds the simulators, which takes minutes on a busy machine; every job has its own deadline.
 pytestmark = pytest.mark.timeout(900)
 
-#: Seconds until an operation fails that a rank has not issued.
+#: Timeout in seconds of an operation that one rank does not issue.
 ABSENT = 8
-#: The same on ranks that have to hear of it from the rank whose deadline passes first.
+#: The same on ranks that must get the error from the rank whose deadline passes first.
 LATER = 600
-#: Works are waited for on the host no longer than this, in seconds; a test that comes near it has failed.
+#: Longest wait for a Work on the host, in seconds. A test that comes near it has failed.
 PATIENCE = 40
 
 
@@ -53,7 +53,7 @@ def hangs_inside(ctx: Context, vendor: str, hanging: list[int], leaves: bool) ->
     text, took = error_of(work)
     later = expect_raises(RuntimeError, lambda: dist.all_reduce(value))
     ctx.tell((name, text, took, later))
-    ctx.listen()  # a rank that ends would be the other's reason
+    ctx.listen()  # if this rank exited, the other rank would report that instead
     if leaves:
         dist.destroy_process_group()
 
@@ -63,14 +63,14 @@ def hangs_inside(ctx: Context, vendor: str, hanging: list[int], leaves: bool) ->
 def test_what_hangs_inside_the_library_fails_at_the_groups_timeout(
     vendor: str, hanging: list[int], leaves: bool, libraries: dict[str, Path]
 ) -> None:
-    """The error names operation, number and device, blames no rank, and is the group's; the processes end."""
+    """The error names operation, number and device, but no rank, and fails the group. The processes exit."""
     # The library itself would hang for far longer than the test waits.
     env = environment(vendor, libraries, SAGELLM_SIM_HANG_AT="2", SAGELLM_SIM_TIMEOUT_MS="300000")
     with launch(hangs_inside, 2, vendor, hanging, leaves, env=env) as job:
         for rank in range(2):
             name, text, took, later = job.hear(rank)
             assert f"Timed out after 3.0 s in all_reduce number 2 on {name}:0" in text, text
-            # Its own look, or that of the other rank, whose deadline passed first.
+            # Either this rank's own check, or that of the other rank, whose deadline passed first.
             issued = {each: f"rank {each} (pid {job.pid(each)}) has issued it" for each in range(2)}
             other = f"(reported by rank {1 - rank})" in text
             assert issued[rank if other else 1 - rank] in text, text
@@ -84,8 +84,8 @@ def test_what_hangs_inside_the_library_fails_at_the_groups_timeout(
 
 
 def absent(ctx: Context, vendor: str, hosts: list[str] | None = None, first: int | None = None) -> None:
-    """Rank 1 does not issue what the others wait for. ``hosts``: rank 0 is alone on the first. ``first``: the one whose
-    deadline passes, long before those of the others."""
+    """Rank 1 does not issue the operation that the others wait for. ``hosts``: rank 0 is alone on the first host.
+    ``first``: the rank whose deadline passes long before those of the others."""
     if hosts:
         with open("/proc/self/ns/net") as home:
             net.enter(hosts[min(ctx.rank, 1)])
@@ -115,7 +115,8 @@ def absent(ctx: Context, vendor: str, hosts: list[str] | None = None, first: int
 def test_a_rank_that_has_not_issued_an_operation_is_named_with_its_line(
     vendor: str, over_hosts: bool, ranks: int, libraries: dict[str, Path], request: pytest.FixtureRequest
 ) -> None:
-    """On every rank that waits, within a tenth of the deadline; also where it is asked through the store."""
+    """Every rank that waits gets the error within a tenth of the deadline, even if rank 1 is asked through the
+    store."""
     env = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000")
     names = request.getfixturevalue("hosts") if over_hosts else None
     if over_hosts:
@@ -131,7 +132,7 @@ def test_a_rank_that_has_not_issued_an_operation_is_named_with_its_line(
 
 
 def names_the_sleeper(job: Job, text: str) -> None:
-    """Where the ranks see each other's processes, the host is left out."""
+    """If the ranks see each other's processes, the text has no host name."""
     assert re.search(rf"rank 1 \(pid {job.pid(1)}(, host [\w.-]+)?\) has not entered it", text), text
     assert f"and it is at {__file__}:{line_in(__file__, 'mark: asleep here')} in absent" in text, text
 
@@ -142,7 +143,8 @@ def names_the_sleeper(job: Job, text: str) -> None:
 def test_the_rank_whose_deadline_passes_first_tells_the_others_who_is_missing(
     vendor: str, over_hosts: bool, first: int, libraries: dict[str, Path], request: pytest.FixtureRequest
 ) -> None:
-    """It ends its communicators, which the other waiting rank's library reports long before that one's deadline."""
+    """The first rank aborts its communicators. The other waiting rank's library reports that long before its own
+    deadline."""
     env = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000")
     names = request.getfixturevalue("hosts") if over_hosts else None
     if over_hosts:
@@ -163,7 +165,7 @@ def aborts(ctx: Context, vendor: str, waits: bool) -> None:
     holds(value, 2)
     if ctx.rank == 1:
         ctx.tell("past the first operation")
-        ctx.listen()  # never issues what rank 0 has under way
+        ctx.listen()  # never issues what rank 0 has in flight
         os._exit(0)
     ctx.listen()
     work = dist.all_reduce(value, async_op=True)
@@ -196,10 +198,10 @@ def aborts(ctx: Context, vendor: str, waits: bool) -> None:
 @pytest.mark.parametrize("waits", [True, False], ids=["waited_for", "not_waited_for"])
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_an_abort_ends_what_is_under_way(vendor: str, waits: bool, libraries: dict[str, Path]) -> None:
-    """The waiting work fails at once and not at the deadline, although the peer lives and has not issued it."""
+    """The waiting Work fails at once and not at the deadline, although the peer lives and has not issued it."""
     env = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000")
     with launch(aborts, 2, vendor, waits, env=env) as job:
-        # An abort fails what a peer still waits for.
+        # An abort fails operations that a peer still waits for, so the peer must have passed the first one.
         assert job.hear(1, PATIENCE) == "past the first operation"
         job.say(0, "go")
         text, took, later = job.hear(0, PATIENCE)
@@ -231,7 +233,7 @@ def timed(ctx: Context, vendor: str) -> None:
     assert "enable_collectives_timing" in expect_raises(RuntimeError, work._get_duration), "it was issued before"
     begin = time.monotonic()
     work = waited_for()
-    # The library was at work within this time, and no shorter than it is told to be.
+    # The library ran within this time, and took no less time than the simulator is set to.
     took = 1000 * (time.monotonic() - begin)
     assert SLOW_MS <= work._get_duration() <= took, (work._get_duration(), took)
     holds(value, 8)
@@ -241,7 +243,7 @@ def timed(ctx: Context, vendor: str) -> None:
 @pytest.mark.skipif(not TIMES_WORKS, reason="this torch times works of nccl alone")
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_durations_are_those_of_the_device(vendor: str, libraries: dict[str, Path]) -> None:
-    """With timing enabled a work says how many milliseconds the library needed; before that it is refused."""
+    """With timing enabled, a Work reports the library's time in milliseconds. Before that, the query is refused."""
     run_fresh(timed, 2, vendor, env=environment(vendor, libraries, SAGELLM_SIM_SLOW_US=str(1000 * SLOW_MS)))
 
 
@@ -264,5 +266,5 @@ def added_to_timeouts(ctx: Context, vendor: str) -> None:
 
 @pytest.mark.skipif(not torch_at_least(2, 15), reason="this torch has it for nccl alone")
 def test_an_ephemeral_timeout_counts_for_calls_on_a_device(libraries: dict[str, Path]) -> None:
-    """Until the first call after it has ended."""
+    """The addition counts until the first later call has ended."""
     run_fresh(added_to_timeouts, 2, "nccl", env=environment("nccl", libraries))

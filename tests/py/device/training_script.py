@@ -1,6 +1,7 @@
 """An ordinary program for torchrun: some steps of DDP on the CPU or on the device of a simulated vendor.
 
-The device is installed first, which a vendor's package does at its import; nothing else in it knows of a simulation.
+It installs the device first, as the import of a vendor's package would. The rest of the program does not know that the
+device is simulated.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ STEPS = 5
 
 
 def main() -> None:
-    """Trains, and prints this rank's losses to the last bit, and what carried an all_reduce of the device's tensors."""
+    """Trains. Prints this rank's losses with all bits, and the carrier of an all_reduce of device tensors."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", required=True)
     parser.add_argument("--streams", help="whose streams the simulated device has")
@@ -48,7 +49,7 @@ def main() -> None:
     path = torch_sagellm.explain(work).path
     staged = torch_sagellm.get_stats()["host_staged_count"]
     dist.destroy_process_group()
-    # One write a rank, so that no line has two beginnings.
+    # One write per rank, so that lines of two ranks do not mix.
     print(f"\nrank {rank} losses {' '.join(losses)}\nrank {rank} staged {staged} by {path}", flush=True)
 
 
