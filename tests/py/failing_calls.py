@@ -1,4 +1,4 @@
-"""Calls that fail on a device, or are the first of their sort: bodies for `tests/py/device` and `tests/py/gpu`."""
+"""Calls that fail on a device, or are the first of their sort: test bodies for `tests/py/device` and `tests/py/gpu`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ WAYS: list[Way] = [sync, waited, not_waited, future, listed, batch]
 
 
 def use(way: Way, name: str, group: Any = None) -> tuple[bool, str]:
-    """What a program does with results. Whether it came to use them, and the error that it got."""
+    """Uses a call's results like a program does. Returns whether the results were used, and the text of the error."""
     reached, text = False, ""
     try:
         try:
@@ -64,20 +64,21 @@ def use(way: Way, name: str, group: Any = None) -> tuple[bool, str]:
         except RuntimeError as error:
             text = str(error)
             nobody_calls_again(0.3)
-    except dist.DistBackendError as error:  # HCCL's streams raise by themselves; ours comes in the handler then
+    # HCCL's streams raise errors themselves, and ours is then raised in the handler.
+    except dist.DistBackendError as error:
         text = str(error)
     return reached, text
 
 
 def nobody_calls_again(seconds: float) -> None:
-    """Runs bytecode for a while: an exception that is still to come would come here."""
+    """Runs bytecode for a while, so that a pending exception would be raised here."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         time.sleep(0.01)
 
 
 def firsts(rank: int, name: str, group: Any) -> dict[str, Callable[[], torch.Tensor | None]]:
-    """A first call of each sort in a group of two; its result is all ones, or twos where numbers are added."""
+    """A first call of each sort in a group of two ranks. Its result is all ones, or all twos if the call adds."""
     ones, two = torch.ones(4, device=name), torch.ones(8, device=name)
 
     def also(out: torch.Tensor | None, call: Any, *args: Any, **more: Any) -> Callable[[], torch.Tensor | None]:

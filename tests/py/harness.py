@@ -1,13 +1,13 @@
 """Runs test functions on several ranks, each a real process, and returns the result of each rank.
 
 `run_ranks(fn, 2, ...)` calls `fn(context, ...)` on two ranks of a live default group and returns their values. Ordinary
-tests share one pool of processes. `launch(fn, 3, ...)` starts fresh processes, for tests that kill, stop or exit ranks;
-it gives a `Job` whose every wait has a limit. All ranks are forks of one zygote that has imported torch.
+tests share one pool of processes. `launch(fn, 3, ...)` starts fresh processes, for tests that kill, stop or exit ranks,
+and returns a `Job` whose every wait has a limit. All ranks are forks of one zygote that has imported torch.
 
-Programs and commands are started by `run_script`, as a user starts them. `torchrun`, and other callers that ask for it,
-start them *warm*: in a fork that has imported torch and is otherwise equal to a fresh interpreter (`warm.py`). Some
-tests start a cold interpreter: tests of an import, of signals to a program and of its parent, and one test of each
-other kind. These are torchrun of an example (`test_examples.COLD`), of a script (`test_ddp_script[1]`) and of a failing
+Programs and commands are started by `run_script`, as a user starts them. `torchrun`, and other callers on request,
+start them *warm*: in a fork that has imported torch and otherwise equals a fresh interpreter (`warm.py`). Some tests
+start a cold interpreter: tests of an import, of signals to a program and of its parent, and one test of each other
+kind. These are torchrun of an example (`test_examples.COLD`), of a script (`test_ddp_script[1]`) and of a failing
 script, `doctor` with its ranks (`test_doctor_lets_two_ranks_talk`), and the first program and the first command of the
 pages (`test_docs`).
 
@@ -116,8 +116,8 @@ class Context:
         operations: timedelta | None = None,
         **options: Any,
     ) -> None:
-        """Makes the default group of this job's ranks. `operations` is the timeout after the group was made, for tests
-        in which it elapses: on a busy machine the ranks need longer than that to meet."""
+        """Creates the default group of this job's ranks. `operations` is the timeout after the creation, for tests in
+        which it elapses. On a busy machine the ranks need longer than that to create the group."""
         options.setdefault("backend", self.backend)
         options.setdefault("rank", self.rank)
         options.setdefault("world_size", self.world_size)

@@ -279,7 +279,7 @@ def path_taken(ctx: Context, device: str, vendor: str) -> None:
     told = torch_sagellm.explain(work)
     assert told.reason == "vendor" and vendor in told.path.lower() and told.sequence == 1, told
     assert not told.staged, told
-    assert "table" not in str(told), told  # there is none for a library
+    assert "table" not in str(told), told  # a library has no decision table
     tensor = torch.full((10,), ctx.rank + 1, device=device, dtype=torch.int16)
     work = dist.all_reduce(tensor, dist.ReduceOp.BOR, async_op=True)
     work.wait()

@@ -91,12 +91,12 @@ def cold_because(words: list[str], known: dict[str, Any]) -> str | None:
 def _is_passed_on(fd: int) -> bool:
     try:
         return os.get_inheritable(fd)
-    except OSError:  # the list's own, which is closed by now
+    except OSError:  # the descriptor of the listing, which is closed by now
         return False
 
 
 def client(folder: str, words: list[str]) -> NoReturn:
-    """Makes the server run the program, and ends as the program ends."""
+    """Makes the server run the program, and ends with the program's exit status or signal."""
     with open(os.path.join(folder, "known.json")) as file:
         known = json.load(file)
     if cold_because(words, known):
@@ -169,7 +169,7 @@ def serve(folder: str, package: str, python: str) -> dict[str, Any]:
     while True:
         readable, _, _ = select.select([0, listener], [], [])
         if 0 in readable:
-            os._exit(0)  # no process writes into it, so this is its end
+            os._exit(0)  # no process writes to stdin, so it is readable only at its end
         door, _ = listener.accept()
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
