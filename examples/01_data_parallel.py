@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Data parallel: every rank has the whole model and a part of each batch; torch averages the gradients.
+"""Data parallel: every rank has the whole model and a part of each batch, and torch averages the gradients.
 
     torchrun --standalone --nproc-per-node=2 examples/01_data_parallel.py
 
-The only line that is about this package is the name in `init_process_group`. The check trains the same model on one
-process with the whole batches: both end with the same parameters.
+Only the name in `init_process_group` is specific to this package. The check trains the same model on one process with
+the whole batches: the parameters must be equal at the end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_sagellm
 
 STEPS = 20
-BATCH = 32  # of one rank
+BATCH = 32  # samples per rank
 
 
 def make_model() -> nn.Module:
@@ -32,7 +32,8 @@ def batch(step: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(model: nn.Module, ranks: int, mine: slice) -> list[float]:
-    # Plain SGD: Adam divides by the size of the gradient, which makes a difference in its last bit a visible one.
+    # Plain SGD, because Adam divides by the size of the gradient, so a difference in the gradient's last bit would
+    # become visible.
     optimizer = torch.optim.SGD(model.parameters(), lr=2e-3, momentum=0.9)
     losses = []
     for step in range(STEPS):

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Fusion: many small tensors are summed one by one, asynchronously, and as one list.
+"""Fusion: sums many small tensors one by one, asynchronously, and as one list.
 
     torchrun --standalone --nproc-per-node=2 examples/02_fusion.py
 
-Asynchronous calls need no change to be fused; a list saves the cost of the single calls as well. docs/fusion.md says
-when operations are fused. The check is the sum that every rank can compute by itself.
+Asynchronous calls are fused without a change to the program. A list also saves the cost of the single calls.
+docs/fusion.md says when operations are fused. Each rank checks the sums, which it can compute alone.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def as_a_list(tensors: list[torch.Tensor]) -> None:
 
 
 def with_a_buffer(tensors: list[torch.Tensor]) -> None:
-    """Through a buffer, for programs that produce their tensors one after the other."""
+    """Uses a fusion buffer, for programs that produce their tensors one after the other."""
     comm = torch_sagellm.create_comm_backend()
     buffer = torch_sagellm.CommFusionBuffer(max_size_mb=1)
     for tensor in tensors:
@@ -55,7 +55,7 @@ def with_a_buffer(tensors: list[torch.Tensor]) -> None:
 
 
 def measure(way: Callable[[list[torch.Tensor]], None], rank: int, ranks: int) -> float:
-    """The median time of one round in microseconds; every result is checked."""
+    """Checks every result. Returns the median time of one round in microseconds."""
     times = []
     for _ in range(ROUNDS):
         tensors = tensors_of(rank)

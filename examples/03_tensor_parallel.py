@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Tensor parallel: each rank holds a part of every layer's weights; a small GPT generates text over all ranks.
+"""Tensor parallel: each rank holds a part of every layer's weights, and a small GPT generates text over all ranks.
 
     torchrun --standalone --nproc-per-node=2 examples/03_tensor_parallel.py
 
-It takes the weights that the demo writes (`make demo`, or --weights FILE), and random ones where there are none. The
-check is the whole model on one process: it gives the same logits and the same text. Heads and width must be multiples
-of the number of ranks: 12 heads where the weights are random, 6 in those of the demo.
+The program reads the weights that the demo writes (`make demo`, or --weights FILE); without them it uses random
+weights. The check runs the whole model on one process, which must give the same logits and the same text. The numbers
+of heads and of features must be multiples of the number of ranks: random weights have 12 heads, the demo's weights 6.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ PROMPT = b"import os\n\n\ndef read_lines(path):\n"
 
 
 class ParallelBlock(nn.Module):
-    """A layer of the demo's model of which each rank computes some of the heads and some of the hidden features.
+    """A layer of the demo's model in which each rank computes some of the heads and some of the hidden features.
 
-    Two all_reduces for each layer: the row layers sum the ranks' results of the column layers.
+    Each layer needs two all_reduces: the row layers sum the ranks' results of the column layers.
     """
 
     def __init__(self, block: Block) -> None:
@@ -37,7 +37,7 @@ class ParallelBlock(nn.Module):
         dim = block.out.in_features
         self.heads, self.size = block.heads // ranks, dim // block.heads
         self.norm1, self.norm2 = block.norm1, block.norm2
-        # q, k and v lie one below the other in the weights: each rank takes its heads of each of them.
+        # The weight rows of q, k and v follow each other. Each rank keeps the rows of its heads from each of them.
         part = dim // ranks
         rows = torch.cat([torch.arange(part) + third * dim + rank * part for third in range(3)])
         self.qkv = nn.Linear(dim, 3 * part)
@@ -56,7 +56,7 @@ class ParallelBlock(nn.Module):
 
 
 def parallel_form(model: Gpt, config: Config) -> Gpt:
-    """The same model with its layers split over the ranks; embeddings and norms are whole on every rank."""
+    """The same model with its layers split over the ranks. Every rank has the whole embeddings and norms."""
     made = Gpt(config)
     made.load_state_dict(model.state_dict())
     made.blocks = nn.ModuleList(ParallelBlock(block) for block in model.blocks)
@@ -115,7 +115,7 @@ def main() -> None:
         where = arguments.weights if arguments.weights.is_file() else "random weights (make demo trains better ones)"
         print(f"{where}: {count[0]} parameters in the layers, {count[1]} of them on each of {ranks} ranks")
         print(f"{stats['all_reduce_count'] / arguments.count:.0f} all_reduces for each byte; the text:")
-        # Random weights give random bytes, which no terminal should be sent as they are.
+        # Random weights give random bytes, which could contain control characters for the terminal.
         print(text.decode() if text.isascii() and arguments.weights.is_file() else text)
         print("the whole model on one process says the same")
     dist.destroy_process_group()

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Pipeline parallel: each rank has some of the layers; micro-batches go from stage to stage and gradients come back.
+"""Pipeline parallel: each rank has some of the layers. Micro-batches travel forward from stage to stage, and gradients
+travel back.
 
     torchrun --standalone --nproc-per-node=2 examples/04_pipeline.py
 
-All micro-batches go forward first, then all backward (the schedule of GPipe). The check is the whole model on one
-process: each stage gets the same gradients.
+All micro-batches run forward first, then all run backward (the schedule of GPipe). The check runs the whole model on
+one process: each stage must have the same gradients.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import nn
 import torch_sagellm
 
 WIDTH = 32
-SAMPLES = 8  # of one micro-batch
+SAMPLES = 8  # samples per micro-batch
 MICRO_BATCHES = 4
 
 
@@ -29,7 +30,8 @@ def stages(count: int) -> list[nn.Module]:
 def run_stage(
     stage: nn.Module, groups: torch_sagellm.ProcessGroupManager, data: torch.Tensor, targets: torch.Tensor
 ) -> float:
-    """All micro-batches through this rank's stage and back; the loss on the last stage, 0 elsewhere."""
+    """Runs all micro-batches forward and backward through this rank's stage. Returns the loss on the last stage, 0 on
+    others."""
     inputs, outputs, loss = [], [], 0.0
     for each in data.chunk(MICRO_BATCHES):
         if groups.pp_is_first_stage:

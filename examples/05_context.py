@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Context parallel: each rank has a part of a long sequence; two ways to attention over all of it.
+"""Context parallel: each rank has a part of a long sequence. Shows two ways to compute attention over the whole
+sequence.
 
     torchrun --standalone --nproc-per-node=2 examples/05_context.py
 
-In the ring the blocks of keys and values go around while each rank keeps its queries; memory stays that of a part. In
-the exchange of tokens an all_to_all gives each rank all tokens of some of the heads, and another one brings the
-results back. The check is attention over the whole sequence on one process. The exchange needs as many heads as ranks,
-or a multiple.
+In the ring, blocks of keys and values travel around while each rank keeps its queries, so a rank needs memory for one
+part only. In the exchange of tokens, an all_to_all gives each rank all tokens of some of the heads, and another
+all_to_all returns the results. The number of heads must then be a multiple of the number of ranks. The check computes
+attention over the whole sequence on one process.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from torch.nn import functional
 
 import torch_sagellm
 
-TOKENS = 256  # of one rank
-HEADS = 12  # a multiple of 2, 3, 4 and 6 ranks
+TOKENS = 256  # tokens per rank
+HEADS = 12  # a multiple of 2, 3, 4 and 6, so that it works with as many ranks
 SIZE = 16
 
 
 def ring_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Causal attention of this rank's queries (tokens, heads, size) over the keys and values of all ranks.
 
-    Each block's scores are combined with those before by their largest score and the sum of the exponentials.
+    Combines each block's scores with those of earlier blocks by the largest score and the sum of the exponentials.
     """
     me, scale = dist.get_rank(), 1 / math.sqrt(SIZE)
     largest = query.new_full((HEADS, TOKENS, 1), -math.inf)
@@ -37,7 +38,7 @@ def ring_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
     later = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
     for source, (keys, values) in torch_sagellm.ring_exchange([key, value]):
         if source > me:
-            continue  # all of them lie after this rank's tokens
+            continue  # all tokens of this block come after this rank's tokens
         scores = torch.einsum("qhs,khs->hqk", query, keys) * scale
         if source == me:
             scores = scores.masked_fill(later, -math.inf)

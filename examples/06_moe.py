@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Mixture of experts: experts live on different ranks; tokens travel to theirs and the results come back.
+"""Mixture of experts: each rank has some of the experts. Tokens travel to their experts, and the results travel back.
 
     torchrun --standalone --nproc-per-node=2 examples/06_moe.py
 
-A token goes to its two best experts. Without a capacity factor nothing is dropped; with one an expert takes no more
+A token uses its two best experts. Without a capacity factor no token is dropped; with one, an expert accepts no more
 than its share from each rank. The check runs all experts on one process.
 """
 
@@ -16,7 +16,7 @@ from torch import nn
 import torch_sagellm
 
 EXPERTS_A_RANK = 4
-TOKENS = 64  # of one rank
+TOKENS = 64  # tokens per rank
 WIDTH = 16
 CHOICES = 2
 
@@ -24,7 +24,7 @@ CHOICES = 2
 def forward(
     moe: torch_sagellm.MoEDispatcher, experts: list[nn.Module], tokens: torch.Tensor, scores: torch.Tensor
 ) -> tuple[torch.Tensor, torch_sagellm.Routing]:
-    """The layer over all ranks: (T, D) tokens of this rank and their scores (T, experts) to outputs (T, D)."""
+    """Runs the layer over all ranks: this rank's tokens (T, D) and their scores (T, experts) become outputs (T, D)."""
     weights, chosen = scores.softmax(1).topk(CHOICES)
     rows, routing = moe.dispatch(tokens, chosen)
     results = [expert(part) for expert, part in zip(experts, rows.split(routing.rows), strict=True)]
@@ -32,8 +32,8 @@ def forward(
 
 
 def plain(experts: list[nn.Module], tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """The same layer with all experts on this rank: every expert computes all tokens, and a token that did not choose
-    it has weight 0."""
+    """The same layer with all experts on this rank: every expert computes all tokens, and has weight 0 for tokens that
+    did not choose it."""
     weights, chosen = scores.softmax(1).topk(CHOICES)
     table = torch.zeros_like(scores).scatter(1, chosen, weights)
     return sum(table[:, [number]] * expert(tokens) for number, expert in enumerate(experts))
@@ -50,7 +50,7 @@ def main() -> None:
     mine = every[rank * EXPERTS_A_RANK : (rank + 1) * EXPERTS_A_RANK]
     generator = torch.Generator().manual_seed(10 + rank)
     tokens = torch.randn(TOKENS, WIDTH, generator=generator)
-    # The first expert is the favourite, so that the load is uneven.
+    # The first expert gets higher scores, so that the load is uneven.
     scores = torch.randn(TOKENS, len(every), generator=generator)
     scores[:, 0] += 1
 

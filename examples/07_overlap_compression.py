@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Overlap and compression: gradients travel while the backward pass goes on, in half of their bytes or less.
+"""Overlap and compression: gradients travel while the backward pass continues, in half of their bytes or less.
 
     torchrun --standalone --nproc-per-node=2 examples/07_overlap_compression.py
 
 The first part uses a scheduler: the output of each layer is summed over the ranks while the next layer computes. The
-second part trains with DistributedDataParallel and hooks that compress its buckets. The checks: the sums against
-gathered outputs, the errors against the bounds of docs/api.md, and the losses against training without compression.
+second part trains with DistributedDataParallel and hooks that compress its buckets. The checks compare the sums with
+gathered outputs, the errors with the bounds of docs/api.md, and the losses with training without compression.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WIDTH = 256
 
 
 def overlapped_layers(rank: int) -> None:
-    """Eight layers; each output is summed while the next layer computes."""
+    """Runs eight layers; each output is summed while the next layer computes."""
     torch.manual_seed(rank)
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(8)]
     inputs = torch.randn(512, WIDTH)
@@ -45,14 +45,15 @@ def overlapped_layers(rank: int) -> None:
 
 
 def error_of_one_call(rank: int, ranks: int) -> None:
-    """int8 is off by at most m / 254 for each addend and once for the sum, m the largest of a block of 256."""
+    """For each addend, and once more for the sum, int8 is wrong by at most m / 254, where m is the largest number of a
+    block of 256."""
     numbers = torch.randn(4096, generator=torch.Generator().manual_seed(rank))
     exact, packed = numbers.clone(), numbers.clone()
     dist.all_reduce(exact)
     torch_sagellm.compressed_all_reduce(packed, "int8")
     largest = numbers.view(-1, 256).abs().amax(1)
-    dist.all_reduce(largest)  # the sum over the ranks of each block's largest number
-    bound = (largest + largest) / 254 * 1.01  # the largest number of a sum is at most this, apart from rounding
+    dist.all_reduce(largest)  # for each block, the sum over the ranks of its largest number
+    bound = (largest + largest) / 254 * 1.01  # apart from rounding, the largest number of a sum is at most `largest`
     error = (packed - exact).view(-1, 256).abs().amax(1)
     assert (error <= bound).all(), (error / bound).max()
     if rank == 0:
@@ -60,11 +61,11 @@ def error_of_one_call(rank: int, ranks: int) -> None:
 
 
 def train(compression: str | None, rank: int) -> tuple[float, torch_sagellm.CompressionStats | None]:
-    """The last loss, as the mean of the ranks, and what the hook counted."""
+    """Returns the mean of the ranks' last losses, and the hook's counts."""
     torch.manual_seed(1)
     model = DistributedDataParallel(
         nn.Sequential(nn.Linear(16, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 1)),
-        bucket_cap_mb=0.1,  # several buckets: those of the last layers travel while the first ones compute
+        bucket_cap_mb=0.1,  # several buckets, so that those of the last layers travel while the first layers compute
     )
     hook = None if compression is None else torch_sagellm.CompressionHook(compression)
     if hook is not None:

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Failure and recovery: one rank is killed in the middle of the training; the others go on without it.
+"""Failure and recovery: one rank is killed in the middle of the training, and the other ranks continue without it.
 
     torchrun --standalone --nproc-per-node=3 examples/08_recovery.py
 
-A killed process ends the operations that need it on all other ranks in under a second. They find out who is left, get a
-group of these, copy the state of the lowest of them, and repeat the step. The check computes all steps on one
-process.
+When a process is killed, the operations that need it fail on all other ranks in less than a second. The survivors find
+out which ranks are left and get a group of these. They copy the state of the lowest rank and repeat the step. The check
+computes all steps on one process.
 
-torchrun itself ends all ranks as soon as one of its processes fails. So each process that it starts runs its rank as a
-child process, and reports success also where that child was killed on purpose.
+torchrun itself ends all ranks as soon as one of its processes fails. So each process that torchrun starts runs its rank
+as a child process, and reports success even if that child was killed on purpose.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def gradient(weights: torch.Tensor, step: int, worker: int) -> torch.Tensor:
 
 
 def plain(workers: int) -> torch.Tensor:
-    """All steps on one process; from the failure on it leaves out the gradients of the killed rank."""
+    """Computes all steps on one process. From the failure on, the killed rank's gradients do not count."""
     weights = torch.zeros(8)
     for step in range(STEPS):
         live = [worker for worker in range(workers) if step < FAILS_IN or worker != VICTIM]
@@ -57,7 +57,7 @@ def train(worker: int) -> torch.Tensor:
         except dist.DistBackendError as error:
             print(f"worker {worker}, after {time.monotonic() - began:.2f} s: {str(error).splitlines()[0]}", flush=True)
             torch_sagellm.recover()
-            # Ranks may have finished different steps when the failure came, so all continue from the state of one rank.
+            # Ranks may have completed different steps before the failure, so all continue from the state of one rank.
             state = torch.cat([weights, torch.tensor([float(step)])])
             dist.broadcast(state, 0)
             weights, step = state[:-1].clone(), int(state[-1])

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""A hang: one of three ranks does not come to a collective. What gloo says about it, and what this package says.
+"""A hang: one of three ranks does not call a collective. Shows the errors of gloo and of this package.
 
     torchrun --standalone --nproc-per-node=3 examples/09_hang.py
     torchrun --standalone --nproc-per-node=3 examples/09_hang.py --kind stop
     torchrun --standalone --nproc-per-node=3 examples/09_hang.py --kind skip
 
-`torch-sagellm demo hang` starts it without a checkout: the program is in the package
+`torch-sagellm demo hang` starts the program without a checkout, because it is in the package
 (torch_ext/torch_sagellm/demos/hang.py).
 """
 
