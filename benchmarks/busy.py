@@ -86,7 +86,7 @@ def one_start(args: argparse.Namespace, beside: int) -> tuple[int, list[Result]]
 
 
 def kept(results: list[Result]) -> list[Result]:
-    """The part of a start's results that the table needs: two quantiles of each cell."""
+    """The part of a start's results that the table needs: the 10th percentile and the median of each cell."""
     cells = ("p10", "median")
     return [
         {**row, "times": {label: {cell: timed[cell] for cell in cells} for label, timed in row["times"].items()}}
@@ -109,7 +109,7 @@ def show(ratios: list[tuple[float, float]]) -> str:
 
 
 def markdown(whole: Result) -> str:
-    """A table for each number of computing processes; below it the cells in which gloo was faster in any start."""
+    """A table for each number of computing processes, followed by the cells in which gloo was faster in any start."""
     machine = whole["machine"]
     parts = [
         f"{machine['cpu']}, {machine['cores']} cores, {whole['ranks']} ranks, {whole['date']}. gloo's time over the "

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 Run = dict[str, Any]
-#: The lines and their quantiles: gloo's good case and our usual one, as in the tables.
+#: The curves and their quantiles: gloo's 10th percentile and our median, as in the tables.
 LINES = (
     ("gloo", "p10", "gloo, 10th percentile"),
     ("sagellm", "median", "sagellm, median"),

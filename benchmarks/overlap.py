@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Draws when layers compute and when their sums are in flight: in turn, and with ``torch_sagellm.OverlapScheduler``.
 
-There are two ranks on two hosts, which are network namespaces with a link of a chosen speed between them (needs root),
-or without `--rate` two ranks on this host. Both ways run in turns, three times after a warm-up. The picture shows the
-run with the median time of each way, and says if the machine was busy. Communication times are from the trace that
+With `--rate` the two ranks are on two hosts, which are network namespaces with a link of that speed between them (needs
+root). Without it both ranks are on this host. The two ways take turns, three times after a warm-up. The picture shows
+each way's run with the median time, and says if the machine was busy. Communication times are from the trace that
 ``torch_sagellm.write_trace`` writes; computation is measured around the layers.
 
     python benchmarks/overlap.py --rate 50mbit --into docs/overlap.svg
@@ -31,7 +31,7 @@ from torch import nn
 import torch_sagellm
 
 LAYERS, WIDTH, ROWS, TURNS = 6, 512, 512, 3
-#: What a rank did, its begin and its end, in milliseconds since the start of the turn.
+#: What a rank did, and when it began and ended, in milliseconds since the start of the turn.
 Span = tuple[str, float, float]
 
 

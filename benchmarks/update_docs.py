@@ -4,7 +4,8 @@
 python benchmarks/update_docs.py
 
 Each table replaces the text between `<!-- table: NAME -->` and `<!-- end -->`. The table of the goals reads every run.
-The other tables show the newest run of each machine for their question: after a new run, change its name below.
+Each of the other tables shows the newest run of each machine for its question. After a new run, change the run's name
+below.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ HOSTS = [
     f"{EPYC}/hosts-00001111-1ms-series", f"{EPYC}/hosts-00001111-1ms", f"{XEON}/hosts-00001111-1ms",
     f"{EPYC}/hosts-0011-1gbit", f"{EPYC}/hosts-0101-1gbit",
 ]  # fmt: skip
-#: Unlike the others, this is not one run of the ranks but many starts of them.
+#: This file has many starts of the ranks; the other files have one run each.
 BUSY = "2026-11-25-amd-epyc-2c/busy"
 LEADERS = [f"{EPYC}/columns-0011-10gbit-direct", f"{EPYC}/columns-0011-1gbit-direct"]
 
 KiB, MiB = 1 << 10, 1 << 20
-# The case (each rank's host or the number of ranks, link, operation, bytes): how many times as fast it must be, by the
-# median, and the backend to compare with.
+# Key: the ranks (their number, or each rank's host), link, operation and bytes. Value: how many times faster than the
+# named backend our median must be.
 GOALS: dict[tuple[str, str, str, int], tuple[float, str]] = {
     ("2", "", "all_reduce", 8): (30, "gloo"),
     ("2", "", "all_reduce", 4 * KiB): (30, "gloo"),
@@ -145,7 +146,7 @@ def against_unfused(row: Run) -> float | None:
 
 
 def goals(runs: list[Run]) -> Table:
-    """Every run of every goal, so that no run hides another; a goal that was not measured keeps its row."""
+    """Every run of every goal, so that no run hides another. A goal without a measurement keeps its row."""
     columns = list(dict.fromkeys(map(machine_of, sorted(runs, key=lambda r: (machine_of(r), r["date"])))))
     table = [["what", "goal", *columns]]
     for case, (factor, rival) in GOALS.items():
@@ -179,7 +180,8 @@ def collectives(runs: list[Run]) -> Table:
                 continue
             cells = {}
             for row in (r for r in run["results"] if r["op"] == op):
-                # A barrier has no bytes, and the smallest all_gather of four ranks has 16.
+                # A barrier has no bytes, and the smallest all_gather of four ranks has 16 bytes; both are in the column
+                # of 8 bytes.
                 column = row["size"] if row["size"] > 16 else 8
                 cells[column] = f"{median(row, OURS)}, {noted(report.speedups(row)[OURS][0], row, control=True)}"
             table.append([str(run["ranks"]), op, *(cells.get(size, "-") for size in sizes)])
@@ -187,7 +189,7 @@ def collectives(runs: list[Run]) -> Table:
 
 
 def close(runs: list[Run]) -> Table:
-    """all_reduce and barrier, with the times that bound them and their noise."""
+    """all_reduce and barrier with their lower bounds and their noise."""
     head = ["ranks", "machine", "operation", "size", "sagellm median (p10, p99)", "no-op median", "gloo p10"]
     table = [[*head, "gloo p10 / median", "gloo p10 / p10", "A/A"]]
     for run in runs:
@@ -238,7 +240,7 @@ def hosts(runs: list[Run]) -> Table:
 
 
 def leaders(runs: list[Run]) -> Table:
-    """Large operations by all ranks of a host, by a second such group, and by one leader for each host."""
+    """Large operations by all ranks of a host, by a second such group, and by one leader per host."""
     head = ["operation", "link", "all ranks", "all ranks, second group", "one leader a host", "gloo p10"]
     table = [[*head, "one leader / all ranks", "second group / first"]]
     for run in runs:
@@ -255,7 +257,7 @@ def leaders(runs: list[Run]) -> Table:
 
 
 def busy_cores(runs: list[Run]) -> Table:
-    """gloo's time over ours beside numbers of computing processes: in the median start and in the worst one."""
+    """gloo's time over ours next to computing processes: in the median start and in the worst one."""
     (run,) = runs
     levels = run["runs"]
     table = [["operation", "size", *(f"beside {beside}" if beside != "0" else "alone" for beside in levels)]]
@@ -266,7 +268,7 @@ def busy_cores(runs: list[Run]) -> Table:
 
 
 def host_times(runs: list[Run]) -> Table:
-    """Host time of a call on a card, and nccl's over it: the 10th percentiles."""
+    """Host time of a call on a card, and nccl's host time divided by it: the 10th percentiles."""
     (run,) = runs
     sizes = [8, 4 * KiB, MiB, 64 * MiB]
     table = [["operation", *map(show_size, sizes)]]
@@ -324,7 +326,7 @@ def filled(page: str) -> str:
 
 
 def picture() -> str:
-    """The time over the size, on the machine with all sizes and on the slower one."""
+    """Time over size on two machines: the one with all sizes, and a slower one."""
     runs = [load(COLLECTIVES[0]), load(CLOSE[0])]
     return latency.picture([(run, f"all_reduce, 2 ranks, {machine_of(run)}") for run in runs])
 

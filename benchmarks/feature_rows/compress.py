@@ -30,7 +30,7 @@ def sums(how: str) -> Callable[[], Made]:
 
 
 def encode_and_decode(how: str) -> Callable[[], Made]:
-    """The cost of a format itself on each rank: converting its numbers to bytes and back."""
+    """The cost of the format on one rank: encoding numbers to bytes and decoding them."""
 
     def make() -> Made:
         flat, back = torch.randn(1 << 20), torch.empty(1 << 20)

@@ -16,7 +16,7 @@ from feature_rows.row import HERE, HERE_4, Made, Row, nothing
 
 
 def attended(query: Tensor, key: Tensor, value: Tensor, total: Tensor, weight: Tensor) -> None:
-    """Adds one block of keys and values to a softmax; the largest score is known to be small."""
+    """Adds one block of keys and values to a softmax without maximum, because the scores are known to be small."""
     scores = (query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5).exp()
     total += scores @ value
     weight += scores.sum(-1, keepdim=True)
@@ -115,7 +115,7 @@ def linear(mode: str, rows: int, width: int = 512) -> Callable[[], Made]:
 
 
 def groups() -> Made:
-    """Groups of a 2 x 2 layout are created, used once, and destroyed."""
+    """Creates the groups of a 2 x 2 layout, uses them once, and destroys them."""
 
     def used(mine: list[dist.ProcessGroup]) -> list[float]:
         sums = []

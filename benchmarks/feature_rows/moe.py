@@ -49,7 +49,8 @@ def flat_and_two_steps(tokens: int) -> Callable[[], Made]:
 
 
 def overlapped(tokens: int) -> Callable[[], Made]:
-    """Four micro-batches: the next one's rows are in flight while experts compute, compared with in turn."""
+    """Four micro-batches: while experts compute, the next batch's rows are in flight. Compared with one batch after the
+    other."""
 
     def make() -> Made:
         ranks = dist.get_world_size()

@@ -15,7 +15,8 @@ LAYERS = 4
 
 
 def steps(size: int, compute: Callable[[], object], scheduled: bool) -> Callable[[], Made]:
-    """The scheduler after its calibration; with ``scheduled`` False it always overlaps, as without ``step()``."""
+    """The scheduler after its calibration. With ``scheduled`` False it always overlaps, as it does without
+    ``step()``."""
 
     def make() -> Made:
         torch.manual_seed(dist.get_rank())

@@ -1,5 +1,5 @@
-// Loaded before everything else (LD_PRELOAD): counts what one thread allocates, and the string streams it makes,
-// between two calls from Python. Callers in the ranges that were left out, which are simulators here, do not count.
+// A library for LD_PRELOAD. Counts the allocations of one thread, and the string streams that it creates, between two
+// calls from Python. Calls from excluded address ranges, here those of simulators, do not count.
 #include <dlfcn.h>
 #include <errno.h>
 #include <stddef.h>
@@ -22,7 +22,7 @@ struct Range {
 };
 Range left_out[64];
 int ranges = 0;
-// Not on the heap: the counting must not allocate.
+// Not on the heap, because counting must not allocate.
 __thread int counting = 0;
 __thread int64_t allocations = 0;
 __thread int64_t streams = 0;

@@ -1,14 +1,17 @@
-//! The limit of an all_reduce on tensors that both ranks can reach, and how near the engine comes: float32, two ranks that are
-//! threads of this process, no torch.
+//! How close the engine comes to the limit of an all_reduce on tensors that both ranks can map: float32, two ranks that
+//! are threads of this process, no torch.
 //!
-//! `cargo bench --bench mapped`. Each line is one size; the four ways take turns within one run:
-//! - *limit*: a plain loop. Each rank adds its half of both tensors and writes it into both; two flags say when.
-//! - *mapped*: the engine, tensors in the arena.
-//! - *staged*: the engine, ordinary tensors.
-//! - *copy*: each rank copies as many bytes as its tensor has, out of the other's tensor: what an all_gather cannot do without.
+//! `cargo bench --bench mapped`. Each line is one size. Four ways take turns within one run:
+//! - *limit*: a plain loop. Each rank adds its half of both tensors and writes it to both tensors. The ranks
+//!   synchronise by two flags.
+//! - *mapped*: the engine with tensors in the arena.
+//! - *staged*: the engine with ordinary tensors.
+//! - *copy*: each rank copies as many bytes as its tensor has from the other rank's tensor: the least that an
+//!   all_gather does.
 //!
-//! Each rank writes its whole tensor before each call, outside the time, as a program does; without that the data lie in the
-//! cache of the rank that reads them, and every figure is too good. Prints p10 and median. The sums are checked, times are not.
+//! Before each call each rank writes its whole tensor, outside of the measured time, as a program does. Otherwise the
+//! data would be in the cache of the rank that reads them, and every figure would be too low. Prints p10 and median.
+//! The sums are checked, the times are not.
 
 use std::hint::spin_loop;
 use std::sync::Arc;
@@ -23,14 +26,14 @@ const RANKS: usize = 2;
 const SIZES: [usize; 7] = [64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20];
 const WAYS: [&str; 4] = ["limit", "mapped", "staged", "copy"];
 
-/// The memory of one rank's tensor in each way, as addresses.
+/// The memory of one rank: address of its tensor in the arena, its ordinary tensor, and the destination of *copy*.
 struct Tensors {
     reachable: usize,
     ordinary: Vec<f32>,
     target: Vec<f32>,
 }
 
-/// A count that one rank raises and the other waits for, alone on its lines.
+/// A counter that one rank raises and the other rank waits for; no other data is on its cache lines.
 #[repr(align(128))]
 #[derive(Default)]
 struct Flag(AtomicU64);
@@ -39,7 +42,7 @@ impl Flag {
     fn raise(&self) {
         self.0.fetch_add(1, Ordering::Release);
     }
-    /// Both ranks have one core each here; yields in case they do not.
+    /// Spins, because each rank should have a core; yields from time to time in case it has none.
     fn wait(&self, count: u64) {
         let mut turns = 0u32;
         while self.0.load(Ordering::Acquire) < count {
@@ -52,7 +55,7 @@ impl Flag {
     }
 }
 
-/// Meets the other rank: both have come when it returns.
+/// Waits until the other rank has called it as often as this rank.
 fn meet(flags: &[Flag; RANKS], me: usize, count: &mut u64) {
     *count += 1;
     flags[me].raise();
@@ -60,11 +63,11 @@ fn meet(flags: &[Flag; RANKS], me: usize, count: &mut u64) {
 }
 
 /// # Safety
-/// Both tensors hold `elements`, and the other rank works on the other half.
+/// Both tensors have `elements` elements, and the other rank works on the other half only.
 unsafe fn add_half(tensors: [*mut f32; RANKS], me: usize, elements: usize) {
     let half = elements / 2;
     for at in me * half..me * half + half {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees both, see above.
         unsafe {
             let sum = *tensors[0].add(at) + *tensors[1].add(at);
             *tensors[0].add(at) = sum;
@@ -81,7 +84,7 @@ fn all_reduce(address: usize, bytes: usize) -> Request {
     request
 }
 
-/// Nanoseconds of each call of each way, as this rank saw them.
+/// Nanoseconds of each call of each way, measured on this rank.
 fn rank(me: usize, bytes: usize, group: &Group, flags: &[Flag; RANKS], all: &[Tensors]) -> [Vec<u64>; WAYS.len()] {
     let elements = bytes / 4;
     let turns = (256usize << 20).div_euclid(bytes).clamp(30, 1000);
@@ -92,7 +95,7 @@ fn rank(me: usize, bytes: usize, group: &Group, flags: &[Flag; RANKS], all: &[Te
     for turn in 0..turns + 3 {
         for (way, times) in times.iter_mut().enumerate() {
             let address = if way == 2 { ordinary } else { reachable[me] as usize };
-            // SAFETY: this rank's own tensor, which nobody else uses now.
+            // SAFETY: this rank's own tensor, which no other rank uses now.
             let own = unsafe { std::slice::from_raw_parts_mut(address as *mut f32, elements) };
             own.fill((me + 1) as f32);
             meet(flags, me, &mut count);

@@ -1,9 +1,9 @@
-//! What the statistics cost on the way of one small operation, in nanoseconds.
+//! Cost of the statistics in one small operation, in nanoseconds.
 //!
-//! `cargo bench --bench stats`. Prints the median and the 10th percentile of many blocks; checks no time, because a busy
-//! machine would fail it. What is timed is `Stats::issued` and `Stats::ended`, on operations that were made just before;
-//! three clock readings per 25 operations are in the figure. Since the statistics came, an operation reads the clock once
-//! less than before (`Op::new`), which is not subtracted.
+//! `cargo bench --bench stats`. Prints the median and the 10th percentile of many blocks. Checks no time, because the
+//! check would fail on a busy machine. The measured time covers `Stats::issued` and `Stats::ended` on operations that
+//! were created just before, and three clock readings per 25 operations. With the statistics, an operation reads the
+//! clock once less than before they existed (`Op::new`); this saving is not subtracted.
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -17,18 +17,18 @@ use sagellm::types::{Dtype, Kind, Request, Span};
 
 const BLOCK: usize = 1000;
 const BLOCKS: usize = 400;
-/// Operations that are made, then entered together: few enough to be in the nearest cache still, as in a program.
+/// Operations that are created and then counted together: few enough to stay in the first-level cache, as in a program.
 const FEW: usize = 25;
 
 fn request(memory: &mut [f32]) -> Request {
     let span = Span { addr: memory.as_mut_ptr() as usize, bytes: std::mem::size_of_val(memory) };
-    // SAFETY: no operation of this program reaches an engine, so nothing is read or written.
+    // SAFETY: no operation of this program reaches an engine, so no memory is read or written.
     let mut request = unsafe { Request::new(Kind::AllReduce, vec![span], vec![span]) };
     request.dtype = Dtype::F32;
     request
 }
 
-/// Nanoseconds an operation, of blocks of `BLOCK` operations each: the 10th percentile and the median.
+/// Nanoseconds per operation over blocks of `BLOCK` operations: the 10th percentile and the median.
 fn measure(mut block: impl FnMut() -> Duration) -> (f64, f64) {
     for _ in 0..20 {
         block();
@@ -102,7 +102,7 @@ fn main() {
     show("a whole all_reduce of 256 bytes between two threads", two_ranks());
 }
 
-/// Two ranks that are threads; the time of rank 0.
+/// Two ranks that are threads. Returns the times of rank 0.
 fn two_ranks() -> (f64, f64) {
     let groups = Group::local(2, Duration::from_secs(10)).expect("two ranks in this process");
     let calls = (BLOCKS + 20) * BLOCK;
