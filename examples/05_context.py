@@ -22,7 +22,7 @@ from torch.nn import functional
 import torch_sagellm
 
 TOKENS = 256  # tokens per rank
-HEADS = 12  # a multiple of 2, 3, 4 and 6, so that it works with as many ranks
+HEADS = 12  # a multiple of 2, 3, 4 and 6, so the exchange works with each of these numbers of ranks
 SIZE = 16
 
 

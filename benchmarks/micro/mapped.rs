@@ -151,7 +151,7 @@ fn main() {
         println!("{line} {:>13.0}%", 100.0 * lows[0] / lows[1]);
         for tensors in all {
             let at = std::ptr::NonNull::new(tensors.reachable as *mut u8).expect("not null");
-            // SAFETY: `allocate` gave it, and no operation uses it.
+            // SAFETY: `allocate` returned this address, and no operation uses it.
             unsafe { arena::free(at) };
         }
     }

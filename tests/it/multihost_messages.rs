@@ -189,8 +189,7 @@ fn program(seed: u64, count: usize) {
             }
         }
         pending.into_iter().for_each(finish);
-        // Operations whose handles were dropped have ended as well after this collective, because it uses the same
-        // memory.
+        // After this collective, operations whose handles were dropped have ended too, because it uses the same memory.
         let spans = cut(&mut memory, 1, 1);
         groups[me].run(plain(Kind::AllReduce, 0, spans.clone(), spans), None).unwrap();
         let sums = expected[0]

@@ -371,7 +371,7 @@ fn rule_04_messages_on_the_same_memory_run_in_order() {
     }
 }
 
-/// A send that is held back comes before later sends of its tag, but later sends of another tag may pass it.
+/// A send that must wait is delivered before later sends of its tag. Later sends of another tag may overtake it.
 #[test]
 fn rule_04_a_message_that_waits_is_overtaken_by_no_other_of_its_tag() {
     for bytes in SIZES {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-DEADLINE = 120  # seconds, for a test without a limit of its own; a hang must never block the whole run
+DEADLINE = 120  # seconds, for a test without its own limit; a hang must never block the whole run
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))

@@ -1,4 +1,5 @@
-"""If a call fails on one rank after it took its number, the group fails on all ranks before calls pair wrongly."""
+"""If a call fails on one rank after it took its number, the group must fail on all ranks. Otherwise later calls of one
+rank would be matched with other calls of its peers."""
 
 from __future__ import annotations
 

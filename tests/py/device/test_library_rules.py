@@ -211,7 +211,7 @@ def configured(ctx: Context, rules: str, word: str) -> None:
     holds(value, ctx.world_size)
     first = words()
     assert first and set(first) == {word}, trace_lines()
-    # A group without rules has a separate communicator, for which NCCL asks nothing.
+    # A group without rules has a separate communicator, whose configuration names no algorithm.
     free = dist.new_group(pg_options=torch_sagellm.Options(vendor="auto"))
     dist.all_reduce(value, group=free)
     holds(value, ctx.world_size**2)

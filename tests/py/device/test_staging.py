@@ -87,7 +87,7 @@ def every_call(ctx: Context, queue: float | None, options: dict[str, Any], exact
 
 @pytest.mark.parametrize("world_size,queue", [(1, None), (2, None), (2, 0.001), (3, None)])
 def test_rule_17_every_collective_gives_the_bits_of_the_cpu(world_size: int, queue: float | None) -> None:
-    """Rules 17 and 32: each collective, synchronous and not, behind slow kernels and before others."""
+    """Rules 17 and 32: each collective, synchronous and asynchronous, after slow kernels and before others."""
     run_fresh(every_call, world_size, queue, {}, True)
 
 

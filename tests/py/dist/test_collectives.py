@@ -57,7 +57,7 @@ def test_all_reduce_world_of_one_and_four(dtype: torch.dtype, world_size: int) -
 
 
 def all_reduce_sizes(ctx: Context, dtype: torch.dtype, sizes: list[int]) -> None:
-    """The sum of several sizes, each twice with different numbers."""
+    """Sums tensors of several sizes, each size twice with different numbers."""
     for seed, count in enumerate(sizes):
         for turn in range(2):
             inputs = inputs_of(ctx.world_size, dtype, count, seed + 100 * turn)

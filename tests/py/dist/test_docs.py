@@ -88,7 +88,7 @@ class Block:
 
 
 def blocks(page: str, *languages: str) -> list[Block]:
-    """The blocks of a page, of these languages only where any are named."""
+    """The blocks of a page. If languages are named, only the blocks in these languages."""
     text = (ROOT / page).read_text()
     every: list[Block] = []
     for found in BLOCK.finditer(text):
@@ -119,7 +119,7 @@ def commands() -> list[tuple[str, str, str | None]]:
 
 
 def pattern(line: str) -> str:
-    """What a line of an output says, as a regular expression for one line."""
+    """The regular expression that matches one line of an expected output."""
     if line.strip() == "...":
         return r"(?:[^\n]*\n)*?"
     parts = []
@@ -251,7 +251,8 @@ def test_an_output_that_differs_is_found() -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("page", USERS)
 def test_a_page_for_users_is_about_what_they_do(page: str) -> None:
-    """It begins with a command or snippet, and names nothing of builders; dates stand in one line, "Measured on"."""
+    """The page begins with a command or snippet and names nothing that only developers need. Dates are in one line,
+    "Measured on"."""
     text = re.sub(r"<!--.*?-->", "", (ROOT / page).read_text())
     found = OF_BUILDERS.findall(text)
     assert not found, f"{page} names {found}: that belongs into docs/internals"
@@ -310,7 +311,8 @@ def test_every_description_says_what_the_project_is() -> None:
 
 @pytest.mark.quick
 def test_the_first_screen_of_the_readme_is_one() -> None:
-    """What it is for, how to try it, a hang, figures, what is proven and what was missed, before the first heading."""
+    """Before the first heading the README says what the package is for and how to try it. It shows a hang and figures,
+    and says what is proven and what was missed."""
     first = (ROOT / "README.md").read_text().partition("\n## ")[0]
     assert len(first.splitlines()) <= 45
     figures = (ROOT / "docs/internals/benchmarks.md").read_text()
@@ -352,7 +354,7 @@ def test_prometheus_takes_the_alerts_and_raises_them_when_it_should() -> None:
 
 @pytest.mark.quick
 def test_the_forms_of_issues_ask_for_what_commands_print() -> None:
-    """And what is cited is the version of this tree."""
+    """The forms name commands that exist, and CITATION.cff names the version of this tree."""
     from torch_sagellm.cli.main import _parse
 
     forms = "".join(path.read_text() for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))

@@ -145,7 +145,7 @@ def methods(ctx: Context) -> None:
 
 
 def late(ctx: Context) -> None:
-    """Waits for a rank that makes no call in every possible way, each in a new group."""
+    """Uses every kind of wait for a rank that makes no call, each in a new group."""
     import torch_sagellm
 
     ctx.init()

@@ -238,7 +238,8 @@ def with_options(context: Context, names: list[str], given: list[dict[str, Any]]
 
 @pytest.mark.parametrize("by_variable", [False, True])
 def test_a_link_that_is_not_measured_leaves_the_choice_to_the_start_rules(hosts: list[str], by_variable: bool) -> None:
-    """Without a topology, on every rank, and the explanation says so. The variable has priority over the option."""
+    """Holds on every rank of a group without a topology, and the explanation says so. The variable has priority over
+    the option."""
     options: dict[str, Any] = {"measure_link": by_variable}
     env = {"GLOO_SOCKET_IFNAME": net.INTERFACE} | ({"SAGELLM_MEASURE_LINK": "off"} if by_variable else {})
     with launch(with_options, 4, hosts, [options] * 4, env=env) as job:
@@ -338,7 +339,7 @@ def test_a_delegated_group_does_not_use_a_topology_and_says_so() -> None:
 
 
 def explain_a_delegated_group(context: Context) -> tuple[str, str, str]:
-    """The explanation of a group that gloo serves says so, and why."""
+    """If gloo serves a group, the explanation says so and has the reason."""
     import torch_sagellm
 
     context.init(pg_options=torch_sagellm.Options(engine="delegate"))

@@ -24,7 +24,8 @@ PROBLEM = (RuntimeError, ValueError)
 
 
 def timeout(ctx: Context) -> str | None:
-    ctx.init(operations=timedelta(seconds=4))  # after half of it rank 0 asks rank 1, which needs time to answer
+    # After half of this time rank 0 asks rank 1 what it does, and rank 1 needs time to answer.
+    ctx.init(operations=timedelta(seconds=4))
     dist.broadcast(torch.ones(2), 0)
     return expect_raises(PROBLEM, lambda: dist.all_reduce(torch.ones(3))) if ctx.rank == 0 else None
 

@@ -25,7 +25,7 @@ from limits import patience
 
 pytestmark = beyond_gloo("it does not say")
 
-#: Seconds until the operations here fail. After half of it the ranks are asked what they do.
+#: Seconds until the operations here fail. After half of this time the ranks are asked what they do.
 TIMEOUT = 4
 #: Longer than on one host, because ranks answer when they next poll the store.
 HOSTS_TIMEOUT = 8

@@ -24,7 +24,7 @@ from limits import patience
 
 pytestmark = beyond_gloo("it does not say")
 
-#: Seconds until the operations here fail. After half of it the ranks are asked what they do.
+#: Seconds until the operations here fail. After half of this time the ranks are asked what they do.
 TIMEOUT = 8
 SERVER = Path(__file__).with_name("troubled_store.py")
 
@@ -87,7 +87,7 @@ def troubled(ctx: Context, trouble: str, asked: str, names: list[str] | None) ->
             ctypes.PyDLL(None).sleep(3 * TIMEOUT)
         time.sleep(patience(60))  # mark: asleep here
     if ctx.rank == 2:
-        # Rank 2 asks in the first group, and there rank 1 cannot answer where it is.
+        # Rank 2 asks rank 1 in the first group, in which rank 1 cannot answer.
         if trouble == "locked":
             dist.all_reduce(torch.ones(1), async_op=True)
         ctx.listen()

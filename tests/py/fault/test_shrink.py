@@ -69,7 +69,8 @@ def dies(ctx: Context, flag: int, waits: bool) -> None:
         if ctx.rank == victim:
             ctx.listen()
         elif waits:
-            # Either the error comes from an operation in flight, or the rank has not used the group since the death.
+            # With `waits` an operation in flight raises the error. Without it the rank has not used the group since the
+            # death.
             expect_raises(RuntimeError, lambda value=value: dist.all_reduce(value))
         elif flag == ABORT:
             with contextlib.suppress(RuntimeError):  # raises if the death has already been noticed

@@ -27,7 +27,7 @@ def tracked() -> list[Path]:
 
 @pytest.mark.quick
 def test_no_unfinished_marks_and_no_machine_of_one_person() -> None:
-    """No TODO, FIXME or absolute home path in what is shipped."""
+    """No TODO, FIXME or absolute home path in the files of the checkout."""
     bad = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b|/home/\w+/|/Users/\w+/")
     here = Path(__file__).resolve()
     found = []
