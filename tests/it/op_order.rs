@@ -437,7 +437,7 @@ fn rule_04_a_send_keeps_what_a_later_operation_overwrites() {
         for_each_layout(2, LIMIT, |groups, me| {
             let group = &groups[me];
             let mut memory = vec![me as u8 + 1; bytes];
-            // Both send before they receive, with one buffer.
+            // Both ranks send before they receive, with one buffer.
             let all = [send(group, 1 - me as u32, 0, &mut memory), recv(group, 1 - me as u32, 0, &mut memory)];
             all.iter().for_each(|op| op.wait(None).unwrap());
             assert_eq!(memory, vec![2 - me as u8; bytes]);

@@ -261,7 +261,7 @@ def every_type(ctx: Context, device: str, vendor: str, without: tuple[torch.dtyp
             combined += 1
             try:
                 dist.all_reduce(found, op)
-            except (ValueError, RuntimeError) as error:  # every rank has the same
+            except (ValueError, RuntimeError) as error:  # every rank gets the same error
                 wrong.append(f"{what}: {error}")
                 continue
             if not torch.equal(found.cpu(), expected):

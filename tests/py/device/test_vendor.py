@@ -571,7 +571,7 @@ def test_messages_go_on_when_a_third_rank_leaves(vendor: str, libraries: dict[st
     with launch(third_leaves, 3, vendor, env=environment(vendor, libraries)) as job:
         assert exit_code(job.ranks[0]) == 0
         assert job.hear(1) == "waits"
-        time.sleep(1.5)  # longer than the data of a rank that has left may take
+        time.sleep(1.5)  # longer than ranks wait for data of a rank that has left
         job.say(2, "go")
         assert [exit_code(rank) for rank in job.ranks] == [0, 0, 0]
 

@@ -101,7 +101,7 @@ def queued_behind_another(ctx: Context, same: bool) -> None:
     if not same and ctx.rank == 2:
         assert first.tolist() == [6.0] * 4
     assert second.tolist() == [2.0 if same else 10.0] * 4
-    # Does not wait for the group's end, because the two remaining ranks have no more operations together.
+    # The two remaining ranks have no more operations in this group, so they may leave in any order.
     dist.destroy_process_group()
 
 
