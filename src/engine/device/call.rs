@@ -12,7 +12,7 @@ use super::group::{Agreed, Counted, Watched};
 use super::lowered::{Lowered, Placed};
 use super::parts::Parts;
 use super::runtime::{SPARES_CAPTURES, Stream};
-use super::watchdog::{Found, Library, Seen};
+use super::watchdog::{Found, Library, Seen, fault_or_death_in};
 use crate::error::{Error, ErrorKind, GO_ON, Result, in_one_line, laid_out};
 use crate::json;
 use crate::types::Few;
@@ -192,11 +192,15 @@ impl DeviceCall {
             &|| self.may_wait(),
             move || parts.put(&engine, &own, &placed, stream),
         );
-        // If a signal ended the wait, the group fails, because the other ranks would wait for this rank in vain. The
-        // caller ends the communicators.
+        let group = &*self.engine.group;
+        let launched =
+            launched.map_err(|error| self.engine.cause_of(error, &|| fault_or_death_in(group, &self.watched)));
+        // If a signal ended the wait, the group fails, because the other ranks would wait for this rank in vain. If
+        // another rank is gone, the group fails with that, and not with what the library reported then. The caller ends
+        // the communicators.
         launched.inspect_err(|error| {
-            if error.kind() == ErrorKind::Interrupted {
-                self.engine.group.fail(error.clone());
+            if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::RankFailed) {
+                group.fail(error.clone());
             }
         })?;
         self.met_a_launch_that_was_let_go().map_or(Ok(()), Err)

@@ -338,14 +338,15 @@ pub fn within<T: Send + 'static>(
             Err(mpsc::RecvTimeoutError::Disconnected) => {
                 return Err(Error::bug(format!("sagellm: {what} panicked")));
             }
-            Err(mpsc::RecvTimeoutError::Timeout) if left > LOOK => go_on()?,
-            Err(mpsc::RecvTimeoutError::Timeout) => {
-                return Err(Error::timeout(format!(
-                    "sagellm: {what} did not end within {} ms; the thread that called the library is left behind. Is \
-                     every rank there, each with a device of its own, and can they reach one another?",
-                    deadline.as_millis()
-                )));
-            }
+            // Also at the deadline: an error of the group that came before it says more than the deadline.
+            Err(mpsc::RecvTimeoutError::Timeout) => go_on()?,
+        }
+        if left <= LOOK {
+            return Err(Error::timeout(format!(
+                "sagellm: {what} did not end within {} ms; the thread that called the library is left behind. Is every \
+                 rank there, each with a device of its own, and can they reach one another?",
+                deadline.as_millis()
+            )));
         }
     }
 }
@@ -463,6 +464,18 @@ mod tests {
         assert_eq!(ended, Err(Error::interrupted("a signal")));
         assert!(begin.elapsed() < Duration::from_secs(60), "long before the deadline");
         go.send(()).unwrap();
+    }
+
+    #[test]
+    fn at_the_deadline_an_earlier_error_of_the_group_is_kept() {
+        for deadline in [Duration::ZERO, Duration::from_millis(20), LOOK + Duration::from_millis(20)] {
+            let (go, wait) = mpsc::channel::<()>();
+            let begin = Instant::now();
+            let late = || if begin.elapsed() >= deadline { Err(Error::aborted("the group failed")) } else { Ok(()) };
+            let ended = within(deadline, "to join", &late, move || Ok(wait.recv().is_ok()));
+            assert_eq!(ended, Err(Error::aborted("the group failed")), "{deadline:?}");
+            go.send(()).unwrap();
+        }
     }
 
     /// Every rank executes its list in order, and each send waits for its receive. All lists must run to completion.

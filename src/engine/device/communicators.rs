@@ -32,6 +32,13 @@ impl Ranks {
         if self == Ranks::All { size } else { 2 }
     }
 
+    pub(super) fn contain(self, rank: usize) -> bool {
+        match self {
+            Ranks::All => true,
+            Ranks::OneDirection { from, to } => rank == from as usize || rank == to as usize,
+        }
+    }
+
     /// A text that is equal on all ranks of the communicator, and differs between the communicators of a group.
     pub(super) fn words(self) -> String {
         match self {

@@ -31,12 +31,14 @@ impl DeviceEngine {
             .ok_or_else(|| Error::aborted("sagellm split: the communicator of the group was aborted"))?;
         self.runtime.set_device(device)?;
         let Some(child) = child else {
-            let deadline = patience(self.group.timeout());
-            return own.part(members, deadline, self.joining(""), (String::new(), String::new())).map(drop);
+            let (deadline, go_on) = (patience(self.group.timeout()), self.joining("", Ranks::All));
+            let parted = own.part(members, deadline, Arc::clone(&go_on), (String::new(), String::new()));
+            return parted.map(drop).map_err(|error| self.cause_of(error, &|| go_on().err()));
         };
         let made = child.named("all", device, |name, algorithm| {
-            let deadline = patience(child.group.timeout());
-            let part = own.part(members, deadline, self.joining(&name), (name, algorithm))?;
+            let (deadline, go_on) = (patience(child.group.timeout()), self.joining(&name, Ranks::All));
+            let part = own.part(members, deadline, Arc::clone(&go_on), (name, algorithm));
+            let part = part.map_err(|error| self.cause_of(error, &|| go_on().err()))?;
             part.ok_or_else(|| Error::bug("sagellm: a member got no part of a communicator"))
         })?;
         child.communicators.add(device, Ranks::All, made);
@@ -127,7 +129,9 @@ impl Retired {
     pub fn shrink(&self, child: &DeviceEngine, excluded: &[u32]) -> Result<()> {
         let own = self.communicator.as_ref().ok_or_else(|| Error::bug("sagellm: nothing to shrink"))?;
         let made = child.named("all", self.device, |name, _| {
-            own.communicator.shrink(excluded, patience(child.group.timeout()), child.joining(&name), &name)
+            let (deadline, go_on) = (patience(child.group.timeout()), child.joining(&name, Ranks::All));
+            let made = own.communicator.shrink(excluded, deadline, Arc::clone(&go_on), &name);
+            made.map_err(|error| child.cause_of(error, &|| go_on().err()))
         })?;
         child.communicators.add(self.device, Ranks::All, made);
         Ok(())

@@ -6,6 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::time::{Duration, Instant};
 
+use once_cell::sync::OnceCell;
+
 use super::communicator::{Call, Communicator, GoOn, Message, Setup};
 use super::communicators::{DeviceComm, Exchange, Ranks, patience};
 use super::engine::DeviceEngine;
@@ -14,6 +16,7 @@ use super::first_use::Connected;
 use super::lock;
 use super::pairs::Pairs;
 use super::runtime::SPARES_CAPTURES;
+use super::watchdog::{ON_ITS_WAY, TURN};
 use crate::error::{Error, ErrorKind, Result};
 use crate::os::watch;
 
@@ -114,6 +117,7 @@ impl DeviceEngine {
             },
         );
         if let Err(error) = connected {
+            let error = self.cause_of(error, &|| self.may_wait_for(peer as usize, begin.elapsed(), timeout).err());
             self.group.fail(error.clone());
             // Runs on a new thread, because a library may need long for the abort.
             let _ = watch::spawn("sagellm-abort", move || [up, down].iter().for_each(DeviceComm::abort));
@@ -153,16 +157,14 @@ impl DeviceEngine {
         });
         match next {
             Ok(next) => Ok(next as u32),
-            Err(error) if error.kind() == ErrorKind::System => {
-                // The rank that served the store may have died. The kernel reports its death a moment later.
-                for _ in 0..50 {
-                    may_wait()?;
-                    std::thread::sleep(Duration::from_millis(5));
+            Err(error) => {
+                // The rank that served the store may have died.
+                let error = self.cause_of(error, &|| may_wait().err());
+                if error.kind() == ErrorKind::System {
+                    self.group.fail(error.clone());
                 }
-                self.group.fail(error.clone());
                 Err(error)
             }
-            Err(error) => Err(error),
         }
     }
 
@@ -221,17 +223,19 @@ impl DeviceEngine {
         }
         let whose = ranks.words();
         self.named(&whose, device, |name, algorithm| {
-            Arc::clone(&self.api).create(Setup {
+            let go_on = self.joining(&whose, ranks);
+            let setup = Setup {
                 id,
                 rank,
                 ranks: count,
                 device,
                 deadline: patience(timeout),
-                go_on: self.joining(&whose),
+                go_on: Arc::clone(&go_on),
                 name,
                 algorithm,
                 runtime: Arc::clone(&self.runtime),
-            })
+            };
+            Arc::clone(&self.api).create(setup).map_err(|error| self.cause_of(error, &|| go_on().err()))
         })
     }
 
@@ -275,9 +279,31 @@ impl DeviceEngine {
         })
     }
 
-    /// Ends the wait for the other ranks of a communicator if a signal arrived or the group has failed.
-    pub(super) fn joining(&self, whose: &str) -> GoOn {
+    /// Why a call failed in which the library waits for other ranks: what `look` finds, or else the library's own
+    /// `error`. The library may notice that another rank has failed or died before this rank does, and does not know
+    /// the reason.
+    pub(super) fn cause_of(&self, error: Error, look: &dyn Fn() -> Option<Error>) -> Error {
+        if error.kind() != ErrorKind::System {
+            return error;
+        }
+        let until = Instant::now() + self.group.ask_for_fault();
+        loop {
+            if let Some(cause) = look() {
+                return cause;
+            }
+            if Instant::now() >= until {
+                return error;
+            }
+            std::thread::sleep(TURN);
+        }
+    }
+
+    /// Ends the wait for the other ranks of a communicator if a signal arrived, the group has failed, or one of these
+    /// ranks is gone. The last rank to join may leave right after its last call, so a rank that is gone counts only
+    /// after `ON_ITS_WAY`.
+    pub(super) fn joining(&self, whose: &str, ranks: Ranks) -> GoOn {
         let (group, whose) = (Arc::downgrade(&self.group), whose.to_string());
+        let gone_since = OnceCell::new();
         Arc::new(move || {
             let Some(group) = group.upgrade() else { return Ok(()) };
             if let Some(fault) = group.fault() {
@@ -289,7 +315,13 @@ impl DeviceEngine {
                     "sagellm: rank {rank} of group '{name}': interrupted while it joined the communicator '{whose}'"
                 )));
             }
-            Ok(())
+            let Some(gone) = group.dead_ranks().into_iter().find(|rank| ranks.contain(*rank)) else { return Ok(()) };
+            if gone_since.get_or_init(Instant::now).elapsed() < ON_ITS_WAY {
+                return Ok(());
+            }
+            let error = group.death_of(gone, &format!("joins the communicator '{whose}' with it"));
+            group.fail(error.clone());
+            Err(error)
         })
     }
 }

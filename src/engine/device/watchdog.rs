@@ -17,11 +17,11 @@ const ASK_EVERY: Duration = Duration::from_millis(10);
 const LONG: Duration = Duration::from_millis(100);
 /// After a peer is gone: how long its data may still take to arrive, and how long the library gets to report the peer's
 /// end itself.
-const ON_ITS_WAY: Duration = Duration::from_millis(500);
+pub(super) const ON_ITS_WAY: Duration = Duration::from_millis(500);
 /// Interval between two searches for the cause of a failure that a library reported. The library may notice a dead peer
 /// before the kernel reports it, and does not know which peer died. Or a peer has ended its communicators, and its
 /// reason has not arrived yet.
-const TURN: Duration = Duration::from_millis(5);
+pub(super) const TURN: Duration = Duration::from_millis(5);
 
 /// State of the communicator that an operation uses.
 pub enum Library {
@@ -176,7 +176,7 @@ fn fail_group(group: &dyn DeviceGroup, error: Error) -> Error {
 
 /// Why a pending operation will not complete: the group has failed, or a peer is gone whose part may be missing. This
 /// does not fail the group.
-fn fault_or_death_in(group: &dyn DeviceGroup, watched: &Watched) -> Option<Error> {
+pub(super) fn fault_or_death_in(group: &dyn DeviceGroup, watched: &Watched) -> Option<Error> {
     group.fault().or_else(|| {
         let is_needed = |rank: &usize| match watched.peer {
             Some(peer) if watched.with_peer_alone => *rank == peer as usize || !group.left(*rank),

@@ -21,6 +21,7 @@ import simdevice
 import torch
 import torch.distributed as dist
 from harness import Context, expect_raises, launch, run_fresh, torch_at_least
+from limits import patience
 from on_device import backend_of, counted, holds, total
 from simulated import VENDORS, environment, exit_code, start
 
@@ -269,13 +270,18 @@ def test_a_variable_that_keeps_communicators_from_blocking_is_met(libraries: dic
     run_fresh(does_not_block, 2, env=env)
 
 
-def joins_for_ever(ctx: Context, vendor: str) -> None:
+def joins_for_ever(ctx: Context, vendor: str, first: str = "all_reduce") -> None:
     _, name = start(ctx, vendor, timeout=timedelta(seconds=300))
     value = torch.ones(10, device=name)
+    if ctx.rank == 2:
+        ctx.listen()
     ctx.tell("joins")
     begin = time.monotonic()
     try:
-        dist.all_reduce(value)
+        if first == "all_reduce":
+            dist.all_reduce(value)
+        else:
+            dist.send(value, 1) if ctx.rank == 0 else dist.recv(value, 0)
         text = "no error"
     except KeyboardInterrupt:
         text = "KeyboardInterrupt"
@@ -305,6 +311,49 @@ def test_a_signal_ends_the_joining_of_a_communicator_everywhere(vendor: str, lib
         for rank in range(2):
             job.say(rank, "go")
         assert [exit_code(rank) for rank in job.ranks] == [0, 0]
+
+
+@pytest.mark.parametrize("ranks,first", [(2, "all_reduce"), (3, "message")])
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_a_death_ends_the_joining_of_a_communicator(
+    vendor: str, ranks: int, first: str, libraries: dict[str, Path]
+) -> None:
+    """The error names the dead rank, long before the group's timeout of five minutes; a rank that is no part of the
+    communicator may die."""
+    env = environment(vendor, libraries, SAGELLM_SIM_INIT="hang", SAGELLM_SIM_TIMEOUT_MS="300000")
+    with launch(joins_for_ever, ranks, vendor, first, env=env) as job:
+        for rank in range(2):
+            assert job.hear(rank) == "joins"
+        time.sleep(1)
+        for dead in reversed(range(1, ranks)):
+            begin = time.monotonic()
+            job.signal(dead, signal.SIGKILL)
+            if dead == 2:
+                time.sleep(1)
+        text, _ = job.hear(0)
+        assert f"rank 1 (pid {job.pid(1)}" in text and "Timed out" not in text, text
+        assert time.monotonic() - begin < patience(1.5)
+        job.say(0, "go")
+
+
+def refused_in_a_group(ctx: Context, vendor: str) -> None:
+    _, name = start(ctx, vendor)
+    ctx.tell(expect_raises(RuntimeError, lambda: dist.all_to_all_single(*torch.ones(2, 4, device=name))))
+    ctx.listen()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("vendor", ["nccl", "cncl"])
+def test_an_error_inside_a_group_of_the_library_is_the_one_that_is_reported(
+    vendor: str, libraries: dict[str, Path]
+) -> None:
+    """The end of the group fails then too, and says less."""
+    with launch(refused_in_a_group, 2, vendor, env=environment(vendor, libraries, SAGELLM_SIM_REFUSE_AT="1")) as job:
+        for rank in range(2):
+            text = job.hear(rank)
+            assert "failed in exchange" in text and "GroupEnd" not in text, text
+        for rank in range(2):
+            job.say(rank, "go")
 
 
 # ------------------------------------------------------------------------------------------------ plugins

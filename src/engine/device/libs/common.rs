@@ -131,7 +131,7 @@ impl<L: Calls> Joined<L> {
         let called = messages.iter().try_for_each(one);
         // Also after an error: a library group that stays open would include this thread's later calls.
         let ended = self.api.group_end(self);
-        ended.and(called)
+        called.and(ended)
     }
 }
 
