@@ -143,7 +143,7 @@ impl Group {
         };
         let threads = match &self.helpers {
             Some(Helpers { threads, .. }) => {
-                format!(", {threads} threads copy and combine from {} KiB on", 2 * threads::LEAST_BYTES >> 10)
+                format!(", {threads} threads copy and combine from {} KiB on", (2 * threads::LEAST_BYTES) >> 10)
             }
             None => String::new(),
         };

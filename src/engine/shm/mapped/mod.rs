@@ -114,10 +114,12 @@ impl Mapped {
             if self.at < whole {
                 let bytes = (STEP_BYTES * threads::count()).min(whole - self.at);
                 let began = self.timer.begin(op);
-                // SAFETY: every rank has published the operation and keeps its tensors until it ends. `agree` has
-                // checked that the part is within them.
                 let at = self.at;
-                threads::split(bytes, |start, length| unsafe { work.advance(area, op, kernel, at + start, length) });
+                threads::split(bytes, |start, length| {
+                    // SAFETY: every rank has published the operation and keeps its tensors until it ends. `agree` has
+                    // checked that the part is within them. No two ranges have a byte in common.
+                    unsafe { work.advance(area, op, kernel, at + start, length) }
+                });
                 let timing = &op.timing;
                 self.timer.end(if op.request.kind.reduces() { &timing.reducing } else { &timing.copying }, began);
                 self.at += bytes;
