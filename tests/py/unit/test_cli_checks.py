@@ -130,6 +130,7 @@ CASES = [
             ("SAGELLM_FUSION", "maybe", checks.ERROR),
             ("SAGELLM_STRICT", "2", checks.ERROR),
             ("SAGELLM_MEASURE_LINK", "2", checks.ERROR),
+            ("SAGELLM_THREADS", "many", checks.ERROR),
             ("SAGELLM_BLOCKING_WAIT", "2", checks.ERROR),
             ("SAGELLM_VENDOR", "garbage", checks.ERROR),
             ("SAGELLM_ON_DEVICE_FAILURE", "stop", checks.ERROR),
