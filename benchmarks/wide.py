@@ -164,7 +164,7 @@ def table(run: dict[str, Any]) -> str:
 
 
 def spawn(args: argparse.Namespace) -> int:
-    """Runs each layout in processes of its own, prints its table, and writes one file with all of them."""
+    """Starts new processes for each layout, prints the layout's table, and writes one file with all results."""
     machine, runs = machines.describe(), []
     for ranks, threads in layouts(args.layouts, machines.usable_cores()):
         with tempfile.TemporaryDirectory() as folder, processes.here() as store:

@@ -169,7 +169,11 @@ std::shared_ptr<c10::Event> VendorDevices::put(c10::ArrayRef<Plan> calls, const 
       copy_staged(calls[i].after, true);
     }
     // A failure of the group may have ended what these steps waited for; no thread has told this one of it.
-    if (failure_->followed()) raise_coded(fault());
+    if (failure_->followed()) {
+      const std::string why = fault();
+      // A communicator that was closed with calls pending fails these calls, and not the group.
+      raise_coded(why.empty() ? coded(ErrorKind::kAborted, "sagellm: the group's communicators were aborted") : why);
+    }
     return passage.end(asked_only);
   } catch (const std::exception&) {
     // The library may still use this memory, and no event says when it is done, so the memory is leaked.

@@ -177,7 +177,15 @@ impl DeviceCall {
         };
         // If the watchdog ended the launch while it waited, only the group's fault has the reason; the library's error
         // does not.
-        put.map_err(|error| self.engine.group.fault().unwrap_or(error))
+        put.map_err(|error| self.fault().unwrap_or(error))
+    }
+
+    /// The fault of the group, which may be known from a peer alone so far. The group then fails with it on this rank
+    /// too, before the caller reports it: other calls of this rank learn of a failure only from the group (rule 34).
+    fn fault(&self) -> Option<Error> {
+        let fault = self.engine.group.fault()?;
+        self.engine.group.fail(fault.clone());
+        Some(fault)
     }
 
     /// Runs a launch for which the library must connect ranks. Uses a new thread, and waits for it as long as the call
@@ -211,7 +219,7 @@ impl DeviceCall {
     /// rank that launches later can match that abandoned launch and receive wrong data. A caller returns early only
     /// after its group has failed, so the fault tells this rank not to trust its result.
     fn met_a_launch_that_was_let_go(&self) -> Option<Error> {
-        if self.connects.load(Ordering::Relaxed) { self.engine.group.fault() } else { None }
+        if self.connects.load(Ordering::Relaxed) { self.fault() } else { None }
     }
 
     /// Fails if a launch must stop waiting for other ranks.
