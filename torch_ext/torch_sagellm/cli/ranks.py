@@ -88,17 +88,18 @@ def start(
     with _signals_end_it():
         try:
             for call, environment in zip(calls, environments, strict=True):
-                children.append(
-                    subprocess.Popen(
-                        [sys.executable, *MODULE, *call],
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=subprocess.STDOUT if shown is None else None,
-                        text=True,
-                        env=environment,
-                        start_new_session=True,
+                with _signals_wait():
+                    children.append(
+                        subprocess.Popen(
+                            [sys.executable, *MODULE, *call],
+                            stdin=subprocess.DEVNULL,
+                            stdout=output,
+                            stderr=subprocess.STDOUT if shown is None else None,
+                            text=True,
+                            env=environment,
+                            start_new_session=True,
+                        )
                     )
-                )
             return [_wait(child, deadline, seconds) for child in children]
         finally:
             for child in children:
@@ -132,6 +133,23 @@ def _signals_end_it() -> Iterator[None]:
     finally:
         for each, handler in before:
             signal.signal(each, handler)
+
+
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Delays the signals that have a handler of Python. If one raised inside ``Popen``, nobody could kill the child."""
+    came: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if is_main else ()
+    handled = [each for each in numbers if callable(signal.getsignal(each))]
+    before = [(each, signal.signal(each, lambda number, _: came.append(number))) for each in handled]
+    try:
+        yield
+    finally:
+        for each, handler in before:
+            signal.signal(each, handler)
+        for number in came:
+            signal.raise_signal(number)
 
 
 def nobody_reads() -> NoReturn:
