@@ -70,7 +70,7 @@ def grows(ctx: Context, vendor: str, native: bool) -> None:
     while True:
         time.sleep(1)
         many, still_opened = threads(), len(os.listdir("/proc/self/fd"))
-        if not many - few and still_opened <= opened or time.monotonic() > end:
+        if (not many - few and still_opened <= opened) or time.monotonic() > end:
             break
     dist.destroy_process_group()
     assert many - few == Counter(), f"threads after {FEW} groups: {few}, after {MANY}: {many}"
