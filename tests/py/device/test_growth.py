@@ -64,7 +64,7 @@ def grows(ctx: Context, vendor: str, native: bool) -> None:
     for _ in range(MANY - FEW):
         use(ctx, name)
     gc.collect()
-    # A thread of the callback pool ends after 10 s without a job. Until it has named itself, a new thread has the name of
+    # A thread of the callback pool ends after 10 s without a job. Until a new thread has set its name, it has that of
     # the thread that started it.
     end = time.monotonic() + 15
     while True:
