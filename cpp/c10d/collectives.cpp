@@ -6,6 +6,7 @@
 #include "device/vendor.hpp"
 #include "host/errors.hpp"
 #include "work/callbacks.hpp"
+#include "work/steps.hpp"
 
 namespace sagellm {
 
@@ -189,6 +190,7 @@ SageBackend::WorkPtr SageBackend::behind_devices(WorkPtr work, bool async) {
 }
 
 void SageBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
+  const InCall in_call;
   if (delegated()) {
     const auto other = delegate();
     try {

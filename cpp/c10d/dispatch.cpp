@@ -11,6 +11,7 @@
 #include "lower/checks.hpp"
 #include "work/callbacks.hpp"
 #include "work/delegated.hpp"
+#include "work/steps.hpp"
 
 namespace sagellm {
 
@@ -48,6 +49,7 @@ ExternalOp external_op(const CallDesc& call, bool host_staged) {
 }
 
 SageBackend::WorkPtr SageBackend::dispatch(CallDesc& call, CallDesc::Delegate delegate) {
+  const InCall in_call;
   call.delegate = delegate;
   const bool in_region = region_.open();
   try {

@@ -10,6 +10,7 @@
 #include "host/errors.hpp"
 #include "host/slices.hpp"
 #include "sagellm/src/ffi/observe.rs.h"
+#include "work/steps.hpp"
 #include "work/work.hpp"
 
 namespace sagellm {
@@ -92,6 +93,26 @@ py::object doctor() {
   return parsed(facts);
 }
 
+// Uses Python's C API, because pybind11's conversions would take most of a step's cost.
+PyObject* begin_step(PyObject* /*module*/, PyObject* /*nothing*/) {
+  StepMeter::begin();
+  Py_RETURN_NONE;
+}
+
+PyObject* end_step(PyObject* /*module*/, PyObject* well) {
+  StepMeter::end(well == Py_True);
+  Py_RETURN_NONE;
+}
+
+PyMethodDef begin_step_method = {"_begin_step", begin_step, METH_NOARGS, nullptr};
+PyMethodDef end_step_method = {"_end_step", end_step, METH_O, nullptr};
+
+py::dict step_sums() {
+  const StepSums sums = StepMeter::sums();
+  return py::dict("count"_a = sums.count, "took"_a = sums.took, "in_calls"_a = sums.in_calls,
+                  "in_futures"_a = sums.in_futures, "last"_a = sums.last);
+}
+
 }  // namespace
 
 py::object parsed(const rust::String& json) {
@@ -114,6 +135,10 @@ void bind_observation(py::module_& module) {
       "ranks_per_host"_a);
   def("program", &program, "kind"_a, "algorithm"_a, "ranks"_a, "segments"_a, "rank"_a);
   def("doctor", &doctor);
+  module.attr("_begin_step") = py::reinterpret_steal<py::object>(PyCFunction_New(&begin_step_method, nullptr));
+  module.attr("_end_step") = py::reinterpret_steal<py::object>(PyCFunction_New(&end_step_method, nullptr));
+  def("_step_sums", &step_sums);
+  def("_reset_steps", &StepMeter::reset);
 }
 
 }  // namespace sagellm

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "host/errors.hpp"
+#include "work/steps.hpp"
 
 namespace sagellm {
 
@@ -88,6 +89,7 @@ std::exception_ptr DelegatedWork::exception() const {
 }
 
 bool DelegatedWork::wait(std::chrono::milliseconds timeout) {
+  const InCall in_call;
   const bool done = done_->load(std::memory_order_acquire);
   if (inherited()) {
     if (!done) raise(ErrorKind::kInvalid, kInherited);
@@ -119,7 +121,7 @@ c10::intrusive_ptr<c10::ivalue::Future> DelegatedWork::getFuture() {
   const std::lock_guard<std::mutex> lock(future_mutex_);
   if (outer_) return outer_;
   outer_ = c10::make_intrusive<c10::ivalue::Future>(inner_->elementType(), inner_->devices());
-  inner_->addCallback([note = note_, outer = outer_](c10::ivalue::Future& ended) {
+  inner_->addCallback([note = note_, outer = outer_, held = StepMeter::holds_future()](c10::ivalue::Future& ended) {
     if (ended.hasError()) return outer->setError(told(note, ended.exception_ptr()));
     outer->markCompleted(ended.value(), ended.storages());
   });

@@ -5,6 +5,7 @@
 
 #include "host/python_host.hpp"
 #include "work/callbacks.hpp"
+#include "work/steps.hpp"
 
 namespace sagellm {
 
@@ -64,6 +65,7 @@ void SageWork::part_ended(const std::string& error) {
 bool SageWork::end(const std::string& error, const std::exception_ptr& failure) {
   FuturePtr future;
   FuturePtr code_future;
+  std::shared_ptr<void> held;
   std::string how;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -76,12 +78,13 @@ bool SageWork::end(const std::string& error, const std::exception_ptr& failure) 
     how = error_;
     if (!value_at_issue_) future = future_;
     code_future = code_future_;
+    held = std::move(held_in_step_);
   }
   cv_.notify_all();
   if (trace_) trace_->end();
   if (future || code_future) {
     auto self = c10::intrusive_ptr<SageWork>::reclaim_copy(this);
-    CallbackPool::instance().post([self, future, code_future] {
+    CallbackPool::instance().post([self, future, code_future, held = std::move(held)] {
       if (code_future) self->complete(*code_future, true);
       if (future) self->complete(*future, false);
     });
@@ -127,6 +130,7 @@ void SageWork::telling(const Body& body) const {
 }
 
 bool SageWork::wait(std::chrono::milliseconds timeout) {
+  const InCall in_call;
   telling([&] {
     wait_for_end(WaitLimit(timeout));
     if (failed_) std::rethrow_exception(exception());
@@ -263,6 +267,7 @@ SageWork::FuturePtr SageWork::future_in(FuturePtr& slot, const c10::TypePtr& typ
     if (slot) return slot;
     slot = future;
     complete_here = completed_ || (value_at_issue_ && !with_code);
+    if (!complete_here && !held_in_step_) held_in_step_ = StepMeter::holds_future();
   }
   // The future has no callback yet, so none runs here.
   if (complete_here) {

@@ -191,6 +191,8 @@ class SageWork : public c10d::Work {
   std::chrono::steady_clock::time_point ended_at_;
   FuturePtr future_;
   FuturePtr code_future_;
+  // From the first request of a future until the futures have completed; null outside a step.
+  std::shared_ptr<void> held_in_step_;
 };
 
 // The callbacks of one operation: the copies of its staged tensors, and its end. A copy from or to a device blocks the

@@ -74,6 +74,9 @@ from torch_sagellm.observe.stats import Gathered as Gathered
 from torch_sagellm.observe.stats import gather_stats as gather_stats
 from torch_sagellm.observe.stats import get_stats as get_stats
 from torch_sagellm.observe.stats import reset_stats as reset_stats
+from torch_sagellm.observe.steps import StepReport as StepReport
+from torch_sagellm.observe.steps import Steps as Steps
+from torch_sagellm.observe.steps import step as step
 from torch_sagellm.observe.timeline import Merged as Merged
 from torch_sagellm.observe.timeline import merge_traces as merge_traces
 from torch_sagellm.parallel.context import exchange_tokens as exchange_tokens

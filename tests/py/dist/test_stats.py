@@ -582,3 +582,74 @@ def test_the_page_names_files_that_exist() -> None:
     assert {f"src/stats/{path.name}" for path in (ROOT / "src" / "stats").glob("*.rs")} - {
         "src/stats/tests.rs"
     } <= named
+
+
+def steps_wait(ctx: Context) -> None:
+    import torch_sagellm
+
+    step = torch_sagellm.step()
+    one = torch.ones(4)
+    dist.barrier()
+    step.reset()
+    for _ in range(3):
+        with step:
+            if ctx.rank == 1:
+                time.sleep(0.15)
+            dist.all_reduce(one)
+            with step:  # part of the same step
+                dist.all_reduce(one)
+    with pytest.raises(KeyError), step:
+        raise KeyError
+    dist.all_reduce(one)
+    own = torch_sagellm.get_stats()["step"]
+    assert own["count"] == 3 and own["total_ms"] > 450
+    assert own["exposed_ms"] > 400 if ctx.rank == 0 else own["exposed_ms"] < own["total_ms"] - 450
+    report = step.report()
+    assert report.steps == 3 and report.ranks == 2 and report.shares[0] > report.shares[1]
+    assert report.exposed > 0.07 and report.waiting > 0.06 and report.moving < report.seconds - 0.15, report
+    assert f"{report.share:.1%}" in str(report) and "3 steps on 2 ranks" in str(report)
+
+    step.reset()
+    dist.barrier()
+    with step:
+        if ctx.rank == 1:
+            time.sleep(0.5)
+            dist.all_reduce(one)
+        else:
+            work = dist.all_reduce(one, async_op=True)
+            assert work is not None
+            future, worked = work.get_future(), time.thread_time()
+            while time.thread_time() - worked < 0.1:  # computes, which is no waiting
+                pass
+            future.wait()
+    own = torch_sagellm.get_stats()["step"]
+    if ctx.rank == 0:
+        assert own["exposed_ms"] < own["total_ms"] - 99
+        assert own["exposed_ms"] > 200 or own["total_ms"] < 450, own  # less only if the other rank was not late
+    step.reset()
+    assert torch_sagellm.get_stats()["step"] == {"count": 0, "total_ms": 0.0, "exposed_ms": 0.0, "share": 0.0}
+
+
+@pytest.mark.quick
+def test_a_step_counts_what_its_thread_waits_for() -> None:
+    """In calls and for futures, but not while it computes; steps that fail are not counted."""
+    run_ranks(steps_wait, 2)
+
+
+@pytest.mark.quick
+def test_steps_of_all_ranks_are_combined() -> None:
+    """The smallest wait of a step is the data's time; ranks may have counted and kept different numbers of steps."""
+    from torch_sagellm.observe.steps import combined
+
+    def sums(took: int, *last: int) -> Any:
+        count = len(last)
+        return {"count": count, "took": took, "in_calls": sum(last), "in_futures": 0, "last": list(last)}
+
+    report = combined([sums(2000, 100, 300), sums(2000, 500, 100)])
+    assert (report.steps, report.ranks, report.shares) == (2, 2, (0.2, 0.3))
+    assert report.seconds == pytest.approx(1e-6) and report.exposed == pytest.approx(250e-9)
+    assert report.moving == pytest.approx(100e-9) and report.waiting == pytest.approx(150e-9)
+    uneven = combined([sums(3000, 900, 100, 300), sums(2000, 500, 100)])
+    assert uneven.steps == 2 and uneven.moving == pytest.approx(uneven.exposed * 400 / 1000)
+    nothing = combined([sums(0), sums(0)])
+    assert nothing.share == 0 and "no step was counted" in str(nothing)

@@ -3,7 +3,8 @@
 The text is the source code of the Python standard library, which is on every machine. The script is ordinary
 DDP: the backend is a name on the command line. With --compare the same steps run over a second backend in the
 same processes, in alternating blocks, so that both see the same load of the machine. Communication times are
-read from torch.profiler's "<backend>:<op>" records, which every backend writes, in one way for all of them.
+read from torch.profiler's "<backend>:<op>" records, which every backend writes, in one way for all of them. Beside
+them, `torch_sagellm.step()` measures the steps of the first backend that run without the profiler.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import sysconfig
 import time
 from collections import defaultdict
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -239,7 +241,10 @@ class Trainer:
         group: dist.ProcessGroup,
         text: torch.Tensor,
         shared: bool = False,
+        counted: AbstractContextManager[None] | None = None,
     ) -> None:
+        #: The context of each timed step.
+        self.counted = counted or nullcontext()
         self.args, self.name, self.group, self.text = args, name, group, text
         self.label = label
         torch.manual_seed(args.seed)
@@ -273,7 +278,8 @@ class Trainer:
         dist.barrier(group=self.group)
         for _ in range(count):
             begin = time.perf_counter()
-            self.step()
+            with self.counted:
+                self.step()
             self.seconds.append(time.perf_counter() - begin)
             bar.advance(self)
 
@@ -369,6 +375,7 @@ class Summary:
     costs: dict[str, float]  # in the order of the table
     per_step: dict[tuple[str, int], float]  # how often a rank called (operation, bytes)
     operations: dict[tuple[str, int], list[float]]
+    exposed: str = ""  # of the steps without the profiler, in one line
 
 
 def summarize(trainer: Trainer, group: dist.ProcessGroup) -> Summary:
@@ -383,6 +390,11 @@ def summarize(trainer: Trainer, group: dist.ProcessGroup) -> Summary:
         for key, spans in cost.operations.items():
             operations[key] += spans
     profiled = max(1, sum(len(cost.steps) for cost in costs))
+    exposed = ""
+    if not isinstance(trainer.counted, nullcontext):
+        from torch_sagellm import step
+
+        exposed = str(step().report(group))
     return Summary(
         label=trainer.label,
         backend=trainer.name,
@@ -399,12 +411,15 @@ def summarize(trainer: Trainer, group: dist.ProcessGroup) -> Summary:
         },
         per_step={key: len(spans) / profiled for key, spans in operations.items()},
         operations=dict(operations),
+        exposed=exposed,
     )
 
 
 def print_summary(summary: Summary) -> None:
     """Prints the table of one backend."""
     print(f"\n{summary.label}: {summary.steps_per_second:.2f} steps/s")
+    if summary.exposed:
+        print(f"  without a profiler: {summary.exposed}")
     if not summary.operations:
         print(f'  no profiled record is named "{summary.backend}:<op>": no step was profiled, or it titles no work')
         return
@@ -492,7 +507,12 @@ def run(args: argparse.Namespace) -> int:
     default_group = dist.group.WORLD
     assert default_group is not None  # init_process_group has just created it
     label = f"{args.backend} --shared" if args.shared else args.backend
-    trainers = [Trainer(args, args.backend, label, default_group, text[:split], args.shared)]
+    counted = None
+    if args.backend == "sagellm":
+        from torch_sagellm import step
+
+        counted = step()
+    trainers = [Trainer(args, args.backend, label, default_group, text[:split], args.shared, counted)]
     if args.compare != "none":
         group = dist.new_group(backend=args.compare, timeout=timedelta(seconds=120))
         label = args.compare if args.compare != args.backend or args.shared else f"{args.compare} again"

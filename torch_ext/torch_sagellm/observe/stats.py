@@ -76,6 +76,15 @@ class Batches(TypedDict):
     largest: int
 
 
+class StepStats(TypedDict):
+    """The steps of ``torch_sagellm.step()`` in this process, whatever the group; ``share`` is exposed over total."""
+
+    count: int
+    total_ms: float
+    exposed_ms: float
+    share: float
+
+
 class Gathered(TypedDict):
     """The statistics of all ranks.
 
@@ -249,7 +258,21 @@ def _snapshot(member: Member) -> dict[str, Any]:
         "sizes": sizes,
         "batches": batches,
         "waits": waits,
+        "step": _steps(),
         "shared_memory": load.extension()._shared_usage(),
+    }
+
+
+def _steps() -> StepStats:
+    from torch_sagellm._private import load
+
+    sums = load.extension()._step_sums()
+    waited = sums["in_calls"] + sums["in_futures"]
+    return {
+        "count": sums["count"],
+        "total_ms": sums["took"] / MS,
+        "exposed_ms": waited / MS,
+        "share": waited / sums["took"] if sums["took"] else 0.0,
     }
 
 
@@ -263,8 +286,9 @@ def get_stats(group: Any = None) -> dict[str, Any]:
     ``avg_latency_ms`` of all operations; ``fused_batches`` and ``fused_ops``; ``host_staged_count`` and
     ``host_staged_bytes``, of operations whose tensors were on a device and went through host memory; ``ops``, an
     ``OpStats`` by kind; ``sizes``, a list of ``SizeStats``, by kind, path and power of two; ``batches``, a ``Batches``;
-    ``waits``, a ``Wait`` by peer; ``shared_memory``, about this process's tensors that peers can reach: ``limit``,
-    ``used``, ``cached`` and ``taken_out`` in bytes, the counts ``extents`` and ``refused``, ``why_not``.
+    ``waits``, a ``Wait`` by peer; ``step``, a ``StepStats`` of this process; ``shared_memory``, about this process's
+    tensors that peers can reach: ``limit``, ``used``, ``cached`` and ``taken_out`` in bytes, the counts ``extents`` and
+    ``refused``, ``why_not``.
 
     It raises a ValueError if this backend does not serve the group.
 
