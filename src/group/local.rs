@@ -49,6 +49,14 @@ impl Group {
         Group::local_hosts_with(host_of, timeout, settings, links, &Policy::default())
     }
 
+    /// Makes the group of rank `me` of `ranks`, each of which acts as the only rank of its host. All ranks must call
+    /// this; they may be processes.
+    pub fn of_one_host(me: usize, ranks: usize, timeout: Duration, link: Arc<dyn Link>) -> Result<Arc<Group>> {
+        let parts = local_parts((me, ranks), timeout, Policy::default(), me as u64 + 1);
+        let host_map = HostMap::new((0..ranks).collect(), me);
+        over_hosts(parts, host_map, vec![None; LANES], "a simulation of hosts".to_string(), link)
+    }
+
     /// Like `local_hosts`, with a policy.
     pub fn local_hosts_with(
         host_of: &[usize],

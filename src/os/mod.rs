@@ -1,6 +1,7 @@
 pub mod clock;
 pub mod environment;
 pub mod event_count;
+pub mod fault_points;
 pub mod futex;
 mod random;
 pub mod topology;

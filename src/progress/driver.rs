@@ -24,6 +24,8 @@ use super::roles::Words;
 use crate::host::Host;
 use crate::os::event_count;
 use crate::os::event_count::{Listening, WakeWords};
+use crate::os::fault_points;
+use crate::os::fault_points::FaultPoint;
 use crate::os::{futex, watch};
 use crate::threads;
 
@@ -202,6 +204,7 @@ fn sleep(domain: &Arc<Domain>, own: Option<&dyn Driven>, pause: Duration, stop: 
     }
     let pause = if words.len() > futex::MOST { pause.min(SHORT_NAP) } else { pause };
     words.truncate(futex::MOST);
+    fault_points::reached(FaultPoint::Sleeping);
     futex::wait(&words, pause);
 }
 

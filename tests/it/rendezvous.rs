@@ -4,17 +4,17 @@
 use std::collections::HashMap;
 use std::fs;
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Barrier, Mutex};
 use std::time::{Duration, Instant};
 
-use crate::common::host::{Memory, Quiet};
+use crate::common::host::{Files, Memory, Quiet, config};
 use crate::common::test_name;
 use proptest::prelude::*;
-use sagellm::config::{Config, Settings, Threads};
+use sagellm::config::{Config, Threads};
 use sagellm::engine::shm::memory::segment::Backing;
 use sagellm::error::{ErrorKind, Result, cleaned};
 use sagellm::host::{Host, Store};
@@ -26,53 +26,7 @@ use sagellm::rendezvous::peers::Following;
 use sagellm::rendezvous::unix_socket;
 use sagellm::rendezvous::{Met, Outcome, hello_bytes, meet, meet_as};
 
-/// A store that processes share: a directory with one file per key.
-struct Files(PathBuf);
-
-impl Files {
-    fn new() -> Files {
-        static NEXT: AtomicUsize = AtomicUsize::new(0);
-        let name = format!("sagellm-meet-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
-        let dir = std::env::temp_dir().join(name);
-        fs::create_dir_all(&dir).unwrap();
-        Files(dir)
-    }
-    fn path(&self, key: &str) -> PathBuf {
-        self.0.join(key.replace('/', "-"))
-    }
-}
-
-impl Store for Files {
-    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        let unfinished = self.0.join(format!("new-{}-{}", key.replace('/', "-"), std::process::id()));
-        fs::write(&unfinished, value).and_then(|()| fs::rename(&unfinished, self.path(key))).unwrap();
-        Ok(())
-    }
-    fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
-        Ok(fs::read(self.path(key)).ok())
-    }
-}
-
 const GENEROUS: Duration = Duration::from_secs(30);
-
-fn config(rank: usize, size: usize, timeout: Duration) -> Config {
-    // All fields that this file does not test have the defaults of a group without options.
-    Config {
-        rank,
-        size,
-        timeout,
-        name: "test".into(),
-        delegate_reason: None,
-        delegate: Config::LINK.to_string(),
-        algorithm: String::new(),
-        topology: String::new(),
-        policy: format!("rank {rank}'s"),
-        settings: Settings::default(),
-        threads: Default::default(),
-        soft_timeout: None,
-        addresses: String::new(),
-    }
-}
 
 fn bytes(size: usize) -> impl Fn(usize) -> std::result::Result<usize, String> {
     move |_| Ok(hello_bytes(size) + 4096)

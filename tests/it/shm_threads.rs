@@ -6,9 +6,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use crate::common::host::Memory;
+use crate::common::host::{Memory, config};
 use crate::common::{Spec, on_ranks};
-use sagellm::config::{Config, Settings, Threads};
+use sagellm::config::{Config, Threads};
 use sagellm::group::Group;
 use sagellm::host::Host;
 use sagellm::os::topology;
@@ -52,21 +52,7 @@ fn connect(ranks: usize, threads: Threads) -> Vec<(Arc<Group>, Arc<Crowd>)> {
         let connecting: Vec<_> = (0..ranks)
             .map(|rank| {
                 scope.spawn(move || {
-                    let config = Config {
-                        rank,
-                        size: ranks,
-                        timeout: Duration::from_secs(60),
-                        name: "test".into(),
-                        delegate_reason: None,
-                        delegate: Config::LINK.to_string(),
-                        algorithm: String::new(),
-                        topology: String::new(),
-                        policy: String::new(),
-                        settings: Settings::default(),
-                        threads,
-                        soft_timeout: None,
-                        addresses: String::new(),
-                    };
+                    let config = Config { threads, ..config(rank, ranks, Duration::from_secs(60)) };
                     let host = Arc::new(Crowd::default());
                     (Group::connect(config, store, Arc::<Crowd>::clone(&host)).unwrap(), host)
                 })

@@ -28,6 +28,8 @@ use super::small::{block, block_start};
 use crate::engine::pieces::{Pieces, transfer};
 use crate::error::Result;
 use crate::op::Op;
+use crate::os::fault_points;
+use crate::os::fault_points::FaultPoint;
 use crate::reduce::Kernel;
 use crate::select;
 use crate::stats::chunk_timer::ChunkTimer;
@@ -287,7 +289,9 @@ impl Bulk<'_> {
         // bound. The caller keeps the inputs alive until the operation ends.
         unsafe { self.fill(state, k, base.stage + k) };
         state.chunk_timer.end(&self.op.timing.copying, began);
+        fault_points::reached(FaultPoint::StageFilled);
         protocol::filled(area, Region::Stage, area.me, base.stage + k);
+        fault_points::reached(FaultPoint::StagePublished);
         state.fill += 1;
         true
     }
@@ -375,6 +379,7 @@ impl Bulk<'_> {
         if self.first_peer(|q| self.take_needs_room(base, k, q)).is_some() {
             return false;
         }
+        fault_points::reached(FaultPoint::StageSeen);
         let g = base.stage + k;
         if k == 0 && kind.reduces() {
             state.factors = small::factors(area, self.op);
@@ -385,8 +390,10 @@ impl Bulk<'_> {
         unsafe { self.take(state, k, g, base.result + k) };
         let timing = &self.op.timing;
         state.chunk_timer.end(if kind.reduces() { &timing.reducing } else { &timing.copying }, began);
+        fault_points::reached(FaultPoint::StageRead);
         protocol::drained(area, Region::Stage, area.me, g);
         if self.uses_result() {
+            fault_points::reached(FaultPoint::ResultFilled);
             protocol::filled(area, Region::Result, area.me, base.result + k);
         }
         state.take += 1;
@@ -510,6 +517,7 @@ impl Bulk<'_> {
             state.chunk_timer.misses(q);
             return false;
         }
+        fault_points::reached(FaultPoint::ResultSeen);
         let began = state.chunk_timer.begin(self.op);
         let outputs = Pieces(self.op.request.outputs());
         let (start, bytes) = self.part(state, k, outputs.bytes());
@@ -520,6 +528,7 @@ impl Bulk<'_> {
             unsafe { outputs.write(start + slice, area.result(q, g, slice_bytes), slice_bytes) };
         }
         state.chunk_timer.end(&self.op.timing.copying, began);
+        fault_points::reached(FaultPoint::ResultRead);
         protocol::drained(area, Region::Result, area.me, g);
         state.collect += 1;
         true

@@ -17,6 +17,8 @@ use crate::error::{Error, Result};
 use crate::op;
 use crate::op::Op;
 use crate::os::event_count;
+use crate::os::fault_points;
+use crate::os::fault_points::FaultPoint;
 use crate::reduce::Kernel;
 use crate::select;
 use crate::select::explain;
@@ -193,6 +195,7 @@ impl Shm {
                 if op.request.kind == Kind::Barrier && at > 0 {
                     return Ok((Step::Blocked, false));
                 }
+                fault_points::reached(FaultPoint::SlotsSeen);
                 small::finish(area, op, kernel.as_ref(), &mut self.scratch)?;
                 Ok((Step::Done, false))
             }
@@ -246,7 +249,9 @@ impl Shm {
                     Phase::Slots(0)
                 }
             };
+            fault_points::reached(FaultPoint::SlotWritten);
             self.slots.publish(area, n);
+            fault_points::reached(FaultPoint::SlotPublished);
             self.queued -= 1;
             moved = true;
         }
@@ -268,7 +273,9 @@ impl Shm {
                 // panics.
                 self.entries[at].op.store_back();
                 let entry = self.entries.remove(at).expect("in range");
+                fault_points::reached(FaultPoint::SlotsRead);
                 self.slots.retire(&*self.area, entry.op.number);
+                fault_points::reached(FaultPoint::SlotsRetired);
                 entry.op.release();
                 self.order.released(&entry.op);
                 ended.push((entry.op, Ok(())));

@@ -36,6 +36,8 @@ use crate::engine::pieces::Pieces;
 use crate::error::{Error, Result};
 use crate::op::Op;
 use crate::op::words::{not_taken, wrong_size};
+use crate::os::fault_points;
+use crate::os::fault_points::FaultPoint;
 use crate::types::{ANY_RANK, Kind};
 
 // Words of the sender have even numbers, words of the receiver odd ones: `Layout::pair_word`.
@@ -224,7 +226,9 @@ impl P2p {
             let channel = &mut self.out[to];
             channel.queue.pop_front();
             channel.sent += 1;
+            fault_points::reached(FaultPoint::EnvelopeWritten);
             area.pair_word(me, to, SENT).store(channel.sent, Release);
+            fault_points::reached(FaultPoint::EnvelopeSent);
             if number == 0 || area.layout.has_mail() {
                 protocol::post(area, to, me);
             }
@@ -255,6 +259,7 @@ impl P2p {
                     channel.taken
                 )));
             }
+            fault_points::reached(FaultPoint::GrantSeen);
             let entry = area.grant(me, to, channel.taken).load(Relaxed);
             channel.taken += 1;
             area.pair_word(me, to, TAKEN).store(channel.taken, Release);
@@ -298,6 +303,7 @@ impl P2p {
         unsafe { inputs.read(*offset, area.body(to, *through, round, bytes), bytes) };
         *offset += bytes;
         channel.round += 1;
+        fault_points::reached(FaultPoint::BodyFilled);
         area.pair_word(me, to, READY).store(channel.round, Release);
         if *offset == total {
             let (op, ..) = channel.bodies.pop_front().expect("the front");
@@ -319,6 +325,7 @@ impl P2p {
         let mut moved = false;
         while self.incoming[from].consumed < sent {
             let number = self.incoming[from].consumed;
+            fault_points::reached(FaultPoint::EnvelopeSeen);
             let word = |i| area.envelope_word(from, me, number, i).load(Relaxed);
             let (tag, eager) = (word(0) as u32, word(0) >> 32 & 1 == 1);
             let bytes = word(1) as usize;
@@ -333,6 +340,7 @@ impl P2p {
                 message.data = Some(data);
             }
             self.incoming[from].consumed += 1;
+            fault_points::reached(FaultPoint::EnvelopeRead);
             area.pair_word(from, me, CONSUMED).store(number + 1, Release);
             moved = true;
             let matching = self.posted.iter().position(|op| {
@@ -401,6 +409,7 @@ impl P2p {
             area.grant(from, me, channel.grants).store(entry, Relaxed);
             channel.ungranted.pop_front();
             channel.grants += 1;
+            fault_points::reached(FaultPoint::GrantWritten);
             area.pair_word(from, me, GRANTS).store(channel.grants, Release);
             moved = true;
         }
@@ -416,6 +425,7 @@ impl P2p {
         if area.pair_word(from, me, READY).load(Acquire) <= round {
             return false;
         }
+        fault_points::reached(FaultPoint::BodySeen);
         let outputs = Pieces(op.request.outputs());
         let total = outputs.bytes();
         let bytes = area.layout.body_bytes.min(total - *offset);
@@ -423,6 +433,7 @@ impl P2p {
         unsafe { outputs.write(*offset, area.body(me, through, round, bytes), bytes) };
         *offset += bytes;
         channel.round += 1;
+        fault_points::reached(FaultPoint::BodyRead);
         area.pair_word(from, me, DRAINED).store(channel.round, Release);
         if *offset == total {
             let (op, _) = channel.bodies.pop_front().expect("the front");

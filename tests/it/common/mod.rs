@@ -4,6 +4,7 @@
 pub mod device;
 pub mod host;
 pub mod reference;
+pub mod schedules;
 pub mod simulators;
 
 use std::io::Write as _;

@@ -18,6 +18,8 @@ use super::transfer::{End, Event, Events, Slot, Target};
 use super::{Counted, Early, ProcessId, Wire};
 use crate::engine::multihost::link::{Broken, Done, LONGEST_MAIL, Link, Mail, Mailbox, Transfer};
 use crate::error::{Error, Result};
+use crate::os::fault_points;
+use crate::os::fault_points::FaultPoint;
 use crate::types::Span;
 
 /// Longest message of a lane that is sent without a Want from the receiver.
@@ -172,6 +174,7 @@ impl Channel {
         }
         peer.connection = Some(Arc::clone(connection));
         drop(state);
+        fault_points::reached(FaultPoint::Joining);
         let mut events = Events::default();
         connection.push(&self.wire, Outgoing::control(self.frame(Kind::Hello, 0)), &mut events);
     }
@@ -210,6 +213,7 @@ impl Channel {
             return end.tell(Err(text), memory, events);
         }
         let frame = Frame { number: frame.number, ..self.frame(Kind::Body, bytes) };
+        fault_points::reached(FaultPoint::BodyAsked);
         connection.push(wire, Outgoing::new(frame, memory, end), events);
     }
 
@@ -296,6 +300,7 @@ impl Channel {
             connections.extend(peer.connection.clone());
         }
         drop(state);
+        fault_points::reached(FaultPoint::Cutting);
         let mut events = Events::default();
         for connection in connections {
             connection.forget(self.id, why, &mut events);
@@ -616,6 +621,7 @@ impl Link for WireLink {
 impl Channel {
     /// Posts a receive of a body, and sends Want to the peer.
     fn want(&self, from: &mut Peer, number: u64, waiting: Waiting, events: &mut Events) {
+        fault_points::reached(FaultPoint::BodyWanted);
         let frame = Frame { number, ..self.frame(Kind::Want, waiting.bytes) };
         push(&mut from.wants, number, waiting);
         let connection = from.connection.clone().expect("all ranks are connected before a group is used");

@@ -17,6 +17,8 @@ use super::memory::{Memory, Pieces};
 use super::sockets;
 use super::transfer::{End, Events, Target};
 use super::{ProcessId, Wire};
+use crate::os::fault_points;
+use crate::os::fault_points::FaultPoint;
 use crate::os::watch;
 use crate::types::Span;
 
@@ -210,12 +212,14 @@ impl Connection {
         if given == 0 {
             return None;
         }
+        fault_points::reached(FaultPoint::FrameReady);
         // SAFETY: headers and owned buffers are in the queue, which is locked. The callers vouch for borrowed memory
         // until the transfer has ended.
         let sent = match unsafe { sockets::send(self.fd(), pieces.as_slice()) } {
             Ok(sent) => sent,
             Err(error) => return Some(Err(error)),
         };
+        fault_points::reached(FaultPoint::FrameWritten);
         let mut left = sent;
         for one in &mut out.queue {
             let here = left.min(one.left());
@@ -299,6 +303,7 @@ impl Connection {
                 let Some(head) = inn.buffer[inn.from..inn.to].first_chunk::<HEAD>() else { return Ok(()) };
                 let frame = Frame::read(head).ok_or("it sent what is no frame")?;
                 inn.from += HEAD;
+                fault_points::reached(FaultPoint::FrameSeen);
                 let channel = wire.receiver(frame.channel);
                 if frame.data() == 0 && !matches!(frame.kind, Kind::Message | Kind::Mail | Kind::Body) {
                     match channel {
@@ -324,6 +329,7 @@ impl Connection {
             if one.got < one.frame.data() {
                 return Ok(());
             }
+            fault_points::reached(FaultPoint::FrameDone);
             let Incoming { frame, channel, target, .. } = current.take().expect("just used");
             if let Some(channel) = channel {
                 channel.finish(wire, self, &frame, target, events);

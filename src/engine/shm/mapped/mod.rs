@@ -44,6 +44,8 @@ use super::small;
 use crate::engine::pieces::{Pieces, transfer};
 use crate::error::{Error, Result, laid_out};
 use crate::op::Op;
+use crate::os::fault_points;
+use crate::os::fault_points::FaultPoint;
 use crate::reduce::Kernel;
 use crate::select::Choice;
 use crate::stats::chunk_timer::ChunkTimer;
@@ -113,6 +115,7 @@ impl Mapped {
             let whole = work.part.bytes();
             if self.at < whole {
                 let bytes = (STEP_BYTES * threads::count()).min(whole - self.at);
+                fault_points::reached(FaultPoint::PartBegun);
                 let began = self.timer.begin(op);
                 let at = self.at;
                 threads::split(bytes, |start, length| {
@@ -125,7 +128,9 @@ impl Mapped {
                 self.at += bytes;
             }
             if self.at == whole && protocol::was_whole(area) {
+                fault_points::reached(FaultPoint::PartDone);
                 protocol::moved(area, area.me, op.number);
+                fault_points::reached(FaultPoint::PartPublished);
                 self.told = true;
             }
             return Ok(Outcome::Step(Step::Moved));

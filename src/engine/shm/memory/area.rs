@@ -16,6 +16,8 @@ use crate::engine::{LAUNCHES_KEPT, Signed};
 use crate::error::{Error, Result};
 use crate::op::Op;
 use crate::os::event_count::WakeWords;
+use crate::os::fault_points;
+use crate::os::fault_points::FaultPoint;
 use crate::os::topology;
 
 /// Indices of `Layout::control_word`: the control words of a rank for `protocol::Word`, and others.
@@ -237,6 +239,7 @@ impl Area {
     /// Publishes that this rank leaves in order (shutdown or exit), with a release store after everything it published.
     /// Wakes the others.
     pub fn leave(&self) {
+        fault_points::reached(FaultPoint::Leaving);
         self.word64(self.layout.control_word(self.me, LIFE)).store(1, Ordering::Release);
         self.word64(self.layout.group_word(LEAVERS)).fetch_add(1, Ordering::Release);
         crate::os::event_count::announce(self, self.ranks);

@@ -1,0 +1,68 @@
+//! What only tests use is not in the product: the feature `testing`, and what the fault points do.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use super::{files, files_that_end};
+use sagellm::os::fault_points::FaultPoint;
+
+/// The files of `src/` that have code for tests, which the product is compiled without.
+const WITH_THE_FEATURE: [&str; 3] = ["engine/mod.rs", "group/mod.rs", "os/fault_points.rs"];
+
+fn sources() -> Vec<(String, String)> {
+    let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut all = Vec::new();
+    files(&src, &mut all);
+    let read = |file: PathBuf| {
+        let inside = file.strip_prefix(&src).unwrap().to_str().unwrap().to_string();
+        (inside, std::fs::read_to_string(file).unwrap())
+    };
+    all.into_iter().map(read).collect()
+}
+
+#[test]
+fn what_only_tests_use_is_not_in_the_product() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let text = |name: &str| std::fs::read_to_string(root.join(name)).unwrap();
+    let mut found: Vec<String> = sources()
+        .into_iter()
+        .filter(|(_, text)| text.contains("feature = \"testing\""))
+        .map(|(file, _)| file)
+        .collect();
+    found.sort();
+    assert_eq!(found, WITH_THE_FEATURE, "files with code for tests, found and listed");
+
+    let manifest = text("Cargo.toml");
+    let (product, tests) = manifest.split_once("[dev-dependencies]").expect("the tests have dependencies");
+    assert!(product.contains("\ntesting = []\n"), "the feature switches on nothing else");
+    assert!(!product.contains("\ndefault = "), "no feature is on by itself");
+    assert!(tests.contains("sagellm = { path = \".\", features = [\"testing\"] }"));
+
+    // Everything that compiles the product says which features it wants.
+    let mut builders = vec![root.join("setup.py"), root.join("build.rs"), root.join("Makefile")];
+    let scripts = std::fs::read_dir(root.join(".ci")).unwrap().map(|entry| entry.unwrap().path());
+    builders.extend(scripts.filter(|path| path.is_file()));
+    let mut python = Vec::new();
+    files_that_end(&root.join("torch_ext"), &["py"], &mut python);
+    for path in builders.into_iter().chain(python) {
+        let text = std::fs::read_to_string(&path).unwrap_or_default();
+        let wants = text.lines().find(|line| line.contains("features") && line.contains("testing"));
+        assert!(wants.is_none(), "{} builds with the feature for tests: {wants:?}", path.display());
+    }
+}
+
+/// A fault point that nothing calls could never be reached; one that several places call would be no place.
+#[test]
+fn each_fault_point_is_one_place() {
+    let mut calls: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for (file, text) in sources().into_iter().filter(|(file, _)| file != "os/fault_points.rs") {
+        for part in text.split("fault_points::reached(FaultPoint::").skip(1) {
+            let name = part.split(')').next().unwrap().to_string();
+            calls.entry(name).or_default().push(file.clone());
+        }
+    }
+    let named: Vec<String> = FaultPoint::ALL.iter().map(|point| format!("{point:?}")).collect();
+    let wrong: Vec<_> = named.iter().filter(|name| calls.get(*name).is_none_or(|files| files.len() != 1)).collect();
+    assert!(wrong.is_empty(), "not exactly one call each: {wrong:?} of {calls:?}");
+    assert_eq!(calls.len(), named.len());
+}

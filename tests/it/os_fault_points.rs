@@ -1,0 +1,319 @@
+//! Every fault point, in real processes: this program again, once for each of three ranks, over shared memory or over
+//! connections. At the point, rank 1 is killed, stopped and continued, or delayed. Then every rank ends, either with
+//! the reference's bits or with an error that names rank 1 and its process.
+
+#![allow(unsafe_code)] // signals, and the state of a child
+
+use std::io::Read;
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use crate::common::host::{Files, Quiet, config};
+use crate::common::{Spec, on_memory, this_program};
+use sagellm::engine::multihost::wire::{Place, Wire, join};
+use sagellm::error::Error;
+use sagellm::group::Group;
+use sagellm::os::fault_points;
+use sagellm::os::fault_points::FaultPoint;
+use sagellm::types::{Dtype, Kind, ReduceOp};
+
+const RANKS: usize = 3;
+/// The rank to which it happens.
+const VICTIM: usize = 1;
+/// The deadline of every operation, and of the test's own waits. Nothing here comes close to it.
+const PATIENT: Duration = Duration::from_secs(60);
+/// How long ranks whose peer was killed while joining wait for it.
+const JOINING: Duration = Duration::from_secs(4);
+/// How often a program does everything.
+const TURNS: usize = 3;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Over {
+    SharedMemory,
+    Connections,
+}
+
+impl Over {
+    fn of(point: FaultPoint) -> Over {
+        if point < FaultPoint::Joining { Over::SharedMemory } else { Over::Connections }
+    }
+
+    fn points(self) -> impl Iterator<Item = FaultPoint> {
+        FaultPoint::ALL.into_iter().filter(move |point| Over::of(*point) == self)
+    }
+}
+
+// ------------------------------------------------------------------------------------------------------------ a rank
+
+/// Runs calls of each sort, and compares each result with the reference.
+fn turn(group: &Group, me: usize, over: Over, turn: usize) -> Result<(), Error> {
+    if me == 0 {
+        std::thread::sleep(Duration::from_millis(3)); // so that the others sleep
+    }
+    let sizes = [(100, false), (200_000, false), (60_000, true)];
+    for (at, (count, reachable)) in sizes.into_iter().enumerate() {
+        let spec = Spec {
+            kind: Kind::AllReduce,
+            dtype: Dtype::F32,
+            op: ReduceOp::Sum,
+            root: 0,
+            count,
+            skew: 0,
+            in_place: turn.is_multiple_of(2),
+            pieces: 1,
+            seed: (turn * 10 + at) as u64,
+        };
+        let buffers = spec.buffers(me, RANKS);
+        let mut buffers = if reachable && over == Over::SharedMemory { buffers.in_arena() } else { buffers };
+        group.run(spec.request(&mut buffers), None)?;
+        spec.check(&buffers, me, RANKS);
+    }
+    // A ring in which each rank sends a short and a long message and receives both.
+    let data = |from: usize, bytes: usize| -> Vec<u8> { (0..bytes).map(|at| (at * 7 + from + turn) as u8).collect() };
+    for bytes in [64, 400_000] {
+        let (to, from) = ((me + 1) % RANKS, (me + RANKS - 1) % RANKS);
+        let (mut sent, mut received) = (data(me, bytes), vec![0; bytes]);
+        let send = group.issue(on_memory(Kind::Send, to as u32, &mut sent), None)?;
+        let receive = group.issue(on_memory(Kind::Recv, from as u32, &mut received), None)?;
+        let (received_well, sent_well) = (receive.wait(None), send.wait(None));
+        received_well.and(sent_well)?;
+        assert!(received == data(from, bytes), "the message of {bytes} bytes from rank {from}");
+    }
+    group.run(on_memory(Kind::Barrier, 0, &mut []), None)
+}
+
+fn make(over: Over, me: usize, store: &Files, timeout: Duration) -> Result<Arc<Group>, Error> {
+    if over == Over::SharedMemory {
+        return Group::connect(config(me, RANKS, timeout), store, Arc::new(Quiet));
+    }
+    let place = Place { store, id: [7; 16], rank: me, size: RANKS, address: "127.0.0.1", timeout };
+    let link = join(&Wire::of_process()?, &place)?;
+    Group::of_one_host(me, RANKS, PATIENT, Arc::new(link))
+}
+
+fn signal_self(signal: i32) {
+    // SAFETY: no pointers.
+    assert_eq!(unsafe { libc::kill(libc::getpid(), signal) }, 0);
+}
+
+/// The turn of the program, which `delay` reads.
+static TURN: AtomicUsize = AtomicUsize::new(0);
+
+/// What happens at the points: `kill N` at point N (the second time, so that there are calls before and after it),
+/// `stop` at each point once, `delay` at one point in each turn, at the others never.
+fn set_hook(act: &str, over: Over) -> fault_points::Hook {
+    let (act, at) = act.split_once(' ').unwrap_or((act, "0"));
+    let (act, at) = (act.to_string(), at.parse::<usize>().unwrap());
+    let (seen, stopped) = (AtomicU64::new(0), Mutex::new(Vec::new()));
+    let points: Vec<FaultPoint> = over.points().collect();
+    fault_points::in_this_process(move |point| match &*act {
+        "kill" if point as usize == at => {
+            let once = matches!(point, FaultPoint::Leaving | FaultPoint::Joining | FaultPoint::Cutting);
+            if seen.fetch_add(1, Relaxed) == u64::from(!once) {
+                signal_self(libc::SIGKILL);
+            }
+        }
+        "stop" if Over::of(point) == over => {
+            let mut stopped = stopped.lock().unwrap();
+            if !stopped.contains(&point) {
+                stopped.push(point);
+                drop(stopped);
+                signal_self(libc::SIGSTOP);
+                println!("stopped {}", point.name());
+            }
+        }
+        "delay" if points.get(TURN.load(Relaxed)) == Some(&point) => {
+            if seen.fetch_add(1, Relaxed) < 40 * (TURN.load(Relaxed) as u64 + 1) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            println!("delayed {}", point.name());
+        }
+        _ => (),
+    })
+}
+
+#[test]
+#[ignore = "the other tests of this file run it as a separate process"]
+fn as_a_rank() {
+    let variable = |name: &str| std::env::var(format!("SAGELLM_TEST_{name}")).unwrap_or_default();
+    let act = variable("ACT");
+    if act.is_empty() {
+        return;
+    }
+    let (store, me) = (Files(variable("DIR").into()), variable("RANK").parse::<usize>().unwrap());
+    let over = if variable("OVER") == "connections" { Over::Connections } else { Over::SharedMemory };
+    let delays = act == "delay";
+    let joins = act == format!("kill {}", FaultPoint::Joining as usize);
+    let mut hook = None;
+    let mut set = || hook = (delays || me == VICTIM).then(|| set_hook(&act, over));
+    let mut run = || {
+        // Frames are also written while the ranks join, which ends otherwise if a rank is killed.
+        let late = act.starts_with("kill") && !joins;
+        if !late {
+            set();
+        }
+        let group = make(over, me, &store, if joins { JOINING } else { PATIENT })?;
+        if late {
+            set();
+        }
+        let turns = if delays { over.points().count() } else { TURNS };
+        for at in 0..turns {
+            // The points of leaving come after the last turn.
+            TURN.store(at, Relaxed);
+            turn(&group, me, over, at)?;
+        }
+        let last = over.points().position(|point| matches!(point, FaultPoint::Leaving | FaultPoint::Cutting));
+        TURN.store(last.unwrap(), Relaxed);
+        group.shutdown();
+        Ok::<(), Error>(())
+    };
+    match run() {
+        Ok(()) => println!("done"),
+        Err(error) => println!("failed {:?} {}", error.kind(), error.text().replace('\n', " | ")),
+    }
+    sagellm::group::at_exit();
+    drop(hook);
+}
+
+// --------------------------------------------------------------------------------------------------------- the tests
+
+struct Ranks {
+    store: Files,
+    children: Vec<Child>,
+}
+
+impl Ranks {
+    fn start(over: Over, act: &str) -> Ranks {
+        let store = Files::new();
+        let child = |rank: usize| {
+            let mut command: Command = this_program(module_path!(), "as_a_rank");
+            command.env("SAGELLM_TEST_DIR", &store.0).env("SAGELLM_TEST_RANK", rank.to_string());
+            let name = if over == Over::Connections { "connections" } else { "memory" };
+            command.env("SAGELLM_TEST_ACT", act).env("SAGELLM_TEST_OVER", name);
+            command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap()
+        };
+        let children = (0..RANKS).map(child).collect();
+        Ranks { store, children }
+    }
+
+    /// Waits until all have ended, and continues those that stop. What each printed, and the signal that ended it.
+    fn end(mut self) -> Vec<(String, Option<i32>)> {
+        let until = Instant::now() + PATIENT * 2;
+        let mut ended: Vec<Option<i32>> = vec![None; RANKS];
+        while ended.iter().any(Option::is_none) {
+            for (rank, child) in
+                self.children.iter().enumerate().filter(|(rank, _)| ended[*rank].is_none()).collect::<Vec<_>>()
+            {
+                let (pid, mut status) = (child.id() as i32, 0);
+                // SAFETY: writes the status; the child is this test's own, and nothing else waits for it.
+                if unsafe { libc::waitpid(pid, &mut status, libc::WNOHANG | libc::WUNTRACED) } != pid {
+                    continue;
+                }
+                if libc::WIFSTOPPED(status) {
+                    std::thread::sleep(Duration::from_millis(30)); // the others run into it
+                    // SAFETY: no pointers; the child is stopped, so it is there.
+                    assert_eq!(unsafe { libc::kill(pid, libc::SIGCONT) }, 0);
+                } else {
+                    ended[rank] = Some(status);
+                }
+            }
+            assert!(Instant::now() < until, "these ranks have not ended: {ended:?}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let outputs = self.children.iter_mut().map(|child| {
+            let mut text = String::new();
+            child.stdout.take().unwrap().read_to_string(&mut text).unwrap();
+            text
+        });
+        let outputs: Vec<String> = outputs.collect();
+        let signals = ended.iter().map(|status| std::process::ExitStatus::from_raw(status.unwrap()).signal());
+        outputs.into_iter().zip(signals).collect()
+    }
+}
+
+impl Drop for Ranks {
+    fn drop(&mut self) {
+        for child in &mut self.children {
+            let _ = child.kill();
+        }
+        let _ = std::fs::remove_dir_all(&self.store.0);
+    }
+}
+
+/// Kills rank 1 at `point`, and says what is wrong with how the ranks end.
+fn killed_at(point: FaultPoint) -> Option<String> {
+    let ranks = Ranks::start(Over::of(point), &format!("kill {}", point as usize));
+    let pid = ranks.children[VICTIM].id();
+    let ends = ranks.end();
+    let wrong = |what: &str| Some(format!("{}: {what}: {ends:#?}", point.name()));
+    if ends[VICTIM].1 != Some(libc::SIGKILL) {
+        return wrong("rank 1 was not there");
+    }
+    for (_, (text, signal)) in ends.iter().enumerate().filter(|(rank, _)| *rank != VICTIM) {
+        let finds = |what: &str| text.contains(what);
+        let right = match point {
+            // All calls had ended.
+            FaultPoint::Leaving | FaultPoint::Cutting => finds("done\n"),
+            FaultPoint::Joining => {
+                finds("failed System rank 1 at 127.0.0.1:")
+                    || finds("failed Timeout") && finds("no answer from rank 1 at")
+            }
+            _ => finds("failed RankFailed") && finds("rank 1") && finds(&format!("pid {pid}")),
+        };
+        if signal.is_some() || !right {
+            return wrong("not what the others should say");
+        }
+    }
+    None
+}
+
+/// Runs `body` for each point on a few threads.
+fn each(points: Vec<FaultPoint>, body: impl Fn(FaultPoint) -> Option<String> + Sync) {
+    let (points, wrong) = (Mutex::new(points), Mutex::new(Vec::new()));
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                loop {
+                    let Some(point) = points.lock().unwrap().pop() else { return };
+                    wrong.lock().unwrap().extend(body(point));
+                }
+            });
+        }
+    });
+    let wrong = wrong.into_inner().unwrap();
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// Rules 5 and 21.
+#[test]
+fn a_rank_that_is_killed_at_any_point_is_named_by_all_others() {
+    each(FaultPoint::ALL.to_vec(), killed_at);
+}
+
+/// Each rank ends well, and rank 1 says of each point that this happened to it.
+fn all_end_well_with(act: &str, done: &str) {
+    for over in [Over::SharedMemory, Over::Connections] {
+        let ends = Ranks::start(over, act).end();
+        assert!(ends.iter().all(|(text, signal)| text.contains("done\n") && signal.is_none()), "{over:?}: {ends:#?}");
+        for point in over.points() {
+            // The ranks join before the first turn, in which another point is delayed.
+            let expected = act == "stop" || point != FaultPoint::Joining;
+            let happened = ends[VICTIM].0.lines().any(|line| line.ends_with(&format!("{done} {}", point.name())));
+            assert!(happened || !expected, "{} was not reached: {ends:#?}", point.name());
+        }
+    }
+}
+
+/// Rule 22, and the bits of rule 17.
+#[test]
+fn a_rank_that_is_stopped_at_any_point_and_goes_on_changes_no_result() {
+    all_end_well_with("stop", "stopped");
+}
+
+#[test]
+fn ranks_that_are_slow_at_any_point_change_no_result() {
+    all_end_well_with("delay", "delayed");
+}

@@ -1,0 +1,272 @@
+//! The engine of one host with 4 and 8 ranks under random schedules: `Shm` itself over its real memory, without the group
+//! above it. The ranks are coroutines of one thread, and another one may run at each fault point and between two
+//! passes. A rank may also end at a fault point, as a killed process does, or leave.
+//!
+//! What this does not show: accesses between two fault points are not interrupted (`shm_protocol.rs` interrupts each
+//! access of the protocol alone), and there is one order of all accesses (`tests/loom.rs`). Threads, sleeping and the
+//! kernel are left out: each rank polls.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::time::Duration;
+
+use shuttle::rand::{Rng, thread_rng};
+use shuttle::thread::yield_now;
+
+use crate::common::schedules::{rank_now, ranks, under_schedules};
+use crate::common::{Buffers, Random, Spec, on_memory};
+use sagellm::engine::shm::Shm;
+use sagellm::engine::{Ended, Engine};
+use sagellm::error::Error;
+use sagellm::op;
+use sagellm::op::Op;
+use sagellm::os::fault_points;
+use sagellm::os::fault_points::FaultPoint;
+use sagellm::reduce;
+use sagellm::select::Policy;
+use sagellm::types::{Dtype, Kind, ReduceOp};
+
+/// One call of a program that is the same on all ranks.
+#[derive(Clone, Debug)]
+enum Call {
+    /// With whether the tensors lie where peers can reach them.
+    Collective(Spec, bool),
+    /// From, to, bytes, seed.
+    Message(usize, usize, usize, u64),
+}
+
+/// A call of this rank that has not ended, with its memory.
+enum Pending {
+    Collective(Spec, Buffers),
+    Sent(#[allow(dead_code, reason = "the engine reads it")] Vec<u8>),
+    Received(Vec<u8>, Vec<u8>),
+}
+
+fn message(bytes: usize, seed: u64) -> Vec<u8> {
+    let mut random = Random::new(seed);
+    (0..bytes).map(|_| random.next() as u8).collect()
+}
+
+fn program(random: &mut Random, count: usize, calls: usize) -> Vec<Call> {
+    let call = |_| {
+        if random.below(3) == 0 {
+            let from = random.below(count);
+            let to = (from + 1 + random.below(count - 1)) % count;
+            return Call::Message(from, to, random.pick(&[0, 8, 1000, 3000, 140_000]), random.next());
+        }
+        let kind = random.pick(&Kind::COLLECTIVES);
+        let spec = Spec {
+            kind,
+            dtype: random.pick(&[Dtype::I32, Dtype::F32, Dtype::Bf16]),
+            op: random.pick(&[ReduceOp::Sum, ReduceOp::Max]),
+            root: random.below(count),
+            count: random.pick(&[0, 1, 2, 100, 100, 700, 700, 3000, 9000]),
+            skew: random.pick(&[0, 0, 3]),
+            in_place: random.below(2) == 0,
+            pieces: 1 + random.below(2),
+            seed: random.next(),
+        };
+        Call::Collective(spec, random.below(4) == 0)
+    };
+    (0..calls).map(call).collect()
+}
+
+/// One rank: its engine, and what it has issued.
+struct Rank {
+    me: usize,
+    ranks: usize,
+    engine: Shm,
+    numbers: u64,
+    pending: HashMap<*const Op, Pending>,
+    ended: Ended,
+}
+
+impl Rank {
+    fn issue(&mut self, call: &Call) {
+        let (me, ranks) = (self.me, self.ranks);
+        let (request, pending) = match call {
+            Call::Collective(spec, reachable) => {
+                let buffers = spec.buffers(me, ranks);
+                let mut buffers = if *reachable { buffers.in_arena() } else { buffers };
+                (spec.request(&mut buffers), Pending::Collective(spec.clone(), buffers))
+            }
+            Call::Message(from, to, bytes, seed) if me == *from => {
+                let mut data = message(*bytes, *seed);
+                (on_memory(Kind::Send, *to as u32, &mut data), Pending::Sent(data))
+            }
+            Call::Message(from, to, bytes, seed) if me == *to => {
+                let mut room = vec![0; *bytes];
+                let request = on_memory(Kind::Recv, *from as u32, &mut room);
+                (request, Pending::Received(room, message(*bytes, *seed)))
+            }
+            Call::Message(..) => return,
+        };
+        self.numbers += u64::from(!request.kind.is_p2p());
+        let kernel = request.kind.reduces().then(|| reduce::kernel(request.dtype, request.op, ranks).unwrap());
+        let signature = op::signature(&request, ranks);
+        let op = Arc::new(Op::new(request, self.numbers, signature, Duration::from_secs(3600), None));
+        self.pending.insert(Arc::as_ptr(&op), pending);
+        let outcome = self.engine.submit(op, kernel, &mut self.ended);
+        outcome.unwrap_or_else(|error| panic!("rank {me}: {call:?}: {error}"));
+        self.check();
+    }
+
+    /// One pass. True if something moved.
+    fn poll(&mut self) -> bool {
+        let moved = self.engine.poll(&mut self.ended).unwrap_or_else(|error| panic!("rank {}: {error}", self.me));
+        self.check();
+        moved
+    }
+
+    /// Compares the results of what has ended.
+    fn check(&mut self) {
+        for (op, outcome) in self.ended.drain(..) {
+            outcome.unwrap_or_else(|error| panic!("rank {}: {error}", self.me));
+            match self.pending.remove(&Arc::as_ptr(&op)).expect("each call ends once") {
+                Pending::Collective(spec, buffers) => spec.check(&buffers, self.me, self.ranks),
+                Pending::Sent(_) => (),
+                Pending::Received(found, expected) => assert!(found == expected, "a message to rank {}", self.me),
+            }
+        }
+    }
+}
+
+/// Ends a rank at a fault point.
+struct Killed;
+
+/// Which rank ends, and at how many of its fault points before.
+#[derive(Clone, Copy)]
+struct Death {
+    rank: usize,
+    after: u64,
+}
+
+/// What all ranks of one schedule see at once.
+struct House {
+    /// The rank that has ended, plus 1.
+    dead: AtomicUsize,
+    /// Counts what moved, in all ranks.
+    moves: AtomicU64,
+    /// By rank: `moves` plus 1 when it last found nothing to move.
+    quiet: Vec<AtomicU64>,
+}
+
+thread_local! {
+    /// How often each fault point was reached in this test.
+    static REACHED: RefCell<HashMap<FaultPoint, u64>> = RefCell::default();
+    /// The ranks of the schedule that have ended.
+    static KEPT: RefCell<Vec<Rank>> = RefCell::default();
+}
+
+/// Runs one schedule: all ranks run a random program with some calls in flight, then leave. With `death`, one rank ends in
+/// the middle; the others run until nothing moves any more.
+fn schedule(count: usize, calls: usize, death: bool) {
+    let mut random = Random::new(thread_rng().r#gen());
+    let program = Arc::new(program(&mut random, count, calls));
+    let death = death.then(|| Death { rank: random.below(count), after: random.below(40 * calls / 10) as u64 });
+    let areas = sagellm::engine::local::areas(count).unwrap();
+    let nobody = || AtomicU64::new(0);
+    let quiet = (0..count).map(|_| nobody()).collect();
+    let house = Arc::new(House { dead: AtomicUsize::new(0), moves: nobody(), quiet });
+    let (points, switch) = (nobody(), shuttle::sync::atomic::AtomicU64::new(0));
+    let hook = fault_points::on_this_thread(move |point| {
+        REACHED.with(|reached| *reached.borrow_mut().entry(point).or_default() += 1);
+        if let Some(death) = death
+            && rank_now() == Some(death.rank)
+            && points.fetch_add(1, Relaxed) == death.after
+        {
+            resume_unwind(Box::new(Killed)); // prints nothing
+        }
+        switch.load(Relaxed); // another rank may run here
+    });
+    ranks(count, move |me| {
+        let (engine, policy) = (Arc::clone(&areas[me]), Arc::new(Policy::default()));
+        let pids = vec![std::process::id() as i32; count];
+        let engine = Shm::new(engine, pids, count, true, policy);
+        let (pending, ended) = (HashMap::new(), Ended::new());
+        let mut rank = Rank { me, ranks: count, engine, numbers: 0, pending, ended };
+        let window = 1 + Random::new(me as u64 + calls as u64).below(8);
+        let whole = || run(&mut rank, &program, window, &house);
+        match catch_unwind(AssertUnwindSafe(whole)) {
+            Ok(()) => rank.engine.control().leave(&Error::bug("left".to_string()), &|| false),
+            Err(panic) if panic.is::<Killed>() => {
+                house.moves.fetch_add(1, Relaxed);
+                house.dead.store(me + 1, Relaxed);
+            }
+            Err(panic) => resume_unwind(panic),
+        }
+        // Nothing of a killed process is dropped, and what it shares with its peers stays.
+        KEPT.with(|kept| kept.borrow_mut().push(rank));
+    });
+    KEPT.with(|kept| kept.borrow_mut().clear());
+    drop(hook);
+}
+
+/// The program of one rank. Returns when all its calls have ended, or when a rank has ended and nothing moves any more.
+fn run(rank: &mut Rank, program: &[Call], window: usize, house: &House) {
+    let mut calls = program.iter();
+    // Calls that were found to need the dead rank, which must not end.
+    let mut lost: Vec<*const Op> = Vec::new();
+    let mut left = true;
+    while left || !rank.pending.is_empty() {
+        let mut moved = false;
+        while left && rank.pending.len() < window {
+            match calls.next() {
+                Some(call) => {
+                    rank.issue(call);
+                    moved = true;
+                }
+                None => left = false,
+            }
+        }
+        moved |= rank.poll();
+        assert!(lost.iter().all(|op| rank.pending.contains_key(op)), "a call ended although it needed a dead rank");
+        if moved {
+            house.moves.fetch_add(1, Relaxed);
+        } else if let Some(dead) = house.dead.load(Relaxed).checked_sub(1) {
+            let moves = house.moves.load(Relaxed);
+            house.quiet[rank.me].store(moves + 1, Relaxed);
+            if let Some(op) = rank.engine.needs(dead, &|rank| rank == dead) {
+                lost.push(Arc::as_ptr(&op));
+            }
+            let all = (0..rank.ranks).filter(|q| *q != dead).all(|q| house.quiet[q].load(Relaxed) > moves);
+            if all && house.moves.load(Relaxed) == moves {
+                // Nothing moves in any rank. Some call of some rank needs the dead one; here it is the reason for all
+                // calls that need it directly, and others wait for ranks that do.
+                check_reasons(rank, dead);
+                return;
+            }
+        }
+        yield_now();
+    }
+    house.quiet[rank.me].store(u64::MAX, Relaxed);
+}
+
+/// Each pending call of a rank must name what it waits for: the dead rank, another rank, or an earlier call.
+fn check_reasons(rank: &Rank, dead: usize) {
+    let gone = |q| q == dead;
+    let waits_for_others = (0..rank.ranks).any(|q| q != rank.me && rank.engine.needs(q, &gone).is_some());
+    assert!(rank.pending.is_empty() || waits_for_others, "rank {}: calls that wait for nobody", rank.me);
+}
+
+fn reached() -> Vec<FaultPoint> {
+    REACHED.with(|reached| reached.borrow().keys().copied().collect())
+}
+
+#[test]
+fn random_programs_of_many_ranks_give_the_reference_under_random_schedules() {
+    under_schedules(60, || schedule(4, 90, false));
+    under_schedules(20, || schedule(8, 60, false));
+    for (_, point) in FaultPoint::ALL.into_iter().enumerate().filter(|(at, _)| *at < FaultPoint::Sleeping as usize) {
+        assert!(reached().contains(&point), "{} was never reached", point.name());
+    }
+}
+
+#[test]
+fn rule_21_a_rank_that_ends_at_a_fault_point_leaves_whole_results_and_all_that_wait_know_for_whom() {
+    under_schedules(120, || schedule(4, 30, true));
+    under_schedules(40, || schedule(8, 20, true));
+}
