@@ -1,5 +1,6 @@
 //! The settings of a group, and the environment variables of the core. Plain data.
 
+use std::fmt;
 use std::time::Duration;
 
 use once_cell::sync::Lazy;
@@ -57,6 +58,60 @@ pub struct Settings {
     /// Measures the link between hosts when the group is made. If false, the start rules decide (`select::start`). Rank
     /// 0's value applies to the whole group, as part of its policy.
     pub measure_link: bool,
+    /// How much of each result is compared between the ranks. Rank 0's value applies to the whole group, as part of its
+    /// policy.
+    pub verify: Verify,
+}
+
+/// The option `verify`: whether ranks compare hashes of the results that are equal on all of them by contract, and what
+/// happens if they differ.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Verify {
+    pub part: Part,
+    /// Whether a difference is only logged. If not, it fails the group.
+    pub warns: bool,
+}
+
+/// The part of each result that is hashed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Part {
+    #[default]
+    Nothing,
+    /// A part that changes from operation to operation.
+    Sample,
+    All,
+}
+
+impl Verify {
+    /// The texts of the option, for messages.
+    pub const TEXTS: &'static str = "off, sampled, all, sampled:warn, all:warn";
+
+    pub fn is_on(self) -> bool {
+        self.part != Part::Nothing
+    }
+
+    /// Parses the option. None if it has another text.
+    pub fn parse(text: &str) -> Option<Verify> {
+        let (part, rest) = text.split_once(':').map_or((text, None), |(part, rest)| (part, Some(rest)));
+        let part = match (part, rest) {
+            ("" | "off", None) => Part::Nothing,
+            ("sampled", _) => Part::Sample,
+            ("all", _) => Part::All,
+            _ => return None,
+        };
+        matches!(rest, None | Some("warn")).then_some(Verify { part, warns: rest.is_some() })
+    }
+}
+
+impl fmt::Display for Verify {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self.part {
+            Part::Nothing => "off",
+            Part::Sample => "sampled",
+            Part::All => "all",
+        })?;
+        f.write_str(if self.warns && self.is_on() { ":warn" } else { "" })
+    }
 }
 
 impl Config {
@@ -72,7 +127,7 @@ impl Config {
 
 impl Default for Settings {
     fn default() -> Settings {
-        Settings { fusion: true, strict: false, measure_link: true }
+        Settings { fusion: true, strict: false, measure_link: true, verify: Verify::default() }
     }
 }
 

@@ -17,7 +17,7 @@ struct Facts {
     kind: ErrorKind,
     /// Only a `wait(t)` has elapsed, and the operation is still pending.
     goes_on: bool,
-    /// The rank whose process ended, or that left the group.
+    /// The rank whose process ended, that left the group, or whose result is wrong.
     rank: Option<usize>,
     /// The rank that found the error, if it is not this rank.
     reporter: Option<usize>,
@@ -39,6 +39,8 @@ pub enum ErrorKind {
     RankFailed = b'D',
     /// Ranks called different operations under one sequence number.
     Mismatch = b'M',
+    /// Results that are equal on all ranks by contract differ, so a processor, memory or kernel is faulty.
+    Corrupt = b'C',
     /// The program called abort, or the group was shut down.
     Aborted = b'A',
     /// A Python signal handler raised an exception while the caller was waiting.
@@ -50,11 +52,12 @@ pub enum ErrorKind {
 }
 
 impl ErrorKind {
-    const ALL: [ErrorKind; 8] = [
+    const ALL: [ErrorKind; 9] = [
         ErrorKind::Invalid,
         ErrorKind::Timeout,
         ErrorKind::RankFailed,
         ErrorKind::Mismatch,
+        ErrorKind::Corrupt,
         ErrorKind::Aborted,
         ErrorKind::Interrupted,
         ErrorKind::System,
@@ -87,6 +90,12 @@ impl Error {
     }
     pub fn mismatch(text: impl Into<Text>) -> Error {
         Error::new(ErrorKind::Mismatch, text)
+    }
+    /// The results of the ranks differ. `rank`: the rank whose result is wrong, if that is known.
+    pub fn corrupt(rank: Option<usize>, text: impl Into<Text>) -> Error {
+        let mut error = Error::new(ErrorKind::Corrupt, text);
+        error.0.rank = rank;
+        error
     }
     pub fn aborted(text: impl Into<Text>) -> Error {
         Error::new(ErrorKind::Aborted, text)
@@ -139,10 +148,11 @@ impl Error {
     }
 
     /// Converts an error of another rank to an error of this rank. It becomes an abort, unless it is about a failed
-    /// rank, a deadline or mismatched calls.
+    /// rank, a deadline, mismatched calls or different results.
     #[must_use]
     pub fn as_told(mut self) -> Error {
-        if !matches!(self.0.kind, ErrorKind::Timeout | ErrorKind::RankFailed | ErrorKind::Mismatch) {
+        use ErrorKind::{Corrupt, Mismatch, RankFailed, Timeout};
+        if !matches!(self.0.kind, Timeout | RankFailed | Mismatch | Corrupt) {
             self.0.kind = ErrorKind::Aborted;
         }
         self

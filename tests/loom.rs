@@ -20,6 +20,7 @@ struct Memory {
     depth: u64,
     tags: Vec<AtomicU64>,
     done: Vec<AtomicU64>,
+    hashes: Vec<AtomicU64>,
     moved: Vec<AtomicU64>,
     over: AtomicU64,
     counters: Vec<AtomicU64>,
@@ -36,6 +37,7 @@ impl Memory {
             depth,
             tags: words(ranks * depth as usize),
             done: words(ranks),
+            hashes: words(ranks * depth as usize * 4),
             moved: words(ranks * depth as usize),
             over: AtomicU64::new(0),
             counters: words(ranks * 4),
@@ -56,6 +58,10 @@ impl Memory {
         match word {
             Word::Tag { rank, n } => &self.tags[rank * self.depth as usize + (n % self.depth) as usize],
             Word::Moved { rank, n } => &self.moved[rank * self.depth as usize + (n % self.depth) as usize],
+            Word::Hash { rank, n } => {
+                let kept = self.depth as usize * 4;
+                &self.hashes[rank * kept + n as usize % kept]
+            }
             Word::Done(rank) => &self.done[rank],
             Word::Ready(Region::Stage, rank) => &self.counters[rank * 4],
             Word::Drained(Region::Stage, rank) => &self.counters[rank * 4 + 1],
@@ -212,6 +218,25 @@ fn a_tensor_that_a_rank_changed_after_it_gave_up_is_never_taken_for_its_input() 
 #[test]
 fn slots_of_two_ranks_never_mix_generations() {
     run(2, 2, 2, |memory, me| slots_program(memory, me, &[false, false, false, false]));
+}
+
+/// Each rank publishes a hash before it retires an operation, and reads the peer's hash of the operation that used its slot
+/// before, which must be there.
+#[test]
+fn the_hash_of_an_operation_is_there_before_its_slot_is_used_again_and_is_not_overwritten() {
+    run(2, 1, 2, |memory, me| {
+        let mut slots = Slots::new(me, 2, 1);
+        for n in 1..=6u64 {
+            until(|| slots.may_publish(memory, n));
+            if n > 1 {
+                assert_eq!(memory.load(Word::Hash { rank: 1 - me, n: n - 1 }), n - 1, "the hash of another operation");
+            }
+            slots.publish(memory, n);
+            until(|| Slots::is_published(memory, 1 - me, n));
+            memory.store(Word::Hash { rank: me, n }, n);
+            slots.retire(memory, n);
+        }
+    });
 }
 
 #[test]

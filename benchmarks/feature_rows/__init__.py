@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from feature_rows import compress, fusion, hooks, layers, moe, overlap, transfer
+from feature_rows import compress, fusion, hooks, layers, moe, overlap, transfer, verify
 from feature_rows.row import Place, Row
 
 ROWS: list[Row] = [
@@ -13,6 +13,7 @@ ROWS: list[Row] = [
     *layers.ROWS,
     *hooks.ROWS,
     *fusion.ROWS,
+    *verify.ROWS,
 ]
 
 

@@ -42,6 +42,9 @@ struct BackendOptions final : c10d::Backend::Options {
   // Whether this process was forked from one that had imported torch. GNU's OpenMP hangs in such a child if its parent
   // has used threads, so that the child uses none. Set by the Python package.
   bool forked = false;
+  // Whether ranks compare hashes of the results that are equal on all of them: "off", "sampled" or "all", the last two
+  // optionally with ":warn". Rank 0's value applies to the whole group.
+  std::string verify = "off";
   // Carrier of tensors on a device: "auto"; "host" for copies through host memory; or a vendor's library by its name,
   // or by name and file ("name:/path/to/lib.so").
   std::string vendor = "auto";

@@ -45,6 +45,7 @@ Decision meet(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, 
   const int64_t threads = options.threads > 0 ? options.threads : static_cast<int64_t>(intraop_threads());
   setup.threads = options.forked ? 1 : static_cast<uint32_t>(std::clamp<int64_t>(threads, 1, 4096));
   setup.threads_named = options.threads > 0;
+  setup.verify = rust::String::lossy(options.verify);
   setup.delegate = rust::String::lossy(options.delegate);
   setup.vendor = rust::String::lossy(options.vendor);
   setup.addresses = rust::String::lossy(options.addresses);

@@ -33,6 +33,7 @@ std::exception_ptr to_exception(const std::string& coded) {
     case ErrorKind::kTimeout:
     case ErrorKind::kRankFailed:
     case ErrorKind::kMismatch:
+    case ErrorKind::kCorrupt:
     case ErrorKind::kAborted:
     case ErrorKind::kSystem:
       return make<c10::DistBackendError>(text);

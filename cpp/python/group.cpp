@@ -138,6 +138,7 @@ void bind_options(py::module_& module) {
       .def_readwrite("measure_link", &Options::measure_link)
       .def_readwrite("threads", &Options::threads)
       .def_readwrite("soft_timeout", &Options::soft_timeout)
+      .def_readwrite("verify", &Options::verify)
       .def_readwrite("on_device_failure", &Options::on_device_failure)
       .def_readwrite("blocking_wait", &Options::blocking_wait)
       .def_readwrite("_library_folders", &Options::library_folders)

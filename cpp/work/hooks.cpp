@@ -89,7 +89,8 @@ void Events::call_abort_hooks() {
 
 void Events::tell_failure(const std::string& coded) {
   const auto kind = kind_of(coded);
-  if (kind == ErrorKind::kTimeout || kind == ErrorKind::kRankFailed || kind == ErrorKind::kMismatch) {
+  if (kind == ErrorKind::kTimeout || kind == ErrorKind::kRankFailed || kind == ErrorKind::kMismatch ||
+      kind == ErrorKind::kCorrupt) {
     call_abort_hooks();
   }
 }

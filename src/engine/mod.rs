@@ -12,6 +12,7 @@ pub mod order;
 pub mod pieces;
 pub mod shm;
 pub mod solo;
+pub mod verify;
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;

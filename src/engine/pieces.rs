@@ -28,7 +28,7 @@ impl Pieces<'_> {
     }
 
     /// Calls `each(piece address, position within the range, bytes)` for the parts of `offset..offset + bytes`.
-    fn walk(&self, offset: usize, bytes: usize, mut each: impl FnMut(*mut u8, usize, usize)) {
+    pub(super) fn walk(&self, offset: usize, bytes: usize, mut each: impl FnMut(*mut u8, usize, usize)) {
         let end = offset + bytes;
         let mut start = 0;
         for span in self.0 {

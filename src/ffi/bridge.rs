@@ -92,6 +92,7 @@ pub mod ffi {
         kTimeout = 84,     // T
         kRankFailed = 68,  // D
         kMismatch = 77,    // M
+        kCorrupt = 67,     // C
         kAborted = 65,     // A
         kInterrupted = 80, // P
         kSystem = 83,      // S
@@ -296,6 +297,8 @@ pub mod ffi {
         /// `config::Threads`.
         threads: u32,
         threads_named: bool,
+        /// The option `verify`, in the syntax of `config::Verify`.
+        verify: String,
         /// For each rank of the group, its rank in the default group; for records.
         members: Vec<u32>,
         /// Addresses at which other ranks reach this process, in the format of `rendezvous::addresses`.

@@ -8,10 +8,11 @@ use super::bridge::ffi;
 use super::callbacks::{CompletionHook, PythonHook, PythonLog, StoreHook};
 use super::convert::{Outcome, coded, dtype_named, elements_and_bytes, guarded, kind, kind_named, quietly, request};
 use super::handles::{Core, RustExternalOp, RustGroup, RustOp, RustRendezvous};
-use crate::config::{Config, Settings, Threads};
+use crate::config::{Config, Settings, Threads, Verify};
 use crate::engine::device::Vendor;
 use crate::engine::multihost::link::Link;
 use crate::engine::multihost::wire::{Place, Wire, join};
+use crate::error::Error;
 use crate::fusion::lists;
 use crate::group;
 use crate::group::{Group, StartRule};
@@ -25,6 +26,10 @@ impl RustRendezvous {
     pub(super) fn meet(setup: &ffi::Setup, store: cxx::SharedPtr<ffi::Store>) -> Outcome<ffi::Decision> {
         guarded(|| {
             Vendor::check_option(&setup.vendor)?;
+            let verify = Verify::parse(&setup.verify).ok_or_else(|| {
+                let said = &setup.verify;
+                Error::invalid(format!("sagellm: the option verify is {said:?}, expected one of {}", Verify::TEXTS))
+            })?;
             let config = Config {
                 rank: setup.rank as usize,
                 size: setup.size as usize,
@@ -35,7 +40,12 @@ impl RustRendezvous {
                 algorithm: setup.algorithm.clone(),
                 topology: setup.topology.clone(),
                 policy: String::new(),
-                settings: Settings { fusion: setup.fusion, strict: setup.strict, measure_link: setup.measure_link },
+                settings: Settings {
+                    fusion: setup.fusion,
+                    strict: setup.strict,
+                    measure_link: setup.measure_link,
+                    verify,
+                },
                 threads: Threads { most: setup.threads, named: setup.threads_named },
                 soft_timeout: u64::try_from(setup.soft_timeout_ms).ok().map(Duration::from_millis),
                 addresses: setup.addresses.clone(),

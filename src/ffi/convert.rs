@@ -23,7 +23,7 @@ same_numbers!(Dtype, Dtype: kBytes = Bytes, kBool = Bool, kU8 = U8, kI8 = I8, kU
     kI32 = I32, kU64 = U64, kI64 = I64, kF16 = F16, kBf16 = Bf16, kF32 = F32, kF64 = F64, kC32 = C32, kC64 = C64,
     kC128 = C128, kF8E4M3 = F8E4M3, kF8E5M2 = F8E5M2);
 same_numbers!(ErrorKind, ErrorKind: kInvalid = Invalid, kTimeout = Timeout, kRankFailed = RankFailed,
-    kMismatch = Mismatch, kAborted = Aborted, kInterrupted = Interrupted, kSystem = System, kBug = Bug);
+    kMismatch = Mismatch, kCorrupt = Corrupt, kAborted = Aborted, kInterrupted = Interrupted, kSystem = System, kBug = Bug);
 const _: () = {
     assert!(ffi::ReduceOp::kSum.repr == ReduceOp::Sum.code());
     assert!(ffi::ReduceOp::kAvg.repr == ReduceOp::Avg.code());

@@ -13,12 +13,13 @@
 //! A single source is copied bit for bit (PREMUL_SUM scales it).
 //!
 //! `number` defines how numbers are stored and combined, `scalar` has the one loop, and `x86` compiles it for wider
-//! vectors. `float` converts f16 and bf16, `int8` has the encodings of compressed sums. To add an operation, add an
+//! vectors. `float` converts f16 and bf16, `int8` has the encodings of compressed sums, `hash` the hash of a result. To add an operation, add an
 //! `Op` in `scalar.rs`, and a line in each of `bits`, `integer`, `real` and `complex` whose types it supports.
 
 #![allow(unsafe_code)] // loops over raw pointers, and instructions that the processor must have
 
 mod float;
+pub mod hash;
 pub mod int8;
 mod number;
 mod scalar;

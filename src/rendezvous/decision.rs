@@ -115,6 +115,7 @@ impl Rendezvous {
         // Invalid rules of the user are refused here, before anything is sent to the store.
         let said = (&*config.algorithm, &*config.topology, config.settings.measure_link);
         let own = select::policy::decide(said, config.size, SLOT_BYTES, config.rank == 0)?;
+        let own = Policy { verify: config.settings.verify, ..own };
         Rendezvous::with_policy(config, (own, alive), store, host)
     }
 
@@ -338,7 +339,7 @@ fn not_exchanged(config: &Config, own: Policy) -> Policy {
 }
 
 /// Returns rank 0's policy, which decides for all ranks. Warns once if this rank has other rules, another topology, or
-/// another `measure_link`.
+/// another `measure_link` or `verify`.
 fn agreed(config: &Config, own: &Policy, sent: &str) -> Result<Policy> {
     let policy =
         Policy::parse(sent).map_err(|what| Error::system(format!("sagellm: group '{}': {what}", config.name)))?;
@@ -372,6 +373,16 @@ fn agreed(config: &Config, own: &Policy, sent: &str) -> Result<Policy> {
             config.name,
             text(own.measure_link),
             text(policy.measure_link)
+        );
+    }
+    if policy.verify != own.verify && first_time("another wish about comparing results than that of rank 0") {
+        log::warn!(
+            "rank {} of group '{}' has verify=\"{}\" (option verify, SAGELLM_VERIFY) and rank 0 has \"{}\": rank 0's decides for \
+             the group. Give every rank the same",
+            config.rank,
+            config.name,
+            own.verify,
+            policy.verify
         );
     }
     Ok(policy)

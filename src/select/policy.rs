@@ -1,5 +1,5 @@
 //! Rank 0's decisions for its group before the first operation: the user's rules, a measured table, the user's
-//! topology, whether the link is measured, and the size of the cache. The rendezvous sends them to the other ranks.
+//! topology, whether the link is measured, whether results are compared, and the size of the cache. The rendezvous sends them to the other ranks.
 //! Their hash is the start of the chain of signatures, so two ranks with different policies get an error in their first
 //! operation.
 
@@ -8,11 +8,12 @@ use super::rules::Rules;
 use super::start::Topology;
 use super::table;
 use super::table::{Found, Table};
+use crate::config::Verify;
 use crate::error::{Error, Result as Outcome};
 use crate::host::first_time;
 use crate::os::topology;
 
-const HEAD: &str = "sagellm policy 3";
+const HEAD: &str = "sagellm policy 4";
 /// Longest policy that is sent, in bytes.
 pub const MAX_BYTES: usize = rules::MAX_BYTES + table::MAX_BYTES + 2048;
 const MOST_NOTE: usize = 1024;
@@ -28,6 +29,8 @@ pub struct Policy {
     pub topology: Option<Topology>,
     /// Whether the link between hosts is measured. If not, the start rules decide in the same way.
     pub measure_link: bool,
+    /// How much of each result the ranks compare.
+    pub verify: Verify,
     /// The path of the table, or why there is none. Only for display.
     pub note: String,
     /// Size of the last-level cache that the ranks of a host share.
@@ -42,6 +45,7 @@ impl Default for Policy {
             table: None,
             topology: None,
             measure_link: true,
+            verify: Verify::default(),
             note: "no table was searched for".into(),
             cache_bytes: super::DEFAULT_CACHE_BYTES,
         }
@@ -55,10 +59,11 @@ impl Policy {
         let table = self.table.as_ref().map(Table::text).unwrap_or_default();
         let topology = self.topology.map(|topology| topology.to_string()).unwrap_or_default();
         format!(
-            "{HEAD}\ncache {}\nrules {}\ntopology {topology}\nmeasure link {}\nnote {}\n{table}",
+            "{HEAD}\ncache {}\nrules {}\ntopology {topology}\nmeasure link {}\nverify {}\nnote {}\n{table}",
             self.cache_bytes,
             self.rules,
             self.measure_link,
+            self.verify,
             &note[..cut]
         )
     }
@@ -85,9 +90,12 @@ impl Policy {
         let measure = next("measure link ")?;
         let measure_link =
             measure.parse().map_err(|_| format!("rank 0's policy says {measure:?} of measuring the link"))?;
+        let verify = next("verify ")?;
+        let verify =
+            Verify::parse(verify).ok_or_else(|| format!("rank 0's policy says {verify:?} of comparing results"))?;
         let note = next("note ")?.to_string();
         let table = if rest.is_empty() { None } else { Some(Table::parse(rest.as_bytes())?) };
-        Ok(Policy { rules, table, topology, measure_link, note, cache_bytes })
+        Ok(Policy { rules, table, topology, measure_link, verify, note, cache_bytes })
     }
 
     /// Start value of the chain of signatures.
@@ -153,6 +161,7 @@ mod tests {
             table: Some(example()),
             topology: Some(Topology { hosts: 2, full_nvlink: true }),
             measure_link: false,
+            verify: Verify::parse("sampled:warn").unwrap(),
             note: "from /a path/with\nlines".into(),
             cache_bytes: 32 << 20,
         }
@@ -164,14 +173,15 @@ mod tests {
             let text = policy.text();
             let read = Policy::parse(&text).unwrap();
             assert_eq!(
-                (&read.rules, &read.table, read.topology, read.measure_link, read.cache_bytes),
-                (&policy.rules, &policy.table, policy.topology, policy.measure_link, policy.cache_bytes)
+                (&read.rules, &read.table, read.topology, read.measure_link, read.verify, read.cache_bytes),
+                (&policy.rules, &policy.table, policy.topology, policy.measure_link, policy.verify, policy.cache_bytes)
             );
             assert_eq!((read.text(), read.hash()), (text, policy.hash()));
         }
         assert_ne!(full().hash(), Policy::default().hash());
         assert_ne!(full().hash(), Policy { topology: None, ..full() }.hash());
         assert_ne!(full().hash(), Policy { measure_link: true, ..full() }.hash());
+        assert_ne!(full().hash(), Policy { verify: Verify::default(), ..full() }.hash());
     }
 
     #[test]
@@ -192,8 +202,9 @@ mod tests {
             "sagellm policy 1\ncache 1\nrules \nnote \n",
             "sagellm policy 2\ncache 1\nrules \ntopology \nnote \n",
             "sagellm policy 3\ncache 1\nrules \ntopology \nnote \n",
-            "sagellm policy 3\ncache 1\nrules \ntopology hosts=0\nmeasure link true\nnote \n",
-            "sagellm policy 3\ncache 1\nrules \ntopology \nmeasure link yes\nnote \n",
+            "sagellm policy 4\ncache 1\nrules \ntopology hosts=0\nmeasure link true\nverify off\nnote \n",
+            "sagellm policy 4\ncache 1\nrules \ntopology \nmeasure link yes\nverify off\nnote \n",
+            "sagellm policy 4\ncache 1\nrules \ntopology \nmeasure link true\nverify some\nnote \n",
         ] {
             Policy::parse(wrong).unwrap_err();
         }

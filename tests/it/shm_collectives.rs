@@ -5,7 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::common::{Buffers, Random, Spec, on_ranks};
+use sagellm::config::Verify;
+use sagellm::engine::local;
 use sagellm::group::{Group, Op};
+use sagellm::select::Policy;
 use sagellm::types::{Dtype, Kind, ReduceOp};
 
 fn groups(ranks: usize) -> Vec<Arc<Group>> {
@@ -79,12 +82,17 @@ fn random_spec(random: &mut Random, ranks: usize) -> Spec {
     }
 }
 
+fn verified(ranks: usize, verify: Verify) -> Vec<Arc<Group>> {
+    let policy = |_| Policy { verify, ..Policy::default() };
+    Group::over_with(local::areas(ranks).unwrap(), Duration::from_secs(60), policy)
+}
+
 /// Runs a random program: every rank issues the same operations in the same order, in several groups. Each rank issues
 /// some of them without waiting and pauses at random.
-fn program(seed: u64, ranks: usize, ops: usize) {
+fn program(seed: u64, ranks: usize, ops: usize, verify: Verify) {
     let mut random = Random::new(seed);
     let how_many = 1 + random.below(3);
-    let all: Vec<Vec<Arc<Group>>> = (0..how_many).map(|_| groups(ranks)).collect();
+    let all: Vec<Vec<Arc<Group>>> = (0..how_many).map(|_| verified(ranks, verify)).collect();
     let plan: Vec<(usize, Spec)> =
         (0..ops).map(|_| (random.below(how_many), random_spec(&mut random, ranks))).collect();
     on_ranks(ranks, |me| {
@@ -122,7 +130,17 @@ fn random_programs_give_the_reference_on_every_rank() {
     let programs: u64 = std::env::var("SAGELLM_TEST_PROGRAMS").ok().and_then(|n| n.parse().ok()).unwrap_or(60);
     for seed in 1..=programs {
         crate::common::progress("programs", seed, programs);
-        program(seed, 2 + seed as usize % 4, 60);
+        program(seed, 2 + seed as usize % 4, 60, Verify::default());
+    }
+}
+
+#[test]
+fn results_that_are_compared_raise_no_alarm_in_random_programs() {
+    let programs: u64 = std::env::var("SAGELLM_TEST_PROGRAMS").ok().and_then(|n| n.parse().ok()).unwrap_or(60);
+    for seed in 1..=programs {
+        crate::common::progress("programs with compared results", seed, programs);
+        let verify = Verify::parse(["all", "sampled"][seed as usize % 2]).unwrap();
+        program(seed + 1_000_000, 2 + seed as usize % 4, 80, verify);
     }
 }
 

@@ -173,6 +173,7 @@ class Options:
         measure_link: bool = True,
         threads: int = 0,
         soft_timeout: float | None = None,
+        verify: str = "off",
         on_device_failure: str = "raise",
         blocking_wait: bool = False,
     ) -> None: ...
@@ -204,6 +205,10 @@ class Options:
     #: Seconds after which one line of the log reports a pending operation; 0: never; None: as SAGELLM_SOFT_TIMEOUT
     #: says. Each rank may have its own value; see docs/hangs.md.
     soft_timeout: float | None
+    #: Whether the ranks compare hashes of results that are equal on all of them: "off", "sampled" (a part of each) or
+    #: "all"; with ":warn" behind it a difference is logged instead of failing the group. Rank 0's value applies to the
+    #: group; SAGELLM_VERIFY overrides it; see docs/troubleshooting.md.
+    verify: str
     #: How the program learns of a failed call on a device if no thread waits for it: "raise" an exception in the
     #: threads with calls in flight, "exit" the process, or "none". Each rank may have its own value;
     #: SAGELLM_ON_DEVICE_FAILURE overrides it; see docs/devices.md.

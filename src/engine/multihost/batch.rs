@@ -119,6 +119,7 @@ impl BatchRun<'_> {
             }
             self.header.issued = self.header.issued.min(word(3));
             self.factors[*rank] = f64::from_bits(word(4));
+            self.transport.heard.iter_mut().for_each(|heard| heard.push((*rank, word(4))));
         }
         Ok(())
     }

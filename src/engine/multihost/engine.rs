@@ -16,6 +16,7 @@ use super::names::Names;
 use super::post::Inbox;
 use super::probe::{Opening, probe};
 use super::queue::State;
+use super::results::Ledger;
 use super::transport::{NOBODY, Transport};
 use crate::config::Settings;
 use crate::engine::{Blockers, Control, Ended, Engine, Report};
@@ -72,6 +73,8 @@ impl Opened {
         let facts = probe(&host_map, &mut transports[0], insides[0].as_ref(), opening)?;
         let limits = if settings.fusion { BATCH } else { Limits { operations: 1, ..BATCH } };
         let longest_early = if facts.alpha_ns > FAST_LINK_NS { usize::MAX } else { LONGEST_EARLY };
+        let ledger = policy.verify.is_on().then(|| Mutex::new(Ledger::new(policy.verify, Arc::clone(&names))));
+        transports.iter_mut().for_each(|transport| transport.heard = ledger.as_ref().map(|_| Vec::new()));
         let state = State::new(limits, chain, Messages::new(host_map.ranks(), names, longest_early));
         // A fault is first sent to these ranks: those with this rank's local rank on the other hosts.
         let far = host_map.hosts.iter().enumerate().filter(|(host, _)| *host != host_map.host);
@@ -95,6 +98,7 @@ impl Opened {
             waiting,
             contacted: Mutex::new(contacted),
             home: OnceCell::new(),
+            ledger,
         };
         Ok(Opened { lanes, transports, reason })
     }

@@ -11,6 +11,8 @@ use super::batch::{BatchRun, ChosenAlgorithm, HostGroup};
 use super::host_map::HostMap;
 use super::link::Link;
 use super::queue::State;
+use super::results;
+use super::results::Ledger;
 use super::transport::{FrameHeader, Transport, tell_fault};
 use crate::config::Settings;
 use crate::engine::{Control, Ended, Monitor, Report, Told};
@@ -49,6 +51,8 @@ pub(super) struct Lanes {
     pub contacted: Mutex<HashSet<usize>>,
     /// Set when the engine is made, before the engine is used.
     pub home: OnceCell<Home>,
+    /// Compares results. None if the group does not ask for it.
+    pub ledger: Option<Mutex<Ledger>>,
 }
 
 /// What the link's callbacks need.
@@ -141,8 +145,8 @@ impl Lanes {
         self.turn.notify_all(); // it may be the other lane's turn
         let state = self.wait_for_memory(state, &batch);
         let factor = match ops[0].request.op {
-            ReduceOp::PremulSum(factor) => factor,
-            _ => 1.0,
+            ReduceOp::PremulSum(factor) => factor.to_bits(),
+            _ => self.ledger().map_or(1f64.to_bits(), |mut ledger| ledger.next_word()),
         };
         let header = FrameHeader {
             signature: ops[0].signature,
@@ -150,7 +154,7 @@ impl Lanes {
             chain,
             number: batch.first,
             issued: state.promised.max(batch.last),
-            factor: factor.to_bits(),
+            factor,
         };
         drop(state);
         self.settle(); // a send that continues from a copy may unblock others
@@ -174,7 +178,7 @@ impl Lanes {
         let mut scratch = Vec::new();
         while let Some(task) = self.take(lane, report) {
             let outcome = contained(|| self.carry(lane, &mut transport, &mut scratch, &task))
-                .and_then(|agreed| contained(|| Ok(self.finish(lane, &task, agreed))));
+                .and_then(|agreed| contained(|| self.finish(lane, &mut transport, &task, agreed)));
             if scratch.len() > KEPT {
                 scratch = Vec::new();
             }
@@ -213,11 +217,12 @@ impl Lanes {
 
     /// Marks a batch as ended. Returns the operations that it ended, and each barrier that waited for them in a list of
     /// its own.
-    fn finish(&self, lane: usize, task: &Task, agreed: u64) -> Vec<Ended> {
+    fn finish(&self, lane: usize, transport: &mut Transport, task: &Task, agreed: u64) -> Result<Vec<Ended>> {
         let mut state = self.lock();
         state.planner.agree(&task.batch, agreed);
         let complete = state.finish_segment(&task.ops);
         drop(state);
+        self.compare(&complete, transport, task)?;
         complete.iter().for_each(|op| op.store_back());
         let mut state = self.lock();
         let ended = state.end_batch(lane, &task.ops);
@@ -227,7 +232,41 @@ impl Lanes {
         state.extend_promise();
         drop(state);
         self.turn.notify_all();
-        ended
+        Ok(ended)
+    }
+
+    fn ledger(&self) -> Option<MutexGuard<'_, Ledger>> {
+        Some(self.ledger.as_ref()?.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Hashes the results of the operations that a batch has completed, and compares earlier results with those whose
+    /// hashes came in this batch. If they differ and nothing says whose is wrong, first gives other ranks time to say
+    /// it: they may have the hashes of more ranks.
+    fn compare(&self, complete: &[Arc<Op>], transport: &mut Transport, task: &Task) -> Result<()> {
+        let Some(mut ledger) = self.ledger() else { return Ok(()) };
+        let heard = transport.heard.as_mut().map(std::mem::take).unwrap_or_default();
+        if !matches!(task.ops[0].request.op, ReduceOp::PremulSum(_)) {
+            heard.into_iter().for_each(|(rank, word)| ledger.hear(rank, word));
+        }
+        if !complete.is_empty() {
+            drop(ledger);
+            let hash = results::hash(self.policy.verify.part, complete);
+            ledger = self.ledger().expect("as above");
+            ledger.ended(&complete[0], hash);
+        }
+        let Some(error) = ledger.difference(self.host_map.ranks(), self.host_map.me) else { return Ok(()) };
+        drop(ledger);
+        let until = Instant::now() + results::PATIENCE;
+        while error.rank().is_none() && Instant::now() < until {
+            if let Some(fault) = self.lock().fault.clone() {
+                return Err(fault);
+            }
+            if let Some((rank, fault)) = self.reported() {
+                return Err(fault.as_told().reported_by(rank));
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Err(error)
     }
 
     /// Fails the group with `error` and ends this lane's operations. If the other lane still runs a segment of an

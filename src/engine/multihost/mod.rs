@@ -21,6 +21,7 @@
 //! | `dispatch` | maps the requests of a batch to the collective that runs it |
 //! | `collectives` | each collective: steps inside the hosts and a schedule between them |
 //! | `rails` | the same for large operations, in which several ranks of a host talk to other hosts |
+//! | `results` | compares the ranks' results, if the group asks for it |
 //! | `transport` | the steps of a schedule as frames on the link |
 //! | `link` | what carries bytes between hosts |
 //! | `names` | how error texts name ranks, and the errors of lost ranks |
@@ -40,6 +41,7 @@ mod probe;
 mod queue;
 pub mod rails;
 mod ready;
+mod results;
 mod talk;
 pub mod transport;
 mod vector;

@@ -52,7 +52,7 @@ pub struct FrameHeader {
     /// Highest operation number that is issued and may be fused (`State::promised`): the minimum over all ranks whose
     /// value the sender knows in this batch.
     pub issued: u64,
-    /// The sender's factor of PREMUL_SUM.
+    /// The sender's factor of PREMUL_SUM. In other operations a word of `results`, or 0.
     pub factor: u64,
 }
 
@@ -184,6 +184,9 @@ pub struct Transport {
     lane: u32,
     wires: HashMap<usize, Wire>,
     spare: Vec<Vec<u8>>,
+    /// The ranks whose headers of this batch have arrived, each with its word (`FrameHeader::factor`). None if results are
+    /// not compared.
+    pub heard: Option<Vec<(usize, u64)>>,
     /// The rank for which this lane waits now, for error texts.
     waiting_for: Arc<AtomicUsize>,
 }
@@ -227,7 +230,7 @@ fn segments(bytes: usize, segment: usize) -> impl Iterator<Item = Range<usize>> 
 impl Transport {
     pub fn new(link: Arc<dyn Link>, names: Arc<Names>, lane: usize, waiting_for: Arc<AtomicUsize>) -> Transport {
         let (lane, at) = (lane as u32, Step::default());
-        Transport { link, names, at, lane, wires: HashMap::new(), spare: Vec::new(), waiting_for }
+        Transport { link, names, at, lane, wires: HashMap::new(), spare: Vec::new(), heard: None, waiting_for }
     }
 
     pub fn names(&self) -> &Arc<Names> {
@@ -532,7 +535,10 @@ impl Transport {
         let other_size = || (length != bytes).then(|| own.differs_in_part(self.names.me, peer, came()));
         match self.disagreement(peer, own, &theirs).or_else(other_size) {
             Some(error) => Err(error),
-            None => Ok((theirs, frame)),
+            None => {
+                self.heard.iter_mut().for_each(|heard| heard.push((peer, theirs.factor)));
+                Ok((theirs, frame))
+            }
         }
     }
 

@@ -81,6 +81,12 @@ impl Rounds {
         Rounds { chunk, seen: 0, beside: 0, plan: None, fill: 0, take: 0, collect: 0, factors: Vec::new(), chunk_timer }
     }
 
+    /// Bytes of the result that this rank has, from its beginning. Only for kinds that every round extends: all_reduce
+    /// and broadcast.
+    pub fn complete(&self) -> usize {
+        self.fill.min(self.take).min(self.collect) as usize * self.chunk
+    }
+
     /// True while the operation cannot end before `peer` makes further progress. Checks the conditions of `step` for
     /// the last round instead of the next one.
     pub fn needs(&self, area: &Area, op: &Op, peer: usize) -> bool {

@@ -10,6 +10,7 @@ use super::memory::area::Area;
 use super::memory::layout::SLOT_BYTES;
 use super::p2p::P2p;
 use super::protocol::Slots;
+use super::results::Results;
 use super::small;
 use crate::engine::order::{Order, copy_inputs, has_left_its_memory};
 use crate::engine::{Blockers, Control, Ended, Engine, LastCall, PeerProgress};
@@ -36,6 +37,8 @@ enum Phase {
     Rounds(Rounds),
     /// Its header is published and offers its tensors. If a rank offers none, the data is copied in rounds.
     Mapped(Box<Mapped>),
+    /// Its result is in the caller's memory, and its hash is published. Only if results are compared.
+    Hashed,
 }
 
 struct Entry {
@@ -78,6 +81,8 @@ pub struct Shm {
     /// Pending collectives up to this turn are in `order`: those that are older than some message.
     ordered: u64,
     scratch: Vec<u8>,
+    /// None if results are not compared.
+    results: Option<Box<Results>>,
     /// If false, a collective is published only after the previous one has ended, so that none are fused.
     fusion: bool,
 }
@@ -96,6 +101,7 @@ impl Shm {
             entries: VecDeque::new(),
             queued: 0,
             bases: Bases::default(),
+            results: policy.verify.is_on().then(|| Box::new(Results::new(policy.verify, &layout, pids.clone()))),
             arenas: Arenas::new(pids, Arc::as_ptr(&area) as u64),
             chain: policy.hash(),
             scratch: Vec::new(),
@@ -184,6 +190,7 @@ impl Shm {
         let Entry { op, kernel, path, phase, .. } = &mut self.entries[at];
         match phase {
             Phase::Queued => Ok((Step::Blocked, false)),
+            Phase::Hashed => Ok((Step::Done, false)),
             Phase::Slots(seen) => {
                 *seen = small::look(area, op, *seen, |q| small::reads_from(&op.request, area.me, q))?;
                 if *seen < area.ranks {
@@ -202,7 +209,11 @@ impl Shm {
             Phase::Rounds(_) | Phase::Mapped(_) if large => Ok((Step::Blocked, true)),
             Phase::Rounds(rounds) => {
                 let mut bulk = Bulk { area, op, kernel: kernel.as_ref(), scratch: &mut self.scratch };
-                Ok((bulk.step(rounds, &mut self.bases)?, true))
+                let step = bulk.step(rounds, &mut self.bases)?;
+                if let Some(results) = &mut self.results {
+                    results.follow(op, rounds.complete());
+                }
+                Ok((step, true))
             }
             Phase::Mapped(mapped) => match mapped.step(area, op, kernel.as_ref(), &self.arenas)? {
                 Outcome::Step(step) => Ok((step, true)),
@@ -267,7 +278,10 @@ impl Shm {
         let (mut moved, mut large) = (false, false);
         let mut at = 0;
         while at < self.entries.len() - self.queued {
-            let (step, is_large) = self.step(at, large)?;
+            let (mut step, is_large) = self.step(at, large)?;
+            if step == Step::Done && self.results.is_some() {
+                step = self.compare(at)?;
+            }
             if step == Step::Done {
                 // Stored back while it is in the list, so that `take_pending` still finds the operation if the copy
                 // panics.
@@ -295,6 +309,20 @@ impl Shm {
             event_count::announce(&*self.area, self.area.ranks);
         }
         Ok(moved)
+    }
+
+    /// Publishes the hash of the result of the operation at `at`, which is done, and compares earlier results with those
+    /// of the next rank. The step with which the operation goes on.
+    fn compare(&mut self, at: usize) -> Result<Step> {
+        let Some(results) = &mut self.results else { return Ok(Step::Done) };
+        let Entry { op, phase, .. } = &mut self.entries[at];
+        if !matches!(phase, Phase::Hashed) {
+            if !results.publish(&self.area, op) {
+                return Ok(Step::Moved);
+            }
+            *phase = Phase::Hashed;
+        }
+        Ok(if results.compare(&self.area, op, self.slots.done())? { Step::Done } else { Step::Blocked })
     }
 
     /// Whether the operation at `at` uses memory that an earlier operation still has to read or write. Publishing it
@@ -328,6 +356,7 @@ impl Shm {
             Phase::Slots(_) => small::needs(area, &entry.op, peer),
             Phase::Rounds(rounds) => rounds.needs(area, &entry.op, peer),
             Phase::Mapped(mapped) => mapped.needs(area, &entry.op, peer),
+            Phase::Hashed => false,
         });
         collectives.map(|entry| &entry.op).chain(self.p2p.blocked_by(area, peer, gone))
     }

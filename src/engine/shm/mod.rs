@@ -12,6 +12,7 @@
 //! | `protocol` | which rank may write which word, and when (generic: loom runs it) |
 //! | `memory/area` | typed access to the segment |
 //! | `small`, `bulk`, `mapped`, `p2p` | the four ways to move data |
+//! | `results` | compares the ranks' results, if the group asks for it |
 //! | `memory/arena`, `reach`, `extents` | tensors that peers can reach: this process's, the peers', pages in use |
 //! | `channels`, `rank_set` | which sender uses which channel of a receiver; sets of ranks |
 //! | `memory/presence` | memory that is populated at its first use |
@@ -28,6 +29,7 @@ pub mod memory;
 pub mod p2p;
 pub mod protocol;
 pub mod rank_set;
+mod results;
 pub mod small;
 
 pub use self::engine::Shm;

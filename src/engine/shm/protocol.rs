@@ -26,6 +26,11 @@
 //! no rank reads its inputs any more and that its outputs are complete; then its operation ends. The word is 0 before
 //! the slot is published.
 //!
+//! **Hashes.** If results are compared (`results`), a rank that has ended operation `n` stores the hash of its result
+//! (release) before `Done = n`. The words of four times as many operations as there are slots are kept. A rank that has
+//! loaded `Done >= n` of a peer, as it has before it publishes operation `n + depth`, finds the peer's hash of `n`, and
+//! the peer does not overwrite it before this rank has stored a `Done` that is three times `depth` above `n`.
+//!
 //! **Mail.** With many ranks, a sender marks each message at the receiver: after the message is visible, it sets its
 //! bit in the receiver's mail words (release). The receiver clears the bits (acquire) before it reads the envelopes of
 //! their senders, so a later message sets its bit again. With few ranks, only a sender's first message to a rank sets a
@@ -47,6 +52,9 @@ pub enum Word {
     /// In the slot of operation `n`: `n` when `rank` has done its part, 0 before. Written after the last access to a
     /// peer's tensor (release), read before the tensors are used again (acquire).
     Moved { rank: usize, n: u64 },
+    /// The hash of the result of operation `n` at `rank`, with a mark that tells `n` from operations that use the same
+    /// word. Written when the operation has ended there (release), read by peers later (acquire).
+    Hash { rank: usize, n: u64 },
     /// Number of rounds that `rank` has filled, per region. Written after filling (release), read before reading the
     /// buffer (acquire).
     Ready(Region, usize),
@@ -116,6 +124,11 @@ impl Slots {
     /// True when `rank` has published operation `n`, whose slot may then be read until `retire(n)`.
     pub fn is_published<W: Words>(words: &W, rank: usize, n: u64) -> bool {
         words.load(Word::Tag { rank, n }) == n
+    }
+
+    /// The highest number up to which this rank no longer reads any slot.
+    pub fn done(&self) -> u64 {
+        self.done
     }
 
     /// Records that this rank no longer reads any slot of operation `n`.

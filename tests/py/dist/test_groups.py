@@ -409,6 +409,7 @@ def options_of(group: Any) -> dict[str, Any]:
         "topology",
         "measure_link",
         "soft_timeout",
+        "verify",
     ]
     return {name: getattr(options, name) for name in names}
 

@@ -23,6 +23,7 @@ OPTIONS: dict[str, type] = {
     "measure_link": bool,
     "threads": int,
     "soft_timeout": Real,
+    "verify": str,
     "on_device_failure": str,
     "blocking_wait": bool,
 }
@@ -30,6 +31,7 @@ OPTIONS: dict[str, type] = {
 _JUDGES: dict[str, Callable[[str], str | None]] = {
     "engine": variables.words("auto", "delegate"),
     "vendor": variables.RULES["SAGELLM_VENDOR"].judge,
+    "verify": variables.RULES["SAGELLM_VERIFY"].judge,
     "on_device_failure": variables.RULES["SAGELLM_ON_DEVICE_FAILURE"].judge,
 }
 _WORDS = {str: "a text", bool: "True or False", int: "a whole number", Real: "seconds, or None"}

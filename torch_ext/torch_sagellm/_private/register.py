@@ -61,6 +61,7 @@ def create(options: Any, pg_options: Any = None) -> Any:
     ours.delegate = _delegate.check(ours.delegate)
     ours.vendor = _vendor(os.environ.get(VENDOR) or ours.vendor or "auto")
     ours.on_device_failure = os.environ.get(ON_DEVICE_FAILURE, "").strip().lower() or ours.on_device_failure
+    ours.verify = os.environ.get(VERIFY, "").strip().lower() or ours.verify
     ours._library_folders = site.getsitepackages()
     _step_at_exit(extension)
     _detach_flight_recorder()
@@ -125,6 +126,8 @@ SWITCHES = {
 }
 #: Overrides the option ``on_device_failure``, see docs/devices.md.
 ON_DEVICE_FAILURE = "SAGELLM_ON_DEVICE_FAILURE"
+#: Overrides the option ``verify``.
+VERIFY = "SAGELLM_VERIFY"
 _BOOLEANS = {"0": False, "off": False, "false": False, "no": False, "1": True, "on": True, "true": True, "yes": True}
 
 

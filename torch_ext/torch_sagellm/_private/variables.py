@@ -104,6 +104,7 @@ RULES: dict[str, Rule] = {
     "SAGELLM_VENDOR": Rule(
         lambda text: words("auto", "host", "nccl", "hccl", "cncl")(text.partition(":")[0]), REFUSED, True
     ),
+    "SAGELLM_VERIFY": Rule(words("off", "sampled", "all", "sampled:warn", "all:warn"), REFUSED, True),
 }
 
 

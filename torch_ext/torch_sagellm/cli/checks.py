@@ -54,6 +54,7 @@ VARIABLES = (
     "SAGELLM_THREADS",
     "SAGELLM_VENDOR",
     "SAGELLM_VENDOR_DIR",
+    "SAGELLM_VERIFY",
 )
 #: Variables of builds and of the package's own tests, or prefixes of them.
 OTHERS = (

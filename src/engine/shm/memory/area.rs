@@ -107,6 +107,7 @@ impl Area {
         self.word64(match word {
             Word::Tag { rank, n } => l.slot(rank, n),
             Word::Moved { rank, n } => l.slot(rank, n) + 40,
+            Word::Hash { rank, n } => l.hash_word(rank, n),
             Word::Done(rank) => l.control_word(rank, DONE),
             Word::Ready(Region::Stage, rank) => l.control_word(rank, STAGE_READY),
             Word::Drained(Region::Stage, rank) => l.control_word(rank, STAGE_DRAINED),

@@ -4,7 +4,7 @@
 //! hello     64 B a rank, rounded up to a page: the handshake that proves the segment is shared (rendezvous)
 //! group     abort word, count of sleepers, count of leavers
 //! control   per rank: the words of `protocol::Word`, each on its own pair of cache lines, the fault text, the answer
-//! slots     per rank: `depth` slots of one header line and SLOT_BYTES of payload
+//! slots     per rank: `depth` slots of one header line and SLOT_BYTES of payload; the hashes of its last results
 //! stage     per rank: 2 buffers that the rank fills for its peers
 //! result    per rank: 2 buffers that hold the slice the rank has reduced
 //! pairs     per sender, for each of the others: words, grants and a few envelopes of a message each (p2p.rs)
@@ -47,6 +47,9 @@ pub const MAX_RANKS: usize = 256;
 /// Largest segment, unless that leaves less than `RANK_SHARE` per rank.
 pub const CEILING: usize = 64 << 20;
 pub const RANK_SHARE: usize = 512 << 10;
+
+/// Number of results whose hashes a rank keeps, for each of its slots.
+pub const HASHES: u64 = 4;
 
 const PAGE: usize = 4096;
 
@@ -195,7 +198,7 @@ impl Layout {
         64 + SLOT_BYTES
     }
     fn slots_bytes(&self) -> usize {
-        up(self.depth as usize * self.slot_stride(), PAGE)
+        up(self.depth as usize * self.slot_stride() + self.hashes() as usize * 8, PAGE)
     }
     /// Size of an envelope. A payload of up to `SHORT_BYTES` fits into the first line, behind tag and size.
     fn envelope_stride(&self) -> usize {
@@ -245,6 +248,16 @@ impl Layout {
     pub fn slot(&self, rank: usize, n: u64) -> usize {
         debug_assert!(rank < self.ranks);
         self.slots + rank * self.slots_bytes() + (n % self.depth) as usize * self.slot_stride()
+    }
+    /// Number of hashes that a rank keeps.
+    pub fn hashes(&self) -> u64 {
+        HASHES * self.depth
+    }
+    /// Offset of the word with the hash of the result of operation `n`.
+    pub fn hash_word(&self, rank: usize, n: u64) -> usize {
+        debug_assert!(rank < self.ranks);
+        let slots = self.depth as usize * self.slot_stride();
+        self.slots + rank * self.slots_bytes() + slots + (n % self.hashes()) as usize * 8
     }
     pub fn stage(&self, rank: usize, round: u64) -> usize {
         debug_assert!(rank < self.ranks);
@@ -327,6 +340,7 @@ mod tests {
             areas.push((l.fault_text(r), FAULT_BYTES));
             areas.push((l.answer_text(r), ANSWER_BYTES));
             areas.extend((0..l.depth).map(|n| (l.slot(r, n), 64 + SLOT_BYTES)));
+            areas.extend((0..l.hashes()).map(|n| (l.hash_word(r, n), 8)));
             for round in 0..2 {
                 areas.push((l.stage(r, round), l.stage_bytes));
                 areas.push((l.result(r, round), l.result_bytes));
@@ -397,7 +411,7 @@ mod tests {
             let l = Layout::within(ranks, usize::MAX).unwrap_or_else(|| panic!("{ranks} ranks do not fit"));
             let each = l.total() / ranks;
             let most = match ranks {
-                2..=4 => 2720 << 10,
+                2..=4 => 2724 << 10,
                 5..=16 => 1120 << 10,
                 17..=64 => 920 << 10,
                 65..=128 => 780 << 10,
