@@ -185,7 +185,8 @@ fn schedule(count: usize, calls: usize, death: bool) {
     ranks(count, move |me| {
         let (engine, policy) = (Arc::clone(&areas[me]), Arc::new(Policy::default()));
         let pids = vec![std::process::id() as i32; count];
-        let engine = Shm::new(engine, pids, count, true, policy);
+        let shape = engine.layout.shape(count, 1);
+        let engine = Shm::new(engine, pids, shape, true, policy);
         let (pending, ended) = (HashMap::new(), Ended::new());
         let mut rank = Rank { me, ranks: count, engine, numbers: 0, pending, ended };
         let window = 1 + Random::new(me as u64 + calls as u64).below(8);
