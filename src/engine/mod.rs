@@ -24,6 +24,7 @@ use crate::os::event_count::WakeWords;
 use crate::reduce::Kernel;
 use crate::select::OpDesc;
 use crate::select::explain::Explanation;
+use crate::types::Kind;
 
 /// Operations that ended, with their outcomes.
 pub type Ended = Vec<(Arc<Op>, Result<()>)>;
@@ -214,8 +215,14 @@ pub trait Control: Send + Sync {
         None
     }
 
-    /// Publishes the number and signature of this rank's last operation on a device.
-    fn set_launched(&self, _number: u64, _signed: Signed) {}
+    /// Publishes the number and signature of this rank's last operation on a device; `_sizes` if it is an all_to_all.
+    fn set_launched(&self, _number: u64, _signed: Signed, _sizes: Option<&BlockSizes<'_>>) {}
+
+    /// What `_rank` sends to `_peer`, and what it expects from it, in the all_to_all with this number. None if it cannot
+    /// be seen: of each rank the sizes of the last all_to_all are kept, in groups of a bounded size.
+    fn block_sizes(&self, _rank: usize, _number: u64, _peer: usize) -> Option<[u64; 2]> {
+        None
+    }
 
     /// The last number that `rank` gave to `set_launched`, and the operation's kind. None if it cannot be seen.
     fn launched(&self, _rank: usize) -> Option<(u64, u8)> {
@@ -237,8 +244,64 @@ pub const LAUNCHES_KEPT: u64 = 16;
 pub struct Signed {
     /// `op::signature` of the call. For several calls: of the first one, with the bytes of all.
     pub signature: u64,
-    /// Hash of the lists of sizes and of the signatures of several calls. 0 if there is neither.
+    /// Hash of the lists of sizes and of the signatures of several calls. 0 if there is neither. If `has_share`, this
+    /// rank's share of a sum over all ranks (`BlockSizes::share`).
     pub lists: u32,
+}
+
+impl Signed {
+    /// Set in the signature of an all_to_all, which signs no bytes, if `lists` is a share.
+    const SHARE: u64 = 1;
+
+    /// The signature of an all_to_all that is alone under its number.
+    pub fn all_to_all(signature: u64, sizes: &BlockSizes<'_>) -> Signed {
+        Signed { signature: signature | Signed::SHARE, lists: sizes.share() }
+    }
+
+    /// Whether `lists` is a share, which differs between ranks.
+    pub fn has_share(&self) -> bool {
+        (self.signature >> 59) as u8 == Kind::AllToAll as u8 && self.signature & Signed::SHARE != 0
+    }
+
+    /// Whether two ranks signed different calls. The shares of an all_to_all can only be checked together.
+    pub fn differs(&self, other: &Signed) -> bool {
+        self.signature != other.signature || (self.lists != other.lists && !self.has_share())
+    }
+}
+
+/// The sizes of a rank's blocks in an all_to_all.
+#[derive(Clone, Copy, Debug)]
+pub struct BlockSizes<'a> {
+    pub rank: usize,
+    pub ranks: usize,
+    /// Bytes for each rank, or none if all blocks are equal; and the bytes of all.
+    pub sent: (&'a [usize], u64),
+    pub received: (&'a [usize], u64),
+}
+
+impl BlockSizes<'_> {
+    /// The bytes that this rank sends to `peer`, and those that it expects from it.
+    pub fn with(&self, peer: usize) -> [u64; 2] {
+        [self.sent, self.received].map(|(blocks, total)| match blocks.get(peer) {
+            Some(bytes) => *bytes as u64,
+            None => total / self.ranks.max(1) as u64,
+        })
+    }
+
+    /// This rank's share of a sum that is 0 if every rank sends to every other what that one expects: each size is
+    /// hashed with its sender and receiver, and is added by the sender and subtracted by the receiver. So one word of
+    /// each rank is enough for any number of ranks, and no rank needs another's list.
+    fn share(&self) -> u32 {
+        let word = |from: usize, to: usize, bytes: u64| {
+            let mixed = ((from as u64) << 32 | to as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ bytes;
+            let mixed = (mixed ^ mixed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            ((mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb) >> 32) as u32
+        };
+        (0..self.ranks).fold(0, |sum: u32, peer| {
+            let [sent, received] = self.with(peer);
+            sum.wrapping_add(word(self.rank, peer, sent)).wrapping_sub(word(peer, self.rank, received))
+        })
+    }
 }
 
 /// The word that peers change to wake this rank, and its event count.

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use super::Group;
 use super::external::{Carrier, External, ExternalOp};
-use crate::engine::Signed;
 use crate::engine::device::{Agreed, Counted, DeviceGroup, DeviceRequest, Watched};
+use crate::engine::{BlockSizes, Signed};
 use crate::error::{Error, Result, in_one_line};
 use crate::hang::timed_out;
 use crate::hang::waiting::Waiting;
@@ -68,8 +68,8 @@ impl DeviceGroup for Group {
     fn death_of(&self, rank: usize, during: &str) -> Error {
         self.faults.death_of(rank, during)
     }
-    fn next_number(&self, signed: Signed) -> u64 {
-        self.launches.sign(signed)
+    fn next_number(&self, signed: Signed, sizes: Option<&BlockSizes<'_>>) -> u64 {
+        self.launches.sign(signed, sizes)
     }
     fn compare(&self, first: u64, last: u64) -> Agreed {
         self.launches.compare(first, last)

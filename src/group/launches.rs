@@ -1,15 +1,17 @@
 //! The signatures of launches on devices. A vendor's library does not compare calls: if two ranks call different
 //! operations under one number, it hangs or returns garbage. So each rank publishes the signatures (`Signed`) of its
 //! last launches, in the memory that the ranks share or in its answers over the store. The thread that watches a launch
-//! compares its signature with those of the other ranks for the same number.
+//! compares its signature with those of the other ranks for the same number. The sizes of an all_to_all differ between
+//! ranks, so each rank signs its share of a sum that must be 0 over all ranks (`BlockSizes::share`).
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::engine::device::Agreed;
-use crate::engine::{Control, LAUNCHES_KEPT, Signed};
-use crate::hang::difference::{Difference, Launch};
+use crate::engine::{BlockSizes, Control, LAUNCHES_KEPT, Signed};
+use crate::error::Error;
+use crate::hang::difference::{Difference, Launch, Misfit, misfit_error};
 use crate::op;
 
 /// The launches of this rank in one group.
@@ -38,14 +40,14 @@ impl Launches {
     }
 
     /// Takes the next number of a launch, and publishes its signature.
-    pub fn sign(&self, signed: Signed) -> u64 {
+    pub fn sign(&self, signed: Signed, sizes: Option<&BlockSizes<'_>>) -> u64 {
         let mut kept = self.signed.lock().unwrap_or_else(PoisonError::into_inner);
         let number = self.number.fetch_add(1, Ordering::Relaxed) + 1;
         if kept.len() as u64 == LAUNCHES_KEPT {
             kept.pop_front();
         }
         kept.push_back((number, signed));
-        self.control.set_launched(number, signed);
+        self.control.set_launched(number, signed, sizes);
         number
     }
 
@@ -78,21 +80,40 @@ impl Launches {
                 agreed = Agreed::SoFar;
             }
             for (number, signed) in &own[..count] {
-                if let Some(other) = self.control.signed(rank, *number).filter(|other| other != signed) {
+                if let Some(other) = self.control.signed(rank, *number).filter(|other| other.differs(signed)) {
                     let signed = [*signed, other];
                     let difference = Difference { number: *number, ranks: [me, rank], signed };
                     return Agreed::Not(difference.error(&self.name));
                 }
             }
         }
-        agreed
+        let misfit = own[..count].iter().find(|(number, signed)| signed.has_share() && self.misfit(*number));
+        misfit.map_or(agreed, |launch| Agreed::Not(self.misfit_error(launch)))
+    }
+
+    /// Whether the sizes of an all_to_all do not belong together, as far as all ranks' shares can be seen.
+    fn misfit(&self, number: u64) -> bool {
+        let signed = |rank| self.control.signed(rank, number).filter(Signed::has_share);
+        let share = |rank| signed(rank).map(|signed| signed.lists);
+        (0..self.ranks).try_fold(0, |sum: u32, rank| Some(sum.wrapping_add(share(rank)?))).is_some_and(|sum| sum != 0)
+    }
+
+    /// The error of an all_to_all whose sizes do not belong together. It names two ranks if their sizes are still kept.
+    fn misfit_error(&self, (number, signed): &Launch) -> Error {
+        let size = |rank, peer, which: usize| self.control.block_sizes(rank, *number, peer).map(|sizes| sizes[which]);
+        let mut pairs = (0..self.ranks).flat_map(|from| (0..self.ranks).map(move |to| (from, to)));
+        let named = pairs.find_map(|(from, to)| {
+            let (sent, expected) = (size(from, to, 0)?, size(to, from, 1)?);
+            (sent != expected).then_some(Misfit { from, to, sent, expected })
+        });
+        misfit_error(&self.name, (*number, signed.signature), named)
     }
 
     /// The call of a rank on this host under this number, if it differs from this rank's call.
     pub fn called_instead(&self, rank: usize, number: u64) -> Option<String> {
         let (own, count) = self.of(number, number);
         let (_, signed) = own[..count].first()?;
-        let other = self.control.signed(rank, number).filter(|other| other != signed)?;
+        let other = self.control.signed(rank, number).filter(|other| other.differs(signed))?;
         Some(format!("has issued {} as number {number} instead", op::describe(other.signature)))
     }
 }

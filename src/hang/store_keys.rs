@@ -99,7 +99,7 @@ impl QueryResult {
                 .copied()
                 .filter(|rank| *rank < ranks)
                 .collect(),
-            difference: Difference::among(answers.iter().map(|(rank, status)| (*rank, &status.signed[..]))),
+            difference: Difference::among(ranks, answers.iter().map(|(rank, status)| (*rank, &status.signed[..]))),
         }
     }
 

@@ -162,6 +162,16 @@ impl DeviceEngine {
         })
     }
 
+    /// Takes the number that these calls share, and publishes what they must agree on.
+    fn next_number(&self, calls: &[DeviceRequest<'_>]) -> u64 {
+        let group = &self.group;
+        let sizes = match calls {
+            [call] => call.block_sizes((group.rank(), group.size())),
+            _ => None,
+        };
+        group.next_number(DeviceRequest::signed(calls, sizes.as_ref()), sizes.as_ref())
+    }
+
     /// Takes the numbers of the calls and enters the calls into the statistics. Messages take no number.
     fn count(&self, calls: &[DeviceRequest<'_>]) -> Result<(Numbers, Few<Box<dyn Counted>>)> {
         let mut number = 0;
@@ -174,7 +184,7 @@ impl DeviceEngine {
             if call.note.counts || number == 0 {
                 let with_it = |next: &&DeviceRequest<'_>| !next.note.counts && !next.asked.kind.is_p2p();
                 let end = at + 1 + calls[at + 1..].iter().take_while(with_it).count();
-                number = if kind.is_p2p() { 0 } else { self.group.next_number(DeviceRequest::signed(&calls[at..end])) };
+                number = if kind.is_p2p() { 0 } else { self.next_number(&calls[at..end]) };
                 numbers.add(number);
             }
             self.group.count(call)

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::layout::Buffers;
 use super::lowering::LoweringInput;
-use crate::engine::Signed;
+use crate::engine::{BlockSizes, Signed};
 use crate::error::{Error, Result};
 use crate::op;
 use crate::op::lists;
@@ -50,8 +50,9 @@ pub trait DeviceGroup: Send + Sync {
     /// another host.
     fn launched(&self, rank: usize) -> Option<u64>;
     fn death_of(&self, rank: usize, during: &str) -> Error;
-    /// Takes the next number of a collective on a device, and publishes the signature for that number.
-    fn next_number(&self, signed: Signed) -> u64;
+    /// Takes the next number of a collective on a device, and publishes the signature for that number; `sizes` if it is
+    /// an all_to_all.
+    fn next_number(&self, signed: Signed, sizes: Option<&BlockSizes<'_>>) -> u64;
     /// Compares the signatures of this rank for the numbers `first` to `last` with those of other ranks, as far as both
     /// are still kept. Never waits.
     fn compare(&self, first: u64, last: u64) -> Agreed;
@@ -156,8 +157,18 @@ impl DeviceRequest<'_> {
         op::signature_of(kind, (dtype, op), self.root, (self.read(), self.written()))
     }
 
-    /// The common signature of calls that share one number.
-    pub(super) fn signed(calls: &[DeviceRequest<'_>]) -> Signed {
+    /// The sizes of the blocks, if this is an all_to_all of rank `rank` of `ranks`.
+    pub(super) fn block_sizes(&self, (rank, ranks): (usize, usize)) -> Option<BlockSizes<'_>> {
+        let Buffers { in_blocks, out_blocks, .. } = self.buffers;
+        let (sent, received) = ((in_blocks, self.read()), (out_blocks, self.written()));
+        (self.asked.kind == Kind::AllToAll).then_some(BlockSizes { rank, ranks, sent, received })
+    }
+
+    /// The common signature of calls that share one number. `sizes`: of the call, if it is an all_to_all and alone.
+    pub(super) fn signed(calls: &[DeviceRequest<'_>], sizes: Option<&BlockSizes<'_>>) -> Signed {
+        if let ([call], Some(sizes)) = (calls, sizes) {
+            return Signed::all_to_all(call.signature(), sizes);
+        }
         const BYTES: u64 = (1 << 40) - 1;
         let mix = |hash: u64, word: u64| (hash.rotate_left(5) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let (mut signature, mut hash) = (0, 0);

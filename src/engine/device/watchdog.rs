@@ -194,8 +194,8 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::engine::Signed;
     use crate::engine::device::group::{Agreed, Counted, DeviceRequest, Place};
+    use crate::engine::{BlockSizes, Signed};
     use crate::select::Policy;
     use crate::types::Kind;
 
@@ -270,7 +270,7 @@ mod tests {
         fn death_of(&self, rank: usize, during: &str) -> Error {
             Error::rank_failed(rank, format!("rank {rank} ended: rank 0 {during}"))
         }
-        fn next_number(&self, _signed: Signed) -> u64 {
+        fn next_number(&self, _signed: Signed, _sizes: Option<&BlockSizes<'_>>) -> u64 {
             1
         }
         fn compare(&self, _first: u64, _last: u64) -> Agreed {

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::memory::area::Area;
-use crate::engine::{Control, Inquiry, Monitor, Signed, Told, WakeAddress};
+use crate::engine::{BlockSizes, Control, Inquiry, Monitor, Signed, Told, WakeAddress};
 use crate::error::Error;
 use crate::os::{event_count, futex, topology};
 
@@ -51,8 +51,15 @@ impl Control for Area {
         Some(self)
     }
 
-    fn set_launched(&self, number: u64, signed: Signed) {
+    fn set_launched(&self, number: u64, signed: Signed, sizes: Option<&BlockSizes<'_>>) {
+        if let Some(sizes) = sizes {
+            self.set_block_sizes(number, sizes);
+        }
         Area::set_launched(self, number, signed);
+    }
+
+    fn block_sizes(&self, rank: usize, number: u64, peer: usize) -> Option<[u64; 2]> {
+        Area::block_sizes(self, rank, number, peer)
     }
 
     fn launched(&self, rank: usize) -> Option<(u64, u8)> {

@@ -82,6 +82,16 @@ def gathers_uneven(*counts: int) -> Call:
     return call
 
 
+def exchanges(sent: list[int], received: list[int]) -> Call:
+    def call(group: Any, name: str, a: bool) -> Any:
+        out, into = torch.ones(sum(sent), device=name), torch.zeros(sum(received), device=name)
+        return dist.all_to_all_single(into, out, received, sent, group, a)
+
+    return call
+
+
+#: What both ranks are told of an all_to_all; the call shows no sizes, because each rank has others.
+MISFIT = "passed sizes that do not belong together to all_to_all()"
 ONE_CALL: dict[str, Case] = {
     "kind": (
         (reduces(), "all_reduce(16 bytes, float32, SUM)"),
@@ -100,6 +110,10 @@ ONE_CALL: dict[str, Case] = {
     "size": (
         (reduces(), "all_reduce(16 bytes, float32, SUM)"),
         (reduces(8), "all_reduce(32 bytes, float32, SUM)"),
+    ),
+    "sizes of an all_to_all": (
+        (exchanges([2, 4], [2, 3]), MISFIT),
+        (exchanges([3, 2], [3, 2]), MISFIT),
     ),
 }
 SEVERAL: dict[str, Case] = {
@@ -199,7 +213,9 @@ def test_rule_05_calls_that_differ_on_devices_fail_with_both(
             both_calls_are_shown(job, each, patience(10))
 
 
-@pytest.mark.parametrize("case", [("kind", False), ("size", True), ("list of sizes", True)], ids=str)
+@pytest.mark.parametrize(
+    "case", [("kind", False), ("size", True), ("list of sizes", True), ("sizes of an all_to_all", True)], ids=str
+)
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_rule_05_calls_that_differ_on_devices_over_hosts(
     vendor: str, case: tuple[str, bool], libraries: dict[str, Path], hosts: list[str]
@@ -256,9 +272,50 @@ def test_rule_05_what_differs_on_one_rank_is_an_error_of_every_call_on_a_device(
             job.say(rank, "go")
     assert len(texts[0]) > 60
     errors = {case: [each[case] for each in texts] for case in texts[0]}
-    # The sizes of an all_to_all are not part of its signature, because each rank knows only its own sizes. So the
-    # library detects a mismatch, or hangs.
-    by_library = ("all_to_all", "exchange_tokens")
     for case, said in errors.items():
-        words = " failed in an operation that was launched" if any(each in case for each in by_library) else "different"
+        words = MISFIT if any(each in case for each in ("all_to_all", "exchange_tokens")) else "different"
         assert all(words in text for text in said), (case, said)
+
+
+#: How many numbers each of three ranks sends to each, by sender; and by receiver, where one pair differs.
+FITS = [[4, 0, 3], [1, 5, 2], [6, 7, 0]]
+WRONG = [(0, 2, 5), (2, 1, 8), (1, 0, 0)]
+
+
+def one_pair_differs(ctx: Context, vendor: str) -> None:
+    import torch_sagellm
+
+    _, name = start(ctx, vendor, timeout=timedelta(seconds=120), delay=0.0)
+    me, told = ctx.rank, []
+    for sender, receiver, room in WRONG:
+        options = torch_sagellm.Options(vendor=vendor if vendor == "nccl" else "auto")
+        group: Any = dist.new_group(timeout=timedelta(seconds=60), pg_options=options)
+        rooms = [row[me] for row in FITS]
+        for turn in range(40):  # far more than are kept, some ranks ahead of others
+            work = exchanges(FITS[me], rooms)(group, name, True)
+            if turn % (5 + me) == 0:
+                work.wait()
+        torch.accelerator.synchronize()
+        dist.barrier()
+        if me == receiver:
+            rooms[sender] = room
+        told.append(error_of(group, lambda rooms=rooms, group=group: exchanges(FITS[me], rooms)(group, name, True)))
+        dist.barrier()
+    ctx.tell(told)
+    ctx.listen()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("vendor", ["nccl", "cncl"])  # HCCL's stream keeps an error
+def test_rule_05_the_pair_of_an_all_to_all_whose_sizes_differ_is_named(vendor: str, libraries: dict[str, Path]) -> None:
+    """On every rank, those included whose own sizes fit; sizes that fit are never refused."""
+    env = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000")
+    with launch(one_pair_differs, 3, vendor, env=env) as job:
+        texts = [job.hear(rank, 120) for rank in range(3)]
+        for rank in range(3):
+            job.say(rank, "go")
+    for at, (sender, receiver, room) in enumerate(WRONG):
+        said = [each[at] for each in texts]
+        brings, has = 4 * FITS[sender][receiver], 4 * room
+        pair = f"rank {sender} brings {brings} bytes where rank {receiver} has room for {has}"
+        assert all(MISFIT in text and pair in text for text in said), (pair, said)

@@ -8,11 +8,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 use super::arena::Identity;
-use super::layout::{ANSWER_BYTES, INLINE_BYTES, Layout, Part, SLOT_BYTES};
+use super::layout::{ANSWER_BYTES, INLINE_BYTES, Layout, PAIR_OF_LINES, Part, SLOT_BYTES};
 use super::presence::Presence;
 use super::segment::Segment;
 use crate::engine::shm::protocol::{Mail, Region, Word, Words};
-use crate::engine::{LAUNCHES_KEPT, Signed};
+use crate::engine::{BlockSizes, LAUNCHES_KEPT, Signed};
 use crate::error::{Error, Result};
 use crate::op::Op;
 use crate::os::event_count::WakeWords;
@@ -37,6 +37,10 @@ const MAIL: usize = 8;
 const QUESTION: usize = 9;
 /// The signatures of this rank's last device launches, by number.
 const LAUNCHES: usize = 10;
+
+/// Most ranks of a group in which the sizes of an all_to_all on a device are published: as many as fit behind the
+/// outcomes of monitored barriers.
+const MOST_SIZED: usize = (PAIR_OF_LINES - 80) / 4;
 
 /// Indices of `Layout::group_word`.
 const ABORT: usize = 0;
@@ -288,6 +292,46 @@ impl Area {
         (self.word64(self.layout.control_word(rank, LAUNCHES) + at * 8), self.word32(lists))
     }
 
+    /// Publishes the sizes of this rank's last all_to_all on a device, for the error of a mismatch. Only groups of up to
+    /// `MOST_SIZED` ranks have room for them: behind the outcomes of monitored barriers, and behind the number of
+    /// questions. A size that does not fit into 32 bits is stored as the largest number, and is not read. A seqlock: the
+    /// number is 0 while the sizes change, and a reader accepts sizes only if it read the same number before and after.
+    /// Called by one thread of the rank at a time.
+    pub fn set_block_sizes(&self, number: u64, sizes: &BlockSizes<'_>) {
+        if self.ranks > MOST_SIZED {
+            return;
+        }
+        let known = self.sized_number(self.me);
+        known.store(0, Ordering::Relaxed);
+        fence(Ordering::Release);
+        for peer in 0..self.ranks {
+            let words = self.size_words(self.me, peer);
+            for (word, bytes) in words.into_iter().zip(sizes.with(peer)) {
+                word.store(u32::try_from(bytes).unwrap_or(u32::MAX), Ordering::Relaxed);
+            }
+        }
+        known.store(number, Ordering::Release);
+    }
+    /// What `rank` sends to `peer`, and what it expects from it, if its last all_to_all has this number.
+    pub fn block_sizes(&self, rank: usize, number: u64, peer: usize) -> Option<[u64; 2]> {
+        if self.ranks > MOST_SIZED || self.sized_number(rank).load(Ordering::Acquire) != number {
+            return None;
+        }
+        let sizes = self.size_words(rank, peer).map(|word| word.load(Ordering::Relaxed));
+        fence(Ordering::Acquire);
+        let still = self.sized_number(rank).load(Ordering::Relaxed) == number;
+        (still && !sizes.contains(&u32::MAX)).then(|| sizes.map(u64::from))
+    }
+    /// Number of the all_to_all whose sizes are in `size_words`.
+    fn sized_number(&self, rank: usize) -> &AtomicU64 {
+        self.word64(self.layout.control_word(rank, MONITOR) + 72)
+    }
+    fn size_words(&self, rank: usize, peer: usize) -> [&AtomicU32; 2] {
+        let sent = self.layout.control_word(rank, MONITOR) + 80;
+        let received = self.layout.control_word(rank, QUESTION) + 8;
+        [sent, received].map(|first| self.word32(first + peer * 4))
+    }
+
     /// Records the core on which this rank last waited for long, for `Driven::shares_core`. Relaxed: a hint.
     pub fn set_cpu(&self, cpu: u32) {
         self.word64(self.layout.control_word(self.me, LIFE) + 8).store(u64::from(cpu) + 1, Ordering::Relaxed);
@@ -469,6 +513,29 @@ mod tests {
             }
         }
         assert_eq!(other.signed(1, 1), None);
+    }
+
+    #[test]
+    fn the_sizes_of_the_last_all_to_all_are_kept_and_never_mixed_with_those_of_another() {
+        const LAST: u64 = 100_000;
+        let [own, other] = two();
+        assert_eq!(other.block_sizes(0, 1, 1), None);
+        let set = |number: u64| {
+            let blocks = [number as usize, 2 * number as usize];
+            own.set_block_sizes(number, &BlockSizes { rank: 0, ranks: 2, sent: (&blocks, 0), received: (&[], 8) });
+        };
+        set(7);
+        assert_eq!([6, 7, 8].map(|number| other.block_sizes(0, number, 1)), [None, Some([14, 4]), None]);
+        set(1 << 31);
+        assert_eq!(other.block_sizes(0, 1 << 31, 1), None, "it does not fit");
+        assert_eq!(other.block_sizes(0, 1 << 31, 0), Some([1 << 31, 4]));
+        std::thread::scope(|scope| {
+            scope.spawn(|| (1..=LAST).for_each(set));
+            for number in (1..=LAST).step_by(7) {
+                let found = other.block_sizes(0, number, 1);
+                assert!(found.is_none_or(|found| found == [2 * number, 4]), "{number}: {found:?}");
+            }
+        });
     }
 
     #[test]
