@@ -4,8 +4,10 @@ buckets."""
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -217,6 +219,75 @@ def largest_alone(ctx: Context) -> None:
 
 def test_an_average_is_finite_on_eight_ranks() -> None:
     run_fresh(largest_alone, 8)
+
+
+#: What one call of a sum in fewer bytes may be on one rank, and another on the next.
+FORMATS: dict[str, Callable[[], Any]] = {
+    "fp16": lambda: "fp16",
+    "bf16": lambda: "bf16",
+    "int8": lambda: "int8",
+    "other blocks": lambda: torch_sagellm_().Int8(64),
+    "topk": lambda: torch_sagellm_().TopK(0.01),
+    "other ratio": lambda: torch_sagellm_().TopK(0.5),
+    "auto": lambda: "auto",
+}
+
+
+def torch_sagellm_() -> Any:
+    import torch_sagellm
+
+    return torch_sagellm
+
+
+def mixed(ctx: Context, names: list[str]) -> dict[str, str]:
+    """One rank in turn calls another op or format than the others. What each pair ended with."""
+    from net import enter
+
+    from torch_sagellm.api.formats import hosts_of
+
+    calls = [(name, op) for name in FORMATS for op in ("sum", "avg")]
+    pairs = list(itertools.combinations(calls, 2))
+    if names:
+        enter(names[ctx.rank // 2])
+        ctx.init(store=dist.FileStore(f"{ctx.tmp}/store", ctx.world_size))
+        pairs = [(one, other) for one, other in pairs for _ in range(4) if one[0] == other[0]]  # each rank in turn
+    else:
+        ctx.init()
+    found = {}
+    for number, (one, other) in enumerate(pairs):
+        group: Any = dist.new_group()
+        hosts_of(group)
+        name, op = other if ctx.rank == number % ctx.world_size else one
+        tensor, kept = torch.full((1000,), ctx.rank + 1.0), FORMATS[name]()
+        try:
+            torch_sagellm_().compressed_all_reduce(
+                tensor, kept, op=op, group=group, key=None if isinstance(kept, str) else 1
+            )
+            text = "no error"
+        except RuntimeError as error:
+            text = str(error)
+        assert torch.equal(tensor, torch.full((1000,), ctx.rank + 1.0)) or text == "no error", (one, other, tensor)
+        found[f"{one} and {other} on rank {number % ctx.world_size}"] = text
+        dist.barrier()
+    return found
+
+
+def every_rank_is_told(found: list[dict[str, str]]) -> None:
+    assert len(found[0]) in (91, 28)
+    for case in found[0]:
+        texts = [each[case] for each in found]
+        assert "no error" not in texts, (case, texts)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_ranks_that_call_another_op_or_format_are_refused() -> None:
+    """As a plain all_reduce would be; the tensor is unchanged. A sum and an average send the same bytes."""
+    every_rank_is_told(run_fresh(mixed, 3, [], timeout=120))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_ranks_that_call_another_op_or_format_over_hosts_are_refused(hosts: list[str]) -> None:
+    every_rank_is_told(run_fresh(mixed, 4, hosts, env={"GLOO_SOCKET_IFNAME": "eth0"}, timeout=200))
 
 
 def served_by_gloo(ctx: Context) -> None:

@@ -7,12 +7,16 @@ decodes to NaN.
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 
 from torch_sagellm._private import load
 
 SCALE_BYTES = 4
+#: The byte of a scale that has its sign.
+_SIGN = 3 if sys.byteorder == "little" else 0
 
 
 def encoded(flat: Tensor, block: int, blocks: int) -> Tensor:
@@ -24,6 +28,44 @@ def encoded(flat: Tensor, block: int, blocks: int) -> Tensor:
         padded = torch.nn.functional.pad(flat, (0, blocks * block - flat.numel()))
         _pack(padded.view(blocks, block), into)
     return into
+
+
+def mark(encoded: Tensor, ranks: int, divisor: int) -> None:
+    """Marks what is sent to each of ``ranks`` ranks as part of an average, unless ``divisor`` is 1: a sum.
+
+    The mark is the sign of the part's first scale; scales have none. Tensors on devices are not marked, because the
+    host would have to wait for the device to read a mark.
+    """
+    if encoded.is_cpu and encoded.numel() and divisor > 1:
+        encoded.view(ranks, -1)[:, _SIGN] |= 0x80
+
+
+def marks(every: Tensor, ranks: int) -> list[bool]:
+    """Removes the marks of the parts that came from ``ranks`` ranks; returns them, or nothing if there are none."""
+    if not every.is_cpu or not every.numel():
+        return []
+    signs = every.view(ranks, -1)[:, _SIGN]
+    found = [sign > 0x7F for sign in signs.tolist()]
+    if any(found):
+        signs &= 0x7F
+    return found
+
+
+def mark_places(places: Tensor, divisor: int) -> None:
+    """Like ``mark``, for the indices of a top-k sum: the first index becomes negative."""
+    if places.is_cpu and places.numel() and divisor > 1:
+        places[:1].bitwise_not_()
+
+
+def marks_of_places(every: Tensor, ranks: int) -> list[bool]:
+    """Like ``marks``, for the indices of all ranks."""
+    if not every.is_cpu or not every.numel():
+        return []
+    firsts = every.view(ranks, -1)[:, 0]
+    found = [first < 0 for first in firsts.tolist()]
+    if any(found):
+        firsts.copy_(torch.where(firsts < 0, firsts.bitwise_not(), firsts))
+    return found
 
 
 def summed(addends: Tensor, block: int, ranks: int, divisor: int) -> Tensor:

@@ -81,15 +81,23 @@ class Half(Compression):
         return self._reduce(tensor, tensor, dist.ReduceOp.SUM, group)
 
     def average(self, tensor: torch.Tensor, group: Any, key: Any = None) -> int:
+        ranks = dist.get_world_size(group)
+        if not _has_average(group):
+            return self._reduce(tensor, tensor / ranks, dist.ReduceOp.SUM, group)
         # bfloat16 has the range of the 32 bits in which numbers are added, so the sum of its largest numbers would
-        # overflow.
-        if self.dtype is torch.float16 and _has_average(group):
-            return self._reduce(tensor, tensor, dist.ReduceOp.AVG, group)
-        return self._reduce(tensor, tensor / dist.get_world_size(group), dist.ReduceOp.SUM, group)
+        # overflow. A power of two changes the exponent alone.
+        scale = 2.0 ** (ranks - 1).bit_length() if self.dtype is torch.bfloat16 else 1.0
+        return self._reduce(tensor, tensor, dist.ReduceOp.AVG, group, scale)
 
-    def _reduce(self, tensor: torch.Tensor, addend: torch.Tensor, op: Any, group: Any) -> int:
+    def _reduce(self, tensor: torch.Tensor, addend: torch.Tensor, op: Any, group: Any, scale: float = 1.0) -> int:
         half = addend.to(self.dtype)
+        if scale != 1 and half.data_ptr() == tensor.data_ptr():
+            half = half.clone()
+        if scale != 1:
+            half /= scale
         dist.all_reduce(half, op=op, group=group)
+        if scale != 1:
+            half *= scale
         tensor.copy_(half)
         return int(half.nbytes)
 
@@ -128,29 +136,35 @@ class Int8(Compression):
         flat = tensor.view(-1).to(torch.float32)  # the tensor's own memory if it is float32, otherwise a copy
         among = _among(group)
         if among is None:
-            sent = self._between(flat, group, divisor)
+            encoded, called = self._between(flat, group, divisor)
+            _agreed(called)
+            encoding.decode(encoded, self.block, flat)
+            sent = int(encoded.nbytes)
         else:
             part = _part_of_host(flat, among)
-            sent = self._between(part, among.across, divisor) * len(among.columns)
+            encoded, called = self._between(part, among.across, divisor)
+            _agreed(_called_by_host(called, among, flat))
+            encoding.decode(encoded, self.block, part)
+            sent = int(encoded.nbytes) * len(among.columns)
             flat.copy_(_whole_of_host(part, among)[: flat.numel()])
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.view_as(tensor))
         return sent
 
-    def _between(self, flat: torch.Tensor, group: Any, divisor: int) -> int:
-        """Sums ``flat`` over the ranks and overwrites it after all parts are there.
+    def _between(self, flat: torch.Tensor, group: Any, divisor: int) -> tuple[torch.Tensor, list[bool]]:
+        """The encoded sum of ``flat`` over the ranks, and whether each rank asked for an average.
 
-        Returns the bytes of the encoded data.
+        Both steps send the other ranks' share of the encoded data, like the two steps of a plain all_reduce.
         """
         ranks = dist.get_world_size(group)
         blocks = math.ceil(flat.numel() / self.block / ranks) * ranks
         encoded = encoding.encoded(flat, self.block, blocks)
+        encoding.mark(encoded, ranks, divisor)
         every = torch.empty_like(encoded)
         dist.all_to_all_single(every, encoded, group=group)
+        called = encoding.marks(every, ranks)
         dist.all_gather_into_tensor(encoded, encoding.summed(every, self.block, ranks, divisor), group=group)
-        encoding.decode(encoded, self.block, flat)
-        # Both steps send the other ranks' share of the data, like the two steps of a plain all_reduce.
-        return int(encoded.nbytes)
+        return encoded, called
 
 
 class TopK(Compression):
@@ -205,10 +219,12 @@ class TopK(Compression):
         rest = self._with_remainder(flat, parts)
         among = _among(group)
         if among is None:
-            total, sent = self._between(rest, group, divisor)
+            total, sent, called = self._between(rest, group, divisor)
+            _agreed(called)
         else:
             part = _part_of_host(rest, among)
-            total, sent = self._between(part, among.across, divisor)
+            total, sent, called = self._between(part, among.across, divisor)
+            _agreed(_called_by_host(called, among, flat))
             total, sent = _whole_of_host(total, among)[: flat.numel()], sent * len(among.columns)
             # The remainder of this rank's part of the host's sum is added to this rank's addend in the next call.
             rest.zero_()
@@ -220,23 +236,28 @@ class TopK(Compression):
             self._kept(one)[one] = left
         return sent
 
-    def _between(self, rest: torch.Tensor, group: Any, divisor: int) -> tuple[torch.Tensor, int]:
-        """Removes the elements to send from ``rest``; returns the sum of all ranks' elements, and the bytes."""
+    def _between(self, rest: torch.Tensor, group: Any, divisor: int) -> tuple[torch.Tensor, int, list[bool]]:
+        """Removes the elements to send from ``rest``.
+
+        Returns the sum of all ranks' elements, the bytes, and whether each rank asked for an average.
+        """
         ranks = dist.get_world_size(group)
         count = max(1, math.ceil(self.ratio * rest.numel())) if rest.numel() else 0
         places = encoding.largest(rest, count)
         values = rest[places]
         rest[places] = 0
+        encoding.mark_places(places, divisor)
         every_place = places.new_empty(ranks * count)
         every_value = values.new_empty(ranks * count)
         dist.all_gather_into_tensor(every_place, places, group=group)
+        called = encoding.marks_of_places(every_place, ranks)
         dist.all_gather_into_tensor(every_value, values, group=group)
         total = torch.zeros_like(rest)
         # Rank by rank, so that all ranks add in the same order.
         for place, value in zip(every_place.chunk(ranks), every_value.chunk(ranks), strict=True):
             total.index_add_(0, place, value / divisor)
         # Each rank's elements are sent to all other ranks. A plain all_reduce sends 2 / ranks of the tensor to each.
-        return total, int(places.nbytes + values.nbytes) * ranks // 2
+        return total, int(places.nbytes + values.nbytes) * ranks // 2, called
 
     def _with_remainder(self, flat: torch.Tensor, parts: list[tuple[Any, int]]) -> torch.Tensor:
         """A copy of the elements, plus the remainder of earlier calls."""
@@ -276,6 +297,9 @@ class Auto(Compression):
     def average(self, tensor: torch.Tensor, group: Any, key: Any = None) -> int:
         if not on_one_host(group):
             return Int8().average(tensor, group, key)
+        if _has_average(group):
+            dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=group)
+            return int(tensor.nbytes)
         tensor /= dist.get_world_size(group)
         dist.all_reduce(tensor, group=group)
         return int(tensor.nbytes)
@@ -320,6 +344,29 @@ def forget(group: Any) -> hosts.Hosts | None:
 
 def _among(group: Any) -> hosts.Hosts | None:
     return hosts_of(group)[1]
+
+
+def _agreed(called: list[bool]) -> None:
+    """Raises the error of a sum that other ranks called as an average; all ranks raise it, and no tensor has changed.
+
+    ``called``: whether each rank asked for an average. Sums and averages send the same bytes, so what is sent says
+    which of the two it belongs to.
+    """
+    if any(called) and not all(called):
+        raise dist.DistBackendError(
+            "sagellm compressed_all_reduce: some ranks called it with op='sum' and others with op='avg'; no tensor has "
+            "changed. Every rank must call the same collectives in the same order with the same arguments"
+        )
+
+
+def _called_by_host(called: list[bool], among: hosts.Hosts, like: torch.Tensor) -> list[bool]:
+    """Adds what the other ranks of this host have seen: each has met one rank of every host."""
+    if not called:
+        return called
+    own = like.new_tensor([float(any(called)), float(all(called))], dtype=torch.float32)
+    every = own.new_empty(2 * len(among.columns))
+    dist.all_gather_into_tensor(every, own, group=among.inside)
+    return [bool(each) for each in every.tolist()]
 
 
 def _part_of_host(flat: torch.Tensor, among: hosts.Hosts) -> torch.Tensor:
