@@ -155,6 +155,21 @@ bool SageBackend::supportsCoalescing() const {
   return delegate_ && delegate_->supportsCoalescing();
 }
 
+bool SageBackend::supportsTimeEstimation() const {
+  const auto accelerator = at::getAccelerator(false);
+  return !delegated() && !(accelerator.has_value() && vendors_.find(*accelerator));
+}
+
+void SageBackend::startTimeEstimate() {
+  if (!supportsTimeEstimation()) return c10d::Backend::startTimeEstimate();
+  if (!estimate_.begin()) value_error("start_time_estimate", "an estimation is running in this group");
+}
+
+float SageBackend::endTimeEstimate() {
+  if (!estimate_.is_here()) value_error("end_time_estimate", "this thread has not started an estimation in this group");
+  return estimate_.end();
+}
+
 DeviceOwner SageBackend::device_owner() {
   return {*group_,
           getRank(),

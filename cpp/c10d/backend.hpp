@@ -16,9 +16,6 @@
 // refused: reconfigure: make a new group of the survivors
 // refused: supportsWindow: false
 // refused: new_window: one-sided operations are not offered
-// refused: supportsTimeEstimation: false
-// refused: startTimeEstimate: there is no simulation of a group
-// refused: endTimeEstimate: there is no simulation of a group
 // refused: merge: make a new group of the ranks of both
 // refused: suspend: there is no memory pool to give back
 // refused: resume: there is no memory pool to take again
@@ -35,6 +32,7 @@
 #include <string>
 #include <vector>
 
+#include "c10d/estimate.hpp"
 #include "c10d/options.hpp"
 #include "c10d/region.hpp"
 #include "c10d/side_calls.hpp"
@@ -127,6 +125,12 @@ class SageBackend final : public c10d::Backend {
   WorkPtr endCoalescing() override;
   // Call this when the program leaves the region by an exception.
   void drop_region() { region_.drop(); }
+  // Between start and end, calls of this thread on CPU tensors are estimated instead of made: the group's own
+  // measurements, or the cost model (`Group::estimate` of the core). False if a vendor's library or a delegate may
+  // carry calls, because their times are not known before they are made.
+  bool supportsTimeEstimation() const override;
+  void startTimeEstimate() override;
+  float endTimeEstimate() override;
   bool supportsSplitting() const override { return true; }
   // Makes the communicator of a vendor's library now instead of at the first call. The CPU side is already connected.
   void eagerConnectSingleDevice(at::Device device) override;
@@ -227,6 +231,9 @@ class SageBackend final : public c10d::Backend {
   WorkPtr carry(CallDesc& call);
   // The four ways to carry a call.
   WorkPtr on_cpu(const CallDesc& call);
+  // Adds the time that the call would take to the estimation of this thread. Returns what a call that has ended
+  // returns.
+  WorkPtr estimated(const CallDesc& call);
   WorkPtr by_vendor(const CallDesc& call, c10::Device device, VendorDevices& vendor);
   WorkPtr through_host(const CallDesc& call, c10::Device device);
   // Also records the call in the statistics and watches it.
@@ -295,6 +302,7 @@ class SageBackend final : public c10d::Backend {
   DeviceStreams staging_streams_;
   std::atomic<bool> told_of_staging_{false};
   Region region_;
+  TimeEstimate estimate_;
   Vendors vendors_{options_, [this] { return device_owner(); }};
 
   // The device to which the parent group is bound: torch binds no device to a backend that `split` made.

@@ -51,6 +51,7 @@ ExternalOp external_op(const CallDesc& call, bool host_staged) {
 SageBackend::WorkPtr SageBackend::dispatch(CallDesc& call, CallDesc::Delegate delegate) {
   const InCall in_call;
   call.delegate = delegate;
+  if (estimate_.is_here()) return estimated(call);
   const bool in_region = region_.open();
   try {
     return carry(call);
@@ -107,6 +108,21 @@ SageBackend::WorkPtr SageBackend::by_delegate(const CallDesc& call, bool host_st
     return work;
   }
   return c10::make_intrusive<DelegatedWork>(getRank(), call.label.type, std::move(work), note, options_->timeout);
+}
+
+SageBackend::WorkPtr SageBackend::estimated(const CallDesc& call) {
+  if (call.on_device() || call.is_sparse_all_reduce()) {
+    value_error(call.op, "only calls on dense CPU tensors can be estimated");
+  }
+  for (const Plan& plan : lower(call, own_engine(c10::kCPU))) {
+    estimate_.add(checked([&] { return group_->estimate(plan.request()); }));
+  }
+  if (!call.async) return nullptr;
+  const SageWork::Known known{0, options_->timeout};
+  auto work = c10::make_intrusive<SageWork>(getRank(), call.label.type, call.outputs.flat(), std::make_shared<Events>(),
+                                            nullptr, known);
+  work->end(std::exception_ptr());
+  return work;
 }
 
 // ------------------------------------------------------------------------------------------------ the CPU's engine

@@ -404,6 +404,8 @@ pub mod ffi {
         fn explain_number(self: &RustGroup, number: u64) -> Result<String>;
         /// How an operation of this kind, size and element type (both by name) would be carried out.
         fn explain(self: &RustGroup, kind: &str, bytes: u64, dtype: &str) -> Result<String>;
+        /// Nanoseconds that the operation would take from issue to end. It is not started.
+        fn estimate(self: &RustGroup, request: &Request) -> Result<u64>;
         /// All counters and times.
         fn stats(self: &RustGroup) -> Result<String>;
         /// The last `last` operations, oldest first. If the oldest pending operation is older than these, it precedes

@@ -152,6 +152,9 @@ impl RustGroup {
     pub(super) fn explain(&self, kind: &str, bytes: u64, dtype: &str) -> Outcome<String> {
         guarded(|| Ok(explained::explanation(&self.group.explain(kind_named(kind)?, bytes, dtype_named(dtype)?))))
     }
+    pub(super) fn estimate(&self, asked: &ffi::Request<'_>) -> Outcome<u64> {
+        guarded(|| self.group.estimate(&request(asked)?))
+    }
     pub(super) fn stats(&self) -> Outcome<String> {
         let group = &self.group;
         guarded(|| {

@@ -1,6 +1,7 @@
-//! Explains which algorithms a group chooses, and which were chosen for its operations.
+//! Explains which algorithms a group chooses, and which were chosen for its operations; estimates their times.
 
-use super::{CoreOp, Group, Op};
+use super::estimate::{by_bytes, scaled};
+use super::{CoreOp, Group, Op, check};
 use crate::error::{Error, Result};
 use crate::op::Route;
 use crate::rendezvous::decision::on_this_host;
@@ -9,7 +10,7 @@ use crate::select::explain::{Batch, Explanation, Past};
 use crate::select::start::{Start, Topology};
 use crate::select::{Choice, Class, OpDesc, Path, Policy};
 use crate::stats::history::{History, Record, State};
-use crate::types::{Dtype, Kind};
+use crate::types::{Dtype, Kind, Request, Span};
 
 /// Like `Group::explain`, for a hypothetical group of `ranks` ranks on this host.
 pub fn explain_without_group(
@@ -93,6 +94,32 @@ impl Group {
         let batch = Batch { count, first, last, bytes: batched.then_some(desc.bytes) };
         let past = Past { number, choice, batch: known.then_some(batch), host_staged };
         Explanation { desc: own, past: Some(past), ..found }
+    }
+
+    /// Nanoseconds from the issue to the end of such a call. Nothing is sent.
+    pub fn estimate(&self, request: &Request) -> Result<u64> {
+        self.not_forked()?;
+        check::validate(request, (self.config.rank, self.config.size))?;
+        let (kind, size) = (request.kind, self.config.size);
+        let whole = |spans: &[Span]| spans.iter().map(|span| span.bytes as f64).sum::<f64>();
+        let payload = whole(request.inputs()).max(whole(request.outputs()));
+        let typical = self.lock().stats.typical(kind);
+        if typical.is_empty() && kind.is_p2p() {
+            return Err(Error::invalid(format!(
+                "sagellm: no {kind} can be estimated in group '{}' before it has made some",
+                self.config.name
+            )));
+        }
+        // The size by which algorithms are chosen is a fixed part of the payload.
+        let own = OpDesc::of(request, size);
+        let part = if payload > 0.0 { own.bytes as f64 / payload } else { 0.0 };
+        let model = |payload: f64| {
+            let desc = OpDesc { bytes: (payload * part) as u64, ..own };
+            // The choice for an all_to_all knows no size.
+            let predicted = if kind == Kind::AllToAll { 0 } else { self.explain_op(desc, false).predicted_ns };
+            if predicted > 0 { predicted as f64 } else { by_bytes(payload) }
+        };
+        Ok(scaled(&typical, model, payload) as u64)
     }
 
     fn explain_op(&self, desc: OpDesc, batched: bool) -> Explanation {

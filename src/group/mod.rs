@@ -9,15 +9,16 @@
 //! `counters` numbers the operations. `faults` keeps why the group is unusable, and names ranks that ended. `role` says
 //! whether the program or another group made the group. `external` has the operations that no engine runs, `launches`
 //! the signatures of launches on devices, and `extensions` the timeouts. `barrier` is the monitored barrier. `explain`
-//! and `report` serve explanations and statistics. Other modules see the group only through a trait: the diagnosis of
-//! hangs (`crate::hang`) through `subject`, the device engine through `devices`, and the threads of a group over
-//! several hosts through `lanes`. `local` makes groups of threads, for tests.
+//! (with `estimate`) and `report` serve explanations and statistics. Other modules see the group only through a trait:
+//! the diagnosis of hangs (`crate::hang`) through `subject`, the device engine through `devices`, and the threads of a
+//! group over several hosts through `lanes`. `local` makes groups of threads, for tests.
 
 mod barrier;
 mod builder;
 mod check;
 mod counters;
 mod devices;
+mod estimate;
 mod explain;
 mod extensions;
 mod external;

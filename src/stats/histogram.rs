@@ -52,6 +52,17 @@ impl Histogram {
         self.buckets[bucket(value)] += 1;
     }
 
+    /// The middle of the bucket that has the median; 0 without values.
+    pub fn median(&self) -> u64 {
+        let half = self.buckets.iter().sum::<u64>().div_ceil(2);
+        let mut seen = 0;
+        let found = self.buckets.iter().position(|count| {
+            seen += count;
+            seen >= half && half > 0
+        });
+        found.map_or(0, |at| u64::midpoint(if at == 0 { 0 } else { bound(at - 1) }, bound(at) - 1))
+    }
+
     /// The buckets that are not empty, each with the first value above it and its count.
     pub fn filled(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         self.buckets.iter().enumerate().filter(|(_, count)| **count > 0).map(|(at, count)| (bound(at), *count))
@@ -80,6 +91,16 @@ mod tests {
             let bound = bound(bucket(value));
             prop_assert!(value < bound);
             prop_assert!(bound - value <= (value / PER_OCTAVE).max(1));
+        }
+
+        #[test]
+        fn the_median_is_right_within_a_sixteenth(values in prop::collection::vec(1u64..1 << 30, 1..100)) {
+            let mut histogram = Histogram::default();
+            values.iter().for_each(|value| histogram.add(*value));
+            let mut sorted = values.clone();
+            sorted.sort_unstable();
+            let right = sorted[(sorted.len() - 1) / 2];
+            prop_assert!(histogram.median().abs_diff(right) <= right / 16 + 1, "{} {right}", histogram.median());
         }
 
         #[test]

@@ -38,6 +38,8 @@ const CLASSES: usize = 48;
 const CELLS: usize = 128;
 /// Most ended operations that are not counted yet.
 const APART: usize = 64;
+/// Fewest timed calls whose median is a usual time.
+const ENOUGH: u64 = 5;
 /// Path and class of a shared entry.
 pub const MIXED: u8 = u8::MAX;
 
@@ -94,6 +96,15 @@ impl Cell {
             times: Histogram::default(),
         }
     }
+}
+
+/// A usual time of the calls of one kind and size class.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Typical {
+    /// Mean bytes of payload of a call.
+    pub payload: f64,
+    /// Median time from issue to end.
+    pub nanoseconds: f64,
 }
 
 /// This rank's waits for one peer.
@@ -190,6 +201,22 @@ impl Stats {
             history: self.history.without_records(),
             since: self.since,
         }
+    }
+
+    /// For each size class of the kind in which enough calls were timed, their usual time; smallest class first. If a
+    /// class has several paths, the most used one counts.
+    pub fn typical(&mut self, kind: Kind) -> Vec<Typical> {
+        self.fold_all();
+        let timed = |cell: &Cell| cell.times.filled().map(|(_, count)| count).sum::<u64>();
+        let mut cells: Vec<&Cell> = self.cells.iter().filter(|cell| cell.kind == kind && cell.class != MIXED).collect();
+        cells.retain(|cell| timed(cell) >= ENOUGH);
+        cells.sort_by_key(|cell| (cell.class, std::cmp::Reverse(cell.count)));
+        cells.dedup_by_key(|cell| cell.class);
+        let typical = |cell: &Cell| Typical {
+            payload: cell.bytes as f64 / cell.count.max(1) as f64,
+            nanoseconds: cell.times.median() as f64,
+        };
+        cells.into_iter().map(typical).collect()
     }
 
     pub fn history(&self) -> &History {
