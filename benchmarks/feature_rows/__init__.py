@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from feature_rows import compress, fusion, hooks, layers, moe, overlap, transfer, verify
+from feature_rows import compress, fusion, hooks, layers, moe, overlap, pipeline, transfer, verify
 from feature_rows.row import Place, Row
 
 ROWS: list[Row] = [
@@ -12,6 +12,7 @@ ROWS: list[Row] = [
     *compress.ROWS,
     *layers.ROWS,
     *hooks.ROWS,
+    *pipeline.ROWS,
     *fusion.ROWS,
     *verify.ROWS,
 ]

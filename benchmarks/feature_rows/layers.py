@@ -114,8 +114,12 @@ def linear(mode: str, rows: int, width: int = 512) -> Callable[[], Made]:
     return make
 
 
-def groups() -> Made:
-    """Creates the groups of a 2 x 2 layout, uses them once, and destroys them."""
+def groups(by_hand: bool) -> Made:
+    """Creates the groups of a 2 x 2 layout, uses them once, and destroys them.
+
+    ``by_hand`` compares with the same seven groups, for which each rank also calls ``new_group`` for the groups that it
+    is not in, as torch asks by default. Otherwise it compares with a DeviceMesh, which has four of them.
+    """
 
     def used(mine: list[dist.ProcessGroup]) -> list[float]:
         sums = []
@@ -131,7 +135,21 @@ def groups() -> Made:
         manager.destroy()
         return sums
 
-    def plain() -> list[float]:
+    def each_by_hand() -> list[float]:
+        joined = {"dp": [[0, 2], [1, 3]], "tp": [[0, 1], [2, 3]], "one": [[0], [1], [2], [3]]}
+        # In the order of the manager: dp, tp, then those with the same ranks as dp, and those of one rank.
+        mine = []
+        for name in ("dp", "tp", "dp", "dp", "one", "one", "one"):
+            for ranks in joined[name]:
+                made = dist.new_group(ranks)
+                if dist.get_rank() in ranks:
+                    mine.append(made)
+        sums = used(mine[:2])
+        for group in mine:
+            dist.destroy_process_group(group)
+        return sums
+
+    def mesh() -> list[float]:
         mesh = init_device_mesh("cpu", (2, 1, 1, 2), mesh_dim_names=("dp", "pp", "cp", "tp"))
         mine = [mesh.get_group(name) for name in ("dp", "tp", "pp", "cp")]
         sums = used(mine[:2])
@@ -139,6 +157,7 @@ def groups() -> Made:
             dist.destroy_process_group(group)
         return sums
 
+    plain = each_by_hand if by_hand else mesh
     assert ours() == plain()
     return ours, plain, nothing
 
@@ -152,5 +171,6 @@ ROWS = [
     Row("tensor", "TensorParallelLinear, column, 256 rows", TENSORS, HERE, 1.0, linear("column", 256)),
     Row("tensor", "TensorParallelLinear, row, 256 rows", TENSORS, HERE, 1.0, linear("row", 256)),
     Row("tensor", "TensorParallelLinear, row, 4 rows", TENSORS, HERE, 1.0, linear("row", 4)),
-    Row("groups", "ProcessGroupManager of 7 groups, dp 2, tp 2", "a DeviceMesh of 4", HERE_4, 1.0, groups),
+    Row("groups", "ProcessGroupManager, dp 2, tp 2", "its 7 groups by new_group", HERE_4, 1.0, lambda: groups(True)),
+    Row("groups", "ProcessGroupManager, dp 2, tp 2", "a DeviceMesh of 4 groups", HERE_4, 1.0, lambda: groups(False)),
 ]

@@ -63,6 +63,15 @@ StepMeter::StepMeter() {
 
 std::shared_ptr<StepMeter>& StepMeter::of_this_thread() {
   struct Own {
+    Own() = default;
+    Own(const Own&) = delete;
+    Own& operator=(const Own&) = delete;
+    // The thread may end in an open step.
+    ~Own() {
+      if (meter && meter->open_ > 0 && process == &StepTotals::instance()) {
+        open_steps_.fetch_sub(1, std::memory_order_relaxed);
+      }
+    }
     StepTotals* process = nullptr;
     std::shared_ptr<StepMeter> meter;
   };
@@ -70,7 +79,8 @@ std::shared_ptr<StepMeter>& StepMeter::of_this_thread() {
   if (StepTotals* const process = &StepTotals::instance(); own.process != process) {
     // In a forked child, a thread of the parent may have held the lock of the inherited meter, so that one is leaked.
     if (own.meter) new auto(std::move(own.meter));
-    own = {process, std::make_shared<StepMeter>()};
+    own.process = process;
+    own.meter = std::make_shared<StepMeter>();
   }
   return own.meter;
 }
@@ -95,7 +105,8 @@ void StepMeter::begin() {
 
 void StepMeter::end(bool well) {
   StepMeter& meter = *of_this_thread();
-  if (meter.open_ == 0 || --meter.open_ > 0) return;
+  if (meter.open_ == 0) return;
+  if (--meter.open_ > 0) return;
   const uint64_t took = less(nanoseconds(CLOCK_MONOTONIC), meter.began_);
   open_steps_.fetch_sub(1, std::memory_order_relaxed);
   uint64_t in_futures = 0;
