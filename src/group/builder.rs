@@ -26,7 +26,7 @@ use crate::hang::channel::Member;
 use crate::hang::responder::Responder;
 use crate::hang::shm_channel::ShmChannel;
 use crate::hang::{Subject, Watch, Who};
-use crate::host::{Host, Store};
+use crate::host::{Host, Store, first_time};
 use crate::os::watch;
 use crate::os::watch::Alive;
 use crate::progress::domain::{Domain, Driven, SpinPolicy};
@@ -75,6 +75,10 @@ impl Group {
             (Decision::Alone, None) => Ok(parts.group(|_| Box::new(Solo::new(theirs)))),
             (Decision::Delegate(reason), None) => {
                 let name = parts.config.served_by().to_string();
+                if parts.config.settings.verify.is_on() && first_time("results that a delegate does not compare") {
+                    let group = &parts.config.name;
+                    log::warn!("group '{group}' is served by {name}, whose results are not compared (option verify)");
+                }
                 Ok(parts.group(|_| Box::new(Delegate::new(name, reason, ranks, theirs))))
             }
             (Decision::SharedMemory(shared), None) => {

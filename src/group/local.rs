@@ -7,7 +7,7 @@ use super::Group;
 use super::builder::{Parts, over_hosts};
 use super::faults::Peer;
 use super::role::Role;
-use crate::config::{Config, Settings};
+use crate::config::{Config, Settings, Verify};
 use crate::engine::local;
 use crate::engine::multihost::host_map::HostMap;
 use crate::engine::multihost::link::Link;
@@ -66,13 +66,15 @@ impl Group {
         policy: &Policy,
     ) -> Result<Vec<Arc<Group>>> {
         let host_map = HostMap::new(host_of.to_vec(), 0);
+        // As in a real group, whose ranks compare results between all hosts only.
+        let inner = Policy { verify: Verify::default(), ..policy.clone() };
         let mut insides: Vec<Vec<Option<Arc<Group>>>> = vec![vec![None; LANES]; host_of.len()];
         for ranks in host_map.hosts.iter().filter(|ranks| ranks.len() > 1) {
             let domains: Vec<u64> = ranks.iter().map(|rank| *rank as u64 + 1).collect();
             ranks.iter().for_each(|rank| insides[*rank].clear());
             let role = Role::Inside(ranks.clone());
             for _lane in 0..LANES {
-                let groups = over_in(local::areas(ranks.len())?, &domains, (timeout, &role), |_| policy.clone());
+                let groups = over_in(local::areas(ranks.len())?, &domains, (timeout, &role), |_| inner.clone());
                 ranks.iter().zip(groups).for_each(|(rank, group)| insides[*rank].push(Some(group)));
             }
         }

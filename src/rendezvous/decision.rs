@@ -248,7 +248,8 @@ impl Hosts {
                     ..config.clone()
                 };
                 // The rules of the whole group apply, which were compared already, not those of this host's ranks. The
-                // decision table is this host's. A topology does not describe the inside of a host.
+                // decision table is this host's. A topology does not describe the inside of a host. Results are compared by
+                // the whole group.
                 let (size, leads) = (inner.size, inner.rank == 0);
                 let tabled = select::policy::decide(("", "", policy.measure_link), size, SLOT_BYTES, leads)?;
                 let own = Policy { rules: policy.rules.clone(), ..tabled };

@@ -77,10 +77,13 @@ fn flipped_bits_between_hosts_are_found_and_no_other_rank_is_blamed() {
         for error in errors(&groups, &spec, victim, random.next() >> 8, if sampled { 40 } else { 1 }) {
             assert_eq!(error.kind(), ErrorKind::Corrupt, "{place:?} {spec:?}: {error}");
             assert!(error.rank().is_none_or(|rank| rank == victim && ranks > 2), "{place:?}, rank {victim}: {error}");
+            if ranks > 2 && error.rank().is_none() {
+                println!("{place:?}, rank {victim}, {:?} root {}: {error}", spec.kind, spec.root);
+            }
             several += usize::from(ranks > 2);
             attributed += usize::from(error.rank().is_some());
         }
     }
     println!("of {several} errors in groups of three and more ranks {attributed} name the rank");
-    assert!(attributed * 100 >= several * 40, "{attributed} of {several}");
+    assert!(attributed * 100 >= several * 80, "{attributed} of {several}");
 }

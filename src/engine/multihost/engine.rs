@@ -206,14 +206,15 @@ impl Engine for MultiHost {
     }
 
     fn describe(&self) -> String {
-        let Lanes { host_map, settings, .. } = &*self.lanes;
+        let Lanes { host_map, settings, policy, .. } = &*self.lanes;
         let hosts: Vec<String> = host_map.hosts.iter().map(|ranks| ranks.len().to_string()).collect();
         format!(
-            "{} hosts with {} ranks, shared memory inside, a link between them, fusion {}, {} ({})",
+            "{} hosts with {} ranks, shared memory inside, a link between them, fusion {}, {}{} ({})",
             hosts.len(),
             hosts.join(" + "),
             if settings.fusion { "on" } else { "off" },
             if settings.strict { "strict" } else { "not strict" },
+            policy.verify.described(),
             self.reason
         )
     }

@@ -146,7 +146,7 @@ impl Lanes {
         let state = self.wait_for_memory(state, &batch);
         let factor = match ops[0].request.op {
             ReduceOp::PremulSum(factor) => factor.to_bits(),
-            _ => self.ledger().map_or(1f64.to_bits(), |mut ledger| ledger.next_word()),
+            _ => self.ledger().map_or(1f64.to_bits(), |mut ledger| ledger.next_word(batch.index)),
         };
         let header = FrameHeader {
             signature: ops[0].signature,
@@ -252,9 +252,10 @@ impl Lanes {
             drop(ledger);
             let hash = results::hash(self.policy.verify.part, complete);
             ledger = self.ledger().expect("as above");
-            ledger.ended(&complete[0], hash);
+            // The segments of an operation are batches with consecutive numbers, and end in any order.
+            ledger.ended(task.batch.index - task.batch.segment as u64, &complete[0], hash);
         }
-        let Some(error) = ledger.difference(self.host_map.ranks(), self.host_map.me) else { return Ok(()) };
+        let Some(error) = ledger.difference() else { return Ok(()) };
         drop(ledger);
         let until = Instant::now() + results::PATIENCE;
         while error.rank().is_none() && Instant::now() < until {

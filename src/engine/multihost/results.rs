@@ -5,7 +5,7 @@
 //! reaches all ranks of the host, and the ranks of other hosts with which the schedule exchanges frames. A rank compares
 //! each word with its own of the same batch, as soon as it has both, and with all others that it has heard.
 //!
-//! A word has the low bits of the number of the batch's first operation, and the upper bits of the hash.
+//! A word has the low bits of the batch's number, which is equal on all ranks, and the upper bits of the hash.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -16,16 +16,21 @@ use crate::config::{Part, Verify};
 use crate::engine::verify;
 use crate::engine::verify::Hashing;
 use crate::error::Error;
+use crate::op;
 use crate::op::Op;
 
 /// Longest wait for a rank that can say whose result is wrong.
 pub const PATIENCE: Duration = Duration::from_millis(500);
-const NUMBER: u64 = 0xffff;
-/// Number of own words that are kept.
-const KEPT: usize = 256;
+/// Bits of a word with the low bits of the batch's number.
+const BATCH: u64 = 0xffff;
+/// Words of so many batches are kept.
+const KEPT: u64 = 512;
 /// Most own words that wait to be sent. More of them wait only if most operations are PREMUL_SUM; the oldest are then
 /// never sent.
 const WAITING: usize = 64;
+/// In so many batches all ranks send their words of one batch: a rank takes a word when it begins a batch, and two are in
+/// flight.
+const EXPECTED: usize = 4;
 /// Most differences of a group that are logged, if they do not fail it.
 const MOST_WARNINGS: u64 = 20;
 
@@ -44,38 +49,61 @@ pub fn hash(part: Part, ops: &[Arc<Op>]) -> Option<u64> {
     all
 }
 
+/// A word of this rank.
+struct Own {
+    /// The batch.
+    batch: u64,
+    word: u64,
+    /// The first operation of the batch, for texts.
+    signature: u64,
+    number: u64,
+}
+
 /// The words of the last batches.
 pub struct Ledger {
     verify: Verify,
     names: Arc<Names>,
-    /// This rank's words, with what was called.
-    own: VecDeque<(u64, String)>,
+    /// The last batch that this rank has begun. Batches are numbered alike on all ranks.
+    begun: u64,
+    own: VecDeque<Own>,
     /// Own words that were not sent.
     waiting: VecDeque<u64>,
-    /// Words of other ranks.
-    heard: VecDeque<(usize, u64)>,
+    /// Words of other ranks: the batch in which each came, rank, word.
+    heard: VecDeque<(u64, usize, u64)>,
+    /// Number of batches since a difference was found for which no majority is known.
+    undecided: usize,
     warned: u64,
+}
+
+fn same_batch(one: u64, other: u64) -> bool {
+    one & BATCH == other & BATCH
 }
 
 impl Ledger {
     pub fn new(verify: Verify, names: Arc<Names>) -> Ledger {
         let (own, waiting, heard) = (VecDeque::new(), VecDeque::new(), VecDeque::new());
-        Ledger { verify, names, own, waiting, heard, warned: 0 }
+        Ledger { verify, names, begun: 0, own, waiting, heard, undecided: 0, warned: 0 }
     }
 
-    /// The word for the header of the next batch. 0 if there is none.
-    pub fn next_word(&mut self) -> u64 {
+    /// The word for the header of the batch that begins. 0 if there is none. Forgets words that are so old that their low
+    /// bits might soon stand for another batch.
+    pub fn next_word(&mut self, batch: u64) -> u64 {
+        self.begun = self.begun.max(batch);
+        let oldest = self.begun.saturating_sub(KEPT);
+        while self.own.front().is_some_and(|own| own.batch < oldest) {
+            self.own.pop_front();
+        }
+        while self.heard.front().is_some_and(|heard| heard.0 < oldest) {
+            self.heard.pop_front();
+        }
         self.waiting.pop_front().unwrap_or(0)
     }
 
     /// Records the hash of a batch's results. `first` is its first operation.
-    pub fn ended(&mut self, first: &Op, hash: Option<u64>) {
+    pub fn ended(&mut self, batch: u64, first: &Op, hash: Option<u64>) {
         let Some(hash) = hash else { return };
-        let word = hash & !NUMBER | first.number & NUMBER;
-        if self.own.len() == KEPT {
-            self.own.pop_front();
-        }
-        self.own.push_back((word, first.what()));
+        let word = hash & !BATCH | batch & BATCH;
+        self.own.push_back(Own { batch, word, signature: first.signature, number: first.number });
         if self.waiting.len() == WAITING {
             self.waiting.pop_front();
         }
@@ -84,28 +112,33 @@ impl Ledger {
 
     /// Records the word that a header of `rank` had.
     pub fn hear(&mut self, rank: usize, word: u64) {
-        if word == 0 || rank == self.names.me || self.heard.contains(&(rank, word)) {
-            return;
+        let is_known = || self.heard.iter().rev().any(|heard| (heard.1, heard.2) == (rank, word));
+        if word != 0 && rank != self.names.me && !is_known() {
+            self.heard.push_back((self.begun, rank, word));
         }
-        if self.heard.len() >= KEPT * self.names.processes.len().max(1) {
-            self.heard.pop_front();
-        }
-        self.heard.push_back((rank, word));
     }
 
-    /// The error if some rank's word differs from this rank's of the same batch. Afterwards that batch is forgotten.
-    pub fn difference(&mut self, ranks: usize, me: usize) -> Option<Error> {
-        let same = |one: u64, other: u64| one & NUMBER == other & NUMBER;
-        let at =
-            self.own.iter().position(|(own, _)| self.heard.iter().any(|(_, word)| same(*own, *word) && own != word))?;
-        let (own, what) = self.own.remove(at).expect("just found");
-        let mut votes = vec![None; ranks];
-        votes[me] = Some(own & !NUMBER);
-        for (rank, word) in self.heard.iter().filter(|(_, word)| same(own, *word)) {
-            votes[*rank] = Some(word & !NUMBER);
+    /// Called after each batch. The error if some rank's word differs from this rank's of the same batch, and it is known
+    /// whose result is wrong or no more words of that batch are expected. Afterwards that batch is forgotten.
+    pub fn difference(&mut self) -> Option<Error> {
+        let differs = |(_, _, word): &(u64, usize, u64), own: u64| same_batch(own, *word) && own != *word;
+        let at = self.own.iter().position(|own| self.heard.iter().any(|heard| differs(heard, own.word)))?;
+        let Own { word: own, signature, number, .. } = self.own[at];
+        let mut votes = vec![None; self.names.processes.len()];
+        votes[self.names.me] = Some(own & !BATCH);
+        for (_, rank, word) in self.heard.iter().filter(|heard| same_batch(own, heard.2)) {
+            votes[*rank] = Some(word & !BATCH);
         }
-        self.heard.retain(|(_, word)| !same(own, *word));
-        let error = verify::verdict(&what, self.verify.part, &votes, |rank| self.names.processes[rank].clone())?;
+        let what = format!("{} number {number}", op::describe(signature));
+        let process = |rank: usize| self.names.processes[rank].clone();
+        let error = verify::verdict(&what, self.verify.part, &votes, process)?;
+        self.undecided += 1;
+        if error.rank().is_none() && votes.iter().any(Option::is_none) && self.undecided < EXPECTED {
+            return None;
+        }
+        self.undecided = 0;
+        self.own.remove(at);
+        self.heard.retain(|heard| !same_batch(own, heard.2));
         if !self.verify.warns {
             return Some(error);
         }

@@ -395,10 +395,11 @@ impl Engine for Shm {
     fn describe(&self) -> String {
         let layout = &self.area.layout;
         format!(
-            "shared memory, segment of {} KiB, slots of {SLOT_BYTES} bytes x {}, stage of {} KiB",
+            "shared memory, segment of {} KiB, slots of {SLOT_BYTES} bytes x {}, stage of {} KiB{}",
             layout.total() >> 10,
             layout.depth,
             layout.stage_bytes >> 10,
+            self.policy.verify.described(),
         )
     }
 
