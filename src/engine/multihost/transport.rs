@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use super::link::{Broken, Link, Transfer};
 use super::names::Names;
-use super::vector::{copy_in, copy_out, cut, written};
+use super::vector::{copy_in, copy_out, cut};
 use crate::error::{Error, GO_ON, Result, SAME_CALLS, laid_out};
 use crate::op;
 use crate::op::lists;
@@ -430,10 +430,16 @@ impl Transport {
         if body.into.is_none() {
             body.buffer = self.buffer(bytes);
         }
+        // One pointer for all parts: a reference to the buffer, even to another part of it, would end the right of the
+        // transfers to write through theirs.
+        let base = body.buffer.as_mut_ptr() as usize;
         for range in segments(bytes, segment) {
             let pieces = match &body.into {
                 Some(pieces) => cut(pieces, &range),
-                None => vec![written(&mut body.buffer[range.clone()])],
+                None => {
+                    assert!(range.end <= body.buffer.len(), "sagellm: {range:?} of a buffer of {}", body.buffer.len());
+                    vec![Span { addr: base + range.start, bytes: range.len() }]
+                }
             };
             // SAFETY: the caller's memory, or the buffer, which is dropped after the transfers and not used before they
             // end.
@@ -499,7 +505,10 @@ impl Transport {
         for (range, transfer) in parts {
             self.finish(peer, transfer, deadline)?;
             if into.is_none() {
-                take(Arrived { header, at: range.start, data: &buffer[range] })?;
+                // SAFETY: `expect_data` checked the range. This part has arrived; a reference to the whole buffer would
+                // include parts that transfers still write.
+                let data = unsafe { std::slice::from_raw_parts(buffer.as_ptr().add(range.start), range.len()) };
+                take(Arrived { header, at: range.start, data })?;
             }
         }
         let data = &frame[HEADER..HEADER + if inline { bytes } else { 0 }];
