@@ -106,6 +106,7 @@ void SageBackend::leave_to_parent() {
   // Leaked: a forked child has none of the threads that serve these objects, and their destructors would wait for them.
   // No lock is taken, because a thread of the parent may have held it at the fork.
   new auto(std::move(delegate_));
+  new auto(dropped_messages_);
   side_calls_.leak();
 }
 
@@ -128,6 +129,7 @@ void SageBackend::shutdown() {
     std::lock_guard<std::mutex> lock(delegate_mutex_);
     delegate.swap(delegate_);
   }
+  dropped_messages_->end();
   // Released now, because a gloo group that still exists when the process exits sometimes fails there.
   if (delegate) delegate->shutdown();
   delegate.reset();
@@ -144,6 +146,7 @@ void SageBackend::abort_for(const std::string& reason) {
   events_->call_abort_hooks();
   group_->abort(reason);
   for (const auto& each : vendors_.opened()) each->abort();
+  dropped_messages_->end();
   std::lock_guard<std::mutex> lock(delegate_mutex_);
   if (delegate_) delegate_->abort();
 }

@@ -42,6 +42,7 @@
 #include "device/streams.hpp"
 #include "host/errors.hpp"
 #include "lower/call.hpp"
+#include "work/delegated.hpp"
 #include "work/work.hpp"
 
 namespace sagellm {
@@ -321,6 +322,7 @@ class SageBackend final : public c10d::Backend {
 
   mutable std::mutex delegate_mutex_;
   c10::intrusive_ptr<c10d::Backend> delegate_;
+  const std::shared_ptr<DroppedMessages> dropped_messages_ = std::make_shared<DroppedMessages>();
   SideCalls side_calls_;
   friend struct SparseJob;
   // A monitored barrier of the delegate has failed. The core counts the delegate's other calls but does not see these.

@@ -107,7 +107,8 @@ SageBackend::WorkPtr SageBackend::by_delegate(const CallDesc& call, bool host_st
     (*note)->ended_unseen();
     return work;
   }
-  return c10::make_intrusive<DelegatedWork>(getRank(), call.label.type, std::move(work), note, options_->timeout);
+  return c10::make_intrusive<DelegatedWork>(getRank(), call.label.type, std::move(work), note, options_->timeout,
+                                            dropped_messages_);
 }
 
 SageBackend::WorkPtr SageBackend::estimated(const CallDesc& call) {

@@ -18,6 +18,7 @@
 #include "python/shared.hpp"
 #include "sagellm/src/ffi/observe.rs.h"
 #include "work/callbacks.hpp"
+#include "work/delegated.hpp"
 
 namespace sagellm {
 
@@ -31,6 +32,7 @@ void leave() {
     Core::at_exit();
     Alarm::instance().stop();
     DeviceWatch::instance().stop(std::chrono::seconds(1));
+    DroppedMessages::end_all();
     // This takes seconds if torch's flight recorder is still writing a trace after a failure.
     CallbackPool::instance().stop(std::chrono::seconds(5));
   }

@@ -1,9 +1,12 @@
 #include "work/delegated.hpp"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
 #include "host/errors.hpp"
+#include "host/per_process.hpp"
+#include "work/callbacks.hpp"
 #include "work/steps.hpp"
 
 namespace sagellm {
@@ -49,11 +52,81 @@ class Waiting {
 
 }  // namespace
 
-DelegatedWork::DelegatedWork(int rank, c10d::OpType type, WorkPtr work, Note note, std::chrono::milliseconds timeout)
+// The groups that have had a dropped message.
+struct DroppedMessages::All {
+  std::mutex mutex;
+  std::vector<std::weak_ptr<DroppedMessages>> groups;
+};
+
+void DroppedMessages::end_all() {
+  std::vector<std::weak_ptr<DroppedMessages>> groups;
+  {
+    auto& all = per_process<All>();
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    groups.swap(all.groups);
+  }
+  for (const auto& each : groups) {
+    if (const auto group = each.lock()) group->end();
+  }
+}
+
+void DroppedMessages::keep(WorkPtr work) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (ended_) return;
+  works_.push_back(std::move(work));
+  if (serving_) return;
+  serving_ = true;
+  {
+    auto& all = per_process<All>();
+    const std::lock_guard<std::mutex> all_lock(all.mutex);
+    const auto gone = [](const auto& group) { return group.expired(); };
+    all.groups.erase(std::remove_if(all.groups.begin(), all.groups.end(), gone), all.groups.end());
+    all.groups.push_back(weak_from_this());
+  }
+  CallbackPool::instance().post([self = shared_from_this()] { self->serve(); });
+}
+
+void DroppedMessages::serve() {
+  // Longer than any group lives: at a deadline gloo closes the connection, with all other messages on it.
+  constexpr auto kForEver = std::chrono::hours(24 * 365);
+  CallbackPool::about_to_block();
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!works_.empty()) {
+    WorkPtr first = works_.front();
+    lock.unlock();
+    try {
+      first->wait(kForEver);
+    } catch (const std::exception&) {
+      // The peer is gone or the group has failed: nobody waits for this message.
+    }
+    first.reset();
+    lock.lock();
+    if (works_.empty()) break;
+    first = std::move(works_.front());
+    works_.pop_front();
+    lock.unlock();
+    first.reset();  // may take the GIL
+    lock.lock();
+  }
+  serving_ = false;
+  served_.notify_all();
+}
+
+void DroppedMessages::end() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  ended_ = true;
+  // All: a wait that begins later returns at once, too.
+  for (const WorkPtr& work : works_) work->abort();
+  served_.wait_for(lock, std::chrono::seconds(2), [this] { return !serving_; });
+}
+
+DelegatedWork::DelegatedWork(int rank, c10d::OpType type, WorkPtr work, Note note, std::chrono::milliseconds timeout,
+                             std::shared_ptr<DroppedMessages> dropped)
     : JoinedWork(rank, type, std::vector<WorkPtr>{work}),
       work_(std::move(work)),
       note_(std::move(note)),
-      timeout_(timeout) {
+      timeout_(timeout),
+      dropped_(std::move(dropped)) {
   try {
     inner_ = work_->getFuture();
   } catch (const std::exception&) {
@@ -73,7 +146,16 @@ DelegatedWork::DelegatedWork(int rank, c10d::OpType type, WorkPtr work, Note not
 DelegatedWork::~DelegatedWork() {
   // Without a future, the end of a Work that is dropped before a wait is not seen. With one, its callback records the
   // end.
-  if (!inner_) (*note_)->ended_unseen();
+  if (inner_) return;
+  (*note_)->ended_unseen();
+  const auto type = retrieveOpType();
+  const bool message = type == c10d::OpType::SEND || type == c10d::OpType::RECV || type == c10d::OpType::RECVANYSOURCE;
+  if (!message || waited_.load(std::memory_order_relaxed) || inherited()) return;
+  try {
+    dropped_->keep(work_);
+  } catch (const std::exception&) {
+    // There is no memory or no thread left: the message is lost with its Work, as it is over gloo itself.
+  }
 }
 
 void DelegatedWork::not_issued(const Note& note, const std::string& delegate) {
@@ -98,6 +180,10 @@ bool DelegatedWork::wait(std::chrono::milliseconds timeout) {
   if (done) return work_->wait(timeout);
   const Waiting waiting(note_);
   try {
+    struct Ended {
+      std::atomic<bool>& waited;
+      ~Ended() { waited.store(true, std::memory_order_relaxed); }
+    } const ended{waited_};
     const bool well = work_->wait(!inner_ && timeout == kNoTimeout && timeout_.count() > 0 ? timeout_ : timeout);
     // Without a future, the call may have ended long before this wait.
     if (!inner_) (*note_)->ended_unseen();

@@ -3,6 +3,9 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -14,14 +17,43 @@
 
 namespace sagellm {
 
+// The messages of a delegated group whose Works the program has dropped before their end. gloo cancels a receive whose
+// Work is destroyed, and the message that then comes blocks the connection. So these Works, which hold the tensors, are
+// kept until they end or the group does. gloo tells an end only to a thread that waits, so one thread of `CallbackPool`
+// waits for them, in order. The messages themselves need no thread.
+class DroppedMessages : public std::enable_shared_from_this<DroppedMessages> {
+ public:
+  using WorkPtr = JoinedWork::WorkPtr;
+
+  void keep(WorkPtr work);
+  // Ends the waits and drops the Works; returns when the waiting thread has dropped the last, or after a moment. Works
+  // that are kept later are dropped at once. Call without the GIL.
+  void end();
+  // Ends those of all groups, at the exit of the process.
+  static void end_all();
+
+ private:
+  struct All;
+
+  void serve();
+
+  std::mutex mutex_;
+  std::condition_variable served_;
+  // The first is the one that the thread waits for, if there is a thread.
+  std::deque<WorkPtr> works_;
+  bool serving_ = false;
+  bool ended_ = false;
+};
+
 class DelegatedWork final : public JoinedWork {
  public:
   using Note = std::shared_ptr<rust::Box<RustExternalOp>>;
 
   // `note` is the core's record of the call. The record ends with the delegate's future or, if there is none, with the
   // wait. Such a wait uses `timeout` unless the caller passes one: for messages, gloo itself would use the timeout with
-  // which its group was made.
-  DelegatedWork(int rank, c10d::OpType type, WorkPtr work, Note note, std::chrono::milliseconds timeout);
+  // which its group was made. `dropped` gets a message whose Work is destroyed before a wait.
+  DelegatedWork(int rank, c10d::OpType type, WorkPtr work, Note note, std::chrono::milliseconds timeout,
+                std::shared_ptr<DroppedMessages> dropped);
   ~DelegatedWork() override;
 
   // Call this when the delegate throws while a call is issued; `delegate` is its name. Records whether the delegate
@@ -45,6 +77,10 @@ class DelegatedWork final : public JoinedWork {
   const WorkPtr work_;
   const Note note_;
   const std::chrono::milliseconds timeout_;
+  const std::shared_ptr<DroppedMessages> dropped_;
+  // True after a wait has ended, well or not. Waiting threads write it; the thread that destroys the Work reads it,
+  // which the reference count orders.
+  std::atomic<bool> waited_{false};
   // The delegate's future; null if its Work has none, as gloo's works of messages.
   c10::intrusive_ptr<c10::ivalue::Future> inner_;
   // True after the future has completed without an error. Its callback writes it (release), waiting threads read it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import IN_ORDER_GIVEN, needs_order_given
-from harness import Context, beyond_gloo, expect_raises, monitored_barrier, run_ranks
+from harness import Context, beyond_gloo, expect_raises, monitored_barrier, run_fresh, run_ranks
+from limits import patience
 from reference import MOVABLE, make, same_bits
 
 SIZES = [0, 1, 7, 512, 1023, 1024, 1025, 5000, 300_001]
@@ -266,6 +268,54 @@ def fire_and_forget(ctx: Context) -> None:
 def test_rule_10_isend_dropped_at_once(world_size: int) -> None:
     """Rule 10: the caller holds neither the Work nor the tensor."""
     run_ranks(fire_and_forget, world_size)
+
+
+def dropped_under_delegate(ctx: Context, ends: str) -> float:
+    """Messages of every size whose Works are dropped at once. How long the end of the group or the process takes."""
+    import torch_sagellm
+
+    ctx.init()
+    group: Any = dist.new_group(pg_options=torch_sagellm.Options(engine="delegate"))
+    peer, sizes = 1 - ctx.rank, (1, 1000, 3_000_000)
+    for turn in range(3):
+        found = [torch.zeros(size) for size in sizes]
+        unseen = torch.zeros(77_777)
+        place = unseen.data_ptr()
+        for tag, each in enumerate(found):
+            dist.irecv(each, peer, group, tag)
+        dist.irecv(unseen, peer, group, 9)
+        del unseen
+        others = [torch.zeros(77_777) for _ in range(50)]
+        assert place not in [each.data_ptr() for each in others], "memory of a receive in progress was freed"
+        dist.barrier()  # of the default group
+        for tag, size in enumerate(sizes):
+            dist.isend(torch.full((size,), 1.0 + turn), peer, group, tag)
+        dist.isend(torch.ones(77_777), peer, group, 9)
+        end = time.monotonic() + patience(10)
+        while not all(bool((each == 1 + turn).all()) for each in found) and time.monotonic() < end:
+            time.sleep(0.01)
+        assert [float(each.sum()) for each in found] == [(1.0 + turn) * size for size in sizes]
+        value = torch.ones(5)
+        dist.all_reduce(value, group=group)
+        assert value.tolist() == [2.0] * 5, "the group goes on"
+    dist.irecv(torch.zeros(4), peer, group, 100)  # no message ever comes
+    dist.barrier()
+    begin = time.monotonic()
+    if ends == "exit":
+        return time.time()
+    dist.destroy_process_group(group) if ends == "destroy" else group._get_backend(torch.device("cpu")).abort()
+    took = time.monotonic() - begin
+    assert took < patience(3), took
+    return time.time()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("ends", ["destroy", "abort", "exit"])
+def test_rule_10_messages_dropped_at_once_arrive_under_a_delegate(ends: str) -> None:
+    """Rule 10: gloo would cancel a receive whose Work is destroyed, and the message that comes then would block its
+    connection. A receive that is never matched delays neither the end of the group nor that of the process."""
+    ended = run_fresh(dropped_under_delegate, 2, ends, timeout=120)
+    assert time.time() - max(ended) < patience(4), "the processes end"
 
 
 def batches(ctx: Context) -> None:
