@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: help demo certify build wheels test test-quick test-long test-ecosystem test-gpu bench-gpu prebuilt built-gpu lint format bench bench-hosts docs coverage clean
+.PHONY: help demo certify build wheels test test-quick test-long test-ecosystem test-gpu bench-gpu prebuilt built-gpu lint format miri bench bench-hosts docs coverage clean
 
 python := .venv/bin/python
 # Stamps: a second call does only what changed since.
@@ -82,6 +82,9 @@ format: $(installed_dev) ## let the formatters rewrite the sources
 	$(python) -m ruff format .
 	$(python) -m ruff check --fix .
 	find cpp tests/simulators -name '*.[ch]pp' -o -name '*.c' | xargs -r .venv/bin/clang-format -i
+
+miri: ## Rust tests under Miri, for invalid accesses of memory; needs a nightly toolchain with Miri (MINUTES minutes)
+	@.ci/miri
 
 bench: $(built) $(installed_dev) ## collectives against gloo; results below out/
 	@mkdir -p out

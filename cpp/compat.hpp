@@ -29,10 +29,11 @@
 #endif
 
 // torch 2.15 added completion hooks with their keys, functions that tell whether a backend supports either kind of
-// hook, and ephemeral timeouts, which older versions have for nccl alone.
+// hook, and ephemeral timeouts and time estimation, which older versions have for nccl alone.
 #if SAGELLM_TORCH_AT_LEAST(2, 15)
 #define SAGELLM_HAS_COMPLETION_HOOKS 1
 #define SAGELLM_HAS_EPHEMERAL_TIMEOUT 1
+#define SAGELLM_HAS_TIME_ESTIMATION 1
 #endif
 
 namespace sagellm {

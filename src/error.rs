@@ -385,7 +385,7 @@ mod tests {
         let error = Error::timeout(laid_out("rank 0 is late", &lines, "Wait"));
         let whole = error.encode(usize::MAX);
         assert_eq!(Error::decode(&whole).as_ref(), Some(&error));
-        for room in 0..whole.len() {
+        for room in (0..whole.len()).step_by(if cfg!(miri) { 97 } else { 1 }) {
             let bytes = error.encode(room);
             assert!(bytes.len() <= room.max(BEGIN), "{room}");
             if room < 80 {

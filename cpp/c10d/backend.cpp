@@ -158,6 +158,7 @@ bool SageBackend::supportsCoalescing() const {
   return delegate_ && delegate_->supportsCoalescing();
 }
 
+#ifdef SAGELLM_HAS_TIME_ESTIMATION
 bool SageBackend::supportsTimeEstimation() const {
   const auto accelerator = at::getAccelerator(false);
   return !delegated() && !(accelerator.has_value() && vendors_.find(*accelerator));
@@ -172,6 +173,7 @@ float SageBackend::endTimeEstimate() {
   if (!estimate_.is_here()) value_error("end_time_estimate", "this thread has not started an estimation in this group");
   return estimate_.end();
 }
+#endif
 
 DeviceOwner SageBackend::device_owner() {
   return {*group_,

@@ -129,9 +129,11 @@ class SageBackend final : public c10d::Backend {
   // Between start and end, calls of this thread on CPU tensors are estimated instead of made: the group's own
   // measurements, or the cost model (`Group::estimate` of the core). False if a vendor's library or a delegate may
   // carry calls, because their times are not known before they are made.
+#ifdef SAGELLM_HAS_TIME_ESTIMATION
   bool supportsTimeEstimation() const override;
   void startTimeEstimate() override;
   float endTimeEstimate() override;
+#endif
   bool supportsSplitting() const override { return true; }
   // Makes the communicator of a vendor's library now instead of at the first call. The CPU side is already connected.
   void eagerConnectSingleDevice(at::Device device) override;

@@ -279,6 +279,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "starts a thread that blocks signals, which Miri lacks")]
     fn what_keeps_one_group_from_its_answer_keeps_no_other_from_being_served() {
         let (responder, program) = (Arc::new(Responder::default()), Arc::new(Program::default()));
         let troubles = [Trouble::Panics, Trouble::StoreIsStopped, Trouble::None, Trouble::None];

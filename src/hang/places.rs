@@ -160,6 +160,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "starts a thread that blocks signals, which Miri lacks")]
     fn who_asks_goes_on_at_once_and_all_who_ask_for_one_thread_share_a_reading() {
         let (places, program) = (Arc::new(Places::default()), Arc::new(Program::default()));
         let host: Arc<dyn Host> = Arc::<Program>::clone(&program);

@@ -136,8 +136,8 @@ mod tests {
             state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
             (state >> 33) % n
         };
-        let mut met = 0;
-        for _ in 0..20_000 {
+        let (mut met, turns) = (0, if cfg!(miri) { 100 } else { 20_000 });
+        for _ in 0..turns {
             let mut list = |most: u64| -> Vec<Span> {
                 (0..below(most)).map(|_| Span { addr: below(300) as usize + 1, bytes: below(6) as usize }).collect()
             };
@@ -147,7 +147,7 @@ mod tests {
             assert_eq!((meet(&a, &b), meet(&b, &a)), (pairs, pairs), "{one:?} and {other:?}");
             met += usize::from(pairs);
         }
-        assert!((2_000..18_000).contains(&met), "the lists do not try both: {met}");
+        assert!((turns / 10..turns / 10 * 9).contains(&met), "the lists do not try both: {met}");
     }
 
     #[test]

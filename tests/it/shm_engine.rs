@@ -3,8 +3,9 @@
 //! passes. A rank may also end at a fault point, as a killed process does, or leave.
 //!
 //! What this does not show: accesses between two fault points are not interrupted (`shm_protocol.rs` interrupts each
-//! access of the protocol alone), and there is one order of all accesses (`tests/loom.rs`). Threads, sleeping and the
-//! kernel are left out: each rank polls.
+//! access of the protocol alone), and there is one order of all accesses. Sleeping and the kernel are left out: each
+//! rank polls. The last test has ranks that are threads, and `make miri` runs it under the memory model of the language:
+//! there a store that should be a release fails it, which no schedule and no x86 processor shows.
 
 use std::cell::RefCell;
 use std::collections::HashMap;

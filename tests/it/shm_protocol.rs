@@ -1,8 +1,9 @@
 //! The protocol of the shared memory with 4 and 8 ranks under random schedules: `protocol.rs`, `channels.rs` and
 //! `event_count.rs` themselves, over words at each of whose accesses another rank may run.
 //!
-//! What this does not show: shuttle runs every access in one order, so a release that should be an acquire, or an access
-//! that is relaxed, is not found here. `tests/loom.rs` has the memory model, for 2 and 3 ranks, and bounded schedules.
+//! What this does not show: shuttle runs every access in one order, so an access that is relaxed and should be a release
+//! or an acquire is not found here. `tests/loom.rs` has the memory model for 2 and 3 ranks, and Miri runs the engine's own
+//! words under it (`shm_engine.rs`).
 //! `shm_engine.rs` has the whole engine, which switches ranks at its fault points alone.
 
 use std::sync::Arc;

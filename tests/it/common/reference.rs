@@ -34,7 +34,12 @@ pub fn reference_all(dtype: Dtype, op: ReduceOp, inputs: &[Vec<u8>], factors: &[
 }
 
 pub fn power_of_two(e: i32) -> f64 {
-    2f64.powi(e)
+    // By its bits: `powi` promises no precision.
+    match e {
+        ..-1022 => f64::from_bits(1u64.checked_shl((e + 1074) as u32).unwrap_or(0)),
+        -1022..=1023 => f64::from_bits(((e + 1023) as u64) << 52),
+        _ => f64::INFINITY,
+    }
 }
 
 /// Value of a 16-bit binary float with `fraction` fraction bits.

@@ -164,7 +164,7 @@ mod tests {
     fn ranges_are_whole_pages_and_never_overlap() {
         let mut extents = Extents::new(64 * PAGE, PAGE);
         let (mut held, mut seed) = (Vec::<(usize, usize)>::new(), 1u64);
-        for _ in 0..20_000 {
+        for _ in 0..if cfg!(miri) { 60 } else { 20_000 } {
             seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
             let draw = (seed >> 33) as usize;
             if draw.is_multiple_of(2) {

@@ -221,7 +221,9 @@ impl Segment {
 
     /// Memory for ranks that are threads of one process.
     pub fn anonymous(len: usize) -> Result<Segment> {
-        let base = map_pages(len, libc::MAP_SHARED | libc::MAP_ANONYMOUS, -1)
+        // Miri maps nothing that processes share, and has no pages.
+        let shared = if cfg!(miri) { libc::MAP_PRIVATE } else { libc::MAP_SHARED };
+        let base = map_pages(len, shared | libc::MAP_ANONYMOUS, -1)
             .map_err(|error| refused(&format!("cannot map {len} bytes of memory"), error))?;
         Ok(Segment { base, len, backing: Backing::Anonymous, entry: enter(base, len) })
     }
@@ -257,7 +259,7 @@ impl Segment {
         let page = page_size();
         let start = range.start / page * page;
         let end = range.end.div_ceil(page).saturating_mul(page).min(self.len.div_ceil(page) * page);
-        if range.start >= range.end {
+        if range.start >= range.end || cfg!(miri) {
             return Ok(());
         }
         let first = self.ptr(start, range.end - start);
