@@ -19,6 +19,7 @@ from pathlib import Path
 
 import busy
 import latency
+import wide
 from measure import report
 from measure.stats import format_ratio, format_time
 
@@ -49,6 +50,8 @@ HOSTS = [
     f"{EPYC}/hosts-00001111-1ms-series", f"{EPYC}/hosts-00001111-1ms", f"{XEON}/hosts-00001111-1ms",
     f"{EPYC}/hosts-0011-1gbit", f"{EPYC}/hosts-0101-1gbit",
 ]  # fmt: skip
+#: What benchmarks/wide.py wrote.
+THREADS = f"{SIXTEEN}/threads"
 #: This file has many starts of the ranks; the other files have one run each.
 BUSY = "2026-11-25-amd-epyc-2c/busy"
 LEADERS = [f"{EPYC}/columns-0011-10gbit-direct", f"{EPYC}/columns-0011-1gbit-direct"]
@@ -293,11 +296,30 @@ def many_host_times(runs: list[Run]) -> Table:
     return [["calls", *labels], *rows]
 
 
+def several_threads(runs: list[Run]) -> Table:
+    """All_reduces of float32 in each way and layout, and their share of the speed of a plain copy: 10th percentiles."""
+    (run,) = runs
+    sizes = [8, 64 * KiB, 1 * MiB, 4 * MiB, 16 * MiB, 64 * MiB, 256 * MiB]
+    table = [["ranks x threads", "way", *map(show_size, sizes)]]
+    for layout in run["runs"]:
+        times = {row["size"]: row["times"] for row in layout["results"] if row["dtype"] == "float32"}
+        for way in times[8]:
+            cells = []
+            for size in sizes:
+                ours, limit = (times[size][each]["p10"] for each in (way, wide.LIMIT))
+                share = "" if way == wide.LIMIT or size < MiB else f", {100 * limit / ours:.0f} %"
+                cells.append(f"{format_time(ours)}{share}")
+            name = "plain copy" if way == wide.LIMIT else way
+            table.append([f"{layout['ranks']} x {layout['threads']}", name, *cells])
+    return table
+
+
 TABLES: dict[str, tuple[Callable[[list[Run]], Table], list[str] | None]] = {
     "goals": (goals, None),
     "close": (close, CLOSE),
     "collectives": (collectives, COLLECTIVES),
     "wide": (collectives, WIDE),
+    "threads": (several_threads, [THREADS]),
     "card": (host_times, CARD),
     "card many": (many_host_times, CARD),
     "fusion": (fusion, FUSION),
@@ -315,7 +337,7 @@ def markdown(table: Iterable[list[str]]) -> str:
 def filled(page: str) -> str:
     """The page with each of its tables replaced."""
     every = [str(path.relative_to(RUNS).with_suffix("")) for path in sorted(RUNS.glob("*/*.json"))]
-    every.remove(BUSY)
+    every = [run for run in every if run not in (BUSY, THREADS)]
     for name, (write, names) in TABLES.items():
         begin, end = f"<!-- table: {name} -->", "<!-- end -->"
         text = markdown(write([load(run) for run in names or every]))

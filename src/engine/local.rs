@@ -18,7 +18,7 @@ use crate::types::Span;
 
 /// One area per rank, all on the same memory.
 pub fn areas(ranks: usize) -> Result<Vec<Arc<Area>>> {
-    let layout = Layout::within(ranks, usize::MAX)
+    let layout = Layout::within(ranks, 1, usize::MAX)
         .ok_or_else(|| Error::invalid(format!("sagellm: no layout for {ranks} ranks in one process")))?;
     let segment = Arc::new(Segment::anonymous(layout.total())?);
     Ok((0..ranks).map(|me| Arc::new(Area::new(Arc::clone(&segment), layout, me))).collect())

@@ -226,20 +226,20 @@ impl Coordinator<'_, '_> {
         };
         let headroom = bodies.iter().filter_map(|body| body.identity.headroom).min();
         let headroom = headroom.map_or(usize::MAX, |bytes| usize::try_from(bytes).unwrap_or(usize::MAX));
-        let bytes = match segment_bytes(headroom) {
+        let masks: Vec<Vec<u64>> = bodies.iter().map(|body| body.identity.affinity.clone()).collect();
+        let quota = bodies.iter().filter_map(|body| body.identity.quota_millicores).min();
+        let local_cores = topology::agreed_cores(&masks, quota);
+        let wishes: Vec<Wish> = bodies.iter().map(|body| wish_of(body)).collect();
+        let threads = threads::agreed(&wishes, local_cores);
+        let bytes = match segment_bytes(threads, headroom) {
             Ok(bytes) => bytes,
             Err(reason) => return Ok(Err(reason)),
         };
         if bytes < hello_bytes(self.size()) {
             return Err(Error::bug(format!("sagellm: a segment of {bytes} bytes for {} ranks", self.size())));
         }
-        let masks: Vec<Vec<u64>> = bodies.iter().map(|body| body.identity.affinity.clone()).collect();
-        let quota = bodies.iter().filter_map(|body| body.identity.quota_millicores).min();
         Ok(match Segment::create(bytes) {
             Ok((segment, memory)) => {
-                let local_cores = topology::agreed_cores(&masks, quota);
-                let wishes: Vec<Wish> = bodies.iter().map(|body| wish_of(body)).collect();
-                let threads = threads::agreed(&wishes, local_cores);
                 Ok(MemoryToShare { segment, memory, local_cores, threads, group_peers: self.group_peers() })
             }
             Err(error) => Err(error.reason()),

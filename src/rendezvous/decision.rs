@@ -168,7 +168,8 @@ fn decide(
     store: &dyn Store,
     host: &Arc<dyn Host>,
 ) -> Result<(Decision, Nonce, Policy, Option<Network>)> {
-    let fitting = |headroom: usize| layout_within(config.size, headroom).map(|layout| layout.total());
+    let fitting =
+        |threads: usize, headroom: usize| layout_within(config.size, threads, headroom).map(|layout| layout.total());
     match meet(config, store, &**host, &fitting)? {
         // gloo would need more descriptors. Its thread ends the process if it cannot accept a connection (observed).
         Outcome::Delegate { reason, .. } if reason.contains(OPEN_FILES) => Err(Error::system(format!(
@@ -398,18 +399,19 @@ pub fn on_this_host(ranks: usize, algorithm: &str) -> Result<(GroupShape, Policy
         return Ok((GroupShape { cores, ..GroupShape::without_memory(ranks) }, policy));
     }
     let headroom = topology::memory_headroom().and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(usize::MAX);
-    match layout_within(ranks, headroom) {
+    match layout_within(ranks, 1, headroom) {
         Ok(layout) => Ok((layout.shape(cores, 1), policy)),
         Err(why) => Err(Error::invalid(format!("sagellm: here gloo would serve such a group: {why}"))),
     }
 }
 
-/// The layout of a group's segment if `headroom` bytes of memory are free, or the reason why there is none.
-fn layout_within(ranks: usize, headroom: usize) -> std::result::Result<Layout, String> {
+/// The layout of the segment of a group whose ranks have `threads` threads if `headroom` bytes of memory are free, or the
+/// reason why there is none.
+fn layout_within(ranks: usize, threads: usize, headroom: usize) -> std::result::Result<Layout, String> {
     if ranks > MAX_RANKS {
         return Err(too_many(ranks));
     }
-    Layout::within(ranks, headroom).ok_or_else(|| {
+    Layout::within(ranks, threads, headroom).ok_or_else(|| {
         format!(
             "{ranks} ranks need {} MiB of shared memory at least, and may use a quarter of the {} MiB of memory that are left",
             Layout::smallest(ranks).div_ceil(1 << 20),
@@ -429,14 +431,14 @@ mod tests {
     #[test]
     fn memory_for_every_number_of_ranks_or_the_true_reason() {
         for ranks in 2..=MAX_RANKS {
-            assert_eq!(layout_within(ranks, usize::MAX).map(|layout| layout.ranks), Ok(ranks));
+            assert_eq!(layout_within(ranks, 1, usize::MAX).map(|layout| layout.ranks), Ok(ranks));
         }
-        let reason = |ranks: usize, mebibytes: usize| layout_within(ranks, mebibytes << 20).unwrap_err();
+        let reason = |ranks: usize, mebibytes: usize| layout_within(ranks, 1, mebibytes << 20).unwrap_err();
         assert_eq!(reason(MAX_RANKS + 1, 1 << 40), "257 ranks; the shared-memory engine serves up to 256");
         assert_eq!(
             reason(64, 100),
             "64 ranks need 29 MiB of shared memory at least, and may use a quarter of the 100 MiB of memory that are left"
         );
-        assert!(layout_within(64, (29 * 4) << 20).is_ok());
+        assert!(layout_within(64, 1, (29 * 4) << 20).is_ok());
     }
 }

@@ -110,12 +110,12 @@ pub fn hello_bytes(ranks: usize) -> usize {
 
 const HELLO_STRIDE: usize = 64;
 
-/// Returns the size of a segment, at least `hello_bytes`, for a number of free bytes, or the reason why they are too
-/// few.
-pub type SegmentBytes<'a> = dyn Fn(usize) -> std::result::Result<usize, String> + 'a;
+/// Returns the size of a segment, at least `hello_bytes`, for the number of threads of each rank and of free bytes, or
+/// the reason why these are too few.
+pub type SegmentBytes<'a> = dyn Fn(usize, usize) -> std::result::Result<usize, String> + 'a;
 
 /// Meets the other ranks of a group of at least two. All ranks get the same outcome. Rank 0 calls `segment_bytes` with
-/// the free memory of the rank that has least.
+/// the number of threads on which the ranks agree, and the free memory of the rank that has least.
 pub fn meet(config: &Config, store: &dyn Store, host: &dyn Host, segment_bytes: &SegmentBytes) -> Result<Outcome> {
     meet_as(config, Identity::here(), store, host, segment_bytes)
 }

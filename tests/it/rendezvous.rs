@@ -28,8 +28,8 @@ use sagellm::rendezvous::{Met, Outcome, hello_bytes, meet, meet_as};
 
 const GENEROUS: Duration = Duration::from_secs(30);
 
-fn bytes(size: usize) -> impl Fn(usize) -> std::result::Result<usize, String> {
-    move |_| Ok(hello_bytes(size) + 4096)
+fn bytes(size: usize) -> impl Fn(usize, usize) -> std::result::Result<usize, String> {
+    move |_, _| Ok(hello_bytes(size) + 4096)
 }
 
 /// What a test changes in one rank of `run`; `late` is the time that the rank sleeps before it meets its peers.
@@ -411,7 +411,7 @@ fn rule_24_too_little_memory_delegates_with_the_amount() {
                 scope.spawn(move || {
                     let mut identity = Identity::here();
                     identity.headroom = Some((3 + rank as u64) << 20);
-                    let little = |headroom: usize| match headroom >> 20 {
+                    let little = |_, headroom: usize| match headroom >> 20 {
                         left @ ..4 => Err(format!("{left} MiB are too little")),
                         _ => Ok(1 << 20),
                     };

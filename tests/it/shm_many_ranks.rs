@@ -86,7 +86,7 @@ fn collective(group: &Group, kind: Kind, (me, ranks, root): (usize, usize, usize
 fn every_collective_small_and_large_with_many_ranks() {
     let ranks = ranks();
     let groups = groups(ranks);
-    let stage = Layout::within(ranks, usize::MAX).unwrap().stage_bytes / 4;
+    let stage = Layout::within(ranks, 1, usize::MAX).unwrap().stage_bytes / 4;
     let all = [
         (Kind::Barrier, 0),
         (Kind::AllReduce, 2 * stage + 100),
@@ -158,7 +158,7 @@ fn more_senders_than_channels_all_get_through() {
     const ANY: u32 = 7;
     let ranks = ranks();
     let groups = groups(ranks);
-    let layout = Layout::within(ranks, usize::MAX).unwrap();
+    let layout = Layout::within(ranks, 1, usize::MAX).unwrap();
     assert!(layout.channels < ranks - 1);
     let count = layout.body_bytes / 4 * 3 + 11;
     on_ranks(ranks, |me| {

@@ -126,7 +126,7 @@ fn a_part_is_present_when_an_operation_has_needed_it_and_no_rank_touches_it_befo
 
 /// Areas of all ranks for which rank 1 reports `headroom` as its memory left, and the other ranks report no limit.
 fn with_little_on_rank_1(ranks: usize, headroom: fn() -> Option<u64>) -> Vec<Arc<Area>> {
-    let layout = Layout::within(ranks, usize::MAX).unwrap();
+    let layout = Layout::within(ranks, 1, usize::MAX).unwrap();
     let segment = Arc::new(Segment::anonymous(layout.total()).unwrap());
     let area = |me: usize| {
         let area = Area::new(Arc::clone(&segment), layout, me).with_headroom(|| None);

@@ -491,7 +491,7 @@ mod tests {
 
     /// Two ranks on one segment.
     fn two() -> [Area; 2] {
-        let layout = Layout::within(2, usize::MAX).unwrap();
+        let layout = Layout::within(2, 1, usize::MAX).unwrap();
         let segment = Arc::new(Segment::anonymous(layout.total()).unwrap());
         [0, 1].map(|me| Area::new(Arc::clone(&segment), layout, me))
     }

@@ -47,6 +47,8 @@ pub const MAX_RANKS: usize = 256;
 /// Largest segment, unless that leaves less than `RANK_SHARE` per rank.
 pub const CEILING: usize = 64 << 20;
 pub const RANK_SHARE: usize = 512 << 10;
+/// Largest stage buffer, which ranks with several threads have: each thread copies and reduces its part of it.
+const LARGEST_STAGE: usize = 4 << 20;
 
 /// Number of results whose hashes a rank keeps, for each of its slots.
 pub const HASHES: u64 = 4;
@@ -97,6 +99,7 @@ fn up(value: usize, to: usize) -> usize {
 /// The sizes that follow from the number of ranks alone.
 struct Sizes {
     depth: u64,
+    /// Largest stage buffer of a rank with one thread.
     largest_stage: usize,
     envelopes: u64,
     eager_bytes: usize,
@@ -118,16 +121,18 @@ impl Sizes {
 }
 
 impl Layout {
-    /// The layout for `ranks` ranks with at most `budget` bytes, or `None` if the smallest one does not fit.
-    pub fn new(ranks: usize, budget: usize) -> Option<Layout> {
-        Layout::possible(ranks).find(|layout| layout.total <= budget)
+    /// The layout for `ranks` ranks of `threads` threads with at most `budget` bytes, or `None` if the smallest one does
+    /// not fit.
+    pub fn new(ranks: usize, threads: usize, budget: usize) -> Option<Layout> {
+        let wanted = Sizes::of(ranks).largest_stage * threads.max(1);
+        Layout::possible(ranks).find(|layout| layout.stage_bytes <= wanted && layout.total <= budget)
     }
 
     /// Like `new`, limited to the share of the free memory that a segment may use: a quarter of `headroom` bytes.
-    pub fn within(ranks: usize, headroom: usize) -> Option<Layout> {
+    pub fn within(ranks: usize, threads: usize, headroom: usize) -> Option<Layout> {
         (1..=MAX_RANKS)
             .contains(&ranks)
-            .then(|| Layout::new(ranks, CEILING.max(ranks * RANK_SHARE).min(headroom / 4)))?
+            .then(|| Layout::new(ranks, threads, CEILING.max(ranks * RANK_SHARE).min(headroom / 4)))?
     }
 
     /// Size of the smallest layout in bytes.
@@ -138,14 +143,13 @@ impl Layout {
     /// The layout whose segment has exactly `total` bytes. Peers derive from the segment's size which layout was
     /// chosen.
     pub fn of_total(ranks: usize, total: usize) -> Option<Layout> {
-        Layout::new(ranks, total).filter(|layout| layout.total == total)
+        Layout::possible(ranks).find(|layout| layout.total == total)
     }
 
     /// All layouts, the largest first.
     fn possible(ranks: usize) -> impl Iterator<Item = Layout> {
-        let most = Sizes::of(ranks).largest_stage;
-        let stages = [512 << 10, 256 << 10, 128 << 10, 64 << 10, 32 << 10].into_iter().filter(move |it| *it <= most);
-        stages.map(move |stage| Layout::with(ranks, stage))
+        let stages = std::iter::successors(Some(LARGEST_STAGE), |stage| Some(stage / 2));
+        stages.take_while(|stage| *stage >= 32 << 10).map(move |stage| Layout::with(ranks, stage))
     }
 
     fn with(ranks: usize, stage_bytes: usize) -> Layout {
@@ -362,7 +366,7 @@ mod tests {
     #[test]
     fn areas_do_not_overlap_and_end_at_total_for_every_number_of_ranks() {
         for ranks in 2..=if cfg!(miri) { 9 } else { MAX_RANKS } {
-            let l = Layout::within(ranks, usize::MAX).unwrap();
+            let l = Layout::within(ranks, 1, usize::MAX).unwrap();
             let mut areas = areas(&l, &[0, 1, ranks / 2, ranks - 1]);
             areas.sort_unstable();
             areas.dedup(); // a sender that is named twice
@@ -380,7 +384,7 @@ mod tests {
     #[test]
     fn words_of_different_writers_share_no_pair_of_lines() {
         for ranks in [2, 16, 17, MAX_RANKS] {
-            let l = Layout::within(ranks, usize::MAX).unwrap();
+            let l = Layout::within(ranks, 1, usize::MAX).unwrap();
             let line = |index| l.pair_word(0, 1, index) / PAIR_OF_LINES;
             assert_ne!(line(0), line(1));
             assert_eq!((line(0), line(1)) == (line(4), line(5)), ranks > 16);
@@ -393,7 +397,7 @@ mod tests {
     #[test]
     fn the_ranges_that_ranks_populate_are_the_whole_segment() {
         for ranks in 2..=if cfg!(miri) { 9 } else { MAX_RANKS } {
-            let l = Layout::within(ranks, usize::MAX).unwrap();
+            let l = Layout::within(ranks, 1, usize::MAX).unwrap();
             let of = |rank| l.early_ranges(rank).into_iter().chain(l.parts().map(move |part| l.part(rank, part)));
             let mut ranges: Vec<Range<usize>> = (0..ranks).flat_map(of).collect();
             ranges.sort_unstable_by_key(|range| range.start);
@@ -408,7 +412,7 @@ mod tests {
     #[test]
     fn memory_is_bounded_per_rank_and_in_all() {
         for ranks in 2..=if cfg!(miri) { 9 } else { MAX_RANKS } {
-            let l = Layout::within(ranks, usize::MAX).unwrap_or_else(|| panic!("{ranks} ranks do not fit"));
+            let l = Layout::within(ranks, 1, usize::MAX).unwrap_or_else(|| panic!("{ranks} ranks do not fit"));
             let each = l.total() / ranks;
             let most = match ranks {
                 2..=4 => 2724 << 10,
@@ -423,17 +427,32 @@ mod tests {
             assert!(Layout::smallest(ranks) <= l.total());
             assert_eq!(Layout::of_total(ranks, l.total()), Some(l));
         }
-        assert!(Layout::within(2, usize::MAX).unwrap().total() < 8 << 20);
+        assert!(Layout::within(2, 1, usize::MAX).unwrap().total() < 8 << 20);
+    }
+
+    /// Ranks with several threads have larger stages, within the same ceiling.
+    #[test]
+    fn the_stage_grows_with_the_threads() {
+        let stage = |ranks, threads| Layout::within(ranks, threads, usize::MAX).unwrap().stage_bytes;
+        assert_eq!([1, 2, 3, 8, 64].map(|threads| stage(2, threads)), [512 << 10, 1 << 20, 1 << 20, 4 << 20, 4 << 20]);
+        assert_eq!([1, 2, 4].map(|threads| stage(8, threads)), [256 << 10, 512 << 10, 1 << 20]);
+        for (ranks, threads) in
+            (2..=MAX_RANKS).step_by(if cfg!(miri) { 100 } else { 1 }).zip([2, 4, 16].into_iter().cycle())
+        {
+            let l = Layout::within(ranks, threads, usize::MAX).unwrap();
+            assert!(l.total() <= CEILING.max(ranks * RANK_SHARE), "{ranks} ranks of {threads} threads");
+            assert_eq!(Layout::of_total(ranks, l.total()), Some(l));
+        }
     }
 
     #[test]
     fn a_small_budget_shrinks_the_stage_and_a_tiny_one_is_refused() {
         for ranks in [2, 40, MAX_RANKS] {
-            let full = Layout::new(ranks, usize::MAX).unwrap();
-            let small = Layout::new(ranks, full.total() - 1).unwrap();
+            let full = Layout::new(ranks, 1, usize::MAX).unwrap();
+            let small = Layout::new(ranks, 1, full.total() - 1).unwrap();
             assert!(small.stage_bytes < full.stage_bytes);
-            assert_eq!(Layout::new(ranks, Layout::smallest(ranks)).unwrap().total(), Layout::smallest(ranks));
-            assert_eq!(Layout::new(ranks, Layout::smallest(ranks) - 1), None);
+            assert_eq!(Layout::new(ranks, 1, Layout::smallest(ranks)).unwrap().total(), Layout::smallest(ranks));
+            assert_eq!(Layout::new(ranks, 1, Layout::smallest(ranks) - 1), None);
         }
     }
 }
