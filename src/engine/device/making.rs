@@ -212,11 +212,11 @@ impl DeviceEngine {
             Ranks::All => (me, size),
             Ranks::OneDirection { from, to } => (u32::from(me > from.min(to)), 2),
         };
-        // Some libraries need a selected device even to make an id.
-        self.runtime.set_device(device)?;
         let mut id = vec![0; self.capabilities().id_bytes];
         if rank == 0 {
-            id = self.api.unique_id()?;
+            // Some libraries need a selected device even to make an id.
+            let made = self.runtime.set_device(device).and_then(|()| self.api.unique_id());
+            id = made.inspect_err(|error| self.end_the_wait_of_others(error))?;
         }
         if size > 1 {
             exchange.share(&mut id, ranks)?;
@@ -255,13 +255,8 @@ impl DeviceEngine {
         let policy = self.group.policy();
         let algorithm = self.api.algorithm(policy).to_string();
         let steering = self.api.steer(&name, policy);
-        self.runtime.set_device(device)?;
-        let communicator = make(name.clone(), algorithm).inspect_err(|error| {
-            // Some ranks may still be in the library's call, and it is unknown which.
-            if matches!(error.kind(), ErrorKind::Timeout | ErrorKind::Interrupted) {
-                self.group.fail(error.clone());
-            }
-        })?;
+        let made = self.runtime.set_device(device).and_then(|()| make(name.clone(), algorithm));
+        let communicator = made.inspect_err(|error| self.end_the_wait_of_others(error))?;
         if let Some(problem) = steering.as_ref().and_then(|steering| steering.problem()) {
             log::warn!("group '{group}': {problem}");
         }
@@ -277,6 +272,15 @@ impl DeviceEngine {
             connected: Connected::default(),
             _steering: steering,
         })
+    }
+
+    /// Fails the group if this rank could not make a communicator. The other ranks of the communicator may be in the
+    /// library's call, or wait for the id, and it is unknown which.
+    fn end_the_wait_of_others(&self, error: &Error) {
+        let theirs = matches!(error.kind(), ErrorKind::Timeout | ErrorKind::Interrupted | ErrorKind::System);
+        if theirs && self.group.size() > 1 {
+            self.group.fail(error.clone());
+        }
     }
 
     /// Why a call failed in which the library waits for other ranks: what `look` finds, or else the library's own

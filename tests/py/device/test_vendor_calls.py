@@ -23,7 +23,7 @@ import torch.distributed as dist
 from harness import Context, expect_raises, launch, run_fresh, torch_at_least
 from limits import patience
 from on_device import backend_of, counted, holds, total
-from simulated import VENDORS, environment, exit_code, start
+from simulated import CARD, VENDORS, environment, exit_code, start
 
 #: The first test builds the simulators, which takes minutes on a busy machine; every job has its own deadline.
 pytestmark = pytest.mark.timeout(900)
@@ -334,6 +334,39 @@ def test_a_death_ends_the_joining_of_a_communicator(
         assert f"rank 1 (pid {job.pid(1)}" in text and "Timed out" not in text, text
         assert time.monotonic() - begin < patience(1.5)
         job.say(0, "go")
+
+
+def refused_on_rank_0(ctx: Context, vendor: str, sort: str) -> None:
+    if ctx.rank == 0:
+        os.environ["SAGELLM_SIM_INIT"] = "refuse"
+    _, name = start(ctx, vendor, timeout=timedelta(seconds=300))
+    value = torch.ones(10, device=name)
+    begin = time.monotonic()
+    if sort == "all_reduce":
+        text = expect_raises(RuntimeError, lambda: dist.all_reduce(value))
+    else:
+        text = expect_raises(RuntimeError, lambda: dist.send(value, 1) if ctx.rank == 0 else dist.recv(value, 0))
+    ctx.tell((text, time.monotonic() - begin))
+    ctx.listen()  # if this rank exited, the other rank would report that instead
+    os._exit(0)
+
+
+@pytest.mark.skipif(CARD, reason="no card refuses a communicator")
+@pytest.mark.parametrize("sort", ["all_reduce", "message"])
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_a_communicator_that_one_rank_cannot_make_fails_the_group_on_all(
+    vendor: str, sort: str, libraries: dict[str, Path]
+) -> None:
+    """Both ranks get the library's error, and the other rank long before the group's timeout of five minutes."""
+    env = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000")
+    with launch(refused_on_rank_0, 2, vendor, sort, env=env) as job:
+        for rank in range(2):
+            text, took = job.hear(rank)
+            assert " failed in " in text and "Timed out" not in text, (rank, text)
+            assert rank == 0 or "rank 0" in text, text
+            assert took < patience(3), (rank, took)
+        for rank in range(2):
+            job.say(rank, "go")
 
 
 def refused_in_a_group(ctx: Context, vendor: str) -> None:

@@ -191,6 +191,9 @@ impl Comm {
             self.hang(patience);
             return Err(Error::timeout("simulator: the set-up hangs, as SAGELLM_SIM_INIT asks for"));
         }
+        if settings::get().init_refused {
+            return Err(Error::system("simulator: the set-up is refused, as SAGELLM_SIM_INIT asks for"));
+        }
         let config = Config {
             rank: self.rank as usize,
             size: self.size as usize,

@@ -32,6 +32,7 @@ pub struct Settings {
     pub connect_takes: Duration,
     /// Communicators never become ready.
     pub init_hangs: bool,
+    pub init_refused: bool,
     /// Path of the file that lists the calls; the process id is appended.
     pub trace: Option<String>,
     /// Result of `cnrtQueryNotifier` and `cnrtQueueQuery` while the work runs.
@@ -78,6 +79,7 @@ static SETTINGS: Lazy<Settings> = Lazy::new(|| Settings {
     eager: text("SAGELLM_SIM_CONNECT").as_deref() == Some("eager"),
     connect_takes: Duration::from_millis(number("SAGELLM_SIM_CONNECT_MS", 0)),
     init_hangs: text("SAGELLM_SIM_INIT").as_deref() == Some("hang"),
+    init_refused: text("SAGELLM_SIM_INIT").as_deref() == Some("refuse"),
     trace: text("SAGELLM_SIM_TRACE"),
     cnrt_pending: match text("SAGELLM_SIM_CNRT_PENDING").as_deref() {
         Some("notready") => 1,
