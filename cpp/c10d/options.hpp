@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <vector>
@@ -45,6 +46,9 @@ struct BackendOptions final : c10d::Backend::Options {
   // Whether ranks compare hashes of the results that are equal on all of them: "off", "sampled" or "all", the last two
   // optionally with ":warn". Rank 0's value applies to the whole group.
   std::string verify = "off";
+  // Connections to each process on another host. The Python package reads it. Two processes make as many as the one
+  // that wants fewer, and all their groups share those of the first.
+  int64_t links = 1;
   // Carrier of tensors on a device: "auto"; "host" for copies through host memory; or a vendor's library by its name,
   // or by name and file ("name:/path/to/lib.so").
   std::string vendor = "auto";

@@ -86,9 +86,9 @@ std::string Rendezvous::failure_key(const char* part) const {
   return c10::str("sagellm/failed/", id(), "/", part);
 }
 
-void Rendezvous::connect(const std::string& address) {
+void Rendezvous::connect(const std::string& address, const std::string& paths) {
   const auto timeout = static_cast<uint64_t>(std::max<int64_t>(options_->timeout.count(), 0));
-  checked([&] { decided_.rendezvous->connect(address, timeout); });
+  checked([&] { decided_.rendezvous->connect(address, paths, timeout); });
 }
 
 c10::intrusive_ptr<SageBackend> Rendezvous::build(BackendPtr delegate) {

@@ -78,9 +78,9 @@ c10::intrusive_ptr<SageBackend> build(Rendezvous& decided, c10::intrusive_ptr<c1
   return told([&] { return decided.build(std::move(delegate)); });
 }
 
-void connect(Rendezvous& decided, const std::string& address) {
+void connect(Rendezvous& decided, const std::string& address, const std::string& paths) {
   told([&] {
-    decided.connect(address);
+    decided.connect(address, paths);
     return 0;
   });
 }
@@ -137,6 +137,7 @@ void bind_options(py::module_& module) {
       .def_readwrite("topology", &Options::topology)
       .def_readwrite("measure_link", &Options::measure_link)
       .def_readwrite("threads", &Options::threads)
+      .def_readwrite("links", &Options::links)
       .def_readwrite("soft_timeout", &Options::soft_timeout)
       .def_readwrite("verify", &Options::verify)
       .def_readwrite("on_device_failure", &Options::on_device_failure)
@@ -170,7 +171,7 @@ void bind_backend(py::module_& module) {
       .def_property_readonly("network", &Rendezvous::network)
       .def("_tell_failure", translated(&tell_failure), py::arg("text"))
       .def("_told_failure", translated(&told_failure))
-      .def("_connect", translated(&connect), py::arg("address"))
+      .def("_connect", translated(&connect), py::arg("address"), py::arg("paths") = "")
       .def("build", translated(&build), py::arg("delegate") = py::none());
   py::class_<SageBackend, c10d::Backend, c10::intrusive_ptr<SageBackend>>(module, "SageBackend",
                                                                           "One process group of the sagellm backend.")

@@ -373,9 +373,10 @@ pub mod ffi {
         /// rank leaves.
         #[Self = "RustRendezvous"]
         fn meet(setup: &Setup, store: SharedPtr<Store>) -> Result<Decision>;
-        /// Connects to the other ranks of a group that spans hosts. They reach this process at `address`. Blocks until
-        /// all ranks have called, or until the timeout.
-        fn connect(self: &RustRendezvous, address: &str, timeout_ms: u64) -> Result<()>;
+        /// Connects to the other ranks of a group that spans hosts. They reach this process at `address`, or if there are
+        /// several connections to each, at the addresses in `paths`. Blocks until all ranks have called, or until the
+        /// timeout.
+        fn connect(self: &RustRendezvous, address: &str, paths: &str, timeout_ms: u64) -> Result<()>;
         /// Builds the complete group. A group that spans hosts must be connected; its ranks then measure the link
         /// together.
         #[Self = "RustGroup"]

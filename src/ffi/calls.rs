@@ -69,14 +69,16 @@ impl RustRendezvous {
 }
 
 impl RustRendezvous {
-    pub(super) fn connect(&self, address: &str, timeout_ms: u64) -> Outcome<()> {
+    pub(super) fn connect(&self, address: &str, paths: &str, timeout_ms: u64) -> Outcome<()> {
         guarded(|| {
+            let paths: Vec<String> = paths.split_whitespace().map(str::to_string).collect();
             let place = Place {
                 store: &*self.store,
                 id: self.decided.id,
                 rank: self.decided.config.rank,
                 size: self.decided.config.size,
                 address,
+                paths: &paths,
                 timeout: Duration::from_millis(timeout_ms),
             };
             let link = join(&Wire::of_process()?, &place)?;

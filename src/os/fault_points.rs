@@ -53,6 +53,11 @@ enumeration! {
         BodyWanted = 31, "before a long message is asked for";
         BodyAsked = 32, "before a long message is sent";
         Cutting = 33, "before a rank cuts its connections";
+        // Connections of several paths (`engine/multihost/wire`).
+        SegmentReady = 34, "before a segment is written";
+        SegmentWritten = 35, "after a segment is written";
+        StreamSeen = 36, "before a frame of the stream is handled";
+        StreamDone = 37, "after the data of a frame of the stream has arrived";
     }
 }
 

@@ -19,6 +19,7 @@ mod group_subject;
 mod layering;
 mod multihost;
 mod multihost_messages;
+mod multihost_paths;
 mod multihost_results;
 mod multihost_wire;
 mod op_instructions;

@@ -148,7 +148,8 @@ const PLACES: [&[usize]; 5] = [&[0, 1], &[0, 0, 1], &[0, 1, 2], &[0, 1, 0, 1], &
 fn wire_links(ranks: usize) -> Vec<Arc<dyn Link>> {
     let store = Memory::default();
     on_ranks(ranks, |rank| {
-        let place = Place { store: &store, id: [7; 16], rank, size: ranks, address: "127.0.0.1", timeout: LONG };
+        let place =
+            Place { store: &store, id: [7; 16], rank, size: ranks, address: "127.0.0.1", paths: &[], timeout: LONG };
         Arc::new(join(&Wire::new().unwrap(), &place).unwrap()) as Arc<dyn Link>
     })
 }

@@ -32,7 +32,7 @@ impl Store for Memory {
 const PATIENT: Duration = Duration::from_secs(20);
 
 fn place<'a>(store: &'a Memory, group: u8, rank: usize, size: usize) -> Place<'a> {
-    Place { store, id: [group; 16], rank, size, address: "127.0.0.1", timeout: PATIENT }
+    Place { store, id: [group; 16], rank, size, address: "127.0.0.1", paths: &[], timeout: PATIENT }
 }
 
 fn wires(count: usize) -> Vec<Arc<Wire>> {
@@ -435,7 +435,7 @@ fn a_group_is_made_although_the_last_other_one_ends_meanwhile() {
 }
 
 fn place_in(store: &dyn Store, group: u8, rank: usize) -> Place<'_> {
-    Place { store, id: [group; 16], rank, size: 2, address: "", timeout: PATIENT }
+    Place { store, id: [group; 16], rank, size: 2, address: "", paths: &[], timeout: PATIENT }
 }
 
 /// A mailbox that blocks the thread which reads the connections.
@@ -587,7 +587,8 @@ fn groups_come_and_go_on_several_threads() {
             let mut id = [thread as u8 + 1; 16];
             id[..2].copy_from_slice(&(group as u16).to_le_bytes());
             let slow = Late(&store, Mutex::new(own.clone()));
-            let place = Place { store: &slow, id, rank, size: members.len(), address: &address, timeout: PATIENT };
+            let place =
+                Place { store: &slow, id, rank, size: members.len(), address: &address, paths: &[], timeout: PATIENT };
             own.pause();
             let link = match join(&wires[process], &place) {
                 Ok(link) => link,

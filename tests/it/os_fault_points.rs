@@ -34,15 +34,21 @@ const TURNS: usize = 3;
 enum Over {
     SharedMemory,
     Connections,
+    /// Connections that consist of several.
+    Paths,
 }
 
 impl Over {
-    fn of(point: FaultPoint) -> Over {
-        if point < FaultPoint::Joining { Over::SharedMemory } else { Over::Connections }
-    }
+    const ALL: [Over; 3] = [Over::SharedMemory, Over::Connections, Over::Paths];
 
     fn points(self) -> impl Iterator<Item = FaultPoint> {
-        FaultPoint::ALL.into_iter().filter(move |point| Over::of(*point) == self)
+        FaultPoint::ALL.into_iter().filter(move |point| match self {
+            Over::SharedMemory => *point < FaultPoint::Joining,
+            Over::Connections => (FaultPoint::Joining..=FaultPoint::Cutting).contains(point),
+            Over::Paths => {
+                *point >= FaultPoint::Joining && !(FaultPoint::FrameReady..=FaultPoint::FrameDone).contains(point)
+            }
+        })
     }
 }
 
@@ -89,7 +95,9 @@ fn make(over: Over, me: usize, store: &Files, timeout: Duration) -> Result<Arc<G
     if over == Over::SharedMemory {
         return Group::connect(config(me, RANKS, timeout), store, Arc::new(Quiet));
     }
-    let place = Place { store, id: [7; 16], rank: me, size: RANKS, address: "127.0.0.1", timeout };
+    let address = "127.0.0.1";
+    let paths = vec![address.to_string(); if over == Over::Paths { 3 } else { 0 }];
+    let place = Place { store, id: [7; 16], rank: me, size: RANKS, address, paths: &paths, timeout };
     let link = join(&Wire::of_process()?, &place)?;
     Group::of_one_host(me, RANKS, PATIENT, Arc::new(link))
 }
@@ -116,7 +124,7 @@ fn set_hook(act: &str, over: Over) -> fault_points::Hook {
                 signal_self(libc::SIGKILL);
             }
         }
-        "stop" if Over::of(point) == over => {
+        "stop" if points.contains(&point) => {
             let mut stopped = stopped.lock().unwrap();
             if !stopped.contains(&point) {
                 stopped.push(point);
@@ -144,7 +152,7 @@ fn as_a_rank() {
         return;
     }
     let (store, me) = (Files(variable("DIR").into()), variable("RANK").parse::<usize>().unwrap());
-    let over = if variable("OVER") == "connections" { Over::Connections } else { Over::SharedMemory };
+    let over = Over::ALL.into_iter().find(|over| format!("{over:?}") == variable("OVER")).unwrap();
     let delays = act == "delay";
     let joins = act == format!("kill {}", FaultPoint::Joining as usize);
     let mut hook = None;
@@ -191,8 +199,7 @@ impl Ranks {
         let child = |rank: usize| {
             let mut command: Command = this_program(module_path!(), "as_a_rank");
             command.env("SAGELLM_TEST_DIR", &store.0).env("SAGELLM_TEST_RANK", rank.to_string());
-            let name = if over == Over::Connections { "connections" } else { "memory" };
-            command.env("SAGELLM_TEST_ACT", act).env("SAGELLM_TEST_OVER", name);
+            command.env("SAGELLM_TEST_ACT", act).env("SAGELLM_TEST_OVER", format!("{over:?}"));
             command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap()
         };
         let children = (0..RANKS).map(child).collect();
@@ -244,11 +251,11 @@ impl Drop for Ranks {
 }
 
 /// Kills rank 1 at `point`, and says what is wrong with how the ranks end.
-fn killed_at(point: FaultPoint) -> Option<String> {
-    let ranks = Ranks::start(Over::of(point), &format!("kill {}", point as usize));
+fn killed_at(over: Over, point: FaultPoint) -> Option<String> {
+    let ranks = Ranks::start(over, &format!("kill {}", point as usize));
     let pid = ranks.children[VICTIM].id();
     let ends = ranks.end();
-    let wrong = |what: &str| Some(format!("{}: {what}: {ends:#?}", point.name()));
+    let wrong = |what: &str| Some(format!("{over:?}, {}: {what}: {ends:#?}", point.name()));
     if ends[VICTIM].1 != Some(libc::SIGKILL) {
         return wrong("rank 1 was not there");
     }
@@ -271,14 +278,15 @@ fn killed_at(point: FaultPoint) -> Option<String> {
 }
 
 /// Runs `body` for each point on a few threads.
-fn each(points: Vec<FaultPoint>, body: impl Fn(FaultPoint) -> Option<String> + Sync) {
+fn each(body: impl Fn(Over, FaultPoint) -> Option<String> + Sync) {
+    let points: Vec<_> = Over::ALL.into_iter().flat_map(|over| over.points().map(move |point| (over, point))).collect();
     let (points, wrong) = (Mutex::new(points), Mutex::new(Vec::new()));
     std::thread::scope(|scope| {
-        for _ in 0..4 {
+        for _ in 0..2 {
             scope.spawn(|| {
                 loop {
-                    let Some(point) = points.lock().unwrap().pop() else { return };
-                    wrong.lock().unwrap().extend(body(point));
+                    let Some((over, point)) = points.lock().unwrap().pop() else { return };
+                    wrong.lock().unwrap().extend(body(over, point));
                 }
             });
         }
@@ -290,12 +298,12 @@ fn each(points: Vec<FaultPoint>, body: impl Fn(FaultPoint) -> Option<String> + S
 /// Rules 5 and 21.
 #[test]
 fn a_rank_that_is_killed_at_any_point_is_named_by_all_others() {
-    each(FaultPoint::ALL.to_vec(), killed_at);
+    each(killed_at);
 }
 
 /// Each rank ends well, and rank 1 says of each point that this happened to it.
 fn all_end_well_with(act: &str, done: &str) {
-    for over in [Over::SharedMemory, Over::Connections] {
+    for over in Over::ALL {
         let ends = Ranks::start(over, act).end();
         assert!(ends.iter().all(|(text, signal)| text.contains("done\n") && signal.is_none()), "{over:?}: {ends:#?}");
         for point in over.points() {

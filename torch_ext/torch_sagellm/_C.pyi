@@ -172,6 +172,7 @@ class Options:
         topology: str = "",
         measure_link: bool = True,
         threads: int = 0,
+        links: int = 1,
         soft_timeout: float | None = None,
         verify: str = "off",
         on_device_failure: str = "raise",
@@ -202,6 +203,9 @@ class Options:
     #: each core. Never more than this rank's cores; all ranks of a group use the smallest number of any rank. 1 in a
     #: forked process. SAGELLM_THREADS overrides it; see docs/tuning.md.
     threads: int
+    #: Connections to each process on another host, 1 to 16. Two processes make as many as the one that wants fewer, and
+    #: keep them for all their groups. SAGELLM_LINKS overrides it; see docs/settings.md.
+    links: int
     #: Seconds after which one line of the log reports a pending operation; 0: never; None: as SAGELLM_SOFT_TIMEOUT
     #: says. Each rank may have its own value; see docs/hangs.md.
     soft_timeout: float | None
@@ -295,7 +299,7 @@ class Rendezvous:
     #: The text of the rank that failed first, or "".
     def _told_failure(self) -> str: ...
     #: Connects to the other ranks of a group on several hosts; `address` is where they reach this process.
-    def _connect(self, address: str) -> None: ...
+    def _connect(self, address: str, paths: str = "") -> None: ...
     def build(self, delegate: Any = None) -> SageBackend: ...
 
 def rendezvous(

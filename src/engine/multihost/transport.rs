@@ -394,7 +394,10 @@ impl Transport {
         const LOOK: Duration = Duration::from_millis(20);
         self.waiting_for.store(peer, Ordering::Relaxed);
         while clock::now() < deadline && !transfer.ends_within(LOOK) {
-            if let Some(error) = self.early_word(peer, own) {
+            // The frame may have arrived since, with the end of the send.
+            if let Some(error) = self.early_word(peer, own)
+                && !transfer.ends_within(Duration::ZERO)
+            {
                 return Err(error);
             }
         }

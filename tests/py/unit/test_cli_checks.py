@@ -50,6 +50,12 @@ def test_a_machine_without_faults_has_no_findings() -> None:
 CASES = [
     (changed(GLOO_SOCKET_IFNAME="eht0"), checks.ERROR, "does not have; did you mean 'eth0'?", "name one of eth0"),
     (changed(GLOO_SOCKET_IFNAME="eth1"), checks.ERROR, "which is down", "eth0"),
+    (
+        changed(SAGELLM_SOCKET_IFNAMES="eth0,eth1"),
+        checks.ERROR,
+        "SAGELLM_SOCKET_IFNAMES names 'eth1', which is down",
+        "eth0",
+    ),
     (changed(GLOO_SOCKET_IFNAME="lo"), checks.ERROR, "names the loopback interface", "eth0"),
     (
         replace(changed(GLOO_SOCKET_IFNAME=None), own_address="127.0.1.1"),
@@ -163,8 +169,8 @@ def test_errors_come_first_and_decide_the_exit_code(
         main(["doctor", "--rdzv-conf", "join_timeout"])
 
 
-#: Variables whose values other code checks: rules, the served name, and files of libraries.
-OTHERWISE = re.compile("SAGELLM_(ALGORITHM|AS|VENDOR_DIR|[A-Z]+_LIBRARY)$")
+#: Variables whose values other code checks: rules, the served name, interfaces, and files of libraries.
+OTHERWISE = re.compile("SAGELLM_(ALGORITHM|AS|SOCKET_IFNAMES|VENDOR_DIR|[A-Z]+_LIBRARY)$")
 
 
 def test_the_value_of_every_variable_is_judged() -> None:

@@ -1,7 +1,8 @@
 """The addresses at which other ranks reach this process, and gloo's devices at these addresses.
 
-The delegate, the link and the port of ``alive`` all listen at addresses chosen by one rule. If GLOO_SOCKET_IFNAME names
-interfaces, only their addresses are used. Otherwise, best first:
+The delegate, the link and the port of ``alive`` all listen at addresses chosen by one rule. If SAGELLM_SOCKET_IFNAMES,
+or else GLOO_SOCKET_IFNAME, names interfaces, only their addresses are used; with the first of these variables each
+interface has a connection to each process. Otherwise, best first:
 
 1. the address by which this host reaches the store of the group: the other ranks reach the same store, so they are
    likely to reach this address, whatever this host's name is;
@@ -28,6 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
+OURS = "SAGELLM_SOCKET_IFNAMES"
 #: The codes of src/rendezvous/addresses.rs.
 V4, V6, LOOPBACK_4, LOOPBACK_6 = 4, 6, 14, 16
 SIOCGIFADDR = 0x8915
@@ -68,9 +70,10 @@ class Addresses:
 
 def find(store: Any) -> Addresses:
     """The addresses of this process for a group over this store."""
-    names = [name.strip() for name in os.environ.get(VARIABLE, "").split(",") if name.strip()]
-    if names:
-        return _of_interfaces(names)
+    for variable in (OURS, VARIABLE):
+        names = [name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()]
+        if names:
+            return _of_interfaces(names, variable)
     kinds: dict[int, list[str]] = {}
     for address in _without_variable(store):
         kinds.setdefault(kind_of(address), [address])
@@ -136,16 +139,16 @@ os.register_at_fork(after_in_child=_forget)
 # ------------------------------------------------------------------------------------------------ what this host has
 
 
-def _of_interfaces(names: list[str]) -> Addresses:
+def _of_interfaces(names: list[str], variable: str) -> Addresses:
     kinds: dict[int, list[str]] = {}
     present = [name for _, name in socket.if_nameindex()]
     for name in names:
         found = of_interface(name)
         if not found and name not in present:
             has = ", ".join(sorted(present))
-            return Addresses(problem=f"{VARIABLE} names {name!r}, which this host does not have (it has {has})")
+            return Addresses(problem=f"{variable} names {name!r}, which this host does not have (it has {has})")
         if not found:
-            return Addresses(problem=f"{VARIABLE} names {name!r}, which has no address")
+            return Addresses(problem=f"{variable} names {name!r}, which has no address")
         for kind in dict.fromkeys(map(kind_of, found)):
             kinds.setdefault(kind, []).append(next(each for each in found if kind_of(each) == kind))
     return Addresses(kinds)

@@ -22,6 +22,7 @@ OPTIONS: dict[str, type] = {
     "topology": str,
     "measure_link": bool,
     "threads": int,
+    "links": int,
     "soft_timeout": Real,
     "verify": str,
     "on_device_failure": str,
@@ -65,6 +66,8 @@ def _judge(name: str, value: Any) -> None:
         raise ValueError(f"sagellm: the option soft_timeout is {value:g} s, expected 0 (none) or more")
     if name == "threads" and not 0 <= value <= 4096:
         raise ValueError(f"sagellm: the option threads is {value}, expected 0 (as torch) to 4096")
+    if name == "links" and not 1 <= value <= variables.MOST_LINKS:
+        raise ValueError(f"sagellm: the option links is {value}, expected 1 to {variables.MOST_LINKS}")
     if name == "delegate":
         delegate.check(value)
 

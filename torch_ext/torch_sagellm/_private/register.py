@@ -103,7 +103,8 @@ def _meet(extension: ModuleType, options: Any, ours: Any, is_part: bool = False)
         _tell_delegate(ours.delegate, decided.delegate_reason, options)
     chosen = addresses.chosen(decided.network)
     alive.announce(options.store, options.group_rank, chosen, agreed=bool(decided.network))
-    return decided.build(*_delegate.make(ours.delegate, options, decided, chosen))
+    links = max(ours.links, len(chosen) if os.environ.get(address.OURS, "").strip() else 1)
+    return decided.build(*_delegate.make(ours.delegate, options, decided, chosen, links))
 
 
 def _refuse_mpi(group: str, reason: str) -> NoReturn:
@@ -124,6 +125,8 @@ SWITCHES = {
     "TORCH_NCCL_BLOCKING_WAIT": "blocking_wait",
     "SAGELLM_BLOCKING_WAIT": "blocking_wait",
 }
+#: Overrides the option ``links``, see docs/settings.md.
+LINKS = "SAGELLM_LINKS"
 #: Overrides the option ``on_device_failure``, see docs/devices.md.
 ON_DEVICE_FAILURE = "SAGELLM_ON_DEVICE_FAILURE"
 #: Overrides the option ``verify``.
@@ -175,6 +178,10 @@ def _settings(extension: ModuleType, given: Any) -> Any:
         if expected:
             raise ValueError(f"sagellm: {variables.THREADS}={text!r}, expected {expected}")
         ours.threads = int(text)
+    if links := os.environ.get(LINKS, "").strip():
+        if expected := variables.links(links):
+            raise ValueError(f"sagellm: {LINKS}={links!r}, expected {expected}")
+        ours.links = int(links)
     return ours
 
 

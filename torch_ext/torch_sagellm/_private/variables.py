@@ -35,6 +35,15 @@ def _count(text: str) -> str | None:
     return None if _whole(text) is None and int(text) <= 4096 else "a whole number from 0 (as torch) to 4096"
 
 
+#: Most connections between two processes (`MOST_PATHS` of src/engine/multihost/wire/meet.rs).
+MOST_LINKS = 16
+
+
+def links(text: str) -> str | None:
+    is_number = text.isascii() and text.isdecimal()
+    return None if is_number and 1 <= int(text) <= MOST_LINKS else f"a whole number from 1 to {MOST_LINKS}"
+
+
 def _seconds(text: str) -> str | None:
     try:
         return None if 0 <= float(text) < 1e9 else "seconds from 0 on"
@@ -89,6 +98,7 @@ RULES: dict[str, Rule] = {
     "SAGELLM_EXPLAIN": Rule(_one, "it counts as 0"),
     "SAGELLM_FUSION": Rule(_switch, REFUSED, True),
     "SAGELLM_KERNELS": Rule(words("portable", "avx2", "avx512"), "the widest of the processor are used", is_told=True),
+    "SAGELLM_LINKS": Rule(links, REFUSED, True),
     "SAGELLM_LOG": Rule(
         words("off", "error", "warn", "warning", "info", "debug", "trace"), "it counts as warn", is_told=True
     ),

@@ -41,6 +41,7 @@ VARIABLES = (
     "SAGELLM_HCCL_LIBRARY",
     "SAGELLM_HCOMM_LIBRARY",
     "SAGELLM_KERNELS",
+    "SAGELLM_LINKS",
     "SAGELLM_LOG",
     "SAGELLM_MEASURE_LINK",
     "SAGELLM_NCCL_LIBRARY",
@@ -48,6 +49,7 @@ VARIABLES = (
     "SAGELLM_RING",
     "SAGELLM_SHARED_BYTES",
     "SAGELLM_SHARED_TENSORS",
+    "SAGELLM_SOCKET_IFNAMES",
     "SAGELLM_SOFT_TIMEOUT",
     "SAGELLM_STATUS_DIR",
     "SAGELLM_STRICT",
@@ -186,24 +188,23 @@ def findings(facts: Facts) -> list[Finding]:
 
 
 def interface(facts: Facts) -> Iterator[Finding]:
-    """Checks the interfaces that gloo binds to: those in GLOO_SOCKET_IFNAME, otherwise that of the host's name."""
+    """Checks the interfaces between hosts: those that a variable names, otherwise that of the host's name."""
     alone = facts.number("WORLD_SIZE") is not None and facts.number("WORLD_SIZE") == facts.number("LOCAL_WORLD_SIZE")
     several = bool(facts.master_address) and not _is_loopback(facts.master_address) and not alone
     up = ", ".join(name for name, is_up in facts.interfaces.items() if is_up and name != "lo") or "lo"
-    named = [name.strip() for name in facts.environment.get(INTERFACE, "").split(",") if name.strip()]
+    variable = _address.OURS if facts.environment.get(_address.OURS, "").strip(" ,") else INTERFACE
+    named = [name.strip() for name in facts.environment.get(variable, "").split(",") if name.strip()]
     for name in named:
         if name not in facts.interfaces:
             near = nearest.meant(name, facts.interfaces)
-            yield Finding(
-                ERROR, f"{INTERFACE} names {name!r}, which this host does not have{near}", f"name one of {up}"
-            )
+            yield Finding(ERROR, f"{variable} names {name!r}, which this host does not have{near}", f"name one of {up}")
         elif not facts.interfaces[name]:
-            yield Finding(ERROR, f"{INTERFACE} names {name!r}, which is down", f"name one that is up: {up}")
+            yield Finding(ERROR, f"{variable} names {name!r}, which is down", f"name one that is up: {up}")
         elif name == "lo" and several:
-            what = f"{INTERFACE} names the loopback interface, and MASTER_ADDR leads to another host's network"
+            what = f"{variable} names the loopback interface, and MASTER_ADDR leads to another host's network"
             yield Finding(ERROR, what, f"name the interface that leads to the other hosts: {up}")
     if named and _address.V6 in facts.addresses.kinds and _address.V4 not in facts.addresses.kinds:
-        what = f"{INTERFACE}={','.join(named)} has IPv6 addresses alone"
+        what = f"{variable}={','.join(named)} has IPv6 addresses alone"
         yield Finding(
             WARNING, what, "give the interfaces of all other hosts IPv6 addresses, too, or this one an IPv4 address"
         )

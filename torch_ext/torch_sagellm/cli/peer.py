@@ -170,9 +170,10 @@ def _try(theirs: Side, one_network: bool) -> dict[str, str]:
 
 
 def _on_this_host(address: str) -> str:
-    """A link-local address with this host's interface that reaches it: the first that GLOO_SOCKET_IFNAME names."""
+    """A link-local address with this host's interface that reaches it: the first that the variables name."""
     bare, scope, _ = address.partition("%")
-    name = os.environ.get(_address.VARIABLE, "").split(",")[0].strip()
+    names = os.environ.get(_address.OURS) or os.environ.get(_address.VARIABLE, "")
+    name = names.split(",")[0].strip()
     return f"{bare}%{name}" if scope and name else address
 
 

@@ -303,7 +303,7 @@ impl Channel {
         fault_points::reached(FaultPoint::Cutting);
         let mut events = Events::default();
         for connection in connections {
-            connection.forget(self.id, why, &mut events);
+            connection.forget(&self.wire, self.id, why, &mut events);
             connection.push(&self.wire, Outgoing::control(self.frame(Kind::Cut, 0)), &mut events);
         }
         left.into_iter().for_each(|one| one.end.tell(Err(why.to_string()), one.memory, &mut events));
@@ -634,7 +634,7 @@ impl Channel {
         let is_it = |end: &End| matches!(end, End::Slot(one) if Arc::ptr_eq(one, slot));
         let Some(connection) = self.lock().peers[peer].connection.clone() else { return };
         // While the reading side is locked, the connection starts no transfer of this channel.
-        connection.give_up(is_it, || {
+        connection.give_up(&self.wire, is_it, || {
             let mut state = self.lock();
             let peer = &mut state.peers[peer];
             for lists in [&mut peer.wants, &mut peer.unwanted] {

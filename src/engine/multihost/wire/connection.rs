@@ -14,7 +14,10 @@ use once_cell::sync::OnceCell;
 
 use super::frame::{Frame, HEAD, Kind};
 use super::memory::{Memory, Pieces};
+use super::path::Socket;
+use super::several::Several;
 use super::sockets;
+pub use super::transfer::Outgoing;
 use super::transfer::{End, Events, Target};
 use super::{ProcessId, Wire};
 use crate::os::fault_points;
@@ -38,6 +41,8 @@ pub struct Connection {
     generation: u32,
     out: Mutex<Out>,
     inn: Mutex<In>,
+    /// Set if several TCP connections carry the frames. `fd`, `out` and `inn` are then unused.
+    several: Option<Box<Several>>,
     /// Why the connection failed. Set once.
     broken: OnceCell<String>,
 }
@@ -48,30 +53,6 @@ struct Out {
     queue: VecDeque<Outgoing>,
     /// Whether epoll watches the socket for space to write.
     watched: bool,
-}
-
-/// A frame that is queued or partly written.
-pub struct Outgoing {
-    pub frame: Frame,
-    pub data: Memory,
-    pub end: End,
-    head: [u8; HEAD],
-    /// Bytes of header and data that the system has accepted.
-    sent: usize,
-}
-
-impl Outgoing {
-    pub fn new(frame: Frame, data: Memory, end: End) -> Outgoing {
-        Outgoing { frame, data, end, head: frame.write(), sent: 0 }
-    }
-
-    pub fn control(frame: Frame) -> Outgoing {
-        Outgoing::new(frame, Memory::Owned(Vec::new()), End::Nobody)
-    }
-
-    fn left(&self) -> usize {
-        HEAD + self.frame.data() - self.sent
-    }
 }
 
 /// Handles the frames of one group. Called with the lock of the connection's reading side held.
@@ -98,11 +79,11 @@ struct In {
     current: Option<Incoming>,
 }
 
-struct Incoming {
-    frame: Frame,
-    channel: Option<Arc<dyn Receiver>>,
-    target: Target,
-    got: usize,
+pub struct Incoming {
+    pub frame: Frame,
+    pub channel: Option<Arc<dyn Receiver>>,
+    pub target: Target,
+    pub got: usize,
 }
 
 /// The result of one call of `read`.
@@ -124,12 +105,42 @@ impl Connection {
             generation: watch::generation(),
             out: Mutex::default(),
             inn: Mutex::new(inn),
+            several: None,
             broken: OnceCell::new(),
         }
     }
 
+    /// A connection that several sockets carry, of which `first` is the first. The others are added by `attach`.
+    pub fn of_several(wire: &Arc<Wire>, peer: ProcessId, number: u64, first: &Arc<Socket>) -> Connection {
+        let several = Several::new(wire, number);
+        several.attach(wire, 0, first);
+        let inn = In { buffer: Box::default(), from: 0, to: 0, current: None };
+        Connection {
+            token: first.token,
+            peer,
+            fd: None,
+            generation: watch::generation(),
+            out: Mutex::default(),
+            inn: Mutex::new(inn),
+            several: Some(Box::new(several)),
+            broken: OnceCell::new(),
+        }
+    }
+
+    pub fn several(&self) -> Option<&Several> {
+        self.several.as_deref()
+    }
+
     pub fn fd(&self) -> i32 {
         self.fd.as_ref().map_or(-1, AsRawFd::as_raw_fd)
+    }
+
+    /// The descriptors and tokens of its sockets.
+    pub fn sockets(&self) -> Vec<(i32, u64)> {
+        match &self.several {
+            Some(several) => several.sockets().iter().map(|socket| (socket.fd(), socket.token)).collect(),
+            None => vec![(self.fd(), self.token)],
+        }
     }
 
     pub fn broken(&self) -> Option<&str> {
@@ -146,6 +157,9 @@ impl Connection {
 
     /// Whether all queued frames have been written.
     pub fn is_flushed(&self) -> bool {
+        if let Some(several) = &self.several {
+            return several.is_flushed();
+        }
         self.out().queue.is_empty()
     }
 
@@ -154,6 +168,13 @@ impl Connection {
     /// Queues a frame and writes as much of the queue as the system accepts now. If the connection is broken, the frame
     /// is dropped and its transfer fails.
     pub fn push(&self, wire: &Wire, outgoing: Outgoing, events: &mut Events) {
+        if let Some(several) = &self.several {
+            if let Some(refused) = several.push(wire, outgoing, || self.broken.get().is_some()) {
+                let why = self.broken().unwrap_or_default().to_string();
+                refused.end.tell(Err(why), refused.data, events);
+            }
+            return;
+        }
         let mut out = self.out();
         if let Some(why) = self.broken.get() {
             drop(out);
@@ -165,8 +186,11 @@ impl Connection {
         }
     }
 
-    /// Writes as much of the queue as the system accepts now.
-    pub fn flush(&self, wire: &Wire, events: &mut Events) {
+    /// Writes as much of the queue as the system accepts now on this socket.
+    pub fn flush(&self, wire: &Wire, token: u64, events: &mut Events) {
+        if let Some(several) = &self.several {
+            return several.writable(wire, token);
+        }
         self.write(wire, &mut self.out(), events);
     }
 
@@ -231,8 +255,11 @@ impl Connection {
 
     // -------------------------------------------------------------------------------------------------------- reading
 
-    /// Reads and handles what has arrived. Only the thread that drives the wire calls it.
-    pub fn read(&self, wire: &Wire, events: &mut Events) -> Turn {
+    /// Reads and handles what has arrived on this socket. Only the thread that drives the wire calls it.
+    pub fn read(&self, wire: &Wire, token: u64, events: &mut Events) -> Turn {
+        if let Some(several) = &self.several {
+            return several.read(wire, self, token, events);
+        }
         let mut inn = self.inn();
         let mut moved = 0;
         loop {
@@ -341,7 +368,10 @@ impl Connection {
 
     /// Stops using the memory of this channel's transfers. A partly written frame continues from a copy, and a partly
     /// read one is discarded.
-    pub fn forget(&self, channel: u64, why: &str, events: &mut Events) {
+    pub fn forget(&self, wire: &Wire, channel: u64, why: &str, events: &mut Events) {
+        if let Some(several) = &self.several {
+            return several.forget(wire, channel, why, events);
+        }
         let mut inn = self.inn();
         if let Some(current) = inn.current.as_mut()
             && current.frame.channel == channel
@@ -366,7 +396,10 @@ impl Connection {
 
     /// Stops using the memory of the transfer that `is_it` selects. Calls `meanwhile` while the reading side is locked,
     /// so that no transfer can start.
-    pub fn give_up(&self, is_it: impl Fn(&End) -> bool, meanwhile: impl FnOnce()) {
+    pub fn give_up(&self, wire: &Wire, is_it: impl Fn(&End) -> bool, meanwhile: impl FnOnce()) {
+        if let Some(several) = &self.several {
+            return several.give_up(wire, is_it, meanwhile);
+        }
         let mut inn = self.inn();
         meanwhile();
         if let Some(Incoming { target, .. }) = inn.current.as_mut()
@@ -384,6 +417,9 @@ impl Connection {
 
     /// Marks the connection as broken and fails every transfer in flight.
     pub fn fail(&self, wire: &Wire, why: &str, events: &mut Events) {
+        if let Some(several) = &self.several {
+            return several.fail(why, || self.broken.set(why.to_string()).is_ok(), events);
+        }
         let mut out = self.out();
         if self.broken.set(why.to_string()).is_err() {
             return;

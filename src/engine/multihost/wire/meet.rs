@@ -7,6 +7,11 @@
 //! when it has a Hello from all others. So no rank uses a group that another rank lacks, and nothing is sent to a rank
 //! that does not know the channel.
 //!
+//! If both processes want several connections, the caller makes as many as the process that wants fewer, each from one
+//! of its addresses to the one of the same place in the other's list. The first makes the connection of the two
+//! processes, whose number the caller chooses; the others name this number and are added to it as they come
+//! (`several`). One that cannot be made is left out with a warning.
+//!
 //! Other groups of the process may end or be made at the same time, by other threads. If one ends, the listening
 //! sockets and what has come through them stay while a group is being made (`Joining`). A connection that the end of a
 //! group closes is made anew. If several are made, one thread connects to a process, for all of them (`Calling`): of
@@ -15,22 +20,29 @@
 use std::collections::{HashMap, HashSet};
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, SocketAddr, SocketAddrV6, TcpListener, TcpStream};
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::channel::{Channel, WireLink};
 use super::connection::Connection;
+use super::path::Socket;
 use super::{Counted, ProcessId, Wire, locked, sockets};
 use crate::error::{Error, Result, cleaned};
 use crate::host::Store;
 use crate::os::topology;
 
-const MAGIC: &[u8; 8] = b"sagewir1";
+pub(super) const MAGIC: &[u8; 8] = b"sagewir1";
 /// Length of what a connecting process sends: the magic number, the number of the process it wants, its own number.
 const CALL: usize = 8 + 16 + 16;
+/// The same of a process that makes several connections. The number of the connection and the place of this one in it
+/// follow, eight bytes each.
+pub(super) const MAGIC_OF_SEVERAL: &[u8; 8] = b"sagewirn";
+const CALL_OF_SEVERAL: usize = CALL + 8 + 8;
+/// Most connections between two processes.
+pub const MOST_PATHS: usize = 16;
 /// Length of the answer: the magic number, the number of the answering process.
-const ANSWER: usize = 8 + 16;
+pub(super) const ANSWER: usize = 8 + 16;
 /// How long an accepted process may take to identify itself.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Most accepted connections that have not identified themselves. Beyond it, the oldest one is closed.
@@ -47,6 +59,9 @@ pub struct Place<'a> {
     pub size: usize,
     /// The address of this host at which the other ranks reach this process.
     pub address: &'a str,
+    /// The addresses of this host that several connections to each process use, in order; one may occur several times.
+    /// Fewer than two: one connection, at `address`.
+    pub paths: &'a [String],
     pub timeout: Duration,
 }
 
@@ -83,9 +98,9 @@ impl Drop for Joining<'_> {
 }
 
 /// Ranks to which this thread is still connecting, each with its process. No other thread connects to these processes.
-struct Calling<'a> {
+pub(super) struct Calling<'a> {
     wire: &'a Wire,
-    left: Vec<(usize, ProcessId)>,
+    pub(super) left: Vec<(usize, ProcessId)>,
 }
 
 impl<'a> Calling<'a> {
@@ -100,7 +115,7 @@ impl<'a> Calling<'a> {
     }
 
     /// Lets other threads connect to the process of this rank, to which this thread has connected.
-    fn made(&mut self, rank: usize) {
+    pub(super) fn made(&mut self, rank: usize) {
         let mut doors = locked(&self.wire.doors);
         for (_, process) in self.left.extract_if(.., |(known, _)| *known == rank) {
             doors.called.remove(&process);
@@ -128,9 +143,11 @@ struct Stranger {
 
 /// Another rank, as read from the store.
 #[derive(Clone)]
-struct Other {
-    process: ProcessId,
-    address: SocketAddr,
+pub(super) struct Other {
+    pub(super) process: ProcessId,
+    pub(super) address: SocketAddr,
+    /// Where it listens for each of several connections. Empty if it wants one.
+    pub(super) paths: Vec<SocketAddr>,
     /// "pid 7, host b", for error texts. Empty if the store lacks it.
     who: String,
 }
@@ -143,18 +160,19 @@ pub fn join(wire: &Arc<Wire>, place: &Place) -> Result<WireLink> {
     let _joining = Joining::new(wire, number);
     let port =
         wire.listen(place.address).map_err(|error| failed(&format!("cannot listen at {}: {error}", place.address)))?;
+    let paths = wire.listen_at(&place.paths[..place.paths.len().min(MOST_PATHS)])?;
     wire.start()?;
     let _driven = Counted::new(wire); // other ranks connect while this one reads the store
     wire.wake_for_pending();
     let key = |rank: usize| format!("wire/{:032x}/{rank}", u128::from_be_bytes(place.id));
     let (pid, host) = (std::process::id(), topology::hostname());
-    let own = format!("{:032x} {port} {} {pid} {host}", wire.id, place.address);
+    let own = format!("{:032x} {port} {} {pid} {host}{paths}", wire.id, place.address);
     place.store.set(&key(place.rank), own.as_bytes())?;
     let mut others = Vec::new();
     for rank in 0..place.size {
         if rank == place.rank {
             let address = SocketAddr::new(IpAddr::from([0, 0, 0, 0]), 0);
-            others.push(Other { process: wire.id, address, who: String::new() });
+            others.push(Other { process: wire.id, address, paths: Vec::new(), who: String::new() });
             continue;
         }
         let text = loop {
@@ -166,7 +184,7 @@ pub fn join(wire: &Arc<Wire>, place: &Place) -> Result<WireLink> {
             }
             std::thread::sleep(PAUSE);
         };
-        let other = Other::read(&text, place.address);
+        let other = Other::read(&text, place);
         others.push(other.ok_or_else(|| failed(&format!("the store has no address of rank {rank}")))?);
     }
     let processes: Vec<ProcessId> = others.iter().map(|other| other.process).collect();
@@ -185,7 +203,7 @@ pub fn join(wire: &Arc<Wire>, place: &Place) -> Result<WireLink> {
         }
         let calling = Calling::new(wire, channel);
         if !calling.left.is_empty() {
-            wire.call(calling, &others, until())?;
+            wire.call(calling, place.paths, &others, until())?;
         }
         let before = missing.len();
         let needs_call = || wire.to_call(&locked(&wire.doors), channel).next().is_some();
@@ -193,7 +211,7 @@ pub fn join(wire: &Arc<Wire>, place: &Place) -> Result<WireLink> {
     }
 }
 
-fn failed(what: &str) -> Error {
+pub(super) fn failed(what: &str) -> Error {
     Error::system(what.to_string())
 }
 
@@ -202,31 +220,42 @@ fn late(place: &Place, what: &str) -> Error {
 }
 
 impl Other {
-    /// Parses a rank's entry of the store. `own` is this process's address, whose interface reaches link-local
-    /// addresses of other hosts.
-    fn read(text: &[u8], own: &str) -> Option<Other> {
+    /// Parses a rank's entry of the store. The interfaces of this process's addresses reach link-local addresses of
+    /// other hosts.
+    fn read(text: &[u8], own: &Place) -> Option<Other> {
         let text = std::str::from_utf8(text).ok()?;
-        let mut words = text.split(' ');
+        let (first, paths) = text.split_once('\n').unwrap_or((text, ""));
+        let mut words = first.split(' ');
         let process = ProcessId::from_str_radix(words.next()?, 16).ok()?;
         let port = words.next()?.parse().ok()?;
-        let address = socket_address(words.next()?, port)?;
-        let address = match address {
-            SocketAddr::V6(far) if far.ip().segments()[0] & 0xffc0 == 0xfe80 => {
-                let interface = own.split_once('%').and_then(|(_, name)| sockets::interface(name)).unwrap_or(0);
-                SocketAddr::V6(SocketAddrV6::new(*far.ip(), port, 0, interface))
-            }
-            other => other,
-        };
+        let address = reachable(socket_address(words.next()?, port)?, own.address);
+        let paths = paths.split_whitespace().take(MOST_PATHS).enumerate().map(|(number, path)| {
+            let (address, port) = path.rsplit_once('/')?;
+            let from = own.paths.get(number).map_or(own.address, String::as_str);
+            Some(reachable(socket_address(address, port.parse().ok()?)?, from))
+        });
+        let paths = paths.collect::<Option<Vec<_>>>()?;
         let who = match (words.next(), words.next()) {
             (Some(pid), Some(host)) => cleaned(&format!("pid {pid}, host {host}"), &[]),
             _ => String::new(),
         };
-        Some(Other { process, address, who })
+        Some(Other { process, address, paths, who })
+    }
+}
+
+/// The address of another host, with the interface of `own` if it is link-local.
+fn reachable(address: SocketAddr, own: &str) -> SocketAddr {
+    match address {
+        SocketAddr::V6(far) if far.ip().segments()[0] & 0xffc0 == 0xfe80 => {
+            let interface = own.split_once('%').and_then(|(_, name)| sockets::interface(name)).unwrap_or(0);
+            SocketAddr::V6(SocketAddrV6::new(*far.ip(), far.port(), 0, interface))
+        }
+        other => other,
     }
 }
 
 /// Parses an address, with the interface of a link-local one.
-fn socket_address(text: &str, port: u16) -> Option<SocketAddr> {
+pub(super) fn socket_address(text: &str, port: u16) -> Option<SocketAddr> {
     let (address, interface) = text.split_once('%').map_or((text, None), |(address, name)| (address, Some(name)));
     match address.parse().ok()? {
         IpAddr::V4(address) => Some(SocketAddr::new(IpAddr::V4(address), port)),
@@ -235,18 +264,6 @@ fn socket_address(text: &str, port: u16) -> Option<SocketAddr> {
             Some(SocketAddr::V6(SocketAddrV6::new(address, port, 0, scope)))
         }
     }
-}
-
-/// A connection to another rank that is not complete yet.
-struct Call {
-    rank: usize,
-    fd: OwnedFd,
-    state: CallState,
-}
-
-enum CallState {
-    Connecting,
-    Answering(Vec<u8>),
 }
 
 impl Wire {
@@ -264,6 +281,20 @@ impl Wire {
         self.epoll.add(listener.as_raw_fd(), token)?;
         doors.listening.push((address.to_string(), token, listener));
         Ok(port)
+    }
+
+    /// Listens at these addresses. Returns the line of the store's entry that lists them, or nothing if there are not
+    /// several.
+    fn listen_at(&self, paths: &[String]) -> Result<String> {
+        if paths.len() < 2 {
+            return Ok(String::new());
+        }
+        let mut line = "\n".to_string();
+        for path in paths {
+            let port = self.listen(path).map_err(|error| failed(&format!("cannot listen at {path}: {error}")))?;
+            line += &format!("{path}/{port} ");
+        }
+        Ok(line)
     }
 
     pub(super) fn is_joining(&self) -> bool {
@@ -343,87 +374,33 @@ impl Wire {
         let fd = stranger.stream.as_raw_fd();
         self.epoll.remove(fd);
         let number = |at: usize| u128::from_le_bytes(stranger.said[at..at + 16].try_into().expect("sixteen bytes"));
+        let short = |at: usize| u64::from_le_bytes(stranger.said[at..at + 8].try_into().expect("eight bytes"));
         let (wanted, who) = (number(8), number(24));
-        if &stranger.said[..8] != MAGIC || wanted != self.id || who == self.id {
+        let path = stranger.is_of_several().then(|| (short(CALL), short(CALL + 8)));
+        let is_ours = path.is_some() || &stranger.said[..8] == MAGIC;
+        if !is_ours || wanted != self.id || who == self.id {
             return Err(io::Error::other("it did not name this process"));
         }
+        let first = match path {
+            Some((connection, at)) if at > 0 => {
+                let known = locked(&self.connections).get(&who).cloned();
+                let known = known.filter(|one| one.several().is_some_and(|several| several.number == connection));
+                let known = known.filter(|_| at < MOST_PATHS as u64);
+                Some(known.ok_or_else(|| io::Error::other("it belongs to no connection"))?)
+            }
+            _ => None,
+        };
         let mut answer = MAGIC.to_vec();
         answer.extend(self.id.to_le_bytes());
         stranger.stream.write_all(&answer)?; // a fresh connection has room for it
         sockets::set_up(fd);
-        self.add_connection(Arc::new(Connection::new(token, who, stranger.stream.into())))
-    }
-
-    /// Connects to these ranks, all at once. Returns when all connections are made, one was refused, or the timeout has
-    /// passed.
-    fn call(&self, mut calling: Calling, others: &[Other], timeout: Duration) -> Result<()> {
-        let begin = Instant::now();
-        let refused =
-            |rank: usize, error: &io::Error| failed(&format!("rank {rank} at {}: {error}", others[rank].address));
-        let mut calls = Vec::new();
-        for &(rank, _) in &calling.left {
-            let fd = sockets::connect(&others[rank].address).map_err(|error| refused(rank, &error))?;
-            calls.push(Call { rank, fd, state: CallState::Connecting });
-        }
-        while !calls.is_empty() {
-            if begin.elapsed() >= timeout {
-                return Ok(()); // the caller's deadline reports which rank is missing
-            }
-            let asked: Vec<(RawFd, i16)> = calls
-                .iter()
-                .map(|call| match call.state {
-                    CallState::Connecting => (call.fd.as_raw_fd(), libc::POLLOUT),
-                    CallState::Answering(_) => (call.fd.as_raw_fd(), libc::POLLIN),
-                })
-                .collect();
-            let ready = sockets::wait(&asked, Duration::from_millis(20));
-            let mut left = Vec::new();
-            for (mut call, ready) in calls.into_iter().zip(ready) {
-                let other = &others[call.rank];
-                let made = ready && call.step(self.id, other.process).map_err(|error| refused(call.rank, &error))?;
-                if !made {
-                    left.push(call);
-                    continue;
-                }
-                sockets::set_up(call.fd.as_raw_fd());
-                let connection = Arc::new(Connection::new(self.token(), other.process, call.fd));
-                self.add_connection(connection).map_err(|error| refused(call.rank, &error))?;
-                calling.made(call.rank);
-            }
-            calls = left;
-        }
-        Ok(())
-    }
-}
-
-impl Call {
-    /// Advances the connection when its socket is ready. Returns true when the other process has answered.
-    fn step(&mut self, me: ProcessId, other: ProcessId) -> io::Result<bool> {
-        let fd = self.fd.as_raw_fd();
-        match &mut self.state {
-            CallState::Connecting => {
-                if !sockets::is_connected(fd)? {
-                    return Ok(false);
-                }
-                let mut call = MAGIC.to_vec();
-                call.extend(other.to_le_bytes());
-                call.extend(me.to_le_bytes());
-                let mut stream = TcpStream::from(self.fd.try_clone()?);
-                stream.write_all(&call)?; // a fresh connection has room for it
-                self.state = CallState::Answering(Vec::new());
-                Ok(false)
-            }
-            CallState::Answering(answer) => {
-                let mut stream = TcpStream::from(self.fd.try_clone()?);
-                if !read_up_to(&mut stream, answer, ANSWER)? {
-                    return Ok(false);
-                }
-                let who = u128::from_le_bytes(answer[8..].try_into().expect("sixteen bytes"));
-                if &answer[..8] != MAGIC || who != other {
-                    return Err(io::Error::other("another process answers there"));
-                }
-                Ok(true)
-            }
+        let Some((number, at)) = path else {
+            return self.add_connection(Arc::new(Connection::new(token, who, stranger.stream.into())));
+        };
+        let socket = Socket::new(token, stranger.stream.into());
+        match first {
+            Some(connection) => self.add_path(&connection, at as usize, &socket),
+            None => self.add_connection(Arc::new(Connection::of_several(&self.owned(), who, number, &socket))),
         }
     }
 }
@@ -431,12 +408,21 @@ impl Call {
 impl Stranger {
     /// Returns true when the process has sent everything.
     fn listen(&mut self) -> io::Result<bool> {
-        read_up_to(&mut self.stream, &mut self.said, CALL)
+        let said = read_up_to(&mut self.stream, &mut self.said, CALL)?;
+        if said && self.is_of_several() {
+            return read_up_to(&mut self.stream, &mut self.said, CALL_OF_SEVERAL);
+        }
+        Ok(said)
+    }
+
+    /// Whether it has begun to say that this is one of several connections.
+    fn is_of_several(&self) -> bool {
+        self.said.starts_with(MAGIC_OF_SEVERAL)
     }
 }
 
 /// Reads what has arrived, until `said` has this length. Returns true when it has.
-fn read_up_to(stream: &mut TcpStream, said: &mut Vec<u8>, length: usize) -> io::Result<bool> {
+pub(super) fn read_up_to(stream: &mut TcpStream, said: &mut Vec<u8>, length: usize) -> io::Result<bool> {
     let mut buffer = [0; 64];
     while said.len() < length {
         match stream.read(&mut buffer[..length - said.len()]) {

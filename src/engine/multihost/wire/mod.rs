@@ -13,7 +13,15 @@
 //! | `transfer` | the end of a transfer: its result, its callback |
 //! | `connection` | one connection: writes frames, reads them |
 //! | `channel` | one group: its messages, mail and bodies; implements `Link` and `Mail` |
-//! | `meet` | listens, connects, proves the identity of processes; makes a group's channel |
+//! | `several` | one connection that consists of several TCP connections, the paths |
+//! | `path` | one of them |
+//! | `segment` | the parts of the stream of frames that paths carry |
+//! | `stripes` | the sending side: which segment is sent on which path, and sent again |
+//! | `trust` | the sending side: which path is suspected to be dead |
+//! | `assembly` | the receiving side: puts the segments together |
+//! | `parser` | the receiving side: handles the frames |
+//! | `meet` | listens, proves the identity of processes; makes a group's channel |
+//! | `calls` | connects to the processes of a group |
 //! | `sockets` | system calls |
 //! | `tests` | a race of frames with a channel that is being added |
 //!
@@ -21,13 +29,21 @@
 //! `channels`, `early`, a channel's state, a connection's writing side. Threads only try the driver's lock and never
 //! block on it. Callbacks outside this module are called under none of these locks except the driver's.
 
+mod assembly;
+mod calls;
 mod channel;
 mod connection;
 mod frame;
 mod meet;
 mod memory;
+mod parser;
+mod path;
+mod segment;
+mod several;
 mod sockets;
+mod stripes;
 mod transfer;
+mod trust;
 
 #[cfg(test)]
 mod tests;
@@ -35,17 +51,18 @@ mod tests;
 use std::collections::{HashMap, HashSet};
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError, Weak};
 use std::time::{Duration, Instant};
 
 use once_cell::sync::OnceCell;
 
 use self::channel::Channel;
 pub use self::channel::WireLink;
-use self::connection::{Connection, Receiver, Turn};
+use self::connection::{Connection, Incoming, Receiver, Turn};
 use self::frame::{Frame, Kind};
 use self::meet::Doors;
 pub use self::meet::{Place, join};
+use self::path::Socket;
 use self::sockets::{Epoll, Kick, Ready};
 use self::transfer::{Event, Events};
 use crate::error::{Error, Result};
@@ -101,8 +118,14 @@ pub struct Wire {
     /// polling threads write it, the background thread reads it (relaxed: a hint).
     polled: AtomicU64,
     started: AtomicBool,
+    /// Whether a connection may consist of several. Written under the lock of `connections`; the driver reads it in
+    /// each pass (relaxed: a pass that misses it ends after `NAP`).
+    of_several: AtomicBool,
+    /// Time (`clock::stamp`) of the last look at their paths. Only the driver uses it (relaxed).
+    looked: AtomicU64,
     /// Decides whether a waiting thread yields its core or sleeps.
     yielding: Yielding,
+    this: Weak<Wire>,
 }
 
 /// A peer that joined a channel before this rank did.
@@ -206,7 +229,7 @@ impl Wire {
         };
         let (epoll, kick) = make()
             .map_err(|error| Error::system(format!("sagellm: the system refuses what connections need: {error}")))?;
-        Ok(Arc::new(Wire {
+        Ok(Arc::new_cyclic(|this| Wire {
             id,
             generation: watch::generation(),
             epoll,
@@ -227,7 +250,10 @@ impl Wire {
             in_background: AtomicBool::new(false),
             polled: AtomicU64::new(0),
             started: AtomicBool::new(false),
+            of_several: AtomicBool::new(false),
+            looked: AtomicU64::new(0),
             yielding: Yielding::default(),
+            this: Weak::clone(this),
         }))
     }
 
@@ -235,6 +261,10 @@ impl Wire {
     /// the parent may have held its locks.
     fn is_inherited(&self) -> bool {
         self.generation != watch::generation()
+    }
+
+    fn owned(&self) -> Arc<Wire> {
+        self.this.upgrade().expect("a wire that is used is alive")
     }
 
     /// Number of connections that groups use.
@@ -347,8 +377,13 @@ impl Wire {
 
     /// Handles the connections that are ready, after a sleep of at most `sleep`. Returns true if something advanced.
     fn pass(&self, ready: &mut Vec<Ready>, sleep: Duration) -> bool {
+        let looks = self.of_several.load(Ordering::Relaxed);
+        let sleep = if looks { sleep.min(stripes::LOOK) } else { sleep };
         self.epoll.wait(sleep.as_micros().div_ceil(1000) as i32, ready);
         let mut events = Events::default();
+        if looks {
+            self.look(&mut events);
+        }
         let mut moved = false;
         for one in ready.iter() {
             if one.token == TOKEN_KICK {
@@ -363,11 +398,11 @@ impl Wire {
                 continue;
             };
             if one.writable {
-                connection.flush(self, &mut events);
+                connection.flush(self, one.token, &mut events);
                 moved = true;
             }
             if one.readable {
-                match connection.read(self, &mut events) {
+                match connection.read(self, one.token, &mut events) {
                     Turn::Nothing => (),
                     Turn::Moved => moved = true,
                     Turn::Broken(why) => {
@@ -387,6 +422,27 @@ impl Wire {
             self.changed.ring();
         }
         moved
+    }
+
+    /// Checks from time to time which paths of connections of several advance.
+    fn look(&self, events: &mut Events) {
+        let now = clock::stamp();
+        if now.saturating_sub(self.looked.load(Ordering::Relaxed)) < stripes::LOOK.as_nanos() as u64 {
+            return;
+        }
+        self.looked.store(now, Ordering::Relaxed);
+        let connections = locked(&self.connections);
+        let mut all: Vec<_> = connections.values().map(|one| (Arc::clone(one), false)).collect();
+        all.extend(locked(&self.closing).iter().map(|one| (Arc::clone(&one.connection), true)));
+        all.retain(|(connection, _)| connection.several().is_some());
+        self.of_several.store(!all.is_empty(), Ordering::Relaxed);
+        drop(connections);
+        for (connection, is_closing) in all {
+            let gone = connection.several().and_then(|several| several.look(self, Instant::now(), is_closing));
+            if let Some(why) = gone {
+                self.drop_connection(&connection, &why, events);
+            }
+        }
     }
 
     /// Queues events for the thread that drives, because the caller may hold locks under which they must not run.
@@ -469,18 +525,40 @@ impl Wire {
         for channel in self.all_channels() {
             channel.connect(&connection);
         }
+        if connection.several().is_some() {
+            self.of_several.store(true, Ordering::Relaxed);
+        }
         // Last: nothing may be read before the channels know the connection.
-        self.epoll.add(connection.fd(), connection.token)
+        connection.sockets().into_iter().try_for_each(|(fd, token)| self.epoll.add(fd, token))
+    }
+
+    /// Adds a path to a connection of several.
+    fn add_path(&self, connection: &Arc<Connection>, number: usize, socket: &Arc<Socket>) -> io::Result<()> {
+        let connections = locked(&self.connections);
+        let lives = connections.get(&connection.peer).is_some_and(|known| known.token == connection.token);
+        let Some(several) = connection.several().filter(|several| lives && !several.had(number)) else {
+            return Err(io::Error::other("it belongs to no connection"));
+        };
+        self.epoll.add(socket.fd(), socket.token)?;
+        self.by_token.write().unwrap_or_else(PoisonError::into_inner).insert(socket.token, Arc::clone(connection));
+        several.attach(self, number, socket);
+        Ok(())
+    }
+
+    /// Stops reading from a socket of a connection.
+    fn forget_socket(&self, fd: i32, token: u64) {
+        self.epoll.remove(fd);
+        self.by_token.write().unwrap_or_else(PoisonError::into_inner).remove(&token);
     }
 
     fn drop_connection(&self, connection: &Arc<Connection>, why: &str, events: &mut Events) {
-        self.epoll.remove(connection.fd());
-        self.by_token.write().unwrap_or_else(PoisonError::into_inner).remove(&connection.token);
+        // First: no path is added to it any more.
         let mut connections = locked(&self.connections);
         if connections.get(&connection.peer).is_some_and(|known| known.token == connection.token) {
             connections.remove(&connection.peer);
         }
         drop(connections);
+        connection.sockets().into_iter().for_each(|(fd, token)| self.forget_socket(fd, token));
         connection.fail(self, why, events);
         for channel in self.all_channels() {
             channel.lose_connection(connection, why, events);
@@ -579,13 +657,12 @@ impl Wire {
             }
             if !one.shut && one.connection.is_flushed() {
                 one.shut = true;
-                sockets::shut(one.connection.fd());
+                one.connection.sockets().into_iter().for_each(|(fd, _)| sockets::shut(fd));
             }
             if one.since.elapsed() < LINGER {
                 return true;
             }
-            self.epoll.remove(one.connection.fd());
-            self.by_token.write().unwrap_or_else(PoisonError::into_inner).remove(&one.connection.token);
+            one.connection.sockets().into_iter().for_each(|(fd, token)| self.forget_socket(fd, token));
             let mut events = Events::default();
             one.connection.fail(self, "it was closed", &mut events); // no transfer is in flight on it
             false

@@ -172,19 +172,87 @@ pub fn set_up(fd: RawFd) {
     set(libc::IPPROTO_TCP, libc::TCP_KEEPCNT, 3);
 }
 
+/// Makes the system accept few bytes beyond those that the network takes now, so that of several connections each gets
+/// what it can carry.
+pub fn limit_unsent(fd: RawFd, bytes: libc::c_int) {
+    let length = size_of::<libc::c_int>() as libc::socklen_t;
+    // SAFETY: the value is valid for the call. A failure is ignored: the connection works without the option.
+    unsafe {
+        libc::setsockopt(fd, libc::IPPROTO_TCP, libc::TCP_NOTSENT_LOWAT, (&raw const bytes).cast(), length);
+    }
+}
+
+/// Bytes that the system has accepted and the peer's system has not acknowledged.
+pub fn backlog(fd: RawFd) -> usize {
+    let mut bytes: libc::c_int = 0;
+    // SAFETY: the value is valid for the call.
+    unsafe { libc::ioctl(fd, libc::TIOCOUTQ, &raw mut bytes) }; // SIOCOUTQ has this number
+    usize::try_from(bytes).unwrap_or(0)
+}
+
+/// What the system says about a connection's sending side.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Sent {
+    /// Bytes that the peer's system has acknowledged, in all.
+    pub acked: u64,
+    /// Packets that it has not acknowledged.
+    pub in_flight: u32,
+    /// Bytes for which it has room. `None` if this kernel does not say it.
+    pub room: Option<u32>,
+    pub round_trip: Duration,
+}
+
+pub fn sent(fd: RawFd) -> Sent {
+    // Offsets in the kernel's `struct tcp_info`, which only grows.
+    const UNACKED: usize = 24;
+    const ROUND_TRIP: usize = 68;
+    const ACKED: usize = 120;
+    const ROOM: usize = 228;
+    let mut info = [0u8; 256];
+    let mut length = info.len() as libc::socklen_t;
+    // SAFETY: the buffer and its length are valid for the call.
+    let rc =
+        unsafe { libc::getsockopt(fd, libc::IPPROTO_TCP, libc::TCP_INFO, info.as_mut_ptr().cast(), &raw mut length) };
+    if rc != 0 {
+        return Sent::default();
+    }
+    let word = |at: usize| u32::from_ne_bytes(info[at..at + 4].try_into().expect("four bytes"));
+    Sent {
+        acked: u64::from_ne_bytes(info[ACKED..ACKED + 8].try_into().expect("eight bytes")),
+        in_flight: word(UNACKED),
+        room: (length as usize >= ROOM + 4).then(|| word(ROOM)),
+        round_trip: Duration::from_micros(u64::from(word(ROUND_TRIP))),
+    }
+}
+
+/// The two addresses of a connection, for the log.
+pub fn ends(fd: &OwnedFd) -> String {
+    let stream = fd.try_clone().map(std::net::TcpStream::from);
+    let shown = |address: io::Result<SocketAddr>| address.map_or("?".to_string(), |address| address.to_string());
+    match stream {
+        Ok(stream) => format!("from {} to {}", shown(stream.local_addr()), shown(stream.peer_addr())),
+        Err(_) => String::new(),
+    }
+}
+
 /// Shuts down the sending side of a connection.
 pub fn shut(fd: RawFd) {
     // SAFETY: a call on a descriptor, which uses no memory.
     unsafe { libc::shutdown(fd, libc::SHUT_WR) };
 }
 
-/// Starts a connection, which is established when the socket becomes writable.
-pub fn connect(to: &SocketAddr) -> io::Result<OwnedFd> {
+/// Starts a connection, from this local address if one is given. It is established when the socket becomes writable.
+pub fn connect(from: Option<&SocketAddr>, to: &SocketAddr) -> io::Result<OwnedFd> {
     let (family, address, length) = raw(to);
     let kind = libc::SOCK_STREAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
     // SAFETY: makes a new descriptor, which nothing else owns.
     let fd = unsafe { OwnedFd::from_raw_fd(checked(libc::socket(family, kind, 0))?) };
-    // SAFETY: the address has this length and is valid for the call.
+    if let Some(from) = from {
+        let (_, own, length) = raw(from);
+        // SAFETY: the address has this length and is valid for the call.
+        checked(unsafe { libc::bind(fd.as_raw_fd(), (&raw const own).cast(), length) })?;
+    }
+    // SAFETY: as above.
     match checked(unsafe { libc::connect(fd.as_raw_fd(), (&raw const address).cast(), length) }) {
         Err(error) if error.raw_os_error() != Some(libc::EINPROGRESS) => Err(error),
         _ => Ok(fd),

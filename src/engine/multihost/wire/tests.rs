@@ -26,7 +26,7 @@ impl Store for Hiding {
 }
 
 fn place(store: &Hiding, group: u8, rank: usize) -> Place<'_> {
-    Place { store, id: [group; 16], rank, size: 2, address: "127.0.0.1", timeout: Duration::from_secs(5) }
+    Place { store, id: [group; 16], rank, size: 2, address: "127.0.0.1", paths: &[], timeout: Duration::from_secs(5) }
 }
 
 /// Rank 0 says that it has joined before rank 1 has the channel; when rank 1 has it, rank 0 is complete, leaves, and

@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use super::frame::{Frame, HEAD};
 use super::memory::{Memory, Pieces};
 use crate::engine::multihost::link::Done;
 use crate::types::Span;
@@ -51,6 +52,30 @@ impl End {
             }
             End::Done(done) => events.list.push(Event::Done(done, outcome)),
         }
+    }
+}
+
+/// A frame that is queued or partly written.
+pub struct Outgoing {
+    pub frame: Frame,
+    pub data: Memory,
+    pub end: End,
+    pub(super) head: [u8; HEAD],
+    /// Bytes of header and data that the system has accepted. Unused if several connections carry the frame.
+    pub(super) sent: usize,
+}
+
+impl Outgoing {
+    pub fn new(frame: Frame, data: Memory, end: End) -> Outgoing {
+        Outgoing { frame, data, end, head: frame.write(), sent: 0 }
+    }
+
+    pub fn control(frame: Frame) -> Outgoing {
+        Outgoing::new(frame, Memory::Owned(Vec::new()), End::Nobody)
+    }
+
+    pub(super) fn left(&self) -> usize {
+        HEAD + self.frame.data() - self.sent
     }
 }
 

@@ -1,0 +1,125 @@
+//! Handles the frames of a stream that several paths carry, as `Connection` does for one.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::assembly::Sink;
+use super::frame::{Frame, HEAD as FRAME_HEAD, Kind};
+use super::transfer::{Events, Target};
+use super::{Connection, Incoming, Wire};
+use crate::os::fault_points;
+use crate::os::fault_points::FaultPoint;
+
+/// The frames of the stream, in order.
+pub struct Parser {
+    /// Everything before this offset of the stream was handled.
+    pub position: u64,
+    /// The same for the sending side, which acknowledges it (`Stripes::ack`).
+    pub ack: Arc<AtomicU64>,
+    head: [u8; FRAME_HEAD],
+    filled: usize,
+    pub current: Option<Incoming>,
+    /// Where in the stream the data of `current` begins.
+    pub start: u64,
+}
+
+impl Parser {
+    pub fn new(ack: Arc<AtomicU64>) -> Parser {
+        Parser { position: 0, ack, head: [0; FRAME_HEAD], filled: 0, current: None, start: 0 }
+    }
+}
+
+/// The parser, with what handles its frames.
+pub struct Frames<'a> {
+    pub parser: &'a mut Parser,
+    pub wire: &'a Wire,
+    pub connection: &'a Connection,
+    pub events: &'a mut Events,
+}
+
+impl Frames<'_> {
+    /// Handles the next header. An error ends the connection.
+    fn begin(&mut self) -> Result<(), String> {
+        let frame = Frame::read(&self.parser.head).ok_or("it sent what is no frame")?;
+        self.parser.filled = 0;
+        fault_points::reached(FaultPoint::StreamSeen);
+        let channel = self.wire.receiver(frame.channel);
+        if frame.data() == 0 && !matches!(frame.kind, Kind::Message | Kind::Mail | Kind::Body) {
+            return match channel {
+                Some(channel) => channel.control(self.wire, self.connection, frame, self.events),
+                None => self.wire.of_no_channel(self.connection, frame, self.events),
+            };
+        }
+        let target = match &channel {
+            Some(channel) => channel.begin(self.connection.peer, &frame)?,
+            None => Target::Discard,
+        };
+        self.parser.start = self.parser.position;
+        self.parser.current = Some(Incoming { frame, channel, target, got: 0 });
+        self.end();
+        Ok(())
+    }
+
+    /// Ends the current frame if all its data is there.
+    fn end(&mut self) {
+        if self.parser.current.as_ref().is_some_and(|one| one.got == one.frame.data()) {
+            fault_points::reached(FaultPoint::StreamDone);
+            let Incoming { frame, channel, target, .. } = self.parser.current.take().expect("just seen");
+            self.parser.ack.store(self.parser.position, Ordering::Release); // before the transfer ends
+            if let Some(channel) = channel {
+                channel.finish(self.wire, self.connection, &frame, target, self.events);
+            }
+        }
+    }
+}
+
+impl Sink for Frames<'_> {
+    fn position(&self) -> u64 {
+        self.parser.position
+    }
+
+    fn feed(&mut self, mut data: &[u8]) -> Result<(), String> {
+        while !data.is_empty() {
+            let parser = &mut *self.parser;
+            let Some(one) = &mut parser.current else {
+                let here = (FRAME_HEAD - parser.filled).min(data.len());
+                parser.head[parser.filled..parser.filled + here].copy_from_slice(&data[..here]);
+                parser.filled += here;
+                parser.position += here as u64;
+                data = &data[here..];
+                if parser.filled == FRAME_HEAD {
+                    self.begin()?;
+                }
+                continue;
+            };
+            let here = (one.frame.data() - one.got).min(data.len());
+            one.target.write(one.got, &data[..here]);
+            one.got += here;
+            parser.position += here as u64;
+            data = &data[here..];
+            self.end();
+        }
+        Ok(())
+    }
+
+    fn current(&self) -> Option<Range<u64>> {
+        let start = self.parser.start;
+        self.parser.current.as_ref().map(|one| start..start.saturating_add(one.frame.data() as u64))
+    }
+
+    fn store(&mut self, at: u64, data: &[u8]) {
+        let start = self.parser.start;
+        if let Some(one) = &mut self.parser.current {
+            one.target.write((at - start) as usize, data);
+        }
+    }
+
+    fn skip(&mut self, bytes: u64) {
+        self.parser.position += bytes;
+        if let Some(one) = &mut self.parser.current {
+            one.got += bytes as usize;
+        }
+        self.end();
+    }
+}

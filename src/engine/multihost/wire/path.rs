@@ -1,0 +1,90 @@
+//! One of the TCP connections that carry a stream of frames together, a *path*.
+
+#![allow(unsafe_code)] // sends memory for which the caller vouches
+
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+use std::{io, mem};
+
+use super::segment::SEGMENT;
+use super::sockets;
+use crate::os::watch;
+use crate::types::Span;
+
+/// What the system says about a path.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Progress {
+    /// Bytes that the peer's system has acknowledged, in all.
+    pub acked: u64,
+    /// Whether it has yet to acknowledge some, and has room for them.
+    pub owes: bool,
+    pub round_trip: Duration,
+}
+
+/// One of the connections that carry a stream.
+pub trait Path {
+    /// Sends the pieces in order, without blocking. Returns the bytes that the system accepted.
+    ///
+    /// # Safety
+    /// The pieces must be readable.
+    unsafe fn send(&self, pieces: &[Span]) -> io::Result<usize>;
+    /// Bytes that the system has accepted and the peer's system has not acknowledged.
+    fn backlog(&self) -> usize;
+    fn progress(&self) -> Progress;
+}
+
+/// The socket of one path.
+pub struct Socket {
+    /// None if dropped in a forked child, whose copy of the descriptor was closed at the fork.
+    fd: Option<OwnedFd>,
+    pub token: u64,
+    generation: u32,
+    /// Its two addresses, for the log.
+    pub ends: String,
+    /// Whether epoll watches for space to write. Written and read under the lock of the sending side.
+    pub watched: AtomicBool,
+}
+
+impl Socket {
+    pub fn new(token: u64, fd: OwnedFd) -> Arc<Socket> {
+        sockets::close_in_children(fd.as_raw_fd(), true);
+        sockets::limit_unsent(fd.as_raw_fd(), SEGMENT as libc::c_int);
+        let ends = sockets::ends(&fd);
+        Arc::new(Socket { fd: Some(fd), token, generation: watch::generation(), ends, watched: AtomicBool::new(false) })
+    }
+
+    pub fn fd(&self) -> i32 {
+        self.fd.as_ref().map_or(-1, AsRawFd::as_raw_fd)
+    }
+}
+
+impl Drop for Socket {
+    fn drop(&mut self) {
+        if self.generation != watch::generation() {
+            mem::forget(self.fd.take()); // closed at the fork; its number may be another file now
+        } else {
+            sockets::close_in_children(self.fd(), false);
+        }
+    }
+}
+
+impl Path for Arc<Socket> {
+    unsafe fn send(&self, pieces: &[Span]) -> io::Result<usize> {
+        // SAFETY: as the caller's.
+        unsafe { sockets::send(self.fd(), pieces) }
+    }
+
+    fn backlog(&self) -> usize {
+        sockets::backlog(self.fd())
+    }
+
+    fn progress(&self) -> Progress {
+        let sent = sockets::sent(self.fd());
+        // A peer that is slow has no room, and no packet of ours is in flight. A dead network may let no packet out.
+        let has_room = sent.room.is_some_and(|room| room > 0);
+        let owes = sent.in_flight > 0 || (has_room && self.backlog() > 0);
+        Progress { acked: sent.acked, owes, round_trip: sent.round_trip }
+    }
+}
