@@ -99,7 +99,8 @@ pub(crate) fn out_of_cache(cache_bytes: u64) -> u64 {
 
 /// The defaults, measured with two ranks on two cores (docs/internals/benchmarks.md). While the tensor stays in the
 /// last-level cache: as few rounds as the buffers allow. Above that size: smaller chunks. If ranks share cores: as few
-/// rounds as possible, because every round costs context switches.
+/// rounds as possible, because every round costs context switches. The same if a rank has several threads, because each
+/// of them copies a part of each round.
 pub(crate) fn start(desc: OpDesc, shape: &GroupShape, cache_bytes: u64) -> Choice {
     let rounds = |chunk: usize, reason| Choice { path: Path::Rounds { chunk: fitting(chunk, shape) }, reason };
     match desc.kind {
@@ -107,7 +108,8 @@ pub(crate) fn start(desc: OpDesc, shape: &GroupShape, cache_bytes: u64) -> Choic
         Kind::AllToAll => rounds(shape.stage_bytes, Reason::NoCommonSize),
         _ if fits_slot(desc, shape) => Choice { path: Path::Slots, reason: Reason::FitsSlot },
         _ if shape.oversubscribed() => rounds(shape.stage_bytes, Reason::Oversubscribed),
-        _ if desc.bytes > out_of_cache(cache_bytes) => rounds(SMALL_CHUNK * shape.threads, Reason::OutOfCache),
+        _ if shape.threads > 1 => rounds(shape.stage_bytes, Reason::SeveralThreads),
+        _ if desc.bytes > out_of_cache(cache_bytes) => rounds(SMALL_CHUNK, Reason::OutOfCache),
         _ => rounds(shape.stage_bytes, Reason::InCache),
     }
 }
@@ -148,11 +150,8 @@ fn per_byte(bytes: u64, cache_bytes: u64) -> f64 {
 /// Factor for a large stage, which does not stay in the cache while a tensor streams from memory. It was measured that
 /// small chunks are faster there; the factor 1.1 is an assumption.
 fn spill(bytes: u64, chunk: u64, shape: &GroupShape, cache_bytes: u64) -> f64 {
-    if bytes > out_of_cache(cache_bytes) && !shape.oversubscribed() && chunk > (SMALL_CHUNK * shape.threads) as u64 {
-        1.1
-    } else {
-        1.0
-    }
+    let alone = shape.threads < 2 && !shape.oversubscribed();
+    if bytes > out_of_cache(cache_bytes) && alone && chunk > SMALL_CHUNK as u64 { 1.1 } else { 1.0 }
 }
 
 /// Bytes that the busiest rank stages and reads, from the table in engine/shm/bulk.rs.
@@ -284,6 +283,19 @@ mod tests {
         assert_eq!(at(&policy, 5000), ("rounds(64KiB)".into(), Reason::Measured));
         policy.rules = Rules::parse("*:0-=start").unwrap();
         assert_eq!(at(&policy, 8192), ("rounds(512KiB)".into(), Reason::InCache));
+    }
+
+    #[test]
+    fn several_threads_share_the_largest_rounds_also_out_of_the_cache() {
+        let at = |threads, bytes| {
+            let shape = GroupShape { threads, ..SHAPE };
+            let choice = start(desc(Kind::AllReduce, bytes), &shape, CACHE);
+            (choice.path, choice.reason)
+        };
+        let (small, large) = (Path::Rounds { chunk: SMALL_CHUNK }, Path::Rounds { chunk: SHAPE.stage_bytes });
+        assert_eq!(at(1, 1 << 20), (large, Reason::InCache));
+        assert_eq!(at(1, CACHE), (small, Reason::OutOfCache));
+        assert_eq!([at(2, 1 << 20), at(2, CACHE)], [(large, Reason::SeveralThreads); 2]);
     }
 
     const APART: GroupShape =

@@ -348,10 +348,11 @@ pub enum Reason {
     FewBytes = 25,
     /// Every rank's tensors are in memory that the other ranks have mapped.
     Reachable = 26,
+    SeveralThreads = 27,
 }
 
 impl Reason {
-    pub const ALL: [Reason; 22] = [
+    pub const ALL: [Reason; 23] = [
         Reason::Unknown,
         Reason::Alone,
         Reason::Message,
@@ -374,6 +375,7 @@ impl Reason {
         Reason::FullNvlink,
         Reason::FewBytes,
         Reason::Reachable,
+        Reason::SeveralThreads,
     ];
 
     pub fn from_u8(value: u8) -> Reason {
@@ -405,6 +407,7 @@ impl Reason {
             Reason::FullNvlink => "full_nvlink",
             Reason::FewBytes => "few_bytes",
             Reason::Reachable => "reachable",
+            Reason::SeveralThreads => "several_threads",
         }
     }
 
@@ -418,7 +421,8 @@ impl Reason {
         match self {
             Reason::Override => "override",
             Reason::Measured => "measurement",
-            Reason::FitsSlot | Reason::InCache | Reason::OutOfCache | Reason::Oversubscribed => "default",
+            Reason::FitsSlot | Reason::InCache | Reason::OutOfCache => "default",
+            Reason::Oversubscribed | Reason::SeveralThreads => "default",
             reason if reason.is_start_rule() => "start rule",
             Reason::Model => "cost model",
             Reason::Unknown => "nothing",
@@ -437,6 +441,7 @@ impl Reason {
             Reason::FitsSlot => "it fits into a slot, and one exchange is the minimum",
             Reason::InCache => "it stays in the last-level cache, where fewer rounds win",
             Reason::OutOfCache => "it is larger than the last-level cache, where a small stage that stays cached wins",
+            Reason::SeveralThreads => "the threads of a rank share each round, so few large rounds win",
             Reason::Oversubscribed => "ranks share cores, so every round costs context switches and fewer rounds win",
             Reason::NoCommonSize => "no rank knows all the sizes of an all_to_all, so one algorithm serves them all",
             Reason::NothingToMove => "it moves no data",
