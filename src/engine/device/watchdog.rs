@@ -93,7 +93,12 @@ impl Watchdog {
             // Checked even if the device has passed the operation, because some libraries report a failure only then.
             Library::Lives(Err(bad)) => self.library_failed(group, watched, &bad, seen, now),
             // The device has executed the operation, so it needs no peer any more, whether or not one has left since.
-            Library::Lives(Ok(())) if passed => Found::Nothing,
+            // But where a peer aborts its communicator, NCCL may end an operation here without an error and without that
+            // peer's data. A rank aborts only after it has reported why, so what passes before that report is well.
+            Library::Lives(Ok(())) if passed => match group.fault() {
+                Some(fault) => Found::Failed(fail_group(group, fault)),
+                None => Found::Nothing,
+            },
             Library::Lives(Ok(())) => match self.peers(group, watched, now) {
                 Some(error) => Found::Failed(fail_group(group, error)),
                 None => Found::Nothing,
@@ -381,6 +386,15 @@ mod tests {
         let error = error(dog.look(&silent, &work, bad(), RUNS, work.issued + WHO_DIED)).unwrap();
         assert_eq!(error.text(), "rank 1 has not entered it. The library says: sagellm: a remote rank failed");
         assert_eq!(silent.fault(), Some(error));
+    }
+
+    #[test]
+    fn an_operation_that_passes_after_a_peer_has_reported_a_failure_is_not_trusted() {
+        let (group, dog, work) = (Three::default(), Watchdog::default(), watched(None));
+        assert_eq!(dog.look(&group, &work, WELL, PASSED, work.issued), Found::Nothing);
+        let fault = Error::timeout("rank 2 waited for too long");
+        group.fail(fault.clone());
+        assert_eq!(dog.look(&group, &work, WELL, PASSED, work.issued), Found::Failed(fault));
     }
 
     #[test]

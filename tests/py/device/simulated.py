@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import simdevice
+import torch
 from harness import Context, Rank
 from on_device import SHARED_CARD
 
@@ -29,6 +30,8 @@ VENDORS: dict[str, tuple[str, str, dict[str, str]]] = {
 }
 #: Whether the tests run on a card.
 CARD = bool(os.environ.get("SAGELLM_TEST_CARD"))
+#: Whether that machine has no second card.
+ONE_CARD = CARD and torch.cuda.device_count() < 2
 if CARD:
     VENDORS["nccl"] = ("cuda", "cuda", {})
 ROOT = Path(__file__).resolve().parents[3]

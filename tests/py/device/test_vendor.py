@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from harness import Context, expect_raises, launch, run_fresh
 from on_device import backend_of, holds
-from simulated import VENDORS, environment, exit_code, start
+from simulated import CARD, VENDORS, environment, exit_code, start
 
 ROOT = Path(__file__).resolve().parents[3]
 #: The first test builds the simulators, which takes minutes on a busy machine; every job has its own deadline.
@@ -56,7 +56,8 @@ def test_every_collective_gives_the_numbers_of_the_cpu(
     host."""
     # CNCL has no 64-bit floats: test_what_a_library_has_not_is_refused_or_converted_where_allowed
     without = ("all_reduce of several types",) if vendor == "cncl" else ()
-    given = (vendor, on_device.every_call, (without,), {"queue": queue, "native": native})
+    exact = not CARD or world_size < 3  # NCCL adds the parts of three ranks in an order of its own
+    given = (vendor, on_device.every_call, (without, exact), {"queue": queue, "native": native})
     run_fresh(on_simulator, world_size, *given, env=environment(vendor, libraries), timeout=120)
 
 
@@ -387,6 +388,7 @@ def test_rule_31_a_first_call_within_a_capture_is_refused(vendor: str, told: boo
 # ------------------------------------------------------------------------------------------------ training
 
 
+@pytest.mark.skipif(CARD, reason="a card computes other bits than the CPU; tests/py/gpu compares with torch's nccl")
 @pytest.mark.parametrize("program", [on_device.ddp, on_device.fsdp], ids=["ddp", "fsdp2"])
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_a_training_gives_the_losses_and_parameters_of_the_cpu(

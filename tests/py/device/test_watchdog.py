@@ -137,15 +137,21 @@ def names_the_sleeper(job: Job, text: str) -> None:
     assert f"and it is at {__file__}:{line_in(__file__, 'mark: asleep here')} in absent" in text, text
 
 
+#: For each case: the vendor, whether its library says nothing of the abort, and whether rank 0 is on another host.
+#: Between hosts the report arrives after what a silent library lets pass: docs/internals/devices.md, "Failure".
+ABORTS = [(vendor, False, hosts) for vendor in VENDORS for hosts in (False, True)] + [("nccl", True, False)]
+
+
 @pytest.mark.parametrize("first", [0, 2])
-@pytest.mark.parametrize("over_hosts", [False, True], ids=["one_host", "two_hosts"])
-@pytest.mark.parametrize("vendor", VENDORS)
+@pytest.mark.parametrize("vendor,silent,over_hosts", ABORTS)
 def test_the_rank_whose_deadline_passes_first_tells_the_others_who_is_missing(
-    vendor: str, over_hosts: bool, first: int, libraries: dict[str, Path], request: pytest.FixtureRequest
+    vendor: str, silent: bool, over_hosts: bool, first: int, libraries: dict[str, Path], request: pytest.FixtureRequest
 ) -> None:
     """The first rank aborts its communicators. The other waiting rank's library reports that long before its own
-    deadline."""
+    deadline. If it is ``silent``, the operation passes there instead, without an error and without its data."""
     env = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000")
+    if silent:
+        env["SAGELLM_SIM_PEER_ABORT"] = "passes"
     names = request.getfixturevalue("hosts") if over_hosts else None
     if over_hosts:
         env["GLOO_SOCKET_IFNAME"] = net.INTERFACE

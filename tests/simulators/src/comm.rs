@@ -390,7 +390,12 @@ impl Comm {
             && let Err(error) = self.group().and_then(|group| self.run(&group, calls))
         {
             trace::call(|| format!("failed {} rank={} {error}", self.name, self.rank));
-            fault = if self.is_aborted() { Fault::Aborted } else { Fault::of(&error) };
+            let passes = settings::get().peer_abort_passes && error.kind() == ErrorKind::Aborted;
+            fault = match self.is_aborted() {
+                true => Fault::Aborted,
+                false if passes => Fault::None,
+                false => Fault::of(&error),
+            };
         }
         if fault != Fault::None {
             self.fail(fault);

@@ -33,6 +33,8 @@ pub struct Settings {
     /// Communicators never become ready.
     pub init_hangs: bool,
     pub init_refused: bool,
+    /// An operation whose peer aborts its communicator passes here, without an error and without that peer's data.
+    pub peer_abort_passes: bool,
     /// Path of the file that lists the calls; the process id is appended.
     pub trace: Option<String>,
     /// Result of `cnrtQueryNotifier` and `cnrtQueueQuery` while the work runs.
@@ -79,6 +81,7 @@ static SETTINGS: Lazy<Settings> = Lazy::new(|| Settings {
     eager: text("SAGELLM_SIM_CONNECT").as_deref() == Some("eager"),
     connect_takes: Duration::from_millis(number("SAGELLM_SIM_CONNECT_MS", 0)),
     init_hangs: text("SAGELLM_SIM_INIT").as_deref() == Some("hang"),
+    peer_abort_passes: text("SAGELLM_SIM_PEER_ABORT").as_deref() == Some("passes"),
     init_refused: text("SAGELLM_SIM_INIT").as_deref() == Some("refuse"),
     trace: text("SAGELLM_SIM_TRACE"),
     cnrt_pending: match text("SAGELLM_SIM_CNRT_PENDING").as_deref() {
