@@ -157,6 +157,7 @@ fn as_a_rank() {
     let joins = act == format!("kill {}", FaultPoint::Joining as usize);
     let mut hook = None;
     let mut set = || hook = (delays || me == VICTIM).then(|| set_hook(&act, over));
+    let mut kept = None;
     let mut run = || {
         // Frames are also written while the ranks join, which ends otherwise if a rank is killed.
         let late = act.starts_with("kill") && !joins;
@@ -164,6 +165,7 @@ fn as_a_rank() {
             set();
         }
         let group = make(over, me, &store, if joins { JOINING } else { PATIENT })?;
+        kept = Some(Arc::clone(&group));
         if late {
             set();
         }
@@ -182,6 +184,15 @@ fn as_a_rank() {
         Ok(()) => println!("done"),
         Err(error) => println!("failed {:?} {}", error.kind(), error.text().replace('\n', " | ")),
     }
+    if act.starts_with("kill") {
+        // If this rank, or its group, ended first, the other one might name it instead.
+        let end = Instant::now() + PATIENT;
+        std::fs::write(store.0.join(format!("over-{me}")), "").unwrap();
+        while !store.0.join(format!("over-{}", RANKS - 1 - me)).exists() && Instant::now() < end {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+    drop(kept);
     sagellm::group::at_exit();
     drop(hook);
 }
@@ -264,9 +275,13 @@ fn killed_at(over: Over, point: FaultPoint) -> Option<String> {
         let right = match point {
             // All calls had ended.
             FaultPoint::Leaving | FaultPoint::Cutting => finds("done\n"),
+            // A rank that cannot reach rank 1 stops joining, so the third one may name it.
             FaultPoint::Joining => {
-                finds("failed System rank 1 at 127.0.0.1:")
-                    || finds("failed Timeout") && finds("no answer from rank 1 at")
+                let named = |text: &str| {
+                    text.contains("failed System rank 1 at 127.0.0.1:")
+                        || text.contains("failed Timeout") && text.contains("no answer from rank 1 at")
+                };
+                finds("failed ") && ends.iter().any(|(text, _)| named(text))
             }
             _ => finds("failed RankFailed") && finds("rank 1") && finds(&format!("pid {pid}")),
         };
