@@ -1,30 +1,15 @@
 //! Connections that consist of several TCP connections, the paths: over loopback addresses, of which some fail.
 
-use std::collections::HashMap;
 use std::net::Ipv4Addr;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Barrier, Mutex};
+use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
+use crate::common::host::Memory;
 use sagellm::engine::multihost::link::{Link, Transfer};
 use sagellm::engine::multihost::wire::{Place, Wire, WireLink, join};
-use sagellm::error::Result;
-use sagellm::host::Store;
 
 const PATIENT: Duration = Duration::from_secs(20);
-
-#[derive(Default)]
-struct Memory(Mutex<HashMap<String, Vec<u8>>>);
-
-impl Store for Memory {
-    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.0.lock().unwrap().insert(key.into(), value.into());
-        Ok(())
-    }
-    fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
-        Ok(self.0.lock().unwrap().get(key).cloned())
-    }
-}
 
 /// Addresses that only one test uses.
 fn addresses(test: u8, count: usize) -> Vec<String> {
