@@ -85,6 +85,9 @@ def fails_once(ctx: Context, vendor: str, what: str, how: str) -> None:
             dist.send(value, 1) if ctx.rank == 0 else dist.recv(value, 0)
     torch.accelerator.synchronize()
     dist.barrier()
+    # What a rank sees to have passed only after another rank has failed counts as failed, the barrier too.
+    ctx.tell("past the barrier")
+    ctx.listen()
     own = ""
     parts = [torch.full((n,), ctx.rank + 1.0, device=name) for n in (3, 5)]
     begin = time.monotonic()
@@ -115,6 +118,9 @@ def test_a_call_that_fails_on_one_rank_fails_the_group_on_all(
 ) -> None:
     """The library refuses a launch, or torch has no memory to prepare one; the other rank learns which call failed."""
     with launch(fails_once, 2, vendor, what, how, env=environment(vendor, libraries)) as job:
+        assert [job.hear(rank) for rank in range(2)] == ["past the barrier"] * 2
+        for rank in range(2):
+            job.say(rank, "go")
         said = [job.hear(rank) for rank in range(2)]
         words = "out of memory" if how == "memory" else "failed in"
         assert words in said[0][0], said[0]
