@@ -1,9 +1,9 @@
 // How long a training step waits for communication. The program opens a step on one of its threads; `StepMeter` adds up
 // two times of that thread:
 // - in a call of ours: a synchronous call, issuing an asynchronous one, a wait for a Work;
-// - outside such calls, off the processor while it holds a future of ours that has not completed. torch waits for
-//   futures in a function of its own, as DistributedDataParallel does, and off the processor is where such a wait is.
-//   Other reasons for which the thread is off the processor meanwhile count too: another thread needed the core.
+// - outside such calls, the time that the thread does not run while a future of ours is pending.
+//   DistributedDataParallel and others wait for futures inside torch, where this class sees no call, and a thread that
+//   waits does not run. The time also counts if the thread does not run because another thread needed the core.
 // A program without an open step pays one relaxed load and a branch for each call.
 #pragma once
 

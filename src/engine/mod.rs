@@ -280,7 +280,7 @@ pub struct BlockSizes<'a> {
 }
 
 impl BlockSizes<'_> {
-    /// The bytes that this rank sends to `peer`, and those that it expects from it.
+    /// Number of bytes that this rank sends to `peer`, and number of bytes that it receives from `peer`.
     pub fn with(&self, peer: usize) -> [u64; 2] {
         [self.sent, self.received].map(|(blocks, total)| match blocks.get(peer) {
             Some(bytes) => *bytes as u64,

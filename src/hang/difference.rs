@@ -27,8 +27,8 @@ impl Difference {
         found.into_iter().chain(misfit).min_by_key(|found| found.number)
     }
 
-    /// The first all_to_all whose shares are known of all ranks and whose sizes do not belong together. Shows two of the
-    /// ranks, which need not be those that differ.
+    /// The first all_to_all whose sizes do not match, among those for which the shares of all ranks are known. The sum of
+    /// the shares does not tell which ranks differ, so the text shows the calls of any two ranks.
     fn of_shares<'a>(ranks: usize, answers: impl Iterator<Item = (usize, &'a [Launch])>) -> Option<Difference> {
         let mut sums: BTreeMap<u64, (usize, u32, Difference)> = BTreeMap::new();
         for (rank, launches) in answers {

@@ -1,5 +1,5 @@
-//! A hash of a result, with which ranks find out that their results differ (`engine::verify`). It protects against
-//! faults of processors and memory, not against people: whoever knows it can make two results with one hash.
+//! A hash of a result, with which ranks find out that their results differ (`engine::verify`). It detects
+//! faults of processors and memory. It is no cryptographic hash: two results with the same hash are easy to construct.
 //!
 //! Memory is hashed in cells of 64 bytes: eight lanes of one little-endian word each; the last cell is filled up with
 //! zeros. Each lane has two sums, modulo 2^64:

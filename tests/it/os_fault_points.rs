@@ -217,7 +217,8 @@ impl Ranks {
         Ranks { store, children }
     }
 
-    /// Waits until all have ended, and continues those that stop. What each printed, and the signal that ended it.
+    /// Waits until all ranks have ended, and continues ranks that stop. Returns what each rank printed, and the signal
+    /// that ended it.
     fn end(mut self) -> Vec<(String, Option<i32>)> {
         let until = Instant::now() + PATIENT * 2;
         let mut ended: Vec<Option<i32>> = vec![None; RANKS];

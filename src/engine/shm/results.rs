@@ -1,8 +1,8 @@
 //! Compares the results of the ranks of one host (`engine::verify`). Only a group with the option `verify` has it.
 //!
-//! Each rank publishes the hash of each result in a word of its own (`protocol`, **Hashes**) and compares it with the
-//! word of the next rank, the last rank with that of rank 0. So each rank reads one peer's words whatever the number of
-//! ranks, and if results differ, two neighbours find it. Eight words share a cache line, so hashes of small operations
+//! Each rank writes the hash of each result into shared memory (`protocol`, **Hashes**) and compares it with the hash of
+//! the next rank; the last rank compares with rank 0. So each rank reads the hashes of one peer, however many ranks there
+//! are, and if results differ, two neighbours find it. Eight words share a cache line, so hashes of small operations
 //! are compared eight at a time; after a large operation or a barrier all that are published are compared.
 //!
 //! A rank that has found a difference reads the words of all ranks. Its operations do not end until every rank has

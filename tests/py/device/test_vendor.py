@@ -56,7 +56,7 @@ def test_every_collective_gives_the_numbers_of_the_cpu(
     host."""
     # CNCL has no 64-bit floats: test_what_a_library_has_not_is_refused_or_converted_where_allowed
     without = ("all_reduce of several types",) if vendor == "cncl" else ()
-    exact = not CARD or world_size < 3  # NCCL adds the parts of three ranks in an order of its own
+    exact = not CARD or world_size < 3  # NCCL may add the parts of three ranks in another order
     given = (vendor, on_device.every_call, (without, exact), {"queue": queue, "native": native})
     run_fresh(on_simulator, world_size, *given, env=environment(vendor, libraries), timeout=120)
 

@@ -172,8 +172,8 @@ pub fn set_up(fd: RawFd) {
     set(libc::IPPROTO_TCP, libc::TCP_KEEPCNT, 3);
 }
 
-/// Makes the system accept few bytes beyond those that the network takes now, so that of several connections each gets
-/// what it can carry.
+/// Limits how many bytes the kernel buffers before it sends them. Without the limit, a slow connection of several would
+/// accept as many bytes as a fast one.
 pub fn limit_unsent(fd: RawFd, bytes: libc::c_int) {
     let length = size_of::<libc::c_int>() as libc::socklen_t;
     // SAFETY: the value is valid for the call. A failure is ignored: the connection works without the option.

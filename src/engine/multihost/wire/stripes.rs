@@ -381,8 +381,8 @@ impl<P: Path> Stripes<P> {
         self.doubted.is_some()
     }
 
-    /// Checks which paths advance, and sends on others what stays on those that do not. Of a path that is suspected
-    /// again and again, only the first time is returned.
+    /// Checks which paths advance. Queues the bytes of the other paths to be sent again on those that advance. Returns
+    /// what has changed; a path that is suspected several times is returned only the first time.
     pub fn look(&mut self, now: Instant) -> Vec<Change> {
         let paused = now.duration_since(self.looked) > PAUSE;
         self.looked = now;
