@@ -1,7 +1,7 @@
 //! Implements the interface through which the device engine uses its group.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::Group;
 use super::external::{Carrier, External, ExternalOp};
@@ -52,6 +52,14 @@ impl DeviceGroup for Group {
     }
     fn ask_for_fault(&self) -> Duration {
         self.watch.ask_for_fault()
+    }
+    fn had_no_fault_at(&self, at: Instant) -> bool {
+        self.watch.had_no_fault_at(at)
+    }
+    fn await_report(&self) {
+        if self.has_failed() {
+            self.watch.await_published();
+        }
     }
     fn interrupted(&self) -> bool {
         self.host.interrupted()

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::monitor::Watched;
 use super::queries::Participant;
@@ -37,6 +37,18 @@ pub trait Channel: Send + Sync {
 
     /// Starts to look whether another rank has published why its group failed. Returns how long that may take.
     fn ask_for_fault(&self) -> Duration;
+
+    /// Whether this rank knows that no other rank had published a fault at this time. If not, a read begins that will
+    /// find out. Channels in shared memory always know, because a fault is visible there at once. Never waits.
+    fn had_no_fault_at(&self, _at: Instant) -> bool {
+        true
+    }
+
+    /// Whether the other ranks can read why the group failed on this rank, or will never be able to, because the store
+    /// has failed. Meaningful once the group has failed.
+    fn has_published(&self) -> bool {
+        true
+    }
 
     /// The fault that another rank has published, if the engine does not see it by itself.
     fn told(&self) -> Option<Told> {

@@ -64,6 +64,16 @@ struct State {
     asked_anew: bool,
 }
 
+/// What a look for another rank's fault found.
+pub enum FaultRead {
+    Told(Told),
+    NoFault,
+    /// The store was not read.
+    NotRead,
+    /// The store has failed.
+    Impossible,
+}
+
 pub struct Queries {
     keys: StoreKeys,
     connection: usize,
@@ -94,17 +104,25 @@ impl Queries {
         }
     }
 
-    /// The fault that another rank has published. Reads the store only if `asks` is set, or if a question has arrived
-    /// since the last read.
-    pub fn fault(&self, asks: bool) -> Option<Told> {
+    /// Looks for the fault that another rank has published. Reads the store only if `asks` is set, or if a question has
+    /// arrived since the last read.
+    pub fn fault(&self, asks: bool) -> FaultRead {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let looks = std::mem::take(&mut state.asked_anew) || asks;
-        if state.ended || !looks {
-            return None;
+        if state.ended {
+            return FaultRead::Impossible;
         }
-        let fault = self.keys.fault();
-        state.ended = fault.is_err();
-        fault.ok().flatten()
+        if !looks {
+            return FaultRead::NotRead;
+        }
+        match self.keys.fault() {
+            Ok(Some(told)) => FaultRead::Told(told),
+            Ok(None) => FaultRead::NoFault,
+            Err(_) => {
+                state.ended = true;
+                FaultRead::Impossible
+            }
+        }
     }
 
     /// If it is time or this rank `waits`: answers a new question, asks, and collects answers. Returns how long to wait

@@ -2,15 +2,15 @@
 //! (`store_threads`), because a store may block its caller for minutes. `queries` decides which rank asks and which
 //! collects the answers.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use once_cell::sync::OnceCell;
 
 use super::channel::{Channel, Member};
 use super::monitor::Watched;
-use super::queries::Queries;
+use super::queries::{FaultRead, Queries};
 use super::responder::Responder;
 use super::status::Status;
 use super::store_keys::{SharedStore, interval};
@@ -28,13 +28,33 @@ pub struct StoreChannel {
     /// it, and the thread that reads the store reads it. Relaxed, because it guards no other data.
     asks_why: AtomicBool,
     told: OnceCell<Told>,
+    /// When the last read that found no fault began. Written by the thread that reads the store.
+    no_fault_at: Mutex<Option<Instant>>,
+    /// Set by a thread that wants one read for a fault. Cleared, before it reads, by the thread that reads the store.
+    /// Relaxed, because it guards no other data.
+    wants_read: AtomicBool,
+    /// The store has failed, so nothing can be read or published any more. Set by the thread that reads the store;
+    /// relaxed, because it guards no other data.
+    failed: AtomicBool,
+    /// Set by the thread that reads the store after it has published this rank's fault (release). Read (acquire) before
+    /// this rank ends communicators on devices, so that a peer that finds one ended can read the reason.
+    published: AtomicBool,
 }
 
 impl StoreChannel {
     /// `id` is unique to this attempt to make the group.
     pub fn over(store: SharedStore, id: &str, responder: &Arc<Responder>) -> Arc<dyn Channel> {
         let (queries, responder) = (Queries::new(store, id), Arc::clone(responder));
-        Arc::new(StoreChannel { queries, responder, asks_why: AtomicBool::new(false), told: OnceCell::new() })
+        Arc::new(StoreChannel {
+            queries,
+            responder,
+            asks_why: AtomicBool::new(false),
+            told: OnceCell::new(),
+            no_fault_at: Mutex::default(),
+            wants_read: AtomicBool::new(false),
+            failed: AtomicBool::new(false),
+            published: AtomicBool::new(false),
+        })
     }
 }
 
@@ -69,6 +89,21 @@ impl Channel for StoreChannel {
         FAULT_READ
     }
 
+    fn had_no_fault_at(&self, at: Instant) -> bool {
+        let known = *self.no_fault_at.lock().unwrap_or_else(PoisonError::into_inner) >= Some(at);
+        if known || self.failed.load(Ordering::Relaxed) {
+            return true;
+        }
+        if !self.wants_read.swap(true, Ordering::Relaxed) {
+            self.look_again();
+        }
+        false
+    }
+
+    fn has_published(&self) -> bool {
+        self.told.get().is_some() || self.published.load(Ordering::Acquire)
+    }
+
     fn told(&self) -> Option<Told> {
         self.told.get().cloned()
     }
@@ -82,6 +117,7 @@ impl Channel for StoreChannel {
             // A rank that read the fault from another rank would only repeat it.
             if self.told.get().is_none() {
                 self.queries.publish_fault(me.rank(), &fault);
+                self.published.store(true, Ordering::Release);
             }
             return None;
         }
@@ -93,8 +129,14 @@ impl Channel for StoreChannel {
         let waits = me.waits_long();
         let next = self.queries.look(me, waits, clock::stamp(), pause);
         let asks_why = self.asks_why.load(Ordering::Relaxed) && self.told.get().is_none();
-        if let Some(told) = self.queries.fault(asks_why) {
-            let _ = self.told.set(told);
+        let (wants_read, begin) = (self.wants_read.swap(false, Ordering::Relaxed), Instant::now());
+        match self.queries.fault(asks_why || wants_read) {
+            FaultRead::Told(told) => drop(self.told.set(told)),
+            FaultRead::NoFault => {
+                *self.no_fault_at.lock().unwrap_or_else(PoisonError::into_inner) = Some(begin);
+            }
+            FaultRead::NotRead => (),
+            FaultRead::Impossible => self.failed.store(true, Ordering::Relaxed),
         }
         me.look_external(); // again, for the line at the soft limit, which is due even if the store fails
         // While an operation waits, this thread reads the clock often, because the clock treats a long gap between two

@@ -2,7 +2,7 @@
 //! limit, and makes the error at the deadline. `answer` makes its answers to other ranks.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use once_cell::sync::OnceCell;
 
@@ -14,7 +14,7 @@ use super::responder::Responder;
 use super::status::Status;
 use super::subject::{Subject, Who};
 use super::waiting::{Waiting, Which, nanoseconds};
-use super::{FAULT_SEEN, MOST, YOUNG, in_seconds, seconds, timed_out};
+use super::{FAULT_READ, FAULT_SEEN, MOST, YOUNG, in_seconds, seconds, timed_out};
 use crate::engine::delegate::Says;
 use crate::engine::{Blockers, PeerProgress};
 use crate::error::{Error, GO_ON, Text, laid_out};
@@ -88,6 +88,19 @@ impl Watch {
     /// Starts to look for another rank's fault. Returns how long that may take (`Channel::ask_for_fault`).
     pub fn ask_for_fault(&self) -> Duration {
         self.channel().map_or(FAULT_SEEN, |channel| channel.ask_for_fault())
+    }
+
+    /// Whether this rank knows that no other rank had published a fault at this time (`Channel::had_no_fault_at`).
+    pub fn had_no_fault_at(&self, at: Instant) -> bool {
+        self.channel().is_none_or(|channel| channel.had_no_fault_at(at))
+    }
+
+    /// Waits until the other ranks can read why the group failed on this rank, for at most `FAULT_READ`.
+    pub fn await_published(&self) {
+        let until = Instant::now() + FAULT_READ;
+        while self.channel().is_some_and(|channel| !channel.has_published()) && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     /// Records that a thread begins (`more`) or stops waiting for long. `external` is the operation, if no engine runs

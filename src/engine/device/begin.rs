@@ -4,6 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
+use once_cell::sync::OnceCell;
+
 use super::call::{DeviceCall, Numbers, Stage};
 use super::communicators::{Exchange, Ranks};
 use super::engine::DeviceEngine;
@@ -61,6 +63,8 @@ impl DeviceEngine {
             numbers,
             stage: Stage::begun(),
             connects: AtomicBool::new(false),
+            polled: OnceCell::new(),
+            passed: OnceCell::new(),
         })
     }
 
@@ -86,6 +90,8 @@ impl DeviceEngine {
             notes: Few::default(),
             stage: Stage::nothing_to_launch(),
             connects: AtomicBool::new(false),
+            polled: OnceCell::new(),
+            passed: OnceCell::new(),
             numbers: Numbers::default(),
         }
     }

@@ -5,6 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
+use once_cell::sync::OnceCell;
+
 use super::communicators::{DeviceComm, patience};
 use super::engine::DeviceEngine;
 use super::first_use;
@@ -12,7 +14,7 @@ use super::group::{Agreed, Counted, Watched};
 use super::lowered::{Lowered, Placed};
 use super::parts::Parts;
 use super::runtime::{SPARES_CAPTURES, Stream};
-use super::watchdog::{Found, Library, Seen, fault_or_death_in};
+use super::watchdog::{Found, Library, Passed, Seen, fault_or_death_in};
 use crate::error::{Error, ErrorKind, GO_ON, Result, in_one_line, laid_out};
 use crate::json;
 use crate::types::Few;
@@ -34,6 +36,9 @@ pub struct DeviceCall {
     /// Whether this launch connected ranks. The launching thread writes it before it passes the call to the threads
     /// that read it. Relaxed, because passing the call orders it.
     pub(super) connects: AtomicBool,
+    /// When the call was first polled, and when it was first seen to have passed.
+    pub(super) polled: OnceCell<Instant>,
+    pub(super) passed: OnceCell<Instant>,
 }
 
 /// State of a call. Written by the thread that begins and launches the call, read by the thread that drops it. Relaxed,
@@ -252,7 +257,7 @@ impl DeviceCall {
         let own = u64::from(self.stage.is_under_way());
         let engine = &self.engine;
         let among_others = engine.under_way.load(Ordering::Relaxed) > own;
-        Seen { passed: false, among_others, hangs_when_failed: engine.capabilities().abort }
+        Seen { passed: None, among_others, hangs_when_failed: engine.capabilities().abort }
     }
 
     fn look(&self, seen: Seen) -> Found {
@@ -296,6 +301,9 @@ impl DeviceCall {
         if passed && let Some(error) = self.met_a_launch_that_was_let_go() {
             return Ok(Found::Failed(error));
         }
+        let polled = *self.polled.get_or_init(Instant::now);
+        let passed = passed.then(|| *self.passed.get_or_init(Instant::now));
+        let passed = passed.map(|at| Passed { at, after: at.saturating_duration_since(polled) });
         Ok(self.look(Seen { passed, ..self.seen() }))
     }
 
@@ -316,7 +324,7 @@ impl DeviceCall {
         };
         let (op, now) = (format!("a replay of {}", self.watched.op).into(), Instant::now());
         let watched = Watched { op, issued: now, timeout: Duration::ZERO, ..self.watched.clone() };
-        let seen = Seen { passed: false, among_others: false, hangs_when_failed: true };
+        let seen = Seen { passed: None, among_others: false, hangs_when_failed: true };
         let engine = &self.engine;
         Ok(engine.watchdog.look(&*engine.group, &watched, library, seen, now))
     }

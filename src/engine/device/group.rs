@@ -37,6 +37,11 @@ pub trait DeviceGroup: Send + Sync {
     /// Starts to look whether another rank has reported why it failed, if `fault` does not see such reports by itself.
     /// Returns how long that may take. Never waits.
     fn ask_for_fault(&self) -> Duration;
+    /// Whether this rank knows that no other rank had reported a failure at this time. If not, it begins to look, if
+    /// `fault` does not see such reports by itself. Never waits.
+    fn had_no_fault_at(&self, at: Instant) -> bool;
+    /// Waits until the other ranks can read why the group failed on this rank, for at most a second.
+    fn await_report(&self);
     /// The error of an operation whose library call failed with the text `words`. It names the ranks that have not
     /// issued the operation, what they do, and where. `None` if no rank is known to be missing.
     fn failed_within(&self, watched: &Watched, words: &str) -> Option<Error>;

@@ -56,8 +56,10 @@ impl DeviceEngine {
     }
 
     /// Ends all communicators, which unblocks hanging operations. No operation can be issued afterwards. Returns when
-    /// all have ended. A library may need long for each communicator, so they end in parallel.
+    /// all have ended. A library may need long for each communicator, so they end in parallel. If the group has failed,
+    /// the other ranks can read why before they see a communicator end.
     pub fn abort(&self) {
+        self.group.await_report();
         let mut all: Vec<Arc<DeviceComm>> = lock(&self.communicators.known).values().cloned().collect();
         let last = all.pop();
         let beside = all.into_iter().filter_map(|each| {

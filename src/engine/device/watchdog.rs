@@ -15,6 +15,10 @@ use crate::error::{Error, GO_ON, Result, laid_out};
 const ASK_EVERY: Duration = Duration::from_millis(10);
 /// For an operation that has been pending longer than this, the watchdog has the peers asked what they do.
 const LONG: Duration = Duration::from_millis(100);
+/// An operation of a group over several hosts that has been the oldest of its stream for this long, or for a quarter of
+/// its timeout, may have been ended by the abort of a rank on another host. When it passes, that rank's report is
+/// looked for, for at most as long again.
+const HELD_UP: Duration = Duration::from_secs(1);
 /// After a peer is gone: how long its data may still take to arrive, and how long the library gets to report the peer's
 /// end itself.
 pub(super) const ON_ITS_WAY: Duration = Duration::from_millis(500);
@@ -63,12 +67,21 @@ pub enum Found {
 /// State of one operation on the device, and whether others are pending.
 #[derive(Clone, Copy, Debug)]
 pub struct Seen {
-    /// The device has executed the operation.
-    pub passed: bool,
+    /// Set if the device has executed the operation.
+    pub passed: Option<Passed>,
     /// Other operations of the group are pending too.
     pub among_others: bool,
     /// A failed operation does not complete before its communicator is aborted.
     pub hangs_when_failed: bool,
+}
+
+/// An operation that the device has executed.
+#[derive(Clone, Copy, Debug)]
+pub struct Passed {
+    /// When it was first seen to have passed.
+    pub at: Instant,
+    /// How long it had been checked by then, which begins when it is the oldest operation of its stream.
+    pub after: Duration,
 }
 
 impl Watchdog {
@@ -81,27 +94,24 @@ impl Watchdog {
         seen: Seen,
         now: Instant,
     ) -> Found {
-        let passed = seen.passed;
-        if !passed && !watched.timeout.is_zero() && now.saturating_duration_since(watched.issued) > watched.timeout {
+        let has_passed = seen.passed.is_some();
+        if !has_passed && !watched.timeout.is_zero() && now.saturating_duration_since(watched.issued) > watched.timeout
+        {
             return Found::Failed(fail_group(group, group.deadline_passed(watched)));
         }
         match library {
-            Library::Ended { drained: true } if passed => Found::Nothing,
+            Library::Ended { drained: true } if has_passed => Found::Nothing,
             Library::Ended { .. } => self.ended(group, watched, now),
             // This operation succeeded, so another pending one has failed; that one is checked separately.
-            Library::Lives(Err(_)) if passed && seen.among_others && seen.hangs_when_failed => Found::Nothing,
+            Library::Lives(Err(_)) if has_passed && seen.among_others && seen.hangs_when_failed => Found::Nothing,
             // Checked even if the device has passed the operation, because some libraries report a failure only then.
             Library::Lives(Err(bad)) => self.library_failed(group, watched, &bad, seen, now),
-            // The device has executed the operation, so it needs no peer any more, whether or not one has left since.
-            // But where a peer aborts its communicator, NCCL may end an operation here without an error and without that
-            // peer's data. A rank aborts only after it has reported why, so what passes before that report is well.
-            Library::Lives(Ok(())) if passed => match group.fault() {
-                Some(fault) => Found::Failed(fail_group(group, fault)),
-                None => Found::Nothing,
-            },
-            Library::Lives(Ok(())) => match self.peers(group, watched, now) {
-                Some(error) => Found::Failed(fail_group(group, error)),
-                None => Found::Nothing,
+            Library::Lives(Ok(())) => match seen.passed {
+                Some(at) => passed(group, watched, at, now),
+                None => match self.peers(group, watched, now) {
+                    Some(error) => Found::Failed(fail_group(group, error)),
+                    None => Found::Nothing,
+                },
             },
         }
     }
@@ -165,11 +175,28 @@ impl Watchdog {
             return Found::Undecided;
         }
         let error = group.failed_within(watched, &bad.text()).unwrap_or_else(|| {
-            let or_later = if seen.passed && seen.among_others { " or a later call" } else { "" };
+            let or_later = if seen.passed.is_some() && seen.among_others { " or a later call" } else { "" };
             let seen = format!("seen at {}{or_later}", watched.what());
             Error::system(laid_out(&bad.in_one_line(), &[seen], GO_ON))
         });
         Found::Failed(fail_group(group, error))
+    }
+}
+
+/// Handles an operation that the device has executed, so it needs no peer any more, whether or not one has left
+/// since. But where a peer aborts its communicator, NCCL may end an operation here without an error and without that
+/// peer's data. A rank aborts only after it has reported why, so what passes before that report is well. On one host
+/// the report is seen at once. Between hosts it must be read, which is done only if the operation was held up.
+fn passed(group: &dyn DeviceGroup, watched: &Watched, passed: Passed, now: Instant) -> Found {
+    if let Some(fault) = group.fault() {
+        return Found::Failed(fail_group(group, fault));
+    }
+    let held_up = if watched.timeout.is_zero() { HELD_UP } else { HELD_UP.min(watched.timeout / 4) };
+    let read_long = now.saturating_duration_since(passed.at) >= HELD_UP;
+    if passed.after < held_up || group.had_no_fault_at(passed.at) || read_long {
+        Found::Nothing
+    } else {
+        Found::Undecided
     }
 }
 
@@ -218,6 +245,9 @@ mod tests {
         missing: Option<usize>,
         /// The fault that a peer reports when it is asked.
         tells: Mutex<Option<Error>>,
+        /// Reports of other ranks must be read; `read`: they were.
+        other_hosts: bool,
+        read: Mutex<bool>,
         failed: Mutex<Option<Error>>,
         looked: Mutex<u32>,
         policy: Arc<Policy>,
@@ -257,6 +287,10 @@ mod tests {
             }
             WHO_DIED
         }
+        fn had_no_fault_at(&self, _at: Instant) -> bool {
+            !self.other_hosts || *self.read.lock().unwrap()
+        }
+        fn await_report(&self) {}
         fn failed_within(&self, _watched: &Watched, words: &str) -> Option<Error> {
             self.missing.map(|rank| Error::system(format!("rank {rank} has not entered it. The library says: {words}")))
         }
@@ -306,8 +340,16 @@ mod tests {
     }
 
     const WELL: Library = Library::Lives(Ok(()));
-    const RUNS: Seen = Seen { passed: false, among_others: false, hangs_when_failed: true };
-    const PASSED: Seen = Seen { passed: true, ..RUNS };
+    const RUNS: Seen = Seen { passed: None, among_others: false, hangs_when_failed: true };
+
+    /// The device passed the operation at once.
+    fn passed(watched: &Watched) -> Seen {
+        passed_after(watched, Duration::ZERO)
+    }
+
+    fn passed_after(watched: &Watched, after: Duration) -> Seen {
+        Seen { passed: Some(Passed { at: watched.issued + after, after }), ..RUNS }
+    }
 
     fn error(found: Found) -> Option<Error> {
         match found {
@@ -323,7 +365,7 @@ mod tests {
         assert_eq!(error(dog.look(&group, &work, WELL, RUNS, begin)), None);
         assert_eq!(error(dog.look(&group, &work, WELL, RUNS, begin + ON_ITS_WAY / 2)), None);
         assert_eq!(group.fault(), None, "the library may report an error itself, or the work may end");
-        assert_eq!(error(dog.look(&group, &work, WELL, PASSED, begin + ON_ITS_WAY / 2)), None);
+        assert_eq!(error(dog.look(&group, &work, WELL, passed(&work), begin + ON_ITS_WAY / 2)), None);
         assert_eq!(group.fault(), None, "it ended well");
         let late = error(dog.look(&group, &work, WELL, RUNS, begin + ON_ITS_WAY));
         assert!(late.as_ref().and_then(Error::rank) == Some(2), "{late:?}");
@@ -339,10 +381,10 @@ mod tests {
         let (dog, work, alone) = (Watchdog::default(), watched(None), Three::default());
         let begin = work.issued;
         for later in [Duration::ZERO, TURN, WHO_DIED / 2] {
-            assert_eq!(dog.look(&alone, &work, bad(), PASSED, begin + later), Found::Undecided);
+            assert_eq!(dog.look(&alone, &work, bad(), passed(&work), begin + later), Found::Undecided);
         }
         assert_eq!(alone.fault(), None);
-        let told = error(dog.look(&alone, &work, bad(), PASSED, begin + WHO_DIED)).unwrap();
+        let told = error(dog.look(&alone, &work, bad(), passed(&work), begin + WHO_DIED)).unwrap();
         assert_eq!(
             told.text(),
             format!("sagellm: the network is gone\n  seen at all_reduce number 7 on npu:0\n  {GO_ON}")
@@ -356,7 +398,7 @@ mod tests {
     #[test]
     fn the_error_names_the_call_that_failed_and_not_one_that_ended_well() {
         let (dog, work, group) = (Watchdog::default(), watched(None), Three::default());
-        let (first, later) = (Seen { among_others: true, ..PASSED }, work.issued + WHO_DIED);
+        let (first, later) = (Seen { among_others: true, ..passed(&work) }, work.issued + WHO_DIED);
         assert_eq!(
             dog.look(&group, &work, bad(), first, work.issued),
             Found::Nothing,
@@ -391,10 +433,32 @@ mod tests {
     #[test]
     fn an_operation_that_passes_after_a_peer_has_reported_a_failure_is_not_trusted() {
         let (group, dog, work) = (Three::default(), Watchdog::default(), watched(None));
-        assert_eq!(dog.look(&group, &work, WELL, PASSED, work.issued), Found::Nothing);
+        assert_eq!(dog.look(&group, &work, WELL, passed(&work), work.issued), Found::Nothing);
         let fault = Error::timeout("rank 2 waited for too long");
         group.fail(fault.clone());
-        assert_eq!(dog.look(&group, &work, WELL, PASSED, work.issued), Found::Failed(fault));
+        assert_eq!(dog.look(&group, &work, WELL, passed(&work), work.issued), Found::Failed(fault));
+    }
+
+    #[test]
+    fn an_operation_that_was_held_up_and_passes_waits_until_reports_of_other_hosts_were_read() {
+        let (dog, work) = (Watchdog::default(), watched(None));
+        let group = || Three { other_hosts: true, ..Three::default() };
+        let (short, long) = (passed_after(&work, HELD_UP / 2), passed_after(&work, HELD_UP));
+        let at = work.issued + HELD_UP;
+        assert_eq!(dog.look(&group(), &work, WELL, short, at), Found::Nothing, "nobody's deadline can have passed");
+        assert_eq!(dog.look(&Three::default(), &work, WELL, long, at), Found::Nothing, "a report is seen at once");
+        let (well, failed, silent) = (group(), group(), group());
+        for group in [&well, &failed, &silent] {
+            assert_eq!(dog.look(group, &work, WELL, long, at), Found::Undecided);
+        }
+        *well.read.lock().unwrap() = true;
+        assert_eq!(dog.look(&well, &work, WELL, long, at + TURN), Found::Nothing);
+        failed.fail(Error::timeout("rank 2 waited for too long"));
+        assert!(matches!(dog.look(&failed, &work, WELL, long, at + TURN), Found::Failed(_)));
+        assert_eq!(dog.look(&silent, &work, WELL, long, at + HELD_UP), Found::Nothing, "the store does not answer");
+        let hurried = Watched { timeout: HELD_UP, ..watched(None) };
+        let seen = passed_after(&hurried, HELD_UP / 4);
+        assert_eq!(dog.look(&group(), &hurried, WELL, seen, hurried.issued + HELD_UP / 4), Found::Undecided);
     }
 
     #[test]
@@ -427,7 +491,7 @@ mod tests {
     fn a_deadline_counts_only_where_the_device_has_not_passed() {
         let (group, dog, work) = (Three::default(), Watchdog::default(), watched(None));
         let late = work.issued + Duration::from_secs(61);
-        assert_eq!(error(dog.look(&group, &work, WELL, PASSED, late)), None, "the device has passed it");
+        assert_eq!(error(dog.look(&group, &work, WELL, passed(&work), late)), None, "the device has passed it");
         let told = error(dog.look(&group, &work, WELL, RUNS, late)).unwrap();
         assert_eq!(told, Error::timeout("all_reduce number 7 on npu:0 timed out"));
         assert_eq!(group.fault(), Some(told));
@@ -455,8 +519,8 @@ mod tests {
     #[test]
     fn what_was_drained_before_its_end_is_well_and_the_rest_was_aborted() {
         let (group, dog, work) = (Three::default(), Watchdog::default(), watched(None));
-        assert_eq!(error(dog.look(&group, &work, Library::Ended { drained: true }, PASSED, work.issued)), None);
-        for (drained, seen) in [(true, RUNS), (false, PASSED), (false, RUNS)] {
+        assert_eq!(error(dog.look(&group, &work, Library::Ended { drained: true }, passed(&work), work.issued)), None);
+        for (drained, seen) in [(true, RUNS), (false, passed(&work)), (false, RUNS)] {
             let dog = Watchdog::default();
             let look = |after| dog.look(&group, &work, Library::Ended { drained }, seen, work.issued + after);
             assert_eq!(look(Duration::ZERO), Found::Undecided);

@@ -138,8 +138,10 @@ def names_the_sleeper(job: Job, text: str) -> None:
 
 
 #: For each case: the vendor, whether its library says nothing of the abort, and whether rank 0 is on another host.
-#: Between hosts the report arrives after what a silent library lets pass: docs/internals/devices.md, "Failure".
-ABORTS = [(vendor, False, hosts) for vendor in VENDORS for hosts in (False, True)] + [("nccl", True, False)]
+ABORTS = [
+    *((vendor, False, hosts) for vendor in VENDORS for hosts in (False, True)),
+    *(("nccl", True, hosts) for hosts in (False, True)),
+]
 
 
 @pytest.mark.parametrize("first", [0, 2])
