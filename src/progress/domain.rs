@@ -132,8 +132,8 @@ pub struct Domain {
     /// Number of operations of all groups that have not ended. Groups increment it at issue and decrement it at the
     /// end.
     pending: AtomicUsize,
-    /// Number of threads in `driver::wait_until`. These threads change it. The progress thread reads it, and so does
-    /// each of these threads when it leaves.
+    /// Number of threads in `driver::wait_until`, in the bits below `WAITS`; above them, the number of waits that have
+    /// begun. These threads change it. The progress thread reads it, and so does each of these threads when it leaves.
     drivers: AtomicUsize,
     /// Signalled when there may be new work for drivers.
     pub work: EventCount,
@@ -152,6 +152,9 @@ pub struct Domain {
     /// Decides whether waiting threads yield their core or sleep.
     pub(super) yielding: Yielding,
 }
+
+/// One wait in `Domain::drivers`. There are never so many threads.
+const WAITS: usize = 1 << 16;
 
 static DOMAINS: PerProcess<Mutex<HashMap<u64, Arc<Domain>>>> = PerProcess::new();
 
@@ -196,6 +199,11 @@ impl Domain {
         self.pending.fetch_sub(operations, Ordering::Relaxed);
     }
 
+    /// Number of waits that have begun, modulo a power of two.
+    pub(super) fn waits(&self) -> usize {
+        self.drivers.load(Ordering::Relaxed) / WAITS
+    }
+
     /// Wakes the threads that may wait for operations that have just ended.
     pub fn announce_ended(&self) {
         event_count::announce(&self.ended, 1);
@@ -216,11 +224,11 @@ impl Words for Domain {
         Domain::pending(self)
     }
     fn drivers(&self) -> usize {
-        self.drivers.load(Ordering::Relaxed)
+        self.drivers.load(Ordering::Relaxed) % WAITS
     }
     fn count_driver(&self, more: bool) {
         if more {
-            self.drivers.fetch_add(1, Ordering::Relaxed);
+            self.drivers.fetch_add(WAITS + 1, Ordering::Relaxed);
         } else {
             self.drivers.fetch_sub(1, Ordering::Relaxed);
         }

@@ -263,9 +263,12 @@ fn progress(domain: &Arc<Domain>) {
         look();
     };
     while roles::await_work(&**domain, sleep_idle) {
+        let waits = domain.waits();
         std::thread::sleep(grace);
         look();
-        if !roles::needs_progress(&**domain) {
+        // A thread that has waited meanwhile has driven everything, and usually waits soon again. What is pending now it
+        // has issued since.
+        if domain.waits() != waits || !roles::needs_progress(&**domain) {
             grace = (grace * 2).min(LONGEST_GRACE);
             continue;
         }
