@@ -272,6 +272,27 @@ fn different_calls_on_two_hosts_are_an_error_that_shows_both() {
     }
 }
 
+/// Below and above the size from which an all_reduce among ranks that are each alone on their host works in the tensors
+/// themselves. The rank that differs is each in turn.
+#[test]
+fn rule_05_a_different_call_leaves_the_tensors_of_all_hosts_as_they_were() {
+    for (place, count) in [(&[0, 1][..], 600_000), (&[0, 1, 2], 100), (&[0, 1, 2], 600_000), (&[0, 1, 2, 3], 600_000)] {
+        for odd in 0..place.len() {
+            let groups = groups(place, Settings::default(), Duration::from_secs(20));
+            on_ranks(place.len(), |me| {
+                std::thread::sleep(Duration::from_millis((me * 7 + odd * 5) as u64 % 13));
+                let op = if me == odd { ReduceOp::Max } else { ReduceOp::Sum };
+                let spec = Spec { in_place: true, ..spec(Kind::AllReduce, Dtype::I32, op, count, 0, place.len()) };
+                let mut buffers = spec.buffers(me, place.len());
+                let before = buffers.input.to_vec();
+                let error = groups[me].run(spec.request(&mut buffers), None).unwrap_err().to_string();
+                assert!(error.contains("MAX") && error.contains("SUM"), "{error}");
+                assert!(buffers.input[..] == before[..], "rank {me} of {place:?} with {count} numbers, {odd} differs");
+            });
+        }
+    }
+}
+
 #[test]
 fn a_rank_that_does_not_come_fails_the_others_at_the_deadline_and_names_somebody() {
     let place = [0, 0, 1, 1];

@@ -52,11 +52,15 @@ impl BatchRun<'_> {
         if self.chosen.strict {
             return self.all_reduce_strict(vector, range);
         }
+        let compared = self.compare_all(range.len())?;
         let leaders = self.chosen.leaders.clamp(1, self.host_map.min_local_size());
         let shares: Vec<Range<usize>> = (0..leaders).map(|at| vector.part(range, at, leaders)).collect();
         let mine = shares.get(self.host_map.local_rank).cloned();
         let bytes = if mine.is_some() { range.len() } else { 0 };
-        let mut room = if leaders == 1 { self.room(vector, range, bytes) } else { Room::Scratch(self.memory(bytes)) };
+        let mut room = match leaders {
+            1 => self.room(vector, range, bytes, compared),
+            _ => Room::Scratch(self.memory(bytes)),
+        };
         let memory = room.slice(bytes);
         self.reduce_inside(vector, range, &shares, 0, memory)?;
         if let Some(mine) = &mine {
@@ -70,15 +74,32 @@ impl BatchRun<'_> {
         self.share_issued(0)
     }
 
-    /// Working memory for `range` of the vector; `bytes` is 0 if this rank needs none. Return it with `keep`. If the
-    /// group is two hosts with one rank each, and the operation is in place, contiguous and without a factor, the
-    /// working memory is the operation's own outputs, which saves two copies. On a mismatch the outputs stay unchanged:
-    /// nothing is combined before the other rank's header was compared, and there is no third rank that could differ
-    /// later.
+    /// Compares the headers of all ranks before any data is moved, and returns true, if the group is more than two
+    /// hosts with one rank each and so many bytes follow that working in place (`room`) saves more than this takes:
+    /// log2(hosts) messages without data. A rank that finds another header fails and forwards nothing, so no rank
+    /// returns unless all headers are equal.
+    fn compare_all(&mut self, bytes: usize) -> Result<bool> {
+        /// Two copies of so many bytes take some 300 us; the messages take a third of that on a fast link.
+        const LARGE: usize = 1 << 20;
+        let hosts = self.host_map.hosts.len();
+        let compares = bytes >= LARGE && hosts > 2 && self.host_map.ranks() == hosts;
+        if compares {
+            let members = self.host_map.leaders(0);
+            let steps = schedule(Algorithm::Dissemination, Kind::Barrier, members.len(), 0)?;
+            self.run_schedule(&steps, &members, &[], &|_| 0..0, None)?;
+        }
+        Ok(compares)
+    }
+
+    /// Working memory for `range` of the vector; `bytes` is 0 if this rank needs none. Return it with `keep`. If each
+    /// rank is alone on its host, and the operation is in place, contiguous and without a factor, the working memory is
+    /// the operation's own outputs, which saves two copies. On a mismatch the outputs stay unchanged, because nothing is
+    /// combined before all headers were compared: all of them before any data (`compared`), or, between two ranks, the
+    /// other rank's with its first data.
     #[allow(unsafe_code)] // memory of an operation
-    fn room(&mut self, vector: &Vector, range: &Range<usize>, bytes: usize) -> Room {
+    fn room(&mut self, vector: &Vector, range: &Range<usize>, bytes: usize, compared: bool) -> Room {
         let outputs = cut(&vector.outputs, range);
-        let alone = self.inside.is_none() && self.host_map.hosts.len() == 2;
+        let alone = self.inside.is_none() && (compared || self.host_map.hosts.len() == 2);
         let plain = !matches!(vector.op, ReduceOp::PremulSum(_));
         let in_place = alone && plain && cut(&vector.inputs, range) == outputs;
         // SAFETY: the operations of the batch outlive this memory, and only this thread uses their outputs.
@@ -223,7 +244,7 @@ impl BatchRun<'_> {
         }
         let members = self.host_map.leaders_with(root);
         let leader = self.leader_position(&members);
-        let mut room = self.room(vector, range, range.len());
+        let mut room = self.room(vector, range, range.len(), false);
         let memory = room.slice(range.len());
         self.reduce_inside(vector, range, std::slice::from_ref(range), leader, memory)?;
         if self.host_map.local_rank == leader {
