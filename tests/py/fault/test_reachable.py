@@ -24,7 +24,7 @@ pytestmark = beyond_gloo("gloo writes into no peer's memory")
 #: Repetitions of each case; `make test-long` sets more.
 TURNS = int(os.environ.get("SAGELLM_TEST_REACHABLE", "2"))
 COUNT = 12 << 20  # 48 MiB: one call takes some milliseconds, in which a rank can be stopped
-KINDS = ("all_reduce", "reduce", "all_gather", "broadcast", "reduce_scatter", "all_to_all")
+KINDS = ("all_reduce", "reduce", "all_gather", "broadcast", "reduce_scatter", "all_to_all", "scatter", "gather")
 
 
 def call(kind: str, mine: torch.Tensor, result: torch.Tensor) -> None:
@@ -39,6 +39,12 @@ def call(kind: str, mine: torch.Tensor, result: torch.Tensor) -> None:
         dist.all_gather_into_tensor(result, mine[: COUNT // dist.get_world_size()])
     elif kind == "reduce_scatter":
         dist.reduce_scatter_tensor(result[: COUNT // dist.get_world_size()], mine)
+    elif kind == "scatter":
+        blocks = list(mine.chunk(dist.get_world_size())) if dist.get_rank() == 0 else None
+        dist.scatter(result[: COUNT // dist.get_world_size()], blocks)
+    elif kind == "gather":
+        blocks = list(result.chunk(dist.get_world_size())) if dist.get_rank() == 0 else None
+        dist.gather(mine[: COUNT // dist.get_world_size()], blocks)
     else:
         dist.all_to_all_single(result, mine)
 
@@ -53,6 +59,10 @@ def right(kind: str, mine: torch.Tensor, result: torch.Tensor) -> bool:
         return dist.get_rank() != 0 or bool((mine == total).all())
     if kind == "reduce_scatter":
         return bool((result[:part] == total).all())
+    if kind == "scatter":
+        return bool((result[:part] == 1).all())
+    if kind == "gather" and dist.get_rank() != 0:
+        return True
     return all(bool((result[rank * part : (rank + 1) * part] == rank + 1).all()) for rank in range(ranks))
 
 

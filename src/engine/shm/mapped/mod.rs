@@ -1,9 +1,10 @@
 //! Large operations on tensors that peers can reach, without intermediate copies.
 //!
 //! Idea: the tensors are in the arenas of their processes (`memory/arena.rs`), which every rank has mapped. In
-//! all_reduce, each rank combines its slice of all inputs and writes the result into all outputs. In kinds that only
-//! move data, each rank copies what it needs from its peers' inputs. Then it publishes that its part is done. The
-//! operation ends when all parts are done.
+//! all_reduce, each rank combines its slice of all inputs and writes the result into all outputs. In a broadcast, each
+//! rank copies its slice of the root's input into all outputs. In scatter and gather, the root does its share of the
+//! copies, too. In the other kinds that only move data, each rank copies what it needs from its peers' inputs. Then it
+//! publishes that its part is done. The operation ends when all parts are done.
 //!
 //! | kind | bytes read and written per rank | order of summation |
 //! | --- | --- | --- |
@@ -11,6 +12,8 @@
 //! | reduce | N read, N/P written | the same |
 //! | reduce_scatter | N read, N/P written | the same |
 //! | all_gather, all_to_all | its output, read and written once | - |
+//! | broadcast | N/P read, N (P-1)/P written | - |
+//! | scatter, gather | (P-1)/P of a block, read and written once; the root also its own block | - |
 //!
 //! Steps: two exchanges (the headers, the ends of the parts). Source: the single-copy collectives of XPMEM-based MPI
 //! libraries (Open MPI's coll/xhc), here over memory that needs no kernel module.
@@ -51,7 +54,7 @@ use crate::select::Choice;
 use crate::stats::chunk_timer::ChunkTimer;
 use crate::threads;
 
-/// Bytes that are combined, then written to all outputs, while they are in the nearest cache.
+/// Bytes that are read or combined, then written to all outputs, while they are in the nearest cache.
 const FOLD_BYTES: usize = 32 << 10;
 /// Bytes of one step for each thread that works on it. Between steps, a waiting thread checks for signals, deadlines and ended peers.
 const STEP_BYTES: usize = 1 << 20;
@@ -121,7 +124,7 @@ impl Mapped {
                 threads::split(bytes, |start, length| {
                     // SAFETY: every rank has published the operation and keeps its tensors until it ends. `agree` has
                     // checked that the part is within them. No two ranges have a byte in common.
-                    unsafe { work.advance(area, op, kernel, at + start, length) }
+                    unsafe { work.advance(area.me, kernel, at + start, length) }
                 });
                 let timing = &op.timing;
                 self.timer.end(if op.request.kind.reduces() { &timing.reducing } else { &timing.copying }, began);
@@ -207,6 +210,11 @@ fn agree(area: &Area, op: &Op, arenas: &Arenas) -> Result<Option<Work>> {
     Ok(Some(Work { part, theirs, factors }))
 }
 
+/// `at..at + bytes` in ranges that stay in the nearest cache: start and length.
+fn in_cache(at: usize, bytes: usize) -> impl Iterator<Item = (usize, usize)> {
+    (at..at + bytes).step_by(FOLD_BYTES).map(move |next| (next, FOLD_BYTES.min(at + bytes - next)))
+}
+
 fn impossible(op: &Op, rank: usize) -> Error {
     let head = format!("rank {rank} offers memory for {} that does not lie in its file or is too short", op.what());
     Error::bug(laid_out(&head, &[], "Please report this"))
@@ -226,15 +234,16 @@ impl Work {
     ///
     /// # Safety
     /// All tensors of `theirs` must be valid, and `at + bytes` must not exceed the part's length.
-    unsafe fn advance(&self, area: &Area, op: &Op, kernel: Option<&Kernel>, at: usize, bytes: usize) {
+    unsafe fn advance(&self, me: usize, kernel: Option<&Kernel>, at: usize, bytes: usize) {
         match &self.part {
             Part::Copy(pieces) => {
-                let (outputs, mut start) = (Pieces(op.request.outputs()), 0);
+                let mut start = 0;
                 for piece in pieces {
                     let (from, to) = (at.max(start), (at + bytes).min(start + piece.bytes));
                     if from < to {
                         let (skip, length) = (from - start, to - from);
-                        let source = Pieces(&self.theirs[piece.peer].inputs);
+                        let source = Pieces(&self.theirs[piece.source].inputs);
+                        let outputs = Pieces(&self.theirs[piece.target].outputs);
                         // SAFETY: the caller vouches for it. This rank's own input may be the same bytes as its output,
                         // which are not copied then.
                         unsafe { transfer(source, piece.from + skip, outputs, piece.to + skip, length) };
@@ -242,12 +251,20 @@ impl Work {
                     start += piece.bytes;
                 }
             }
+            Part::Spread { root, at: start, .. } => {
+                let source = Pieces(&self.theirs[*root].inputs);
+                for (next, length) in in_cache(at, bytes) {
+                    for (_, to) in self.theirs.iter().enumerate().filter(|(rank, _)| rank != root) {
+                        // SAFETY: the caller vouches for it. The outputs of different ranks do not overlap.
+                        unsafe { transfer(source, start + next, Pieces(&to.outputs), start + next, length) };
+                    }
+                }
+            }
             Part::Fold { from, to, targets, .. } => {
                 let kernel = kernel.expect("a reducing operation has a kernel");
-                for at in (at..at + bytes).step_by(FOLD_BYTES).map(|next| (next, FOLD_BYTES.min(at + bytes - next))) {
-                    let (next, length) = at;
+                for (next, length) in in_cache(at, bytes) {
                     // SAFETY: the caller vouches for it.
-                    unsafe { self.fold(area.me, kernel, (from + next, to + next, length), targets) };
+                    unsafe { self.fold(me, kernel, (from + next, to + next, length), targets) };
                 }
             }
         }

@@ -18,8 +18,6 @@ use crate::engine::shm::small::{is_inline, table_bytes};
 use crate::op::Op;
 use crate::types::{Request, Span};
 
-/// Operations of at least this size are mapped if possible.
-pub const FROM: usize = 16 << 10;
 /// Value of the output count if the outputs are the inputs.
 const SAME: u64 = 0xff;
 
@@ -99,9 +97,7 @@ impl Arenas {
     pub fn offer(&mut self, area: &Area, op: &Op) -> Option<Offer> {
         let request = &op.request;
         let (kind, me, root) = (request.kind, area.me, request.root as usize);
-        if !part::is_shared_by_all(kind)
-            || Pieces(request.inputs()).bytes().max(Pieces(request.outputs()).bytes()) < FROM
-        {
+        if !part::is_mapped(kind, Pieces(request.inputs()).bytes(), Pieces(request.outputs()).bytes()) {
             return None;
         }
         let lease = |spans: &[Span]| -> Option<Vec<Lease>> {

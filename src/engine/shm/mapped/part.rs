@@ -15,11 +15,12 @@ pub struct Shape<'a> {
     pub out_blocks: &'a [usize],
 }
 
-/// A range that this rank copies from the inputs of rank `peer`, at `from`, to its own outputs, at `to`.
+/// A range that this rank copies from the inputs of rank `source`, at `from`, to the outputs of rank `target`, at `to`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
-    pub peer: usize,
+    pub source: usize,
     pub from: usize,
+    pub target: usize,
     pub to: usize,
     pub bytes: usize,
 }
@@ -28,6 +29,12 @@ pub struct Piece {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Part {
     Copy(Vec<Piece>),
+    /// Copies `bytes` of rank `root`'s inputs at `at` into the outputs of all other ranks at `at`.
+    Spread {
+        root: usize,
+        at: usize,
+        bytes: usize,
+    },
     /// Combines `bytes` of all ranks' inputs at `from`, and writes them into the outputs of `targets` at `to`.
     Fold {
         from: usize,
@@ -37,17 +44,33 @@ pub enum Part {
     },
 }
 
-/// Whether operations of this kind are mapped if possible: those in which every rank has a part. In a broadcast,
-/// scatter or gather, the root and the other ranks would not copy at the same time. A mapped broadcast of 16 MiB took
-/// 1.09 times as long as a staged one, in which root and receivers copy at the same time (2 ranks, AMD EPYC,
-/// 2026-11-25).
-pub fn is_shared_by_all(kind: Kind) -> bool {
-    matches!(kind, Kind::AllReduce | Kind::Reduce | Kind::ReduceScatter | Kind::AllGather | Kind::AllToAll)
+/// Operations of at least this size are mapped if possible.
+const FROM: usize = 16 << 10;
+/// The same for a broadcast, and for a rank's block in a scatter or gather. Of smaller ones, a rank that only sends may
+/// return as soon as its data is staged, before the other ranks have called.
+const ROOTED_FROM: usize = 1 << 20;
+
+/// Whether an operation of this kind, with so many bytes of inputs and outputs on one rank, is mapped if possible.
+pub fn is_mapped(kind: Kind, inputs: usize, outputs: usize) -> bool {
+    match kind {
+        Kind::Barrier | Kind::Send | Kind::Recv => false,
+        Kind::Broadcast => inputs.max(outputs) >= ROOTED_FROM,
+        Kind::Scatter => outputs >= ROOTED_FROM,
+        Kind::Gather => inputs >= ROOTED_FROM,
+        Kind::AllReduce | Kind::Reduce | Kind::AllGather | Kind::ReduceScatter | Kind::AllToAll => {
+            inputs.max(outputs) >= FROM
+        }
+    }
 }
 
 /// Whether other ranks write into the outputs of rank `me`.
 pub fn exposes_outputs(kind: Kind, me: usize, root: usize) -> bool {
-    kind == Kind::AllReduce || kind == Kind::Reduce && me == root
+    match kind {
+        Kind::AllReduce => true,
+        Kind::Reduce | Kind::Gather => me == root,
+        Kind::Broadcast | Kind::Scatter => me != root,
+        _ => false,
+    }
 }
 
 fn block(blocks: &[usize], total: usize, ranks: usize, q: usize) -> usize {
@@ -79,11 +102,17 @@ impl Part {
                 let from = start(in_blocks, total_in, ranks, me);
                 Part::Fold { from, to: 0, bytes: block(in_blocks, total_in, ranks, me), targets: vec![me] }
             }
+            Kind::Broadcast => {
+                let (at, bytes) = slice(if me == root { total_in } else { total_out }, ranks, me);
+                Part::Spread { root, at, bytes }
+            }
+            Kind::Scatter | Kind::Gather => Part::Copy(between_root_and_all(shape)),
             // The whole input of each rank becomes a block of the output.
             Kind::AllGather => {
                 let pieces = others_first(me, ranks).map(|peer| Piece {
-                    peer,
+                    source: peer,
                     from: 0,
+                    target: me,
                     to: start(out_blocks, total_out, ranks, peer),
                     bytes: block(out_blocks, total_out, ranks, peer),
                 });
@@ -94,7 +123,7 @@ impl Part {
                     let table = tables[peer].as_ref()?;
                     let from = table[..me].iter().fold(0, |sum: usize, bytes| sum.saturating_add(*bytes));
                     let to = start(out_blocks, total_out, ranks, peer);
-                    Some(Piece { peer, from, to, bytes: block(out_blocks, total_out, ranks, peer) })
+                    Some(Piece { source: peer, from, target: me, to, bytes: block(out_blocks, total_out, ranks, peer) })
                 });
                 Part::Copy(pieces.collect())
             }
@@ -106,7 +135,7 @@ impl Part {
     pub fn bytes(&self) -> usize {
         match self {
             Part::Copy(pieces) => pieces.iter().map(|piece| piece.bytes).sum(),
-            Part::Fold { bytes, .. } => *bytes,
+            Part::Spread { bytes, .. } | Part::Fold { bytes, .. } => *bytes,
         }
     }
 
@@ -115,15 +144,40 @@ impl Part {
     pub fn too_small(&self, inputs: &[usize], outputs: &[usize]) -> Option<usize> {
         let within = |from: usize, bytes: usize, total: usize| from <= total && bytes <= total - from;
         match self {
-            Part::Copy(pieces) => {
-                pieces.iter().find(|piece| !within(piece.from, piece.bytes, inputs[piece.peer])).map(|piece| piece.peer)
-            }
+            Part::Copy(pieces) => pieces.iter().find_map(|piece| {
+                let Piece { source, from, target, to, bytes } = *piece;
+                let input = (!within(from, bytes, inputs[source])).then_some(source);
+                input.or_else(|| (!within(to, bytes, outputs[target])).then_some(target))
+            }),
+            Part::Spread { root, at, bytes } => (0..inputs.len()).find(|rank| {
+                let total = if rank == root { inputs[*rank] } else { outputs[*rank] };
+                !within(*at, *bytes, total)
+            }),
             Part::Fold { from, to, bytes, targets } => {
                 let input = inputs.iter().position(|total| !within(*from, *bytes, *total));
                 input.or_else(|| targets.iter().copied().find(|rank| !within(*to, *bytes, outputs[*rank])))
             }
         }
     }
+}
+
+/// The pieces of rank `me` in a scatter or gather, in which every rank's block is at the root on one side. The block of
+/// another rank is copied by that rank, but for its last part of one in `ranks`, which the root copies, so that all ranks
+/// copy the same number of bytes. The root copies its own block, too.
+fn between_root_and_all(shape: &Shape) -> Vec<Piece> {
+    let &Shape { kind, me, ranks, root, total_in, total_out, .. } = shape;
+    let scatters = kind == Kind::Scatter;
+    let block = if scatters { total_out } else { total_in };
+    let own = block - slice(block, ranks, ranks - 1).1;
+    let piece = |rank: usize, start: usize, bytes: usize| match scatters {
+        true => Piece { source: root, from: rank * block + start, target: rank, to: start, bytes },
+        false => Piece { source: rank, from: start, target: root, to: rank * block + start, bytes },
+    };
+    if me != root {
+        return vec![piece(me, 0, own)];
+    }
+    let others = others_first(me, ranks).filter(|rank| *rank != root);
+    std::iter::once(piece(root, 0, block)).chain(others.map(|rank| piece(rank, own, block - own))).collect()
 }
 
 /// All ranks, starting with the one after `me` so that not all read from the same rank at once. `me` is last.
@@ -170,14 +224,66 @@ mod tests {
         let part = Part::of(&of(Kind::ReduceScatter, 2, 32, 24), &[]);
         assert_eq!(part, Part::Fold { from: 8, to: 0, bytes: 24, targets: vec![2] });
         let part = Part::of(&of(Kind::AllGather, 1, 0, 32), &[]);
-        let piece = |peer, to, bytes| Piece { peer, from: 0, to, bytes };
+        let piece = |source, to, bytes| Piece { source, from: 0, target: 1, to, bytes };
         assert_eq!(part, Part::Copy(vec![piece(2, 8, 24), piece(0, 0, 8), piece(1, 8, 0)]));
         let tables = [Some(vec![5, 8, 1]), None, Some(vec![9, 24, 2])];
         let part = Part::of(&of(Kind::AllToAll, 1, 32, 32), &tables);
-        let expected = [Piece { peer: 2, from: 9, to: 8, bytes: 24 }, Piece { peer: 0, from: 5, to: 0, bytes: 8 }];
-        assert_eq!(part, Part::Copy(expected.to_vec()));
-        let too_small = [[13, 0, 33], [12, 0, 33], [13, 0, 32]].map(|inputs| part.too_small(&inputs, &[]));
+        let piece = |source, from, to, bytes| Piece { source, from, target: 1, to, bytes };
+        assert_eq!(part, Part::Copy(vec![piece(2, 9, 8, 24), piece(0, 5, 0, 8)]));
+        let too_small = [[13, 0, 33], [12, 0, 33], [13, 0, 32]].map(|inputs| part.too_small(&inputs, &[0, 32, 0]));
         assert_eq!(too_small, [None, Some(0), Some(2)]);
+        assert_eq!(part.too_small(&[13, 0, 33], &[99, 31, 99]), Some(1));
+    }
+
+    /// How often the parts of all ranks write each byte of each rank's outputs, and whether they come from the right
+    /// place: byte `i` of rank `q`'s inputs is named (q, i).
+    #[test]
+    fn the_parts_of_a_broadcast_scatter_and_gather_write_every_byte_once() {
+        for ranks in 1..7 {
+            for (root, block) in [(0, 64 << 10), (ranks - 1, 12_345), (ranks / 2, 4), (0, 0)] {
+                for kind in [Kind::Broadcast, Kind::Scatter, Kind::Gather] {
+                    let sizes = |rank: usize| match (kind, rank == root) {
+                        (Kind::Broadcast, true) => (block, 0),
+                        (Kind::Broadcast, false) => (0, block),
+                        (Kind::Scatter, true) => (block * ranks, block),
+                        (Kind::Scatter, false) => (0, block),
+                        (_, true) => (block, block * ranks),
+                        (_, false) => (block, 0),
+                    };
+                    type Origin = Option<(usize, usize)>;
+                    let mut outputs: Vec<Vec<Origin>> = (0..ranks).map(|q| vec![None; sizes(q).1]).collect();
+                    let mut put = |(source, from): (usize, usize), (target, to): (usize, usize), bytes: usize| {
+                        for i in 0..bytes {
+                            assert_eq!(outputs[target][to + i].replace((source, from + i)), None, "written twice");
+                        }
+                    };
+                    let (ins, outs): (Vec<_>, Vec<_>) = (0..ranks).map(sizes).unzip();
+                    for me in 0..ranks {
+                        let part = Part::of(&Shape { root, ..shape(kind, me, ranks, ins[me], outs[me]) }, &[]);
+                        assert_eq!(part.too_small(&ins, &outs), None, "{kind:?} {ranks} {root} {block}");
+                        match part {
+                            Part::Copy(pieces) => {
+                                pieces.iter().for_each(|p| put((p.source, p.from), (p.target, p.to), p.bytes));
+                            }
+                            Part::Spread { root, at, bytes } => {
+                                (0..ranks).filter(|q| *q != root).for_each(|q| put((root, at), (q, at), bytes));
+                            }
+                            Part::Fold { .. } => panic!("{part:?}"),
+                        }
+                    }
+                    for (q, output) in outputs.iter().enumerate() {
+                        for (i, byte) in output.iter().enumerate() {
+                            let expected = match kind {
+                                Kind::Broadcast => (root, i),
+                                Kind::Scatter => (root, q * block + i),
+                                _ => (i / block, i % block),
+                            };
+                            assert_eq!(*byte, Some(expected), "{kind:?}, {ranks} ranks, root {root}, {block} bytes");
+                        }
+                    }
+                }
+            }
+        }
     }
 
     #[test]
