@@ -110,7 +110,7 @@ def test_rule_35_a_first_call_ends_at_its_deadline_by_a_signal_or_by_an_abort(
                 assert SHORT * 0.95 < took < SHORT + patience(1), (sort, took)
             elif how == "interrupt":
                 assert kind == "KeyboardInterrupt", (sort, kind, text)
-                assert took < patience(0.2), (sort, took)
+                assert took < patience(1), (sort, took)
             else:
                 assert "abort" in text, (sort, kind, text)
                 assert took < patience(1), (sort, took)
