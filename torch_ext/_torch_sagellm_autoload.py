@@ -1,9 +1,9 @@
 """The only module of ours that torch loads in every process that imports torch; entry points of pyproject.toml name it.
 
-It must therefore do no harm. It is outside the package, needs only the standard library, and executes nothing of the
-package until a group of ours is created, or unless ``SAGELLM_AS`` is set. A defect of the package or its variables
-breaks neither ``import torch`` nor a group of another backend. Only creating a group of ours raises the error; if the
-error is known earlier, one warning reports it.
+It must therefore do no harm. It is outside the package and needs only the standard library. It executes nothing of the
+package before a group of ours is created, unless ``SAGELLM_AS`` is set. A defect of the package or its variables breaks
+neither ``import torch`` nor a group of another backend. Only creating a group of ours raises the error; if the error is
+known earlier, one warning reports it.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Devices(list[str]):
 def register() -> None:
     """Registers the name with torch. Both entry points and ``import torch_sagellm`` call it.
 
-    Only the first call has an effect. It raises nothing, except if torch is not installed; torch itself never sees
-    that.
+    Only the first call has an effect. It raises an error only if torch is not installed; if torch itself makes the
+    call, that cannot happen.
     """
     global _problem
     try:
@@ -102,7 +102,7 @@ def package(module: str) -> Any:
 
 
 def look() -> None:
-    """For ``info`` and ``doctor``: raises the error of the package, as far as it is known before a group is created."""
+    """For ``info`` and ``doctor``: raises the error of the package, if it is known before a group is created."""
     if _problem is not None:
         raise _problem.with_traceback(None)
     package("_private.register")
@@ -214,7 +214,7 @@ def _owner() -> str:
 
 
 def _explained(error: BaseException) -> Unusable:
-    """Converts an error to one that adds what is known of the package, and the remedy."""
+    """Converts an error to one whose text adds what is known of the package, and the remedy."""
     if isinstance(error, Unusable):
         return error
     what = str(error) if type(error) is ImportError else f"{type(error).__name__}: {error}"

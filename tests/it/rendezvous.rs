@@ -586,8 +586,8 @@ fn known_peers(files: &Files, rank: usize, size: usize) {
     drop(first);
     groups.push(group("later", rank, size));
     assert_eq!((groups.last().unwrap().group_peers.id(), open_descriptors()), (id, before));
-    // Rank 1 leaves all its groups and therefore has no known peers any more. So the next group must not use the known
-    // peers of the others.
+    // Rank 1 leaves all its groups and therefore has no known peers any more. So the next group must not use known
+    // peers that only the other ranks have.
     if rank == 1 {
         groups.clear();
         assert!(open_descriptors() < before);

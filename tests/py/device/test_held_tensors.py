@@ -57,7 +57,8 @@ def every(ctx: Context, name: str) -> dict[str, Callable[[], list[Any]]]:
 
 def settled(device: Any) -> int:
     """Returns the number of allocations in use when no operation is in flight. The count must be stable for longer than
-    the list of `comes_back_to` keeps one: an allocation too many here would hide one that is freed too early later."""
+    the list of `comes_back_to` keeps an allocation: if this count were one too high, an allocation that is freed too
+    early later would not be noticed."""
     torch.accelerator.synchronize()
     gc.collect()
     dist.all_reduce(torch.ones(1))  # any call of this package drops the references of ended operations
@@ -71,8 +72,8 @@ def settled(device: Any) -> int:
 
 
 def comes_back_to(device: Any, before: int) -> bool:
-    """Waits until `before` allocations are in use; False if that takes too long. If the watch sees the end before the
-    program drops the Work, the Work goes to a list, which a thread empties after a tenth of a second."""
+    """Waits until `before` allocations are in use; False if that takes too long. If the watch detects the call's end
+    before the program drops the Work, the Work goes to a list that a thread empties after a tenth of a second."""
     end = time.monotonic() + patience(2)
     while device.blocks() != before and time.monotonic() < end:
         time.sleep(0.02)

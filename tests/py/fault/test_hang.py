@@ -414,7 +414,7 @@ def late_on_hosts(
 
 @pytest.mark.parametrize(("ranks", "victim"), [(2, 1), (4, 3), (4, 1)])
 def test_a_late_rank_on_another_host_is_named_with_its_line(hosts: list[str], ranks: int, victim: int) -> None:
-    """Also if the late rank is not the rank that connects its host to the others."""
+    """This holds even if the late rank is not the one that connects its host to the others."""
     with launch(late_on_hosts, ranks, hosts, "asleep", victim, env=ENV) as job:
         start(job)
         texts = survivors(job, [rank for rank in range(ranks) if rank != victim], HOSTS_TIMEOUT)
@@ -457,7 +457,7 @@ def test_a_stopped_rank_on_another_host_is_named_so(hosts: list[str]) -> None:
 def test_a_sender_on_another_host_that_does_not_come_is_named_with_its_line(
     hosts: list[str], ranks: int, victim: int
 ) -> None:
-    """As for a collective, even if other ranks wait for nothing."""
+    """The rank is named as for a collective, even if no other rank waits."""
     with launch(late_on_hosts, ranks, hosts, "asleep", victim, "message", env=ENV) as job:
         start(job)
         text = survivors(job, [0], HOSTS_TIMEOUT)[0]

@@ -16,8 +16,8 @@ from random_programs.execute import Problem, member
 from random_programs.program import Program
 from random_programs.shrink import shrink
 
-#: Timeout of the groups, in seconds; a program hangs if it takes more than twice that and 10 s. The machines are
-#: shared, so a stall of some seconds is not an error of ours.
+#: Timeout of the groups, in seconds. A program counts as hanging if it takes more than twice that plus 10 s. The
+#: machines are shared, so a stall of some seconds is not an error of ours.
 SECONDS = float(os.environ.get("SAGELLM_TEST_PROGRAM_SECONDS", "15"))
 MOST_RANKS = 4
 

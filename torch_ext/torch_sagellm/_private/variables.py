@@ -1,7 +1,7 @@
 """Checks the values of this package's environment variables: when the first group is created, and in ``doctor``.
 
-The core reads each variable when it needs it, and uses the default if the value is invalid. So that this does not go
-unnoticed, each process warns about it once.
+The core reads each variable when it needs it, and uses the default if the value is invalid. Each process warns about an
+invalid value once, so that it is noticed.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ class Compression(ABC):
     def all_reduce(self, tensor: torch.Tensor, group: Any, key: Any = None) -> int:
         """Sums a contiguous float tensor over the ranks of ``group``, in place; returns the bytes that it sent.
 
-        The result is ``tensor.nbytes`` times the ratio of the bytes that leave the host to those of a plain all_reduce.
+        The returned number is ``tensor.nbytes`` times a ratio: the bytes that leave the host, divided by those of a
+        plain all_reduce.
 
         ``key`` identifies the tensor for compressions that keep a remainder from call to call. A tuple of parameters
         means that the tensor holds their gradients, one after the other, because a bucket of DistributedDataParallel
@@ -49,7 +50,7 @@ class Compression(ABC):
     def average(self, tensor: torch.Tensor, group: Any, key: Any = None) -> int:
         """Like ``all_reduce``, but averages instead of summing.
 
-        A format whose sums may overflow divides before it sums; this method divides after.
+        This method divides after the sum. A format whose sums may overflow overrides it and divides before.
         """
         sent = self.all_reduce(tensor, group, key)
         tensor /= dist.get_world_size(group)
@@ -226,7 +227,7 @@ class TopK(Compression):
             total, sent, called = self._between(part, among.across, divisor)
             _agreed(_called_by_host(called, among, flat))
             total, sent = _whole_of_host(total, among)[: flat.numel()], sent * len(among.columns)
-            # The remainder of this rank's part of the host's sum is added to this rank's addend in the next call.
+            # What remains of this rank's part of the host's sum is added to this rank's addend in the next call.
             rest.zero_()
             begin = among.place * len(part)
             rest[begin : begin + len(part)] = part[: max(len(rest) - begin, 0)]
@@ -360,7 +361,7 @@ def _agreed(called: list[bool]) -> None:
 
 
 def _called_by_host(called: list[bool], among: hosts.Hosts, like: torch.Tensor) -> list[bool]:
-    """Adds what the other ranks of this host have seen: each has met one rank of every host."""
+    """Adds what the other ranks of this host have seen: each has exchanged data with one rank of every host."""
     if not called:
         return called
     own = like.new_tensor([float(any(called)), float(all(called))], dtype=torch.float32)

@@ -180,7 +180,8 @@ class MoEDispatcher:
     def _spread(
         self, tokens: Tensor, routing: Routing, weights: Tensor | None, under_way: _UnderWay | None = None
     ) -> Tensor:
-        """From tokens to rows: sends each token to its experts, multiplied by its assignments' weights if given."""
+        """From tokens to rows: sends each token to its experts, multiplied by the assignments' weights if there are
+        any."""
         with torch.no_grad():
             begun = under_way or self._begin_spread(tokens, routing, weights, wait=True)
             self._end(begun)
@@ -215,7 +216,7 @@ class MoEDispatcher:
         return begun.came
 
     def _begin(self, fill: Any, sent: list[int], received: list[int], like: Tensor, wait: bool) -> _UnderWay:
-        """Begins the exchange of rows that ``fill`` writes; ``wait`` means that the caller waits at once."""
+        """Begins the exchange of rows, which ``fill`` writes; ``wait`` means that the caller waits at once."""
         leaving, coming = sum(sent), sum(received)
         if self._among is not None:
             out = self._memory(leaving, like)
@@ -239,7 +240,7 @@ class MoEDispatcher:
     def _memory(self, rows: int, like: Tensor) -> Tensor:
         """Uninitialized rows like those of ``like``.
 
-        On the CPU memory of an earlier call, whose pages are already populated.
+        On the CPU this is memory of an earlier call, because its pages are already populated.
         """
         width = like.shape[1]
         if like.is_cpu:
