@@ -86,7 +86,7 @@ def one_start(args: argparse.Namespace, beside: int) -> tuple[int, list[Result]]
 
 
 def kept(results: list[Result]) -> list[Result]:
-    """The part of a start's results that the table needs: the 10th percentile and the median of each cell."""
+    """The part of a start's results that the table uses: the 10th percentile and the median of each cell."""
     cells = ("p10", "median")
     return [
         {**row, "times": {label: {cell: timed[cell] for cell in cells} for label, timed in row["times"].items()}}
