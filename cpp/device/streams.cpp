@@ -17,7 +17,7 @@ c10::impl::VirtualGuardImpl guard_of(c10::Device device) {
 }
 
 // Flushes the queue that some devices keep on the host in front of the stream. torch's own device types have no such
-// queue, and their streams may not be queried while they are captured.
+// queue, and their streams must not be queried while they are captured.
 void drain(const c10::Stream& stream) {
   if (stream.device_type() == c10::DeviceType::PrivateUse1) (void)guard_of(stream.device()).queryStream(stream);
 }

@@ -164,7 +164,7 @@ class DeviceWork final : public SageWork {
 
   // Hands the run to the watching thread, which detects its end.
   void watch();
-  // Ends the Work of a call that was captured into a graph: its event never passes by itself and may not be queried.
+  // Ends the Work of a call that was captured into a graph: its event never passes by itself and must not be queried.
   void settle() { end(std::string()); }
   // Called once, by the run.
   void end_of_run(const std::string& error) { end(error); }

@@ -113,8 +113,8 @@ class DeferredRelease {
   bool empty() const { return !filled_.load(std::memory_order_relaxed); }
   // How long references may stay here while the program does not call this package.
   static constexpr auto kPatience = std::chrono::milliseconds(100);
-  // For a thread that may not take the GIL: if the oldest reference has been here for `kPatience`, makes a callback
-  // thread drop them all.
+  // For a thread that must not take the GIL: if the oldest reference has been here for `kPatience`, makes a callback
+  // thread drop all references.
   void post();
 
  private:

@@ -3,8 +3,8 @@
 // Works differ in how their end is detected, and in what a waiting thread does:
 // - Operations of the core (`add`): the core detects their end, and the waiting thread drives them.
 // - A job on a thread of ours, which calls `end`: the waiting thread sleeps.
-// - A stream of a device (device/work.hpp): the waiting thread polls it, or makes its own stream wait for it. Works of
-// other backends are wrapped instead (work/joined.hpp).
+// - A stream of a device (device/work.hpp): the waiting thread polls it, or makes its own stream wait for it.
+// Works of other backends are wrapped instead (work/joined.hpp).
 //
 // refused: abort: torch has no call for it in Python and never makes it; abort the group
 //

@@ -74,7 +74,7 @@ def asleep(ctx: Context) -> None:
 
 def computing(ctx: Context) -> None:
     end = time.monotonic() + patience(30)
-    # The interpreter switches threads where the loop begins its next turn, so the reported line may be either of two.
+    # The interpreter switches threads when the loop begins its next turn, so either of two lines may be reported.
     while time.monotonic() < end:  # mark: begins anew
         sum(range(100_000))  # mark: computes here
 
@@ -378,8 +378,8 @@ def ends(ctx: Context) -> None:
 
 
 def test_a_process_may_end_while_it_is_asked() -> None:
-    """No crash and no hang, although the answering thread requests the interpreter's lock while the interpreter
-    ends."""
+    """The process neither crashes nor hangs, although the answering thread requests the interpreter's lock while the
+    interpreter ends."""
     with launch(ends, 2, env={"SAGELLM_SOFT_TIMEOUT": "0.2"}) as job:
         for rank in range(2):
             assert job.wait_rank(rank, 30).code == 0, job.report()

@@ -63,7 +63,7 @@ class Taste:
 
     ranks: tuple[int, ...] = (2, 2, 3, 3, 4)
     dtypes: tuple[str, ...] = tuple(DTYPES)
-    #: Operations under way may use the same memory. gloo runs them in any order, so there they may not.
+    #: Operations under way may use the same memory; not with gloo, which runs them in any order.
     ordered: bool = True
     #: The same for operations of which one is a message.
     mixed: bool = True

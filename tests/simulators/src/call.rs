@@ -158,7 +158,7 @@ pub struct Running {
 }
 
 impl Running {
-    /// Reads the input. The private memory must not move or be freed before every operation has ended, so `self` may
+    /// Reads the input. The private memory must not move or be freed before every operation has ended, so `self` must
     /// not be dropped before; `Comm::perform` ensures that.
     pub fn new(call: &Call) -> Running {
         let mut input = call.inputs.iter().flat_map(|span| memory::read(span.addr, span.bytes)).collect::<Vec<u8>>();
