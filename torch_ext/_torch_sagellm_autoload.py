@@ -227,7 +227,7 @@ def _missing() -> str:
 
     try:
         found = metadata.distribution(DISTRIBUTION)
-        if found.read_text("RECORD") is None:  # a checkout's own metadata list sources, and not what is installed
+        if found.read_text("RECORD") is None:  # the metadata of a checkout list its sources, not installed files
             return ""
         files = found.files or []
         gone = [str(file) for file in files if not file.name.endswith(".pyc") and not Path(str(file.locate())).exists()]

@@ -1,5 +1,5 @@
 //! Groups whose ranks are on several hosts, played by threads. Every collective is compared with a one-threaded
-//! reference, with and without fusion, in strict mode bit for bit. Also tests what a fault on one host does to ranks on
+//! reference, with and without fusion, in strict mode bit for bit. Also tests how a fault on one host affects ranks on
 //! the others.
 
 use std::sync::Arc;

@@ -101,7 +101,7 @@ fn program(random: &mut Random, count: usize, calls: usize, sizes: &Sizes) -> (V
     ((0..calls).map(call).collect(), burst)
 }
 
-/// One rank: its engine, and what it has issued.
+/// One rank: its engine, and the calls that it has issued.
 struct Rank {
     me: usize,
     ranks: usize,
@@ -247,7 +247,7 @@ fn schedule(count: usize, calls: usize, death: bool) {
             }
             Err(panic) => resume_unwind(panic),
         }
-        // Nothing of a killed process is dropped, and what it shares with its peers stays.
+        // Nothing of a killed process is dropped, and the memory that it shares with its peers stays.
         KEPT.with(|kept| kept.borrow_mut().push(rank));
     });
     KEPT.with(|kept| kept.borrow_mut().clear());

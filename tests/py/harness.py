@@ -151,7 +151,7 @@ def expect_raises(kind: type[BaseException] | tuple[type[BaseException], ...], c
 
 
 def pool_member(context: Context) -> None:
-    """The main loop of a pool process: keeps a default group of the size last asked for, and runs functions in it."""
+    """The main loop of a pool process: keeps a default group of the last requested size, and runs functions in it."""
     from zygote import describe_error, resolve
 
     current: str | None = None

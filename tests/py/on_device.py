@@ -61,7 +61,7 @@ def holds(tensor: torch.Tensor, value: float) -> None:
 
 
 def counted(op: str, calls: int) -> None:
-    """Waits until the statistics have counted this many ended operations of the kind `op`."""
+    """Waits until the statistics have counted `calls` ended operations of the kind `op`."""
     import torch_sagellm
 
     deadline = time.monotonic() + 20

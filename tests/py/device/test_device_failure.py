@@ -1,4 +1,4 @@
-"""A failed call on a device reaches the program before it can use what the call has left in memory."""
+"""The program gets the error of a failed call on a device before it can use what the call has left in memory."""
 
 from __future__ import annotations
 

@@ -100,7 +100,8 @@ def fails_here(ctx: Context) -> None:
 
 
 def test_what_a_failed_operation_was_to_write_is_an_ordinary_tensor() -> None:
-    """The tensor keeps its address and its values. New tensors can be mapped by peers."""
+    """The tensor that the failed operation would have written keeps its address and its values. Peers can map new
+    tensors."""
     with launch(fails_here, 2, env={"SAGELLM_SHARED_BYTES": str(256 * MIB)}) as job:
         assert job.hear(0) == "failed"
         job.say(1, "end")

@@ -1,4 +1,4 @@
-"""`torch_sagellm._private.alive`: what a connection to a port of a process says about that process."""
+"""`torch_sagellm._private.alive`: what a connection to a process's port shows about the process."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ impl<F: Fn() + Send + Sync + 'static> Work for Again<F> {
 
 struct Issued {
     task: Task,
-    /// Also run on a stream that has failed, because others wait for it.
+    /// True if this work also runs on a stream that has failed, because other streams wait for it.
     always: bool,
 }
 

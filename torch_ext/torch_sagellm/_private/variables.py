@@ -77,7 +77,7 @@ def _folder(text: str) -> str | None:
 
 @dataclass(frozen=True)
 class Rule:
-    """The valid values of a variable: ``judge`` returns what was expected, or None for a valid value."""
+    """The valid values of a variable: ``judge`` returns a text with the expected values, or None for a valid value."""
 
     judge: Callable[[str], str | None]
     #: The effect of any other value.

@@ -1,4 +1,4 @@
-"""Lists of tensors that are reduced together, reusable memory, and a report of what a block of code sends."""
+"""Lists of tensors that are reduced together, reusable memory, and a report of the data that a block of code sends."""
 
 from __future__ import annotations
 

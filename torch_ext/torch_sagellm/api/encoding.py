@@ -31,7 +31,7 @@ def encoded(flat: Tensor, block: int, blocks: int) -> Tensor:
 
 
 def mark(encoded: Tensor, ranks: int, divisor: int) -> None:
-    """Marks what is sent to each of ``ranks`` ranks as part of an average, unless ``divisor`` is 1: a sum.
+    """Marks the part for each of ``ranks`` ranks as part of an average; a ``divisor`` of 1 means a sum, without a mark.
 
     The mark is the sign of the part's first scale; scales have none. Tensors on devices are not marked, because the
     host would have to wait for the device to read a mark.

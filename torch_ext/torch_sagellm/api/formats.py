@@ -350,8 +350,8 @@ def _among(group: Any) -> hosts.Hosts | None:
 def _agreed(called: list[bool]) -> None:
     """Raises the error of a sum that other ranks called as an average; all ranks raise it, and no tensor has changed.
 
-    ``called``: whether each rank asked for an average. Sums and averages send the same bytes, so what is sent says
-    which of the two it belongs to.
+    ``called``: whether each rank asked for an average. Sums and averages send the same number of bytes, so a mark in
+    the data says to which of the two it belongs.
     """
     if any(called) and not all(called):
         raise dist.DistBackendError(
