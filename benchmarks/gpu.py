@@ -44,7 +44,7 @@ FORMS = [
     ("nccl region", THEIRS, "region"),
     ("nccl region #2", CONTROL, "region"),
 ]
-#: Ratios in the second table: the first column over the second.
+#: Ratios in the second table: the first column divided by the second.
 RATIOS = [
     ("nccl one by one", "sagellm fused"),
     ("nccl region", "sagellm fused"),

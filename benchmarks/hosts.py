@@ -185,7 +185,7 @@ def lost(runs: list[Result], label: str) -> list[tuple[float, str]]:
 
 
 def markdown(whole: Result) -> str:
-    """All runs: times, and gloo's time over each other backend's, by p10 and, in brackets, by the median."""
+    """All runs: times, and gloo's time divided by each other backend's, for p10 and, in brackets, for the median."""
     machine = whole["machine"]
     parts = [
         f"{machine['cpu']}, {machine['cores']} cores, {whole['date']}. gloo's time over that of the other: 10th "

@@ -37,7 +37,7 @@ from measure.stats import percentile
 import torch_sagellm
 
 GOAL = 1.0
-#: Seconds for which a trial may start, and then recover.
+#: Seconds within which a trial must start, and within which it must then recover.
 PATIENCE = 120.0
 
 

@@ -243,7 +243,7 @@ def hosts(runs: list[Run]) -> Table:
 
 
 def leaders(runs: list[Run]) -> Table:
-    """Large operations by all ranks of a host, by a second such group, and by one leader per host."""
+    """Large operations in which all ranks of a host take part, in two such groups, and with one leader per host."""
     head = ["operation", "link", "all ranks", "all ranks, second group", "one leader a host", "gloo p10"]
     table = [[*head, "one leader / all ranks", "second group / first"]]
     for run in runs:

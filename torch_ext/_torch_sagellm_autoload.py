@@ -155,8 +155,8 @@ def _register() -> None:
 def _refuse(backend: Any, name: str) -> None:
     """Makes groups of another name raise the error of the package.
 
-    Other ranks may have created such a group with our backend, and torch's own would wait for them in vain. Before
-    torch 2.15, which has no such table, these groups are torch's own.
+    Other ranks may have created such a group with our backend, and a group of torch's own would wait for them in vain.
+    Older torch than 2.15 has no table of creators, so there these groups are torch's own.
     """
     if hasattr(backend, "_ensure_backend_registered"):
         backend._ensure_backend_registered(name)

@@ -139,7 +139,7 @@ def _row(row: Result, run: Result) -> list[str]:
 
 
 def plot(run: Result, path: Path) -> str | None:
-    """Draws latency over size and the ratio to the reference; returns the reason if it cannot."""
+    """Draws latency by size, and the ratio to the reference. Returns the reason if it cannot."""
     try:
         import matplotlib
 

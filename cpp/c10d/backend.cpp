@@ -34,7 +34,7 @@ SageBackend::SageBackend(int rank, int size, c10::intrusive_ptr<Options> options
 
 SageBackend::~SageBackend() {
   // The last reference may be dropped with the GIL held. Leaving the group takes a moment in which other threads may
-  // need the GIL.
+  // need the GIL, so it is released.
   try {
     if (python_alive() && PyGILState_Check() != 0) {
       const py::gil_scoped_release no_gil;

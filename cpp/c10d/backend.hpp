@@ -264,7 +264,7 @@ class SageBackend final : public c10d::Backend {
   // Makes a barrier also wait for this rank's collectives on devices. torch does not say which device a barrier is for,
   // unless the caller passes the device's number.
   WorkPtr behind_devices(WorkPtr work, bool async);
-  // True if a hook needs the end of works. Then synchronous calls have a Work, too.
+  // True if a hook must learn when works end. Then synchronous calls also have a Work.
   bool has_listeners() const { return events_->has_work_hook() || events_->has_completion_hooks(); }
 
   // Name of the backend that serves the group if the engine cannot, for error texts.

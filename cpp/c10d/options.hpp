@@ -24,8 +24,8 @@ struct BackendOptions final : c10d::Backend::Options {
   std::string engine = "auto";
   // torch's built-in backend that serves what the engine cannot. The Python package reads it and makes the delegate.
   std::string delegate = "gloo";
-  // Rules that assign algorithms to operations, in the syntax of src/select/rules.rs. They come before the rules of the
-  // environment.
+  // Rules that assign algorithms to operations, in the syntax of src/select/rules.rs. They have priority over the rules
+  // of the environment.
   std::string algorithm;
   // The user's description of the machines, as `Topology` of src/select/start.rs parses it; empty if there is none.
   std::string topology;

@@ -96,7 +96,7 @@ class VendorDevices final {
   // How the core reaches the other ranks while it makes a communicator.
   class Exchange;
 
-  // The error by which the group has failed, with its code letter, or empty.
+  // The error with which the group has failed, with its code letter; empty if it has not failed.
   std::string fault() const { return std::string(owner_.group.state().fault); }
   // Whether the stream is being captured. Asks the core if torch, or the device's guard, cannot tell.
   bool is_capturing(const c10::Stream& stream) const;

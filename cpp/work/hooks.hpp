@@ -1,4 +1,4 @@
-// What is notified of the end of an operation besides its Work: the profiler and the hooks of c10d.
+// The profiler and the hooks of c10d, which are notified when an operation ends.
 #pragma once
 
 #include <ATen/core/Tensor.h>

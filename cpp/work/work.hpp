@@ -80,7 +80,7 @@ class SageWork : public c10d::Work {
   // cannot end before `seal`, even if an operation ends before `add` returns. So only the issuing thread touches `ops_`
   // before `seal`.
   void seal(const std::string& error = {}) { part_ended(error); }
-  // One of the parts (an operation, or the issuing itself) has ended.
+  // Call this when one of the parts (an operation, or the issuing itself) has ended.
   void part_ended(const std::string& error);
   // Records the error with which the Work will fail, unless it already has one. Call it before the last part ends.
   void note_failure(const std::string& error);

@@ -46,8 +46,8 @@ def every(ctx: Context, name: str) -> dict[str, Callable[[], list[Any]]]:
     calls = {what: works(run) for what, run in on_device.calls(2, ctx.rank, name).items()}
     calls.pop("barrier")
     # dist.all_reduce_coalesced returns torch's future, whose `wait` does not call the Work. So its tensors are held
-    # until the device has finished the call, and no longer. Operators for which this device waits pack a list, so no
-    # list is passed while the device is held.
+    # until the device has finished the call, and no longer. A list is packed by operators for which this device waits,
+    # so no list is passed while the device is held.
     return calls | {
         "batch": lambda: batch(ctx, name),
         "region": lambda: region(ctx, name),

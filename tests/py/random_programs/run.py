@@ -125,8 +125,8 @@ class Ranks:
         return verdict
 
     def _unfair(self, problems: list[Problem]) -> list[Problem]:
-        """The problems without those that a struck rank may cause: its own, those whose error names it, and those whose
-        error names a rank that left because of such an error. Ranks have other numbers in other groups, so process ids
+        """The problems, except those that a struck rank may cause: its own, those whose error names it, and those whose
+        error names a rank that left because of such an error. A rank's number differs between groups, so process ids
         are compared. A receive from any rank is pending as long as some rank can still send, so it may end by its
         deadline."""
         fallen, left = {self.struck}, [each for each in problems if each["kind"] in ("error", "died")]

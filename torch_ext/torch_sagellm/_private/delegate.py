@@ -100,7 +100,7 @@ def check(name: str) -> str:
 
 @dataclass(frozen=True)
 class Facts:
-    """The fields that this package uses of the struct in which torch describes a group."""
+    """Of the struct in which torch describes a group: the fields that this package uses."""
 
     store: Any
     group_rank: int

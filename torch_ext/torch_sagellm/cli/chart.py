@@ -1,4 +1,4 @@
-"""Charts of bandwidth over size: a picture drawn by matplotlib, or bars of characters in the terminal."""
+"""Charts of bandwidth by size: a picture drawn by matplotlib, or bars of characters in the terminal."""
 
 from __future__ import annotations
 

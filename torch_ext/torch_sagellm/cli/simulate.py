@@ -153,7 +153,7 @@ def table(times: dict[str, list[Prediction]], sizes: Sequence[int], width: int =
 
 
 def plot(path: Path, op: str, sizes: Sequence[float], all_times: dict[int, dict[str, list[Prediction]]]) -> None:
-    """Draws one panel for each number of ranks: time over size, both logarithmic."""
+    """Draws one panel for each number of ranks: time by size, both axes logarithmic."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -77,7 +77,8 @@ class Batches(TypedDict):
 
 
 class StepStats(TypedDict):
-    """The steps of ``torch_sagellm.step()`` in this process, whatever the group; ``share`` is exposed over total."""
+    """The steps of ``torch_sagellm.step()`` in this process, whatever the group; ``share`` is exposed divided by total
+    time."""
 
     count: int
     total_ms: float

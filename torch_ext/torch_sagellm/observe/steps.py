@@ -38,7 +38,7 @@ class StepReport:
     #: The part of ``exposed`` in which data moved. In each step it is the smallest wait of all ranks, because the last
     #: rank to arrive waits for no other.
     moving: float
-    #: Exposed time over step time, for each rank.
+    #: Exposed time divided by step time, for each rank.
     shares: tuple[float, ...]
 
     @property
@@ -48,7 +48,7 @@ class StepReport:
 
     @property
     def share(self) -> float:
-        """Exposed time over step time; 0 without a step."""
+        """Exposed time divided by step time; 0 without a step."""
         return self.exposed / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:

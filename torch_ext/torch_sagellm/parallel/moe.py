@@ -65,7 +65,7 @@ class MoEDispatcher:
             measurement showed that it saves time.
         hierarchical: if several hosts have the same number of ranks, more than one, rows are sent in two steps: first
             between hosts, then inside them. This needs fewer messages between hosts, but each row is copied twice more
-            and a second exchange of counts precedes it. It was slower in every measured case (up to 4 ranks a host, 1
+            and a second exchange of counts precedes it. It was slower in every measured case (up to 4 ranks per host, 1
             ms between hosts), so it is off by default.
 
     Example::
@@ -261,7 +261,8 @@ class MoEDispatcher:
             self._spare.append(whole.view(-1))
 
     def _combined(self, results: Tensor, routing: Routing, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The sum of each token's rows, and the rows, which are passed to ``_keep`` unless autograd needs them."""
+        """The sum of each token's rows, and the rows, which the caller passes to ``_keep`` unless autograd needs
+        them."""
         with torch.no_grad():
             back = self._collect(results, routing)
             output = _summed(back, routing, weights)

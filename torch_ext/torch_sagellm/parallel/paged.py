@@ -207,7 +207,7 @@ def _receive(layer: Tensor, table: Tensor, src: int, group: Any, tag: int, windo
 
 
 def _header(what: Any) -> Tensor:
-    """A description of the layer that follows; after the last layer the number of layers."""
+    """The header: a description of the layer that follows or, after the last layer, the number of layers."""
     text = MAGIC + json.dumps(what, separators=(",", ":")).encode()
     if len(text) > HEADER_BYTES:
         raise ValueError(f"sagellm send_pages: a page of {what[1]} has too many dimensions to be described")
