@@ -66,7 +66,7 @@ class Summary:
 
 
 def summarize(rounds: Sequence[Sequence[float]]) -> Summary:
-    """Summarizes the times of each round, in microseconds, which are already the slowest rank's."""
+    """Summarizes the times of each round, in microseconds. Each time is already the slowest rank's."""
     values = [us for taken in rounds for us in taken]
     return Summary(
         samples=len(values),

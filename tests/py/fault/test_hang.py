@@ -113,7 +113,8 @@ def survivors(job: Job, ranks: list[int], deadline: float = TIMEOUT) -> list[str
     texts = []
     for rank in ranks:
         took, text = job.wait_rank(rank, 20).value
-        # On an idle machine within a tenth of the deadline. A busy machine runs the waiting thread later.
+        # On an idle machine the error comes within a tenth of the deadline. A busy machine runs the waiting thread
+        # later.
         assert deadline * 0.95 < took < deadline * 1.1 + patience(0.5), took
         texts.append(text)
     return texts

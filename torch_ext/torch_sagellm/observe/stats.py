@@ -77,7 +77,7 @@ class Batches(TypedDict):
 
 
 class StepStats(TypedDict):
-    """The steps of ``torch_sagellm.step()`` in this process, whatever the group; ``share`` is exposed divided by total
+    """This process's steps of ``torch_sagellm.step()``, whatever the group; ``share`` is exposed divided by total
     time."""
 
     count: int
