@@ -459,7 +459,7 @@ def allocates(ctx: Context) -> None:
 
 @beyond_gloo("refuses it")
 def test_rule_28_the_backend_allocates_tensors_that_peers_can_reach() -> None:
-    """Rule 28: for the CPU; torch allocates for other devices."""
+    """Rule 28: this holds for the CPU; torch allocates tensors on other devices."""
     run_ranks(allocates, 2)
 
 

@@ -27,7 +27,7 @@ pytestmark = beyond_gloo("it does not say")
 
 #: Seconds until the operations here fail. After half of this time the ranks are asked what they do.
 TIMEOUT = 4
-#: Longer than on one host, because ranks answer when they next poll the store.
+#: The same over several hosts: longer, because ranks answer only when they next poll the store.
 HOSTS_TIMEOUT = 8
 ENV = {"GLOO_SOCKET_IFNAME": net.INTERFACE}
 HANG = (RuntimeError,)

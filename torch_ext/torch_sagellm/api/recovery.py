@@ -62,9 +62,9 @@ def recover(group: Any = None, timeout: float | timedelta = 30.0, leave_silent: 
     - A rank that is alive but does not call (because it is stopped, or busy elsewhere) is never excluded. After
       ``timeout`` all other ranks get a ``CommTimeoutError`` that names it, and may call again.
     - Ranks of the same host know at once whether a rank's process exists. Other hosts learn it from a port that each
-      process of a group over several hosts, or under a delegate, opens for this purpose. So ranks that were killed are
-      detected within a second, even if they are all ranks of a host. If a rank of another host has left the group and
-      its process continues, it counts as a rank that is alive but does not call.
+      process of a group over several hosts, or under a delegate, opens for this purpose. So killed ranks are detected
+      within a second, even if all ranks of a host were killed. If a rank of another host has left the group and its
+      process continues, it counts as a rank that is alive but does not call.
     - A rank is excluded only on evidence that its process has ended. A host that has become unreachable (its power, its
       network) cannot be distinguished from a host that is cut off but continues. After ``timeout`` all other ranks get
       a ``CommTimeoutError`` that names its ranks. If you know that they are gone, call again with ``leave_silent=True``
