@@ -108,9 +108,9 @@ class Int8(Compression):
 
     Every rank sums one part: it receives this part of all ranks by an all_to_all, and an all_gather distributes the
     sums. If m is the largest magnitude of a block, each addend has an error of at most m / 254; the sum then has
-    another such error for its own m. With several hosts of equally many ranks, at least two, each host is summed first,
-    in full precision, and its sum is then one addend. A host then sends 25.4 % of what it would send in a plain
-    all_reduce, for any number of its ranks.
+    another such error for its own m. With several hosts that have the same number of ranks each (at least two), each
+    host is summed first, in full precision, and its sum is then one addend. A host then sends 25.4 % of what it would
+    send in a plain all_reduce, for any number of its ranks.
 
     Args:
         block: number of elements that share a scale, at least 1 (ValueError).
@@ -172,11 +172,11 @@ class TopK(Compression):
     """Sends the elements of largest magnitude, the share ``ratio``, and adds the others to the next call's elements.
 
     No element is lost, only delayed: the sum over all calls equals that of plain calls, except for the remainder at the
-    end, which ``residual(key)`` returns. With several hosts of equally many ranks, at least two, each host is summed
-    first, and each of its ranks selects elements of its part of that sum. A host then sends the same amount for any
-    number of its ranks. An element is sent with its 32-bit index to every other rank (host). A tensor is identified by
-    its ``key``: a number, a name, or the parameter whose gradient it is. The remainder of a parameter is dropped with
-    the parameter. A call that fails changes no remainder.
+    end, which ``residual(key)`` returns. With several hosts that have the same number of ranks each (at least two),
+    each host is summed first, and each of its ranks selects elements of its part of that sum. A host then sends the
+    same amount for any number of its ranks. An element is sent with its 32-bit index to every other rank (host). A
+    tensor is identified by its ``key``: a number, a name, or the parameter whose gradient it is. The remainder of a
+    parameter is dropped with the parameter. A call that fails changes no remainder.
 
     Args:
         ratio: more than 0 and at most 1 (ValueError).

@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of a group: several hosts of equally many ranks, at least two.
+    """The hosts of a group: several hosts that have the same number of ranks each (at least two).
 
     All lists of ranks are in the order of the groups that are created from them.
     """
