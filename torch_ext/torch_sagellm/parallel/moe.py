@@ -64,10 +64,9 @@ class MoEDispatcher:
             exchanged. It needs a capacity factor, and the same number of tokens on every rank. It sends more rows; no
             measurement showed that it saves time.
         hierarchical: with several hosts of the same number of ranks each (at least two), rows are sent in two steps:
-        first
-            between hosts, then inside them. This needs fewer messages between hosts, but each row is copied twice more
-            and a second exchange of counts precedes it. It was slower in every measured case (up to 4 ranks per host, 1
-            ms between hosts), so it is off by default.
+            first between hosts, then inside them. This needs fewer messages between hosts, but each row is copied twice
+            more and a second exchange of counts precedes it. It was slower in every measured case (up to 4 ranks per
+            host, 1 ms between hosts), so it is off by default.
 
     Example::
 
