@@ -1,5 +1,5 @@
-//! Builds the cxx glue into the static library if the feature `torch` is on. cxx also generates the headers that `cpp/`
-//! includes; `setup.py` finds them below `target/cxxbridge`.
+//! If the feature `torch` is on, builds the cxx glue into the static library. cxx also generates the headers that
+//! `cpp/` includes; `setup.py` finds them below `target/cxxbridge`.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");

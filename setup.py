@@ -1,14 +1,13 @@
 """Builds the extension module ``torch_sagellm._C``: the C++ of ``cpp/`` linked with the Rust core as a static library.
 
 cargo runs first and leaves two things: ``libsagellm.a`` and, through cxx, the headers that ``cpp/`` includes. ninja
-then compiles the C++, so that an edit of the Rust core costs cargo and one link. Nearly all of the compiler's time goes
-into torch's headers, so it is given as many files as there are processors, each of which includes a part of ``cpp/``.
-With SAGELLM_EDIT, for edit and try, each file is compiled by itself, after a precompiled header with those of torch.
-On a machine without cargo the variable SAGELLM_PREBUILT names a folder that has what cargo leaves (``make prebuilt``
-writes one).
-A usual build has one extension, for the torch that is installed. ``make wheels`` (.ci/build-wheels) names a folder of
-several unpacked torches instead, and the package gets an extension for each.
-Everything about the package that is not code to build stands in ``pyproject.toml``.
+then compiles the C++, so an edit of the Rust core costs only a run of cargo and one link. Nearly all of the compiler's
+time goes into torch's headers, so it compiles as many files as there are processors; each includes a part of ``cpp/``.
+With SAGELLM_EDIT, for trying edits, each file is compiled by itself, after a precompiled header that has torch's
+headers. On a machine without cargo the variable SAGELLM_PREBUILT names a folder that has cargo's results (``make
+prebuilt`` writes one). A usual build has one extension, for the installed torch. ``make wheels`` (.ci/build-wheels)
+names a folder of several unpacked torches instead, and the package gets an extension for each. Everything about the
+package that is not code to build is in ``pyproject.toml``.
 """
 
 from __future__ import annotations
@@ -33,26 +32,28 @@ from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).resolve().parent
 SOURCE = "torch_ext"
-#: Commands that need to know which torch there is. The others work without one: the source distribution is for all.
+#: Commands that need to know which torch is installed. The others work without torch: a source distribution is for all
+#: versions.
 COMPILING = {"bdist_wheel", "build", "build_ext", "develop", "dist_info", "editable_wheel", "install"}
 #: The oldest and the newest minor version of torch that the sources are for.
 OLDEST, NEWEST = (2, 11), (2, 15)
 MINIMUM_RUST = (1, 89)
 #: Names a folder with what cargo would build: the library, and the folder of the generated headers.
 PREBUILT = "SAGELLM_PREBUILT"
-#: Names a folder of folders that hold a torch each, unpacked: the package gets an extension for each.
+#: Names a folder of folders, each with one unpacked torch: the package gets an extension for each.
 TORCHES = "SAGELLM_TORCHES"
-#: The command of a linker that links for an older C library; then the extension defines what that one lacks.
+#: The command of a linker that links for an older C library. Then the extension defines the symbols that this library
+#: lacks.
 LINKER = "SAGELLM_LINKER"
 CORE = "libsagellm.a"
 HEADERS = "cxxbridge"
 DIGEST = "sources.sha256"
-#: In a source distribution.
+#: The file of a source distribution that has the commit.
 COMMIT = "commit.txt"
-#: The first that reads the licence as pyproject.toml writes it.
+#: The first version of setuptools that reads the licence as pyproject.toml writes it.
 MINIMUM_SETUPTOOLS = 77
-#: What ninja is told. The flags stand in a file of their own, so that the command of a failed step is one that a person
-#: can read; ninja runs in the root, so that the compiler's messages name ``cpp/...``.
+#: The rules for ninja. The flags are in a separate file, so that a person can read the command of a failed step. ninja
+#: runs in the root, so that the compiler's messages name ``cpp/...``.
 RULES = """\
 # Written by setup.py.
 builddir = {folder}
@@ -65,8 +66,8 @@ rule compile
 
 """
 STEP = "build {target}: compile {source} | {folder}/flags\n"
-#: With a precompiled header, which every file reads first; where the compiler does not want it, the header beside it
-#: gives the same.
+#: The rules with a precompiled header, which every file reads first. If the compiler rejects it, the header next to it
+#: gives the same result.
 PRECOMPILED_RULES = """\
 rule precompile
   command = {compiler} @{folder}/flags -MD -MF $out.d -x c++-header -c $in -o $out
@@ -83,7 +84,7 @@ build {target}: compile {source} | {folder}/flags {folder}/torch.hpp.gch
 
 
 def fail(message: str) -> None:
-    """Ends the build with one line that names what is missing and what mends it."""
+    """Ends the build with one line that says what is missing and how to repair it."""
     raise SystemExit(f"sagellm: {message}")
 
 
@@ -97,7 +98,7 @@ def package_version() -> str:
 
 
 class Torch(NamedTuple):
-    """A torch to build for: the c10d classes have another layout in every minor version."""
+    """A torch to build for, because the layout of c10d's classes differs between minor versions."""
 
     folder: Path  # of its package
     version: str
@@ -113,12 +114,13 @@ def torch_in(folder: Path, among_others: bool) -> Torch:
     if found is None:
         fail(f"{folder / 'version.py'} has no version")
         raise AssertionError("unreachable")
-    # torch 2 has no end in sight: its minor version is enough for the name.
+    # The name contains only the minor version, because no torch 3 is in sight.
     return Torch(folder, found.group(1), f"_C_t2{found.group(2)}" if among_others else "_C")
 
 
 def torches() -> list[Torch]:
-    """The oldest first. torch itself is not imported: its backends that are installed would be as well."""
+    """The torches to build for, oldest first. torch is not imported, because that would import its installed
+    backends."""
     if TORCHES in os.environ:
         folders = sorted(path.parent for path in Path(os.environ[TORCHES]).glob("*/torch/version.py"))
         if not folders:
@@ -136,7 +138,7 @@ def torches() -> list[Torch]:
 
 
 def requirement(built: list[Torch]) -> str:
-    """What the package asks for."""
+    """The version requirement of the package for torch."""
     minors = [tuple(map(int, each.minor.split("."))) for each in built] or [OLDEST, NEWEST]
     (first, low), (last, high) = minors[0], minors[-1]
     return f"torch=={first}.{low}.*" if len(minors) == 1 else f"torch>={first}.{low},<{last}.{high + 1}"
@@ -153,23 +155,23 @@ def commit() -> str:
 
 
 def cargo_target() -> Path:
-    """Where cargo builds; for another processor (CARGO_BUILD_TARGET) in a folder of its own."""
+    """The folder in which cargo builds; a build for another processor (CARGO_BUILD_TARGET) has a separate folder."""
     folder = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")).resolve()
     return folder / os.environ.get("CARGO_BUILD_TARGET", "")
 
 
 def for_edits() -> bool:
-    """Whether the next build matters more than this one."""
+    """Whether the build must be fast after edits, although its result is slower."""
     return bool(os.environ.get("SAGELLM_EDIT"))
 
 
 def cargo_profile() -> str:
-    """`edit` (Cargo.toml) builds in seconds after an edit; what it builds is slower."""
+    """Cargo's profile. `edit` (Cargo.toml) builds in seconds after an edit, but its result is slower."""
     return "edit" if for_edits() else "release"
 
 
 def core_places() -> tuple[Path, Path]:
-    """Where the static library and the generated headers are, or will be."""
+    """The places of the static library and of the generated headers, which may not exist yet."""
     given = os.environ.get(PREBUILT)
     if given:
         return Path(given).resolve() / CORE, Path(given).resolve() / HEADERS
@@ -177,7 +179,7 @@ def core_places() -> tuple[Path, Path]:
 
 
 def core_digest() -> str:
-    """Changes with every source of the Rust core."""
+    """A digest that changes with every source of the Rust core."""
     digest = hashlib.sha256()
     ours = [ROOT / "Cargo.toml", ROOT / "Cargo.lock", ROOT / "build.rs", ROOT / "cpp" / "host" / "host.hpp"]
     for path in [*ours, *sorted((ROOT / "src").rglob("*.rs")), *sorted((ROOT / "nccl-sys" / "src").rglob("*.rs"))]:
@@ -187,7 +189,7 @@ def core_digest() -> str:
 
 
 def write_prebuilt(folder: Path) -> None:
-    """Puts what cargo has built, and a digest of its sources, into a folder that may be carried elsewhere."""
+    """Copies cargo's results, and a digest of their sources, into a folder that can be moved to another machine."""
     if os.environ.get(PREBUILT):
         fail(f"{PREBUILT} is set, so there is nothing to write; unset it")
     run_cargo()
@@ -195,7 +197,7 @@ def write_prebuilt(folder: Path) -> None:
     if folder.exists() and any(folder.iterdir()) and not (folder / DIGEST).is_file():
         fail(f"{folder} holds something else than a prebuilt core; name an empty folder")
     shutil.rmtree(folder, ignore_errors=True)
-    # cargo leaves the first header as a link into its own cache, which another machine lacks: links are followed.
+    # The first header is a link into cargo's cache, which another machine lacks, so links are followed.
     shutil.copytree(headers, folder / HEADERS)
     shutil.copy2(library, folder / CORE)
     (folder / DIGEST).write_text(core_digest() + "\n", encoding="utf-8")
@@ -203,7 +205,7 @@ def write_prebuilt(folder: Path) -> None:
 
 
 def check_prebuilt() -> None:
-    """Ends the build where the folder lacks something, or was made from other sources."""
+    """Ends the build if the folder lacks a part, or was made from different sources."""
     library, headers = core_places()
     digest = library.parent / DIGEST
     needed = [library, headers / "rust" / "cxx.h", headers / "sagellm" / "src" / "ffi" / "bridge.rs.h", digest]
@@ -233,19 +235,20 @@ def run_cargo() -> None:
     if os.environ.get("MAX_JOBS"):
         command += ["-j", os.environ["MAX_JOBS"]]
     print("sagellm:", " ".join(command), flush=True)
-    # Quiet: what cargo says of warnings and errors, and nothing else.
+    # Quiet: cargo prints only warnings and errors.
     command.append("--quiet")
     if subprocess.run(command, cwd=ROOT).returncode != 0:
         fail("the Rust core did not build; cargo's message is above")
 
 
 def cpp_files() -> list[Path]:
-    """What the compiler is given.
+    """The files that the compiler compiles.
 
-    Two files on two processors take 117 s of processor time, the thirty one by one, with a precompiled header, 430 s
-    (2-core EPYC, 2026-11-25). Names inside the unnamed namespaces of cpp/ must differ for that.
+    On two processors, two files take 117 s of processor time; the thirty files one by one, with a precompiled header,
+    take 430 s (2-core EPYC, 2026-11-25). For this, names in the unnamed namespaces of cpp/ must differ from file to
+    file.
     """
-    # Those with bindings take longest to compile, and come first.
+    # Files with bindings take longest to compile, so they come first.
     files = sorted((ROOT / "cpp").rglob("*.cpp"), key=lambda path: (path.parent.name != "python", path))
     if for_edits():
         return files
@@ -261,12 +264,13 @@ def cpp_files() -> list[Path]:
 
 
 def jobs() -> int:
-    """How many compilers may run at once: MAX_JOBS, as for torch's own extensions, or this process's processors."""
+    """The number of compilers that run at once: MAX_JOBS, as for torch's own extensions, or this process's
+    processors."""
     return int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
 
 
 class Module(Extension):
-    """An extension, and the torch that it is for."""
+    """An extension, and the torch for which it is built."""
 
     torch: Torch
 
@@ -275,7 +279,7 @@ def extension(torch: Torch) -> Module:
     library, headers = core_places()
     exports = ROOT / "src" / "engine" / "device" / "exports.map"
     plugins = [name for name in re.findall(r"^ +(\w+);", exports.read_text(), re.M) if not name.startswith("PyInit")]
-    # Compiled for speed; with SAGELLM_SYMBOLS for tools that name functions and lines.
+    # Compiled for speed, or with SAGELLM_SYMBOLS for tools that name functions and lines.
     symbols = (["-O1", "-g1"], []) if os.environ.get("SAGELLM_SYMBOLS") else (["-O2", "-g0"], ["-Wl,--strip-all"])
     old = old_libraries() if os.environ.get(LINKER) else ([], [])
     made = Module(
@@ -285,7 +289,7 @@ def extension(torch: Torch) -> Module:
         include_dirs=[str(headers), str(ROOT / "cpp")],
         library_dirs=[str(torch.folder / "lib")],
         extra_objects=[str(library)],
-        # The language is the one torch's headers ask for.
+        # The language version is the one that torch's headers require.
         extra_compile_args=[
             *symbols[0],
             f"-std={'c++17' if torch.minor == '2.11' else 'c++20'}",
@@ -295,19 +299,19 @@ def extension(torch: Torch) -> Module:
             "-Wno-unused-parameter",
             *openmp(),
             "-DTORCH_API_INCLUDE_EXTENSION_H",
-            # Whatever its file is called, Python loads it under this name.
+            # Python loads the extension under this name, whatever its file is called.
             "-DTORCH_EXTENSION_NAME=_C",
             *old[0],
         ],
         libraries=["c10", "torch", "torch_cpu", "torch_python"],
-        # The plugins are kept in the link although nothing here calls them.
+        # The linker must keep the plugins, although no code here calls them.
         extra_link_args=[
             f"-Wl,--version-script={exports}",
             *(f"-Wl,-u,{name}" for name in plugins),
             *old[1],
             *symbols[1],
         ],
-        # The linker of the usual build is the C++ compiler; a named one is called as it stands.
+        # The linker of the usual build is the C++ compiler; a linker that is named is called directly.
         language="c" if os.environ.get(LINKER) else "c++",
     )
     made.torch = torch
@@ -317,8 +321,8 @@ def extension(torch: Torch) -> Module:
 def openmp() -> list[str]:
     """The flag with which torch's ``at::parallel_for`` uses the intra-op threads of torch.
 
-    It is for the compiler only: the functions of GNU's OpenMP come from the copy that torch has loaded. clang's code
-    needs another runtime, which torch may not have; there one thread of a rank copies and combines.
+    The flag is for the compiler only: the functions of GNU's OpenMP come from the copy that torch has loaded. clang's
+    code needs a different runtime, which torch may not have, so there only one thread of a rank copies and combines.
     """
     compiler = shlex.split(os.environ.get("CXX", "g++"))
     said = subprocess.run([*compiler, "--version"], text=True, capture_output=True, check=False).stdout
@@ -326,10 +330,10 @@ def openmp() -> list[str]:
 
 
 def old_libraries() -> tuple[list[str], list[str]]:
-    """What the compiler and the linker are told besides where the result shall load beside older libraries.
+    """Further flags of the compiler and of the linker, if the result must load with older libraries.
 
     cpp/host/old_glibc.cpp has the other half. The C++ compiler's libraries are named as files, because such a linker
-    brings others."""
+    brings its own."""
     compiler = [*shlex.split(os.environ.get("CXX", "g++")), "-print-file-name="]
     libraries = []
     for name in ("libstdc++.so.6", "libgcc_s.so.1"):
@@ -340,7 +344,7 @@ def old_libraries() -> tuple[list[str], list[str]]:
 
 
 def find_ninja() -> str:
-    # The environment may run without being activated: then its ninja is not on the path.
+    # The environment may be used without being activated. Then its ninja is not on the path.
     search = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     found = shutil.which("ninja", path=search)
     if found is None:
@@ -350,7 +354,7 @@ def find_ninja() -> str:
 
 
 def write_changed(path: Path, text: str) -> None:
-    """An unchanged file keeps its time stamp, so that ninja rebuilds nothing."""
+    """Writes a file if its text has changed. An unchanged file keeps its time stamp, so that ninja rebuilds nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.is_file() or path.read_text(encoding="utf-8") != text:
         path.write_text(text, encoding="utf-8")
@@ -359,7 +363,8 @@ def write_changed(path: Path, text: str) -> None:
 def compile_all(command: list[str], flags: list[str], sources: list[str], folder: Path) -> list[str]:
     """Compiles what is out of date with ninja and returns the objects."""
     ninja = find_ninja()
-    # Neither compiler takes a precompiled header that was made with other flags: one file of flags serves all steps.
+    # Neither compiler accepts a precompiled header that was made with different flags, so all steps use one file of
+    # flags.
     write_changed(folder / "flags", "\n".join(map(shlex.quote, flags)) + "\n")
     place = folder.relative_to(ROOT)
     objects = {source: str(place / Path(source).with_suffix(".o")) for source in sources}
@@ -373,9 +378,9 @@ def compile_all(command: list[str], flags: list[str], sources: list[str], folder
     if os.environ.get("MAX_JOBS"):
         run += ["-j", os.environ["MAX_JOBS"]]
     if not sys.stdout.isatty():
-        run.append("--quiet")  # on a terminal ninja has one line that it writes anew
-    # Without these two words ccache keeps nothing that was compiled with a precompiled header. Nothing here uses the
-    # macros of time, and no macro is defined before the header is read.
+        run.append("--quiet")  # on a terminal ninja rewrites a single line
+    # Without these two words ccache stores nothing that was compiled with a precompiled header. They are safe: no code
+    # here uses the macros of time, and no macro is defined before the header is read.
     sloppy = ",".join(filter(None, [os.environ.get("CCACHE_SLOPPINESS"), "pch_defines,time_macros"]))
     print(f"sagellm: the C++ of {len(sources)} files, in {place}", flush=True)
     if subprocess.run(run, cwd=ROOT, env={**os.environ, "CCACHE_SLOPPINESS": sloppy}).returncode != 0:
@@ -389,27 +394,27 @@ def builder() -> type[Any]:
     class Build(build_ext):
         def finalize_options(self) -> None:
             super().finalize_options()
-            # setuptools asks only sources and `depends` whether anything is new; cargo and ninja know the rest.
+            # setuptools checks only sources and `depends` for changes; cargo and ninja check all files.
             self.force = True
 
         def build_extensions(self) -> None:
             if os.environ.get(PREBUILT):
                 check_prebuilt()
             else:
-                find_ninja()  # needed minutes later; who lacks it learns so now
+                find_ninja()  # ninja is needed minutes later, but if it is missing, the error comes now
                 run_cargo()
             self._drop_foreign_paths()
             if os.environ.get(LINKER):
                 self.compiler.linker_so = [*shlex.split(os.environ[LINKER]), "-shared"]
             self.compiler.compile = self._compile
-            # One after the other: ninja has all processors.
+            # One after the other, because ninja uses all processors.
             for ext in self.extensions:
                 self._begin(ext)
                 self.build_extension(ext)
 
         def _begin(self, ext: Module) -> None:
-            # pip hands an editable install a fresh folder every time; one of our own keeps ninja's objects. torch's
-            # version is in its name because objects of two versions must never meet.
+            # For an editable install pip passes a new folder every time; a folder of our own keeps ninja's objects. Its
+            # name contains torch's version, because objects of two versions must never be linked together.
             python = f"cp{sys.version_info.major}{sys.version_info.minor}"
             kind = "-old-glibc" if os.environ.get(LINKER) else ""
             self.build_temp = str(ROOT / "build" / f"torch{ext.torch.minor}-{python}-{sysconfig.get_platform()}{kind}")
@@ -425,14 +430,16 @@ def builder() -> type[Any]:
             flags += [f"-I{folder}" for folder in given["include_dirs"] if folder not in system]
             for folder in dict.fromkeys(system):
                 flags += ["-isystem", folder]
-            # torch's headers name themselves in errors: by their place in torch, not on the machine that built this.
+            # torch's headers put their paths into errors: as paths inside torch, not as those of the machine of the
+            # build.
             flags += [f"-fmacro-prefix-map={folder}/=" for folder in sorted([str(ROOT), self._includes[0]], key=len)]
             cache = shutil.which("ccache")
             compiler = [cache, command[0]] if cache else command[:1]
             return compile_all(compiler, [*flags, *given["extra_postargs"]], sources, Path(self.build_temp))
 
         def _drop_foreign_paths(self) -> None:
-            """A Python that brings its own libraries (pyenv, conda) would write their folder into our library."""
+            """A Python with its own libraries (pyenv, conda) would write their folder into our library; this prevents
+            it."""
             for name in ("linker_so", "linker_so_cxx"):
                 words = getattr(self.compiler, name, None)
                 if words:
@@ -446,9 +453,10 @@ def builder() -> type[Any]:
                 self._write_record(ROOT / SOURCE / "torch_sagellm")
 
         def _write_record(self, folder: Path) -> None:
-            """`load.extension` reads it before it loads the extension, whose symbols alone would give no clear no."""
+            """Writes the build's record, which `load.extension` checks: an extension that does not fit fails
+            unclearly."""
             folder.mkdir(parents=True, exist_ok=True)
-            # A wheel is for other machines, which lack the folder of its sources.
+            # A wheel is used on other machines, which lack the folder of its sources.
             source = "" if TORCHES in os.environ else str(ROOT)
             text = (
                 '"""Written by setup.py beside the extensions it describes."""\n\n'
@@ -479,7 +487,7 @@ class Prebuilt(Command):
 
 
 class Sources(sdist):
-    """The source distribution, which also says of which commit it is."""
+    """The source distribution, which also contains the commit."""
 
     def make_release_tree(self, base_dir: str, files: list[str]) -> None:
         super().make_release_tree(base_dir, files)
@@ -487,7 +495,7 @@ class Sources(sdist):
 
 
 class Wheel(bdist_wheel):
-    """The wheel, with the list of the crates in it where PEP 770 wants that."""
+    """The wheel. It has the list of its crates at the place that PEP 770 defines."""
 
     def write_wheelfile(self, wheelfile_base: str, **named: Any) -> None:
         super().write_wheelfile(wheelfile_base, **named)
@@ -506,7 +514,7 @@ def main() -> None:
     setup(
         version=package_version(),
         install_requires=[requirement(built)],
-        # Named also where nothing is compiled: the wheel of a package with extensions is for one kind of machine.
+        # Named even if nothing is compiled, because the wheel of a package with extensions is for one kind of machine.
         ext_modules=[extension(torch) for torch in built] or [Extension("torch_sagellm._C", sources=[])],
         cmdclass={
             "prebuilt": Prebuilt,

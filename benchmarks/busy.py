@@ -3,8 +3,8 @@
 
 For each number of computing processes the ranks are started several times, because the cores on which the kernel first
 places them affect a whole start. Within a start the groups take turns, each rank writes its tensor before each call,
-and a sample is the time of the slowest rank's call. A cell is gloo's time over ours: in the median start, and in the
-worst one.
+and a sample is the time of the slowest rank's call. A cell is gloo's time divided by ours: in the median start, and in
+the worst one.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def one_start(args: argparse.Namespace, beside: int) -> tuple[int, list[Result]]
 
 
 def kept(results: list[Result]) -> list[Result]:
-    """The part of a start's results that the table needs: the 10th percentile and the median of each cell."""
+    """The part of a start's results that the table uses: the 10th percentile and the median of each cell."""
     cells = ("p10", "median")
     return [
         {**row, "times": {label: {cell: timed[cell] for cell in cells} for label, timed in row["times"].items()}}
@@ -95,7 +95,7 @@ def kept(results: list[Result]) -> list[Result]:
 
 
 def of_cell(starts: list[list[Result]], index: int, label: str) -> list[tuple[float, float]]:
-    """gloo's time over `label`'s in each start: by the 10th percentile, and by the median."""
+    """gloo's time divided by `label`'s in each start: for the 10th percentile, and for the median."""
     found = [hosts.ratios(start[index], label) for start in starts]
     return [ratio for ratio in found if ratio is not None]
 

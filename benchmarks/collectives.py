@@ -46,8 +46,8 @@ SIZES = "8,512,4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 QUICK_SIZES = "8,4KiB,64KiB,1MiB,16MiB"
 MOST_SAMPLES = 2000
 LAST_LEVEL_CACHE = 64 << 20  # smallest total size of the buffers that --cold uses in turn, per rank
-#: By device: the reference backend. A device other than the CPU also has another clock, because the host does not wait
-#: for results.
+#: By device: the reference backend. A device also has a clock that differs from the CPU's, because the host does not
+#: wait for its results.
 REFERENCES = {"cpu": report.REFERENCE, "cuda": "nccl", "npu": "hccl", "mlu": "cncl"}
 Calls = Sequence[Callable[[], object]]
 
@@ -57,7 +57,7 @@ class Backend:
 
     def __init__(self, label: str, group: dist.ProcessGroup, form: str = "") -> None:
         self.label, self.group = label, group
-        self.form = form  # the form, for an operation with several forms, see `Case`; empty means the case's
+        self.form = form  # for an operation with several forms (see `Case`): the form; empty means the case's own
         self.checked = label != report.FLOOR  # the floor moves no data, so its results are always wrong
 
 
@@ -108,7 +108,7 @@ def measure(case: Case, backends: list[Backend], args: argparse.Namespace, secon
     counts: dict[str, int] = {}
     rounds: dict[str, list[list[float]]] = {b.label: [] for b in backends}
     for number in range(args.rounds):
-        # Every second round is in reverse order, so that no backend always follows the same one.
+        # Every second round is in reverse order, so that no backend always runs after the same other one.
         turn = [b for b in (backends if number % 2 == 0 else backends[::-1]) if b.label not in failed]
         late = number >= 2 and time.monotonic() - begin > seconds
         errors, stop = agree({b.label: check(case, b, number) for b in turn}, late)
@@ -267,7 +267,8 @@ def command_line(arguments: list[str]) -> str:
 
 
 def quiet_collector() -> None:
-    """Disables the garbage collector, because a collection in a call would be charged to the backend that runs then."""
+    """Disables the garbage collector, because the time of a collection would count for the backend that is just
+    running."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -295,7 +296,7 @@ def run_rank(args: argparse.Namespace) -> int:
     quiet_collector()
     for done, (op, size) in enumerate(plan, 1):
         case = Case(op, size, DTYPES[args.dtype], buffer_sets(args, op, size), args.device)
-        # A case may take more than its share, because most take less; only rank 0's clock decides.
+        # A case may take more than its share of the time, because most cases take less. Only rank 0's clock decides.
         share = 1.5 * (args.limit - (time.monotonic() - begin)) / (len(plan) - done + 1)
         result = measure(case, backends, args, share)
         results.append(result)

@@ -44,7 +44,7 @@ FORMS = [
     ("nccl region", THEIRS, "region"),
     ("nccl region #2", CONTROL, "region"),
 ]
-#: Ratios in the second table: the first column over the second.
+#: Ratios in the second table: the first column divided by the second.
 RATIOS = [
     ("nccl one by one", "sagellm fused"),
     ("nccl region", "sagellm fused"),
@@ -86,7 +86,7 @@ def verdict(results: list[Any]) -> str:
 
 
 def many_table(results: list[Any]) -> list[str]:
-    """All forms of ten and of a thousand small all_reduces, and the ratios of their p10."""
+    """A table of all forms of ten and of a thousand small all_reduces, with the ratios of their p10."""
     labels = [label for label, _, _ in FORMS]
     head = ["calls", *labels, *(f"{theirs} / {ours}" for theirs, ours in RATIOS)]
     lines = ["", "## Many small all_reduces of 2 KiB, host time of all together", ""]

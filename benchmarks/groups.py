@@ -32,7 +32,8 @@ EXAMPLES = """examples:
 
 
 def cost_now() -> torch.Tensor:
-    """Figures of this process: open descriptors, bytes of addresses, resident bytes (with shared memory in part)."""
+    """Figures of this process: open descriptors, bytes of address space, resident bytes (with a share of shared
+    memory)."""
     address_space = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     proportional = re.search(r"^Pss:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)
     resident = int(proportional.group(1)) * 1024 if proportional else 0

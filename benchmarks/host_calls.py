@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 HERE = Path(__file__).resolve().parent
 CALLS = 200
-#: Prefixes of libraries whose allocations are not counted, because no real device makes them on the host.
+#: Prefixes of libraries whose allocations are not counted, because with a real device the host does not make these.
 LEFT_OUT = ("libsagellm_sim_", "simdevice-")
 
 

@@ -145,15 +145,15 @@ def run_rank(args: argparse.Namespace) -> int:
 
 
 def ratios(result: Result, label: str) -> tuple[float, float] | None:
-    """gloo's p10 over this backend's p10, and gloo's median over this backend's; above 1 this backend is faster."""
+    """gloo's p10 divided by this backend's p10, and the same for the medians. Above 1 this backend is faster."""
     theirs, own = result["times"].get(GLOO, {}), result["times"].get(label, {})
     return (theirs["p10"] / own["p10"], theirs["median"] / own["median"]) if "p10" in theirs and "p10" in own else None
 
 
 def processor(result: Result, label: str) -> str:
-    """gloo's processor time of a call over this backend's, of all ranks.
+    """gloo's processor time of a call divided by this backend's, summed over all ranks.
 
-    Other programs disturb it less than the time.
+    Other programs affect this ratio less than that of the times.
     """
     theirs, own = result["times"].get(GLOO, {}), result["times"].get(label, {})
     return f"{theirs['processor'] / max(own['processor'], 1e-3):.2f}" if "p10" in theirs and "p10" in own else "-"
@@ -185,7 +185,7 @@ def lost(runs: list[Result], label: str) -> list[tuple[float, str]]:
 
 
 def markdown(whole: Result) -> str:
-    """All runs: times, and gloo's time over each other backend's, by p10 and, in brackets, by the median."""
+    """All runs: times, and gloo's time divided by each other backend's, for p10 and, in brackets, for the median."""
     machine = whole["machine"]
     parts = [
         f"{machine['cpu']}, {machine['cores']} cores, {whole['date']}. gloo's time over that of the other: 10th "
@@ -215,7 +215,7 @@ def markdown(whole: Result) -> str:
 
 
 def plot(whole: Result, path: Path) -> str | None:
-    """Draws gloo's p10 over ours by size, a picture for each run; returns the reason if it cannot."""
+    """Draws a picture for each run: gloo's p10 divided by ours, by size. Returns the reason if it cannot."""
     try:
         import matplotlib
 

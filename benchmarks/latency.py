@@ -1,4 +1,5 @@
-"""Draws docs/latency.svg from runs: the time of an all_reduce over its size, for ours, gloo, and torch alone.
+"""Draws docs/latency.svg from runs: the time of an all_reduce by its size, for this backend, for gloo, and for torch
+alone.
 
 `update_docs.py` calls it. The picture adapts its colours to the reader's light or dark page.
 """

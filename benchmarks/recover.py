@@ -37,7 +37,7 @@ from measure.stats import percentile
 import torch_sagellm
 
 GOAL = 1.0
-#: Seconds for which a trial may start, and then recover.
+#: Seconds within which a trial must start, and within which it must then recover.
 PATIENCE = 120.0
 
 
@@ -58,7 +58,7 @@ CASES = [
 
 
 def rank(folder: Path, victims: int) -> None:
-    """Runs one rank until it is killed, or has the next good result, whose times it writes into the folder."""
+    """Runs one rank until it is killed or has the next good result. Then it writes its times into the folder."""
     torch.set_num_threads(1)
     dist.init_process_group("sagellm")
     number, left = dist.get_rank(), dist.get_world_size() - victims
@@ -98,7 +98,7 @@ def place(case: Case) -> Iterator[tuple[dict[str, Any], list[list[str]]]]:
 
 
 def appear(paths: list[Path], children: list[subprocess.Popen[bytes]]) -> None:
-    """Waits until all files exist; fails if a rank ends meanwhile that was not killed."""
+    """Waits until all files exist. Fails if a rank that was not killed ends meanwhile."""
     until = time.monotonic() + PATIENCE
     while not all(path.exists() for path in paths):
         failed = [number for number, child in enumerate(children) if child.poll() not in (None, 0, -signal.SIGKILL)]

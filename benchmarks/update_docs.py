@@ -52,7 +52,7 @@ HOSTS = [
 ]  # fmt: skip
 #: What benchmarks/wide.py wrote.
 THREADS = f"{SIXTEEN}/threads"
-#: This file has many starts of the ranks; the other files have one run each.
+#: This file has the results of many starts of the ranks; the other files have one run each.
 BUSY = "2026-11-25-amd-epyc-2c/busy"
 LEADERS = [f"{EPYC}/columns-0011-10gbit-direct", f"{EPYC}/columns-0011-1gbit-direct"]
 
@@ -243,7 +243,7 @@ def hosts(runs: list[Run]) -> Table:
 
 
 def leaders(runs: list[Run]) -> Table:
-    """Large operations by all ranks of a host, by a second such group, and by one leader per host."""
+    """Large operations in which all ranks of a host take part, in two such groups, and with one leader per host."""
     head = ["operation", "link", "all ranks", "all ranks, second group", "one leader a host", "gloo p10"]
     table = [[*head, "one leader / all ranks", "second group / first"]]
     for run in runs:
@@ -260,7 +260,7 @@ def leaders(runs: list[Run]) -> Table:
 
 
 def busy_cores(runs: list[Run]) -> Table:
-    """gloo's time over ours next to computing processes: in the median start and in the worst one."""
+    """gloo's time divided by ours, beside computing processes: in the median start and in the worst one."""
     (run,) = runs
     levels = run["runs"]
     table = [["operation", "size", *(f"beside {beside}" if beside != "0" else "alone" for beside in levels)]]
@@ -297,7 +297,8 @@ def many_host_times(runs: list[Run]) -> Table:
 
 
 def several_threads(runs: list[Run]) -> Table:
-    """All_reduces of float32 in each way and layout, and their share of the speed of a plain copy: 10th percentiles."""
+    """The 10th percentiles of float32 all_reduces in each way and layout, and their share of the speed of a plain
+    copy."""
     (run,) = runs
     sizes = [8, 64 * KiB, 1 * MiB, 4 * MiB, 16 * MiB, 64 * MiB, 256 * MiB]
     table = [["ranks x threads", "way", *map(show_size, sizes)]]
@@ -348,7 +349,7 @@ def filled(page: str) -> str:
 
 
 def picture() -> str:
-    """Time over size on two machines: the one with all sizes, and a slower one."""
+    """The picture of time by size on two machines: the one that measured all sizes, and a slower one."""
     runs = [load(COLLECTIVES[0]), load(CLOSE[0])]
     return latency.picture([(run, f"all_reduce, 2 ranks, {machine_of(run)}") for run in runs])
 

@@ -28,8 +28,9 @@
 #define SAGELLM_HAS_WORK_TIMEOUT 1
 #endif
 
-// torch 2.15 added completion hooks with their keys, functions that tell whether a backend supports either kind of
-// hook, and ephemeral timeouts and time estimation, which older versions have for nccl alone.
+// torch 2.15 added completion hooks with their keys, and functions that tell whether a backend supports either kind of
+// hook. It also added ephemeral timeouts and time estimation for all backends; older versions have these for nccl
+// alone.
 #if SAGELLM_TORCH_AT_LEAST(2, 15)
 #define SAGELLM_HAS_COMPLETION_HOOKS 1
 #define SAGELLM_HAS_EPHEMERAL_TIMEOUT 1
@@ -66,8 +67,8 @@ std::string store_text(const AnyStore&, long) {
   return {};
 }
 
-// Two values that c10d's enumeration gained one after the other. For older versions both are COALESCED, which torch's
-// own backends use there.
+// Newer torch versions added two values to c10d's enumeration. In versions that lack a value it is COALESCED, which
+// torch's own backends use there.
 template <class Type>
 constexpr auto gather_coalesced_type(int) -> decltype(Type::ALLGATHER_INTO_TENSOR_COALESCED) {
   return Type::ALLGATHER_INTO_TENSOR_COALESCED;

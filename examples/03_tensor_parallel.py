@@ -37,7 +37,8 @@ class ParallelBlock(nn.Module):
         dim = block.out.in_features
         self.heads, self.size = block.heads // ranks, dim // block.heads
         self.norm1, self.norm2 = block.norm1, block.norm2
-        # The weight rows of q, k and v follow each other. Each rank keeps the rows of its heads from each of them.
+        # The weight has the rows of q, then those of k and of v. From each of the three a rank keeps the rows of its
+        # heads.
         part = dim // ranks
         rows = torch.cat([torch.arange(part) + third * dim + rank * part for third in range(3)])
         self.qkv = nn.Linear(dim, 3 * part)

@@ -1,9 +1,9 @@
 """The only module of ours that torch loads in every process that imports torch; entry points of pyproject.toml name it.
 
-It must therefore do no harm. It is outside the package, needs only the standard library, and executes nothing of the
-package until a group of ours is created, or unless ``SAGELLM_AS`` is set. A defect of the package or its variables
-breaks neither ``import torch`` nor a group of another backend. Only creating a group of ours raises the error; if the
-error is known earlier, one warning reports it.
+It must therefore do no harm. It is outside the package and needs only the standard library. It executes nothing of the
+package before a group of ours is created, unless ``SAGELLM_AS`` is set. A defect of the package or its variables breaks
+neither ``import torch`` nor a group of another backend. Only creating a group of ours raises the error; if the error is
+known earlier, one warning reports it.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Devices(list[str]):
 def register() -> None:
     """Registers the name with torch. Both entry points and ``import torch_sagellm`` call it.
 
-    Only the first call has an effect. It raises nothing, except if torch is not installed; torch itself never sees
-    that.
+    Only the first call has an effect. It raises an error only if torch is not installed; if torch itself makes the
+    call, that cannot happen.
     """
     global _problem
     try:
@@ -102,7 +102,7 @@ def package(module: str) -> Any:
 
 
 def look() -> None:
-    """For ``info`` and ``doctor``: raises the error of the package, as far as it is known before a group is created."""
+    """For ``info`` and ``doctor``: raises the error of the package, if it is known before a group is created."""
     if _problem is not None:
         raise _problem.with_traceback(None)
     package("_private.register")
@@ -155,8 +155,8 @@ def _register() -> None:
 def _refuse(backend: Any, name: str) -> None:
     """Makes groups of another name raise the error of the package.
 
-    Other ranks may have created such a group with our backend, and torch's own would wait for them in vain. Before
-    torch 2.15, which has no such table, these groups are torch's own.
+    Other ranks may have created such a group with our backend, and a group of torch's own would wait for them in vain.
+    Older torch than 2.15 has no table of creators, so there these groups are torch's own.
     """
     if hasattr(backend, "_ensure_backend_registered"):
         backend._ensure_backend_registered(name)
@@ -214,7 +214,7 @@ def _owner() -> str:
 
 
 def _explained(error: BaseException) -> Unusable:
-    """Converts an error to one that adds what is known of the package, and the remedy."""
+    """Converts an error to one whose text adds what is known of the package, and the remedy."""
     if isinstance(error, Unusable):
         return error
     what = str(error) if type(error) is ImportError else f"{type(error).__name__}: {error}"
@@ -227,7 +227,7 @@ def _missing() -> str:
 
     try:
         found = metadata.distribution(DISTRIBUTION)
-        if found.read_text("RECORD") is None:  # a checkout's own metadata list sources, and not what is installed
+        if found.read_text("RECORD") is None:  # the metadata of a checkout list its sources, not installed files
             return ""
         files = found.files or []
         gone = [str(file) for file in files if not file.name.endswith(".pyc") and not Path(str(file.locate())).exists()]

@@ -117,8 +117,9 @@ def linear(mode: str, rows: int, width: int = 512) -> Callable[[], Made]:
 def groups(by_hand: bool) -> Made:
     """Creates the groups of a 2 x 2 layout, uses them once, and destroys them.
 
-    ``by_hand`` compares with the same seven groups, for which each rank also calls ``new_group`` for the groups that it
-    is not in, as torch asks by default. Otherwise it compares with a DeviceMesh, which has four of them.
+    With ``by_hand`` the compared program creates the same seven groups: each rank also calls ``new_group`` for groups
+    that it is not in, as torch requires by default. Otherwise the compared program creates a DeviceMesh, which has four
+    of the groups.
     """
 
     def used(mine: list[dist.ProcessGroup]) -> list[float]:
@@ -137,7 +138,7 @@ def groups(by_hand: bool) -> Made:
 
     def each_by_hand() -> list[float]:
         joined = {"dp": [[0, 2], [1, 3]], "tp": [[0, 1], [2, 3]], "one": [[0], [1], [2], [3]]}
-        # In the order of the manager: dp, tp, then those with the same ranks as dp, and those of one rank.
+        # In the order of the manager: dp, tp, then the groups with the same ranks as dp, then the groups of one rank.
         mine = []
         for name in ("dp", "tp", "dp", "dp", "one", "one", "one"):
             for ranks in joined[name]:

@@ -15,7 +15,7 @@ from feature_rows.row import HERE, Made, Row
 
 
 def by_neighbours(groups: torch_sagellm.ProcessGroupManager, stage: nn.Module, whole: Tensor, count: int) -> None:
-    """All micro-batches forward, then all of them backward; the last stage adds up the loss."""
+    """Runs all micro-batches forward, then all backward. The last stage adds up the loss."""
     before, after = groups.pp_prev_rank, groups.pp_next_rank
     inputs, outputs, sends = [], [], []
     for own in whole.chunk(count):

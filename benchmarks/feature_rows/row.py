@@ -35,7 +35,7 @@ class Row:
     case: str
     against: str
     place: Place
-    #: The largest ratio of the feature's time to the compared time that is good enough.
+    #: The largest ratio that is good enough: of the feature's time to the compared time.
     goal: float
     make: Callable[[], Made]
     #: The smallest number of samples.

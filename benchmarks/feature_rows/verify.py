@@ -1,4 +1,4 @@
-"""The option ``verify``: all_reduce whose results are compared, against the same without."""
+"""The option ``verify``: an all_reduce whose results the ranks compare, measured against one without the comparison."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch_sagellm
 from feature_rows.row import HERE, HERE_4, Made, Place, Row
 
-#: Bytes, calls of a sample, and the largest ratio that is good enough: sampled, all.
+#: Bytes, calls of a sample, and the largest ratios that are good enough: for "sampled" and for "all".
 SIZES = [(8, 200, 1.03, 1.05), (64 << 10, 50, 1.02, 1.3), (1 << 20, 4, 1.01, 1.3), (16 << 20, 1, 1.01, 1.3)]
 
 

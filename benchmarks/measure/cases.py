@@ -82,8 +82,8 @@ class Case:
         item = torch.empty(0, dtype=dtype).element_size()
         split = op in {"all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "gather", "scatter"}
         parts = self.ranks if split else 1
-        # The size of the whole tensor, as nccl-tests counts it: the gathered output, the scattered input. Rounded up to
-        # one element per rank.
+        # The size of the whole tensor, as nccl-tests counts it: the gathered output, the scattered input. It is rounded
+        # up to one element per rank.
         self.part = 0 if op == "barrier" else max(1, size // item // parts)
         self.size = self.part * parts * item
         self.inputs: list[torch.Tensor] = []

@@ -30,7 +30,7 @@ def each(calls: Calls, count: int, start: int) -> list[float]:
 
 
 def issue(calls: Calls, count: int, start: int, queued: int = QUEUED) -> list[float]:
-    """Times each call until it returns, while the device's queue is never so full that the host must wait for it."""
+    """Times each call until it returns. The device's queue is never so full that the host must wait."""
     taken = []
     for first in range(start, start + count, queued):
         torch.accelerator.synchronize()
@@ -43,7 +43,7 @@ def series(calls: Calls, count: int, start: int, finish: Callable[[], object] = 
     """Times consecutive calls until `finish` has returned: one sample per series, divided by its number of calls.
 
     Over a slow link a single call is less meaningful: a rank that calls earlier than its peer waits longer in this
-    call, and the peer's next call is shorter by as much.
+    call, and the peer's next call is shorter by the same time.
     """
     taken = []
     for first in range(start, start + count, TOGETHER):

@@ -75,7 +75,7 @@ void* aligned_alloc(size_t alignment, size_t bytes) {
   return __libc_memalign(alignment, bytes);
 }
 
-// std::ostringstream::ostringstream(), which c10::str makes one of.
+// std::ostringstream::ostringstream(): each call of c10::str creates one such stream.
 void _ZNSt7__cxx1119basic_ostringstreamIcSt11char_traitsIcESaIcEEC1Ev(void* self) {
   using Constructor = void (*)(void*);
   static const auto next = reinterpret_cast<Constructor>(

@@ -22,9 +22,9 @@ def ops_of(results: Iterable[Result]) -> list[str]:
 
 
 def speedups(result: Result, reference: str = REFERENCE) -> dict[str, tuple[float, float]]:
-    """By backend: the reference's p10 over the backend's median, and over the backend's p10.
+    """By backend: the reference's p10 divided by the backend's median, and divided by the backend's p10.
 
-    The first comparison is the harder one for the backend.
+    The first comparison favours the reference.
     """
     times = {label: t for label, t in result["times"].items() if "p10" in t}
     if reference not in times:
@@ -139,7 +139,7 @@ def _row(row: Result, run: Result) -> list[str]:
 
 
 def plot(run: Result, path: Path) -> str | None:
-    """Draws latency over size and the ratio to the reference; returns the reason if it cannot."""
+    """Draws latency by size, and the ratio to the reference. Returns the reason if it cannot."""
     try:
         import matplotlib
 
@@ -182,7 +182,7 @@ def _plot_op(upper: Any, lower: Any, op: str, rows: list[Result], labels: list[s
         upper.fill_between(sizes, [t["p10"] for t in times], [t["p99"] for t in times], color=colour, alpha=0.15)
         if label in {reference, FLOOR}:
             continue
-        # For a control compare p10 with p10, so that its line shows the noise.
+        # A control is compared p10 with p10, so that its line shows the noise.
         found = [(r["size"], speedups(r, reference)) for r in good]
         ratios = [(size, each[label][is_control(label, reference)]) for size, each in found if label in each]
         if ratios:

@@ -9,7 +9,7 @@ from torch_sagellm._private.units import show_time
 from torch_sagellm.observe.stats import BUS_FACTORS as KINDS
 
 # By the name of a case: the share of the payload that crosses the slowest link, as a function of the number of ranks.
-# busbw = algbw * factor makes numbers of ranks and operations comparable with the hardware.
+# With busbw = algbw * factor, figures for any number of ranks and any operation can be compared with the hardware's.
 BUS_FACTORS: dict[str, Callable[[int], float]] = {
     **{
         f"{call}{count}": KINDS["all_reduce"]
@@ -44,7 +44,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def slowest_rank(samples: Sequence[Sequence[float]]) -> list[float]:
-    """One time per repetition, the slowest rank's, because an operation is complete when its last rank is done."""
+    """The slowest rank's time of each repetition, because an operation is complete when its last rank is done."""
     if len({len(rank) for rank in samples}) > 1:
         raise ValueError(f"the ranks took different numbers of samples: {[len(rank) for rank in samples]}")
     return [max(times) for times in zip(*samples, strict=True)]
@@ -66,7 +66,7 @@ class Summary:
 
 
 def summarize(rounds: Sequence[Sequence[float]]) -> Summary:
-    """Summarizes the times of each round, in microseconds, which are already the slowest rank's."""
+    """Summarizes the times of each round, in microseconds. Each time is already the slowest rank's."""
     values = [us for taken in rounds for us in taken]
     return Summary(
         samples=len(values),

@@ -1,5 +1,5 @@
 // The backend as an object: construction, timeouts, errors, hooks, shutdown. The calls that move data are in
-// collectives.cpp and dispatch.cpp, groups made out of this one in split_shrink.cpp.
+// collectives.cpp and dispatch.cpp; split_shrink.cpp makes groups out of this one.
 #include "c10d/backend.hpp"
 
 #include <ATen/DeviceAccelerator.h>
@@ -34,7 +34,7 @@ SageBackend::SageBackend(int rank, int size, c10::intrusive_ptr<Options> options
 
 SageBackend::~SageBackend() {
   // The last reference may be dropped with the GIL held. Leaving the group takes a moment in which other threads may
-  // need the GIL.
+  // need the GIL, so it is released.
   try {
     if (python_alive() && PyGILState_Check() != 0) {
       const py::gil_scoped_release no_gil;
@@ -43,7 +43,7 @@ SageBackend::~SageBackend() {
       shutdown();
     }
   } catch (const py::error_already_set&) {
-    // A signal handler raised, but a destructor may not throw. So Python gets a simulated SIGINT instead.
+    // A signal handler raised, but a destructor must not throw. So Python gets a simulated SIGINT instead.
     if (python_alive()) PyErr_SetInterrupt();
   } catch (const std::exception& error) {
     log_line(1, std::string("the end of a group failed: ") + error.what());

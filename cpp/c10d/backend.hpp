@@ -1,10 +1,10 @@
-// The c10d backend. Each override describes its call. dispatch.cpp checks the call and lowers it to plain requests
-// (several for a list of several types), which it passes to the engine that carries them. Or it passes the call to a
-// delegate.
+// The c10d backend. Each override describes its call; dispatch.cpp decides what carries it. For an engine, `lower`
+// checks the call and makes plain requests of it (several for a list of several types). A delegate is called with the
+// caller's own tensors.
 //
-// Where c10d has an old and a new name for a virtual function, the old one is overridden: every supported torch has it,
-// and the new function, if torch has it, forwards to it. The lines below say what c10d::Backend's virtual functions do
-// that are not overridden (a test reads these lines):
+// If c10d has an old and a new name for a virtual function, the old one is overridden: every supported torch has it,
+// and the new function, if torch has it, forwards to it. The lines below name the virtual functions of c10d::Backend
+// that are not overridden, and say what each does (a test reads these lines):
 //
 // inherited: isInitialized: true is right, the creator has connected everything
 // inherited: setGroupUid: remembers the name
@@ -76,7 +76,7 @@ class SageBackend final : public c10d::Backend {
   std::string describe() const { return options_->as_gloo ? description_ + ", asked for as gloo" : description_; }
   // The group's store, for keys besides those of the rendezvous.
   const c10::intrusive_ptr<c10d::Store>& store() const { return store_; }
-  // The other ranks whose end this rank detects.
+  // The other ranks that this rank watches: it detects when one ends.
   std::vector<uint32_t> watched() const {
     const GroupState state = group_->state();
     return {state.watched.begin(), state.watched.end()};
@@ -113,7 +113,7 @@ class SageBackend final : public c10d::Backend {
 
   // torch passes the index of the device for the tensor. The CPU has no index, so a negative one means the CPU.
   bool supportsTensorAlloc(c10::DeviceIndex index) override { return index < 0 && delegate_reason_.empty(); }
-  // On the CPU the tensor is in memory that peers can reach; on other devices torch allocates it.
+  // A tensor on the CPU is in memory that peers can reach; a tensor on another device is allocated by torch.
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
   // One answer for all devices of the group: true if a vendor's library carries tensors on this process's accelerator,
@@ -126,9 +126,9 @@ class SageBackend final : public c10d::Backend {
   WorkPtr endCoalescing() override;
   // Call this when the program leaves the region by an exception.
   void drop_region() { region_.drop(); }
-  // Between start and end, calls of this thread on CPU tensors are estimated instead of made: the group's own
-  // measurements, or the cost model (`Group::estimate` of the core). False if a vendor's library or a delegate may
-  // carry calls, because their times are not known before they are made.
+  // Between start and end, calls of this thread on CPU tensors are not made. Their times are estimated from the group's
+  // own measurements, or by the cost model (`Group::estimate` of the core). False if a vendor's library or a delegate
+  // may carry calls, because the core cannot estimate the time of such a call.
 #ifdef SAGELLM_HAS_TIME_ESTIMATION
   bool supportsTimeEstimation() const override;
   void startTimeEstimate() override;
@@ -141,9 +141,9 @@ class SageBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
                                           const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
   bool supportsShrinking() const override { return true; }
-  // The remaining ranks call this; the excluded ones may have died. It ends this group's communicator on the bound
-  // device: after the operations under way have ended or, with the abort flag, at once. The flag aborts all operations
-  // of this group.
+  // The remaining ranks call this; the excluded ones may have died. The call ends this group's communicator on the
+  // bound device: after the operations under way have ended or, with the abort flag, at once. The flag aborts all
+  // operations of this group.
   c10::intrusive_ptr<c10d::Backend> shrink(const std::vector<int64_t>& ranks_to_exclude, int shrink_flags,
                                            const c10::intrusive_ptr<c10d::Backend::Options>& opts_override) override;
 
@@ -188,7 +188,7 @@ class SageBackend final : public c10d::Backend {
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
 #ifdef SAGELLM_HAS_SINGLE_NAMES
-  // The base class forwards these calls as well. But it rejects a second call on the same thread while the first one
+  // The base class forwards these calls as well. But it rejects a call that a thread makes while its earlier call
   // waits, and a signal handler may make such a call.
   WorkPtr all_gather_single(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override {
     return _allgather_base(output, input, opts);
@@ -234,12 +234,12 @@ class SageBackend final : public c10d::Backend {
   WorkPtr carry(CallDesc& call);
   // The four ways to carry a call.
   WorkPtr on_cpu(const CallDesc& call);
-  // Adds the time that the call would take to the estimation of this thread. Returns what a call that has ended
-  // returns.
+  // Adds the estimated time of the call to this thread's estimation. Returns null, or for an asynchronous call a Work
+  // that has ended.
   WorkPtr estimated(const CallDesc& call);
   WorkPtr by_vendor(const CallDesc& call, c10::Device device, VendorDevices& vendor);
   WorkPtr through_host(const CallDesc& call, c10::Device device);
-  // Also records the call in the statistics and watches it.
+  // The delegate carries the call; this function also records the call in the statistics and watches it.
   WorkPtr by_delegate(const CallDesc& call, bool host_staged = false);
 
   // Passes the requests of a call to the core. The inputs are kept alive until an asynchronous call has ended.
@@ -264,7 +264,7 @@ class SageBackend final : public c10d::Backend {
   // Makes a barrier also wait for this rank's collectives on devices. torch does not say which device a barrier is for,
   // unless the caller passes the device's number.
   WorkPtr behind_devices(WorkPtr work, bool async);
-  // True if a hook needs the end of works. Then synchronous calls have a Work, too.
+  // True if a hook must learn when works end. Then synchronous calls also have a Work.
   bool has_listeners() const { return events_->has_work_hook() || events_->has_completion_hooks(); }
 
   // Name of the backend that serves the group if the engine cannot, for error texts.
@@ -281,7 +281,7 @@ class SageBackend final : public c10d::Backend {
   void pass_id(at::Tensor& bytes, int from, int to);
   c10::intrusive_ptr<c10d::Backend> delegate() const;
 
-  // This group, as the devices of a vendor's library see it.
+  // What `VendorDevices` needs from this group.
   DeviceOwner device_owner();
   void abort_for(const std::string& reason);
   // Returns true if all ranks pass true. Runs over the CPU side; all ranks call this.

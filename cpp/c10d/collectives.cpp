@@ -150,7 +150,7 @@ SageBackend::WorkPtr SageBackend::alltoall(Tensors& outputs, Tensors& inputs, co
 namespace {
 
 // The accelerator that a barrier names, if this machine has it. Programs on the CPU pass device ids, too (accelerate
-// passes its local rank). torch then names a device of the type that it was built for, which need not exist.
+// passes its local rank). torch then names a device of the type for which it was built; such a device need not exist.
 std::optional<c10::Device> named_device(const c10d::BarrierOptions& opts) {
   std::optional<c10::Device> device = opts.device;
   if (!device && !opts.device_ids.empty()) {

@@ -66,7 +66,7 @@ SageBackend::WorkPtr SageBackend::dispatch(CallDesc& call, CallDesc::Delegate de
 }
 
 SageBackend::WorkPtr SageBackend::carry(CallDesc& call) {
-  // gloo accepts a list for an all_reduce that contains a tensor twice; see `add_combined_list`.
+  // For an all_reduce, gloo accepts a list that contains a tensor twice; see `add_combined_list`.
   const bool apart = call.coalesced && !(options_->as_gloo && call.kind == Kind::kAllReduce && !call.on_device());
   if (apart) check::apart(call);
   const bool barrier = call.kind == Kind::kBarrier;

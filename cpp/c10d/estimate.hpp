@@ -25,7 +25,7 @@ class TimeEstimate {
     return C10_UNLIKELY(running_.load(std::memory_order_acquire)) && thread_ == std::this_thread::get_id();
   }
   void add(uint64_t nanoseconds) { nanoseconds_ += nanoseconds; }
-  // Ends the estimation of this thread; microseconds of all its calls.
+  // Ends the estimation of this thread. Returns the estimated time of all its calls, in microseconds.
   float end() {
     const float found = static_cast<float>(nanoseconds_) / 1000;
     running_.store(false, std::memory_order_relaxed);
@@ -34,11 +34,11 @@ class TimeEstimate {
   }
 
  private:
-  // True from the beginning of an estimation to its end. The thread that sets it (acquire) sees what the last one,
-  // which has cleared it (release), wrote.
+  // True from the beginning of an estimation to its end. The thread that sets it (acquire) sees everything that the
+  // thread which cleared it last (release) had written.
   std::atomic<bool> begun_{false};
-  // The same, but set after `thread_`. The estimating thread writes it, every thread that makes a call reads it
-  // (acquire), so a thread that reads true reads that thread's id.
+  // Like `begun_`, but set after `thread_`. The estimating thread writes it, and every thread that makes a call reads
+  // it (acquire). So a thread that reads true also reads the estimating thread's id.
   std::atomic<bool> running_{false};
   std::thread::id thread_;
   uint64_t nanoseconds_ = 0;

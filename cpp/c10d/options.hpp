@@ -24,33 +24,33 @@ struct BackendOptions final : c10d::Backend::Options {
   std::string engine = "auto";
   // torch's built-in backend that serves what the engine cannot. The Python package reads it and makes the delegate.
   std::string delegate = "gloo";
-  // Rules that assign algorithms to operations, in the syntax of src/select/rules.rs. They come before the rules of the
-  // environment.
+  // Rules that assign algorithms to operations, in the syntax of src/select/rules.rs. They have priority over the rules
+  // of the environment.
   std::string algorithm;
   // The user's description of the machines, as `Topology` of src/select/start.rs parses it; empty if there is none.
   std::string topology;
-  // For groups whose ranks live on several hosts; the same on all ranks. `fusion`: small operations that are pending
-  // anyway are sent together. `strict`: every element is combined in the order of the ranks, which gives the bits of
-  // one host.
+  // These two have an effect if the ranks live on several hosts, and must be the same on all ranks. `fusion`: small
+  // operations that are pending at the same time are sent together. `strict`: every element is combined in the order of
+  // the ranks, which gives the bits of one host.
   bool fusion = true;
   bool strict = false;
   // Whether the link between hosts is measured when the group is made. If not, the start rules of src/select/start.rs
   // choose the algorithms between hosts. Rank 0's value applies to the whole group.
   bool measure_link = true;
-  // Most threads that copy and combine for a waiting thread of this rank; 0: as many as torch's intra-op threads, and
-  // all ranks of the host together use at most one thread per core.
+  // Largest number of threads that copy and combine for a waiting thread of this rank. 0: as many as torch's intra-op
+  // threads, but all ranks of the host together use at most one thread per core.
   int64_t threads = 0;
   // Whether this process was forked from one that had imported torch. GNU's OpenMP hangs in such a child if its parent
-  // has used threads, so that the child uses none. Set by the Python package.
+  // has used threads, so such a child uses none. Set by the Python package.
   bool forked = false;
-  // Whether ranks compare hashes of the results that are equal on all of them: "off", "sampled" or "all", the last two
-  // optionally with ":warn". Rank 0's value applies to the whole group.
+  // Whether ranks compare hashes of the results that should be equal on all ranks: "off", "sampled" or "all"; ":warn"
+  // may follow the last two. Rank 0's value applies to the whole group.
   std::string verify = "off";
-  // Connections to each process on another host. The Python package reads it. Two processes make as many as the one
-  // that wants fewer, and all their groups share those of the first.
+  // Number of connections to each process on another host. The Python package reads it. Of two processes, the one that
+  // wants fewer decides; all their groups share the connections of their first group.
   int64_t links = 1;
-  // Carrier of tensors on a device: "auto"; "host" for copies through host memory; or a vendor's library by its name,
-  // or by name and file ("name:/path/to/lib.so").
+  // What carries tensors on a device: "auto"; "host" for copies through host memory; a vendor's library by its name; or
+  // one by name and file ("name:/path/to/lib.so").
   std::string vendor = "auto";
   // How the program learns of a failed call on a device for which no thread waits: "raise", "exit" or "none". This and
   // `blocking_wait` are local to the rank.

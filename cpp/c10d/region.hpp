@@ -1,6 +1,6 @@
 // A region: the calls between startCoalescing and endCoalescing. torch makes one around a batch of sends and receives,
-// and around the calls of its coalescing manager. Calls on a device are collected until the region's end, and are then
-// one launch of the vendor's library. Calls on the CPU are issued at once. No call waits inside the region; its end
+// and around the calls of its coalescing manager. Calls on a device are collected; at the region's end the vendor's
+// library launches all of them as one. Calls on the CPU are issued at once. No call waits inside the region; its end
 // returns a Work for all calls. A call that throws closes the region: torch does not end a region after an exception,
 // and a region that stays open would collect later calls and never run them.
 #pragma once

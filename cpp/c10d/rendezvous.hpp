@@ -1,4 +1,5 @@
-// How a group is made: the ranks meet and decide, the Python package opens what the decision needs, the group is built.
+// How a group is made: the ranks meet and decide, the Python package connects the ranks or makes a delegate if the
+// decision requires it, and the group is built.
 #pragma once
 
 #include <string>
@@ -27,8 +28,8 @@ class Rendezvous {
   std::string network() const { return std::string(decided_.network); }
 
   // While the ranks connect or make the delegate, a rank that fails publishes its error in the store. All ranks report
-  // the text of the first rank that failed, which both functions return. It is empty for a moment, until that rank has
-  // written it. Both functions send requests to the store: call them without the GIL.
+  // the text of the first rank that failed. Both functions return that text; it is empty until that rank has written
+  // it. Both functions send requests to the store: call them without the GIL.
   std::string tell_failure(const std::string& text);
   std::string told_failure();
 

@@ -1,5 +1,5 @@
-// Calls that the core does not order: calls that a delegate carries through host memory, and sparse all-reduces, which
-// consist of messages. Later calls must wait for them here.
+// The core does not order two kinds of calls: calls that a delegate carries through host memory, and sparse
+// all-reduces, which consist of messages. This class makes later calls wait for such calls.
 #pragma once
 
 #include <functional>

@@ -1,9 +1,9 @@
 // The all-reduce of sparse COO tensors. Every rank learns how many numbers each rank has, receives all numbers, and
 // adds them in rank order, so all ranks compute the same bits.
 //
-// The counts are sent by an all-gather of the group, issued in order with all other calls. So a rank that makes a
-// different call is detected as usual. How much data follows is known only after the all-gather. The data is sent as
-// messages between pairs of ranks, by a job on a callback thread, because issuing must not wait for a peer.
+// The counts are sent by an all-gather of the group, issued in order with all other calls, so the core detects a rank
+// that makes a different call. How much data follows is known only after the all-gather. A job on a callback thread
+// sends the data as messages between pairs of ranks, because issuing must not wait for a peer.
 #include <ATen/ATen.h>
 
 #include <array>
@@ -22,7 +22,8 @@ namespace {
 
 constexpr const char* kOp = "sparse all_reduce";
 
-// Set in the tags of sparse all-reduces. Users' tags do not have this bit, because c10d's tags are non-negative ints.
+// This bit is set in the tags of sparse all-reduces. Users' tags do not have it, because c10d's tags are non-negative
+// ints.
 constexpr uint32_t kSparseTags = 1U << 31;
 
 // The header that a rank sends to the others: count of stored numbers, counts of sparse and of dense dimensions, type,

@@ -1,9 +1,10 @@
 // Makes groups out of this one: of some of its ranks (split), or of all ranks except the excluded ones (shrink).
 //
 // The ranks of the new group meet through the store, like those of any group. If this group is bound to a device, and
-// the vendor's library can make a communicator out of another, the new group gets such a communicator at once. First
-// all ranks that the library waits for must agree that they can: a rank alone in the library's call would wait until
-// the deadline. Otherwise the new group's first call on the device makes a communicator, from a new id.
+// the vendor's library can make a communicator out of an existing one, the new group gets its communicator in this way
+// at once. First all ranks that the library waits for must agree that they can: a rank alone in the library's call
+// would wait until the deadline. Otherwise the new group's first call on the device makes a communicator, from a new
+// id.
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 
@@ -175,7 +176,7 @@ c10::intrusive_ptr<c10d::Backend> SageBackend::shrink(const std::vector<int64_t>
   const auto vendor = bound_vendor();
   const bool aborts = shrink_flags == kShrinkAbort;
   std::optional<DevicesRetired> parent;
-  // This thread is the one that aborts the operations, so their error is not raised in it.
+  // This thread itself aborts the operations, so their error is not raised in it.
   if (aborts) events_->told();
   // The communicator is retired before the group is aborted, so that the code which handles the group's failure does
   // not abort the communicator. Without the abort flag, operations under way may end first.

@@ -1,11 +1,11 @@
 // Tensors on a device without a library, carried by the CPU's engine or by a delegate: copied to host memory, moved or
 // combined there, and copied back.
 //
-// The engine cannot use the memory of such tensors directly, as it cannot use that of strided ones. Temporaries in host
-// memory replace them (lower/plan.hpp); the core says when these are filled and copied back. So the core keeps calls on
-// the same memory in order, and a call has ended when its results are on the device. A delegate gets copies in place of
-// the tensors, and a callback thread waits for it. A thread that issues a later call on the same memory first waits for
-// the earlier call.
+// The engine cannot use the memory of such tensors directly, and neither can it use the memory of strided tensors.
+// Temporaries in host memory replace them (lower/plan.hpp); the core decides when the temporaries are filled and copied
+// back. So the core keeps calls on the same memory in order, and a call has ended when its results are on the device. A
+// delegate gets copies in place of the tensors, and a callback thread waits for the delegate. A thread that issues a
+// later call on the same memory first waits for the earlier call.
 //
 // Streams: issuing a call waits for the work on this rank's current stream, never for another rank. So copies may be
 // made later, on a stream of the group, by any thread that drives the operation. The copies wait for the device, so

@@ -18,7 +18,7 @@ class Vendors {
  public:
   using Library = std::shared_ptr<VendorDevices>;
 
-  // `owner` returns the group, as the libraries see it.
+  // `owner` returns what the libraries need from the group.
   Vendors(c10::intrusive_ptr<BackendOptions> options, std::function<DeviceOwner()> owner)
       : options_(std::move(options)), owner_(std::move(owner)) {}
 

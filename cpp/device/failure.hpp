@@ -1,7 +1,7 @@
 // Handles the failure of a call on a group's devices.
 //
-// A failed operation leaves its stream only when its communicator is aborted. The kernels behind it then run on
-// whatever the memory holds. So the order is: the core marks the group as failed, the program gets an exception, and
+// A failed operation leaves its stream only when its communicator is aborted. The later kernels of the stream then run
+// on whatever the memory holds. So the core first marks the group as failed, then the program gets an exception, and
 // only then the communicators are aborted. That way no statement of the program uses undefined numbers. None of this
 // runs on the watching thread: an abort may take long, and that thread also enforces the deadlines of other groups'
 // calls.

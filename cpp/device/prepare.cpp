@@ -138,7 +138,8 @@ at::ScalarType type_of(const Plan& plan) {
                                                                   : plan.call.element);
 }
 
-// The element type that is sent: that of the last cast before the library's call, or else the caller's `type`.
+// The element type that is sent: the target of the last cast before the library's call, or without a cast the caller's
+// `type`.
 at::ScalarType wire_type(const DeviceLowering& lowering, at::ScalarType type) {
   for (const Local& step : lowering.before) {
     if (step.step == LocalStep::Cast) type = scalar_type(step.dtype);

@@ -17,7 +17,7 @@ c10::impl::VirtualGuardImpl guard_of(c10::Device device) {
 }
 
 // Flushes the queue that some devices keep on the host in front of the stream. torch's own device types have no such
-// queue, and their streams may not be queried while they are captured.
+// queue, and their streams must not be queried while they are captured.
 void drain(const c10::Stream& stream) {
   if (stream.device_type() == c10::DeviceType::PrivateUse1) (void)guard_of(stream.device()).queryStream(stream);
 }
@@ -60,8 +60,8 @@ size_t Passage::enter() {
   lock.unlock();
   c10::Event here(stream_.device_type());
   here.record(stream_);
-  // `drain` empties the stream's queue on the host. All waits that were queued before have then reached the device, so
-  // the core may reuse the events of these waits.
+  // `drain` empties the stream's queue on the host. Then every wait that was queued has reached the device, so the core
+  // may reuse the events of these waits.
   const std::vector<size_t> told = owner_.take_told(stream_);
   drain(stream_);
   own_raw_ = checked([&] {
@@ -118,7 +118,7 @@ Passage DeviceStreams::begin(const c10::Stream& callers, bool async, bool timed,
 
 std::shared_ptr<c10::Event> DeviceStreams::asked_only(const c10::Stream& stream) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  // Largest number of events of a device in the pool. Beyond it the oldest event leaves the pool.
+  // Largest number of events of a device in the pool. If there are more, the oldest event leaves the pool.
   constexpr size_t kMost = 1024;
   auto& events = asked_only_[stream.device_index()];
   const bool free = !events.empty() && events.front().use_count() == 1;

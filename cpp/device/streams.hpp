@@ -4,9 +4,9 @@
 // handle. Otherwise the core creates a raw stream and orders it with torch's by raw events: the raw stream waits for an
 // event that torch recorded, and torch's stream waits for an event that the core recorded.
 //
-// Some devices have a queue on the host in front of their streams. There a record is only queued at first, and a wait
-// for its raw event has no effect until the record has left the queue. A query whether the stream is idle flushes that
-// queue.
+// On some devices each stream has a queue on the host in front of it. There, recording an event first only queues the
+// record, and a wait for its raw event has no effect until the record has left the queue. Asking whether the stream is
+// idle flushes the queue.
 #pragma once
 
 #include <c10/core/Device.h>

@@ -45,7 +45,7 @@ class VendorDevices::Exchange final : public IdExchange {
     share(id, [&](at::Tensor& bytes) { owner_.pass(bytes, from, to); });
   }
 
-  // The exception that one of these two threw. The core gets only its text.
+  // The exception that `broadcast` or `pass` threw. The core gets only its text.
   const std::exception_ptr& raised() const { return raised_; }
 
  private:
@@ -159,8 +159,9 @@ std::shared_ptr<c10::Event> VendorDevices::put(c10::ArrayRef<Plan> calls, const 
       placed.push_back(prepared.back().prepare(keep));
     }
     const size_t raw = passage.enter();
-    // Until all steps are enqueued: the first launch of a kernel of torch's may load it, and may first wait until the
-    // device is idle, and so for the library's kernel, which waits for the other ranks.
+    // The watch lasts until all steps are enqueued. The first launch of one of torch's kernels may load the kernel, and
+    // loading may wait until the device is idle. It then also waits for the library's kernel, which waits for other
+    // ranks.
     const DeviceWatch::Launching watched(call, failure_);
     call->launch(placed, raw);
     passage.leave();
@@ -168,10 +169,11 @@ std::shared_ptr<c10::Event> VendorDevices::put(c10::ArrayRef<Plan> calls, const 
       prepared[i].store();
       copy_staged(calls[i].after, true);
     }
-    // A failure of the group may have ended what these steps waited for; no thread has told this one of it.
+    // These steps may have waited for something that ended because the group failed. No other thread reports the
+    // failure to this one.
     if (failure_->followed()) {
       const std::string why = fault();
-      // A communicator that was closed with calls pending fails these calls, and not the group.
+      // If a communicator is closed while calls are pending, these calls fail, but the group does not.
       raise_coded(why.empty() ? coded(ErrorKind::kAborted, "sagellm: the group's communicators were aborted") : why);
     }
     return passage.end(asked_only);
@@ -219,14 +221,14 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::follow(DeviceWork::Launched made, 
 DeviceWork::Launched VendorDevices::launch(c10::ArrayRef<Plan> calls, const DeviceBegun& begun,
                                            const std::shared_ptr<DeviceCall>& call, const c10::Stream& callers,
                                            Tensors keep, const Terms& terms) {
-  // In a capture the call runs on the caller's stream, because the graph would lose work on a stream that is not joined
-  // again.
+  // In a capture the call runs on the caller's stream: work on another stream, if that is not joined again, would be
+  // missing from the graph.
   const bool on_callers = !terms.async || terms.capturing;
   Passage passage = streams_.begin(callers, !on_callers, owner_.events->timing(), begun.stream_key);
   std::vector<std::shared_ptr<c10::Event>> elsewhere;
   if (terms.barrier) elsewhere = come_behind_all(passage.stream());
-  // A synchronous call returns no Work if no hook is registered, so no stream waits for its end event. A later barrier
-  // may wait for it, and `last_` holds the event for that case.
+  // A synchronous call returns no Work if no hook is registered, so no stream waits for its end event. Only a later
+  // barrier may wait for that event, and then `last_` holds it.
   std::shared_ptr<c10::Event> ended =
       put(calls, begun.lowerings, call, callers, passage, keep, !terms.listened && !terms.capturing);
   const bool counts = !terms.capturing && begun.stream_key == 0;
@@ -292,7 +294,8 @@ bool VendorDevices::drain(std::chrono::milliseconds timeout) {
   constexpr auto kPause = std::chrono::milliseconds(1);
   const bool bounded = timeout.count() > 0;
   const auto until = std::chrono::steady_clock::now() + timeout;
-  // Each work ends at its deadline at the latest, and soon after a peer's end, as long as the watching thread runs.
+  // As long as the watching thread runs, each work ends at its deadline at the latest, and soon after the end of a
+  // peer.
   bool lost = DeviceWatch::instance().stopped();
   for (int turn = 0; !lost && failure_->under_way() > 0; ++turn) {
     std::this_thread::sleep_for(kPause);

@@ -29,7 +29,7 @@
 
 namespace sagellm {
 
-// The group that uses the library, as `VendorDevices` sees it.
+// What `VendorDevices` needs from the group that uses the library.
 struct DeviceOwner {
   const RustGroup& group;
   int rank;
@@ -39,8 +39,8 @@ struct DeviceOwner {
   OnFailure on_failure;
   // `wait()` and synchronous calls block the host until the call has ended.
   bool blocking_wait;
-  // Send bytes over the group's CPU side: from rank 0 to all ranks, and from one rank to another. Called only during a
-  // call of the group.
+  // These two functions send bytes over the group's CPU side: from rank 0 to all ranks, and from one rank to another.
+  // Called only during a call of the group.
   std::function<void(at::Tensor& bytes)> broadcast;
   std::function<void(at::Tensor& bytes, int from, int to)> pass;
 };
@@ -55,13 +55,12 @@ class VendorDevices final {
 
   std::string describe() const { return std::string(opened_.description); }
 
-  // Enqueues calls on a stream of the device, as one launch if there are several. It waits for peers only in a barrier,
-  // and in the first call that needs a communicator, until all ranks of that communicator have reached the call.
-  // Returns null for a synchronous call without hooks: all its work is on the caller's stream, which keeps its tensors
-  // in order.
-  // `region`: all ranks take part in the calls, messages included, so messages need no communicator of their own.
-  // The pieces of the calls are addresses on the device. A temporary replaces each of the caller's tensors that is not
-  // contiguous or overlaps another. Temporaries are filled before the call, and results are copied back after it.
+  // Enqueues calls on a stream of the device; several calls are one launch. It waits for peers only in a barrier and in
+  // the first call that needs a communicator: there until all ranks of that communicator have reached the call. Returns
+  // null for a synchronous call without hooks: all its work is on the caller's stream, which keeps its tensors in
+  // order. `region`: all ranks take part in the calls, messages included, so messages need no communicator of their
+  // own. The pieces of the calls are addresses on the device. A temporary replaces each of the caller's tensors that is
+  // not contiguous or overlaps another. Temporaries are filled before the call, and results are copied back after it.
   c10::intrusive_ptr<DeviceWork> submit(c10::ArrayRef<Plan> calls, const Label& label, Tensors keep, Tensors outputs,
                                         c10::Device device, bool async, bool region = false);
   // Returns a work whose `wait` returns when all collectives issued before have ended; null if there are none.
@@ -72,8 +71,8 @@ class VendorDevices final {
 
   // Whether the library can make the communicator of a new group of `ranks` from this group's communicator.
   bool can_split(c10::Device device, const std::vector<uint32_t>& ranks);
-  // Waits until the operations under way have ended. Returns false if the timeout passes or the watching thread stops
-  // first.
+  // Waits until the operations under way have ended. Returns false if the timeout passes before that, or if the
+  // watching thread has stopped.
   bool drain(std::chrono::milliseconds timeout);
   // Makes the communicator that `can_split` asked about. All ranks call this together, after all have agreed that they
   // can. `child` is null on a rank that is in no new group.
@@ -97,7 +96,7 @@ class VendorDevices final {
   // How the core reaches the other ranks while it makes a communicator.
   class Exchange;
 
-  // The error by which the group has failed, with its code letter, or empty.
+  // The error with which the group has failed, with its code letter; empty if it has not failed.
   std::string fault() const { return std::string(owner_.group.state().fault); }
   // Whether the stream is being captured. Asks the core if torch, or the device's guard, cannot tell.
   bool is_capturing(const c10::Stream& stream) const;
@@ -125,13 +124,13 @@ class VendorDevices final {
   DeviceWork::Launched launch(c10::ArrayRef<Plan> calls, const DeviceBegun& begun,
                               const std::shared_ptr<DeviceCall>& call, const c10::Stream& callers, Tensors keep,
                               const Terms& terms);
-  // Makes the Work for `made`, and hands it to the watching thread unless the call was captured. Makes none, and
-  // returns null, if no other code would see or wait for it.
+  // Makes the Work for `made`, and hands it to the watching thread unless the call was captured. If no other code would
+  // see the Work or wait for it, makes none and returns null.
   c10::intrusive_ptr<DeviceWork> follow(DeviceWork::Launched made, c10d::OpType type, Tensors outputs,
                                         std::unique_ptr<Trace> trace, const Terms& terms);
 
-  // Makes a barrier on `stream` wait for the last collective of each other stream. `stream` itself waits for
-  // collectives on its device. The end events of collectives on other devices are returned.
+  // Makes a barrier on `stream` wait for the last collective of every other stream. For collectives on its own device,
+  // `stream` waits. For those on other devices, the end events are returned.
   std::vector<std::shared_ptr<c10::Event>> come_behind_all(const c10::Stream& stream) const;
 
   const DeviceOwner owner_;

@@ -80,8 +80,8 @@ void DeviceWatch::serve() {
   constexpr auto kLong = std::chrono::microseconds(5000);
   constexpr auto kIdle = std::chrono::seconds(10);
   constexpr auto kReplays = std::chrono::seconds(1);
-  // The thread stays awake for so many pauses after the last call. A program that makes one call after the other then
-  // does not pay for a wake-up in its calls.
+  // Number of pauses for which the thread stays awake after the last call. So a program that makes one call after the
+  // other does not pay for a wake-up in each of them.
   constexpr int kAwake = 10;
   int without_calls = 0;
   auto pause = kShort;
@@ -118,7 +118,7 @@ void DeviceWatch::serve() {
     added_.clear();
     auto launching = launching_;
     lock.unlock();
-    // First, because the calls' end is asked of the device, which may take until such a launch has ended.
+    // This comes first, because `look` queries the device, and such a query may not return before the launch has ended.
     end_overdue(launching);
     pause = look() || none ? kShort : std::min(pause * 2, kLong);
     DeferredRelease::instance().post();

@@ -34,9 +34,9 @@ class DeviceWatch {
     std::shared_ptr<Failure> failure;
     Alarm::Thread thread{Alarm::this_thread(), Alarm::Clock::now()};
   };
-  // Registers a launch with the watch for the lifetime of this object, so that a launch which does not return, or whose
-  // next steps cannot be enqueued, has a deadline, too. It costs two short holds of the lock. The watching thread wakes
-  // for the launch, and so need not wake for the call that follows.
+  // Registers a launch with the watch for the lifetime of this object. So a launch that does not return also has a
+  // deadline, and so has one after which the next steps cannot be enqueued. Registering holds the lock briefly, twice.
+  // The watching thread wakes for the launch, and so need not wake for the call that follows.
   class Launching {
    public:
     Launching(std::shared_ptr<DeviceCall> call, std::shared_ptr<Failure> failure)
@@ -50,7 +50,7 @@ class DeviceWatch {
    private:
     const Launch launch_;
   };
-  // True if the thread has stopped. Then no further end is detected.
+  // True if the thread has stopped. It then detects the end of no further call.
   bool stopped() {
     const std::lock_guard<std::mutex> lock(mutex_);
     return stopped_;
@@ -64,17 +64,18 @@ class DeviceWatch {
   void end(const std::shared_ptr<DeviceCall>& call);
   // If the launch must not go on, handles its failure and returns true.
   static bool ends(const Launch& launch);
-  // Ends those of the launches that must not go on, and drops the references. Call it without `mutex_`.
+  // Ends those `launching` that must not go on, and empties the list. Call it without `mutex_`.
   void end_overdue(std::vector<Launch>& launching);
   void serve();
-  // Polls the first call of each stream of `runs_`, because a stream passes its calls in order, and calls whose
-  // deadline has passed. Removes the calls that have ended, and returns true if there was one. Call it without
+  // For each stream, polls only the first call in `runs_`, because a stream passes its calls in order; also polls calls
+  // whose deadline has passed. Removes the calls that have ended, and returns true if there was one. Call it without
   // `mutex_`.
   bool look();
   // Serves a second thread, which asks the device nothing. A query can hang, for example while another thread loads a
   // kernel and waits for the device to become idle. If this thread finds the watching thread in the same queries twice,
   // half a second apart, it fails the calls that must not go on. The abort that follows lets the device go on, and the
-  // query return. It counts no time: a process that was stopped meanwhile has asked nothing yet.
+  // query return. Two looks are compared instead of clock times, because in a process that was stopped meanwhile no
+  // query has hung.
   void guard();
 
   // The captured calls of one group, represented by one of them.

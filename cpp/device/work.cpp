@@ -67,7 +67,7 @@ void DeviceRun::set_work(const c10::intrusive_ptr<SageWork>& work) {
 
 void DeviceRun::hold(const c10::intrusive_ptr<SageWork>& work) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  // Once it has ended, the thread that ends it has the Work itself.
+  // If the run has ended, the thread that ended it already holds the Work.
   if (!ended_) held_ = work;
 }
 
@@ -162,7 +162,8 @@ DeviceWork::DeviceWork(int rank, c10d::OpType type, std::vector<at::Tensor> outp
     : SageWork(rank, type, std::move(outputs), events, std::move(trace), launched.known),
       run_(std::make_shared<DeviceRun>(std::move(launched), std::move(events))) {
   devices_ = {run_->stream().device()};
-  // A barrier's value may not complete at issue: the host waits for it, too, and its work is on several streams.
+  // A barrier's value must not complete at issue: the host also waits for a barrier, and the barrier's work is on
+  // several streams.
   value_at_issue_ = type != c10d::OpType::BARRIER;
 }
 
@@ -213,7 +214,7 @@ void DeviceWork::wait_for_end(const WaitLimit& limit) {
   constexpr auto kLongest = std::chrono::microseconds(1000);
   auto pause = std::chrono::microseconds(20);
   if (has_ended()) return;
-  // Another thread may detect the end of the run, so loop until the Work has ended, too.
+  // Another thread may detect that the run has ended, so loop until the Work has ended as well.
   for (run_->poll(kSpin); !has_ended(); run_->poll()) {
     check_caller(limit);
     sleep(pause, limit);

@@ -34,21 +34,21 @@ class DeviceCall {
   struct State {
     // The device has passed the call, and it is known whether the call succeeded.
     bool passed;
-    // Error, with its code letter, by which the call failed or will never end; empty if there is none. After an error
-    // the group has failed, and `abort` must be called when the program has been notified.
+    // The error, with its code letter, because of which the call failed or will never end; empty if there is none.
+    // After an error the group has failed, and `abort` must be called once the program has been notified.
     std::string error;
   };
   // Never waits. `has_passed` queries the device, in a capture mode that breaks no other thread's capture. Records the
   // end of the call in the statistics.
   State poll(const std::function<bool()>& has_passed) const;
-  // The next two are for captured calls: whether the call must be kept for replays, and the error by which a replay
-  // will not end (empty if there is none).
+  // The next two are for captured calls: whether the call must be kept for replays, and the error because of which a
+  // replay will not end (empty if there is none).
   bool keeps_memory() const { return core_->keeps_memory(); }
   std::string look_at_replays() const { return std::string(core_->look_at_replays()); }
   // Aborts the communicators of the group. This may take long.
   void abort() const { core_->abort(); }
-  // Called by another thread while the launch has not returned. Returns the error for which the launch must not go on,
-  // or an empty text. After an error the group has failed, and `abort` makes the launch return.
+  // Called by another thread while the launch has not returned. Returns the error because of which the launch must not
+  // go on, or an empty text. After an error the group has failed, and `abort` makes the launch return.
   std::string look_at_launch() const { return std::string(core_->look_at_launch()); }
   // How the library runs the call; see `SageWork::explain`.
   std::vector<rust::String> explain() const;
@@ -86,7 +86,7 @@ class DeviceRun final {
     c10::Stream callers;
     // `wait` blocks the host until the work is done, for a barrier and for the option `blocking_wait`.
     bool blocks_host = false;
-    // Events on other devices. The work is done only when they have passed, too.
+    // Events on other devices. The work is done only when these events have also passed.
     std::vector<std::shared_ptr<c10::Event>> earlier{};
     std::shared_ptr<DeviceCall> call{};
     // Handles a failure of the call. Null if the end of the call is not watched.
@@ -104,8 +104,8 @@ class DeviceRun final {
 
   // Call this before any other thread sees the run.
   void set_work(const c10::intrusive_ptr<SageWork>& work);
-  // Keeps the Work alive until its end, for the profiler, a hook, or a future that is completed then. The caller has a
-  // reference to the Work.
+  // Keeps the Work alive until its end, for the profiler, for a hook, or for a future that completes at the end. The
+  // caller has a reference to the Work.
   void hold(const c10::intrusive_ptr<SageWork>& work);
   // Polls the device for up to `spin`. True if the run has ended: the Work has then ended, or another thread is just
   // ending it. May be called on any thread.
@@ -136,8 +136,8 @@ class DeviceRun final {
   Launched launched_;
   const std::shared_ptr<Events> events_;
   const std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
-  // Set under the mutex by the thread that detects the end. That thread does everything that follows from it. Other
-  // threads read it without the mutex and need no ordering, because they read nothing else of the run.
+  // Set under the mutex by the thread that detects the end. That thread does everything that follows from the end.
+  // Other threads read this field without the mutex and need no ordering, because they read nothing else of the run.
   std::atomic<bool> ended_{false};
   // Guards `held_` and `launched_.keep`. Never held for long.
   std::mutex mutex_;
@@ -164,7 +164,7 @@ class DeviceWork final : public SageWork {
 
   // Hands the run to the watching thread, which detects its end.
   void watch();
-  // Ends the Work of a call that was captured into a graph: its event never passes by itself and may not be queried.
+  // Ends the Work of a call that was captured into a graph: its event never passes by itself and must not be queried.
   void settle() { end(std::string()); }
   // Called once, by the run.
   void end_of_run(const std::string& error) { end(error); }

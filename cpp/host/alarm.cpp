@@ -16,14 +16,15 @@ namespace {
 // After a thread has got the failure of one group, other groups' failures count as having the same cause for this long.
 constexpr auto kSameCause = std::chrono::seconds(2);
 
-// System id of the thread that was asked for; system id and Python's identifier of the thread that gets the exception.
+// The system id of the thread that the caller named, then the system id and Python's identifier of the thread that gets
+// the exception.
 using Target = std::tuple<pid_t, pid_t, unsigned long>;
 
 }  // namespace
 
 Alarm::Error Alarm::keep(PyObject* error) {
   Py_INCREF(error);
-  // The last reference may be dropped without the GIL, or after the interpreter's end. Then the class is leaked.
+  // The last reference may be dropped without the GIL. If the interpreter has ended by then, the class is leaked.
   return {error, [](PyObject* kept) {
             if (python_alive() && PyGILState_Check() != 0) Py_DECREF(kept);
           }};
@@ -69,7 +70,8 @@ void Alarm::take_back(uint64_t group) {
   if (own == slot.groups.end()) return;
   const Error error = std::move(own->second);
   slot.groups.erase(own);
-  // The pending exception may be another one: the failure of another group, or one that the program itself raises here.
+  // The pending exception may be a different one: the failure of another group, or one that the program itself raises
+  // here.
   if (PyThreadState_Get()->async_exc != error.get()) return;
   PyThreadState_SetAsyncExc(slot.number, slot.groups.empty() ? nullptr : slot.groups.begin()->second.get());
 }

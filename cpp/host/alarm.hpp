@@ -34,13 +34,13 @@ class Alarm {
   static pid_t this_thread();
 
   // Raises the failure of a group in each of these threads, at the thread's next bytecode. If a thread runs no Python,
-  // the main thread gets the failure instead. A thread is left out if `knows` is true for it, because it has got the
-  // failure by other means. A thread that has just got the failure of another group is also left out, because the two
-  // failures very likely have the same cause. Waits for the GIL.
+  // the main thread gets the failure instead. A thread for which `knows` is true is left out, because it has already
+  // got the failure. A thread that has just got the failure of another group is also left out, because the two failures
+  // very likely have the same cause. Waits for the GIL.
   void raise(uint64_t group, const std::vector<Thread>& threads, const std::string& text,
              const std::function<bool(pid_t)>& knows);
   // Withdraws the group's failure if it is pending in this thread. Call this if the thread gets the failure by other
-  // means. Other pending exceptions stay: the failure of another group, or an exception that the program raises.
+  // means. The failure of another group stays pending, and so does an exception that the program raises.
   void take_back(uint64_t group);
   // This thread has got its exception. Called by the constructor of the exception's class.
   void raised();

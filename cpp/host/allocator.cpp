@@ -21,8 +21,8 @@ namespace {
 // Number of nested blocks on this thread in which its allocations are shared.
 thread_local int shared_blocks = 0;
 
-// True if the allocations of all threads are shared. Set once, by the thread that makes the first group; read by every
-// thread that allocates (relaxed: it orders no other memory access).
+// True if the allocations of all threads are shared. The thread that makes the first group sets it, once. Every thread
+// that allocates reads it (relaxed: it orders no other memory access).
 std::atomic<bool> shared_everywhere{false};
 
 // Reports the release as torch's own allocator does, so that torch's memory profiler sees one kind of CPU memory.
@@ -44,7 +44,7 @@ void tell_refusal(size_t bytes) {
                   " are in use. Free tensors, or raise SAGELLM_SHARED_BYTES; this is said once");
 }
 
-// Empty if there is no such memory.
+// Allocates memory that peers can reach. Returns an empty pointer if there is none.
 at::DataPtr reachable_memory(size_t bytes) {
   void* const at = reinterpret_cast<void*>(shared_allocate(bytes));
   if (at == nullptr) {

@@ -1,5 +1,5 @@
 // Converts errors of the core and of the shim to C++ exceptions, which torch turns into Python's. Between the core and
-// the shim an error is a text whose first letter is the code of its `ErrorKind`. The functions here make and read such
+// the shim an error is a text; its first letter is the code of its `ErrorKind`. The functions here make and read such
 // texts.
 #pragma once
 

@@ -49,8 +49,8 @@ class Connection {
 
   // Calls `request` with the connection, which is opened when it is first needed. Opening may look up a host name, so
   // the caller may hold no lock that other threads need. Requests run one at a time. So between two of them the socket
-  // has nothing to read, unless the server has closed it. That is an error here, because torch would write a page of
-  // its stack to the log.
+  // has nothing to read, unless the server has closed it. A closed socket is reported as an error here, because torch
+  // would write a page of its stack to the log.
   template <class Request>
   auto use(const Request& request) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -160,8 +160,8 @@ class C10dStore final : public Store {
   std::string full(rust::Str key) const { return prefix_ + std::string(key); }
 
   const c10::intrusive_ptr<c10d::Store> users_;
-  // Set if the user's store is a TCPStore. `prefix_` is then the text that its PrefixStores put before a key, that of
-  // the innermost one first.
+  // Set if the user's store is a TCPStore. `prefix_` is then the text that its PrefixStores put before a key; the text
+  // of the innermost one comes first.
   std::shared_ptr<Connection> connection_;
   std::string prefix_;
 };
@@ -298,8 +298,9 @@ void drain_log() {
     // A signal handler or a caller may have an exception in flight, which logging must neither see nor replace.
     const py::error_scope pending;
     for (const auto& [level, text] : lines) {
-      // Python may raise the program's own exceptions at any bytecode here: the failure of a call on a device, or what
-      // a signal handler raised. Then the line is written once more, and the exception is raised again after all lines.
+      // At any bytecode here Python may raise an exception that is meant for the program: the failure of a call on a
+      // device, or what a signal handler raised. Then the line is written once more, and the exception is raised again
+      // after all lines.
       for (bool again = true; again;) {
         again = false;
         try {

@@ -26,7 +26,7 @@ class Store {
   virtual bool try_get(rust::Str key, rust::Vec<uint8_t>& value) const = 0;
   // Returns the sum of all values that any rank has added to the key.
   virtual int64_t add(rust::Str key, int64_t by) const = 0;
-  // Deletes a key that only this rank reads and that no other rank sets again, if the store can delete keys.
+  // Deletes a key, if the store can delete keys. Only this rank reads the key, and no other rank sets it again.
   virtual void remove(rust::Str key) const = 0;
   // A number that is equal for all stores over one connection. Requests over one connection wait for each other.
   virtual size_t connection() const = 0;
@@ -43,7 +43,7 @@ class IdExchange {
   virtual void pass(rust::Slice<uint8_t> id, int32_t from, int32_t to) const = 0;
 };
 
-// The callbacks of one operation, called in this order. They may not throw, because no caller catches.
+// The callbacks of one operation, called in this order. They must not throw, because no caller catches.
 class Completion {
  public:
   virtual ~Completion() = default;

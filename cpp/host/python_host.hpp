@@ -13,9 +13,8 @@
 
 namespace sagellm {
 
-// Wraps c10d's store. A TCPStore is used over a connection of our own. That connection is opened at first use, shared
-// by everything that is made over the same store, and closed when the last object that this function returned is
-// destroyed.
+// Wraps c10d's store. A TCPStore is used over a connection of our own. That connection is opened at first use. All
+// objects that this function returns for the same store share it, and it is closed when the last of them is destroyed.
 std::shared_ptr<Store> wrap_store(const c10::intrusive_ptr<c10d::Store>& store);
 
 // Runs `body` for the core. cxx catches only std::exception and passes `what()` to Rust. The text of a c10::Error
@@ -44,7 +43,8 @@ void drain_log();
 
 // For a Python thread that waits in torch without the GIL, perhaps beyond the interpreter's end. Before 3.14 CPython
 // ends a thread that then asks for the GIL, by pthread_exit. The unwinding ends the process when it reaches a
-// destructor that may not throw, such as that of torch's GIL guard. After this call, the thread sleeps there instead.
+// destructor that must not throw, such as the one of torch's GIL guard. After this call, the thread sleeps at that
+// point instead.
 void outlive_python();
 
 // From now on warnings and errors go to stderr and other lines are dropped, because Python's logging is shutting down.

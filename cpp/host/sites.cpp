@@ -32,8 +32,8 @@ py::object sites(const char* function) {
   return py::module_::import("torch_sagellm.observe.sites").attr(function);
 }
 
-// When the interpreter ends, it unwinds a thread that asks for the GIL. The C++ and Rust functions below this object
-// may not be unwound, so its destructor keeps the thread here until the process has exited.
+// When the interpreter ends, it unwinds a thread that asks for the GIL. The C++ and Rust functions that called this
+// code must not be unwound, so this object's destructor keeps the thread here until the process has exited.
 class NeverUnwound {
  public:
   NeverUnwound() = default;

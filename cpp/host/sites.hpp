@@ -7,8 +7,8 @@
 
 namespace sagellm {
 
-// The number of the place in the Python program at which this thread is. 0 if call sites are off or there is no such
-// place. May run Python code, so a signal handler may raise.
+// The number of the place in the Python program that this thread is executing. 0 if call sites are off or there is no
+// such place. May run Python code, so a signal handler may raise.
 uint32_t call_site();
 
 }  // namespace sagellm

@@ -41,8 +41,8 @@ bool overlaps_any(const at::Tensor& tensor, View others) {
   return std::any_of(others.begin(), others.end(), [&](const at::Tensor& other) { return overlap(tensor, other); });
 }
 
-// True if `tensor`, which is one block, needs a temporary because it overlaps blocks of the other argument besides its
-// own. `place` is the index of `tensor` in its list.
+// True if `tensor`, which is one block, needs a temporary because it overlaps blocks of the other argument that are not
+// its own. `place` is the index of `tensor` in its list.
 bool aside(const CallDesc& call, const at::Tensor& tensor, size_t place, const Operand& other, int rank) {
   const View blocks = other.first();
   if (call.kind == Kind::kAllToAll) return overlaps_any(tensor, blocks);
@@ -87,7 +87,7 @@ void add_block_sizes(Plan& plan, const CallDesc& call, const Carrier& carrier) {
     plan.in_blocks = std::move(splits.inputs);
     plan.out_blocks = std::move(splits.outputs);
   } else if (!call.coalesced) {
-    // An all_to_all needs them even if all are equal, because those of another rank may differ.
+    // An all_to_all needs the sizes even if all are equal on this rank, because those on another rank may differ.
     const bool always = call.kind == Kind::kAllToAll;
     if (call.inputs.blocks == Blocks::kPerRank) plan.in_blocks = block_sizes(call.inputs.first(), always);
     if (call.outputs.blocks == Blocks::kPerRank) plan.out_blocks = block_sizes(call.outputs.first(), always);

@@ -1,7 +1,7 @@
 // The description of one call of c10d as its caller made it: the operation and its tensors. Every override of
-// c10d::Backend makes a description (c10d/collectives.cpp). The engine path passes it to `lower`, which makes requests
-// to the core of it; a delegate is called with the same arguments. A description refers to the caller's arguments and
-// lives on the stack.
+// c10d::Backend makes a description (c10d/collectives.cpp). The engine path passes the description to `lower`, which
+// makes the core's requests of it; a delegate is called with the same arguments. A description refers to the caller's
+// arguments and lives on the stack.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -56,7 +56,7 @@ class Operand {
   operator Tensors&() const { return list(); }
   operator Lists&() const { return lists(); }
 
-  // The argument as parts: a tensor or a list is one part; each list of a list of lists is one part.
+  // The parts of the argument: a tensor or a list is one part; of a list of lists, each list is one part.
   size_t parts() const { return C10_UNLIKELY(is_lists()) ? lists().size() : present() ? 1 : 0; }
   View part(size_t i) const { return C10_UNLIKELY(is_lists()) ? View(lists()[i]) : first_; }
   // The first part, or an empty view.

@@ -22,7 +22,7 @@ const Item& only(const char* op, const char* what, const std::vector<Item>& list
   return list[0];
 }
 
-// On ranks other than the root the list must be empty.
+// The list must be empty on ranks other than the root.
 void empty_elsewhere(const char* op, const char* what, const std::vector<std::vector<at::Tensor>>& lists, int64_t root,
                      int rank) {
   if (lists.empty() || (lists.size() == 1 && lists[0].empty())) return;
@@ -40,7 +40,7 @@ void dense(const char* op, const char* what, const at::Tensor& tensor, c10::Devi
   }
 }
 
-// Two elements of the tensor may not share memory, as in an expanded tensor.
+// No two elements of the tensor may share memory, as they do in an expanded tensor.
 void apart_in_itself(const char* op, const char* what, const at::Tensor& tensor) {
   if (!tensor.is_contiguous() && at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
     value_error(op, c10::str(what, " of sizes ", tensor.sizes(), " and strides ", tensor.strides(),
@@ -113,9 +113,9 @@ void elements(const char* op, const char* what, int64_t found, int64_t expected,
   }
 }
 
-// Checks a list whose calls are carried out together. A tensor of `written` may not share memory with another tensor of
-// `written`, nor with a tensor of `read` at another index: the result would differ from that of the calls one after the
-// other. The tensors may be on any device.
+// Checks a list whose calls are carried out together. A tensor of `written` must not share memory with another tensor
+// of `written`, nor with a tensor of `read` at a different index: the result would not be that of making the calls one
+// after the other. The tensors may be on any device.
 void apart(const char* op, const std::vector<at::Tensor>& written, const std::vector<at::Tensor>& read = {}) {
   if (written.size() < 2) return;
   std::vector<at::Tensor> all = written;

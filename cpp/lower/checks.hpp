@@ -11,8 +11,8 @@
 
 namespace sagellm::check {
 
-// Checks the arguments of a call: each is present, its tensors are ones that the carrier accepts, and their types and
-// sizes match the other arguments.
+// Checks the arguments of a call: each is present, the carrier accepts its tensors, and their types and sizes match the
+// other arguments.
 void call(const CallDesc& call, const Carrier& carrier);
 
 // The same for a call whose lists hold several tensors of this rank (gloo_lists.hpp).
@@ -21,8 +21,8 @@ void gloo_list(const CallDesc& call, const Carrier& carrier);
 // Checks only the peer and the tag of a message. A delegate that carries the message checks the rest.
 void message(const CallDesc& call, const Carrier& carrier);
 
-// Checks that the tensors of a coalesced call share no memory. The calls in it run together, so shared memory would
-// give another result than running them one after the other.
+// Checks that the tensors of a coalesced call share no memory. The calls in it run together, so with shared memory the
+// result would not be that of running them one after the other.
 void apart(const CallDesc& call);
 
 // Returns the device of a call that has tensors on a device. Throws unless all tensors are on that device and are

@@ -147,7 +147,7 @@ bool share_memory(const Strided& left, const Strided& right) {
   const Piece b = extent(right);
   if (!overlap(a, b)) return false;
   if (a.bytes == left.run && b.bytes == right.run) return true;
-  // Byte by byte: whether `left` contains the byte, over the range in which the two extents overlap.
+  // For each byte in the overlap of the two extents: whether `left` contains it.
   const size_t begin = std::max(a.addr, b.addr);
   const size_t end = std::min(a.addr + a.bytes, b.addr + b.bytes);
   std::vector<bool> taken(end - begin);
@@ -261,8 +261,8 @@ void Plan::write_all(c10::ArrayRef<at::Tensor> tensors) {
 void Plan::update(const at::Tensor& tensor, bool stage) {
   call.element = static_cast<uint8_t>(tensor.scalar_type());
   if (tensor.numel() == 0) return;
-  // The writable pointer comes first: taking it may copy a copy-on-write tensor, and that copy must be the memory that
-  // is read.
+  // The writable pointer is taken first: this may copy a copy-on-write tensor, and then the operation must read that
+  // copy.
   const size_t staged = after.size();
   char* memory = writable(tensor, stage);
   if (after.size() > staged) before.push_back(after.back());

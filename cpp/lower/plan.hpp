@@ -51,7 +51,7 @@ Strided runs_of(const at::Tensor& tensor, bool written);
 bool conflict(const std::vector<Strided>& one, const std::vector<Strided>& other);
 Piece extent(const Strided& runs);
 
-// Names of a call: its title in the profiler ("sagellm:" and the op), and its value in c10d's enumeration.
+// How a call is named: by its title in the profiler ("sagellm:" and the op), and by its value in c10d's enumeration.
 struct Label {
   const char* title;
   c10d::OpType type;
@@ -130,7 +130,7 @@ class Plan {
   std::vector<Staged> after;
   // Called by `Pending::copy` before it fills the temporaries; empty for nearly all calls.
   std::function<void()> prepare;
-  // Stream on which `Pending::copy` copies, if the tensors are on a device and the temporaries in host memory.
+  // The stream on which `Pending::copy` copies, if the tensors are on a device and the temporaries are in host memory.
   std::optional<c10::Stream> copies_on;
   // The factor of PREMUL_SUM if it is on a device, as a tensor without dimensions. Otherwise `call` holds the factor.
   at::Tensor factor;

@@ -89,8 +89,8 @@ class Manager {
 };
 
 // True for a tensor whose memory receives what a call writes. False for a tensor that is conjugated or negated when it
-// is read, because torch copies no result back to it, and for one without data. False for a sparse tensor, too, which
-// has no memory of its own. Uses Python's C API, because a few conversions by pybind11 take as long as a small
+// is read, because torch copies no result back to it. Also false for a tensor without data, and for a sparse tensor,
+// which has no memory of its own. Uses Python's C API, because a few conversions by pybind11 take as long as a small
 // operation.
 PyObject* receives(PyObject* /*module*/, PyObject* argument) {
   if (!THPVariable_Check(argument)) Py_RETURN_FALSE;

@@ -25,8 +25,8 @@ const at::Tensor* plain(py::handle item) {
   return fits ? &tensor : nullptr;
 }
 
-// Describes runs of equal tensors by one entry each: dtype, shape, count. None if a tensor is not plain, or if it is to
-// be written and requires a gradient. The list keeps the tensors alive, and the GIL keeps the list unchanged.
+// One entry for each run of equal tensors: dtype, shape, count. None if a tensor is not plain, or if a tensor that will
+// be written requires a gradient. The list keeps the tensors alive, and the GIL keeps the list unchanged.
 py::object runs(const py::list& tensors, bool written) {
   py::list found;
   const at::Tensor* first = nullptr;

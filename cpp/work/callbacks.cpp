@@ -23,7 +23,7 @@ void run_logged(const std::function<void()>& job) {
   } catch (const std::exception& error) {
     log_line(1, std::string("a callback of an operation failed: ") + error.what());
   } catch (const abi::__forced_unwind&) {
-    // The interpreter ends a thread that asks for the GIL too late by this exception. Its unwinding must not be
+    // By this exception the interpreter ends a thread that asks for the GIL too late. The unwinding must not be
     // stopped.
     throw;
   } catch (...) {
@@ -47,8 +47,8 @@ void CallbackPool::post(std::function<void()> job) {
   jobs_.push_back(std::move(job));
   call_a_thread();
   if (threads_ > 0) return;
-  // No thread exists and none can be started. The job runs on this thread, although it is the wrong one, rather than
-  // never.
+  // No thread exists and none can be started. This is the wrong thread for the job, but otherwise the job would never
+  // run.
   job = std::move(jobs_.back());
   jobs_.pop_back();
   lock.unlock();

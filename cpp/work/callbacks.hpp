@@ -1,7 +1,7 @@
 // Threads that run user code and drop Python references when an operation ends. Threads of the core may do neither.
 //
 // The callbacks of a future may issue collectives and block on them, so they need threads for which no other thread
-// waits. Dropping a tensor can take the GIL, so only these threads and threads of the program do it.
+// waits. Dropping a tensor can take the GIL, so only these threads and threads of the program drop tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -43,9 +43,9 @@ class BlockSignals {
 // Threads that run callbacks. Jobs run one after the other, on the thread that has the turn. A callback may block, on a
 // collective or on another callback, and must not hold up the jobs behind it. So a thread that is about to wait in one
 // of our calls gives up its turn at once. A thread that stays in a job for some milliseconds (it may be waiting for the
-// GIL, or sleep) loses its turn. Each lost turn lengthens the time limit of the next, up to 50 ms. So a program that
-// holds the GIL for seconds causes a few dozen threads, however many futures complete meanwhile. Idle threads exit
-// after a while. No thread exists before the first job.
+// GIL, or sleep) loses its turn. Each lost turn lengthens the time limit of the next, up to 50 ms. So if a program
+// holds the GIL for seconds, only a few dozen threads are started, however many futures complete meanwhile. Idle
+// threads exit after a while. No thread exists before the first job.
 class CallbackPool {
  public:
   static CallbackPool& instance() { return per_process<CallbackPool>(); }
@@ -113,8 +113,8 @@ class DeferredRelease {
   bool empty() const { return !filled_.load(std::memory_order_relaxed); }
   // How long references may stay here while the program does not call this package.
   static constexpr auto kPatience = std::chrono::milliseconds(100);
-  // For a thread that may not take the GIL: if the oldest reference has been here for `kPatience`, makes a callback
-  // thread drop them all.
+  // For a thread that must not take the GIL: if the oldest reference has been here for `kPatience`, makes a callback
+  // thread drop all references.
   void post();
 
  private:
@@ -126,8 +126,8 @@ class DeferredRelease {
 
   void drop_all();
 
-  // A hint, written under the mutex and read without it. A thread that misses the newest entry leaves it to the next
-  // call of `release`.
+  // A hint, written under the mutex and read without it. If a thread misses the newest entry, the next call of
+  // `release` drops that entry.
   std::atomic<bool> filled_{false};
   std::mutex mutex_;
   std::vector<Grave> graves_;

@@ -22,9 +22,8 @@ std::exception_ptr told(const DelegatedWork::Note& note, const std::exception_pt
   return more.empty() ? failure : to_exception(std::string(more));
 }
 
-// True if the delegate's check of the arguments threw, which leaves its group as it was. gloo reports trouble with
-// other ranks or the store by another class, or by an exception of its library. MPI and UCC use one class for
-// everything.
+// True if the delegate rejected the arguments, which leaves its group as it was. gloo reports trouble with other ranks
+// or the store by another class, or by an exception of its library. MPI and UCC use one class for everything.
 bool is_refusal(const std::exception_ptr& failure, const std::string& delegate) {
   if (delegate != "gloo") return false;
   try {
@@ -115,7 +114,7 @@ void DroppedMessages::serve() {
 void DroppedMessages::end() {
   std::unique_lock<std::mutex> lock(mutex_);
   ended_ = true;
-  // All: a wait that begins later returns at once, too.
+  // All are aborted, so a wait that begins later also returns at once.
   for (const WorkPtr& work : works_) work->abort();
   served_.wait_for(lock, std::chrono::seconds(2), [this] { return !serving_; });
 }
@@ -144,8 +143,8 @@ DelegatedWork::DelegatedWork(int rank, c10d::OpType type, WorkPtr work, Note not
 }
 
 DelegatedWork::~DelegatedWork() {
-  // Without a future, the end of a Work that is dropped before a wait is not seen. With one, its callback records the
-  // end.
+  // If the Work has a future, the future's callback records the end. Without one, nothing sees the end of a Work that
+  // is dropped before a wait.
   if (inner_) return;
   (*note_)->ended_unseen();
   const auto type = retrieveOpType();
@@ -154,7 +153,7 @@ DelegatedWork::~DelegatedWork() {
   try {
     dropped_->keep(work_);
   } catch (const std::exception&) {
-    // There is no memory or no thread left: the message is lost with its Work, as it is over gloo itself.
+    // No memory or no thread is left: the message is lost with its Work, as it would be in a gloo group.
   }
 }
 

@@ -17,19 +17,19 @@
 
 namespace sagellm {
 
-// The messages of a delegated group whose Works the program has dropped before their end. gloo cancels a receive whose
-// Work is destroyed, and the message that then comes blocks the connection. So these Works, which hold the tensors, are
-// kept until they end or the group does. gloo tells an end only to a thread that waits, so one thread of `CallbackPool`
-// waits for them, in order. The messages themselves need no thread.
+// The messages of a delegated group whose Works the program has dropped before their end. When the Work of a receive is
+// destroyed, gloo cancels the receive, and the message that then arrives blocks the connection. So these Works, which
+// hold the tensors, are kept until they end or the group does. gloo reports the end of a Work only to a thread that
+// waits for it, so one thread of `CallbackPool` waits for them, in order. The messages themselves need no thread.
 class DroppedMessages : public std::enable_shared_from_this<DroppedMessages> {
  public:
   using WorkPtr = JoinedWork::WorkPtr;
 
   void keep(WorkPtr work);
-  // Ends the waits and drops the Works; returns when the waiting thread has dropped the last, or after a moment. Works
-  // that are kept later are dropped at once. Call without the GIL.
+  // Ends the waits and drops the Works. Returns when the waiting thread has dropped the last Work, or after 2 seconds.
+  // From then on `keep` drops its Work at once. Call without the GIL.
   void end();
-  // Ends those of all groups, at the exit of the process.
+  // Calls `end` for all groups, at the exit of the process.
   static void end_all();
 
  private:
@@ -39,7 +39,7 @@ class DroppedMessages : public std::enable_shared_from_this<DroppedMessages> {
 
   std::mutex mutex_;
   std::condition_variable served_;
-  // The first is the one that the thread waits for, if there is a thread.
+  // The thread, if there is one, waits for the first.
   std::deque<WorkPtr> works_;
   bool serving_ = false;
   bool ended_ = false;
@@ -50,8 +50,9 @@ class DelegatedWork final : public JoinedWork {
   using Note = std::shared_ptr<rust::Box<RustExternalOp>>;
 
   // `note` is the core's record of the call. The record ends with the delegate's future or, if there is none, with the
-  // wait. Such a wait uses `timeout` unless the caller passes one: for messages, gloo itself would use the timeout with
-  // which its group was made. `dropped` gets a message whose Work is destroyed before a wait.
+  // wait. If the caller of such a wait passes no timeout, it uses `timeout`: for messages, gloo itself would use the
+  // timeout with which its group was made. If the Work of a message is destroyed before a wait, `dropped` gets the
+  // message.
   DelegatedWork(int rank, c10d::OpType type, WorkPtr work, Note note, std::chrono::milliseconds timeout,
                 std::shared_ptr<DroppedMessages> dropped);
   ~DelegatedWork() override;
@@ -78,8 +79,8 @@ class DelegatedWork final : public JoinedWork {
   const Note note_;
   const std::chrono::milliseconds timeout_;
   const std::shared_ptr<DroppedMessages> dropped_;
-  // True after a wait has ended, well or not. Waiting threads write it; the thread that destroys the Work reads it,
-  // which the reference count orders.
+  // True after a wait has ended, with or without an error. Waiting threads write it, and the thread that destroys the
+  // Work reads it; the reference count orders the two.
   std::atomic<bool> waited_{false};
   // The delegate's future; null if its Work has none, as gloo's works of messages.
   c10::intrusive_ptr<c10::ivalue::Future> inner_;

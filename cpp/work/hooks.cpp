@@ -13,7 +13,8 @@ namespace sagellm {
 
 namespace {
 
-// A DistBackendError of which we learn the thread that gets it: torch asks for the class where it raises it in Python.
+// A DistBackendError that reports which thread gets it: torch asks for its class on the thread that raises it in
+// Python.
 class ToldFailure final : public torch::PyTorchError {
  public:
   ToldFailure(const std::string& text, std::shared_ptr<Events> events)

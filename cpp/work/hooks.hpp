@@ -1,4 +1,4 @@
-// What is notified of the end of an operation besides its Work: the profiler and the hooks of c10d.
+// The profiler and the hooks of c10d, which are notified when an operation ends.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -81,8 +81,8 @@ class Events : public std::enable_shared_from_this<Events> {
  public:
   using WorkHook = std::function<void(std::shared_ptr<c10d::WorkInfo>)>;
 
-  // Records that this thread gets the group's failure as the error of a call. The failure is then not raised in this
-  // thread by other means.
+  // Records that this thread gets the group's failure as the error of a call, so the failure is not raised in it again
+  // by other means.
   void told();
   // Whether the thread with this system id has got the group's failure as the error of a call.
   bool knows(pid_t thread) const;
@@ -102,7 +102,7 @@ class Events : public std::enable_shared_from_this<Events> {
   // Calls the hooks soon, on a callback thread. A hook may take seconds to write a trace, and the error must not wait
   // for it.
   void call_abort_hooks();
-  // Calls the abort hooks if the error is a failure of the group and not that of an invalid call.
+  // Calls the abort hooks if the error is a failure of the group, and not the error of an invalid call.
   void tell_failure(const std::string& coded);
 
   HookTable<CompletionHook> completion_hooks;
@@ -126,7 +126,7 @@ class Events : public std::enable_shared_from_this<Events> {
   static uint64_t next_key();
   // Compared with the current pool to detect a fork; never dereferenced.
   const CallbackPool* const pool_ = &CallbackPool::instance();
-  // Set by the user's thread, read by all threads. They order no other memory access.
+  // The user's thread sets them, all threads read them. They order no other memory access.
   std::atomic<bool> timing_{false};
   std::atomic<bool> work_hook_set_{false};
 

@@ -21,8 +21,8 @@ class JoinedWork : public c10d::Work {
   bool isSuccess() const override;
   std::exception_ptr exception() const override;
   int sourceRank() const override { return parts_.size() == 1 ? parts_[0]->sourceRank() : Work::sourceRank(); }
-  // Waits for the parts one after the other; `timeout` limits the whole. False if the wait of a part returned false,
-  // which means that the part was aborted.
+  // Waits for the parts one after the other, for at most `timeout` in all. Returns false if the wait of a part returned
+  // false, which means that the part was aborted.
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override;
   std::vector<at::Tensor> result() override;

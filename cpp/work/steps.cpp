@@ -9,7 +9,7 @@
 
 namespace sagellm {
 
-// The sums of a process. A forked child starts with none, and with no open step.
+// The sums of a process. A forked child starts with new sums, and with no open step.
 class StepTotals {
  public:
   StepTotals() { StepMeter::open_steps_.store(0, std::memory_order_relaxed); }
@@ -77,7 +77,7 @@ std::shared_ptr<StepMeter>& StepMeter::of_this_thread() {
   };
   thread_local Own own;
   if (StepTotals* const process = &StepTotals::instance(); own.process != process) {
-    // In a forked child, a thread of the parent may have held the lock of the inherited meter, so that one is leaked.
+    // A forked child leaks the inherited meter, because a thread of the parent may have held its lock at the fork.
     if (own.meter) new auto(std::move(own.meter));
     own.process = process;
     own.meter = std::make_shared<StepMeter>();

@@ -1,9 +1,9 @@
 // How long a training step waits for communication. The program opens a step on one of its threads; `StepMeter` adds up
 // two times of that thread:
 // - in a call of ours: a synchronous call, issuing an asynchronous one, a wait for a Work;
-// - outside such calls, the time that the thread does not run while a future of ours is pending.
+// - outside such calls, the time during which the thread does not run while a future of ours is pending.
 //   DistributedDataParallel and others wait for futures inside torch, where this class sees no call, and a thread that
-//   waits does not run. The time also counts if the thread does not run because another thread needed the core.
+//   waits does not run. The time also counts if the thread does not run because another thread occupies the processor.
 // A program without an open step pays one relaxed load and a branch for each call.
 #pragma once
 
@@ -25,7 +25,7 @@ struct StepSums {
   uint64_t took = 0;
   uint64_t in_calls = 0;
   uint64_t in_futures = 0;
-  // For each of the last `kKept` steps, oldest first: the time that it waited for communication.
+  // The time that each of the last `kKept` steps waited for communication, oldest first.
   std::vector<uint64_t> last;
 };
 
@@ -66,7 +66,7 @@ class StepMeter {
   void watch_future();
   void stop_watching();
 
-  // Number of open steps in this process; changed by threads that open and close steps, read by every thread (relaxed:
+  // Number of open steps in this process. Threads that open and close steps change it, every thread reads it (relaxed:
   // a thread that has an open step has written it itself, and other threads need no order). Zero after a fork.
   static inline std::atomic<size_t> open_steps_{0};
   friend class StepTotals;

@@ -123,7 +123,7 @@ void SageWork::telling(const Body& body) const {
   try {
     body();
   } catch (const c10::DistBackendError&) {
-    // Not if only this caller's timeout has passed: then the Work has not ended.
+    // If only this caller's timeout has passed, the Work has not ended, and this error is not the group's failure.
     if (has_ended()) events_->told();
     throw;
   }

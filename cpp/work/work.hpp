@@ -80,7 +80,7 @@ class SageWork : public c10d::Work {
   // cannot end before `seal`, even if an operation ends before `add` returns. So only the issuing thread touches `ops_`
   // before `seal`.
   void seal(const std::string& error = {}) { part_ended(error); }
-  // One of the parts (an operation, or the issuing itself) has ended.
+  // Call this when one of the parts (an operation, or the issuing itself) has ended.
   void part_ended(const std::string& error);
   // Records the error with which the Work will fail, unless it already has one. Call it before the last part ends.
   void note_failure(const std::string& error);
@@ -130,7 +130,7 @@ class SageWork : public c10d::Work {
   void telling(const Body& body) const;
   // Makes the current stream wait for the results.
   virtual void order() const {}
-  // A future was requested that is completed at the end of this Work. An implementation that nothing else keeps alive
+  // A future was requested that completes at the end of this Work. If nothing else keeps an implementation alive, it
   // must keep itself alive until its end.
   virtual void keep_until_end() {}
   // Calls `body`, which completes a future. If the results are on a device, the stream that made them is then current.
@@ -181,8 +181,8 @@ class SageWork : public c10d::Work {
   // Number of operations that have not ended, plus one for the issuing. Each part decrements it when it ends. The last
   // part sees everything that the other parts wrote.
   std::atomic<size_t> parts_{1};
-  // True if there is an `error_`. Set under the mutex before the core reports the end. A waiting thread reads it
-  // without the mutex, after the core has reported the end.
+  // True if `error_` is an error. Set under the mutex: for a failed copy before the core reports the operation's end,
+  // and otherwise by `part_ended` or `end`. A waiting thread reads it without the mutex, after the end.
   std::atomic<bool> failed_{false};
 
   // The base's `mutex_` guards these fields and the base's `completed_` and `exception_` (the exception of a job). If
@@ -191,11 +191,11 @@ class SageWork : public c10d::Work {
   std::chrono::steady_clock::time_point ended_at_;
   FuturePtr future_;
   FuturePtr code_future_;
-  // From the first request of a future until the futures have completed; null outside a step.
+  // Set by the first request of a future, until the futures have completed; null outside a step.
   std::shared_ptr<void> held_in_step_;
 };
 
-// The callbacks of one operation: the copies of its staged tensors, and its end. A copy from or to a device blocks the
+// The callbacks of one operation: they copy its staged tensors, and end its Work. A copy from or to a device blocks the
 // thread that drives the operation until the device has made it.
 class Pending final : public Completion {
  public:

@@ -1,6 +1,6 @@
 //! A panic inside the core is a bug of ours. It fails the group, ends every operation, and no pointer to the caller's
-//! memory stays in use. The test's hooks raise the panic where the core calls out while it holds its lock: in the
-//! copies of staged tensors.
+//! memory stays in use. The test's hooks panic while the core calls them with its lock held: in the copies of staged
+//! tensors.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};

@@ -16,8 +16,8 @@ fn barrier() -> Request {
     Request::without_memory(Kind::Barrier)
 }
 
-/// A program whose late rank issues its barrier while the text about the passed deadline is made. `call_site` then
-/// drives the waiting group until its operation has ended.
+/// A program whose late rank issues its barrier just while the error text of the passed deadline is composed.
+/// `call_site` then drives the waiting group until its operation has ended.
 #[derive(Default)]
 struct Late {
     groups: OnceLock<[Weak<Group>; 2]>,

@@ -1,4 +1,4 @@
-//! The tests of the core as one program. Each test program links the crate, so 20 programs took four times as long to
+//! The tests of the core as one program. Every test program links the crate, so 20 programs took four times as long to
 //! build as this one. `cargo test --test it rendezvous::` runs the tests of one file. Each file has the name of the
 //! module that it tests (CONTRIBUTING.md, "Where a test goes"). `tests/loom.rs` is a separate program, because loom
 //! replaces the atomics.

@@ -1,5 +1,5 @@
 //! Groups whose ranks are on several hosts, played by threads. Every collective is compared with a one-threaded
-//! reference, with and without fusion, in strict mode bit for bit. Also tests what a fault on one host does to ranks on
+//! reference, with and without fusion, in strict mode bit for bit. Also tests how a fault on one host affects ranks on
 //! the others.
 
 use std::sync::Arc;
@@ -272,8 +272,8 @@ fn different_calls_on_two_hosts_are_an_error_that_shows_both() {
     }
 }
 
-/// Below and above the size from which an all_reduce among ranks that are each alone on their host works in the tensors
-/// themselves. The rank that differs is each in turn.
+/// Tests sizes below and above the one from which an all_reduce works in the tensors themselves, if each rank is alone
+/// on its host. Each rank in turn is the one that differs.
 #[test]
 fn rule_05_a_different_call_leaves_the_tensors_of_all_hosts_as_they_were() {
     for (place, count) in [(&[0, 1][..], 600_000), (&[0, 1, 2], 100), (&[0, 1, 2], 600_000), (&[0, 1, 2, 3], 600_000)] {

@@ -255,7 +255,7 @@ fn rule_10_a_message_whose_handle_was_dropped_arrives() {
 }
 
 /// The root of a short broadcast returns before its peers call broadcast. Its connections must then be read although
-/// none of its threads waits in a call. Once, a thread that slept for a second there delayed the data.
+/// none of its threads waits in a call. An earlier version delayed the data, because a thread slept for a second there.
 #[test]
 fn a_broadcast_arrives_although_its_root_calls_nothing_more() {
     const TURNS: usize = 6;

@@ -1,4 +1,5 @@
-//! Connections that consist of several TCP connections, the paths: over loopback addresses, of which some fail.
+//! Connections that consist of several TCP connections, called paths. Here the paths use loopback addresses, and some
+//! of them fail.
 
 use std::net::Ipv4Addr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -53,8 +54,8 @@ fn reset(address: &str) {
     let ip: Ipv4Addr = address.parse().unwrap();
     for entry in std::fs::read_dir("/proc/self/fd").unwrap() {
         let fd: i32 = entry.unwrap().file_name().to_str().unwrap().parse().unwrap();
-        #[allow(unsafe_code)] // asks for the addresses of a socket, and disconnects it
-        // SAFETY: the address has room for any; what is no socket is refused.
+        #[allow(unsafe_code)] // reads the addresses of a socket, and disconnects it
+        // SAFETY: the buffer has room for any address; the call refuses a descriptor that is no socket.
         unsafe {
             let mut name: libc::sockaddr_in = std::mem::zeroed();
             let mut length = size_of::<libc::sockaddr_in>() as libc::socklen_t;
@@ -139,7 +140,7 @@ fn groups_are_made_and_closed_while_paths_are_reset() {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             while !ended.load(Ordering::Relaxed) {
-                // The first one stays: until the others are added, nothing could take over.
+                // The first path stays: until the others are added, no path could replace it.
                 paths[1..].iter().for_each(|path| reset(path));
                 std::thread::sleep(Duration::from_micros(300));
             }
@@ -159,7 +160,7 @@ fn when_the_last_path_is_gone_the_peer_is_lost() {
     let both = Barrier::new(2);
     as_ranks(231, &wires, [&paths, &paths], |me, link| {
         talk(me, &link, 0..2);
-        both.wait(); // all that was sent is acknowledged
+        both.wait(); // all data that was sent is acknowledged
         if me == 0 {
             paths.iter().for_each(|path| reset(path));
         }

@@ -1,4 +1,5 @@
-//! Bits that flip in one rank's results are found in groups over several hosts, too, if results are compared (`verify`).
+//! If results are compared (`verify`), bits that flip in one rank's results are also found in groups over several
+//! hosts.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,8 +21,8 @@ fn groups(place: &[usize], verify: &str) -> Vec<Arc<Group>> {
     Group::local_hosts_with(place, Duration::from_secs(60), Settings::default(), links, &policy).unwrap()
 }
 
-/// Runs `turns` equal operations, in which a bit of the victim's result flips, and barriers that carry the hashes. Each
-/// rank's error.
+/// Runs `turns` equal operations, in which a bit of the victim's result flips, and barriers that carry the hashes.
+/// Returns each rank's error.
 fn errors(groups: &[Arc<Group>], spec: &Spec, victim: usize, bit: u64, turns: usize) -> Vec<Error> {
     let ranks = groups.len();
     let found = on_ranks(ranks, |me| {

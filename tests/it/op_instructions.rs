@@ -27,7 +27,8 @@ use sagellm::types::{Dtype, Kind, Request};
 
 /// Ceilings for instructions and for calls into other objects. Each ceiling is about 8 % above the least count of
 /// several runs (rustc 1.95, 2026-11-25), so that another compiler does not exceed it. A change that exceeds a ceiling
-/// must be made shorter. Otherwise it raises the ceiling, and its commit message says what the instructions buy.
+/// must be made shorter. Otherwise the change raises the ceiling, and its commit message says what is gained by the
+/// instructions.
 const CEILINGS: [(&str, Count); 5] = [
     ("all_reduce of 8 bytes", Count { instructions: 4350, calls: 24 }),
     ("barrier", Count { instructions: 3375, calls: 22 }),

@@ -1,6 +1,6 @@
-//! Every fault point, in real processes: this program again, once for each of three ranks, over shared memory or over
-//! connections. At the point, rank 1 is killed, stopped and continued, or delayed. Then every rank ends, either with
-//! the reference's bits or with an error that names rank 1 and its process.
+//! Tests every fault point in real processes: this program is started again for each of three ranks, over shared memory
+//! or over connections. At the point, rank 1 is killed, or is stopped and continued, or each rank is delayed. Then
+//! every rank must end, either with the reference's bits or with an error that names rank 1 and its process.
 
 #![allow(unsafe_code)] // signals, and the state of a child
 
@@ -21,20 +21,20 @@ use sagellm::os::fault_points::FaultPoint;
 use sagellm::types::{Dtype, Kind, ReduceOp};
 
 const RANKS: usize = 3;
-/// The rank to which it happens.
+/// The rank that is killed or stopped.
 const VICTIM: usize = 1;
 /// The deadline of every operation, and of the test's own waits. Nothing here comes close to it.
 const PATIENT: Duration = Duration::from_secs(60);
-/// How long ranks whose peer was killed while joining wait for it.
+/// How long ranks wait for a peer that was killed while it joined.
 const JOINING: Duration = Duration::from_secs(4);
-/// How often a program does everything.
+/// Number of turns of a program.
 const TURNS: usize = 3;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Over {
     SharedMemory,
     Connections,
-    /// Connections that consist of several.
+    /// Connections that consist of several TCP connections.
     Paths,
 }
 
@@ -107,11 +107,12 @@ fn signal_self(signal: i32) {
     assert_eq!(unsafe { libc::kill(libc::getpid(), signal) }, 0);
 }
 
-/// The turn of the program, which `delay` reads.
+/// The program's current turn, which `delay` reads.
 static TURN: AtomicUsize = AtomicUsize::new(0);
 
-/// What happens at the points: `kill N` at point N (the second time, so that there are calls before and after it),
-/// `stop` at each point once, `delay` at one point in each turn, at the others never.
+/// Returns the hook that acts at the points. `kill N` acts at point N, the second time that it is reached, so that
+/// there are calls before and after it, or the first time at points that are reached only once. `stop` acts once at
+/// each point, `delay` at one point in each turn and at no other.
 fn set_hook(act: &str, over: Over) -> fault_points::Hook {
     let (act, at) = act.split_once(' ').unwrap_or((act, "0"));
     let (act, at) = (act.to_string(), at.parse::<usize>().unwrap());
@@ -159,7 +160,7 @@ fn as_a_rank() {
     let mut set = || hook = (delays || me == VICTIM).then(|| set_hook(&act, over));
     let mut kept = None;
     let mut run = || {
-        // Frames are also written while the ranks join, which ends otherwise if a rank is killed.
+        // Frames are also written while the ranks join, but a kill at that time has a different outcome.
         let late = act.starts_with("kill") && !joins;
         if !late {
             set();
@@ -171,7 +172,7 @@ fn as_a_rank() {
         }
         let turns = if delays { over.points().count() } else { TURNS };
         for at in 0..turns {
-            // The points of leaving come after the last turn.
+            // The fault points of leaving are reached after the last turn.
             TURN.store(at, Relaxed);
             turn(&group, me, over, at)?;
         }
@@ -185,7 +186,7 @@ fn as_a_rank() {
         Err(error) => println!("failed {:?} {}", error.kind(), error.text().replace('\n', " | ")),
     }
     if act.starts_with("kill") {
-        // If this rank, or its group, ended first, the other one might name it instead.
+        // If this rank or its group ended first, the other rank might name this one instead of rank 1.
         let end = Instant::now() + PATIENT;
         std::fs::write(store.0.join(format!("over-{me}")), "").unwrap();
         while !store.0.join(format!("over-{}", RANKS - 1 - me)).exists() && Instant::now() < end {
@@ -227,13 +228,14 @@ impl Ranks {
                 self.children.iter().enumerate().filter(|(rank, _)| ended[*rank].is_none()).collect::<Vec<_>>()
             {
                 let (pid, mut status) = (child.id() as i32, 0);
-                // SAFETY: writes the status; the child is this test's own, and nothing else waits for it.
+                // SAFETY: the call writes only the status; the child is this test's own, and no other code waits for
+                // it.
                 if unsafe { libc::waitpid(pid, &mut status, libc::WNOHANG | libc::WUNTRACED) } != pid {
                     continue;
                 }
                 if libc::WIFSTOPPED(status) {
-                    std::thread::sleep(Duration::from_millis(30)); // the others run into it
-                    // SAFETY: no pointers; the child is stopped, so it is there.
+                    std::thread::sleep(Duration::from_millis(30)); // until the other ranks wait for it
+                    // SAFETY: passes no pointers; the child is stopped, so it exists.
                     assert_eq!(unsafe { libc::kill(pid, libc::SIGCONT) }, 0);
                 } else {
                     ended[rank] = Some(status);
@@ -262,7 +264,7 @@ impl Drop for Ranks {
     }
 }
 
-/// Kills rank 1 at `point`, and says what is wrong with how the ranks end.
+/// Kills rank 1 at `point`. Returns what is wrong with how the ranks end, if anything.
 fn killed_at(over: Over, point: FaultPoint) -> Option<String> {
     let ranks = Ranks::start(over, &format!("kill {}", point as usize));
     let pid = ranks.children[VICTIM].id();
@@ -276,7 +278,7 @@ fn killed_at(over: Over, point: FaultPoint) -> Option<String> {
         let right = match point {
             // All calls had ended.
             FaultPoint::Leaving | FaultPoint::Cutting => finds("done\n"),
-            // A rank that cannot reach rank 1 stops joining, so the third one may name it.
+            // A rank that cannot reach rank 1 stops joining, so the third rank may name that rank.
             FaultPoint::Joining => {
                 let named = |text: &str| {
                     text.contains("failed System rank 1 at 127.0.0.1:")
@@ -317,13 +319,13 @@ fn a_rank_that_is_killed_at_any_point_is_named_by_all_others() {
     each(killed_at);
 }
 
-/// Each rank ends well, and rank 1 says of each point that this happened to it.
+/// Each rank ends without an error, and rank 1 reports the action at each point.
 fn all_end_well_with(act: &str, done: &str) {
     for over in Over::ALL {
         let ends = Ranks::start(over, act).end();
         assert!(ends.iter().all(|(text, signal)| text.contains("done\n") && signal.is_none()), "{over:?}: {ends:#?}");
         for point in over.points() {
-            // The ranks join before the first turn, in which another point is delayed.
+            // The ranks join before the first turn, so joining is never delayed.
             let expected = act == "stop" || point != FaultPoint::Joining;
             let happened = ends[VICTIM].0.lines().any(|line| line.ends_with(&format!("{done} {}", point.name())));
             assert!(happened || !expected, "{} was not reached: {ends:#?}", point.name());

@@ -97,7 +97,7 @@ impl Placed {
         Placed { memory, start, bytes: content.len() }
     }
 
-    /// By way of no slice, which would end the right to write through an earlier result.
+    /// Makes no slice, because that would end the right to write through an earlier result.
     fn at(&mut self) -> *mut u8 {
         self.memory.as_mut_ptr().wrapping_add(self.start)
     }

@@ -121,7 +121,7 @@ fn rule_23_keys_of_an_earlier_incarnation_do_no_harm() {
         });
         assert_one_memory(&outcomes.into_iter().map(shared).collect::<Vec<_>>());
     }
-    // Rank 0 arrives last and finds only answers of an earlier run to its decisions.
+    // Rank 0 arrives last. The only answers that it finds are those to its decisions of an earlier run.
     let outcomes = run(&store, 3, |rank| rank.late = Duration::from_millis(40 * (2 - rank.config.rank as u64)));
     assert_one_memory(&outcomes.into_iter().map(shared).collect::<Vec<_>>());
 }
@@ -586,8 +586,8 @@ fn known_peers(files: &Files, rank: usize, size: usize) {
     drop(first);
     groups.push(group("later", rank, size));
     assert_eq!((groups.last().unwrap().group_peers.id(), open_descriptors()), (id, before));
-    // Rank 1 leaves all its groups and therefore has no known peers any more. So the next group must not use the known
-    // peers of the others.
+    // Rank 1 leaves all its groups and therefore has no known peers any more. So the next group must not use known
+    // peers that only the other ranks have.
     if rank == 1 {
         groups.clear();
         assert!(open_descriptors() < before);

@@ -1,11 +1,11 @@
-//! The engine of one host with 4 and 8 ranks under random schedules: `Shm` itself over its real memory, without the group
-//! above it. The ranks are coroutines of one thread, and another one may run at each fault point and between two
-//! passes. A rank may also end at a fault point, as a killed process does, or leave.
+//! Tests the engine of one host with 4 and 8 ranks under random schedules: `Shm` itself over its real memory, without
+//! the group above it. The ranks are coroutines of one thread. At each fault point, and between two passes, a different
+//! rank may run. A rank may also end at a fault point, as a killed process does, or leave.
 //!
 //! What this does not show: accesses between two fault points are not interrupted (`shm_protocol.rs` interrupts each
-//! access of the protocol alone), and there is one order of all accesses. Sleeping and the kernel are left out: each
-//! rank polls. The last test has ranks that are threads, and `make miri` runs it under the memory model of the language:
-//! there a store that should be a release fails it, which no schedule and no x86 processor shows.
+//! access, but of the protocol alone), and there is one order of all accesses. Ranks poll, so sleeping and the kernel
+//! are left out. In the last test ranks are threads, and `make miri` runs it under the memory model of the language.
+//! There a store that should be a release makes it fail, which no schedule and no x86 processor shows.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -35,7 +35,7 @@ use sagellm::types::{Dtype, Kind, ReduceOp};
 /// One call of a program that is the same on all ranks.
 #[derive(Clone, Debug)]
 enum Call {
-    /// With whether the tensors lie where peers can reach them.
+    /// The operation, and whether its tensors are in memory that peers can reach.
     Collective(Spec, bool),
     /// From, to, bytes, seed.
     Message(usize, usize, usize, u64),
@@ -57,7 +57,7 @@ fn message(bytes: usize, seed: u64) -> Vec<u8> {
 struct Sizes {
     messages: &'static [usize],
     elements: &'static [usize],
-    /// Of collectives on tensors that peers can reach. Small ones are never mapped.
+    /// Sizes of collectives on tensors that peers can reach. Small tensors are never mapped.
     reachable: &'static [usize],
 }
 
@@ -67,8 +67,8 @@ const SIZES: Sizes = Sizes {
     reachable: &[3000, 9000, 20_000],
 };
 
-/// A program, and whether it is a burst: nearly all calls are messages between two ranks, more than a pair has envelopes
-/// or grants.
+/// A program, and whether it is a burst. In a burst nearly all calls are messages between two ranks, more than a pair
+/// has envelopes or grants.
 fn program(random: &mut Random, count: usize, calls: usize, sizes: &Sizes) -> (Vec<Call>, bool) {
     let burst = random.below(4) == 0;
     let lengths: &[usize] = random.pick(&[&[8, 100], &[8, 3000, 5000], &[5000]]);
@@ -101,7 +101,7 @@ fn program(random: &mut Random, count: usize, calls: usize, sizes: &Sizes) -> (V
     ((0..calls).map(call).collect(), burst)
 }
 
-/// One rank: its engine, and what it has issued.
+/// One rank: its engine, and the calls that it has issued.
 struct Rank {
     me: usize,
     ranks: usize,
@@ -156,7 +156,7 @@ impl Rank {
         moved
     }
 
-    /// Compares the results of what has ended.
+    /// Compares the results of the calls that have ended.
     fn check(&mut self) {
         for (op, outcome) in self.ended.drain(..) {
             outcome.unwrap_or_else(|error| panic!("rank {}: {error}", self.me));
@@ -169,7 +169,7 @@ impl Rank {
     }
 }
 
-/// The defaults, or such that a call of some KiB takes several rounds.
+/// The default rules, or rules by which a call of some KiB takes several rounds.
 fn policy(short_rounds: bool) -> Arc<Policy> {
     let rules = if short_rounds { "*:2KiB-=rounds(1KiB)" } else { "" };
     Arc::new(Policy { rules: Rules::parse(rules).unwrap(), ..Policy::default() })
@@ -178,7 +178,7 @@ fn policy(short_rounds: bool) -> Arc<Policy> {
 /// Ends a rank at a fault point.
 struct Killed;
 
-/// Which rank ends, and at how many of its fault points before.
+/// Which rank ends, and how many fault points it passes before.
 #[derive(Clone, Copy)]
 struct Death {
     rank: usize,
@@ -191,7 +191,7 @@ struct House {
     dead: AtomicUsize,
     /// Counts what moved, in all ranks.
     moves: AtomicU64,
-    /// By rank: `moves` plus 1 when it last found nothing to move.
+    /// By rank: the value of `moves`, plus 1, when the rank last found nothing to move.
     quiet: Vec<AtomicU64>,
 }
 
@@ -215,7 +215,7 @@ fn schedule(count: usize, calls: usize, death: bool) {
     let mut random = Random::new(thread_rng().r#gen());
     let (program, burst) = program(&mut random, count, calls, &SIZES);
     let death = death.then(|| Death { rank: random.below(count), after: random.below(40 * calls / 10) as u64 });
-    // How many calls a rank has in flight: some wait for each call, some issue the whole program.
+    // The number of calls that a rank has in flight: some ranks wait for each call, some issue the whole program.
     let window = |_| if burst { calls } else { random.pick(&[1, 3, 8, calls]) };
     let windows: Vec<usize> = (0..count).map(window).collect();
     let policy = policy(random.below(2) == 0);
@@ -247,7 +247,7 @@ fn schedule(count: usize, calls: usize, death: bool) {
             }
             Err(panic) => resume_unwind(panic),
         }
-        // Nothing of a killed process is dropped, and what it shares with its peers stays.
+        // Nothing of a killed process is dropped, and the memory that it shares with its peers stays.
         KEPT.with(|kept| kept.borrow_mut().push(rank));
     });
     KEPT.with(|kept| kept.borrow_mut().clear());
@@ -257,7 +257,7 @@ fn schedule(count: usize, calls: usize, death: bool) {
 /// The program of one rank. Returns when all its calls have ended, or when a rank has ended and nothing moves any more.
 fn run(rank: &mut Rank, program: &[Call], window: usize, house: &House, pause: &dyn Fn()) {
     let mut calls = program.iter();
-    // Calls that were found to need the dead rank, which must not end.
+    // Calls that were found to need the dead rank; these must not end.
     let mut lost: Vec<*const Op> = Vec::new();
     let mut left = true;
     while left || !rank.pending.is_empty() {
@@ -283,8 +283,8 @@ fn run(rank: &mut Rank, program: &[Call], window: usize, house: &House, pause: &
             }
             let all = (0..rank.ranks).filter(|q| *q != dead).all(|q| house.quiet[q].load(Relaxed) > moves);
             if all && house.moves.load(Relaxed) == moves {
-                // Nothing moves in any rank. Some call of some rank needs the dead one; here it is the reason for all
-                // calls that need it directly, and others wait for ranks that do.
+                // No rank can move anything. So each pending call waits for the dead rank directly, or for a rank or a
+                // call that does.
                 check_reasons(rank, dead);
                 return;
             }
@@ -310,7 +310,7 @@ fn random_programs_of_ranks_that_poll_on_threads_give_the_reference() {
         let count = 2 + seed as usize % 3;
         let (program, _) = program(&mut Random::new(seed), count, calls, &SMALL);
         let house = House::new(count);
-        // Nothing asks the system how much memory is free, for which Miri warns.
+        // No function asks the system how much memory is free, because Miri warns about that.
         let areas = sagellm::engine::local::areas(count).unwrap().into_iter();
         let areas: Vec<_> = areas.map(|area| Arc::new(Arc::into_inner(area).unwrap().with_headroom(|| None))).collect();
         let policy = policy(seed % 2 == 0);
@@ -331,7 +331,7 @@ fn reached() -> Vec<FaultPoint> {
 fn random_programs_of_many_ranks_give_the_reference_under_random_schedules() {
     under_schedules(50, || schedule(4, 90, false));
     under_schedules(40, || schedule(8, 50, false));
-    under_schedules(4, || schedule(18, 40, false)); // so many mark their messages at the receiver
+    under_schedules(4, || schedule(18, 40, false)); // with so many calls, ranks mark their messages at the receiver
     for (_, point) in FaultPoint::ALL.into_iter().enumerate().filter(|(at, _)| *at < FaultPoint::Sleeping as usize) {
         assert!(reached().contains(&point), "{} was never reached", point.name());
     }

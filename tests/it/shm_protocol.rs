@@ -1,10 +1,10 @@
-//! The protocol of the shared memory with 4 and 8 ranks under random schedules: `protocol.rs`, `channels.rs` and
-//! `event_count.rs` themselves, over words at each of whose accesses another rank may run.
+//! Tests the protocol of the shared memory with 4 and 8 ranks under random schedules: `protocol.rs`, `channels.rs` and
+//! `event_count.rs` themselves. At each access to one of their words a different rank may run.
 //!
-//! What this does not show: shuttle runs every access in one order, so an access that is relaxed and should be a release
-//! or an acquire is not found here. `tests/loom.rs` has the memory model for 2 and 3 ranks, and Miri runs the engine's own
-//! words under it (`shm_engine.rs`).
-//! `shm_engine.rs` has the whole engine, which switches ranks at its fault points alone.
+//! What this does not show: shuttle runs all accesses in one order, so this test does not find an access that is
+//! relaxed but should be a release or an acquire. `tests/loom.rs` has the memory model for 2 and 3 ranks, and Miri runs
+//! the engine's own words under it (`shm_engine.rs`). `shm_engine.rs` has the whole engine, which switches ranks at its
+//! fault points alone.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
@@ -20,14 +20,14 @@ use sagellm::engine::shm::protocol::{Mail, Region, Slots, Word, Words};
 use sagellm::os::event_count;
 use sagellm::os::event_count::WakeWords;
 
-const ORDER: Ordering = Ordering::SeqCst; // the only one that shuttle has
+const ORDER: Ordering = Ordering::SeqCst; // the only order that shuttle has
 
 /// A payload: another rank may run in the middle of each access, and accesses that overlap fail the test unless all
 /// read.
 #[derive(Default)]
 struct Cell {
     value: AtomicU64,
-    /// Number of ranks that read it now, or -1 while one writes it.
+    /// Number of ranks that read the payload now, or -1 while one writes it.
     users: AtomicI64,
     middle: Shared,
 }
@@ -154,7 +154,7 @@ fn publish(memory: &Memory, slots: &mut Slots, me: usize, n: u64) {
     slots.publish(memory, n);
 }
 
-/// Reads the slots of operation `n` from these ranks, and retires it.
+/// Reads the slots of operation `n` from these ranks, and retires the operation.
 fn finish(memory: &Memory, slots: &mut Slots, n: u64, from: impl Iterator<Item = usize>) {
     for rank in from {
         until(|| Slots::is_published(memory, rank, n));
@@ -176,7 +176,7 @@ fn slots_of_many_ranks_never_mix_operations() {
     });
 }
 
-/// Several operations in flight, which end in another order than they were published.
+/// Several operations are in flight, and end in a different order from that in which they were published.
 #[test]
 fn operations_of_many_ranks_that_end_in_any_order_hold_their_slots() {
     with_many_ranks(200, 4, |memory, me| {
@@ -249,8 +249,8 @@ fn parts_of_many_ranks_never_overlap_the_next_operation() {
     });
 }
 
-/// A rank that ends at any moment leaves the others with whole payloads: they finish what it has published, and wait in
-/// vain for the rest alone.
+/// If a rank ends at any moment, the others see only whole payloads: they finish all operations that it has published,
+/// and wait in vain only for later ones.
 #[test]
 fn a_rank_that_ends_leaves_whole_payloads() {
     for count in [4, 8] {
@@ -260,8 +260,8 @@ fn a_rank_that_ends_leaves_whole_payloads() {
             let ended = ranks(count, move |me| {
                 let mut slots = Slots::new(me, count, 2);
                 for n in 1..=6 {
-                    // Ends before it publishes operation 4. Operations up to 3 end everywhere, and as the slots are
-                    // two, the others can publish 4 and 5, but not 6.
+                    // This rank ends before it publishes operation 4. Operations up to 3 end everywhere. There are two
+                    // slots, so the others can publish 4 and 5, but not 6.
                     if me == count - 1 && n == 4 {
                         last.store(1, ORDER);
                         return n - 1;
@@ -332,7 +332,7 @@ fn channels_pass_among_many_senders_without_mixing_messages() {
                 until(|| {
                     protocol::collect(&Mailbox(&memory, 0), count).iter().for_each(|sender| known[sender] = true);
                     for q in (1..count).filter(|q| known[*q]) {
-                        // One message at a time, so that the sender finds the channel of the grant.
+                        // Grants one message at a time, so that the sender finds the channel of the grant.
                         let next = granted[q] < MESSAGES && granted[q] * ROUNDS == round[q];
                         if next && let Some(channel) = channels.lend(q) {
                             pairs[q].channel.store(channel as u64, ORDER);

@@ -1,5 +1,5 @@
-//! Bits that flip in one rank's results are found, and from three ranks on attributed to that rank, if results are compared
-//! (`verify`). Ranks are threads; a bit flips in the caller's memory right before the engine hashes it.
+//! If results are compared (`verify`), bits that flip in one rank's results are found and, from three ranks on,
+//! attributed to that rank. Ranks are threads; a bit flips in the caller's memory right before the engine hashes it.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -50,8 +50,8 @@ fn result<'a>(spec: &Spec, buffers: &'a Buffers, me: usize) -> &'a [u8] {
     if spec.kind == Kind::Broadcast && me == spec.root { &buffers.input } else { buffers.result() }
 }
 
-/// Runs operations on each rank until the group fails, at most `most` of them. The number of them that ended, by rank, and
-/// each rank's error.
+/// Runs operations on each rank until the group fails, at most `most`. Returns for each rank the number of operations
+/// that ended, and its error.
 fn until_found(
     groups: &[Arc<Group>],
     spec: &Spec,
@@ -67,7 +67,7 @@ fn until_found(
         if arena {
             buffers = buffers.in_arena();
         }
-        // As many operations as there are before it in a program.
+        // Other operations come first, as in a program; their number differs between cases.
         for _ in 0..at % 5 {
             group.run(plain(Kind::Barrier, 0, Vec::new(), Vec::new()), None).unwrap();
         }

@@ -1,4 +1,4 @@
-//! Checks that Rust tests can build and open the ABI simulators. `tests/simulators` tests what the simulators do.
+//! Checks that Rust tests can build and open the ABI simulators. `tests/simulators` tests their behaviour.
 
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::path::Path;

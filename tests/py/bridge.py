@@ -1,8 +1,8 @@
 """The functions of the bridge between C++ and Rust (`src/ffi/bridge.rs` and others), and which of them a run called.
 
-`bridged()` reads them from the sources. Run as a program, this takes two folders: the target folder of a build that
-counts calls over the bridge, and the folder of the counts (`.ci/sanitized` makes both). It fails if a function was not
-called, and names the function.
+`bridged()` reads them from the sources. As a program, this file takes two folders as arguments: the target folder of a
+build that counts calls over the bridge, and the folder of the counts (`.ci/sanitized` makes both). It fails if a
+function was not called, and names the function.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 from limits import patience  # noqa: E402 (found by the line above)
 
-# A shell starts its background programs with SIGINT and SIGQUIT ignored, and nohup with SIGHUP ignored. Their children
-# inherit that, so without this no such signal would end a program that a test starts.
+# A shell starts its background programs with SIGINT and SIGQUIT ignored, and nohup with SIGHUP ignored. Children
+# inherit that, so without this loop no such signal would end a program that a test starts.
 for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -64,7 +64,7 @@ def say(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> C
 
 
 def played(count: int) -> Iterator[list[str]]:
-    """Makes `count` hosts, which are network namespaces. Skips the test if this process may not make them."""
+    """Makes `count` hosts, which are network namespaces. Skips the test if this process lacks the rights for that."""
     import net
 
     try:

@@ -1,4 +1,4 @@
-"""Calls that fail on a device, or are the first of their sort: test bodies for `tests/py/device` and `tests/py/gpu`."""
+"""Calls on a device that fail, or are the first of their sort: test bodies for `tests/py/device` and `tests/py/gpu`."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ and returns a `Job` whose every wait has a limit. All ranks are forks of one zyg
 Programs and commands are started by `run_script`, as a user starts them. `torchrun`, and other callers on request,
 start them *warm*: in a fork that has imported torch and otherwise equals a fresh interpreter (`warm.py`). Some tests
 start a cold interpreter: tests of an import, of signals to a program and of its parent, and one test of each other
-kind. These are torchrun of an example (`test_examples.COLD`), of a script (`test_ddp_script[1]`) and of a failing
+kind. The latter are torchrun of an example (`test_examples.COLD`), of a script (`test_ddp_script[1]`) and of a failing
 script, `doctor` with its ranks (`test_doctor_lets_two_ranks_talk`), and the first program and the first command of the
 pages (`test_docs`).
 
@@ -151,7 +151,7 @@ def expect_raises(kind: type[BaseException] | tuple[type[BaseException], ...], c
 
 
 def pool_member(context: Context) -> None:
-    """The main loop of a pool process: keeps a default group of the size last asked for, and runs functions in it."""
+    """The main loop of a pool process: keeps a default group of the last requested size, and runs functions in it."""
     from zygote import describe_error, resolve
 
     current: str | None = None
@@ -289,7 +289,7 @@ class Rank:
         return self.code
 
     def rest(self, seconds: float) -> None:
-        """Pauses until the rank sends something or ends, without using the cores that it needs."""
+        """Pauses until the rank sends something or ends, for at most `seconds`; polling would use the rank's cores."""
         wait_for_any([each for each in (self.conn, self.pidfd) if each is not None], seconds)
 
     def pump(self) -> None:
@@ -416,7 +416,8 @@ class Job:
         return each.outcome
 
     def wait(self, timeout: float = 60.0) -> list[Outcome]:
-        """Waits until every process has ended. At the time limit it kills them and raises with all that is known."""
+        """Waits until every process has ended. At the time limit it kills them and raises an error with all that is
+        known."""
         end = time.monotonic() + patience(timeout)
         return [self._wait_until(each.rank, end) for each in self.ranks]
 

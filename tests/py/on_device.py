@@ -25,7 +25,8 @@ REDUCED = [
 OPS = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
 #: Cycles of a card's clock for which `late` keeps a stream busy: some tens of milliseconds.
 LATE = 60_000_000
-#: With these, several ranks fit on one card (NCCL 2.30.3 and newer), and matrix products give the same bits each time.
+#: With these variables several ranks can use one card (NCCL 2.30.3 and newer), and matrix products give the same bits
+#: each time.
 SHARED_CARD = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     "NCCL_NVLS_ENABLE": "0",
@@ -60,7 +61,7 @@ def holds(tensor: torch.Tensor, value: float) -> None:
 
 
 def counted(op: str, calls: int) -> None:
-    """Waits until the statistics have counted this many ended operations of the kind `op`."""
+    """Waits until the statistics have counted `calls` ended operations of the kind `op`."""
     import torch_sagellm
 
     deadline = time.monotonic() + 20
@@ -217,10 +218,8 @@ def every_call(ctx: Context, device: str, without: tuple[str, ...] = (), exact: 
     """Each collective, synchronous and asynchronous, gives the same results as on CPU tensors of the same group.
 
     Args:
-        ctx: this rank's context.
-        device: torch's name of the device.
-        without: calls that the library rejects.
-        exact: requires equal bits; False for a library that may add the ranks in another order.
+        ctx: this rank's context. device: torch's name of the device. without: calls that the library rejects. exact:
+        requires equal bits; False for a library that may add the ranks' numbers in a different order.
     """
     on_cpu, on_device = (calls(ctx.world_size, ctx.rank, where) for where in ("cpu", device))
     for what in on_cpu:
@@ -357,7 +356,7 @@ def order(ctx: Context, device: str) -> None:
     work = dist.broadcast(target, 0, async_op=True)
     work.wait()
     holds(target * 1, 3)
-    # Work that follows on the caller's stream may not overtake work that was issued before it, even without a wait.
+    # Later work on the caller's stream must not overtake work that was issued before it, even without a wait.
     late(device)
     value = torch.empty(500, device=device).fill_(rank + 1)
     work = dist.all_reduce(value, async_op=True)

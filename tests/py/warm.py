@@ -53,7 +53,7 @@ def read_at_start(environment: dict[str, str]) -> dict[str, str]:
 
 
 def surroundings() -> list[Any]:
-    """Other properties that a fork has from the server, and a fresh process from the process that starts it."""
+    """Further properties that a fork inherits from the server, but a fresh process from the process that starts it."""
     limits = [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")]
     mask = os.umask(0o022)
     os.umask(mask)
@@ -69,7 +69,7 @@ def surroundings() -> list[Any]:
 
 
 def cold_because(words: list[str], known: dict[str, Any]) -> str | None:
-    """Why this program needs a fresh interpreter, or None if a fork of the server will do."""
+    """Why this program needs a fresh interpreter, or None if a fork of the server suffices."""
     words = words[1:] if words[:1] == ["-u"] else words
     if words[:1] not in (["-m"], ["-c"]):
         if not words or words[0].startswith("-"):
@@ -182,7 +182,8 @@ def serve(folder: str, package: str, python: str) -> dict[str, Any]:
 
 
 def start(door: socket.socket, python: str) -> dict[str, Any]:
-    """In a fork of the server: forks the program, in which it returns, watches it and its client, and exits."""
+    """Called in a fork of the server: forks the program, in which it returns. The parent watches the program and the
+    client, and exits."""
     try:
         head, fds, _, _ = socket.recv_fds(door, 8, 3)
         order = json.loads(_receive(door, int.from_bytes(head, "little")))

@@ -2,11 +2,11 @@
 """Builds the ABI simulators once and says where they are: one line ``name<TAB>path`` for each library.
 
 Python tests call :func:`build`, Rust tests run this file (``tests/it/common/simulators.rs``). Several tests may call it
-at the same time: the first one builds, the others wait for it, and when nothing has changed it takes milliseconds.
+at the same time: the first one builds, and the others wait. If no source has changed, it takes milliseconds.
 
 Cargo builds the core, ``libsagellm_sim_core.so``, which exports ``sim_<vendor's name>``. Every library that a test
-opens is a list of jumps to it, made by the assembler, so that forms with fewer names cost nothing. All of them share
-the core beside them: streams of one are known to the others.
+opens is a list of jumps to the core, made by the assembler, so a form with fewer names needs no compilation. All
+libraries share the core next to them, so each knows the streams of the others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 CORE = "libsagellm_sim_core.so"
-#: How a name jumps to the core, with its arguments untouched wherever they are.
+#: By processor: how a name jumps to the core. Registers and stack keep the arguments unchanged.
 JUMPS = {
     "x86_64": "jmp *sim_{name}@GOTPCREL(%rip)",
     "aarch64": "adrp x16, :got:sim_{name}\n    ldr x16, [x16, :got_lo12:sim_{name}]\n    br x16",
@@ -37,7 +37,7 @@ JUMPS = {
 
 @dataclass(frozen=True)
 class Form:
-    """One library: the names in ``sources`` but for those that match ``without``, with ``needs`` linked to it."""
+    """One library: the names in ``sources`` except those that match ``without``, with ``needs`` linked to it."""
 
     library: str
     sources: tuple[str, ...]
@@ -46,18 +46,18 @@ class Form:
 
 
 HCCL = ("hccl/operators.rs", "hccl/management.rs")
-#: By name, which is also the folder below the output.
+#: The forms by name, which is also the name of the form's folder below the output.
 FORMS = {
     "cuda": Form("libsagellm_sim_cuda.so", ("cuda.rs", "extra.rs")),
     "nccl": Form("libsagellm_sim_nccl.so", ("nccl.rs", "nccl/collectives.rs")),
-    # As an NCCL from before split, shrink, configurations and the newer collectives.
+    # Like an NCCL that is older than split, shrink, configurations and the newer collectives.
     "nccl_bare": Form(
         "libsagellm_sim_nccl.so",
         ("nccl.rs", "nccl/collectives.rs"),
         "Split|Shrink|Config|Finalize|Gather$|Scatter$|AlltoAll|PreMulSum|RedOpDestroy|Register|Mem|LastError|Abort|Async",
     ),
     "acl": Form("libsagellm_sim_ascendcl.so", ("acl.rs", "extra.rs")),
-    # As an AscendCL without the events that can be used again, and without host functions.
+    # Like an AscendCL without reusable events and without host functions.
     "acl_bare": Form(
         "libsagellm_sim_ascendcl.so",
         ("acl.rs", "extra.rs"),
@@ -65,7 +65,7 @@ FORMS = {
     ),
     "hccl": Form("libsagellm_sim_hccl.so", HCCL),
     "hcomm": Form("libsagellm_sim_hcomm.so", HCCL[1:]),
-    # The form of CANN 9: operators here, everything else in the library that it is linked to.
+    # The form of CANN 9: operators are in this library, everything else is in the library that it is linked to.
     "hccl_two": Form("libsagellm_sim_hccl.so", HCCL[:1], needs=("hcomm",)),
     "hccl_bare": Form(
         "libsagellm_sim_hccl.so",
@@ -76,7 +76,7 @@ FORMS = {
     "cncl_bare": Form("libsagellm_sim_cncl.so", ("cncl.rs",), "Abort|AlltoAll|Async|CommConfig|Broadcast"),
     "cnrt": Form("libsagellm_sim_cnrt.so", ("cnrt.rs", "extra.rs")),
 }
-#: The gathers and scatters of NCCL that every version has, which the pattern of a form must not take.
+#: The gathers and scatters that every version of NCCL has; the pattern of a form must not remove them.
 ALWAYS = {"ncclAllGather", "ncclReduceScatter"}
 
 
@@ -94,7 +94,7 @@ def names(sources: Iterable[str]) -> list[str]:
 
 
 def fingerprint() -> str:
-    """Changes when a source does."""
+    """A hash that changes if a source changes."""
     files = [*HERE.glob("src/**/*.rs"), *ROOT.glob("src/**/*.rs"), HERE / "Cargo.toml", HERE / "Cargo.lock"]
     files += [ROOT / "Cargo.toml", Path(__file__).resolve()]
     states = ((str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in sorted(files))
@@ -109,7 +109,7 @@ def run(command: list[str], what: str) -> None:
 
 
 def build_core(output: Path) -> None:
-    """Cargo's part. The library is replaced as a whole: another process may have the old one open."""
+    """Cargo's part. The library is replaced as a whole, because another process may have the old one open."""
     cargo = shutil.which("cargo") or str(Path.home() / ".cargo" / "bin" / "cargo")
     folder = target() / "cargo"
     command = [cargo, "build", "--quiet", "--locked", "--manifest-path", str(HERE / "Cargo.toml")]

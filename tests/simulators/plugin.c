@@ -1,6 +1,6 @@
 /* A tuner and a profiler as NCCL loads them, for the tests of the simulator: data symbols with the layout of v5 and v6
- * (NVIDIA/nccl, src/include/plugin). The tuner makes one pair free of charge, as the variables say, and both write what
- * they are told into the file PLUGIN_LOG. PLUGIN_VERSION, given by the compiler, says which symbols there are. */
+ * (NVIDIA/nccl, src/include/plugin). The tuner sets the cost of the pair that the variables name to 0, and both write
+ * their calls into the file PLUGIN_LOG. The compiler defines PLUGIN_VERSION, which selects the symbols. */
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>

@@ -1,7 +1,7 @@
 """Runs functions of the tests on several ranks, each a fresh process that opens the simulators through ctypes.
 
 A test names a function of its own file; every rank calls it with a :class:`Rank` and returns plain data. No wait is
-without an end: a job that takes longer than its limit is killed and fails.
+endless: a job that takes longer than its limit is killed and fails.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import build
 import numpy as np
 
 HERE = Path(__file__).resolve().parent
-#: Seconds in which anything that happens does happen, on a machine with other work to do.
+#: Seconds within which an expected event occurs, even on a busy machine.
 SOON = 20.0
-#: And in which ranks that work at all have ended after the first one.
+#: Seconds after the end of the first rank within which the other ranks have ended, unless they hang.
 LAST_LOOK = 5.0
 
 
@@ -79,7 +79,7 @@ class Rank:
         return found
 
     def share(self, name: str, make: Callable[[], bytes]) -> bytes:
-        """What rank 0 made, on every rank."""
+        """Returns on every rank the bytes that rank 0 made."""
         if self.rank == 0:
             self.publish(name, make())
         return self.fetch(name)
@@ -102,12 +102,12 @@ def until(look: Callable[[], Any], what: str = "it", limit: float = SOON) -> Any
 
 
 def address(array: np.ndarray[Any, Any]) -> int:
-    """Of the first element: device memory is host memory."""
+    """The address of the first element, which is a device address too, because device memory is host memory."""
     return int(array.ctypes.data)
 
 
 class Job:
-    """Ranks that run. Use as a context, so that none is left behind."""
+    """Running ranks. Use it as a context, so that no process is left behind."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class Job:
         self.folder.cleanup()
 
     def result(self, rank: int, limit: float = 60.0) -> Any:
-        """What the rank returned.
+        """Returns the value that the rank returned.
 
         :raises AssertionError: with its traceback, if it failed.
         """
@@ -178,13 +178,13 @@ class Job:
 def run(
     function: Callable[..., Any], size: int, environment: dict[str, str] | None = None, **arguments: Any
 ) -> list[Any]:
-    """Runs a function on ``size`` ranks; their values."""
+    """Runs a function on ``size`` ranks, and returns their values."""
     with Job(function, size, environment, **arguments) as job:
         return job.results()
 
 
 def main() -> None:
-    """A rank."""
+    """Runs one rank."""
     module, function, rank, size, folder = sys.argv[1:]
     path = Path(folder)
     try:
@@ -197,12 +197,12 @@ def main() -> None:
     unfinished.write_text(json.dumps(outcome))
     unfinished.rename(path / f"result.{rank}")
     sys.stdout.flush()
-    # The process that made the id holds the store in which the others look for each other at the first use of
-    # something: it stays until they have ended as well, or have had time to.
+    # The process that made the id serves the store in which the ranks look for each other at first uses. So it stays
+    # until the other ranks have ended, or have had time to end.
     end = time.monotonic() + LAST_LOOK
     while time.monotonic() < end and not all((path / f"result.{each}").exists() for each in range(int(size))):
         time.sleep(0.005)
-    # Streams that hang on purpose must not hold the end of the process up.
+    # Streams that hang on purpose must not delay the end of the process.
     os._exit(0)
 
 

@@ -1,5 +1,5 @@
-"""One rank's way to speak to each vendor: what differs only by name is behind one set of methods here, so that the
-tests of what all of them must do are written once. Everything returns the vendor's own numbers."""
+"""How one rank calls each vendor's library. Functions that differ only by name have one method here, so that tests of
+common behaviour are written once. All methods return the vendor's own numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEVICE_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class UniqueId(ctypes.Structure):
-    """By value, where the interface has it so."""
+    """The id, for interfaces that pass it by value."""
 
     _fields_ = (("data", ctypes.c_ubyte * 128),)
 
@@ -31,14 +31,14 @@ def ok(code: int) -> None:
 
 
 class Vendor:
-    """Runtime and collective library of one vendor, on one rank."""
+    """The runtime and the collective library of one vendor, on one rank."""
 
     name: str
     runtime: str
     id_bytes: int
-    #: numpy type -> the vendor's number, of those that it can add.
+    #: The types that the library can add: from numpy's type to the vendor's number.
     types: ClassVar[dict[str, int]]
-    #: sum, product, max, min
+    #: The vendor's numbers of sum, product, max and min.
     ops = (0, 1, 2, 3)
 
     def __init__(self, rank: Rank, form: str | None = None) -> None:
@@ -60,7 +60,7 @@ class Vendor:
         return handle.value
 
     def connect(self, name: str = "id") -> None:
-        """A communicator of all ranks."""
+        """Creates a communicator of all ranks."""
         comm = out()
         ok(self.init(comm, self.rank.size, self.id(name), self.rank.rank))
         self.comm = comm.value
@@ -69,7 +69,7 @@ class Vendor:
         return self.rank.share(name, self.make_id)
 
     def make_id(self) -> bytes:
-        # One byte more, and one byte off any alignment.
+        # The memory is one byte longer, so that the id can be at an unaligned address.
         memory = (ctypes.c_ubyte * (self.id_bytes + 1))()
         ok(getattr(self.lib, self.getter)(ctypes.c_void_p(ctypes.addressof(memory) + 1)))
         assert memory[0] == 0
@@ -172,7 +172,7 @@ class Nccl(Vendor):
         return self.lib.ncclGroupEnd()
 
     def state(self) -> int:
-        """The asynchronous error."""
+        """Returns the asynchronous error."""
         found = ctypes.c_int32(-1)
         ok(self.lib.ncclCommGetAsyncError(self.comm, ref(found)))
         return found.value
@@ -359,7 +359,7 @@ VENDORS: dict[str, type[Vendor]] = {"nccl": Nccl, "hccl": Hccl, "cncl": Cncl}
 
 
 def connected(rank: Rank, vendor: str, form: str | None = None) -> Any:
-    """The vendor with a device, a stream and a communicator of all ranks."""
+    """Returns the vendor with a device, a stream and a communicator of all ranks."""
     speaker = VENDORS[vendor](rank, form)
     speaker.connect()
     return speaker
@@ -372,7 +372,7 @@ def numbers(rank: int, count: int, kind: str, seed: int = 1) -> np.ndarray[Any, 
 
 
 def combine(inputs: list[np.ndarray[Any, Any]], op: int) -> np.ndarray[Any, Any]:
-    """The reference: in the order of the ranks, float16 in float32 with one rounding at the end."""
+    """The reference: combines in rank order; float16 is combined in float32 and rounded once, at the end."""
     kind = inputs[0].dtype
     wide = [part.astype("f4") if kind == np.float16 else part for part in inputs]
     result = wide[0].copy()

@@ -15,7 +15,7 @@ from speak import Vendor, combine, connected, numbers, ok
 ALL = ("nccl", "hccl", "cncl")
 EVERY = pytest.mark.parametrize("vendor", ALL)
 COUNT = 1003
-#: What waits is the stream, and not the host in a first launch.
+#: With this variable the stream waits, and not the host in a first launch.
 CONNECTED = {"SAGELLM_SIM_CONNECT": "eager"}
 
 
@@ -98,7 +98,7 @@ def around_a_ring(rank: Rank, vendor: str, count: int) -> None:
         ok(v.group_end())
         ok(v.sync())
         assert result.tobytes() == numbers(left, count, "i4", turn).tobytes()
-    # Without a group one of them must receive first.
+    # Without a group, one of the two ranks must receive first.
     mine, result = numbers(rank.rank, count, "i4", 9), np.zeros(count, "i4")
     if rank.rank == 0:
         ok(v.send(mine, count, v.types["i4"], 1))
@@ -141,7 +141,7 @@ def test_a_group_of_collectives_on_two_streams(vendor: str) -> None:
 
 
 def narrow(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """float32 to bfloat16, to the nearest and even, as its bits."""
+    """Converts float32 to bfloat16, rounded to nearest even. Returns the bits."""
     bits = values.view("u4").astype("u8")
     rounded: np.ndarray[Any, Any] = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
     return rounded.astype("u2")
@@ -216,7 +216,7 @@ def test_streams_can_be_slow(vendor: str) -> None:
 
 
 def late_record(rank: Rank, vendor: str) -> bool:
-    """A wait right after a record: does it wait?"""
+    """Whether a wait that is issued right after a record waits for it."""
     v: Any = connected(rank, vendor)
     gate = threading.Event()
     other, event, ran = v.new_stream(), v.new_event(), threading.Event()
@@ -225,7 +225,7 @@ def late_record(rank: Rank, vendor: str) -> bool:
         v.run.sagellm_sim_host_queue(v.stream, 2_000_000)
     ok(v.record(event, v.stream))
     if os.environ.get("DRAIN"):
-        assert not v.is_idle(v.stream)  # asking empties the host queue
+        assert not v.is_idle(v.stream)  # the query empties the host queue
     ok(v.wait(event, other))
     v.host_function(lambda _: ran.set(), other)
     overtaken = ran.wait(0.3)
@@ -373,7 +373,7 @@ def test_a_set_up_that_hangs_is_bounded(vendor: str) -> None:
     order = {"SAGELLM_SIM_INIT": "hang", "SAGELLM_SIM_TIMEOUT_MS": "500"}
     code = {"nccl": 2, "hccl": 9, "cncl": 0x22}[vendor]
     assert run(hanging_init, 1, order, vendor=vendor) == [code]
-    # A rank that does not come.
+    # A rank that never arrives.
     assert run(hanging_init, 1, {"SAGELLM_SIM_TIMEOUT_MS": "500"}, vendor=vendor) == [0]
 
 
@@ -492,7 +492,7 @@ def comes_late(rank: Rank, vendor: str, eager: bool) -> None:
         if rank.rank == 0 and waits:
             assert (rank.folder / "comes").exists(), "the first launch did not wait"
         elif rank.rank == 0:
-            rank.publish(f"returned{first}", b"now")  # rank 1 waits for that
+            rank.publish(f"returned{first}", b"now")  # rank 1 waits for this key
         ok(v.sync())
         assert result.tobytes() == combine([numbers(r, COUNT, "f4") for r in range(2)], 0).tobytes()
         rank.barrier(f"done{first}")

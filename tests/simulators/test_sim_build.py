@@ -1,4 +1,4 @@
-"""The libraries themselves: their names, forms and what is missing in them."""
+"""The libraries themselves: their names, their forms, and the functions that they lack."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import build
 import pytest
 from ranks import Library
 
-#: As the vendors call them, which a simulator never is called.
+#: The vendors' file names, which a simulator must never have.
 REAL = {"libnccl.so.2", "libcuda.so.1", "libhccl.so", "libhcomm.so", "libascendcl.so", "libcncl.so.1", "libcnrt.so"}
 
 
@@ -24,7 +24,7 @@ def test_no_library_has_a_real_name() -> None:
     for name, path in build.build().items():
         assert path.name.startswith("libsagellm_sim_") and path.name not in REAL, name
         if name == "core":
-            # The project's crate is in it, and with it the plugins that the crate offers to NCCL.
+            # The core contains the project's crate, and with it the plugins that the crate offers to NCCL.
             plugins = {f"nccl{kind}_v{version}" for kind in ("TunerPlugin", "Profiler") for version in (5, 6)}
             assert all(symbol.startswith("sim_") for symbol in exported(path) - plugins)
             continue
@@ -39,7 +39,7 @@ def test_the_operators_are_linked_to_the_library_of_communicators() -> None:
     assert operators | management == exported(libraries["hccl"]) and not operators & management
     assert {"HcclAllReduce", "HcclBatchSendRecv"} < operators
     assert {"HcclGroupStart", "HcclGroupEnd", "HcclCommDestroy"} < management
-    # A name of the second library is found through the handle of the first.
+    # The handle of the first library also finds names of the second.
     script = f"import ctypes; ctypes.CDLL({str(libraries['hccl_two'])!r}).HcclCommDestroy; print('found')"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert found.stdout == "found\n", found.stderr

@@ -50,7 +50,7 @@ def uneven(rank: Rank) -> None:
     me, size = rank.rank, rank.size
     i64 = ctypes.c_uint64 * size
     counts = [3 + r for r in range(size)]
-    # With gaps: a displacement is not the sum of the counts.
+    # The blocks have gaps, so a displacement is not the sum of the counts before it.
     starts = [10 * r for r in range(size)]
     room = 10 * size
     mine, result = numbers(me, counts[me], "f4"), np.zeros(room, "f4")
@@ -166,7 +166,7 @@ def configurations(rank: Rank) -> list[int]:
         config(1, 32, at28=3),
         config(2, 160, at32="x" * 128),
         config(4, 292, at288=7),
-        config(3, 292, at288=7),  # newer than the version: not read
+        config(3, 292, at288=7),  # not read, because the field is newer than the version
     ):
         root = ctypes.create_string_buffer(v.make_id(), 4108)
         comm = out()
@@ -289,7 +289,7 @@ def runtime(rank: Rank) -> None:
         code: int = getattr(acl, name)(handle, ref(status))
         return code or -1 - status.value
 
-    # Nothing was recorded: not ready is 0 here and 1 there.
+    # Nothing was recorded. "Not ready" is 0 in one query and 1 in the other.
     assert asked("aclrtQueryEventStatus", event.value) == -1
     assert asked("aclrtQueryEvent", event.value) == -2
     ok(acl.aclrtRecordEvent(event.value, stream.value))
@@ -299,7 +299,7 @@ def runtime(rank: Rank) -> None:
     assert asked("aclrtQueryEventWaitStatus", event.value) == -1
     assert acl.aclrtRecordEvent(event.value, stream.value) == 107000, "a second record without a reset"
     ok(acl.aclrtResetEvent(event.value, stream.value))
-    # Waits for the record to come, which an Ex event does not.
+    # Waits for the next record; a wait for an Ex event would not.
     ok(acl.aclrtStreamWaitEvent(other.value, event.value))
     ok(acl.aclrtStreamQuery(other.value, ref(status)))
     assert status.value == 1

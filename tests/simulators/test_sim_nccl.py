@@ -22,7 +22,8 @@ UNSET = -(2**31)
 
 
 def config(version: int = 22800, size: int = 80, magic: int = 0xCAFEBEEF, **fields: int) -> Any:
-    """``ncclConfig_t`` of a version, all fields unset but those that are given by their offset, as ``at20=3``."""
+    """``ncclConfig_t`` of a version. All fields are unset, except those that are passed by their offset, such as
+    ``at20=3``."""
     data = bytearray(
         struct.pack("<QIIiiiiQiiQiiiiii", size, magic, version, *[UNSET] * 4, 0, *[UNSET] * 2, 0, *[UNSET] * 6)
     )
@@ -53,7 +54,7 @@ def not_blocking(rank: Rank) -> None:
     until(lambda: v.state() == 0, "the call")
     ok(v.sync())
     assert result.tobytes() == combine([numbers(r, 8, "f4") for r in range(rank.size)], 0).tobytes()
-    # A part of it inherits that.
+    # A part of this communicator inherits the setting.
     part = out()
     assert v.lib.ncclCommSplit(v.comm, 0, -rank.rank, ref(part), 0) == IN_PROGRESS
     until(lambda: state(v, part.value) == 0, "the part")
@@ -92,7 +93,7 @@ def configurations(rank: Rank) -> list[int]:
         config(size=16),
         config(at20=9),
         config(at24=0),
-        config(version=22700, at76=5),  # newer than the version: not read
+        config(version=22700, at76=5),  # not read, because the field is newer than the version
         config(version=23005, size=96, at92=7),
         config(version=23004, size=96, at92=7),
         config(version=22700, size=72),
@@ -124,7 +125,7 @@ def split_and_shrink(rank: Rank) -> None:
     rank.barrier("split")
     v.comm = world
     if me == 2:
-        os._exit(0)  # leaves without a word
+        os._exit(0)  # exits without leaving the communicator
     ok(v.sum(mine, result, 16, F4))
     until(lambda: v.state() == v.FAILED, "the death of rank 2")
     excluded = (ctypes.c_int32 * 1)(2)
@@ -153,7 +154,7 @@ def factors(rank: Rank) -> None:
     for value in (0.5, 3.0):
         op, scalar = ctypes.c_int32(-1), np.array([value + me], "f4")
         ok(v.lib.ncclRedOpCreatePreMulSum(ref(op), address(scalar), F4, 1, v.comm))
-        scalar[:] = 99  # was read at once
+        scalar[:] = 99  # the factor was read at once
         handles.append(op.value)
     assert handles == [5, 6]
     mine, result = numbers(me, 33, "f4"), np.zeros(33, "f4")
@@ -161,7 +162,7 @@ def factors(rank: Rank) -> None:
     ok(v.sync())
     scaled = [numbers(r, 33, "f4") * np.float32(0.5 + r) for r in range(size)]
     assert result.tobytes() == combine(scaled, 0).tobytes()
-    # One that lies on the device is read when the operation runs.
+    # A factor on the device is read when the operation runs.
     op, scalar, gate = ctypes.c_int32(-1), np.array([1.0], "f4"), threading.Event()
     ok(v.lib.ncclRedOpCreatePreMulSum(ref(op), address(scalar), F4, 0, v.comm))
     v.host_function(lambda _: gate.wait(SOON))
@@ -197,7 +198,7 @@ def rooted(rank: Rank) -> None:
         ok(v.lib.ncclScatter(address(everything), address(part), 9, 8, root, v.comm, v.stream))
         ok(v.sync())
         assert part.tobytes() == mine.tobytes()
-    # Messages to oneself, in a group.
+    # Messages to the rank itself, in a group.
     got = np.zeros(9)
     ok(v.group_start())
     ok(v.send(mine, 9, 8, me))
@@ -222,7 +223,7 @@ def groups(rank: Rank) -> None:
     assert v.group_end() == INVALID_ARGUMENT, "an error spoils the whole group"
     ok(v.sync())
     assert (result == 0).all()
-    # All ranks of one process.
+    # One process has all ranks.
     comms = (ctypes.c_uint64 * 2)()
     ok(v.lib.ncclCommInitAll(comms, 2, (ctypes.c_int32 * 2)(4, 5)))
     streams = []
@@ -318,7 +319,7 @@ def test_plugins_are_loaded_and_told(plugins: dict[int, Path], tmp_path: Path, v
 def test_an_error_of_the_tuner_fails_the_collective(plugins: dict[int, Path], tmp_path: Path) -> None:
     order = {"PLUGIN_LOG": str(tmp_path / "log"), "NCCL_TUNER_PLUGIN": str(plugins[6])}
     assert run(tuned, 2, {**order, "PLUGIN_RESULT": "3"}) == [[3, 3, 3]] * 2
-    # NVLS is marked unusable: to take it all the same is a fault of the plug-in.
+    # NVLS is marked unusable: a plug-in that chooses it nevertheless is faulty.
     assert run(tuned, 2, {**order, "PLUGIN_ALGO": "4", "PLUGIN_FORCE": "1"}) == [[3, 3, 3]] * 2
     assert run(tuned, 2, {**order, "PLUGIN_ALGO": "4"}) == [[0, 0, 0]] * 2
 

@@ -9,8 +9,8 @@ torch_version_built: str
 KINDS: tuple[str, ...]
 DTYPES: tuple[str, ...]
 
-# The core answers in JSON (src/stats/export.rs, src/select/export.rs). Its fields are named here and in no code
-# between. Times are nanoseconds.
+# The core answers in JSON (src/stats/export.rs, src/select/export.rs). This file names the fields of the JSON; the code
+# between it and the core does not. Times are nanoseconds.
 
 class Alternative(TypedDict):
     way: str
@@ -110,7 +110,7 @@ class Cell(TypedDict):
 class Stats(TypedDict):
     rank: int
     size: int
-    #: When this was read: on the clock of the records, and since the epoch.
+    #: The time at which this was read: on the clock of the records, and since the epoch.
     now: int
     wall: int
     since: int
@@ -198,20 +198,20 @@ class Options:
     #: False, the start rules do. Rank 0's value applies to the group; SAGELLM_MEASURE_LINK overrides it; see
     #: docs/choosing.md.
     measure_link: bool
-    #: Most threads of torch that copy and combine large CPU tensors while a thread of this rank waits: a synchronous
-    #: call, or ``wait()``. 0: as many as ``torch.get_num_threads()``, and all ranks of a host together at most one for
-    #: each core. Never more than this rank's cores; all ranks of a group use the smallest number of any rank. 1 in a
-    #: forked process. SAGELLM_THREADS overrides it; see docs/tuning.md.
+    #: Largest number of torch's threads that copy and combine large CPU tensors while a thread of this rank waits, in a
+    #: synchronous call or in ``wait()``. 0: as many as ``torch.get_num_threads()``, but all ranks of a host together
+    #: use at most one per core. Never more than this rank's cores; all ranks of a group use the smallest number of any
+    #: rank. 1 in a forked process. SAGELLM_THREADS overrides it; see docs/tuning.md.
     threads: int
-    #: Connections to each process on another host, 1 to 16. Two processes make as many as the one that wants fewer, and
-    #: keep them for all their groups. SAGELLM_LINKS overrides it; see docs/settings.md.
+    #: Number of connections to each process on another host, 1 to 16. Of two processes, the one that wants fewer
+    #: decides; the two keep these connections for all their groups. SAGELLM_LINKS overrides it; see docs/settings.md.
     links: int
     #: Seconds after which one line of the log reports a pending operation; 0: never; None: as SAGELLM_SOFT_TIMEOUT
     #: says. Each rank may have its own value; see docs/hangs.md.
     soft_timeout: float | None
-    #: Whether the ranks compare hashes of results that are equal on all of them: "off", "sampled" (a part of each) or
-    #: "all"; with ":warn" behind it a difference is logged instead of failing the group. Rank 0's value applies to the
-    #: group; SAGELLM_VERIFY overrides it; see docs/troubleshooting.md.
+    #: Whether the ranks compare hashes of the results that should be equal on all ranks: "off", "sampled" (a part of
+    #: each) or "all". If ":warn" follows, a difference is logged instead of failing the group. Rank 0's value applies
+    #: to the group; SAGELLM_VERIFY overrides it; see docs/troubleshooting.md.
     verify: str
     #: How the program learns of a failed call on a device if no thread waits for it: "raise" an exception in the
     #: threads with calls in flight, "exit" the process, or "none". Each rank may have its own value;
@@ -252,7 +252,7 @@ class SageBackend:
     #: The reason why tensors on devices of this kind go through host memory.
     def _device_reason(self, device: str) -> str: ...
     def _stats(self) -> Stats: ...
-    #: The last `last` records, oldest first, preceded by the oldest pending operation's.
+    #: The last `last` records, oldest first, preceded by the record of the oldest pending operation.
     def _records(self, last: int = ...) -> list[Record]: ...
     def _reset_stats(self) -> None: ...
     def _set_default_timeout(self, timeout: timedelta) -> None: ...
@@ -260,7 +260,7 @@ class SageBackend:
     def _store(self) -> Any: ...
     #: Whether the group failed, or a call of its delegate failed, after which torch's group may be broken.
     def _has_failed(self) -> bool: ...
-    #: The other ranks whose end this rank detects; and the ranks among them that have ended or left.
+    #: The other ranks that this rank watches; and the ranks among them that have ended or left.
     def _watched(self) -> list[int]: ...
     def _gone(self) -> list[int]: ...
     @property
@@ -376,7 +376,7 @@ class SharedUsage(TypedDict):
     refused: int
     #: Memory that was made private after an operation had failed.
     taken_out: int
-    #: The reason why there is no such memory, if that is known, or "".
+    #: The reason why there is no reachable memory, or "" if that is not known.
     why_not: str
 
 # Tensors in memory that peers can reach (cpp/host/allocator.hpp).

@@ -38,7 +38,7 @@ def __getattr__(name: str) -> Any:
         return load.extension().Options
     if name in _HOMES:
         found = getattr(importlib.import_module(f"torch_sagellm.{_HOMES[name]}"), name)
-        globals()[name] = found  # asked for again, the name costs 30 ns instead of 900
+        globals()[name] = found  # the next look-up of the name takes 30 ns instead of 900
         return found
     raise _unknown("torch_sagellm", name)
 
@@ -46,7 +46,7 @@ def __getattr__(name: str) -> Any:
 def _unknown(module: str, name: str) -> AttributeError:
     """The error for an unknown name.
 
-    It suggests no name for a private one, because Python also looks up private modules as attributes.
+    For a private name it suggests no other, because Python also looks up private modules as attributes.
     """
     text = f"module {module!r} has no attribute {name!r}"
     if not name.startswith("_"):

@@ -216,7 +216,7 @@ class BenchmarkResult:
     shape: tuple[int, ...]
     dtype: torch.dtype
     world_size: int
-    #: The size of the operation in bytes: the tensor that a rank passes; for all_gather the result.
+    #: The size of the operation in bytes: of the tensor that a rank passes, or for all_gather of the result.
     nbytes: int
     #: Seconds of each trial, from the call until its result is there.
     seconds: tuple[float, ...]
@@ -291,7 +291,7 @@ class _Operator:
         All ranks call it with the same arguments. On the thread that created the ranks of one process a single call is
         enough, because it makes the calls of all ranks one after the other (RuntimeError if some ranks have called
         fewer collectives). The times there include collecting the calls and copying their tensors. They show how sizes
-        compare, but not how fast ranks in separate processes are; to measure that, call it in a real group, or run
+        compare, but not how fast ranks in separate processes are. To measure that, call it in a real group, or run
         ``torch-sagellm bench``.
         """
         checked_number("benchmark", "num_trials", num_trials)

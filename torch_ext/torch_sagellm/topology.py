@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 LIBRARY = "libnvidia-ml.so.1"
-#: Constants of nvml.h: the query "connected by NVLink?", its positive answer, and the code for success.
+#: Constants of nvml.h: the query "connected by NVLink?", its positive answer, and the code of success.
 P2P_NVLINK, P2P_OK, SUCCESS = 2, 0, 0
 NAME_BYTES = 96
 

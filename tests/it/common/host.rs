@@ -34,7 +34,7 @@ impl Host for Quiet {
     }
 }
 
-/// A store that processes share: one file a key.
+/// A store that processes share, with a file for each key.
 pub struct Files(pub PathBuf);
 
 impl Files {

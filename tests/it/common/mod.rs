@@ -351,8 +351,8 @@ pub fn on_ranks<T: Send>(ranks: usize, body: impl Fn(usize) -> T + Sync) -> Vec<
     })
 }
 
-/// Runs `body(groups, rank)` on one thread per rank, for several groups: one on a single host, one with a host per rank
-/// and, if there are three ranks or more, one in which two ranks share a host. All ranks leave a group together.
+/// Runs `body(groups, rank)` on one thread per rank, in turn for several layouts: all ranks on one host, one host per
+/// rank and, from three ranks on, two ranks on one host. All ranks leave a group together.
 pub fn for_each_layout(ranks: usize, timeout: Duration, body: impl Fn(&[Arc<Group>], usize) + Sync) {
     let places: [Vec<usize>; 2] = [(0..ranks).collect(), (0..ranks).map(|rank| rank % (ranks - 1).max(2)).collect()];
     let over_hosts = places[..(ranks - 1).min(2)].iter().map(|place| {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use shuttle::scheduler::{PctScheduler, RandomScheduler};
 use shuttle::{Config, MaxSteps, Runner};
 
-/// Number of steps of one schedule after which it counts as a rank that waits for ever.
+/// If a schedule takes more steps than this, some rank counts as waiting for ever.
 const MOST_STEPS: usize = 2_000_000;
 
 fn number(variable: &str, otherwise: u64) -> u64 {
@@ -28,7 +28,7 @@ pub fn under_schedules(count: u64, body: impl Fn() + Send + Sync + 'static) {
     Runner::new(PctScheduler::new_from_seed(seed, 5, count.div_ceil(2)), config).run(move || body());
 }
 
-/// Runs `body(rank)` as one coroutine a rank, and returns what they return.
+/// Runs `body(rank)` as one coroutine per rank, and returns the results.
 pub fn ranks<T: Send + 'static>(count: usize, body: impl Fn(usize) -> T + Send + Sync + 'static) -> Vec<T> {
     let body = Arc::new(body);
     let each = (0..count).map(|rank| {

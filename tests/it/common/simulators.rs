@@ -13,7 +13,7 @@ pub fn simulators() -> HashMap<String, PathBuf> {
     listed(&[])
 }
 
-/// Builds another variant of the library `form` that lacks the symbols matching the regular expression `missing`.
+/// Builds a variant of the library `form` without the symbols that match the regular expression `missing`.
 pub fn without(form: &str, missing: &str) -> PathBuf {
     listed(&["--without", form, missing]).remove("without").expect("it was asked for")
 }

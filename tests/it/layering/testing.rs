@@ -1,4 +1,4 @@
-//! What only tests use is not in the product: the feature `testing`, and what the fault points do.
+//! The product contains nothing that only tests use: the feature `testing`, and the actions of the fault points.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use super::{files, files_that_end};
 use sagellm::os::fault_points::FaultPoint;
 
-/// The files of `src/` that have code for tests, which the product is compiled without.
+/// The files of `src/` that have code for tests. The product is compiled without that code.
 const WITH_THE_FEATURE: [&str; 4] = ["engine/mod.rs", "engine/verify.rs", "group/mod.rs", "os/fault_points.rs"];
 
 fn sources() -> Vec<(String, String)> {
@@ -38,7 +38,7 @@ fn what_only_tests_use_is_not_in_the_product() {
     assert!(!product.contains("\ndefault = "), "no feature is on by itself");
     assert!(tests.contains("sagellm = { path = \".\", features = [\"testing\"] }"));
 
-    // Everything that compiles the product says which features it wants.
+    // Each file that compiles the product names the features that it enables.
     let mut builders = vec![root.join("setup.py"), root.join("build.rs"), root.join("Makefile")];
     let scripts = std::fs::read_dir(root.join(".ci")).unwrap().map(|entry| entry.unwrap().path());
     builders.extend(scripts.filter(|path| path.is_file()));
@@ -51,7 +51,7 @@ fn what_only_tests_use_is_not_in_the_product() {
     }
 }
 
-/// A fault point that nothing calls could never be reached; one that several places call would be no place.
+/// A fault point that no code calls is never reached, and one that several places call names no single place.
 #[test]
 fn each_fault_point_is_one_place() {
     let mut calls: BTreeMap<String, Vec<String>> = BTreeMap::new();

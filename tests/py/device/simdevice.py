@@ -71,7 +71,7 @@ class Device:
         self.library.sim_set_kernel_delay(int(seconds * 1e6))
 
     def host_queue(self, seconds: float | None) -> None:
-        """Puts a queue on the host before the streams, which delays each entry by `seconds`. None: no queue."""
+        """Puts a queue on the host in front of the streams; it delays each entry by `seconds`. None: no queue."""
         self.library.sim_set_host_delay(-1 if seconds is None else int(seconds * 1e6))
 
     def native_handles(self, on: bool) -> None:
@@ -79,7 +79,7 @@ class Device:
         self.library.sim_set_native_handles(int(on))
 
     def lazy_kernels(self, on: bool = True) -> None:
-        """The next launch of each of torch's kernels loads it, which waits until the device is idle."""
+        """The next launch of each of torch's kernels loads the kernel, and loading waits until the device is idle."""
         self.library.sim_set_lazy_kernels(int(on))
 
     def use_library(self, path: str | Path, flavour: str) -> None:
@@ -104,8 +104,8 @@ class Device:
 
     @contextmanager
     def capturing(self, told: bool = True) -> Iterator[None]:
-        """Within the block the streams are being captured into a graph. `told`: torch's part of the device reports it,
-        else only the runtime."""
+        """Within the block the streams are being captured into a graph. `told`: torch's part of the device reports the
+        capture, else only the runtime does."""
         self.library.sim_set_capturing(1, int(told))
         try:
             yield

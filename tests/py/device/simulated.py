@@ -21,7 +21,8 @@ import torch
 from harness import Context, Rank
 from on_device import SHARED_CARD
 
-#: For each vendor: torch's name of the device, the runtime of its streams, and the variables that name the simulators.
+#: For each vendor: torch's name of the device, the runtime of its streams, and the simulator for each variable that
+#: names a library.
 VENDORS: dict[str, tuple[str, str, dict[str, str]]] = {
     # torch's own cuda device cannot be simulated, so the device has another name, and the option `vendor` selects NCCL.
     "nccl": ("simcuda", "cuda", {"SAGELLM_NCCL_LIBRARY": "nccl", "SAGELLM_CUDA_LIBRARY": "cuda"}),

@@ -1,5 +1,5 @@
-"""Over simulated libraries: a barrier covers dropped Works, whichever way the program waits for it, and ranks can
-continue in a group that other ranks have left."""
+"""Over simulated libraries: a barrier also waits for calls whose Works were dropped, whichever way the program waits
+for the barrier; and ranks can continue in a group that other ranks have left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A failed call on a device reaches the program before it can use what the call has left in memory."""
+"""The program gets the error of a failed call on a device before it can use what the call has left in memory."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def absent_or_aborted(ctx: Context, vendor: str, why: str) -> None:
 @pytest.mark.parametrize("why", ["deadline", "abort"])
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_no_statement_runs_on_what_a_failed_call_has_left(vendor: str, why: str, libraries: dict[str, Path]) -> None:
-    """For every form of the call: the first statement after a synchronisation of the device does not run."""
+    """For every form of the call: the statement that follows a synchronisation of the device does not run."""
     # HCCL cannot be aborted: a hanging call ends at HCCL's own time limit.
     env = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000", HCCL_EXEC_TIMEOUT="5")
     with launch(absent_or_aborted, 2, vendor, why, env=env) as job:
@@ -317,7 +317,7 @@ def beside_the_watch(ctx: Context) -> None:
 
 
 def test_rule_34_a_call_that_fails_beside_the_watch_is_told_once(libraries: dict[str, Path]) -> None:
-    """This holds whether the call or the watch is first. Pending exceptions of other origin are not lost."""
+    """This holds whether the call or the watch comes first. A pending exception of a different origin is not lost."""
     with launch(beside_the_watch, 2, env=environment("nccl", libraries, SAGELLM_SIM_TIMEOUT_MS="300000")) as job:
         assert job.hear(0, 120) == "fine"
         for rank in range(2):
@@ -406,7 +406,7 @@ def blocks(ctx: Context) -> None:
 
 @pytest.mark.parametrize("variable", ["SAGELLM_BLOCKING_WAIT", "TORCH_NCCL_BLOCKING_WAIT"])
 def test_blocking_wait_raises_in_wait(variable: str, libraries: dict[str, Path]) -> None:
-    """As with nccl: `wait()`, and a synchronous call, return when the call has ended, and raise if it failed."""
+    """As with nccl: `wait()` and a synchronous call return when the call has ended, and raise an error if it failed."""
     env = environment("nccl", libraries, SAGELLM_SIM_TIMEOUT_MS="300000") | {variable: "1"}
     with launch(by_option, 2, "blocking", env=env) as job:
         for text in job.hear(0):

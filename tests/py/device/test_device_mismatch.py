@@ -90,7 +90,8 @@ def exchanges(sent: list[int], received: list[int]) -> Call:
     return call
 
 
-#: What both ranks are told of an all_to_all; the call shows no sizes, because each rank has others.
+#: What the error says to both ranks of an all_to_all. It shows no sizes, because the sizes differ from rank to rank
+#: anyway.
 MISFIT = "passed sizes that do not belong together to all_to_all()"
 ONE_CALL: dict[str, Case] = {
     "kind": (
@@ -277,7 +278,8 @@ def test_rule_05_what_differs_on_one_rank_is_an_error_of_every_call_on_a_device(
         assert all(words in text for text in said), (case, said)
 
 
-#: How many numbers each of three ranks sends to each, by sender; and by receiver, where one pair differs.
+#: FITS: by sender, how many numbers each of three ranks sends to each rank. WRONG: in each case a sender, a receiver,
+#: and the number that this receiver expects instead.
 FITS = [[4, 0, 3], [1, 5, 2], [6, 7, 0]]
 WRONG = [(0, 2, 5), (2, 1, 8), (1, 0, 0)]
 
@@ -291,7 +293,7 @@ def one_pair_differs(ctx: Context, vendor: str) -> None:
         options = torch_sagellm.Options(vendor=vendor if vendor == "nccl" else "auto")
         group: Any = dist.new_group(timeout=timedelta(seconds=60), pg_options=options)
         rooms = [row[me] for row in FITS]
-        for turn in range(40):  # far more than are kept, some ranks ahead of others
+        for turn in range(40):  # far more than are kept; some ranks are ahead of others
             work = exchanges(FITS[me], rooms)(group, name, True)
             if turn % (5 + me) == 0:
                 work.wait()
@@ -308,7 +310,7 @@ def one_pair_differs(ctx: Context, vendor: str) -> None:
 
 @pytest.mark.parametrize("vendor", ["nccl", "cncl"])  # HCCL's stream keeps an error
 def test_rule_05_the_pair_of_an_all_to_all_whose_sizes_differ_is_named(vendor: str, libraries: dict[str, Path]) -> None:
-    """On every rank, those included whose own sizes fit; sizes that fit are never refused."""
+    """Every rank gets the error, even if its own sizes fit. Sizes that all fit are never refused."""
     env = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000")
     with launch(one_pair_differs, 3, vendor, env=env) as job:
         texts = [job.hear(rank, 120) for rank in range(3)]

@@ -46,8 +46,8 @@ def every(ctx: Context, name: str) -> dict[str, Callable[[], list[Any]]]:
     calls = {what: works(run) for what, run in on_device.calls(2, ctx.rank, name).items()}
     calls.pop("barrier")
     # dist.all_reduce_coalesced returns torch's future, whose `wait` does not call the Work. So its tensors are held
-    # until the device has finished the call, and no longer. Operators for which this device waits pack a list, so no
-    # list is passed while the device is held.
+    # until the device has finished the call, and no longer. A list is packed by operators for which this device waits,
+    # so no list is passed while the device is held.
     return calls | {
         "batch": lambda: batch(ctx, name),
         "region": lambda: region(ctx, name),
@@ -57,7 +57,8 @@ def every(ctx: Context, name: str) -> dict[str, Callable[[], list[Any]]]:
 
 def settled(device: Any) -> int:
     """Returns the number of allocations in use when no operation is in flight. The count must be stable for longer than
-    the list of `comes_back_to` keeps one: an allocation too many here would hide one that is freed too early later."""
+    the list of `comes_back_to` keeps an allocation: if this count were one too high, an allocation that is freed too
+    early later would not be noticed."""
     torch.accelerator.synchronize()
     gc.collect()
     dist.all_reduce(torch.ones(1))  # any call of this package drops the references of ended operations
@@ -71,8 +72,8 @@ def settled(device: Any) -> int:
 
 
 def comes_back_to(device: Any, before: int) -> bool:
-    """Waits until `before` allocations are in use; False if that takes too long. If the watch sees the end before the
-    program drops the Work, the Work goes to a list, which a thread empties after a tenth of a second."""
+    """Waits until `before` allocations are in use; False if that takes too long. If the watch detects the call's end
+    before the program drops the Work, the Work goes to a list that a thread empties after a tenth of a second."""
     end = time.monotonic() + patience(2)
     while device.blocks() != before and time.monotonic() < end:
         time.sleep(0.02)

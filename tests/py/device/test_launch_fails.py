@@ -85,7 +85,8 @@ def fails_once(ctx: Context, vendor: str, what: str, how: str) -> None:
             dist.send(value, 1) if ctx.rank == 0 else dist.recv(value, 0)
     torch.accelerator.synchronize()
     dist.barrier()
-    # What a rank sees to have passed only after another rank has failed counts as failed, the barrier too.
+    # If a rank sees only after another rank has failed that the device has passed a call, the call counts as failed. So
+    # does the barrier.
     ctx.tell("past the barrier")
     ctx.listen()
     own = ""

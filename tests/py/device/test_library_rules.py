@@ -38,7 +38,7 @@ def trace_lines() -> list[str]:
 
 
 def told(variable: str) -> str | None:
-    """A variable of the environment as C code sees it; Python keeps its own copy."""
+    """A variable of the environment as C code sees it. Python keeps its own copy, so this asks the C library."""
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_char_p
     value = getenv(variable.encode())

@@ -83,7 +83,7 @@ def survives(ctx: Context, vendor: str, bound: bool, victims: list[int]) -> list
 def test_the_survivors_of_kill_9_go_on_on_their_devices(
     vendor: str, bound: bool, libraries: dict[str, Path], tmp_path: Path
 ) -> None:
-    """From four ranks to three and two. Each time the survivors wait on the device, which does not report the victim's
+    """From four ranks to three and two. Each time the survivors wait for the device, which does not report the victim's
     death."""
     more = environment(vendor, libraries, SAGELLM_SIM_TRACE=str(tmp_path / "trace"))
     victims = [1, 0]

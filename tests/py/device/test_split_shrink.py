@@ -105,7 +105,7 @@ def splits_unlike(ctx: Context, vendor: str) -> None:
 def test_a_rank_without_its_communicator_keeps_the_others_out_of_the_library(
     libraries: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Otherwise its peers would wait in the library until the deadline."""
+    """A rank that cannot split votes no; otherwise its peers would wait in the library until the deadline."""
     more = environment("nccl", libraries, SAGELLM_SIM_TRACE=str(tmp_path / "trace"))
     with launch(splits_unlike, 2, "nccl", env=more) as job:
         assert [exit_code(rank) for rank in job.ranks] == [0, 0]

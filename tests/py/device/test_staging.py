@@ -104,7 +104,7 @@ def every_call_over_hosts(ctx: Context, names: list[str]) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_collective_over_hosts(hosts: list[str], world_size: int) -> None:
-    """Between hosts the copies travel like CPU tensors, with the same bits."""
+    """Between hosts the copies are sent like CPU tensors, with the same bits."""
     with launch(every_call_over_hosts, world_size, hosts, env={"GLOO_SOCKET_IFNAME": net.INTERFACE}) as job:
         job.values(120)
 

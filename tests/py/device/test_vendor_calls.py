@@ -320,8 +320,8 @@ def test_a_signal_ends_the_joining_of_a_communicator_everywhere(vendor: str, lib
 def test_a_death_ends_the_joining_of_a_communicator(
     vendor: str, ranks: int, first: str, libraries: dict[str, Path]
 ) -> None:
-    """The error names the dead rank, long before the group's timeout of five minutes; a rank that is no part of the
-    communicator may die."""
+    """The error names the dead rank and comes long before the group's timeout of five minutes. The death of a rank
+    outside the communicator changes nothing."""
     env = environment(vendor, libraries, SAGELLM_SIM_INIT="hang", SAGELLM_SIM_TIMEOUT_MS="300000")
     with launch(joins_for_ever, ranks, vendor, first, env=env) as job:
         for rank in range(2):
@@ -382,7 +382,7 @@ def refused_in_a_group(ctx: Context, vendor: str) -> None:
 def test_an_error_inside_a_group_of_the_library_is_the_one_that_is_reported(
     vendor: str, libraries: dict[str, Path]
 ) -> None:
-    """The end of the group fails then too, and says less."""
+    """Ending the group then fails too, but its error says less."""
     with launch(refused_in_a_group, 2, vendor, env=environment(vendor, libraries, SAGELLM_SIM_REFUSE_AT="1")) as job:
         for rank in range(2):
             text = job.hear(rank)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(900)
 
 #: Timeout in seconds of an operation that one rank does not issue.
 ABSENT = 8
-#: The same on ranks that must get the error from the rank whose deadline passes first.
+#: The same timeout on ranks that must get the error from the rank whose deadline passes first.
 LATER = 600
 #: Longest wait for a Work on the host, in seconds. A test that comes near it has failed.
 PATIENCE = 40
@@ -274,5 +274,5 @@ def added_to_timeouts(ctx: Context, vendor: str) -> None:
 
 @pytest.mark.skipif(not torch_at_least(2, 15), reason="this torch has it for nccl alone")
 def test_an_ephemeral_timeout_counts_for_calls_on_a_device(libraries: dict[str, Path]) -> None:
-    """The addition counts until the first later call has ended."""
+    """The added timeout applies until the first later call has ended."""
     run_fresh(added_to_timeouts, 2, "nccl", env=environment("nccl", libraries))

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from harness import IS_GLOO
 from reference import fold, make, same_bits
 
-# Sizes next to the limits at which an engine may change its algorithm: empty, one, odd, a cache line, a page, a slot.
+# Sizes near the limits at which an engine may change its algorithm: empty, one element, odd, a cache line, a page, a
+# slot.
 SIZES = [0, 1, 3, 7, 16, 63, 1000, 1023, 1024, 1025, 4097]
 BULK = [262_144 + 3, 1_310_720]  # float32 elements: 1 MiB and a bit, 5 MiB
 

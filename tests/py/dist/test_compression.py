@@ -221,7 +221,7 @@ def test_an_average_is_finite_on_eight_ranks() -> None:
     run_fresh(largest_alone, 8)
 
 
-#: What one call of a sum in fewer bytes may be on one rank, and another on the next.
+#: The calls of a sum in fewer bytes of which a rank may make a different one from its peers.
 FORMATS: dict[str, Callable[[], Any]] = {
     "fp16": lambda: "fp16",
     "bf16": lambda: "bf16",
@@ -240,7 +240,7 @@ def torch_sagellm_() -> Any:
 
 
 def mixed(ctx: Context, names: list[str]) -> dict[str, str]:
-    """One rank in turn calls another op or format than the others. What each pair ended with."""
+    """Each rank in turn calls a different op or format from the others. Returns how each pair ended."""
     from net import enter
 
     from torch_sagellm.api.formats import hosts_of
@@ -281,7 +281,7 @@ def every_rank_is_told(found: list[dict[str, str]]) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_ranks_that_call_another_op_or_format_are_refused() -> None:
-    """As a plain all_reduce would be; the tensor is unchanged. A sum and an average send the same bytes."""
+    """Refused as a plain all_reduce would be; the tensor is unchanged. A sum and an average send the same bytes."""
     every_rank_is_told(run_fresh(mixed, 3, [], timeout=120))
 
 
@@ -445,8 +445,8 @@ def keep_books(ctx: Context, how: str, bucket_mb: float) -> int:
 @pytest.mark.parametrize("how", ["topk", "topk object", "powersgd"])
 @pytest.mark.parametrize("bucket_mb", [25, 0.003], ids=["one bucket", "several buckets"])
 def test_what_is_left_out_of_a_parameter_comes_later_to_that_parameter(how: str, bucket_mb: float) -> None:
-    """DistributedDataParallel fills its buckets in another order from the second step on. A residual must stay with its
-    parameter."""
+    """From the second step on DistributedDataParallel fills its buckets in a different order. A residual must stay with
+    its parameter."""
     for orders in run_ranks(keep_books, 2, how, bucket_mb):
         assert orders > 0, "the buckets have been filled anew"
 
@@ -534,8 +534,8 @@ def learns(ctx: Context, hows: list[str]) -> dict[str, list[float]]:
 
 
 def test_the_demo_learns_with_every_wire_format_and_several_buckets() -> None:
-    """Every format reaches about the loss of a run without compression after 40 steps; the text is the standard
-    library, byte by byte, and the first loss about ln(256)."""
+    """After 40 steps every format reaches about the loss of a run without compression. The text is the standard
+    library, byte by byte, so the first loss is about ln(256)."""
     hows = ["", "fp16", "bf16", "int8", "topk", "powersgd", "call bf16", "call int8", "call topk"]
     for found in run_ranks(learns, 2, hows, timeout=180):
         ends = {how: sum(losses[-5:]) / 5 for how, losses in found.items()}

@@ -25,7 +25,7 @@ ENV = {"GLOO_SOCKET_IFNAME": net.INTERFACE}
 
 
 def begin(ctx: Context, names: list[str]) -> None:
-    """Creates the default group over the hosts with these names, or on this host if there are none."""
+    """Creates the default group over the hosts with these names, or on this host if no names are passed."""
     warnings.simplefilter("ignore", FutureWarning)  # torch warns about its own deprecated names
     if not names:
         ctx.init(timeout=LIMIT)

@@ -165,7 +165,8 @@ def test_every_block_is_run_or_says_why_not(page: str) -> None:
 
 
 def run_snippets(ctx: Context, page: str, found: list[tuple[int, str, str | None]], folder: str) -> None:
-    """Some write files: below `folder`. Each block is its first line, its code and what it prints."""
+    """Runs blocks, each given as its first line, its code and its expected output. Files that they write are below
+    `folder`."""
     os.chdir(folder)
     ctx.init()
     names = {"rank": ctx.rank}
@@ -191,7 +192,7 @@ NOT_RUN = {
     "debug_handlers": "starts torch's server, which not every torch has: tests/py/dist/test_recorder.py",
     "convert_dumps": "needs the files of a failed group: tests/py/dist/test_stats.py",
 }
-#: What the program around an example has.
+#: The variables that the program around an example has.
 GIVEN = {"recover": "gradient = torch.ones(4)"}
 EXAMPLE = re.compile(r"^Example::\n\n((?:    .*\n?|\n)+)", re.M)
 
@@ -215,7 +216,7 @@ def test_the_examples_of_docstrings_run_on_two_ranks(tmp_path: Path) -> None:
 def test_the_programs_run_under_torchrun(program: Block, tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(program.code)
-    printed = torchrun(script, 2, warm=program != programs()[0])  # the first one as a user starts it
+    printed = torchrun(script, 2, warm=program != programs()[0])  # the first in a fresh interpreter
     if program.output is not None:
         compare(f"{program.page}:{program.line}", program.output, printed, in_order=False)
 

@@ -78,5 +78,5 @@ def under_a_delegate(ctx: Context) -> None:
 
 
 def test_a_delegates_calls_are_not_estimated() -> None:
-    """Nothing of ours knows its times."""
+    """The package does not know the times of a delegate."""
     run_fresh(under_a_delegate, 2)

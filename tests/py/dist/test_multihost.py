@@ -348,8 +348,8 @@ def order_over_hosts(ctx: Context, names: list[str]) -> str:
 
 
 def messages_over_hosts(ctx: Context, names: list[str]) -> None:
-    """Messages between hosts behave as on one host: dropped Works, strided and empty tensors, any source, and two
-    messages on one piece of memory."""
+    """Messages between hosts behave as on one host: with dropped Works, with strided and empty tensors, from any
+    source, and with two messages on the same memory."""
     enter(names[ctx.rank * len(names) // ctx.world_size])
     n, me, last = ctx.world_size, ctx.rank, ctx.world_size - 1
     ctx.init(store=dist.FileStore(f"{ctx.tmp}/store", n), timeout=timedelta(seconds=30))
@@ -466,8 +466,8 @@ def further_groups(ctx: Context, names: list[str]) -> tuple[int, int, int, int]:
 @beyond_gloo("each of its groups connects all ranks anew")
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_rule_23_further_groups_over_hosts_open_no_connection(hosts: list[str], world_size: int) -> None:
-    """They also close no connection that other groups use. At the end one listening socket remains, through which
-    `recover` finds the process."""
+    """When they end, they close no connection that other groups use. At the end one listening socket remains, by which
+    `recover` finds out whether the process lives."""
     for one, nine, again, after in run_fresh(further_groups, world_size, hosts, env=ENV):
         # A connection to each other rank and a listening socket; after the last group only a listening socket.
         assert (one, nine, again, after) == (world_size + 1, world_size + 1, world_size + 1, 1)

@@ -1,7 +1,7 @@
 """Groups over two hosts with unusual networks: all ranks connect and compute, or all raise the same error in time.
 
-Each host is a network namespace with its own host name and /etc/hosts (`net.py`). `SAGELLM_TEST_NETWORKS` sets the
-number of groups that the long test creates.
+Each host is a network namespace with its own host name and /etc/hosts (`net.py`). The long test creates
+`SAGELLM_TEST_NETWORKS` groups.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from limits import patience
 
 pytestmark = beyond_gloo("takes the address of the host's name, and lets ranks wait for five timeouts")
 
-#: Timeouts in seconds of groups that can be created, and of groups that cannot. gloo alone waits for five timeouts.
+#: Timeouts in seconds: of groups that can be created, and of groups that cannot. Without our deadline gloo would wait
+#: for five timeouts.
 TIMEOUT, SHORT = 60.0, 4.0
 VARIABLE = "GLOO_SOCKET_IFNAME"
 
@@ -177,6 +178,6 @@ def test_two_hosts_connect_or_all_ranks_raise_one_error_in_time(name: str, world
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", SCENES)
 def test_so_it_is_each_time(name: str, world_size: int, say: Callable[[str], None]) -> None:
-    """The same processes create many groups one after the other."""
+    """The outcome is the same for each of many groups that the same processes create one after the other."""
     times = int(os.environ.get("SAGELLM_TEST_NETWORKS", "200"))
     say(f"{times} groups, the slowest after {one_error_or_right(name, world_size, times):.2f} s")

@@ -271,7 +271,8 @@ def test_rule_10_isend_dropped_at_once(world_size: int) -> None:
 
 
 def dropped_under_delegate(ctx: Context, ends: str) -> float:
-    """Messages of every size whose Works are dropped at once. How long the end of the group or the process takes."""
+    """Sends messages of every size and drops their Works at once. Returns how long the end of the group or the process
+    takes."""
     import torch_sagellm
 
     ctx.init()
@@ -312,7 +313,7 @@ def dropped_under_delegate(ctx: Context, ends: str) -> float:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("ends", ["destroy", "abort", "exit"])
 def test_rule_10_messages_dropped_at_once_arrive_under_a_delegate(ends: str) -> None:
-    """Rule 10: gloo would cancel a receive whose Work is destroyed, and the message that comes then would block its
+    """Rule 10: gloo would cancel a receive whose Work is destroyed, and the message that then arrives would block its
     connection. A receive that is never matched delays neither the end of the group nor that of the process."""
     ended = run_fresh(dropped_under_delegate, 2, ends, timeout=120)
     assert time.time() - max(ended) < patience(4), "the processes end"

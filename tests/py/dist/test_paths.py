@@ -59,7 +59,7 @@ def loses_cables(ctx: Context, names: list[str], victims: list[str], after: floa
     same_bits(found, whole, "the same call without a failure")
     again, after_it = reduced(n, me, count)
     same_bits(again, whole, "after the failure")
-    if n == 2:  # more ranks have another order between hosts
+    if n == 2:  # with more ranks the order between hosts differs
         same_bits(whole, fold("SUM", [make(torch.float32, count, rank) for rank in range(n)]), "the reference")
     for size in (1, 1000, 100_000):
         tensor = torch.full((size,), float(me))

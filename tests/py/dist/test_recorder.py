@@ -41,7 +41,7 @@ def dumped(ctx: Context) -> None:
     assert titles(active) == (["sagellm:broadcast"] if ctx.rank == 1 else [])
     assert "entries" not in pickle.loads(c10d._dump_fr_trace(includeCollectives=False, backend="sagellm"))
     # With a backend's name only that backend answers. Without a name both appear, sorted by time, in separate groups.
-    if torch_at_least(2, 15):  # older torch cannot be asked for one of its own backends
+    if torch_at_least(2, 15):  # older torch cannot return the records of one of its own backends
         assert all(title.startswith("gloo:") for title in titles(pickle.loads(c10d._dump_fr_trace(backend="gloo"))))
     for both in (pickle.loads(c10d._dump_fr_trace()), json.loads(c10d._dump_fr_trace_json(True, False))):
         found = titles(both)

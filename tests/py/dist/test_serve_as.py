@@ -1,5 +1,5 @@
-"""The name "gloo" served by this package: which backend serves each way to request gloo, which gloo the links use, and
-how to undo it."""
+"""The name "gloo" served by this package: which backend serves each way of requesting gloo, which gloo delegates use,
+and how to undo it."""
 
 from __future__ import annotations
 

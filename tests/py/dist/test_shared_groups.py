@@ -45,7 +45,7 @@ def test_the_variable_shares_from_the_first_group_on(value: str) -> None:
 
 
 def values_of(ctx: Context, kind: str) -> list[torch.Tensor]:
-    """The results of collectives over tensors of which all ranks, no rank, or only rank 0 has mappable ones."""
+    """The results of collectives if the tensors of all ranks, of no rank, or only of rank 0 can be mapped."""
     shares = kind == "all" or (kind == "one" and ctx.rank == 0)
     make = torch_sagellm.empty if shares else torch.empty
     found: list[torch.Tensor] = []
@@ -100,7 +100,8 @@ def fails_here(ctx: Context) -> None:
 
 
 def test_what_a_failed_operation_was_to_write_is_an_ordinary_tensor() -> None:
-    """The tensor keeps its address and its values. New tensors can be mapped by peers."""
+    """The tensor that the failed operation would have written keeps its address and its values. Peers can map new
+    tensors."""
     with launch(fails_here, 2, env={"SAGELLM_SHARED_BYTES": str(256 * MIB)}) as job:
         assert job.hear(0) == "failed"
         job.say(1, "end")
@@ -108,7 +109,7 @@ def test_what_a_failed_operation_was_to_write_is_an_ordinary_tensor() -> None:
 
 
 def ddp(ctx: Context, how: str) -> tuple[list[bool], list[list[float]]]:
-    """Whether the bucket of each of five steps can be mapped by peers, and the gradients."""
+    """Returns for each of five steps whether peers can map the bucket; and the gradients."""
     from torch.nn.parallel import DistributedDataParallel
 
     ctx.init()

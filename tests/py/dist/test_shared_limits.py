@@ -16,7 +16,7 @@ import torch_sagellm
 pytestmark = beyond_gloo("has no such tensors")
 
 
-# ------------------------------------------------------------------------------------------------ where there is none
+# ------------------------------------------------------------------------------------------------ without such memory
 
 
 def full(ctx: Context) -> None:

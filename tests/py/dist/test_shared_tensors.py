@@ -35,7 +35,7 @@ def freed_and_used_again(ctx: Context) -> None:
     assert (usage()["used"], usage()["extents"], usage()["cached"]) == (0, 0, 4 * MIB)
     again = torch_sagellm.empty(MIB)
     assert again.data_ptr() == at and torch_sagellm.zeros(4).data_ptr() != at
-    # At most a quarter of the limit stays allocated after use.
+    # Of freed memory, at most a quarter of the limit stays allocated.
     before = resident()
     large = torch_sagellm.zeros(100 * MIB, dtype=torch.uint8)
     assert resident() - before > 99 * MIB  # the kernel counts some pages later

@@ -1,8 +1,8 @@
 """Every kind of tensor in every public call of torch.distributed and of this package. `zoo.py` has the tables, and
 `zoo_tour.py` the expected outcome of each case.
 
-A call must do what it promises, which is checked in the memory of its tensors. Otherwise every rank that passes the
-tensor refuses it with an error that names the call and the reason, and nothing is sent. An ordinary collective and
+A call must give the promised result, which is checked in the memory of its tensors. Otherwise every rank that passes
+the tensor refuses it with an error that names the call and the reason, and nothing is sent. An ordinary collective and
 messages with the same tag follow each call: they show that a refused call used no number and left no message. `LISTED`
 in `zoo_tour.py` has the cases with another outcome, with the reason.
 """

@@ -79,7 +79,7 @@ def says(ctx: Context, threads: int, options: dict[str, Any]) -> str:
         (64, {}, None),
         (64, {"threads": 1}, None),
         (64, {"threads": 2}, "1"),
-        # The program named a number, and has not as many threads now. The ranks agreed on it all the same.
+        # The program set a number, but has fewer threads now. The ranks agreed on the number nevertheless.
         (1, {"threads": 2}, None),
         (64, {}, "2"),
     ],

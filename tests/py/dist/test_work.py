@@ -459,7 +459,7 @@ def allocates(ctx: Context) -> None:
 
 @beyond_gloo("refuses it")
 def test_rule_28_the_backend_allocates_tensors_that_peers_can_reach() -> None:
-    """Rule 28: for the CPU; torch allocates for other devices."""
+    """Rule 28: this holds for the CPU; torch allocates tensors on other devices."""
     run_ranks(allocates, 2)
 
 
@@ -670,7 +670,7 @@ def test_rule_08_a_thread_that_keeps_the_interpreters_lock_stalls_no_peer() -> N
 
 
 def added_to_timeouts(ctx: Context) -> None:
-    """Each addition counts from its call until the first operation issued after it has ended. Rank 1 issues when rank 0
+    """Each added timeout applies until the first operation that is issued after it has ended. Rank 1 issues when rank 0
     sets a key."""
     ctx.init(operations=timedelta(seconds=60))
     if ctx.rank == 1:
@@ -757,7 +757,7 @@ def alive_after_a_barrier(ctx: Context) -> list[int]:
 
 @beyond_gloo("it frees them by itself")
 def test_rule_10_a_synchronous_call_leaves_no_tensors_of_dropped_works_behind() -> None:
-    """Rule 10: the tensors must be freed although the program makes no further call. A tensor may be left if another
-    thread is about to end its operation."""
+    """Rule 10: the tensors must be freed although the program makes no further call. One may remain if another thread
+    is just ending its operation."""
     for found in run_ranks(alive_after_a_barrier, 2):
         assert min(found) == 0, found

@@ -240,7 +240,8 @@ class Call:
 
     run: Callable[[Visit], None]
     roles: tuple[str, ...]
-    #: For each role that only one rank passes: that rank. If the tensor is refused, the other rank makes no call.
+    #: If only one rank passes a tensor in a role: that rank, by role. If it refuses the tensor, the other rank makes no
+    #: call.
     only: dict[str, int]
     #: Whether the call adds numbers.
     reduces: bool
@@ -482,7 +483,7 @@ def _backend(v: Visit) -> Any:
 
 @call("in place", reduces=True)
 def backend__allreduce(v: Visit) -> None:
-    """Bypasses torch's dispatcher, so lazily conjugated and negated views arrive unresolved."""
+    """Bypasses torch's dispatcher, so the backend gets lazily conjugated and negated views unresolved."""
     tensor = v.update()
     work = _backend(v).allreduce([tensor], dist.AllreduceOptions())
     if work is not None:

@@ -14,7 +14,7 @@ from harness import Context
 from zoo import CALLS, KINDS, Call, Kind, Visit
 
 #: Outcomes of a case: it returns the results; it raises an error; it returns without an error and all memory is
-#: unchanged; either of the last two; or it is not tried.
+#: unchanged; one of the two previous outcomes; or it is not tried.
 WORKS, REFUSED, LOST, IGNORED, SKIPPED = "works", "refused", "lost", "ignored", "skipped"
 DEFAULT_ERRORS = (ValueError, TypeError, RuntimeError)
 

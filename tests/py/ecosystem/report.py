@@ -1,8 +1,8 @@
-"""The report of a program of this folder to its test: its numbers, and how many operations the groups of sagellm
+"""What a program of this folder reports to its test: its numbers, and how many operations the groups of sagellm
 counted.
 
-Each rank writes its own file, ``$ECOSYSTEM_REPORT.<rank>``: the test compares all of them. Beside the numbers that are
-compared it holds the time of a step, for ``speed.py``.
+Each rank writes its own file, ``$ECOSYSTEM_REPORT.<rank>``: the test compares all of them. Besides the numbers that are
+compared it contains the time of a step, for ``speed.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 VARIABLE = "ECOSYSTEM_REPORT"
-#: Steps at the beginning that are not timed: buckets are laid out anew, memory is allocated.
+#: Number of first steps that are not timed, because DDP rebuilds its buckets and memory is allocated.
 WARMING = 4
 _ended: list[float] = []
 
@@ -34,7 +34,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def operations() -> int:
-    """Collectives that this process's groups of sagellm have completed; 0 where none of its groups is ours."""
+    """Collectives that this process's groups of sagellm have completed; 0 if none of its groups is ours."""
     import torch_sagellm
 
     return sum(group["total_count"] for group in torch_sagellm.get_stats("all").values())
@@ -46,13 +46,13 @@ def step() -> None:
 
 
 def step_ms() -> float | None:
-    """The median time of a step in milliseconds, None where too few were counted."""
+    """The median time of a step in milliseconds, or None if too few were counted."""
     times = [1e3 * (end - begin) for begin, end in zip(_ended[WARMING:], _ended[WARMING + 1 :], strict=False)]
     return statistics.median(times) if times else None
 
 
 def report(rank: int | None = None, milliseconds: float | None = None, **found: Any) -> None:
-    """Writes this rank's file. Call it while the groups still exist. ``milliseconds`` is the time of a step where the
+    """Writes this rank's file. Call it while the groups still exist. ``milliseconds`` is the time of a step, if the
     program timed it itself."""
     if rank is None:
         rank = dist.get_rank()

@@ -19,13 +19,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from test_ecosystem import PROGRAMS, Program, run
 
-#: Name, whether sagellm serves, and the variables of a rival.
+#: The rivals by name: whether sagellm serves, and the variables.
 RIVALS = {"gloo": (False, {}), "sagellm": (True, {}), "gloo again": (False, {})}
 PRIVATE = {"its own path": (True, {"ECOSYSTEM_PRIVATE_PATH": "1"})}
 
 
 def start(program: Program, rival: tuple[bool, dict[str, str]]) -> float:
-    """Milliseconds of a step, of the slowest rank."""
+    """Milliseconds of a step on the slowest rank."""
     served, variables = rival
     with tempfile.TemporaryDirectory() as folder:
         times = [rank["ms"] for rank in run(program, Path(folder) / "run", served, **variables)]

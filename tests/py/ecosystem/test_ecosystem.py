@@ -1,5 +1,6 @@
-"""Programs from PyPI that ask for "gloo", run by torch's gloo and with SAGELLM_AS=gloo: the same numbers to the last
-bit on every rank, and groups that were ours. `make test-ecosystem` installs the programs and runs this."""
+"""Programs from PyPI that request "gloo", run with torch's gloo and with SAGELLM_AS=gloo: the numbers must be the same
+to the last bit on every rank, and the groups must have been ours. `make test-ecosystem` installs the programs and runs
+this."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ HERE = Path(__file__).resolve().parent
 RANKS = 2
 SECONDS = 300  # for one run of one program on an idle machine
 
-# Left out of the runs that name no marks: `make test-ecosystem` names this one.
+# Runs that select no marks leave these tests out; `make test-ecosystem` selects this mark.
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2 * SECONDS + 30)]
 
 
@@ -68,7 +69,8 @@ def surroundings(place: Path, served: bool, variables: dict[str, str]) -> dict[s
 def run(
     program: Program, place: Path, served: bool, inside: tuple[str, ...] = (), **variables: str
 ) -> list[dict[str, Any]]:
-    """What each rank reported. `place` is a folder that does not exist yet, `inside` a command that runs another."""
+    """Returns what each rank reported. `place` is a folder that does not exist yet, `inside` a command that runs the
+    program."""
     place.mkdir()
     # A new session, so that the ranks can be ended with it in any case.
     with subprocess.Popen(
@@ -90,7 +92,8 @@ def run(
 
 
 def alike(theirs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> None:
-    """The same numbers, under the name that programs compare, and counted where our groups carried them."""
+    """Checks that the numbers are the same, that the group has the name that programs compare, and that our groups
+    counted operations."""
     assert [rank["found"] for rank in ours] == [rank["found"] for rank in theirs]
     assert all(rank["name"] == "gloo" for rank in theirs + ours)
     assert all(rank["operations"] == 0 for rank in theirs) and all(rank["operations"] > 0 for rank in ours)

@@ -54,7 +54,7 @@ def sharded() -> DistributedModelParallel:
 
 
 def batch(number: int) -> Batch:
-    """This rank's numbers, which words they go with, and what is to be learned."""
+    """This rank's inputs of one step: dense numbers, the words that belong to them, and the labels."""
     source = torch.Generator().manual_seed(1000 * number + dist.get_rank())
     lengths = torch.randint(0, 4, (len(TABLES) * BATCH,), generator=source)
     values = torch.randint(0, ROWS, (int(lengths.sum()),), generator=source)

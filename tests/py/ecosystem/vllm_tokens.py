@@ -2,8 +2,8 @@
 
     python vllm_tokens.py tensor|pipeline
 
-With ``ECOSYSTEM_PRIVATE_PATH=1`` vLLM keeps its path of its own over shared memory; else its groups carry the tensors.
-With ``ECOSYSTEM_HOST=0|1`` and ``ECOSYSTEM_MASTER=<address>`` each rank has a host of its own, which runs this script.
+With ``ECOSYSTEM_PRIVATE_PATH=1`` vLLM keeps its own path over shared memory; otherwise its groups carry the tensors.
+With ``ECOSYSTEM_HOST=0|1`` and ``ECOSYSTEM_MASTER=<address>`` each rank has its own host, which runs this script.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ CONFIG = {
 }
 PROMPT = list(range(1, 17))
 TOKENS = 64
-#: How the model is split over the 2 ranks. vLLM 0.32 makes the buffers of a pipeline's later ranks while it warms a
-#: compiled model up; with enforce_eager it has none and fails. The mode traces, and "eager" compiles nothing.
+#: How the model is split over the 2 ranks. vLLM 0.32 makes the buffers of a pipeline's later ranks while it warms up a
+#: compiled model. With enforce_eager it makes none and fails, so this mode traces the model, but "eager" compiles
+#: nothing.
 SPLITS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor_parallel_size": 2, "enforce_eager": True},
     "pipeline": {"pipeline_parallel_size": 2, "compilation_config": {"mode": 2, "backend": "eager"}},
@@ -57,7 +58,7 @@ def generate(llm: LLM, logprobs: int | None = None) -> Any:
 
 
 def between_hosts() -> dict[str, Any]:
-    """What vLLM is told where each rank has a host of its own."""
+    """vLLM's arguments if each rank has its own host."""
     if "ECOSYSTEM_HOST" not in os.environ:
         return {}
     host = int(os.environ["ECOSYSTEM_HOST"])

@@ -1,4 +1,4 @@
-"""A rank is killed, stopped, missing or makes another call: its peers soon get an error that names it, and can
+"""A rank is killed, stopped or missing, or makes a different call: its peers soon get an error that names it, and can
 continue."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The texts of errors are golden files: which rank, what was expected, what was passed, what to do.
+"""The texts of errors are golden files: each says which rank, what was expected, what was passed and what to do.
 
 `tests/golden/<name>.txt` holds each text with <pid>, <host>, <path>, <line> and <time> in place of what differs between
 runs. To accept a changed text, run with SAGELLM_UPDATE_GOLDEN=1 and review the difference before the commit.
@@ -102,7 +102,7 @@ CASES = [timeout, wait_elapsed, mismatch, death, left, monitored, aborted, alone
 
 
 def held(ctx: Context, case: str) -> str | None:
-    """Runs the case. Every rank stays until its peers have their texts."""
+    """Runs the case. No rank leaves before its peers have their texts."""
     text = globals()[case](ctx)
     ctx.tell("done")
     ctx.listen()

@@ -104,7 +104,7 @@ def destroy_in_atexit_with_error(ctx: Context) -> None:
 
 
 def unhandled(ctx: Context) -> None:
-    """Without a destroy, rank 0 exits with code 7 and every other rank with code 0."""
+    """No rank destroys the group. Rank 0 exits with code 7, all others with code 0."""
     ctx.init()
     dist.all_reduce(torch.ones(3))
     sys.exit(7 if ctx.rank == 0 else 0)
@@ -207,7 +207,7 @@ def skip_what_gloo_cannot(moment: str) -> None:
 
 @pytest.mark.parametrize("moment", list(MOMENTS))
 def test_exit_at_any_moment_three_times(moment: str) -> None:
-    """Pitfall 10 and rule 10: no abort, no hang, the right exit code."""
+    """Pitfall 10 and rule 10: the process neither aborts nor hangs, and has the right exit code."""
     skip_what_gloo_cannot(moment)
     for turn in range(3):
         exit_once(moment, turn)

@@ -27,7 +27,7 @@ pytestmark = beyond_gloo("it does not say")
 
 #: Seconds until the operations here fail. After half of this time the ranks are asked what they do.
 TIMEOUT = 4
-#: Longer than on one host, because ranks answer when they next poll the store.
+#: The same over several hosts: longer, because ranks answer only when they next poll the store.
 HOSTS_TIMEOUT = 8
 ENV = {"GLOO_SOCKET_IFNAME": net.INTERFACE}
 HANG = (RuntimeError,)
@@ -74,7 +74,7 @@ def asleep(ctx: Context) -> None:
 
 def computing(ctx: Context) -> None:
     end = time.monotonic() + patience(30)
-    # The interpreter switches threads where the loop begins its next turn, so the reported line may be either of two.
+    # The interpreter switches threads when the loop begins its next turn, so either of two lines may be reported.
     while time.monotonic() < end:  # mark: begins anew
         sum(range(100_000))  # mark: computes here
 
@@ -113,7 +113,8 @@ def survivors(job: Job, ranks: list[int], deadline: float = TIMEOUT) -> list[str
     texts = []
     for rank in ranks:
         took, text = job.wait_rank(rank, 20).value
-        # On an idle machine within a tenth of the deadline. A busy machine runs the waiting thread later.
+        # On an idle machine the error comes within a tenth of the deadline. A busy machine runs the waiting thread
+        # later.
         assert deadline * 0.95 < took < deadline * 1.1 + patience(0.5), took
         texts.append(text)
     return texts
@@ -378,8 +379,8 @@ def ends(ctx: Context) -> None:
 
 
 def test_a_process_may_end_while_it_is_asked() -> None:
-    """No crash and no hang, although the answering thread requests the interpreter's lock while the interpreter
-    ends."""
+    """The process neither crashes nor hangs, although the answering thread requests the interpreter's lock while the
+    interpreter ends."""
     with launch(ends, 2, env={"SAGELLM_SOFT_TIMEOUT": "0.2"}) as job:
         for rank in range(2):
             assert job.wait_rank(rank, 30).code == 0, job.report()
@@ -414,7 +415,7 @@ def late_on_hosts(
 
 @pytest.mark.parametrize(("ranks", "victim"), [(2, 1), (4, 3), (4, 1)])
 def test_a_late_rank_on_another_host_is_named_with_its_line(hosts: list[str], ranks: int, victim: int) -> None:
-    """Also if the late rank is not the rank that connects its host to the others."""
+    """This holds even if the late rank is not the one that connects its host to the others."""
     with launch(late_on_hosts, ranks, hosts, "asleep", victim, env=ENV) as job:
         start(job)
         texts = survivors(job, [rank for rank in range(ranks) if rank != victim], HOSTS_TIMEOUT)
@@ -457,7 +458,7 @@ def test_a_stopped_rank_on_another_host_is_named_so(hosts: list[str]) -> None:
 def test_a_sender_on_another_host_that_does_not_come_is_named_with_its_line(
     hosts: list[str], ranks: int, victim: int
 ) -> None:
-    """As for a collective, even if other ranks wait for nothing."""
+    """The rank is named as for a collective, even if no other rank waits."""
     with launch(late_on_hosts, ranks, hosts, "asleep", victim, "message", env=ENV) as job:
         start(job)
         text = survivors(job, [0], HOSTS_TIMEOUT)[0]

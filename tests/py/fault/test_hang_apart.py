@@ -145,8 +145,8 @@ def loses_its_store(ctx: Context, waits: bool) -> None:
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_after_the_end_of_the_stores_server_no_rank_writes_a_trace(waits: bool) -> None:
-    """Each rank polls the store for questions, and stops when the server has ended. Otherwise torch would write 25
-    lines.
+    """Each rank polls the store for questions, and stops polling when the server has ended. Otherwise torch would write
+    25 lines.
 
     The server ends between two requests, because torch writes a trace for a request that is in flight.
     """

@@ -115,7 +115,7 @@ def first_one_goes(ctx: Context) -> None:
     sums_up(one)
     dist.destroy_process_group(one)
     founder().shutdown()
-    time.sleep(0.1)  # the end of a watch would be reported in this time
+    time.sleep(0.1)  # if a watch ended, that would be reported in this time
     if ctx.rank != 0:
         dist.all_reduce(torch.ones(5), group=two)
     elif pending is not None:

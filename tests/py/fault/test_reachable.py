@@ -1,5 +1,5 @@
-"""Tensors that peers can map (docs/internals/shared_tensors.md). A rank that was stopped and continues changes no
-tensor whose operation has failed. It also takes no data that a rank wrote after its operation failed for that
+"""Tensors that peers can map (docs/internals/shared_tensors.md). If a rank was stopped and continues, it changes no
+tensor whose operation has failed. Nor does it mistake data that a peer wrote after the operation had failed for the
 operation's data."""
 
 from __future__ import annotations

@@ -420,7 +420,8 @@ def over_hosts(ctx: Context, names: list[str], engine: str, victims: list[int]) 
 @pytest.mark.parametrize("victims", [[3], [0, 1], [1, 2, 3]], ids=["one of a host", "a whole host", "all but one"])
 @pytest.mark.parametrize("engine", ["auto", "delegate"])
 def test_over_two_hosts(hosts: list[str], engine: str, victims: list[int]) -> None:
-    """A kill -9 is detected at once, even that of a whole host, because its kernel still refuses connections."""
+    """A kill -9 is detected at once, even if it hits all ranks of a host, because the host's kernel still refuses
+    connections."""
     left = [rank for rank in range(4) if rank not in victims]
     with launch(over_hosts, 4, hosts, engine, victims, env=BETWEEN) as job:
         kill_them(job, victims)
@@ -525,7 +526,7 @@ def over_odd_hosts(ctx: Context, names: list[str], victim: int) -> None:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether another process holds the lock of this file and keeps it."""
+    """Whether a process holds the lock of this file and does not release it."""
     with path.open("rb+") as file:
         for _ in range(40):
             try:

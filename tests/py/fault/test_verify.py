@@ -16,7 +16,7 @@ pytestmark = beyond_gloo("an option of this package")
 
 
 def flipped(ctx: Context, size: int, **options: Any) -> str:
-    """The last rank changes a bit of its result again and again while operations run. The error's text."""
+    """The last rank changes a bit of its result again and again while operations run. Returns the error's text."""
     import torch_sagellm
 
     ctx.init(pg_options=torch_sagellm.Options(**options))
@@ -59,7 +59,7 @@ def without_numbers(text: str) -> str:
 
 
 def test_a_result_that_changed_on_one_rank_is_named_with_that_rank() -> None:
-    """Rank 2 of three has another result, by the vote of the others."""
+    """Rank 2 of three has a different result: the other two outvote it."""
     found = texts(3, 1 << 18, env={"SAGELLM_VERIFY": "all"})
     for text in found:
         assert "kernel of rank 2 changed it" in text

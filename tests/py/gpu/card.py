@@ -1,4 +1,4 @@
-"""The NVIDIA card of these tests: whether there is one, why there is none, and how bodies of `on_device` run on it."""
+"""The NVIDIA card of these tests: whether there is one, if not why, and how bodies of `on_device` run on it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from on_device import SHARED_CARD, Trained, same_training
 
 #: The first NCCL that lets several ranks use one card.
 SHARES_A_CARD = (2, 30, 3)
-#: Of a group. Ranks that share a card take turns on it, by slices of milliseconds.
+#: The timeout of a group. Ranks that share a card use it in turns of some milliseconds.
 PATIENCE = timedelta(seconds=60)
 
 
 def no_card() -> str:
-    """Why nothing can run on a card here; empty where it can."""
+    """Why nothing can run on a card here; empty if it can."""
     if torch.cuda.is_available():
         return ""
     built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
@@ -40,14 +40,14 @@ def version_of(library: str) -> tuple[int, int, int]:
 
 @functools.cache
 def nccl_version() -> tuple[int, int, int]:
-    """Of the library that serves a group: the one that is named, or torch's own."""
+    """The version of the library that serves a group: the one that is named, or torch's own."""
     places = [Path(folder) / "nvidia/nccl/lib/libnccl.so.2" for folder in site.getsitepackages()]
     named = os.environ.get("SAGELLM_NCCL_LIBRARY") or next(map(str, filter(Path.is_file, places)), "libnccl.so.2")
     return version_of(named)
 
 
 def not_shared() -> str:
-    """Why several ranks cannot use one card; empty where they can."""
+    """Why several ranks cannot use one card; empty if they can."""
     reason = no_card()
     if reason:
         return reason
@@ -59,12 +59,12 @@ def not_shared() -> str:
 
 @functools.cache
 def rivals_version() -> tuple[int, int, int]:
-    """Of the library that torch's own backend calls: the copy that torch brought, or one that LD_PRELOAD names."""
+    """The version of the library that torch's own backend calls: torch's copy, or one that LD_PRELOAD names."""
     return version_of("libnccl.so.2")  # loaded with torch, and found by its name
 
 
 def rival_not_shared() -> str:
-    """Why several ranks cannot use one card over torch's own backend; empty where they can."""
+    """Why several ranks cannot use one card over torch's own backend; empty if they can."""
     reason = not_shared()
     if reason or rivals_version() >= SHARES_A_CARD:
         return reason
@@ -80,7 +80,7 @@ needs_shared_rival = pytest.mark.skipif(bool(rival_not_shared()), reason=rival_n
 
 
 def in_group(ctx: Context, body: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """On a rank: the body in a new group."""
+    """Called on a rank: runs the body in a new group."""
     torch.cuda.set_device(0)
     ctx.init(timeout=PATIENCE, **options)
     value = body(ctx, "cuda", *args)
@@ -90,12 +90,13 @@ def in_group(ctx: Context, body: Callable[..., Any], args: tuple[Any, ...], opti
 
 
 def on_card(ranks: int, body: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-    """`body(context, "cuda", *args)` on every rank, in a group with the given options; their values."""
+    """Runs `body(context, "cuda", *args)` on every rank, in a group with the given options. Returns the ranks'
+    values."""
     return run_fresh(in_group, ranks, body, args, options, env=SHARED_CARD, timeout=100)
 
 
 def by_both(ctx: Context, program: Callable[..., Trained], args: tuple[Any, ...]) -> list[float]:
-    """On a rank: a training over this backend and over torch's nccl, which must agree to the last bit."""
+    """Called on a rank: trains over this backend and over torch's nccl. The two must agree to the last bit."""
     torch.cuda.set_device(0)
     found = []
     for backend in (ctx.backend, "nccl"):
@@ -108,6 +109,6 @@ def by_both(ctx: Context, program: Callable[..., Trained], args: tuple[Any, ...]
 
 
 def same_as_nccl(ranks: int, program: Callable[..., Trained], *args: Any) -> None:
-    """A training of `on_device` over both backends, in the same processes."""
+    """Runs a training of `on_device` over both backends, in the same processes."""
     for losses in run_fresh(by_both, ranks, program, args, env=SHARED_CARD, timeout=100):
         assert len(losses) > 1 and losses[-1] < losses[0], losses

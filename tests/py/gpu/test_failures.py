@@ -1,4 +1,4 @@
-"""What a program sees when calls fail on an NVIDIA card, and the first calls of each sort: ranks that share one card.
+"""What a program sees when calls fail on an NVIDIA card, and the first calls of each sort. The ranks share one card.
 
 `tests/py/device` has the same on simulators, with every sort of call and of failure.
 """
@@ -23,13 +23,13 @@ from limits import patience
 from on_device import SHARED_CARD, holds, total
 
 pytestmark = [needs_shared_card, pytest.mark.timeout(150)]
-#: Seconds of the groups whose calls elapse.
+#: Timeout, in seconds, of the groups whose calls must time out.
 DEADLINE = 2
 EXIT_CODE = 70
 
 
 def connected(timeout: float) -> Any:
-    """Makes a further group and its communicator. The timeout applies to the group's calls."""
+    """Creates a further group and its communicator. The timeout applies to the group's calls."""
     group = dist.new_group(timeout=PATIENCE)
     backend = group._get_backend(torch.device("cuda"))
     backend.eager_connect_single_device(torch.device("cuda", 0))
@@ -38,7 +38,7 @@ def connected(timeout: float) -> Any:
 
 
 def together() -> None:
-    """On the CPU, by the default group."""
+    """Waits for all ranks, on the CPU, in the default group."""
     dist.all_reduce(torch.ones(1))
 
 
@@ -48,7 +48,7 @@ def begin(ctx: Context, bound: bool = False) -> None:
 
 
 def end(ctx: Context, word: Any) -> None:
-    """Tells the test, and ends without leaving the groups, some of which have failed."""
+    """Sends the word to the test, and ends the process without leaving the groups, because some of them have failed."""
     ctx.tell(word)
     ctx.listen()
     os._exit(0)
@@ -163,7 +163,7 @@ def fails(ctx: Context, why: str) -> None:
 
 @pytest.mark.parametrize("why", ["deadline", "abort"])
 def test_rule_34_no_statement_runs_on_what_a_failed_call_has_left(why: str) -> None:
-    """Whatever the form of the call; afterwards another group of the process still works."""
+    """This holds for every form of the call. Afterwards another group of the process still works."""
     with launch(fails, 2, why, env=SHARED_CARD) as job:
         found = job.hear(0, 100)
         print("seconds:", {way: round(took, 2) for way, _, _, took in found})
@@ -226,7 +226,7 @@ def differ(ctx: Context) -> None:
 
 
 def test_calls_that_differ_are_named() -> None:
-    """Other sizes on each rank, which the library does not notice."""
+    """The sizes differ from rank to rank, which the library does not notice."""
     with launch(differ, 2, env=SHARED_CARD) as job:
         for rank in range(2):
             kind, text, took = job.hear(rank, 60)
@@ -308,7 +308,8 @@ def test_a_replay_that_waits_for_a_dead_rank_ends() -> None:
 
 
 def memory(ctx: Context, asynchronous: bool) -> list[int]:
-    """MiB that are held right after a call of 256 MiB was waited for and its tensor dropped, and 0.3 s later."""
+    """MiB that are held after a call of 256 MiB was waited for and its tensor was dropped: right then, and 0.3 s
+    later."""
     begin(ctx)
     dist.all_reduce(torch.ones(10, device="cuda"))
     torch.cuda.synchronize()

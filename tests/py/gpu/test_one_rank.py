@@ -16,17 +16,17 @@ pytestmark = [needs_card, pytest.mark.timeout(120)]
 
 
 def test_every_collective_gives_the_numbers_of_the_cpu() -> None:
-    """Synchronous and not, contiguous and not, lists, regions, and all of them counted."""
+    """Synchronous and asynchronous, contiguous and strided, lists, regions; and all calls are counted."""
     on_card(1, on_device.every_call)
 
 
 def test_every_type_and_op_gives_the_numbers_of_the_cpu() -> None:
-    """What NCCL has, what is cast or combined for it, and what is refused."""
+    """What NCCL supports, what is cast or combined for it, and what is refused."""
     on_card(1, on_device.every_type, "nccl")
 
 
 def test_rule_32_kernels_of_both_sides_keep_their_order() -> None:
-    """Behind a late kernel, on a side stream, by the future; freed memory is not given out too early."""
+    """After a late kernel, on a side stream, by the future. Freed memory is not reused too early."""
     on_card(1, on_device.order)
 
 
@@ -36,7 +36,7 @@ def test_lists_of_any_length() -> None:
 
 
 def test_tensors_of_the_host_and_the_device_are_under_way_together() -> None:
-    """One group by the backend's name alone, and one that spells both kinds out."""
+    """One group is requested by the backend's name alone, one names the backend for both kinds of device."""
     on_card(1, on_device.host_and_device)
     on_card(1, on_device.host_and_device, backend="cpu:sagellm,cuda:sagellm")
 
@@ -74,7 +74,7 @@ def wrong(ctx: Context, device: str) -> None:
 
 
 def test_rule_02_wrong_input_is_refused_locally() -> None:
-    """Two devices in one call and memory that overlaps itself use no number, and the group goes on."""
+    """Calls with two devices, or with memory that overlaps itself, use no number, and the group stays usable."""
     on_card(1, wrong)
 
 
@@ -82,12 +82,12 @@ def test_rule_02_wrong_input_is_refused_locally() -> None:
 
 
 def captured(ctx: Context, device: str, asynchronous: bool) -> None:
-    """Three collectives in a graph, which is played again with other numbers; calls outside of it go on."""
+    """Captures three collectives in a graph and replays it with different numbers. Calls outside the graph continue."""
     n = ctx.world_size
     value, gathered = torch.zeros(1000, device=device), torch.zeros(1000 * n, device=device)
     part = torch.zeros(1000, device=device)
     dist.all_reduce(value)  # makes the communicator
-    # This one is still looked after while the capture begins.
+    # The watch still polls this call when the capture begins.
     late(device)
     outside = torch.full((50,), ctx.rank + 1.0, device=device)
     before = dist.all_reduce(outside, async_op=True)
@@ -118,7 +118,7 @@ def captured(ctx: Context, device: str, asynchronous: bool) -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_captured_call_is_played_again(asynchronous: bool) -> None:
-    """Right numbers at every replay, and calls that were under way are not harmed."""
+    """Every replay gives the right numbers, and calls that were under way are not affected."""
     on_card(1, captured, asynchronous)
 
 
@@ -136,7 +136,7 @@ def first_in_capture(ctx: Context, device: str) -> None:
 
 
 def test_rule_31_a_first_call_within_a_capture_is_refused() -> None:
-    """It would have to make the communicator; capture and group go on."""
+    """The call would have to create the communicator. The capture and the group continue."""
     on_card(1, first_in_capture)
 
 
@@ -156,7 +156,7 @@ def test_fsdp2_trains_as_over_nccl(mixed: bool) -> None:
 
 
 def results(ctx: Context, device: str) -> dict[str, list[Any]]:
-    """What each collective leaves, as nested numbers."""
+    """The results of each collective, as nested numbers."""
     found: dict[str, list[Any]] = {}
     for what, call in on_device.calls(ctx.world_size, ctx.rank, device).items():
         if what in BEYOND_NCCL:

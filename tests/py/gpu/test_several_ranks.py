@@ -1,7 +1,7 @@
-"""Two and four ranks that share one NVIDIA card: right numbers only, since they take turns on it.
+"""Two and four ranks share one NVIDIA card. Only their numbers are tested, because the ranks use the card in turns.
 
-NCCL allows that since 2.30.3, as an experiment. What a card of its own for every rank changes, speed above all, is not
-seen here.
+NCCL allows that since 2.30.3, as an experiment. What changes if every rank has its own card, above all the speed, is
+not seen here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def test_every_collective_gives_the_numbers_of_the_cpu(ranks: int) -> None:
 
 @both
 def test_rule_20_messages_of_all_ranks_do_not_wait_for_each_other(ranks: int) -> None:
-    """One by one (two ranks both send first), then as a batch; from anyone is refused."""
+    """One by one (two ranks both send first), then as a batch. A receive from any rank is refused."""
     on_card(ranks, on_device.messages)
 
 
@@ -50,7 +50,7 @@ def test_the_path_is_told_and_counted(ranks: int) -> None:
 
 
 def test_every_type_and_op_gives_the_numbers_of_the_cpu() -> None:
-    """With two ranks a composed call has something to combine."""
+    """Only with two ranks does a composed call have something to combine."""
     on_card(2, on_device.every_type, "nccl")
 
 
@@ -68,7 +68,7 @@ def test_a_group_that_is_bound_to_its_device() -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_captured_call_is_played_again(asynchronous: bool) -> None:
-    """Both ranks play their graphs."""
+    """Both ranks replay their graphs."""
     on_card(2, captured, asynchronous)
 
 

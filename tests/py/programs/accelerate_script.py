@@ -1,7 +1,8 @@
-"""Runs one of accelerate's own test scripts with the default group made beforehand, or with accelerate's own.
+"""Runs one of accelerate's own test scripts, in a default group that is made beforehand, or in one that accelerate
+makes.
 
-accelerate knows its backends by a fixed list; a group that exists when it starts is used as it is. With SAGELLM_AS it
-makes the group itself, as gloo. Usage (under torchrun): accelerate_script.py BACKEND MODULE.
+accelerate has a fixed list of backends, but uses a group that exists when it starts as it is. With SAGELLM_AS
+accelerate makes the group itself, as gloo. Usage (under torchrun): accelerate_script.py BACKEND MODULE.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 
 def main() -> None:
-    """Makes the group where accelerate does not, then runs the module as a program."""
+    """Makes the group if accelerate does not, then runs the module as a program."""
     backend, module = sys.argv[1:3]
     renamed = "SAGELLM_AS" in os.environ
     if not renamed:
@@ -32,7 +33,7 @@ def main() -> None:
 
         dist.barrier()
         assert torch_sagellm.get_stats()["total_count"] == 1, "the script's group, which it destroys, is this package's"
-    # Its data has no seed, and where a gradient comes near zero its tolerance is smaller than the rounding.
+    # accelerate's test data has no seed, and if a gradient comes near zero, its tolerance is smaller than the rounding.
     from accelerate.test_utils import RegressionDataset
 
     RegressionDataset.__init__.__defaults__ = (2, 3, 64, state.process_index)

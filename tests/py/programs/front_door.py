@@ -1,8 +1,8 @@
-"""The calls of a serving engine or a training framework, written from the documentation of the API and not from its
-code.
+"""Calls as a serving engine or a training framework makes them, written from the documentation of the API and not from
+its code.
 
-One rank or an even number; torchrun starts it, or a test calls ``collectives`` and ``above`` in a group that is there.
-A single rank needs no torchrun.
+It needs one rank, or an even number. torchrun starts it, or a test calls ``collectives`` and ``above`` in an existing
+group. A single rank needs no torchrun.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Mine(CommBackendProtocol):
 
 
 def above() -> None:
-    """What is built on a backend: buffers, groups, layers, overlap, caches."""
+    """The parts that are built on a backend: buffers, groups, layers, overlap, caches."""
     comm = create_comm_backend()
     rank, ranks = comm.rank, comm.world_size
     assert CommOp.ALL_REDUCE.value == "all_reduce" and CommOp("barrier") is CommOp.BARRIER
@@ -173,7 +173,7 @@ def above() -> None:
     assert 0 <= scheduler.report().share <= 1
 
     if ranks == 1:
-        pass  # nobody to send to
+        pass  # no rank to send to
     elif rank == 0:
         torch_sagellm.send_tensors([torch.ones(2), torch.arange(3)], dst=ranks - 1)
     elif rank == ranks - 1:
@@ -186,7 +186,7 @@ def above() -> None:
 
 
 def communicator(rank: int, ranks: int) -> None:
-    """The class of the ranks of one process, over this job's ranks."""
+    """The class for the ranks of one process, used with this job's ranks."""
     member = torch_sagellm.DistributedCommunicator(rank, ranks)
     tensor = torch.full((2,), float(rank))
     assert torch_sagellm.AllReduceOperator(member).all_reduce(tensor, op="max") is tensor and tensor[0] == ranks - 1
@@ -225,7 +225,7 @@ def compressed(ranks: int) -> None:
 
 
 def exchanges(rank: int, ranks: int) -> None:
-    """Topologies, and what layers do with the other ranks."""
+    """Topologies, and how layers exchange data with the other ranks."""
     manager = torch_sagellm.TopologyManager.from_json('{"hosts": 2, "full_nvlink": false}')
     assert torch_sagellm.select_all_reduce_algorithm(8, 8, manager) == "hierarchical"
     assert manager.select_all_reduce_algorithm(data_size=8, num_devices=2) != "hierarchical"
@@ -256,7 +256,7 @@ def exchanges(rank: int, ranks: int) -> None:
 
 
 def hooks(rank: int, ranks: int) -> None:
-    """Gradients in fewer bytes, the name gloo, and recovery where nothing has failed."""
+    """Gradients in fewer bytes, the name gloo, and recovery when nothing has failed."""
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
     torch.manual_seed(2)

@@ -1,4 +1,4 @@
-"""Runs one program over the backend under test and over gloo, in the same processes, and compares what it computes."""
+"""Runs one program over the backend under test and over gloo, in the same processes, and compares the results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Program = Callable[..., Any]
 
 
 def both(ctx: Context, program: Program, args: tuple[Any, ...], loose: bool) -> None:
-    """`program(*args)` twice, from the same seeds; the results (tensors, numbers, lists of them) must agree."""
+    """Runs `program(*args)` twice, from the same seeds. The results (tensors, numbers, lists of them) must agree."""
     results = []
     for backend in (ctx.backend, "gloo"):
         if dist.is_initialized():
@@ -31,7 +31,7 @@ def both(ctx: Context, program: Program, args: tuple[Any, ...], loose: bool) -> 
 
 
 def same_as_gloo(program: Program, world_size: int, *args: Any, loose: bool = False, timeout: float = 110.0) -> None:
-    """The test itself."""
+    """Runs the comparison on `world_size` ranks."""
     run_ranks(both, world_size, program, args, loose, timeout=timeout, fresh_group=True)
 
 

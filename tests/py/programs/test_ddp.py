@@ -24,7 +24,7 @@ LOSS = torch.nn.functional.cross_entropy
 
 
 def train(model: DDP, steps: int = 4, optimizer: Any = None, **call: Any) -> list[torch.Tensor]:
-    """A few steps; the weights after them."""
+    """Trains a few steps. Returns the weights after them."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(steps):
         data, labels = batch(step)
@@ -105,7 +105,7 @@ def hooked(name: str, bucket_mb: float = 0.002) -> list[torch.Tensor]:
 )
 def test_rule_09_ddp_comm_hooks(name: str) -> None:
     """Rule 9: hooks that chain futures, issue collectives in callbacks and block on futures."""
-    same_as_gloo(hooked, 2, name, loose="16" in name)  # 16 bits are rounded once here, at every step by gloo
+    same_as_gloo(hooked, 2, name, loose="16" in name)  # sums of 16 bits are rounded once here, by gloo at every step
 
 
 def hooked_alone(ctx: Context, name: str) -> None:
@@ -127,8 +127,8 @@ def hooked_alone(ctx: Context, name: str) -> None:
 def test_rule_09_ddp_comm_hooks_that_gloo_does_not_survive(name: str) -> None:
     """Rule 9: hooks that chain collectives in callbacks and block on futures there; weights stay equal on all ranks.
 
-    One bucket: with several, torch's hooks issue from callbacks while autograd issues later buckets, in an order that
-    is the same on all ranks only where futures are complete at issue, as on a device's stream.
+    There is one bucket. With several, torch's hooks issue from callbacks while autograd issues later buckets. That
+    order is the same on all ranks only if futures are complete at issue, as on a device's stream.
     """
     run_ranks(hooked_alone, 2, name, fresh_group=True)
 
@@ -184,7 +184,7 @@ def joined() -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ddp_join_with_uneven_inputs(world_size: int) -> None:
-    """Ranks run out of data at different steps and shadow the others' collectives."""
+    """Ranks run out of data at different steps. From then on they join the other ranks' collectives."""
     same_as_gloo(joined, world_size)
 
 
@@ -214,7 +214,7 @@ def sparse() -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ddp_sparse_embedding(world_size: int) -> None:
-    """Sparse gradients of different row counts come to plain all_reduce on CPU."""
+    """Sparse gradients with different numbers of rows are passed to plain all_reduce on the CPU."""
     same_as_gloo(sparse, world_size)
 
 
@@ -229,7 +229,7 @@ def zero(overlap: bool) -> list[torch.Tensor]:
 
 
 def test_zero_redundancy_optimizer() -> None:
-    """State is sharded, parameters are broadcast, the state is gathered at rank 0."""
+    """The state is sharded, parameters are broadcast, and the state is gathered on rank 0."""
     assert ddp_zero_hook is not None
     same_as_gloo(zero, 2, False)
 

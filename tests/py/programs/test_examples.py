@@ -25,7 +25,7 @@ SHORT = ["--steps", "12", "--rounds", "2", "--profile-steps", "2", "--data-mib",
 AS_CHILD = {"08_recovery.py": (["--rank"], 1)}
 NAMES = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name != "train_gpt.py")
 
-#: This one is run by torchrun and ranks that are fresh interpreters, as a user's are.
+#: For this example torchrun and the ranks are fresh interpreters, as for a user.
 COLD = NAMES[0]
 
 pytestmark = pytest.mark.skipif(IS_GLOO, reason="gloo: the examples are about this package")
@@ -59,7 +59,7 @@ def as_main(context: Context, name: str, words: list[str]) -> None:
     """Runs the example in this rank, which has already imported torch. A process of torchrun needs seconds for it."""
     import torch.distributed as dist
 
-    # As torchrun: the store is there already, and each job has a part of it of its own.
+    # As under torchrun, the store exists already, and each job has its own part of it.
     os.environ.update(RANK=str(context.rank), WORLD_SIZE=str(context.world_size), LOCAL_RANK=str(context.rank))
     dist.rendezvous = lambda *_, **__: iter([(context.store(), context.rank, context.world_size)])
     dist.distributed_c10d.rendezvous = dist.rendezvous
@@ -70,7 +70,7 @@ def as_main(context: Context, name: str, words: list[str]) -> None:
 
 
 def other_runs() -> list[tuple[str, int, str]]:
-    """Example, number of ranks and arguments: 2, 3 and 4 ranks, where its head does not name that number."""
+    """Example, number of ranks, and arguments, for 2, 3 and 4 ranks except the number that the example's head names."""
     few = {"03_tensor_parallel.py": "--count 8"}
     runs = [(name, ranks, few.get(name, "")) for name in NAMES for ranks in {2, 3, 4} - {command(EXAMPLES / name)[0]}]
     hangs = [

@@ -19,7 +19,7 @@ def test_the_script_runs_under_torchrun() -> None:
 
 
 def test_the_script_runs_without_torchrun() -> None:
-    """One rank, and no variable that names others."""
+    """One rank, without variables that name other ranks."""
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
     done = subprocess.run(
         [warm_python(), front_door.__file__],

@@ -92,7 +92,7 @@ def pooled() -> Any:
 
 
 def test_rule_28_fsdp2_that_asks_for_the_pool_trains_to_the_same_bits() -> None:
-    """Rule 28: gloo has no pool, and ours gives what is sent and received."""
+    """Rule 28: gloo has no pool of memory; ours provides the memory that is sent and received."""
     same_as_gloo(pooled, 2)
 
 
@@ -177,7 +177,7 @@ def mesh_2d() -> Any:
 
 
 def test_two_dimensional_mesh_fsdp2_and_tensor_parallel() -> None:
-    """Both at once, each on its dimension's groups."""
+    """Both at once, each in the groups of its dimension."""
     same_as_gloo(mesh_2d, 4)
 
 
@@ -213,7 +213,7 @@ def pipeline(kind: str) -> Any:
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b", "interleaved"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_pipeline_schedules(world_size: int, kind: str) -> None:
-    """Activations and gradients go by batches of isend and irecv."""
+    """Activations and gradients are sent by batches of isend and irecv."""
     same_as_gloo(pipeline, world_size, kind)
 
 
@@ -290,7 +290,7 @@ def compiled() -> Any:
     import torch._inductor.config as inductor
 
     inductor.compile_threads = 1
-    inductor.cpp.vec_isa_ok = False  # else each is tried by a program of its own
+    inductor.cpp.vec_isa_ok = False  # otherwise a program is compiled to test each instruction set
     group = dist.group.WORLD
 
     def program(data: torch.Tensor) -> torch.Tensor:
@@ -316,7 +316,7 @@ def autograd_collectives() -> Any:
     import torch.distributed.nn.functional as dnn
 
     data = (torch.arange(4.0) + dist.get_rank()).requires_grad_()
-    world = dist.group.WORLD  # the functions' own default is the group of the time when torch imported them
+    world = dist.group.WORLD  # the functions' default is the group that existed when torch imported them
     total = dnn.all_reduce(data.clone(), group=world)
     gathered = dnn.all_gather(data * 2, group=world)
     (total.pow(2).sum() + torch.stack(list(gathered)).sum()).backward()
@@ -325,7 +325,7 @@ def autograd_collectives() -> Any:
 
 
 def test_collectives_with_autograd() -> None:
-    """torch.distributed.nn: backward of all_gather is an all_to_all list for a third-party name."""
+    """torch.distributed.nn: for a third-party backend the backward pass of all_gather is an all_to_all of lists."""
     same_as_gloo(autograd_collectives, 2)
 
 

@@ -19,7 +19,7 @@ needs_accelerate = pytest.mark.skipif(
 def test_ddp_script(ranks: int) -> None:
     """DDP, data-loader workers, object broadcast, checkpoint; the backend is only a name on the command line.
 
-    With one rank in fresh interpreters, as a user's.
+    With one rank, the interpreters are fresh, as for a user.
     """
     output = torchrun(HERE / "ddp_script.py", ranks, "--backend", BACKEND, warm=ranks > 1)
     assert output.count(": fine") == ranks, output
@@ -38,8 +38,8 @@ def test_ddp_script(ranks: int) -> None:
 def test_accelerate_scripts(module: str) -> None:
     """What `accelerate test` runs, and its scripts for operations and gradient accumulation.
 
-    Its test_distributed_data_loop is left out: it joins uneven inputs, which accelerate does for accelerators only, so
-    that on CPU ranks call different collectives (over gloo it hangs).
+    Its test_distributed_data_loop is left out: it joins uneven inputs, which accelerate does for accelerators only. On
+    the CPU the ranks then call different collectives (over gloo it hangs).
     """
     output = torchrun(HERE / "accelerate_script.py", 2, BACKEND, module, timeout=380)
     assert output.count("ended well") == 2, output
@@ -49,7 +49,8 @@ def test_accelerate_scripts(module: str) -> None:
 @beyond_gloo("the name is this package's")
 @pytest.mark.timeout(400)
 def test_accelerate_asks_for_gloo_and_is_served() -> None:
-    """Its script for operations, unchanged: accelerate makes the group, under the only name that it knows for CPUs."""
+    """accelerate's script for operations, unchanged: accelerate makes the group, under the only name that it knows for
+    CPUs."""
     module, env = "accelerate.test_utils.scripts.test_ops", {"SAGELLM_AS": "gloo"}
     output = torchrun(HERE / "accelerate_script.py", 2, "gloo", module, timeout=380, env=env)
     assert output.count("ended well") == 2, output

@@ -31,7 +31,7 @@ OWN = "the program's own"
 
 
 class Over(Exception):
-    """The group has failed legally: a signal came into a call that cannot be taken back. The program ends here."""
+    """The group has failed legally: a signal arrived during a call that cannot be undone. The program ends here."""
 
 
 class Rank:
@@ -369,8 +369,7 @@ class Rank:
     def _struck(self, step: Step, make: Callable[[int], Any]) -> None:
         """Runs a region or batch into which a signal may come, then the calls that were not issued. Returns after all
         ranks know that the step has ended everywhere."""
-        # A synchronous call on the CPU, or a call on a device that is connecting, cannot be taken back, so the group
-        # fails.
+        # A synchronous call on the CPU, or a call that is connecting on a device, cannot be undone, so the group fails.
         may_fail = bool(self.vendor) or (step["do"] == "region" and not step["async"])
         try:
             self._struck_by(step, make, may_fail)
@@ -586,8 +585,7 @@ class Rank:
         os.waitpid(pid, 0)
         fine = text == "the call returned" if step["child"] in ("destroy", "abort") else text.startswith("refused")
         if step["child"] == "wait" and text == "the call returned":
-            # The child may wait for a Work that had ended before the fork, but not for one that the parent still waits
-            # for.
+            # The child may wait for a Work that had ended before the fork, but not for one that was still pending.
             fine = all(work.is_completed() for work in self.works[step["id"]] if hasattr(work, "is_completed"))
         if not fine:
             self._problem("child", f"a forked child that did {step['child']!r}: {text or 'nothing came back'}")
@@ -670,8 +668,9 @@ def member(
 ) -> None:
     """The main loop of a rank process: runs the programs that the test sends, one after the other.
 
-    `hosts` are network namespaces among which the ranks are distributed. With `vendor`, tensors are on a simulated
-    device: under a simulated library of that vendor or, if `vendor` is "", under none. `reachable` is passed to `Rank`.
+    `hosts` are network namespaces among which the ranks are distributed. With `vendor`, tensors are on a device: on a
+    real card if it is "card", else on a simulated device, with the simulated library of that vendor or, if it is "",
+    without one. `reachable` is passed to `Rank`.
     """
     device, who = "cpu", ""
     if hosts:

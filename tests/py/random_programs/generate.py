@@ -35,7 +35,7 @@ KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 #: Scales of programs: the weight with which each is drawn, and the bytes of its largest tensor.
 SCALES = {"tiny": (30, 200), "border": (45, 4400), "medium": (18, 90_000), "large": (6, 3 << 20)}
 BORDERS = [0, 1, 4, 8, 60, 512, 4095, 4096, 4097, 8192, 65_536, 65_540, 1 << 20, (1 << 20) + 8, 3 << 20]
-#: Calls that a rank may make in place of another one, so that the difference is detected. Different forms of one
+#: Calls that a rank may make instead of the agreed one, because the core detects the difference. Different forms of one
 #: collective, such as all_gather and all_gather_into, may have equal signatures, so only one of them is listed.
 UNLIKE = ["all_reduce", "broadcast", "reduce", "all_gather_into", "reduce_scatter_into", "gather", "scatter", "barrier"]
 #: Calls in a region, besides lists, which torch collects itself.
@@ -63,7 +63,7 @@ class Taste:
 
     ranks: tuple[int, ...] = (2, 2, 3, 3, 4)
     dtypes: tuple[str, ...] = tuple(DTYPES)
-    #: Operations under way may use the same memory. gloo runs them in any order, so there they may not.
+    #: Operations under way may use the same memory; not with gloo, which runs them in any order.
     ordered: bool = True
     #: The same for operations of which one is a message.
     mixed: bool = True
@@ -71,14 +71,14 @@ class Taste:
     #: Strided tensors may interleave with tensors of operations under way.
     interleaved: bool = True
     average: bool = True
-    scattered: bool = True  # reduce_scatter that a barrier ends; gloo's ends only in its own wait
+    scattered: bool = True  # a barrier may end a reduce_scatter; gloo's ends only in its own wait
     drop_messages: bool = True
     leave: bool = True
     forks: bool = True
     endings: bool = True  # programs whose last step is a rank that disagrees
     lists: bool = True
     large: bool = True
-    reduce: bool = True  # gloo's overwrites memory of ranks that are not the root
+    reduce: bool = True  # gloo's reduce overwrites memory of ranks that are not the root
     uneven: bool = True  # lists whose parts differ in size
     anyone: bool = True  # receives from any rank
     apart: bool = True  # other calls between the two halves of a message

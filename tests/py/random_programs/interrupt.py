@@ -1,4 +1,4 @@
-"""Sends this process a SIGINT at an arbitrary moment, and raises one exception for each that was asked for."""
+"""Sends this process a SIGINT at an arbitrary moment, and raises one exception for each requested signal."""
 
 from __future__ import annotations
 

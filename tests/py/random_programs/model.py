@@ -1,11 +1,11 @@
 """Executes a program in one process: what every rank's memory must hold, and whether the program is legal.
 
 In the model, an operation happens when all its ranks have issued it, and these earlier operations have happened: every
-collective of its group (for a message, every message of the same ranks and tag), and every operation on the same memory
-of one of its ranks. Its rank's memory then holds exactly what the order of issue says. No backend may choose a later
-moment, so a program that ends here ends on every backend. A program is illegal if torch's rules define no result: a
-rank waits for an operation that cannot happen yet, two groups use memory at the same time, or the program itself writes
-memory that an operation still needs.
+collective of its group (for a message, every message of the same ranks and tag), and every operation that uses the same
+memory on one of its ranks. Each rank's memory then holds exactly what the order of issue says. No backend may choose a
+later moment, so a program that ends here ends on every backend. A program is illegal if torch's rules define no result:
+a rank waits for an operation that cannot happen yet, two groups use memory at the same time, or the program itself
+writes memory that an operation still needs.
 
 A rank knows that an operation has ended after it waited for the operation, or if the call was synchronous. It also
 knows it after the end of a later operation on the same memory that had to follow (but not of a send, which may continue
@@ -29,7 +29,7 @@ class Illegal(Exception):
 
 
 def initial(dtype: str, count: int, rank: int, buffer: int, base: int = 0) -> torch.Tensor:
-    """The first contents of a buffer, and those after a `fill` with that `base`: small whole numbers."""
+    """The contents of a buffer at the beginning, or after a `fill` with this `base`: small whole numbers."""
     period = [(5 * i + rank * 3 + buffer + base) % 7 + rank + 1 for i in range(7)]
     return torch.tensor(period, dtype=getattr(torch, dtype)).repeat(count // 7 + 1)[:count]
 
@@ -109,9 +109,9 @@ class Model:
         self.queues: list[deque[tuple[int, Step]]] = [deque() for _ in ranks]
         self.blocked: list[tuple[list[Node], int] | None] = [None for _ in ranks]
         self.gone: set[int] = set()
-        #: By step: what memory of the rank `own` must hold right after the step.
+        #: By step: what the memory of the rank `own` must hold right after it.
         self.checks: dict[int, list[Check]] = {}
-        #: By step: by sender, the contents of its messages to a rank that receives from any rank.
+        #: By step and sender: the contents of the sender's messages to a rank that receives from any rank.
         self.parcels: dict[int, dict[int, list[torch.Tensor]]] = {}
         self.count = 0
 

@@ -39,7 +39,8 @@ HOSTS_OF = {"two-hosts": 2, "three-hosts": 3}
 
 @contextmanager
 def ranks_at(place: str) -> Iterator[Ranks]:
-    """Rank processes at a place. Raises `net.Unavailable` if the place needs namespaces that may not be made here."""
+    """Rank processes at a place. Raises `net.Unavailable` if the place needs namespaces that this process cannot
+    make."""
     if place in HOSTS_OF:
         env = {"GLOO_SOCKET_IFNAME": net.INTERFACE}
         with net.Network(HOSTS_OF[place]) as network, closing(Ranks(env=env, hosts=network.names)) as ranks:

@@ -16,8 +16,8 @@ from random_programs.execute import Problem, member
 from random_programs.program import Program
 from random_programs.shrink import shrink
 
-#: Timeout of the groups, in seconds; a program hangs if it takes more than twice that and 10 s. The machines are
-#: shared, so a stall of some seconds is not an error of ours.
+#: Timeout of the groups, in seconds. A program counts as hanging if it takes more than twice that plus 10 s. The
+#: machines are shared, so a stall of some seconds is not an error of ours.
 SECONDS = float(os.environ.get("SAGELLM_TEST_PROGRAM_SECONDS", "15"))
 MOST_RANKS = 4
 
@@ -125,8 +125,8 @@ class Ranks:
         return verdict
 
     def _unfair(self, problems: list[Problem]) -> list[Problem]:
-        """The problems without those that a struck rank may cause: its own, those whose error names it, and those whose
-        error names a rank that left because of such an error. Ranks have other numbers in other groups, so process ids
+        """The problems, except those that a struck rank may cause: its own, those whose error names it, and those whose
+        error names a rank that left because of such an error. A rank's number differs between groups, so process ids
         are compared. A receive from any rank is pending as long as some rank can still send, so it may end by its
         deadline."""
         fallen, left = {self.struck}, [each for each in problems if each["kind"] in ("error", "died")]

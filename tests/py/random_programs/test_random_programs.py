@@ -83,7 +83,7 @@ def test_many_random_programs(ranks: Ranks, say: Callable[[str], None]) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(IS_GLOO, reason="gloo: the tests above are that")
 def test_the_model_agrees_with_gloo() -> None:
-    """The model's numbers are those of another implementation by other people."""
+    """The model's numbers equal those of an independent implementation."""
     gloo = Ranks("gloo")
     try:
         play(gloo, range(FIRST, FIRST + 30), taste=GLOO)
@@ -123,7 +123,7 @@ def struck(number: int, seeds: range, say: Say | None) -> None:
 
 
 ELSEWHERE: dict[str, Callable[[range, Say | None], None]] = {
-    **{place: partial(elsewhere, place) for place in PLACES if place not in ("cpu", "card")},  # a card by hand alone
+    **{place: partial(elsewhere, place) for place in PLACES if place not in ("cpu", "card")},  # the card by hand
     "kill-9": partial(struck, signal.SIGKILL),
     "ctrl-c": partial(struck, signal.SIGINT),
 }

@@ -1,4 +1,4 @@
-"""`torch_sagellm._private.alive`: what a connection to a port of a process says about that process."""
+"""`torch_sagellm._private.alive`: what a connection to a process's port shows about the process."""
 
 from __future__ import annotations
 
@@ -160,7 +160,8 @@ FAMILIES = {
 @pytest.mark.parametrize("looks", [1, 30])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_killed_is_found_and_busy_and_stopped_are_never_gone(family: str, looks: int) -> None:
-    """For all kinds of addresses, and also if polls of a busy process have filled its port (a backlog of 8)."""
+    """This holds for all kinds of addresses, even if the polls of a busy process have filled the queue of its port (a
+    backlog of 8)."""
     families, variable = FAMILIES[family]
     try:
         with net.Network(2, families=families) as network:

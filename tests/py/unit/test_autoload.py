@@ -243,8 +243,8 @@ def test_a_damaged_package_breaks_groups_of_ours_alone(
 ) -> None:
     place = installed(tmp_path)
     damage(place)
-    # If the package can start the commands, they import torch, which takes seconds. So only one such state runs them in
-    # new interpreters. In the others they are forks of the program.
+    # If the package can start the commands, these import torch, which takes seconds. So only one such state runs them
+    # in new interpreters; in the other states they are forks of the program.
     fresh = not starts or damage is half_deleted
     found = run(place, commands=() if fresh else COMMANDS)
     assert found["gloo"] == "works" and not found["touched"] and not found["told"], found

@@ -1,4 +1,4 @@
-"""What `torch-sagellm doctor` finds: each check on machines with the fault and on a machine without."""
+"""What `torch-sagellm doctor` finds: each check on machines with the fault and on a machine without it."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def classes(annotation: Any) -> Iterator[type]:
 
 
 def test_the_classes_of_what_a_program_is_given_are_exported() -> None:
-    """Includes the return types of public calls and the fields of exported classes."""
+    """Checks the return types of public calls and the fields of exported classes."""
     given = [(name, returned(function)) for name, function in public_calls()]
     for name in torch_sagellm.__all__:
         found = getattr(torch_sagellm, name)

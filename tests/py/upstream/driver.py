@@ -1,10 +1,10 @@
-"""Runs torch's own distributed test suite (the one in the wheel) against a backend; one JSON line per test.
+"""Runs torch's own distributed test suite (the one in the wheel) against a backend. Prints one JSON line per test.
 
     python driver.py BACKEND WORLD_SIZE [TEST ...]
 
 The suite reads its backend from the environment at import and uses the name for two things: to choose which tests a
-backend runs, and to make groups. Here it is imported as "gloo", so that it chooses the CPU tests, and is then told the
-real name. Ranks are forked from this process, which has imported everything and made no group.
+backend runs, and to make groups. Here it is imported under the name "gloo", so that it chooses the CPU tests; then the
+real name replaces "gloo". Ranks are forked from this process, which has imported everything and made no group.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 
 def prepare(backend: str, world_size: int) -> Any:
-    """Imports the suite for `backend`; the test class."""
+    """Imports the suite for `backend`, and returns the test class."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "60")
@@ -49,7 +49,7 @@ def prepare(backend: str, world_size: int) -> Any:
 
 
 class Name(str):
-    """The backend's name, which also answers to "gloo" where a test asks for its kind of backend by that name."""
+    """The backend's name. It also compares equal to "gloo", because tests select their kind of backend by that name."""
 
     __slots__ = ()
 

@@ -1,7 +1,7 @@
 """The tests of torch's own suite that cannot pass with a backend of this name, and why. No other test may fail.
 
-Every entry is a test of `torch.testing._internal.distributed.distributed_test` under a reason. A test that is listed
-and passes is reported too, so that the list stays true.
+Tests of `torch.testing._internal.distributed.distributed_test`, by reason. A listed test that passes is also reported,
+so that the list stays true.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ DRIVER = Path(__file__).with_name("driver.py")
 
 
 def run_suite(world_size: int, names: list[str], timeout: float) -> dict[str, dict[str, str]]:
-    """Results by test; fails when the driver did not come to its end."""
+    """Returns the results by test. Fails if the driver did not run to its end."""
     done = run_script([str(DRIVER), BACKEND, str(world_size), *names], timeout, warm=True)
     results = {}
     for line in done.stdout.splitlines():
@@ -29,7 +29,7 @@ def run_suite(world_size: int, names: list[str], timeout: float) -> dict[str, di
 
 
 def judge(results: dict[str, dict[str, str]], least: int) -> None:
-    """No failure but the expected ones, none of those passes, and at least `least` tests ran."""
+    """No unexpected test fails, no expected one passes, and at least `least` tests pass."""
     failed = {name: each for name, each in results.items() if each["status"] == "failed"}
     passed = [name for name, each in results.items() if each["status"] == "passed"]
     surprises = [f"{name}:\n{each['text']}" for name, each in failed.items() if name not in EXPECTED]
@@ -42,7 +42,7 @@ def judge(results: dict[str, dict[str, str]], least: int) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_chosen_tests_of_torch(world_size: int) -> None:
-    """About thirty of them; those that need accelerators or more ranks skip themselves."""
+    """About thirty tests. Those that need accelerators or more ranks skip themselves."""
     results = run_suite(world_size, [name for name in CHOSEN if name not in EXPECTED], 280)
     judge(results, 25)
 

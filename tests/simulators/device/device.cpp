@@ -1,14 +1,14 @@
 // A device for tests, as torch's PrivateUse1: its memory is host memory, its streams are truly asynchronous, and its
 // kernels are slow. Code that does not order two streams, or frees memory too early, gets wrong numbers.
 //
-// - `copy_` between two of its tensors, `fill_`, `zero_`, `add_`, `mul_`, `div_` are kernels: they are put on the
-// current
-//   stream, sleep there, and then work on raw addresses, holding nothing. Everything else falls back to the CPU, which
-//   waits for the current stream.
-// - Memory that is freed is overwritten by a kernel on the stream it was allocated on, and is the next to be given out
-//   on that stream, as caching allocators do. So a stream that was not made to wait sees the pattern.
-// - With a host queue, kernels, records and waits are queued on the host first, which another thread works off later;
-//   only a query of a stream waits for that queue. Some vendors' torch plug-ins are made like this.
+// - `copy_` between two of its tensors, `fill_`, `zero_`, `add_`, `mul_` and `div_` are kernels: each is put on the
+//   current stream, sleeps there, and then works on raw addresses without holding a reference. All other operators fall
+//   back to the CPU, which waits for the current stream.
+// - When memory is freed, a kernel on the stream on which it was allocated overwrites it with a pattern. It is the next
+//   memory that is allocated on that stream, as with caching allocators. So a stream that was not made to wait reads
+//   the pattern.
+// - With a host queue, kernels, records and waits first enter a queue on the host, and another thread issues them
+//   later. Only a query of a stream waits for that queue. Some vendors' torch plug-ins have such a queue.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/GeneratorForPrivateuseone.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -50,12 +50,12 @@ constexpr unsigned char kPoison = 0xDB;
 
 Runtime runtime = own::runtime();
 
-// Set before the first kernel by the test, read by all.
+// The test sets these before the first kernel; all threads read them.
 std::atomic<int64_t> kernel_delay_us{0};
 std::atomic<int64_t> host_delay_us{-1};  // negative: no host queue
 std::atomic<bool> native_handles{true};
 std::atomic<int> capturing{0};
-// Whether the guard tells of it.
+// Whether the guard reports a capture.
 std::atomic<int> tells_captures{1};
 std::atomic<int64_t> kernels{0};
 
@@ -65,7 +65,7 @@ void sleep_us(int64_t us) {
   if (us > 0) std::this_thread::sleep_for(std::chrono::microseconds(us));
 }
 
-// While it is shut no kernel begins, so a host that waits for one hangs, and one that does not goes on.
+// While the gate is shut no kernel begins. So a host thread that waits for a kernel hangs, and all others continue.
 class Gate {
  public:
   void set(bool shut) {
@@ -84,7 +84,8 @@ class Gate {
   bool shut_ = false;
 };
 
-// Held by each kernel while it uses torch, and for ever when the process goes down: kernels of a device end with it.
+// Each kernel holds this lock while it uses torch. When the process ends, the lock is taken for ever, so that no kernel
+// runs after that.
 std::shared_mutex& alive() {
   static auto* one = new std::shared_mutex();
   return *one;
@@ -97,7 +98,7 @@ Gate& gate() {
 
 // ------------------------------------------------------------------------------------------------ the host queue
 
-// One for all streams, first in first out.
+// One queue for all streams, first in first out.
 class HostQueue {
  public:
   void push(std::function<void()> task) {
@@ -142,14 +143,14 @@ HostQueue& host_queue() {
   return *queue;
 }
 
-// Always set: some runtimes have no device on a thread that never named one.
+// The device is always set, because in some runtimes a thread has no device before it selects one.
 void on_device(int device, const std::function<void()>& call) {
   runtime.set_device(device);
   call();
   if (current_device != device) runtime.set_device(current_device);
 }
 
-// Runs a call to the runtime now, or later where there is a host queue.
+// Makes a call to the runtime now or, if there is a host queue, later.
 void queued(int device, std::function<void()> call) {
   if (host_delay_us < 0) return on_device(device, call);
   host_queue().push([device, call = std::move(call)] {
@@ -194,14 +195,14 @@ void* raw_current(int device) {
   return raw_stream(device, current_stream[device]);
 }
 
-// Of a `c10::Event`. The record may still be in the host queue.
+// The data of a `c10::Event`. Its record may still be in the host queue.
 struct Recorded {
   void* raw = nullptr;
   int device = 0;
   std::shared_ptr<std::atomic<int>> queued = std::make_shared<std::atomic<int>>(0);
 };
 
-// `c10::Event::eventId()` must be the raw event; this finds the rest.
+// `c10::Event::eventId()` must be the raw event; this table has the other data of the event.
 struct Events {
   std::mutex mutex;
   std::map<void*, Recorded> known;
@@ -215,7 +216,7 @@ Events& events() {
 Recorded recorded(void* event) {
   std::lock_guard<std::mutex> lock(events().mutex);
   const auto found = events().known.find(event);
-  // One that was made without us: it counts as recorded.
+  // An event that was made elsewhere counts as recorded.
   return found == events().known.end() ? Recorded{event, current_device} : found->second;
 }
 
@@ -239,8 +240,8 @@ void synchronize(int device, void* stream) {
   on_device(device, [&] { runtime.stream_sync(stream); });
 }
 
-// The first launch of each kernel loads it, which may wait until the device is idle, as with CUDA's lazy loading. The
-// simulated device waits always, from the moment at which this is turned on, and meanwhile answers no query.
+// With CUDA's lazy loading the first launch of a kernel loads it, and loading may wait until the device is idle. When
+// this is turned on, the simulated device always waits for that, and answers no query meanwhile.
 class Kernels {
  public:
   void lazy(bool on) {
@@ -372,7 +373,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryStream(const c10::Stream& stream) const override {
     drain();
     bool idle = false;
-    // Asking a stream that is being captured would break the capture.
+    // A query of a stream that is being captured would break the capture.
     if (capturing > 0) return idle;
     on_device(stream.device_index(), [&] { idle = runtime.stream_query(raw_stream(stream)); });
     return idle;
@@ -390,7 +391,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       if (stream != nullptr) synchronize(device, stream);
     }
   }
-  // Overrides where torch asks for it, which older versions do not.
+  // In newer versions of torch this overrides a function of the base class.
   bool isStreamCapturing(const c10::Stream&) const { return capturing > 0 && tells_captures > 0; }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override;
 };
@@ -407,11 +408,11 @@ struct Block {
   void* address;
   size_t bytes;
   int device;
-  c10::StreamId stream;             // it was allocated on
-  std::set<c10::StreamId> used_on;  // besides
+  c10::StreamId stream;             // the stream on which it was allocated
+  std::set<c10::StreamId> used_on;  // further streams that use it
 };
 
-// Blocks are never given back to the process, so that a late kernel reads the pattern and not a hole.
+// Blocks are never returned to the process, so that a late kernel reads the pattern and does not crash.
 class Memory final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
@@ -433,13 +434,13 @@ class Memory final : public c10::Allocator {
     return {block->address, block, &release, where};
   }
 
-  // No more blocks than that are given out.
+  // Sets the largest number of blocks that may be in use.
   void limit(int64_t blocks) {
     std::lock_guard<std::mutex> lock(mutex_);
     limit_ = blocks;
   }
 
-  // Blocks that are in use.
+  // The number of blocks in use.
   int64_t given_out() {
     std::lock_guard<std::mutex> lock(mutex_);
     return given_out_;
@@ -461,7 +462,7 @@ class Memory final : public c10::Allocator {
 
   void take_back(Block* block) {
     void* own = raw_stream(block->device, block->stream);
-    // The allocation's stream waits for the others that were said to use the block.
+    // The allocation's stream waits for the other streams that were recorded as users of the block.
     for (const c10::StreamId other : block->used_on) {
       if (other == block->stream) continue;
       void* theirs = raw_stream(block->device, other);
@@ -523,7 +524,7 @@ const bool hooks_registered = [] {
 
 // ------------------------------------------------------------------------------------------------ operators
 
-// Raw memory as a CPU tensor, which holds nothing alive.
+// The tensor's memory as a CPU tensor, which does not keep the memory alive.
 at::Tensor on_host(const at::Tensor& tensor) {
   const at::AutoDispatchBelowADInplaceOrView below;
   if (!tensor.device().is_privateuseone()) return tensor;
@@ -574,12 +575,12 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
   const at::Tensor& ours = to.device().is_privateuseone() ? to : from;
   const c10::DeviceGuard on(ours.device());
   kernel("copy", ours, [source = on_host(from), target = on_host(to)] { target.copy_(source); });
-  // As with pageable memory: nothing that is on the host may change before it was read.
+  // As with pageable memory, the call returns only when the host's memory has been read or written.
   if (from.device().is_cpu() || to.device().is_cpu()) wait_for_current(ours);
   return to;
 }
 
-// One kernel for all, as on other devices.
+// The copies of a whole list.
 void foreach_copy(at::TensorList to, at::TensorList from, bool) {
   for (size_t i = 0; i < to.size(); ++i) {
     if (!to[i].device().is_privateuseone() || !from[i].device().is_privateuseone()) {
@@ -610,7 +611,7 @@ at::Tensor& zero(at::Tensor& tensor) {
   return fill_scalar(tensor, 0);
 }
 
-// The other operand: a number that lives on the CPU is read now.
+// The other operand. A number on the CPU is read now.
 at::Tensor operand(const at::Tensor& other) {
   return other.device().is_privateuseone() ? on_host(other) : other.clone();
 }
@@ -698,7 +699,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("div_.Tensor", &div);
 }
 
-// A copy reads and writes lazily conjugated and negated tensors as they are; torch would copy them first, by a copy.
+// A copy reads and writes lazily conjugated and negated tensors directly; otherwise torch would resolve them first, by
+// a copy.
 TORCH_LIBRARY_IMPL(aten, Conjugate, library) {
   library.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
@@ -711,7 +713,7 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
-// Made after torch learned of the operators, so it goes before they do.
+// Created after the operators were registered, so it is destroyed before they are.
 struct Leaving {
   ~Leaving() { alive().lock(); }
 } leaving;
@@ -752,8 +754,8 @@ void sim_set_lazy_kernels(int on) {
 void sim_set_native_handles(int on) {
   native_handles = on != 0;
 }
-// The kernels of vendors' libraries do not pass the gate. One of ours that waits there holds those behind it on the
-// current stream, too: else a call that nothing is put in front of could run, and end, while the device is held.
+// The kernels of vendors' libraries do not pass the gate. So one of our kernels waits there on the current stream, and
+// holds up the work behind it. Otherwise a library's call could run, and end, while the device is held.
 void sim_hold(int on) {
   gate().set(on != 0);
   if (on != 0) launch(current_device, raw_current(current_device), [] { gate().pass(); });
@@ -780,12 +782,12 @@ int sim_current_device() {
 void sim_set_device(int device) {
   guard.setDevice({kType, static_cast<c10::DeviceIndex>(device)});
 }
-// Null when it went well, else why not: no exception may pass through what Python calls C by. The text is the thread's,
+// Returns null, or the text of the error, because no exception may pass through ctypes. The text belongs to the thread
 // until its next call.
 const char* sim_synchronize(int device) {
   return refusal([&] { guard.synchronizeDevice(static_cast<c10::DeviceIndex>(device)); });
 }
-// Before the first stream.
+// Call it before the first stream is made.
 const char* sim_use_library(const char* path, const char* flavour) {
   return refusal([&] { runtime = library::open(path, flavour); });
 }

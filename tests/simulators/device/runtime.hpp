@@ -1,5 +1,5 @@
-// The streams and events of the test device: one table of functions, implemented either by the device's own threads or
-// by the C library of a simulated vendor, whose raw handles torch's streams then carry.
+// The streams and events of the test device, as a table of functions. Either the device's own threads implement them,
+// or the C library of a simulated vendor; torch's streams then have the raw handles of that library.
 #pragma once
 
 #include <dlfcn.h>
@@ -17,8 +17,8 @@
 
 namespace sim {
 
-// Handles are opaque. `query` is true when nothing is outstanding. An event stands for its last record; waiting for one
-// that was never recorded waits for nothing.
+// Handles are opaque. A query is true if no work is pending. An event stands for its last record; a wait for an event
+// that was never recorded returns at once.
 struct Runtime {
   void (*set_device)(int device) = nullptr;
   void* (*stream_create)() = nullptr;  // on the device of the calling thread; never destroyed
@@ -40,12 +40,12 @@ namespace own {
 
 using Clock = std::chrono::steady_clock;
 
-// Outlives the handle: streams that were told to wait hold it.
+// It outlives the handle, because streams that wait for the event hold it.
 struct EventState {
   std::mutex mutex;
   std::condition_variable changed;
-  uint64_t recorded = 0;  // records asked for
-  uint64_t reached = 0;   // the latest one that its stream has come to
+  uint64_t recorded = 0;  // number of requested records
+  uint64_t reached = 0;   // number of the last record that its stream has reached
   Clock::time_point when;
 
   void wait(uint64_t record) {
@@ -113,7 +113,7 @@ class Stream {
 
 inline Stream& stream_of(void* handle) {
   auto* stream = static_cast<Stream*>(handle);
-  // As a real runtime: a handle is good only on threads that have its device.
+  // As in a real runtime, a handle is valid only on threads that have selected its device.
   if (stream->device != device) {
     throw std::runtime_error("a stream of device " + std::to_string(stream->device) +
                              " was used by a thread whose device is " + std::to_string(device));
@@ -182,7 +182,7 @@ namespace library {
 
 inline void* handle = nullptr;
 
-// A function of the library by its C name; null where it has none.
+// A function of the library by its C name; null if the library lacks it.
 template <class Function>
 Function* symbol(const char* name) {
   return reinterpret_cast<Function*>(::dlsym(handle, name));
@@ -199,7 +199,7 @@ inline void ok(const char* what, int code) {
   if (code != 0) throw std::runtime_error(std::string(what) + " gave " + std::to_string(code));
 }
 
-// A call by name. Looking it up each time is slow and short, which is right for a test.
+// Calls a function by its name. Looking it up for each call is slow, but the code is short, and this is a test.
 template <class... Arguments>
 int call(const char* name, Arguments... arguments) {
   return needed<int(Arguments...)>(name)(arguments...);
@@ -210,7 +210,7 @@ int call(const char* name, Arguments... arguments) {
 inline Runtime acl() {
   if (auto* init = symbol<int(const char*)>("aclInit")) {
     const int code = init(nullptr);
-    if (code != 0 && code != 100002) ok("aclInit", code);  // 100002: somebody else has done it
+    if (code != 0 && code != 100002) ok("aclInit", code);  // 100002: already initialised
   }
   Runtime made;
   made.set_device = [](int device) { SIM_CALL("aclrtSetDevice", static_cast<int32_t>(device)); };
@@ -291,7 +291,7 @@ inline Runtime cuda() {
   };
   made.stream_create = []() -> void* {
     void* stream = nullptr;
-    SIM_CALL("cuStreamCreate", &stream, 1U);  // not ordered behind the default stream
+    SIM_CALL("cuStreamCreate", &stream, 1U);  // not ordered with the default stream
     return stream;
   };
   made.stream_query = [](void* stream) { return call("cuStreamQuery", stream) == 0; };

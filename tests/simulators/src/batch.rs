@@ -119,8 +119,8 @@ fn stream_error(vendor: Vendor, fault: Fault) -> Option<i32> {
     }
 }
 
-/// Issues operations when their ranks are connected, those of one communicator together. They run on the first of their
-/// streams, after what was issued on the other streams before, and before what will be issued there later.
+/// Issues operations when their ranks are connected; operations of one communicator are issued together. They run on
+/// the first of their streams: after earlier work of the other streams, and before later work there.
 pub fn launch(entries: Vec<Entry>) -> Result<()> {
     type Together = (Arc<Comm>, Vec<Arc<Stream>>, Vec<Call>);
     let mut comms: Vec<Together> = Vec::new();

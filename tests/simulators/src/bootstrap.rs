@@ -29,7 +29,7 @@ pub struct Place {
 
 fn random() -> Name {
     let mut name = [0; NAME];
-    // SAFETY: the buffer is as long as said.
+    // SAFETY: the buffer has the length that is passed.
     let got = unsafe { libc::getrandom(name.as_mut_ptr().cast(), NAME, 0) };
     assert_eq!(got, NAME as isize, "getrandom gives small requests whole");
     name

@@ -29,7 +29,7 @@ pub struct Call {
     /// Bytes of each rank's block, if they differ.
     pub in_blocks: Vec<usize>,
     pub out_blocks: Vec<usize>,
-    /// Address to which the input is copied, too: at the root of a broadcast that is not in place.
+    /// Address to which the input is also copied, at the root of a broadcast that is not in place.
     pub copy_to: Option<usize>,
     /// Factor on the device by which the input is multiplied. Read when the operation runs.
     pub factor: Option<Scalar>,
@@ -158,7 +158,7 @@ pub struct Running {
 }
 
 impl Running {
-    /// Reads the input. The private memory must not move or be freed before every operation has ended, so `self` may
+    /// Reads the input. The private memory must not move or be freed before every operation has ended, so `self` must
     /// not be dropped before; `Comm::perform` ensures that.
     pub fn new(call: &Call) -> Running {
         let mut input = call.inputs.iter().flat_map(|span| memory::read(span.addr, span.bytes)).collect::<Vec<u8>>();
@@ -223,7 +223,7 @@ impl Running {
         }
     }
 
-    /// True for a message of a rank to itself.
+    /// True for a message from a rank to itself.
     pub fn is_own(&self, me: u32) -> bool {
         self.call.kind.is_p2p() && self.call.root == me
     }

@@ -25,7 +25,7 @@ pub struct Capture {
     works: Mutex<Vec<Arc<dyn Work>>>,
     /// Streams that joined the capture.
     joined: Mutex<Vec<Arc<Stream>>>,
-    /// Addresses of the joined streams whose last work the origin does not wait for yet.
+    /// Addresses of the joined streams that have work for which the origin does not wait yet.
     astray: Mutex<HashSet<usize>>,
 }
 

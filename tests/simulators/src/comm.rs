@@ -51,7 +51,7 @@ pub enum Fault {
     /// A peer died, left or aborted.
     Remote = 1,
     Aborted = 2,
-    /// `SAGELLM_SIM_ERROR_AT` asked for it.
+    /// `SAGELLM_SIM_ERROR_AT` has requested it.
     Injected = 3,
     Timeout = 4,
     /// Ranks called different operations.
@@ -379,7 +379,7 @@ impl Comm {
         Fault::Aborted
     }
 
-    /// Runs calls together, on a stream's thread, when their turn comes.
+    /// Runs calls together when their turn comes. Called on a stream's thread.
     pub fn perform(&self, ticket: u64, calls: &[Call]) -> Fault {
         let mut fault = self.wait_turn(ticket);
         if fault == Fault::None {
@@ -409,7 +409,7 @@ impl Comm {
         fault
     }
 
-    /// The fault that the variables ask for in one of the next `calls` operations of this process.
+    /// The fault that the variables request for one of the next `calls` operations of this process.
     fn inject(&self, calls: usize) -> Fault {
         static DONE: AtomicUsize = AtomicUsize::new(0);
         let first = DONE.fetch_add(calls, Ordering::Relaxed) + 1;

@@ -5,7 +5,7 @@
 //! and so does the time limit.
 //!
 //! For CNCL the behaviour is not known, so it is assumed to be the same. A collective connects all ranks by its kind,
-//! once for small and once for large data, because another algorithm serves large data. Gathers, scatters and
+//! once for small and once for large data, because large data uses a different algorithm. Gathers, scatters and
 //! all-to-alls are messages.
 
 use std::collections::BTreeSet;
@@ -22,7 +22,7 @@ use crate::comm::{Comm, Vendor};
 use crate::settings;
 use crate::trace;
 
-/// From this size on, in bytes, a collective uses another algorithm.
+/// From this size on, in bytes, a collective uses the algorithm for large data.
 const LARGE: usize = 1 << 20;
 /// Interval at which a wait checks for the other ranks.
 const LOOK: Duration = Duration::from_millis(1);
@@ -119,7 +119,7 @@ impl Connecting<'_> {
     }
 }
 
-/// False if the store's process has ended, too: such a store does not answer, and neither does a peer that has ended.
+/// Also false if the store's process has ended: neither its store nor a peer that has ended answers.
 fn has(store: Option<&Client>, key: &str) -> bool {
     matches!(store.map(|store| store.try_get(key)), Some(Ok(Some(_))))
 }

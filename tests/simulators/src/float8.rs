@@ -20,8 +20,8 @@ fn to_f32(number: i32, byte: u8) -> f32 {
     if byte & 0x80 == 0 { size } else { -size }
 }
 
-/// Rounds to the nearest number, and to the even one of two equally near. Too large a number becomes the largest finite
-/// one.
+/// Rounds to the nearest number; if two are equally near, to the even one. A number that is too large becomes the
+/// largest finite one.
 fn from_f32(number: i32, value: f32) -> u8 {
     let sizes = (0..0x80u8).filter(|byte| to_f32(number, *byte).is_finite());
     let away = |byte: &u8| (f64::from(to_f32(number, *byte)) - f64::from(value.abs())).abs();

@@ -1,10 +1,10 @@
 //! Streams. Each stream has a thread that does its work in order, so the work that a call issues may still be pending
 //! when the call returns.
 //!
-//! A stream may be fed through a host queue, as torch_npu's streams are. Then a call does not issue a record; another
-//! thread issues it later, or a query of the stream's state does. Other work on the same stream issues the queued
-//! records first, so only other streams see the delay: a wait for an event whose record is still in the queue waits for
-//! nothing.
+//! The event records of a stream may pass through a host queue, which all streams share; torch_npu's streams have such
+//! a queue. Then a call does not issue a record; another thread issues it later, or a query of the stream's state does.
+//! Other work on the same stream issues the queued records first, so only other streams see the delay: a wait for an
+//! event whose record is still in the queue waits for nothing.
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
@@ -50,7 +50,7 @@ impl<F: Fn() + Send + Sync + 'static> Work for Again<F> {
 
 struct Issued {
     task: Task,
-    /// Also run on a stream that has failed, because others wait for it.
+    /// True if this work also runs on a stream that has failed, because other streams wait for it.
     always: bool,
 }
 
@@ -71,8 +71,8 @@ pub struct Stream {
     changed: Condvar,
     /// The runtime's error, or 0. Written by the stream's thread (release), read by callers (acquire).
     fault: AtomicI32,
-    /// Delay of the host queue in microseconds; 0 for a stream that is fed directly. Callers set and read it (relaxed:
-    /// it orders no other memory access).
+    /// Delay of this stream's records in the host queue, in microseconds; 0 if they are issued at once. Callers set and
+    /// read it (relaxed: it orders no other memory access).
     host_queue: AtomicU64,
 }
 

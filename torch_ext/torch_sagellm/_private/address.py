@@ -1,8 +1,8 @@
 """The addresses at which other ranks reach this process, and gloo's devices at these addresses.
 
 The delegate, the link and the port of ``alive`` all listen at addresses chosen by one rule. If SAGELLM_SOCKET_IFNAMES,
-or else GLOO_SOCKET_IFNAME, names interfaces, only their addresses are used; with the first of these variables each
-interface has a connection to each process. Otherwise, best first:
+or else GLOO_SOCKET_IFNAME, names interfaces, only their addresses are used. SAGELLM_SOCKET_IFNAMES also gives each
+interface its own connection to each process. Otherwise these addresses are used, best first:
 
 1. the address by which this host reaches the store of the group: the other ranks reach the same store, so they are
    likely to reach this address, whatever this host's name is;
@@ -10,9 +10,9 @@ interface has a connection to each process. Otherwise, best first:
 3. the address of the default route, and then of any interface that is up;
 4. the loopback interface, which serves ranks of one host.
 
-A rank puts all of them into its record of the rendezvous (`Addresses.text`). Rank 0 chooses the kind of address for all
-ranks (src/rendezvous/addresses.rs), because the two ends of a connection must be of one address family. Finding the
-addresses sends nothing, and looks up no name except the store's, to which this process has connected before.
+A rank puts all its addresses into its record of the rendezvous (`Addresses.text`). Rank 0 chooses the kind of address
+for all ranks (src/rendezvous/addresses.rs), because the two ends of a connection must be of one address family. Finding
+the addresses sends nothing, and looks up no name except the store's, to which this process has connected before.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def of_interface(name: str) -> list[str]:
 
 
 def _ipv6() -> Iterator[tuple[str, str]]:
-    """IPv6 addresses and their interfaces, as the kernel lists them, without those that are not usable (yet)."""
+    """The usable IPv6 addresses and their interfaces, as the kernel lists them."""
     unusable = 0x08 | 0x40  # flags of the kernel: duplicate address found; duplicate detection still running
     with contextlib.suppress(OSError), open("/proc/thread-self/net/if_inet6") as lines:
         for line in lines:

@@ -4,8 +4,8 @@ Each process that has groups over several hosts or under a delegate listens at o
 group listens, but accepts no connection to serve it. The kernel completes the handshake, even if the process is stopped
 or busy. When the process ends for any reason, its connections break and a new one is refused. A refused connection is
 the only evidence that the process is gone. A connection that is closed in order is no evidence, because the process
-closes waiting connections to empty the queue. If a host is unreachable, or the queue of the port is full, there is no
-answer, which is no evidence either. The connections of gloo and of the link cannot be used, because a live rank whose
+closes waiting connections to empty the queue. If a host is unreachable, or the queue of the port is full, no answer
+comes, and that is no evidence either. The connections of gloo and of the link cannot be used, because a live rank whose
 group failed has closed them.
 """
 
@@ -41,7 +41,7 @@ _told = False
 def announce(store: Any, rank: int, addresses: list[str], agreed: bool) -> None:
     """Publishes in the store where this rank's process listens. Every rank calls it when the group is created.
 
-    ``agreed``: all ranks have agreed to use addresses of this kind. If they have not agreed, a loopback address is not
+    ``agreed``: all ranks have agreed to use addresses of this kind. Without that agreement a loopback address is not
     published, because on each host it means that host.
     """
     usable = [each for each in addresses if agreed or not _address.is_loopback(each)]
@@ -226,5 +226,5 @@ class Watch:
         if code == errno.ECONNREFUSED:
             self.gone.add(rank)
         elif code in (errno.ECONNRESET, errno.EPIPE):
-            # Either the process has ended or it has closed this connection. A new connection shows which.
+            # Either the process has ended, or it has only closed this connection. A new connection shows which is true.
             self._connect(rank)

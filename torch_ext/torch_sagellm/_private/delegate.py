@@ -1,4 +1,4 @@
-"""Connects the ranks of a group: by a delegate if the engine cannot serve them, or by the link between hosts.
+"""Connects the ranks of a group: through a delegate if the engine cannot serve them, or through the link between hosts.
 
 The delegate is created here, in Python, because torch ships the classes of its groups without their headers. The C++
 side then calls it as a c10d backend and releases it in shutdown.
@@ -54,7 +54,8 @@ def _require_descriptors(options: Any) -> None:
     """
     from torch.distributed import DistBackendError
 
-    # One connection to each other rank, plus gloo's own port, its event loop, and files that it opens temporarily.
+    # A gloo group needs one connection to each other rank, its own port, its event loop, and files that it opens
+    # temporarily.
     needed = options.group_size + 8
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
@@ -99,7 +100,7 @@ def check(name: str) -> str:
 
 @dataclass(frozen=True)
 class Facts:
-    """The fields that this package uses of the struct in which torch describes a group."""
+    """Of the struct in which torch describes a group: the fields that this package uses."""
 
     store: Any
     group_rank: int
@@ -134,7 +135,7 @@ def make(name: str, options: Any, decided: Any, addresses: list[str], links: int
 
 
 def build(wanted: str, options: Any, prefix: str, addresses: list[str]) -> Any:
-    """Creates the built-in group over the same ranks. ``prefix`` separates the keys of several groups in one store."""
+    """Creates a group of torch's over the same ranks. ``prefix`` separates the keys of several groups in one store."""
     from torch.distributed import PrefixStore
     from torch.distributed import distributed_c10d as c10d
 

@@ -1,7 +1,7 @@
 """Loads the extension module that was built for the installed torch.
 
 A build from sources has one extension, ``_C``, for the torch that it was built with. A wheel has one for each minor
-version that it serves, such as ``_C_t211`` for torch 2.11.
+version of torch that it serves, such as ``_C_t211`` for torch 2.11.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def _mend(source: str, is_wheel: bool = False) -> str:
 def check(built_for: Iterable[str], running: str, source: str) -> str:
     """Returns the version in ``built_for`` that fits the torch ``running``; raises if none fits.
 
-    The layout of c10d's classes changes with every minor version. An extension that is loaded under another version may
-    fail at once with an unknown symbol, or load and call the wrong methods. Therefore this is checked before it is
-    loaded.
+    The layout of c10d's classes changes with every minor version. An extension that is loaded under a different version
+    may fail at once with an unknown symbol, or load and call the wrong methods. Therefore the version is checked before
+    the extension is loaded.
     """
     built = list(built_for)
     for version in built:
@@ -128,7 +128,7 @@ def _load() -> ModuleType:
         made_for = getattr(found, "torch_version_built", "unknown")
         if made_for != built_for:
             raise ImportError(f"{found.__file__} is not the one of this package: it is for torch {made_for}")
-    # pybind11 raises other errors than ImportError if an extension belongs to another torch.
+    # If an extension was built for a different torch, pybind11 raises errors that are not ImportErrors.
     except Exception as error:
         raise Unusable(
             f"sagellm's extension does not load under Python {sys.version.split()[0]} with torch "

@@ -32,8 +32,8 @@ _told = threading.Lock()
 def create(options: Any, pg_options: Any = None) -> Any:
     """Creates the backend of one group, after a rendezvous with its other ranks. torch calls it.
 
-    ``options`` is the struct in which torch describes the group. Its newer fields ``process_group`` and ``split_from``,
-    which torch 2.11 does not have, are not read. ``pg_options`` are the user's options, if any: ours, or the plain
+    ``options`` is the struct in which torch describes the group. The fields ``process_group`` and ``split_from`` are
+    not read, because torch 2.11 does not have them. ``pg_options`` are the user's options, if any: ours, or the plain
     options of torch.
     """
     # torch's coalescing manager uses `regions` from now on.
@@ -135,7 +135,7 @@ _BOOLEANS = {"0": False, "off": False, "false": False, "no": False, "1": True, "
 
 
 def inherited(extension: ModuleType, options: Any) -> Any:
-    """The options of a group that is created without any, as by ``new_group(ranks)`` or a ``DeviceMesh``.
+    """The options of a group for which none were passed, as in ``new_group(ranks)`` or a ``DeviceMesh``.
 
     They are copied from a group of ours that contains all ranks of the new group, so that each of these ranks finds the
     same one: the default group if it is one, otherwise the group that was created first. If there is no such group, the
@@ -197,9 +197,9 @@ def _vendor(text: str) -> str:
 def _detach_flight_recorder() -> None:
     """Disables torch's generic flight recorder, unless the user enabled it by ``TORCH_FR_BUFFER_SIZE``.
 
-    The recorder costs 1.5 us per synchronous call. When a group fails, it writes its trace on a thread that needs the
-    interpreter, which aborts a program that exits meanwhile. torch (from 2.15 on) attaches the recorder right after
-    this creator has returned, to every backend that is not in this set.
+    The recorder costs 1.5 us per synchronous call. When a group fails, the recorder writes its trace on a thread that
+    needs the interpreter; if the program exits meanwhile, this aborts it. torch (from 2.15 on) attaches the recorder
+    right after this creator has returned, to every backend that is not in this set.
     """
     from torch.distributed import distributed_c10d as c10d
 

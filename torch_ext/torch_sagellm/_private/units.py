@@ -30,7 +30,7 @@ def size_text(nbytes: int) -> str:
 
 
 def show_size(size: float) -> str:
-    """A size with three digits, such as ``64 KiB`` or ``1.43 MiB``."""
+    """A size with up to three digits (four from 1000 on), such as ``64 KiB`` or ``1.43 MiB``."""
     name, factor = next(((name, factor) for name, factor in BINARY if size >= 0.9995 * factor), ("B", 1))
     number = size / factor
     return f"{number:.0f} {name}" if number >= 999.5 else f"{number:.3g} {name}"

@@ -1,7 +1,7 @@
 """Checks the values of this package's environment variables: when the first group is created, and in ``doctor``.
 
-The core reads each variable when it needs it, and uses the default if the value is invalid. So that this does not go
-unnoticed, each process warns about it once.
+The core reads each variable when it needs it, and uses the default if the value is invalid. Each process warns about an
+invalid value once, so that it is noticed.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _folder(text: str) -> str | None:
 
 @dataclass(frozen=True)
 class Rule:
-    """The valid values of a variable: ``judge`` returns what was expected, or None for a valid value."""
+    """The valid values of a variable: ``judge`` returns a text with the expected values, or None for a valid value."""
 
     judge: Callable[[str], str | None]
     #: The effect of any other value.

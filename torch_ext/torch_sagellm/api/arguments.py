@@ -24,7 +24,7 @@ Seconds = float | timedelta
 
 def checked_tensor(what: str, tensor: Any) -> None:
     """Raises a TypeError for the call ``what`` if an argument is not a tensor."""
-    if type(tensor) is not torch.Tensor and not isinstance(tensor, torch.Tensor):  # the first is ten times faster
+    if type(tensor) is not torch.Tensor and not isinstance(tensor, torch.Tensor):  # the first test is ten times faster
         raise TypeError(f"sagellm {what}: got a {type(tensor).__name__}, expected a tensor")
 
 
@@ -128,7 +128,7 @@ def checked_root(what: str, root_rank: int, world_size: int, order: str) -> int:
 def checked_op(what: str, op: Op) -> str:
     """torch's name of a reduce op, given by name or as torch's object.
 
-    Any other is a ValueError that names ``what``.
+    For any other op it raises a ValueError that names ``what``.
     """
     if isinstance(op, str):
         if found := OPS.get(op.lower()):

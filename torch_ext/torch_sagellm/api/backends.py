@@ -127,8 +127,8 @@ def create_comm_backend(
 ) -> CommBackend:
     """Returns a communication backend over the ranks of this job.
 
-    It uses the running process group (or ``group``). If that group is of another backend or has other settings, it
-    creates a further group over the same ranks. If no group is running, it starts one from the environment that
+    It uses the running process group (or ``group``). If that group is of a different backend or has different settings,
+    it creates a further group over the same ranks. If no group is running, it starts one from the environment that
     torchrun sets, or without that environment a group of one rank. Equal arguments return the same object, as long as
     its group exists.
 

@@ -1,4 +1,4 @@
-"""Lists of tensors that are reduced together, reusable memory, and a report of what a block of code sends."""
+"""Lists of tensors that are reduced together, reusable memory, and a report of the data that a block of code sends."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ class CommReport:
     seconds: float = 0.0
     #: Number of operations that ended, by kind.
     operations: dict[str, int] = field(default_factory=dict)
-    #: Bytes of the inputs or outputs of these operations on this rank, whichever is more.
+    #: Bytes of these operations on this rank: for each, of its inputs or its outputs, whichever is more.
     nbytes: int = 0
     #: Sum of the seconds that operations of this rank waited for other ranks.
     waiting: float = 0.0
@@ -221,9 +221,9 @@ class monitor_communication:  # named like a function, because it is used like o
     """Counts the communication of this process while a block or a function runs, and prints it as one line.
 
     All groups of ours are counted: process groups, and ranks of one process, each of which counts its own calls. As a
-    context manager it returns a ``CommReport``, which is filled at the end of the block. As a decorator, of functions
-    and methods, also asynchronous ones, it stores the report of the call that ended last in the function's attribute
-    ``report``.
+    context manager it returns a ``CommReport``, which is filled at the end of the block. As a decorator of functions
+    and methods, asynchronous ones included, it stores the report of the call that ended last in the function's
+    attribute ``report``.
 
     Args:
         what: the function, or a name for the report.

@@ -39,7 +39,7 @@ class Call:
     result: torch.Tensor | None = None
     #: How long it waits for the other ranks; None means the topology's timeout.
     timeout: timedelta | None = None
-    #: Copies: of the input, for the core, and of the previous values of ``result``.
+    #: Copies: of the input, which the core reads, and of the previous values of ``result``.
     given: torch.Tensor | None = None
     before: torch.Tensor | None = None
     #: Earlier calls of the same rank that write what this call reads or writes. They must end first.
@@ -175,8 +175,8 @@ def share_memory(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
         return False
     if one.is_contiguous() and other.is_contiguous():
         return True
-    # The ranges overlap, but the tensors may be different columns: mark the bytes of one, then look up those of the
-    # other.
+    # The ranges overlap, but the tensors may be different columns of a matrix: mark the bytes of one tensor, then look
+    # up the bytes of the other.
     marks = torch.zeros(max(one_bytes.stop, other_bytes.stop), dtype=torch.bool)
     _at(marks, one, one_bytes.start).fill_(True)
     return bool(_at(marks, other, other_bytes.start).any())

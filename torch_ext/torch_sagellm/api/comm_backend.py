@@ -48,11 +48,11 @@ class CommBackend(CommBackendProtocol):
     """Collectives over one process group, with tensors as arguments and results.
 
     All ranks call the same methods in the same order. Ranks are those of the group, counted from 0. Tensors are on the
-    CPU or on the device of this process; each call may use another. A call that the backend refuses raises a
-    ValueError, and nothing was sent. (A lazily conjugated or negated view as the result is refused, because torch would
-    lose the result.) A call whose deadline passes raises a ``CommTimeoutError``. Other failures (a rank that died,
-    ranks that called different operations) raise a ``torch.distributed.DistBackendError``. After either of the last two
-    errors the group has failed.
+    CPU or on the device of this process; calls may differ in this. A call that the backend refuses raises a ValueError,
+    and nothing was sent. (A lazily conjugated or negated view as the result is refused, because torch would lose the
+    result.) A call whose deadline passes raises a ``CommTimeoutError``. Other failures (a rank that died, ranks that
+    called different operations) raise a ``torch.distributed.DistBackendError``. After either of the last two errors the
+    group has failed.
 
     Asynchronous forms return a ``CommFuture``, a ``torch.futures.Future`` whose ``wait()`` returns what the synchronous
     form returns.
@@ -541,7 +541,7 @@ class CommBackend(CommBackendProtocol):
 
     @staticmethod
     def _run(call: Callable[[], Any], result: torch.Tensor, async_op: bool) -> torch.Tensor | CommFuture:
-        """Makes a call that returns a Work or None, and returns ``result``, or a future of it."""
+        """Makes a call that returns a Work or None. Returns ``result``, or with ``async_op`` a future of it."""
         work = with_timeouts(call)
         if async_op:
             return CommFuture(work, result)

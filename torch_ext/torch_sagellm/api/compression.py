@@ -22,7 +22,7 @@ logger = logging.getLogger("sagellm")
 
 @dataclass
 class CompressionStats:
-    """Counts the bytes of compressed sums: of the tensors, and what was sent, scaled to the same unit.
+    """Counts the bytes of compressed sums: those of the tensors, and those that were sent, scaled to the same unit.
 
     ``sent_bytes`` / ``plain_bytes`` is the traffic that leaves a host (or a rank, if all ranks are on one host),
     divided by the traffic of a plain all_reduce of the same tensors.

@@ -31,7 +31,7 @@ def encoded(flat: Tensor, block: int, blocks: int) -> Tensor:
 
 
 def mark(encoded: Tensor, ranks: int, divisor: int) -> None:
-    """Marks what is sent to each of ``ranks`` ranks as part of an average, unless ``divisor`` is 1: a sum.
+    """Marks the part for each of ``ranks`` ranks as part of an average; a ``divisor`` of 1 means a sum, without a mark.
 
     The mark is the sign of the part's first scale; scales have none. Tensors on devices are not marked, because the
     host would have to wait for the device to read a mark.
@@ -41,7 +41,7 @@ def mark(encoded: Tensor, ranks: int, divisor: int) -> None:
 
 
 def marks(every: Tensor, ranks: int) -> list[bool]:
-    """Removes the marks of the parts that came from ``ranks`` ranks; returns them, or nothing if there are none."""
+    """Removes the marks of the parts that came from ``ranks`` ranks. Returns the marks; an empty list on a device."""
     if not every.is_cpu or not every.numel():
         return []
     signs = every.view(ranks, -1)[:, _SIGN]
@@ -69,9 +69,9 @@ def marks_of_places(every: Tensor, ranks: int) -> list[bool]:
 
 
 def summed(addends: Tensor, block: int, ranks: int, divisor: int) -> Tensor:
-    """The sum of the encoded addends of all ranks, which are stored one after the other in rank order.
+    """The encoded sum of the addends of all ranks, which are stored one after the other in rank order.
 
-    Each is divided first.
+    Each addend is divided by ``divisor`` first.
     """
     into = addends.new_empty(addends.numel() // ranks)
     if addends.is_cpu:

@@ -39,7 +39,8 @@ class Compression(ABC):
     def all_reduce(self, tensor: torch.Tensor, group: Any, key: Any = None) -> int:
         """Sums a contiguous float tensor over the ranks of ``group``, in place; returns the bytes that it sent.
 
-        The result is ``tensor.nbytes`` times the ratio of the bytes that leave the host to those of a plain all_reduce.
+        The returned number is ``tensor.nbytes`` times a ratio: the bytes that leave the host, divided by those of a
+        plain all_reduce.
 
         ``key`` identifies the tensor for compressions that keep a remainder from call to call. A tuple of parameters
         means that the tensor holds their gradients, one after the other, because a bucket of DistributedDataParallel
@@ -49,7 +50,7 @@ class Compression(ABC):
     def average(self, tensor: torch.Tensor, group: Any, key: Any = None) -> int:
         """Like ``all_reduce``, but averages instead of summing.
 
-        A format whose sums may overflow divides before it sums; this method divides after.
+        This method divides after the sum. A format whose sums may overflow overrides it and divides before.
         """
         sent = self.all_reduce(tensor, group, key)
         tensor /= dist.get_world_size(group)
@@ -107,9 +108,9 @@ class Int8(Compression):
 
     Every rank sums one part: it receives this part of all ranks by an all_to_all, and an all_gather distributes the
     sums. If m is the largest magnitude of a block, each addend has an error of at most m / 254; the sum then has
-    another such error for its own m. If several hosts have the same number of ranks, more than one, each host is summed
-    first, in full precision, and its sum is then one addend. A host then sends 25.4 % of what it would send in a plain
-    all_reduce, for any number of its ranks.
+    another such error for its own m. With several hosts that have the same number of ranks each (at least two), each
+    host is summed first, in full precision, and its sum is then one addend. A host then sends 25.4 % of what it would
+    send in a plain all_reduce, for any number of its ranks.
 
     Args:
         block: number of elements that share a scale, at least 1 (ValueError).
@@ -171,11 +172,11 @@ class TopK(Compression):
     """Sends the elements of largest magnitude, the share ``ratio``, and adds the others to the next call's elements.
 
     No element is lost, only delayed: the sum over all calls equals that of plain calls, except for the remainder at the
-    end, which ``residual(key)`` returns. If several hosts have the same number of ranks, more than one, each host is
-    summed first, and each of its ranks selects elements of its part of that sum; a host then sends the same amount for
-    any number of its ranks. An element is sent with its 32-bit index to every other rank (host). A tensor is identified
-    by its ``key``: a number, a name, or the parameter whose gradient it is. The remainder of a parameter is dropped
-    with the parameter. A call that fails changes no remainder.
+    end, which ``residual(key)`` returns. With several hosts that have the same number of ranks each (at least two),
+    each host is summed first, and each of its ranks selects elements of its part of that sum. A host then sends the
+    same amount for any number of its ranks. An element is sent with its 32-bit index to every other rank (host). A
+    tensor is identified by its ``key``: a number, a name, or the parameter whose gradient it is. The remainder of a
+    parameter is dropped with the parameter. A call that fails changes no remainder.
 
     Args:
         ratio: more than 0 and at most 1 (ValueError).
@@ -226,7 +227,7 @@ class TopK(Compression):
             total, sent, called = self._between(part, among.across, divisor)
             _agreed(_called_by_host(called, among, flat))
             total, sent = _whole_of_host(total, among)[: flat.numel()], sent * len(among.columns)
-            # The remainder of this rank's part of the host's sum is added to this rank's addend in the next call.
+            # What remains of this rank's part of the host's sum is added to this rank's addend in the next call.
             rest.zero_()
             begin = among.place * len(part)
             rest[begin : begin + len(part)] = part[: max(len(rest) - begin, 0)]
@@ -349,8 +350,8 @@ def _among(group: Any) -> hosts.Hosts | None:
 def _agreed(called: list[bool]) -> None:
     """Raises the error of a sum that other ranks called as an average; all ranks raise it, and no tensor has changed.
 
-    ``called``: whether each rank asked for an average. Sums and averages send the same bytes, so what is sent says
-    which of the two it belongs to.
+    ``called``: whether each rank asked for an average. Sums and averages send the same number of bytes, so a mark in
+    the data says to which of the two it belongs.
     """
     if any(called) and not all(called):
         raise dist.DistBackendError(
@@ -360,7 +361,7 @@ def _agreed(called: list[bool]) -> None:
 
 
 def _called_by_host(called: list[bool], among: hosts.Hosts, like: torch.Tensor) -> list[bool]:
-    """Adds what the other ranks of this host have seen: each has met one rank of every host."""
+    """Adds what the other ranks of this host have seen: each has exchanged data with one rank of every host."""
     if not called:
         return called
     own = like.new_tensor([float(any(called)), float(all(called))], dtype=torch.float32)

@@ -1,9 +1,9 @@
 """Gradients through the collectives of operators: the backward pass of each calls the dual collective.
 
-In a group of processes, and if each rank of one process has a thread, a backward pass waits for the other ranks, as its
-forward pass does. On the thread that created such ranks nothing may wait, because the other ranks make their calls
-later on the same thread. There a rank's backward pass stops at the operator; when the last rank has reached it, the
-backward passes of all ranks continue.
+In a group of processes, and if each rank of one process has its own thread, a backward pass waits for the other ranks,
+as its forward pass does. On the thread that created ranks of one process nothing may wait, because the other ranks make
+their calls later on the same thread. There a rank's backward pass stops at the operator; when the last rank has reached
+it, the backward passes of all ranks continue.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def crossed(member: Any, kind: str, tensor: torch.Tensor, op: Op = "sum") -> tor
     """Calls all_reduce, all_gather or reduce_scatter (``kind``) with a tensor that autograd follows."""
     name = checked_op(kind, op)
     if isinstance(member, Member) and member.topology.made_here:
-        # An edge of the graph would pass the gradient on at once, so there is none: an empty token replaces the tensor.
+        # An edge of the graph would pass the gradient on at once, so an empty token replaces the tensor and there is no
+        # edge.
         token = torch.empty(0, dtype=tensor.dtype, requires_grad=True)
         result: torch.Tensor = _Later.apply(token, tensor.detach(), _Upstream(tensor), member, kind, name)
     else:
@@ -88,7 +89,7 @@ def _call(member: Any, kind: str, tensor: torch.Tensor, name: str) -> torch.Tens
 
 
 def _dual(member: Any, kind: str, grad: torch.Tensor, name: str) -> tuple[Any, torch.Tensor]:
-    """Returns the method of the dual collective and its input. The losses of all ranks count as one sum."""
+    """Returns the method of the dual collective, and that method's input. The losses of all ranks count as one sum."""
     if name not in ("SUM", "AVG"):
         raise RuntimeError(
             f"sagellm {kind}: there is no gradient of op {name}, only of sum and avg; detach() the tensor"

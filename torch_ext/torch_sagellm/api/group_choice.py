@@ -72,7 +72,7 @@ class GroupSettings:
 
 
 def group_for(group: Any, rank: int | None, world_size: int | None, settings: GroupSettings, who: str) -> Any:
-    """The process group to work in: the given one, the default one, a further one over its ranks, or a started one."""
+    """The process group to work in: the given one, the default one, a new one over its ranks, or a new default one."""
     if group is None and not dist.is_initialized():
         _start(rank, world_size, settings, who)
     base = group if group is not None else dist.group.WORLD

@@ -1,4 +1,4 @@
-"""Sends rows to other ranks in two steps if hosts have several ranks: first between hosts, then inside each host.
+"""If hosts have several ranks, sends rows to other ranks in two steps: first between hosts, then inside each host.
 
 With H hosts of L ranks each rank sends H - 1 messages between hosts instead of (H - 1) * L. Rows for a host are sent to
 the rank on it that has the same place (index within the host) as the sender; that rank passes them on in shared memory.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of a group: several hosts with the same number of ranks each, more than one.
+    """The hosts of a group: several hosts that have the same number of ranks each (at least two).
 
     All lists of ranks are in the order of the groups that are created from them.
     """
@@ -77,7 +77,7 @@ def exchange(rows: Tensor, sent: list[int], received: list[int], hosts: Hosts) -
     counts = torch.tensor([sent[rank] for rank in by_host], device=rows.device)
     theirs = torch.empty_like(counts)
     dist.all_to_all_single(theirs, counts, group=hosts.across)
-    # For each rank of the column: how many rows it has for each place of this host.
+    # For each rank of the column: the number of rows that it has for each place on this host.
     table = theirs.view(len(column), -1).tolist()
     parts = rows.split(sent)
     sizes = [sum(sent[rank] for rank in hosts.host_of[other]) for other in column]

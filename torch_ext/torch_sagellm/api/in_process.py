@@ -107,7 +107,7 @@ class Topology:
         self.alone = _meet(1, self._timeout)[0]
         #: Guards the tensors of all calls, even while an operation runs, and all fields below. Notified when calls end.
         self.changed = threading.Condition()
-        #: By rank: how many collectives it has called.
+        #: By rank: the number of collectives that it has called.
         self._counts = [0] * world_size
         #: Collectives that some rank has not called yet, by number; messages with only one side called, by their ranks
         #: and tag; operations that all their ranks have called.
@@ -129,7 +129,7 @@ class Topology:
         return threading.current_thread() is self._maker
 
     def require_equal_counts(self, what: str) -> None:
-        """Raises a RuntimeError unless all ranks have called the same number of collectives."""
+        """Raises a RuntimeError if some ranks have called more collectives than others."""
         with self.changed:
             fewest, most = min(self._counts), max(self._counts)
         if fewest != most:
@@ -176,7 +176,7 @@ class Topology:
     def wait(self, call: Call, operation: Operation) -> None:
         """Waits for a call that was made without waiting.
 
-        The thread that created the topology does not wait, but raises.
+        The thread that created the topology does not wait: on it, a call that has not ended is an error.
         """
         with torch.inference_mode(), self.changed:
             if not (self.made_here and self._failure is None):
@@ -258,7 +258,7 @@ class Topology:
         )
         seen = [operation]
         while not (missing := operation.missing()):
-            # All its calls have been made, so one of them waits for an earlier call.
+            # All calls of the operation have been made, so one of them waits for an earlier call.
             earlier = operation.unfinished()[0]
             head += f", which waits for {earlier} of rank {earlier.rank}"
             operation = next(each for each in self._unfinished() if each.calls.get(earlier.rank) is earlier)
@@ -315,7 +315,7 @@ class Topology:
         self.changed.notify_all()
 
     def _told(self, call: Call) -> Exception:
-        """The error of a call that another call's failure ends or forbids."""
+        """The error of a call that ends, or is refused, because another call failed."""
         assert self._failure is not None
         kind, why = self._failure
         error: Exception = kind(

@@ -1,9 +1,9 @@
 """Recovery after ranks died: the survivors agree on the remaining ranks and create a group of these ranks.
 
 The survivors communicate in rounds through the store of the group that failed. In a round each rank that calls
-publishes what it observes. The members are decided by one write, of which only the first writer succeeds
-(``compare_set``). The members build a group, and whether all of them have it is decided in the same way. If a member
-dies meanwhile, all start the next round.
+publishes what it observes. The members are decided by one write to the store: several ranks may try it, but only the
+first succeeds (``compare_set``). The members build a group, and whether all of them have it is decided in the same way.
+If a member dies meanwhile, all start the next round.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def recover(group: Any = None, timeout: float | timedelta = 30.0, leave_silent: 
     - A rank that is alive but does not call (because it is stopped, or busy elsewhere) is never excluded. After
       ``timeout`` all other ranks get a ``CommTimeoutError`` that names it, and may call again.
     - Ranks of the same host know at once whether a rank's process exists. Other hosts learn it from a port that each
-      process of a group over several hosts, or under a delegate, opens for this purpose. So ranks that were killed are
-      detected within a second, even if they are all ranks of a host. If a rank of another host has left the group and
-      its process continues, it counts as a rank that is alive but does not call.
+      process of a group over several hosts, or under a delegate, opens for this purpose. So killed ranks are detected
+      within a second, even if all ranks of a host were killed. If a rank of another host has left the group and its
+      process continues, it counts as a rank that is alive but does not call.
     - A rank is excluded only on evidence that its process has ended. A host that has become unreachable (its power, its
       network) cannot be distinguished from a host that is cut off but continues. After ``timeout`` all other ranks get
       a ``CommTimeoutError`` that names its ranks. If you know that they are gone, call again with ``leave_silent=True``
@@ -138,7 +138,7 @@ def _take_over(base: Any, backend: Any, members: list[int], made: Any) -> Any:
 
 
 class _Requests:
-    """Sends requests to a store on a separate thread: its client has no deadline if the server does not answer."""
+    """Sends requests to a store on a separate thread, because its client waits for an answer without a deadline."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -327,7 +327,7 @@ class _Conversation:
             building.wait(PAUSE)
 
     def _look(self, waited_for: set[int], since: float) -> None:
-        """Asks the hosts of ranks that are waited for, and are on other hosts, whether the ranks' processes exist."""
+        """For ranks on other hosts that have not called: asks their hosts whether their processes exist."""
         if time.monotonic() >= since + QUIET:
             here = {self.rank, *self.backend._gone(), *self.backend._watched()}
             for rank in waited_for - here - self.heard.gone:
@@ -397,7 +397,7 @@ class _Conversation:
 
         for place, text in self.requests.ask(listen).items():
             self.heard.read.add(place)
-            # Any process that reaches the store may have written it.
+            # Any process that reaches the store may have written this entry.
             with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
                 self._note(json.loads(text))
 
@@ -468,6 +468,7 @@ def _own_connection(store: Any) -> Any:
         inner = inner.underlying_store
     if not isinstance(inner, dist.TCPStore):
         return store
-    # If the server has ended, torch would try to connect until the timeout of the store; this fails at once.
+    # If the server has ended, torch would try to connect until the timeout of the store, but this connection fails at
+    # once.
     socket.create_connection((inner.host, inner.port)).close()
     return store.clone() if hasattr(store, "clone") else store

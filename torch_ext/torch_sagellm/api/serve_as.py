@@ -1,10 +1,10 @@
 """Serves the name "gloo" with this package, for programs that insist on it. All patches of torch for this are here.
 
 torch 2.15 keeps the creators of its own backends in ``Backend._plugins``. torch 2.11 to 2.13 call the class
-``ProcessGroupGloo`` of ``torch.distributed.distributed_c10d``, and check that the result is an instance of it. Both are
-replaced if they exist, and so is the name in ``torch.distributed``. ``isinstance`` treats our groups as instances of
-that class, and ``create_device`` continues to work. Delegates use torch's own gloo (``delegate``), which is read from
-torch's extension module and never patched.
+``ProcessGroupGloo`` of ``torch.distributed.distributed_c10d``, and check that the result is an instance of it. The
+creator and the class are replaced if they exist, and so is the class's name in ``torch.distributed``. ``isinstance``
+treats our groups as instances of that class, and ``create_device`` continues to work. Delegates use torch's own gloo
+(``delegate``), which is read from torch's extension module and never patched.
 """
 
 from __future__ import annotations

@@ -234,7 +234,7 @@ def share_buckets(model: DistributedDataParallel) -> DistributedDataParallel:
 
 
 class _NewBuckets:
-    """Opens a block from the beginning of a replica's call until its model begins: torch creates the buckets then.
+    """Opens a block when a replica is called, until its model begins: in this time torch creates the buckets.
 
 
     Copies of the model have its hooks too; the hooks of a copy do nothing.
@@ -271,7 +271,7 @@ class _NewBuckets:
 
 
 def outlook() -> str:
-    """For ``doctor``: the limit of such memory in this process, or why there is none.
+    """For ``doctor``: the limit of reachable memory in this process, or why there is none.
 
     Allocates a tensor to find out.
     """

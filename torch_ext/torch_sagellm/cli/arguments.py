@@ -23,7 +23,7 @@ MOST_RANKS = 256
 MOST_BYTES = 1 << 62
 #: The file name that means stdout.
 HERE = Path("-")
-#: From this many ranks for each core on, a command asks before it starts them.
+#: From this number of ranks per core on, a command asks before it starts them.
 RANKS_A_CORE = 4
 
 
@@ -132,14 +132,15 @@ def add_json_file(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def text_beside(is_json: bool, dropped: bool = False) -> Iterator[None]:
-    """If a JSON document is printed on stdout: prints the text for people on stderr, or drops it."""
+    """If a JSON document is printed on stdout, the block's text for people is printed on stderr, or dropped."""
     beside = io.StringIO() if dropped else sys.stderr
     with contextlib.redirect_stdout(beside) if is_json else contextlib.nullcontext():
         yield
 
 
 def agree(count: int, yes: bool) -> None:
-    """Before ``count`` ranks are started: asks if they are many for this machine; without a terminal refuses."""
+    """If ``count`` ranks are many for this machine: asks the user before they are started; without a terminal
+    refuses."""
     cores = len(os.sched_getaffinity(0))
     if yes or count <= RANKS_A_CORE * cores:
         return

@@ -76,7 +76,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Row:
-    """One operation at one size on one backend: seconds of a call on the slowest rank; GB/s are 10^9 bytes.
+    """One operation at one size on one backend: seconds per call on the slowest rank. A GB/s is 10^9 bytes per second.
 
     ``carrier`` says what carried tensors of a device; it is empty on the CPU. ``simulated`` marks figures of a
     simulator, which say nothing about a device.
@@ -229,7 +229,7 @@ def _check_average(job: Job) -> None:
 
 
 def _check_memory(job: Job, ranks: int) -> None:
-    """Checks, before ranks are started, that there is memory for the input and a checked result of each."""
+    """Checks, before ranks are started, that there is memory for each rank's input and checked result."""
     if job.device != CPU:
         return
     most = max(job.sizes)

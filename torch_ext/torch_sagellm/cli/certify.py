@@ -1,6 +1,6 @@
 """``torch-sagellm certify``: tests whether and how well this machine's processors or cards work with the package.
 
-It has five stages, each in new ranks (`certified` has what the ranks do): values, a late rank, a killed rank,
+It has five stages, each in new rank processes (`certified` defines what these do): values, a late rank, a killed rank,
 bandwidth, and communication behind computation. All except the two failure stages also run torch's own backend for the
 tensors. The report begins with rows for docs/status.md.
 """
@@ -191,7 +191,7 @@ def machine(device: str) -> dict[str, str]:
         found["cards"] = f"{torch.accelerator.device_count()} x {name}"
     facts = info.facts()
     wanted = ("sagellm", "build", "system", f"{device} tensors")
-    # Without the folders that follow the versions.
+    # Leave out the folders that follow the versions.
     short = {name: re.sub(r",? (?:in|from) /.*", "", facts[name]) for name in wanted if name in facts}
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     busy = (

@@ -1,4 +1,4 @@
-"""Charts of bandwidth over size: a picture drawn by matplotlib, or bars of characters in the terminal."""
+"""Charts of bandwidth by size: a picture drawn by matplotlib, or bars of characters in the terminal."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def plot(target: str, series: Series) -> None:
 
 
 def bars(series: Series, width: int) -> list[str]:
-    """One bar for each size and name, as long as its bandwidth; the largest fills a line of ``width`` characters."""
+    """One bar for each size and name, as long as its bandwidth; the longest line is a little shorter than ``width``."""
     most = max((speed for points in series.values() for _, speed in points), default=0.0)
     lines = [f"busbw in GB/s, up to {most:.3g}"]
     names = max((len(name) for name in series), default=0)

@@ -68,16 +68,16 @@ OTHERS = (
     "SAGELLM_WRITE_DOCS",
 )
 INTERFACE = "GLOO_SOCKET_IFNAME"
-#: Seconds. A slower name look-up delays every start of a job by as much; an unreachable name server takes 5 s.
+#: In seconds. A name look-up that is slower delays every start of a job; one with an unreachable name server takes 5 s.
 SLOW_NAME, NAME_LIMIT = 1.0, 10.0
 #: Defaults of torch and torchrun, in seconds.
 GROUP_TIMEOUT, JOIN, LAST_CALL, SHUTDOWN = 1800.0, 600.0, 30.0, 30.0
 KEEP_ALIVE, ATTEMPTS = 5.0, 3.0
-#: Seconds by which ranks may differ in the time to start the interpreter and import torch.
+#: In seconds: how much longer some ranks may take than others to start the interpreter and import torch.
 LEAST_GROUP_TIMEOUT = 60.0
 #: Files that a process with torch has open before it creates a group, plus a group's files other than connections.
 SPARE_FILES = 64
-#: Seconds that a rank needs to write the records of a failed group and to exit.
+#: In seconds: the time that a rank needs to write the records of a failed group and to exit.
 LEAST_SHUTDOWN = 5.0
 
 
@@ -92,7 +92,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """The seconds that the user of ``doctor`` sets, otherwise torch's and torchrun's defaults."""
+    """Timeouts in seconds: those that the user of ``doctor`` passes, otherwise the defaults of torch and torchrun."""
 
     group: float = GROUP_TIMEOUT
     #: Parameters of ``torchrun --rdzv-conf``, by name.
@@ -379,7 +379,7 @@ def _rounded(files: int) -> int:
 
 
 def devices(facts: Facts) -> Iterator[Finding]:
-    """Checks the vendors' libraries that variables name, and variables of NCCL that affect its use."""
+    """Checks the vendors' libraries that variables name, and the variables of NCCL that affect how it is used."""
     for variable, problem in facts.libraries.items():
         yield Finding(
             ERROR, f"{variable}={facts.environment.get(variable, '')}: {problem}", f"correct it, or unset {variable}"

@@ -90,7 +90,7 @@ class Case:
         import torch
 
         if self.op in REDUCING and self.redop == "avg":
-            # Values of neighbouring ranks differ in pairs by +1 and -1, so that the average is a whole number.
+            # In each pair of ranks one adds 1 and the other subtracts 1, so that the average is a whole number.
             pair = 0 if rank == self.ranks - 1 and self.ranks % 2 else 1 - 2 * (rank % 2)
             return ((torch.arange(count) % PERIOD) % 3 + 2 + pair).to(self.dtype)
         if self.op in REDUCING and rank >= ADDENDS[self.redop]:

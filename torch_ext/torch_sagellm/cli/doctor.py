@@ -117,7 +117,7 @@ def _examine(parsed: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
 
 def _extension() -> tuple[ModuleType | None, list[checks.Finding]]:
-    """Returns the extension or None, and the problems that prevent every group from being created."""
+    """Returns the extension or None, and the problems because of which no group can be created."""
     from torch_sagellm._private import load
     from torch_sagellm.api import serve_as
 
@@ -164,7 +164,7 @@ def _facts(extension: Any) -> dict[str, str]:
 
 def self_test() -> int:
     """Lets two ranks of this program meet on the loopback interface; 0 if both report success."""
-    # torch's threads spin while they wait for work, which would take the core on which the other rank is measured.
+    # torch's threads spin while they wait for work. They would occupy the core on which the other rank is measured.
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     ended, _ = ranks.run("doctor", RANKS, seconds=START_SECONDS + MEASURE_SECONDS, environment=environment)
     for rank, one in enumerate(ended):

@@ -53,8 +53,8 @@ def run(parsed: argparse.Namespace) -> int:
     folder = watch.folder_of(parsed.dir)
     watch.check_folder(folder)
     missing = f"there is no folder {folder}: the first group that is made with SAGELLM_STATUS_DIR makes it"
-    # Before its first group a job is not ready. A missing folder is an error for --live, because a typo must not look
-    # alive.
+    # Before its first group a job is not ready. With --live a missing folder is an error, because a mistyped name must
+    # not count as a live job.
     if parsed.live and not folder.is_dir():
         raise ValueError(missing)
     every = processes = watch.read(folder)

@@ -61,7 +61,7 @@ def facts() -> dict[str, str]:
 
 
 def _problem() -> dict[str, str]:
-    """The error that prevents every group of this backend from being created, if there is one."""
+    """The error because of which no group of this backend can be created, if there is one."""
     try:
         _torch_sagellm_autoload.look()
     except Exception as error:
@@ -109,7 +109,7 @@ def served(extension: Any) -> dict[str, str]:
 
 
 def _on_device(device: str) -> str:
-    """Creates a group of one rank and asks it, because only a group decides this."""
+    """Creates a group of one rank and asks it, because only a group decides what carries device tensors."""
     import torch.distributed as dist
 
     from torch_sagellm.observe import explain

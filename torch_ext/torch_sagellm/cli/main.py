@@ -29,7 +29,7 @@ from torch_sagellm.cli import (
     version,
 )
 
-#: If fewer columns are left for a remark, it is printed below what it describes.
+#: If a remark has fewer columns than this, it is printed below what it describes.
 MOST_OF_A_REMARK = 34
 
 
@@ -127,7 +127,7 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"{value!r} is none of {', '.join(known)}{near}")
 
     def options(self) -> list[str]:
-        """All options of this command, from which the error for a typo suggests the nearest."""
+        """All options of this command. The error for a mistyped option suggests the nearest of them."""
         return [name for action in self._actions for name in action.option_strings]
 
 

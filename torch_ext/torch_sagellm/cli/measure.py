@@ -1,14 +1,14 @@
 """``python -m torch_sagellm simulate --check``: runs the schedules on this machine and prints the model's error.
 
-Ranks are processes that exchange messages through torch's gloo over loopback. First they measure the parameters of the
-model, all ranks at once: messages around a ring that are small, large, many at once, copied or added at their end. Then
-they run the schedules, check the results, and print the predicted and the measured time. The executor is simple Python
-code; its cost is part of both the measured parameters and the runs.
+Ranks are processes that exchange messages through torch's gloo over loopback. First all ranks together measure the
+parameters of the model, by messages around a ring: small ones, large ones, many at once, and ones that the receiver
+copies or adds. Then they run the schedules, check the results, and print the predicted and the measured time. The
+executor is simple Python code; its cost is part of both the measured parameters and the runs.
 
 The core has another executor, `src/engine/multihost`, and links between threads for its tests, `src/engine/local.rs`.
-Neither can replace this executor. Such a link is a copy under a lock inside one process, and has neither the latency
-nor the bandwidth of the links in the model. Over a real link the engine runs only if ranks are on several hosts; then
-it also agrees on batches and combines inside each host, while this program measures a schedule alone.
+Neither can replace this executor. A link between threads is a copy under a lock inside one process, and has neither the
+latency nor the bandwidth of the links in the model. Over a real link the engine runs only if ranks are on several
+hosts. It then also agrees on batches and combines inside each host, but this program measures a schedule alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from torch_sagellm.cli.predict import TWO_LEVELS, Link, Machine, Prediction, pre
 
 MOST_RANKS, MOST_BYTES = 8, 16 << 20
 START_SECONDS = 60.0
-#: Seconds that the ranks' deadline allows for each schedule at one size; long, because many ranks may share few cores.
+#: The ranks' deadline allows this many seconds for each schedule at one size: many, because many ranks may share few
+#: cores.
 CASE_SECONDS = 60.0
 #: One schedule at one size is repeated for RUN_SECONDS, but at least `LEAST_TIMES` times.
 RUN_SECONDS, LEAST_TIMES = 0.2, 5
@@ -96,7 +97,8 @@ class Runner:
         return runs
 
     def start_values(self) -> Any:
-        """Whole numbers, so that sums are exact: rank + 1 if elements are combined, otherwise part + 1 at its owner."""
+        """Whole numbers, so that sums are exact: rank + 1 if elements are combined, else each part's number + 1 at its
+        owner."""
         import torch
 
         values = torch.full((self.starts[-1],), -1.0)
@@ -202,7 +204,7 @@ def _measured_machine(rank: int, ranks: int) -> Machine:
     overhead = max(0.0, around(BURST, BYTES_OF_A_NUMBER) - alpha) / (BURST - 1)
     large = around(1, LARGE)
     beta = max(1e-13, (large - alpha) / LARGE)
-    # The time of an addition, without the time of the copy that is part of every message.
+    # The time of an addition, without the copying that is part of every message.
     gamma = max(1e-13, (around(1, LARGE, "reduce_after") - large) / LARGE)
     link = Link(alpha, overhead, beta)
     return Machine(link, link, gamma, ranks)

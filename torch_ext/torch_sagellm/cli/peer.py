@@ -1,8 +1,8 @@
 """``torch-sagellm doctor --peer`` and ``--listen``: tests whether two hosts can form a group.
 
-One host listens, the other connects to it. Both then do the same as the processes of a group: each listens at its
-addresses, at ports that the system chooses, sends these to the other host, and connects to the other host's. So both
-directions are tested, at ports like those of a job. Both hosts print the result. One peer is served.
+One host listens, the other connects to it. Both then act like the processes of a group: each listens at its addresses,
+at ports that the system chooses, sends addresses and ports to the other host, and connects to those of the other host.
+So both directions are tested, at ports like those of a job. Both hosts print the result. One peer is served.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Side:
     """The facts that a host sends about itself."""
 
     name: str
-    #: The address to which its name resolves.
+    #: The address to which the host's name resolves.
     named: str
     problem: str
     #: Identifies its machine and network namespace.
@@ -185,7 +185,7 @@ def _tell(mine: Side, theirs: Side) -> None:
 
 
 def _judge(mine: Side, theirs: Side, results: tuple[dict[str, str], dict[str, str]], leads: bool) -> Iterator[Finding]:
-    """Findings. ``results``: for each direction, by address, whether it could be reached; first from this host."""
+    """Yields findings. ``results``: by address, why it could not be reached, or ""; first those tried by this host."""
     for who, side in (("this host", mine), ("the other host", theirs)):
         if side.problem:
             yield Finding(ERROR, f"{who}: {side.problem}", f"set {_address.VARIABLE} there to one that it has")

@@ -8,14 +8,14 @@ from typing import Any
 
 from torch_sagellm._private.units import show_time
 
-#: all_reduce inside hosts and between leaders, as the engine executes it. It is several schedules, so `--check` omits
-#: it.
+#: all_reduce inside hosts and between their leaders, as the engine executes it. It consists of several schedules, so
+#: `--check` omits it.
 TWO_LEVELS = "hierarchical"
 
 
 @dataclass(frozen=True)
 class Link:
-    """Seconds of an empty message, seconds of each further message at the same time, seconds per byte."""
+    """Seconds for an empty message, for each further message at the same time, and per byte."""
 
     alpha: float
     overhead: float

@@ -44,8 +44,8 @@ def run(
 ) -> tuple[list[Ended], Any]:
     """Runs `run_rank(rank, count, port, *words)` of a command on every rank, and kills ranks that take too long.
 
-    Returns how the ranks ended, and the store in which they met. `shown` is where the ranks print, instead of into the
-    returned outputs: the stdout or the stderr of this process.
+    Returns how the ranks ended, and the store in which they met. With `shown`, the stdout or the stderr of this
+    process, the ranks print there instead of into the returned outputs.
     """
     from torch.distributed import TCPStore
 
@@ -153,7 +153,7 @@ def _signals_wait() -> Iterator[None]:
 
 
 def nobody_reads() -> NoReturn:
-    """In a rank whose output has no reader: makes the parent kill all ranks, before one of them reports a lost peer."""
+    """In a rank whose output nothing reads: makes the parent kill all ranks, before one of them reports a lost peer."""
     os.kill(os.getppid(), signal.SIGPIPE)
     time.sleep(PATIENCE)
     os._exit(1)
@@ -167,7 +167,7 @@ def run_module(module: str, words: Sequence[str]) -> int:
 
 
 def end_with_parent() -> None:
-    """In a rank: makes the system kill it if its parent is killed and so cannot kill it."""
+    """In a rank: makes the system kill the rank if its parent is killed, because the parent then cannot do it."""
     parent = os.getppid()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

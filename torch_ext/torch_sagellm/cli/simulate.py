@@ -44,7 +44,7 @@ links   LATENCY,SPEED[,OVERHEAD]: the time until an empty message has arrived (n
 TIME_UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 SPEED_UNITS = {name: float(factor) for name, factor in (*DECIMAL, *BINARY)}
 SPEED_UNITS |= {f"{prefix}bit": factor / 8 for prefix, factor in (("k", 1e3), ("M", 1e6), ("G", 1e9))}
-#: Default overhead of a further message in seconds: about the processor time of a send over TCP.
+#: Default time of a further message in seconds: about the processor time of a send over TCP.
 DEFAULT_OVERHEAD = 5e-6
 MOST_RANKS = 100_000
 #: Number of sizes per doubling at which crossover points are searched.
@@ -114,7 +114,7 @@ def fine_sizes(sizes: Sequence[int]) -> list[float]:
 
 
 def crossovers(times: dict[str, list[Prediction]], sizes: Sequence[float]) -> list[tuple[float, str]]:
-    """The crossover points: the first size of each range, and the fastest algorithm in the range."""
+    """The ranges between the crossover points: the first size of each, and its fastest algorithm."""
     found: list[tuple[float, str]] = []
     for at, size in enumerate(sizes):
         # A tie keeps the previous algorithm, so that equally fast ones do not alternate.
@@ -153,7 +153,7 @@ def table(times: dict[str, list[Prediction]], sizes: Sequence[int], width: int =
 
 
 def plot(path: Path, op: str, sizes: Sequence[float], all_times: dict[int, dict[str, list[Prediction]]]) -> None:
-    """Draws one panel for each number of ranks: time over size, both logarithmic."""
+    """Draws one panel for each number of ranks: time by size, both axes logarithmic."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -281,7 +281,7 @@ def _check_mode(arguments: argparse.Namespace) -> None:
 
 
 def _about(machine: Machine) -> dict[str, Any]:
-    """The machine of the prediction: seconds of a message, of a further message, and per byte."""
+    """The predicted machine: the costs of its two links, the seconds per combined byte, and the ranks per host."""
     links = {"host": machine.host, "network": machine.network}
     found: dict[str, Any] = {name: dict(vars(link)) for name, link in links.items()}
     return {"machine": found | {"combining": machine.gamma, "ranks_per_host": machine.ranks_per_host}}

@@ -1,7 +1,8 @@
 """``torch-sagellm simulate --strategy``: the communication of a parallel strategy in a training step, and its times.
 
 The formulas are in docs/internals/simulate.md; tests compare them with the bytes that real layers count. The cost model
-predicts the times of one call after the other: neither calls nor computing overlap, so they are an upper bound.
+predicts the times of calls made one after the other. Neither calls nor computing overlap, so the predicted times are an
+upper bound.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Model:
     #: Features of the keys (and of the values) in one layer: fewer than ``hidden`` with grouped queries.
     kv_hidden: int
     sequence: int
-    #: Sequences in one step: of one rank; with tp, pp and cp of the whole group, which works on the same sequences.
+    #: Number of sequences in one step: per rank, but with tp, pp and cp per group, because its ranks work on the same
+    #: sequences.
     batch: int
     item: int
     microbatches: int
@@ -119,7 +121,7 @@ def pipeline_parallel(model: Model, ranks: int) -> list[Traffic]:
 
 
 def context_parallel(model: Model, ranks: int) -> list[Traffic]:
-    """Keys and values go around the ring; in the backward pass again, and their gradients return to their owner."""
+    """Keys and values go around the ring, in the backward pass again; their gradients return to their owner."""
     if model.sequence % ranks:
         raise ValueError(f"--sequence {model.sequence} is no multiple of the {ranks} ranks")
     block = model.tokens // ranks * model.kv_hidden * model.item

@@ -2,7 +2,7 @@
 
 It starts ranks on this host. Every algorithm has a separate group that uses only this algorithm. At each size the
 groups take turns, forwards and backwards, so that other load on the machine affects all of them. Two groups use the
-defaults: their difference is the noise (A/A), and another algorithm is kept only if it is better by more than the
+defaults: their difference is the noise (A/A), and a different algorithm is kept only if it is better by more than the
 noise.
 """
 
@@ -85,7 +85,7 @@ def chunk_of(way: str) -> int:
 
 def plan(ranks: int, largest: int) -> list[tuple[str, int, str, list[str]]]:
     """Operation, bytes, default and alternatives for everything that is measured."""
-    # Every rank contributes a gathered block, so the largest size is a quarter, which is about the same in total.
+    # In a gather every rank contributes a block. Their largest size is a quarter, so that the total is about the same.
     tops = {"all_gather": largest // 4, "gather": largest // 4}
     cells = [(op, nbytes) for op in OPS for nbytes in SIZES if nbytes <= tops.get(op, largest)]
     return [(op, nbytes, *ways(op, nbytes, ranks)) for op, nbytes in cells]
@@ -229,7 +229,8 @@ def _edge(low: int, high: int, slot: int) -> int:
 
 
 def _for_all_sizes(cells: list[Cell], spread: float) -> tuple[str, float, float]:
-    """The best algorithm for an operation whose size no rank knows: by the product of the ratios of all sizes."""
+    """The best algorithm for an operation whose size no rank knows, by the geometric mean of the ratios of all
+    sizes."""
     common = set.intersection(*({*cell.medians} for cell in cells))
 
     def ratio(way: str) -> float:

@@ -16,7 +16,8 @@ from torch_sagellm.cli import bench, collectives
 from torch_sagellm.cli import ranks as processes
 from torch_sagellm.demos import hang
 
-#: Seconds: timeout of groups; of the operation that hangs; limit within which a killed rank must be named.
+#: In seconds: the timeout of groups; that of the operation that hangs; the limit within which a killed rank must be
+#: named.
 SET_UP, DEADLINE, NOTICED = 120.0, 5.0, 5.0
 VALUE_SIZES = (8, 100_004, 4 << 20)
 VALUE_TYPES = ("float32", "bfloat16", "int64")
@@ -186,7 +187,7 @@ def killed(words: Found, store: Any) -> Found:
 
 
 def bandwidth(words: Found, _: Any) -> Found:
-    """The rows of `torch-sagellm bench`, and the bandwidth of plain copies by all ranks at once in GB/s."""
+    """The rows of `torch-sagellm bench`, and the bandwidth in GB/s of plain copies that all ranks make at once."""
     job = _job(words)
     rows = bench.measure(job)
     wrong = sum(row.wrong for row in rows)
@@ -216,7 +217,7 @@ def _copies(job: bench.Job) -> float:
 
 
 def overlap(words: Found, _: Any) -> Found:
-    """The share of an all_reduce that is hidden behind a computation that does not need it, by backend."""
+    """By backend: the share of an all_reduce that is hidden behind a computation which does not need its result."""
     import torch
     import torch.distributed as dist
 

@@ -192,7 +192,7 @@ class Communication:
     operations: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, events: list[Any], backend: str) -> None:
-        """Reads one profile. It uses only names, times, shapes and the thread, which are the same for every backend."""
+        """Reads one profile. It uses only names, times, shapes and the thread, which every backend records alike."""
         windows = [e for e in events if e.name == STEP_RECORD]
         thread = windows[0].thread
         records, calls, computing = [], [], []
@@ -328,7 +328,7 @@ def train(args: argparse.Namespace, trainers: list[Trainer]) -> None:
     for number in range(args.rounds):
         block = args.steps * (number + 1) // args.rounds - done
         profiled = min(args.profile_steps, block // 2)
-        # Every second round is in reverse order, so that no backend always follows the same one.
+        # Every second round is in reverse order, so that no backend always runs after the same other one.
         for trainer in trainers if number % 2 == 0 else trainers[::-1]:
             trainer.timed_steps(block - profiled, bar)
             if profiled:
@@ -402,7 +402,7 @@ def summarize(trainer: Trainer, group: dist.ProcessGroup) -> Summary:
         step=sum(sum(cost.steps) for cost in costs) / profiled,
         costs={
             "waited for communication": sum(sum(cost.waited) for cost in costs) / profiled,
-            # The last rank to arrive waits for no other, so the smallest wait of a step contains no wait for a slower
+            # The last rank to arrive waits for no other rank, so a step's smallest wait contains no wait for a slower
             # rank.
             "  without waiting for slower ranks": sum(map(min, zip(*(cost.waited for cost in costs), strict=True)))
             * len(costs)
@@ -436,7 +436,7 @@ def print_summary(summary: Summary) -> None:
 
 
 def compare(args: argparse.Namespace, mine: Trainer, other: Trainer, a: Summary, b: Summary) -> bool:
-    """Prints the ratios and whether both backends trained the same model; returns False if they did not."""
+    """Prints the ratios, and whether both backends trained the same model; returns False if they did not."""
     print(f"\n{a.label} against {b.label}, the same {args.steps} steps in the same run:")
     print(f"  {'steps/s':<36} {a.steps_per_second / b.steps_per_second:6.2f} x")
     for cost, us in a.costs.items():

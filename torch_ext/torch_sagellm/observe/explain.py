@@ -27,8 +27,8 @@ ALIASES = {
     "isend": "send",
     "irecv": "recv",
 }
-#: Remarks on predictions: the first for several hosts, the second for one host, whose constants were measured
-#: elsewhere.
+#: Remarks on predictions: the first for several hosts; the second for one host, because its constants were measured on
+#: another machine.
 MODEL = "by a model with fixed constants, not measured here"
 ELSEWHERE = "by constants of another machine"
 #: Prefix of the path of device tensors that go through host memory.
@@ -132,10 +132,10 @@ class Explanation:
     batch: Batch | None = None
     #: Whether the tensors are on a device and copies of them in host memory are sent; see docs/devices.md.
     staged: bool = False
-    #: For a coalesced call of several dtypes: the other operations of which it consists.
+    #: For a coalesced call of several dtypes: the other operations that it consists of.
     parts: list[Explanation] = field(default_factory=list)
-    #: Operations of this kind and size class in the group so far: their number, and their median time in seconds from
-    #: issue to end, including waits for other ranks. None if there was none, or no group was given.
+    #: The group's operations of this kind and size class so far: their number, and their median time in seconds from
+    #: issue to end, including waits for other ranks. None if there was none, or if no group was given.
     seen: tuple[int, float] | None = None
 
     def __str__(self) -> str:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 #: The format version of these files, as torch writes it.
 VERSION = "2.10"
-#: Messages are numbered from here on, because the analyser compares entries with equal numbers.
+#: Messages are numbered from here on, because the analyser compares all entries that have the same number.
 MESSAGES_FROM = 1 << 32
 NO_TYPE = 255
 
@@ -121,14 +121,14 @@ def _entries(groups: Iterable[_Group]) -> list[dict[str, Any]]:
                 }
             )
     entries.sort(key=lambda entry: entry["time_created_ns"])
-    # The analyser drops entries that some rank has overwritten; it finds them by these ids.
+    # The analyser drops entries that some rank has overwritten. It finds them by these ids.
     for at, entry in enumerate(entries):
         entry["record_id"] = lost + at
     return entries
 
 
 def snapshot(group: Any = "all") -> dict[str, Any]:
-    """The last operations of live groups, like a dump of torch's recorder; ``group`` as for ``get_stats``."""
+    """The last operations of the groups that exist, like a dump of torch's recorder; ``group`` as for ``get_stats``."""
     return _dump([_live(member) for member in stats.members(group)])
 
 

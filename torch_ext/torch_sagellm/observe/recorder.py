@@ -1,6 +1,6 @@
-"""Shows our operations in torch's own views of the flight recorder, by converting our ring when a view is requested.
+"""Shows our operations in torch's own views of the flight recorder: converts our ring when a view is requested.
 
-torch's recorder costs 1.5 us a call and is off for our groups (design rule 29), so its dump would be empty. This file
+torch's recorder costs 1.5 us per call and is off for our groups (design rule 29), so its dump would be empty. This file
 replaces two functions of torch, ``_dump_fr_trace`` and ``_dump_fr_trace_json`` of ``torch._C._distributed_c10d``, when
 the first group is created. For the backend "sagellm" the replacements answer from our ring. If no backend is named,
 they add our records to torch's. With ``TORCH_FR_BUFFER_SIZE`` set, torch's recorder records our groups, and nothing is

@@ -60,10 +60,9 @@ def text_of(number: int) -> str:
 def place_of_thread(thread: int) -> str:
     """Where a thread is, as "FILE:LINE in FUNCTION", by its ``threading.get_ident``.
 
-    The main thread for an unknown one.
+    For an unknown thread: where the main thread is.
 
-    Frames of Python's library are skipped if a caller of them is in the program, because a waiting thread is often in
-    one.
+    A frame of Python's library is skipped if the program called it, because a waiting thread is often in such a frame.
     """
     frames = sys._current_frames()
     frame = frames.get(thread) or frames.get(threading.main_thread().ident or 0)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 if TYPE_CHECKING:
     from torch_sagellm import _C
 
-#: Bytes on the bus of a rank for each byte of the tensor, as nccl-tests defines them, by kind and number of ranks; 1
-#: for other kinds. The benchmarks use the same factors.
+#: By kind and number of ranks: bytes on a rank's bus for each byte of the tensor, as nccl-tests defines them; 1 for
+#: other kinds. The benchmarks use the same factors.
 BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
@@ -77,7 +77,8 @@ class Batches(TypedDict):
 
 
 class StepStats(TypedDict):
-    """The steps of ``torch_sagellm.step()`` in this process, whatever the group; ``share`` is exposed over total."""
+    """This process's steps of ``torch_sagellm.step()``, whatever the group; ``share`` is exposed divided by total
+    time."""
 
     count: int
     total_ms: float
@@ -168,7 +169,7 @@ def quantile(times: Sequence[tuple[int, int]], share: float, longest: int) -> in
 
 
 def merged_times(cells: Iterable[_C.Cell]) -> list[tuple[int, int]]:
-    """The merged buckets of all cells: for each the first value beyond it in nanoseconds, and its count."""
+    """The merged buckets of all cells: for each bucket the first value beyond it, in nanoseconds, and its count."""
     sums: dict[int, int] = {}
     for cell in cells:
         for bound, count in cell["times"]:

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 #: Seconds between two writes of the file.
 EVERY = 1.0
-#: Number of records in which the last call is searched; some records belong to parts of a call.
+#: Number of records in which the last call is searched for: some records belong to parts of a call.
 LAST = 8
 #: Number of peers that are named: those for which this rank waited longest.
 PEERS = 3
-#: Seconds within which the writer must end; if a file system hangs, the process goes on without it.
+#: Seconds within which the writer must end. If a file system hangs, the process goes on without the writer.
 END_SECONDS = 2.0
 
 _lock = threading.Lock()

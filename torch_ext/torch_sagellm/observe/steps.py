@@ -35,10 +35,10 @@ class StepReport:
     #: Time of a step.
     seconds: float
     exposed: float
-    #: The part of ``exposed`` in which data moved: in each step, the smallest wait of all ranks, because the last rank
-    #: to arrive waits for no other.
+    #: The part of ``exposed`` in which data moved. In each step it is the smallest wait of all ranks, because the last
+    #: rank to arrive waits for no other.
     moving: float
-    #: Exposed time over step time, for each rank.
+    #: Exposed time divided by step time, for each rank.
     shares: tuple[float, ...]
 
     @property
@@ -48,7 +48,7 @@ class StepReport:
 
     @property
     def share(self) -> float:
-        """Exposed time over step time; 0 without a step."""
+        """Exposed time divided by step time; 0 without a step."""
         return self.exposed / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:
@@ -138,10 +138,10 @@ _steps: Steps | None = None
 
 
 def step() -> Steps:
-    """The training steps of this process. Use it as a context around each step; then ``report`` says what they waited.
+    """The training steps of this process. Use it as a context around each step; ``report`` says how long they wait.
 
     It measures the thread that opens the step, and the CPU tensors of all groups of this backend. It costs less than a
-    microsecond a step, and nothing if it is not used.
+    microsecond per step, and nothing if it is not used.
 
     Example::
 

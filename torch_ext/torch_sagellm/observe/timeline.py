@@ -38,7 +38,7 @@ DETAILS = (
 #: The rows of each group begin at a multiple of this, so that two groups never share a row.
 ROWS = 1000
 MESSAGES = ("send", "recv")
-#: Collectives that end on no rank before every rank has begun them, so their ends show the difference of clocks.
+#: Collectives that no rank ends before every rank has begun them, so their ends show how clocks differ.
 TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 
 #: Nanoseconds by which the start of one operation may differ between two files, because a trace has microseconds as a
@@ -89,7 +89,7 @@ def from_records(rank: int, group: str, records: Iterable[Mapping[str, Any]], no
 
 
 def events(slices: Sequence[Slice]) -> list[dict[str, Any]]:
-    """Chrome's events: a process for each rank, with rows for each group, as many as operations ran at the same time.
+    """Chrome's events: a process for each rank, and for each group as many rows as operations ran at the same time.
 
     Arrows (flow events) connect the same collective of several ranks.
     """
@@ -276,7 +276,7 @@ def _files(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
 
 
 def _once(slices: Iterable[Slice]) -> list[Slice]:
-    """Each operation once, because two files may contain it; one that has ended is preferred to a pending one."""
+    """Each operation once, because two files may contain it; its record at the end is preferred to a pending one."""
     found: list[Slice] = []
     last: dict[tuple[int, str, str, int], int] = {}
     for each in sorted(slices, key=lambda each: (each.start, each.end is None)):

@@ -1,7 +1,7 @@
 """Reads the status files of running processes (``status.py`` writes them) and judges the processes. Needs no torch.
 
-Whether a process is alive and whether its groups work are separate questions: a liveness probe restarts a process, a
-readiness probe only keeps work away from it.
+Whether a process is alive and whether its groups work are separate questions: if a liveness probe fails, the process is
+restarted; if a readiness probe fails, it only gets no more work.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FORMAT = 1
 PREFIX = "sagellm-"
 #: The file that counts the processes that ended in order; these have removed their own files.
 LEFT = "ended-in-order"
-#: A file is too old if it is older than this many of its write intervals and than this many seconds.
+#: A file is too old if it is older than INTERVALS of its write intervals, and also older than LEAST_SECONDS.
 INTERVALS, LEAST_SECONDS = 5, 5.0
 RUNNING, STOPPED, SILENT, ENDED = "running", "stopped", "silent", "ended"
 

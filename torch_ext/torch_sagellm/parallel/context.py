@@ -97,7 +97,7 @@ def exchange_tokens(tensor: torch.Tensor, split_dim: int, join_dim: int, group: 
             f"sagellm exchange_tokens: dimension {split_dim} is {tensor.shape[split_dim]}, expected a multiple of the "
             f"{ranks} ranks"
         )
-    if not (tensor.requires_grad and torch.is_grad_enabled()):  # a node of the graph costs as much as a small exchange
+    if not (tensor.requires_grad and torch.is_grad_enabled()):  # a node in the graph takes as long as a small exchange
         return _exchange(tensor, split_dim, join_dim, group)
     result: torch.Tensor = _Exchange.apply(tensor, split_dim, join_dim, group)
     return result

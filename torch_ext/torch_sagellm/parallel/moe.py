@@ -63,10 +63,10 @@ class MoEDispatcher:
         pad: every expert gets as many rows as it may accept, so that shapes are known in advance and no counts are
             exchanged. It needs a capacity factor, and the same number of tokens on every rank. It sends more rows; no
             measurement showed that it saves time.
-        hierarchical: if several hosts have the same number of ranks, more than one, rows are sent in two steps: first
-            between hosts, then inside them. This needs fewer messages between hosts, but each row is copied twice more
-            and a second exchange of counts precedes it. It was slower in every measured case (up to 4 ranks a host, 1
-            ms between hosts), so it is off by default.
+        hierarchical: with several hosts of the same number of ranks each (at least two), rows are sent in two steps:
+            first between hosts, then inside them. This needs fewer messages between hosts, but each row is copied twice
+            more and a second exchange of counts precedes it. It was slower in every measured case (up to 4 ranks per
+            host, 1 ms between hosts), so it is off by default.
 
     Example::
 
@@ -180,7 +180,8 @@ class MoEDispatcher:
     def _spread(
         self, tokens: Tensor, routing: Routing, weights: Tensor | None, under_way: _UnderWay | None = None
     ) -> Tensor:
-        """From tokens to rows: sends each token to its experts, multiplied by its assignments' weights if given."""
+        """From tokens to rows: sends each token to its experts, multiplied by the assignments' weights if there are
+        any."""
         with torch.no_grad():
             begun = under_way or self._begin_spread(tokens, routing, weights, wait=True)
             self._end(begun)
@@ -215,7 +216,7 @@ class MoEDispatcher:
         return begun.came
 
     def _begin(self, fill: Any, sent: list[int], received: list[int], like: Tensor, wait: bool) -> _UnderWay:
-        """Begins the exchange of rows that ``fill`` writes; ``wait`` means that the caller waits at once."""
+        """Begins the exchange of rows, which ``fill`` writes; ``wait`` means that the caller waits at once."""
         leaving, coming = sum(sent), sum(received)
         if self._among is not None:
             out = self._memory(leaving, like)
@@ -239,7 +240,7 @@ class MoEDispatcher:
     def _memory(self, rows: int, like: Tensor) -> Tensor:
         """Uninitialized rows like those of ``like``.
 
-        On the CPU memory of an earlier call, whose pages are already populated.
+        On the CPU this is memory of an earlier call, because its pages are already populated.
         """
         width = like.shape[1]
         if like.is_cpu:
@@ -260,7 +261,8 @@ class MoEDispatcher:
             self._spare.append(whole.view(-1))
 
     def _combined(self, results: Tensor, routing: Routing, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The sum of each token's rows, and the rows, which are passed to ``_keep`` unless autograd needs them."""
+        """The sum of each token's rows, and the rows, which the caller passes to ``_keep`` unless autograd needs
+        them."""
         with torch.no_grad():
             back = self._collect(results, routing)
             output = _summed(back, routing, weights)

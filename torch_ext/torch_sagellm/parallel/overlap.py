@@ -43,8 +43,8 @@ class OverlapReport:
     under_way: float
     #: How long the caller waited for the operations.
     waiting: float
-    #: Time of a step without overlap, of a step with overlap, and of the waits in a step without overlap: medians of
-    #: the slowest rank. None before all of them are measured.
+    #: Times of a step without overlap, of one with overlap, and of the waits in one without overlap: the slowest rank's
+    #: medians. None before all of them are measured.
     serial: float | None = None
     overlapping: float | None = None
     alone: float | None = None

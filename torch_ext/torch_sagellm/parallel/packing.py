@@ -19,7 +19,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from torch_sagellm._private import load
 
-#: In bytes. On the CPU tensors smaller than SMALL are packed together into messages of at most PACK.
+#: In bytes. On the CPU, tensors smaller than SMALL are packed together into messages of at most PACK.
 SMALL, PACK = 32 << 10, 1 << 20
 
 
@@ -103,9 +103,9 @@ class Message:
 
 
 def messages(runs: Sequence[Run], most: int, on_cpu: bool) -> Iterator[Message]:
-    """Cuts a list into messages of at most ``most`` bytes, or one larger tensor.
+    """Cuts a list into messages; each has at most ``most`` bytes, or is one larger tensor.
 
-    On the CPU they join small tensors of one dtype.
+    On the CPU a message joins small tensors of one dtype.
 
     Both ranks cut by the same rule. Tensors without data do not end a message.
     """
@@ -151,7 +151,7 @@ def packed(listed: Listed, message: Message) -> Tensor:
 def room(listed: Listed, message: Message) -> Tensor:
     """The memory that receives the bytes.
 
-    For a single tensor the tensor itself. Otherwise `unpack` copies them afterwards.
+    For a single tensor this is the tensor itself. Otherwise `unpack` copies the bytes to the tensors afterwards.
     """
     if message.is_one:
         return listed.tensors[message.begin].detach()

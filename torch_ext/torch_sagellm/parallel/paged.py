@@ -15,8 +15,8 @@ from torch_sagellm.api.arguments import checked_dense, checked_written
 from torch_sagellm.parallel import packing
 from torch_sagellm.parallel.transfer import WINDOW
 
-#: The first bytes of the header before each layer, and the header's size; a description of the layer follows the first
-#: bytes.
+#: The header before each layer begins with these bytes, and a description of the layer follows them; then the header's
+#: size.
 MAGIC = b"sagepgs1"
 HEADER_BYTES = 256
 
@@ -189,7 +189,8 @@ def _receive(layer: Tensor, table: Tensor, src: int, group: Any, tag: int, windo
             with torch.inference_mode():  # every tensor may be written in this mode
                 layer.index_copy_(0, part, data)
 
-    # torch gives a backend no view that is conjugated or negated when it is read, or a copy of it.
+    # A view that is conjugated or negated when it is read must not be passed: torch would refuse it, or pass a copy to
+    # the backend.
     whole = layer.is_contiguous() and not (layer.is_conj() or layer.is_neg())
     for part in _parts(table, layer, window):
         if len(under_way) == 2:
@@ -206,7 +207,7 @@ def _receive(layer: Tensor, table: Tensor, src: int, group: Any, tag: int, windo
 
 
 def _header(what: Any) -> Tensor:
-    """A description of the layer that follows; after the last layer the number of layers."""
+    """The header: a description of the layer that follows or, after the last layer, the number of layers."""
     text = MAGIC + json.dumps(what, separators=(",", ":")).encode()
     if len(text) > HEADER_BYTES:
         raise ValueError(f"sagellm send_pages: a page of {what[1]} has too many dimensions to be described")
@@ -216,7 +217,7 @@ def _header(what: Any) -> Tensor:
 def _described(src: int, group: Any, tag: int) -> int | tuple[torch.dtype, list[int], int, int]:
     """Dtype, shape and number of the pages that follow, and the sender's window.
 
-    After the last layer the number of layers.
+    After the last layer it returns the number of layers instead.
     """
     into = bytearray(HEADER_BYTES)
     dist.recv(torch.frombuffer(into, dtype=torch.uint8), group_src=src, group=group, tag=tag)

@@ -26,8 +26,8 @@ class Routing:
         print(routing.dropped, routing.imbalance)
     """
 
-    #: For each row that was sent, the index of its assignment; -1 for padding. First the rows for other ranks, in the
-    #: order of the experts, then the rows that stay on this rank.
+    #: For each row that was sent, the index of its assignment; -1 for padding. The rows for other ranks come first, in
+    #: the order of the experts, then the rows that stay on this rank.
     order: Tensor
     #: Number of tokens of the call, and number of experts for each token.
     tokens: int
@@ -55,7 +55,7 @@ class Routing:
 
 
 class _Rows(NamedTuple):
-    """Result of ``_by_core`` and ``_by_torch`` for a ``Routing``; each field has the same meaning as there."""
+    """What ``_by_core`` and ``_by_torch`` return for a ``Routing``; each field has the same meaning as in it."""
 
     sent: list[int]
     received: list[int]

@@ -15,12 +15,12 @@ from torch_sagellm.api.arguments import checked_dense, checked_result, checked_w
 from torch_sagellm.parallel import packing
 from torch_sagellm.parallel.packing import Listed, Message, Run
 
-#: Layout of the first message: these bytes (their digit is the version), the length of the description, its beginning.
+#: The first message has these bytes (their digit is the version), the length of the description, and its beginning.
 MAGIC = b"sagetns2"
 HEADER_BYTES = 4096
 LENGTH_BYTES = 8
 PREFIX_BYTES = len(MAGIC) + LENGTH_BYTES
-#: The longest accepted description: that of two million different tensors. It limits the memory that a message can
+#: The longest accepted description, enough for two million different tensors. It limits the memory that a message can
 #: claim.
 MOST_BYTES = 64 << 20
 #: The largest number of bytes in flight, unless the caller sets another; a larger tensor is sent alone.
@@ -87,7 +87,7 @@ def _send(listed: Listed, dst: int, group: Any, tag: int, window: int) -> None:
 
 
 def _most(packed_by: int) -> int:
-    """The bytes of a message of small tensors on the CPU if the sender has this window."""
+    """The largest message of small tensors on the CPU, in bytes, if the sender has this window."""
     return min(packing.PACK, max(1, packed_by // 2))
 
 
@@ -269,7 +269,7 @@ def _packed(start: Any, batch: list[torch.Tensor], peer: int, group: Any, tag: i
     Returns a function that waits for it and unpacks what was received.
 
     ``batch_isend_irecv`` would use the communicator of all ranks, which its first call creates only after all ranks
-    have called. A single message needs only its two ranks.
+    have called. A single message needs only the communicator of its two ranks.
     """
     sends = start is dist.isend
     if len(batch) == 1:

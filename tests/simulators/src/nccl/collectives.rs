@@ -258,7 +258,7 @@ fn reduction(asked: &OpDesc, checked: &Checked, op: i32, call: Call) -> Result<C
     Ok(call.reducing(checked.dtype, plain))
 }
 
-/// Checks two buffers: `inner` may be at `place`, inside `outer`; otherwise the two may not overlap.
+/// Checks two buffers: `inner` may be at `place`, inside `outer`; otherwise the two must not overlap.
 fn in_place_or_apart(name: &str, inner: (usize, usize), outer: (usize, usize), place: usize) -> Result<(), i32> {
     if inner.0 == place || apart(inner, outer) {
         return Ok(());

@@ -49,7 +49,7 @@ impl Default for Config {
 }
 
 impl Config {
-    /// `NCCL_COMM_BLOCKING` overrides all, even what the caller has set.
+    /// `NCCL_COMM_BLOCKING` has priority over everything, even over a value that the caller has set.
     pub fn by_environment(self) -> Config {
         let blocking = match std::env::var("NCCL_COMM_BLOCKING").as_deref() {
             Ok("0") => false,

@@ -15,7 +15,7 @@ pub const ALGORITHMS: [&CStr; 7] =
     [c"TREE", c"RING", c"COLLNET_DIRECT", c"COLLNET_CHAIN", c"NVLS", c"NVLS_TREE", c"PAT"];
 pub const PROTOCOLS: [&CStr; 3] = [c"LL", c"LL128", c"SIMPLE"];
 const COSTS: usize = ALGORITHMS.len() * PROTOCOLS.len();
-/// Largest chunk, in bytes. A larger one that the plug-in asks for is cut.
+/// Largest chunk, in bytes. If the plug-in requests a larger one, it gets this.
 const LARGEST_CHUNK: usize = 4 << 20;
 const EVENT_COLL: u64 = 2;
 
@@ -24,7 +24,7 @@ type Logger = extern "C" fn(i32, u64, *const c_char, i32, *const c_char);
 
 extern "C" fn log(level: i32, _flags: u64, _file: *const c_char, _line: i32, format: *const c_char) {
     if !format.is_null() {
-        // SAFETY: the plug-in gives a string literal, as the interface asks for.
+        // SAFETY: the plug-in passes a string literal, as the interface requires.
         let text = unsafe { CStr::from_ptr(format) }.to_string_lossy().into_owned();
         trace::call(|| format!("plugin-log level={level} {text}"));
     }
@@ -106,7 +106,7 @@ struct Loaded {
 fn load(variable: &str, symbol: &str) -> Option<Loaded> {
     let path = std::env::var(variable).ok().filter(|path| path != "none")?;
     let file = CString::new(path.clone()).ok()?;
-    // SAFETY: loading runs the plug-in's initialisers, which is what the variable asks for.
+    // SAFETY: loading runs the plug-in's initialisers, which the user has requested by the variable.
     let library = unsafe { libc::dlopen(file.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
     if library.is_null() {
         trace::refuse(format!("{variable}={path} cannot be loaded"));
@@ -141,7 +141,7 @@ fn profiler() -> Option<&'static Profiler> {
     Some(unsafe { &*(loaded.address as *const Profiler) })
 }
 
-/// The plug-ins' data for one communicator. The addresses are the plug-ins' own; only they read what is there.
+/// The plug-ins' data for one communicator. The addresses belong to the plug-ins; no other code reads the memory there.
 pub struct Sessions {
     id: u64,
     tuner: Option<usize>,
