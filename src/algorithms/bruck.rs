@@ -1,6 +1,6 @@
 //! Bruck: blocks are sent in groups over the distances 1, 2, 4, .... For any rank count this takes ceil(log2 p) steps.
 //!
-//! p ranks, L = ceil(log2 p), N bytes (all blocks together; for all_to_all all blocks of one rank).
+//! p ranks, L = ceil(log2 p), N bytes (all blocks together; for all_to_all, all blocks of one rank).
 //!
 //! - all_gather: in step k a rank sends 2^k consecutive blocks, starting with its own, to the rank 2^k before it. L
 //!   steps, N (p - 1) / p bytes sent and received.

@@ -3,8 +3,8 @@
 //!
 //! p ranks, numbered from the root as places 0 to p - 1; D = ceil(log2 p) levels; N bytes; each half in S segments.
 //! Both trees contain the places 1 to p - 1. The first is the in-order binary tree: odd places are leaves, and a
-//! place's level is its number of trailing zeros. The second is the first in reverse (p odd) or shifted by one (p
-//! even). Place 0 is the parent of both trees' tops.
+//! place's level is its number of trailing zeros. The second tree is the first one in reverse (if p is odd) or shifted
+//! by one (if p is even). Place 0 is the parent of the top of each tree.
 //!
 //! - broadcast: S + D - 1 steps; N bytes received by all except the root, at most N sent.
 //! - reduce: the same in reverse.

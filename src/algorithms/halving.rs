@@ -91,7 +91,7 @@ fn exchanges(kind: Kind, power: Power) -> usize {
     if kind == Kind::AllReduce { 2 * power.bits } else { power.bits }
 }
 
-/// The parts that the rank with this index still reduces after `halvings` halvings.
+/// After `halvings` halvings: the parts that the rank with this index still reduces.
 fn kept(kind: Kind, power: Power, index: usize, halvings: usize) -> Vec<Range<usize>> {
     if kind == Kind::AllReduce {
         // In all_reduce parts belong to no rank, so each rank keeps one contiguous range: the half that its bit

@@ -57,7 +57,7 @@ impl Power {
         }
     }
 
-    /// The other rank of the pair of `rank` in the folding steps. None if `rank` is in no pair.
+    /// The rank with which `rank` forms a pair in the folding steps. None if `rank` is in no pair.
     pub fn partner(self, rank: usize) -> Option<usize> {
         (rank < 2 * self.extra).then_some(rank ^ 1)
     }

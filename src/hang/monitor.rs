@@ -154,7 +154,7 @@ impl Monitor {
         }
     }
 
-    /// The ranks that an operation waits for. If the engine knows them without asking, they are `seen`; otherwise they
+    /// The ranks for which an operation waits. If the engine knows them without asking, they are `seen`; otherwise they
     /// come from the ranks' answers.
     pub fn blockers(&self, waiting: &Waiting, seen: Blockers, (ranks, me): (usize, usize)) -> Blockers {
         let watched = self.of(&waiting.which);

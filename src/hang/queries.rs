@@ -220,7 +220,7 @@ impl State {
 }
 
 impl Query {
-    /// Reads what has arrived: the answers, if this rank collects them, or else the result. `last`: the last question
+    /// Reads what has arrived: the answers if this rank collects them, otherwise the result. `last`: the last question
     /// that this rank answered. `limit`: for how many nanoseconds a rank may be silent.
     fn go_on(&mut self, keys: &StoreKeys, me: &dyn Participant, last: Option<u32>, now: u64, limit: u64) -> Result<()> {
         let waited = now.saturating_sub(self.begun);

@@ -3,8 +3,9 @@
 
 use crate::types::{Request, Span, Strided};
 
-/// The memory that is read and the memory that is written, each sorted by address, with adjacent pieces merged. Strided
-/// tensors are compared by their contiguous runs: different columns of a matrix do not overlap.
+/// The memory that an operation reads and the memory that it writes. Each list is sorted by address, and adjacent
+/// pieces are merged. Strided tensors are compared by their contiguous runs, so different columns of a matrix do not
+/// overlap.
 #[derive(Debug)]
 pub struct Reach {
     reads: Vec<Span>,
@@ -188,7 +189,7 @@ mod tests {
         }
     }
 
-    /// Twenty lists of a thousand interleaved tensors. Every list is compared with every other.
+    /// Twenty lists of a thousand interleaved tensors. Every list is compared with every other list.
     #[test]
     fn rule_04_long_lists_are_compared_in_about_as_many_steps_as_they_have_pieces() {
         let (lists, tensors) = (20, 1000);

@@ -1,5 +1,5 @@
-//! Sleeps in the kernel on words that other processes change. The futexes are of the shared kind, because a peer cannot
-//! wake futexes of the private kind, which std uses.
+//! Lets a thread sleep in the kernel on words that other processes change. The futexes are of the shared kind, because
+//! a peer cannot wake futexes of the private kind, which std uses.
 
 #![allow(unsafe_code)] // a system call without a wrapper in libc
 

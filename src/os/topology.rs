@@ -207,7 +207,7 @@ fn control_group_places(cgroup: &str, mounts: &str) -> Vec<(String, PathBuf, Pat
     places
 }
 
-/// Root and mount point, if a mountinfo line mounts this controller. The empty name stands for the v2 tree.
+/// If a mountinfo line mounts this controller, its root and mount point. The empty name means the v2 tree.
 fn control_group_mount<'a>(line: &'a str, controller: &str) -> Option<(&'a str, &'a str)> {
     let (front, back) = line.split_once(" - ")?;
     let front: Vec<&str> = front.split(' ').collect();

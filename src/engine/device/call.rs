@@ -36,7 +36,7 @@ pub struct DeviceCall {
     /// Whether this launch connected ranks. The launching thread writes it before it passes the call to the threads
     /// that read it. Relaxed, because the passing of the call orders the accesses.
     pub(super) connects: AtomicBool,
-    /// When the call was first polled, and when it was first seen to have passed.
+    /// `polled`: when the call was first polled. `passed`: when a poll first found that the device had passed it.
     pub(super) polled: OnceCell<Instant>,
     pub(super) passed: OnceCell<Instant>,
 }
@@ -65,7 +65,7 @@ impl Stage {
     }
 }
 
-/// The numbers of a launch, and whether the other ranks called the same operations under them.
+/// The numbers of a launch, and whether the other ranks called the same operations under these numbers.
 #[derive(Default)]
 pub(super) struct Numbers {
     /// Zero if the launch has no numbers.

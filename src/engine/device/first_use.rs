@@ -88,7 +88,7 @@ impl Connected {
         missing
     }
 
-    /// Records what a launch has connected.
+    /// Records the connections that a launch has made.
     pub fn add(&self, found: Missing, ranks: u32) {
         for (kind, class) in found.kinds {
             self.kinds[kind as usize].fetch_or(class, Ordering::Relaxed);

@@ -38,7 +38,8 @@ const BATCH: Limits = Limits { bytes: 1 << 20, operations: 4096 };
 /// (2-core EPYC, network namespaces without a limit, 2026-11-25).
 const FAST_LINK_NS: u64 = 60_000;
 const LONGEST_EARLY: usize = 512 << 10;
-/// An opened link that was measured with the other hosts, and the groups inside this host. `MultiHost` is made from it.
+/// An open link, which was measured together with the other hosts, and the groups inside this host. `MultiHost` is made
+/// from this.
 pub struct Opened {
     lanes: Lanes,
     transports: Vec<Transport>,

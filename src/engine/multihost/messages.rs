@@ -1,5 +1,5 @@
-//! Send and receive in a group over several hosts: matches messages with receives. `Messages` is state under the lock
-//! of `queue::State`. It leaves errands, which `post` runs without that lock.
+//! Matches messages with receives in a group over several hosts. `Messages` is state under the lock of `queue::State`.
+//! It leaves errands, which `post` runs without that lock.
 //!
 //! A message of up to `EAGER` bytes is sent as a letter, and its send ends at once. A message of up to `LONGEST_EAGER`
 //! bytes is sent in the same way if few bytes of such messages wait for a receive on that peer (`Window`): a letter

@@ -314,7 +314,7 @@ impl Transport {
     fn finish(&mut self, peer: usize, transfer: Box<dyn Transfer>, deadline: u64) -> Result<Vec<u8>> {
         self.waiting_for.store(peer, Ordering::Relaxed);
         let left = Duration::from_nanos(deadline.saturating_sub(clock::now()));
-        // Waits a little longer than until the operation's deadline, because the check of that deadline has a better
+        // This waits until a little after the operation's deadline, because the check of that deadline has a better
         // error text.
         let result = transfer.wait(left + Duration::from_millis(500));
         self.waiting_for.store(NOBODY, Ordering::Relaxed);

@@ -247,7 +247,7 @@ impl Bulk<'_> {
     fn fill_needs(&self, base: Bases, k: u64, q: usize) -> bool {
         !protocol::has_read(self.area, Region::Stage, q, base.stage + k)
     }
-    /// A take reads the peers' stage buffers, which must be ready.
+    /// A take reads the peers' stage buffers, so these must be ready.
     fn take_needs_data(&self, base: Bases, k: u64, q: usize) -> bool {
         let kind = self.op.request.kind;
         let takes_from = !matches!(kind, Kind::Broadcast | Kind::Scatter) || q == self.op.request.root as usize;

@@ -1,4 +1,4 @@
-//! Sends and receives between two ranks of a host.
+//! Moves messages between two ranks of a host.
 //!
 //! Each ordered pair of ranks has a ring buffer of envelopes. A message of up to `eager_bytes` is copied into its
 //! envelope, and its send ends at once. A larger message waits at the sender until the receiver has matched its

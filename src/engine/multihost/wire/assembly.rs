@@ -1,4 +1,4 @@
-//! Receives a stream of frames that several TCP connections carry (`stripes` is the sending side).
+//! The receiving side of a stream of frames that several TCP connections carry. `stripes` is the sending side.
 //!
 //! Bytes may arrive before the bytes in front of them, and they may arrive twice. If they belong to the frame that is
 //! being received, they are stored in its memory at once, wherever they belong in it; bytes of later frames are kept

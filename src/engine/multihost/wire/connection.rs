@@ -301,8 +301,8 @@ impl Connection {
         }
         let direct = pieces.bytes();
         if direct == current.as_ref().map_or(0, |current| current.frame.data() - current.got) && direct > 0 {
-            // Reads the next header together with the end of the data, so that the next frame's data also goes directly
-            // to its memory.
+            // The next header is read together with the end of the data, so that the next frame's data also goes
+            // directly to its memory.
             (*from, *to) = (0, 0);
             pieces.push(Span { addr: buffer.as_mut_ptr() as usize, bytes: HEAD });
         }

@@ -151,7 +151,7 @@ pub(super) struct Other {
     pub(super) address: SocketAddr,
     /// Where it listens for each of several connections. Empty if it wants only one.
     pub(super) paths: Vec<SocketAddr>,
-    /// "pid 7, host b", for error texts. Empty if the store lacks it.
+    /// "pid 7, host b", for error texts. Empty if the store does not have it.
     who: String,
 }
 

@@ -29,7 +29,7 @@ impl Segment {
         out
     }
 
-    /// Parses a header. None if it is no header of a segment.
+    /// Parses a header. None if it is not the header of a segment.
     pub fn read(head: &[u8; HEAD]) -> Option<Segment> {
         let word = |at: usize| u64::from_le_bytes(head[at * 8..at * 8 + 8].try_into().expect("eight bytes"));
         let segment = Segment { at: word(1), bytes: word(0) as u32, ack: word(2) };

@@ -1,4 +1,4 @@
-//! Sends a stream of frames over several TCP connections, the *paths*.
+//! The sending side of a stream of frames that several TCP connections carry. Such a connection is a *path*.
 //!
 //! The stream is cut into segments. Each segment is sent on the path that has the fewest bytes in flight, and begins
 //! with a header that says where in the stream it belongs (`Segment`). The receiver acknowledges the stream up to the
@@ -354,7 +354,7 @@ impl<P: Path> Stripes<P> {
         writing.copy = Some((done, rest));
     }
 
-    /// Queues everything that was sent on this path and not acknowledged, to be sent again.
+    /// Adds everything that was sent on this path and not acknowledged to `again`, so that it is sent again.
     fn take_back(&mut self, number: usize) {
         let Some(lane) = &mut self.lanes[number] else { return };
         let back = std::mem::take(&mut lane.in_flight);

@@ -47,7 +47,7 @@ impl Path for Shared {
     }
 }
 
-/// Receives frames in order. Data of the current frame may be stored before its turn.
+/// The receiver of the frames, in order. Data of the current frame may be stored before its turn.
 #[derive(Default)]
 struct Frames {
     position: u64,
