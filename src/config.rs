@@ -1,4 +1,4 @@
-//! The settings of a group, and the environment variables of the core. Plain data.
+//! The settings of a group, and the environment variables that the core reads. Plain data.
 
 use std::fmt;
 use std::time::Duration;
@@ -15,29 +15,29 @@ pub struct Config {
     pub name: String,
     /// Why this group must not use shared memory; `None` if it may.
     pub delegate_reason: Option<String>,
-    /// The option `delegate`: the backend of torch that serves groups and operations that this engine cannot. Equal on
-    /// all ranks.
+    /// The option `delegate`: the backend of torch that serves groups and operations which this engine cannot serve.
+    /// Equal on all ranks.
     pub delegate: String,
     /// The option `algorithm`: rules that take precedence over those of the environment (`select::rules`).
     pub algorithm: String,
     /// The option `topology`: the user's description of the machines (`select::start::Topology` as text), or empty.
     pub topology: String,
-    /// Rank 0's policy of algorithm choice (`select::policy`) as text; filled in when the group is made.
+    /// Rank 0's policy for the choice of algorithms (`select::policy`) as text. Set when the group is created.
     pub policy: String,
     pub settings: Settings,
     pub threads: Threads,
-    /// The option `soft_timeout`; `None`: the setting of the process (`soft_timeout`).
+    /// The option `soft_timeout`. If it is `None`, the setting of the process applies (`soft_timeout`).
     pub soft_timeout: Option<Duration>,
     /// Addresses at which other ranks reach this process, for groups that need a delegate or a link, in the format of
     /// `rendezvous::addresses`. Empty if the caller names none.
     pub addresses: String,
 }
 
-/// Threads that may copy and combine for a waiting thread of this rank (`threads`).
+/// The threads that may copy and combine for a waiting thread of this rank (`threads`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Threads {
     pub most: u32,
-    /// Whether `most` is the option `threads`, and not the number of torch's intra-op threads.
+    /// Whether `most` comes from the option `threads`, and is not the number of torch's intra-op threads.
     pub named: bool,
 }
 
@@ -47,16 +47,17 @@ impl Default for Threads {
     }
 }
 
-/// Options on which all ranks of a group must agree. Over several hosts, a difference is reported as a mismatch. On one
-/// host, `fusion` only has local effects that peers do not notice, and the other options have no effect.
+/// Options on which all ranks of a group must agree. If they differ in a group over several hosts, this is reported as
+/// a mismatch. On one host, `fusion` has only local effects, which peers do not notice, and the rest have no effect
+/// except as the policy of rank 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Settings {
     /// Fuses small operations that are pending at the same time.
     pub fusion: bool,
-    /// Gives the same bits as on one host: every element is reduced in the order of the ranks.
+    /// Results have the bits that one host would give: every element is reduced in the order of the ranks.
     pub strict: bool,
-    /// Measures the link between hosts when the group is made. If false, the start rules decide (`select::start`). Rank
-    /// 0's value applies to the whole group, as part of its policy.
+    /// Measures the link between hosts when the group is created. If false, the start rules decide (`select::start`).
+    /// Rank 0's value applies to the whole group, as part of its policy.
     pub measure_link: bool,
     /// How much of each result is compared between the ranks. Rank 0's value applies to the whole group, as part of its
     /// policy.
@@ -77,7 +78,7 @@ pub struct Verify {
 pub enum Part {
     #[default]
     Nothing,
-    /// A part that changes from operation to operation.
+    /// A part of the result, which changes from operation to operation.
     Sample,
     All,
 }
@@ -120,11 +121,11 @@ impl fmt::Display for Verify {
 }
 
 impl Config {
-    /// The default delegate. With it, our own engine serves groups over several hosts, over its own link
-    /// (`multihost/wire`). If the option `delegate` names another backend, that backend serves such groups as a whole.
+    /// The default delegate. If it is used, our own engine serves groups over several hosts, with its own link
+    /// (`multihost/wire`). If the option `delegate` names another backend, that backend serves such groups completely.
     pub const LINK: &'static str = "gloo";
 
-    /// Name in texts of the backend that serves this group if the engine cannot.
+    /// The backend that serves this group if the engine cannot: its name in texts.
     pub fn served_by(&self) -> &str {
         if self.delegate.is_empty() { Config::LINK } else { &self.delegate }
     }
@@ -136,16 +137,17 @@ impl Default for Settings {
     }
 }
 
-/// The folder for the last operations of a group that fails: the variable `SAGELLM_DUMP_DIR`; `None` if it is unset.
+/// The folder to which a group that fails writes its last operations: the variable `SAGELLM_DUMP_DIR`; `None` if it is
+/// unset.
 pub fn dump_folder() -> Option<&'static str> {
     static FOLDER: Lazy<Option<String>> =
         Lazy::new(|| std::env::var("SAGELLM_DUMP_DIR").ok().filter(|folder| !folder.is_empty()));
     FOLDER.as_deref()
 }
 
-/// How long an operation may take before its group asks the ranks that it waits for what they are doing, and logs a
-/// line. The variable `SAGELLM_SOFT_TIMEOUT` in seconds; 30 if it is unset or not a number. With 0, no line is logged,
-/// and the ranks are asked only before the deadline.
+/// If an operation takes longer than this, its group asks the ranks for which it waits what they are doing, and logs a
+/// line. The variable `SAGELLM_SOFT_TIMEOUT` in seconds; 30 if it is unset or not a number. If it is 0, no line is
+/// logged, and the ranks are asked only before the deadline.
 pub fn soft_timeout() -> Duration {
     const UNSET: f64 = 30.0;
     static SOFT: Lazy<Duration> = Lazy::new(|| {
@@ -156,8 +158,8 @@ pub fn soft_timeout() -> Duration {
     *SOFT
 }
 
-/// Number of operations of which each group keeps a record, at least. The variable `SAGELLM_RING`; 1024 if it is unset
-/// or not a number.
+/// Each group keeps the records of at least this many operations. The variable `SAGELLM_RING`; 1024 if it is unset or
+/// not a number.
 pub fn ring() -> usize {
     const MOST: usize = 1 << 20;
     static RING: Lazy<usize> = Lazy::new(|| {
@@ -172,7 +174,8 @@ pub fn shared_bytes() -> Option<usize> {
     std::env::var("SAGELLM_SHARED_BYTES").ok().and_then(|text| text.trim().parse().ok())
 }
 
-/// Widest instruction set that the reduction kernels may use: the variable `SAGELLM_KERNELS`. All give the same bits.
+/// Widest instruction set that the reduction kernels may use: the variable `SAGELLM_KERNELS`. All sets give the same
+/// bits.
 pub fn kernels() -> Option<String> {
     std::env::var("SAGELLM_KERNELS").ok().filter(|name| !name.trim().is_empty())
 }
@@ -187,14 +190,14 @@ pub fn vendor_folder() -> Option<String> {
     std::env::var("SAGELLM_VENDOR_DIR").ok().filter(|folder| !folder.is_empty())
 }
 
-/// Whether 64-bit floats may be sent as 32-bit floats to devices that have no others: the variable
+/// Whether 64-bit floats may be sent as 32-bit floats if a device does not support 64-bit floats: the variable
 /// `SAGELLM_DOUBLE_AS_FLOAT`.
 pub fn double_as_float() -> bool {
     std::env::var("SAGELLM_DOUBLE_AS_FLOAT").is_ok_and(|value| value == "1")
 }
 
-/// Whether `explain` reports the algorithm that NCCL used, for which NCCL must load our plugin: the variable
-/// `SAGELLM_EXPLAIN`.
+/// Whether `explain` reports the algorithm that NCCL used: the variable `SAGELLM_EXPLAIN`. NCCL must load our plugin
+/// for this.
 pub fn explains_devices() -> bool {
     std::env::var("SAGELLM_EXPLAIN").is_ok_and(|value| value == "1")
 }

@@ -19,42 +19,43 @@ pub trait Counting: Store {
     fn add(&self, key: &str, by: i64) -> Result<i64>;
     /// Deletes a key that only this rank reads. Does nothing if the store cannot delete.
     fn remove(&self, key: &str) -> Result<()>;
-    /// Identifies the connection. Stores with the same number share a connection, so a slow request of one delays the
-    /// others.
+    /// Identifies the connection. If two stores have the same number, they share a connection, and a slow request of
+    /// one delays the other.
     fn connection(&self) -> usize;
 }
 
 /// The process that uses the core.
 pub trait Host: Send + Sync {
     /// Whether a signal handler of the caller raised an exception. If so, the wait must end with
-    /// `ErrorKind::Interrupted`. Called at least every 100 ms during a wait, never while a lock is held.
+    /// `ErrorKind::Interrupted`. A waiting thread calls this at least every 100 ms, and never while it holds a lock.
     fn interrupted(&self) -> bool;
 
-    /// The place in the program where a thread is (`os::watch::this_thread`; 0: the main thread), as text. Waits for
-    /// the interpreter's lock, however long native code holds it. `None` if the thread runs no code of the program.
+    /// The place in the program at which a thread is, as text. The thread is a number of `os::watch::this_thread`, or 0
+    /// for the main thread. Waits for the interpreter's lock, however long native code holds it. `None` if the thread
+    /// runs no code of the program.
     fn place(&self, _thread: u64) -> Option<String> {
         None
     }
 
-    /// The place in the program where an operation was called, by its `CallNote::site`; `None` if places are not
-    /// recorded.
+    /// The place in the program at which an operation was called; `site` is its `CallNote::site`. `None` if places are
+    /// not recorded.
     fn call_site(&self, _site: u32) -> Option<String> {
         None
     }
 
-    /// Number of threads on which `parallel` would run many parts if the calling thread called it now. The calling
-    /// thread is one of them.
+    /// On how many threads `parallel` would run a large number of parts if the calling thread called it now. The
+    /// calling thread is one of them.
     fn threads(&self) -> usize {
         1
     }
 
-    /// Calls `part` with each number below `parts`, on up to `threads` threads, and returns after all calls.
+    /// Calls `part` with each number below `parts`, on up to `threads` threads, and returns after all calls have.
     fn parallel(&self, parts: usize, part: &(dyn Fn(usize) + Sync)) {
         (0..parts).for_each(part);
     }
 }
 
-/// A caller without signals: for a rank that is a thread, or for a wait that no signal may end.
+/// A caller without signals, for a rank that is a thread or for a wait that no signal may end.
 pub struct NoSignals;
 
 impl Host for NoSignals {
@@ -69,12 +70,12 @@ pub trait Completion: Send + Sync {
     fn prepare(&self);
     /// Called after the outputs were written, before the end is reported.
     fn store_back(&self);
-    /// Called when the operation has ended; `None`: without an error.
+    /// Called when the operation has ended. `None` means that it ended without an error.
     fn ended(&self, error: Option<&Error>);
 }
 
 /// Whether this is the first call in the process with this `what`. Used to log a warning only once, however many groups
-/// the process makes.
+/// the process creates.
 pub fn first_time(what: &'static str) -> bool {
     static TOLD: PerProcess<Mutex<Vec<&'static str>>> = PerProcess::new();
     let mut told = TOLD.get().lock().unwrap_or_else(PoisonError::into_inner);

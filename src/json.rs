@@ -1,5 +1,5 @@
-//! Writes JSON: the answers to Python's queries, and the file of a failed group. An answer is one text, so a new field
-//! must be added only here in the core and in the package's types, but not in the bridge between them.
+//! Writes JSON: the answers to Python's queries, and the file of a failed group. An answer is a single text, so a new
+//! field must be added in the core and in the package's types, but not in the bridge between them.
 
 use std::fmt::{Display, Write as _};
 
@@ -59,7 +59,7 @@ pub fn string(out: &mut String, text: &str) {
 }
 
 impl Object<'_> {
-    /// Names of fields are constants of ours that need no escaping.
+    /// Names of fields are our own constants and need no escaping.
     fn name(&mut self, name: &str) -> &mut String {
         self.out.push_str(if self.first { "\"" } else { ",\"" });
         self.first = false;

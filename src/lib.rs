@@ -6,8 +6,8 @@
 //! **A CPU tensor, one host.** `cpp/c10d/collectives.cpp` describes the call, `cpp/c10d/dispatch.cpp` decides which
 //! engine runs it, and `cpp/lower/` checks it and turns its tensors into spans of memory. `ffi/calls.rs` passes it on
 //! as a [`crate::types::Request`] (`ffi/convert.rs`); no panic crosses there. [`group`] refuses inconsistent calls
-//! (`group/check.rs`), gives the others a sequence number, signature and deadline as an [`op`], and submits the op to
-//! the group's [`crate::engine::Engine`]. [`crate::engine::shm`] enqueues, publishes and advances it
+//! (`group/check.rs`), turns a valid call into an [`op`] with a sequence number, signature and deadline, and submits
+//! the op to the group's [`crate::engine::Engine`]. [`crate::engine::shm`] enqueues, publishes and advances it
 //! (`engine/shm/engine.rs`): it asks [`select`] whether to use slots or rounds, writes the rank's slot in shared memory
 //! (`small.rs`, `bulk.rs`, messages in `p2p.rs`), and reduces the ranks' data with [`reduce`], in the order of the
 //! ranks. Finally [`group`] records the op's end in [`stats`] and reports it to its owner (`Op::end`). If a peer has
@@ -16,9 +16,10 @@
 //!
 //! **A tensor on a device.** `dispatch.cpp` turns the same description into device addresses. [`crate::engine::device`]
 //! checks and numbers the call, finds or makes the communicator, and decides what to call in the vendor's library
-//! (`begin`). C++ prepares the tensors on torch's stream. The library is called (`launch`). A thread checks whether the
-//! call has ended or will never end (`poll`), and the statistics record its end (`ended`). If there is no library, the
-//! tensors in the description are replaced by copies in host memory, and the call runs as above.
+//! (`begin`). C++ prepares the tensors on torch's stream. Then the library is called (`launch`). A thread checks
+//! whether the call has ended or will never end (`poll`), and the statistics record its end (`ended`). If there is no
+//! library, the tensors in the description are replaced by copies in host memory, and the call runs like one on CPU
+//! tensors.
 //!
 //! **A fused batch between hosts.** [`crate::engine::multihost`] queues the operation and passes its size to
 //! [`fusion`]. A lane takes the next batch and asks [`select`] for its algorithm. It reduces inside the host with
@@ -54,8 +55,8 @@
 //!
 //! `docs/words.md` defines our words; `docs/design.md` has the rules by number.
 
-// Modules that access raw memory or call the system allow unsafe code, each with a reason; `tests/it/layering.rs` has
-// the list.
+// If a module accesses raw memory or calls the system, it allows unsafe code and gives a reason; `tests/it/layering.rs`
+// lists these modules.
 #![deny(unsafe_code)]
 
 pub mod algorithms;

@@ -1,13 +1,14 @@
 //! Computes where the rows of a mixture of experts go: which tokens are sent to which rank, and at which place each row
-//! is then.
+//! is stored there.
 //!
-//! An assignment is a token sent to one of its experts. Experts are numbered over all ranks: rank r has those from r *
-//! experts / ranks on. The inputs are the experts of this rank's tokens, and a table of how many rows each rank sends
-//! to each expert. One pass over the assignments and one over the received rows are enough.
+//! An assignment is a token that is sent to one of its experts. Experts are numbered over all ranks: those of rank r
+//! begin with number r * experts / ranks. The inputs are the experts of this rank's tokens, and a table of how many
+//! rows each rank sends to each expert. One pass over the assignments and one over the received rows are enough.
 
 use crate::error::{Error, Result};
 
-/// Sorts assignments by expert, and counts the assignments of each expert. Assignments of one expert keep their order.
+/// Sorts assignments by expert, and counts the assignments of each expert. Assignments of the same expert keep their
+/// order.
 pub fn sort(experts: &[i64], counts: &mut [i64], order: &mut [i64]) -> Result<()> {
     sizes("order", order.len(), experts.len())?;
     counts.fill(0);
@@ -29,7 +30,7 @@ pub fn sort(experts: &[i64], counts: &mut [i64], order: &mut [i64]) -> Result<()
     Ok(())
 }
 
-/// The index at which each part begins, for parts of these sizes that are stored one after the other.
+/// The index at which each part begins, if parts of these sizes are stored one after the other.
 fn begins(counts: &[i64]) -> Vec<usize> {
     counts.iter().scan(0, |next, &count| Some(std::mem::replace(next, *next + count as usize))).collect()
 }
@@ -39,7 +40,8 @@ pub struct Table<'a> {
     taken: &'a [i64],
     experts: usize,
     rank: usize,
-    /// Rows that stay on this rank are stored after the rows for other ranks, so that the latter are contiguous.
+    /// If rows stay on this rank, they are stored after the rows for other ranks, so that the rows for other ranks are
+    /// contiguous.
     own_last: bool,
 }
 
@@ -66,7 +68,7 @@ impl<'a> Table<'a> {
         &self.taken[from * self.experts + to * each..][..each]
     }
 
-    /// The ranks in the order in which the rows for them, or from them, are stored.
+    /// The ranks, in the order in which the rows for them or from them are stored.
     fn order(&self) -> impl Iterator<Item = usize> {
         let own = self.own_last.then_some(self.rank);
         (0..self.ranks()).filter(move |rank| Some(*rank) != own).chain(own)
@@ -90,7 +92,7 @@ impl<'a> Table<'a> {
     }
 
     /// `rows`: for each row that is sent, its assignment; -1 for padding. `places`: for each assignment, its row; -1 if
-    /// it is not sent. `order` and `wanted` are the order and the counts that `sort` has written.
+    /// the assignment is not sent. `order` and `wanted` are the order and the counts that `sort` has written.
     pub fn leaving(&self, order: &[i64], wanted: &[i64], rows: &mut [i64], places: &mut [i64]) -> Result<()> {
         sizes("wanted", wanted.len(), self.experts)?;
         sizes("places", places.len(), order.len())?;

@@ -1,16 +1,17 @@
-//! Copies and reductions of a waiting thread, split among the threads of its host (torch's intra-op threads).
+//! Splits copies and reductions of a waiting thread among the threads of its host (torch's intra-op threads).
 //!
 //! A thread that waits for an operation *lends* its host's threads to itself for the time of the wait (`lend`). The
-//! code that copies and combines calls `split`, which runs one part of the range on each thread. A thread to which
-//! nothing was lent does the whole range itself: the progress thread, which drives while the program computes on these
-//! very threads, and the lanes of groups over several hosts.
+//! code that copies and combines calls `split`, which runs one part of the range on each thread. If nothing was lent to
+//! a thread, it does the whole range itself. This holds for the progress thread, which drives while the program
+//! computes on the host's threads, and for the lanes of groups over several hosts.
 //!
 //! A parallel region ends when its last thread has arrived. If another process runs on that thread's core, this takes
-//! until the scheduler's next tick: milliseconds, for a copy of microseconds. So a thread that had to wait that long does
-//! its ranges itself for a while (`Patience`). The loss in a busy machine is then at most 4 per cent.
+//! until the scheduler's next tick: a copy that needs microseconds then takes milliseconds. So if a thread had to wait
+//! that long, it does its ranges itself for a while (`Patience`). The loss on a busy machine is then at most 4 per
+//! cent.
 //!
-//! Every byte is written by one thread, and every element is combined by one thread from all its sources. So the number
-//! of threads never changes a bit of the result, and peers cannot notice it.
+//! Only one thread writes each byte, and only one thread combines each element, from all its sources. So the number of
+//! threads never changes a bit of the result, and peers cannot notice it.
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
@@ -20,8 +21,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crate::host::Host;
 use crate::os::clock;
 
-/// Smallest part. Copying this many bytes takes a core about 8 us (docs/internals/benchmarks.md). Starting and ending a
-/// parallel region takes less, so a range of two parts is faster on two threads.
+/// The smallest part. A core needs about 8 us to copy this many bytes (docs/internals/benchmarks.md). To start and end
+/// a parallel region takes less time, so a range of two parts is faster on two threads.
 pub const LEAST_BYTES: usize = 64 << 10;
 /// Ranges are cut at multiples of a cache line, which is a multiple of every element size.
 const LINE: usize = 64;
@@ -30,7 +31,7 @@ const LINE: usize = 64;
 #[derive(Clone)]
 pub struct Helpers {
     pub host: Arc<dyn Host>,
-    /// Most threads, the waiting one included.
+    /// The largest number of threads, including the waiting one.
     pub threads: usize,
 }
 
@@ -49,15 +50,15 @@ thread_local! {
 /// Whether the threads of the host arrive in time. Times are nanoseconds of `clock::now`.
 #[derive(Clone, Copy, Debug)]
 struct Patience {
-    /// Until then the waiting thread does its ranges itself.
+    /// Until this time the waiting thread does its ranges itself.
     until: u64,
     /// Length of that pause.
     pause: u64,
 }
 
 impl Patience {
-    /// The pause after a late region is this many times as long as the region, and twice as long as the last pause if
-    /// that has ended only as long ago as it lasted.
+    /// After a late region, the pause is this many times as long as the region. If the last pause has ended no longer
+    /// ago than it lasted, the new pause is also at least twice as long as that one.
     const PAUSE: u64 = 25;
     const LONGEST: u64 = 1_000_000_000;
 
@@ -65,8 +66,8 @@ impl Patience {
         Patience { until: 0, pause: 0 }
     }
 
-    /// The state after a region of `bytes` that began at `began` and has ended at `now`. It was late if one thread alone
-    /// would have been faster at 1 GB/s, a fraction of the speed of any core, even 100 us later.
+    /// The state after a region of `bytes` bytes that began at `began` and ended at `now`. The region was late if it
+    /// took over 100 us longer than one thread alone at 1 GB/s, which is a fraction of any core's speed.
     fn after(self, bytes: usize, began: u64, now: u64) -> Patience {
         let took = now.saturating_sub(began);
         if took <= 100_000 + bytes as u64 {
@@ -92,13 +93,13 @@ impl Drop for Lending {
     }
 }
 
-/// Number of threads that `split` uses on this thread for a long range.
+/// On how many threads `split` would run a long range if this thread called it.
 pub fn count() -> usize {
     LENT.with_borrow(|lent| lent.as_ref().map_or(1, Helpers::count))
 }
 
 /// Calls `work(start, length)` for parts that cover `0..bytes` once, and returns after all calls. The parts run on the
-/// threads lent to this thread. A range that is too short for that is one part.
+/// threads that were lent to this thread. If the range is too short for that, it is a single part.
 #[inline]
 pub fn split(bytes: usize, work: impl Fn(usize, usize) + Sync) {
     if bytes < 2 * LEAST_BYTES {
@@ -122,8 +123,8 @@ fn split_long(bytes: usize, work: &(dyn Fn(usize, usize) + Sync)) {
     PATIENCE.set(patience.after(bytes, began, clock::now()));
 }
 
-/// Calls `part` on the host's threads. Panics if a call has panicked, but only after all calls have returned, because
-/// the frames of the host below a call cannot be unwound.
+/// Calls `part` on the host's threads. If a call panics, this function panics only after all calls have returned,
+/// because the frames of the host below a call cannot be unwound.
 fn contained(host: &dyn Host, parts: usize, part: &(dyn Fn(usize) + Sync)) {
     let panicked: Mutex<Option<Box<dyn Any + Send>>> = Mutex::new(None);
     host.parallel(parts, &|number| {
@@ -139,7 +140,7 @@ fn contained(host: &dyn Host, parts: usize, part: &(dyn Fn(usize) + Sync)) {
 /// What a rank contributes to the number of threads of its group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Wish {
-    /// Most threads of this rank, at least 1.
+    /// The largest number of threads of this rank; at least 1.
     pub threads: usize,
     /// Whether the program named the number. If not, all ranks together use at most as many threads as they have cores.
     pub named: bool,
@@ -147,8 +148,8 @@ pub struct Wish {
     pub cores: usize,
 }
 
-/// Number of threads of each rank of a group: the smallest that a rank may use. `cores` is the number of cores that all
-/// ranks may use together.
+/// How many threads each rank of a group uses: the smallest number that any rank may use. `cores` is the number of
+/// cores that all ranks may use together.
 pub fn agreed(wishes: &[Wish], cores: usize) -> usize {
     let share = cores / wishes.len().max(1);
     let each = wishes.iter().map(|wish| {
@@ -179,8 +180,8 @@ impl Host for Scoped {
 mod tests {
     use super::*;
 
-    /// The parts of a range, from a thread that has not waited in vain before. `Scoped` starts its threads anew, which
-    /// can take long in a busy machine.
+    /// The parts of a range, for a thread that has not waited for a late region before. `Scoped` starts new threads,
+    /// which can take long on a busy machine.
     fn parts_of(bytes: usize) -> Vec<(usize, usize)> {
         PATIENCE.set(Patience::new());
         split_into(bytes)

@@ -4,8 +4,8 @@
 
 use std::fmt;
 
-/// Declares an enum whose variants each have a number and a name. Each variant is one row, so that `ALL` cannot omit
-/// one.
+/// Declares an enum in which each variant has a number and a name. Each variant is one row, so `ALL` cannot omit a
+/// variant.
 macro_rules! enumeration {
     ($(#[$meta:meta])* $name:ident { $($variant:ident = $number:literal, $text:literal;)* }) => {
         $(#[$meta])*
@@ -67,7 +67,7 @@ impl Kind {
         Kind::ALL.into_iter().find(|kind| kind.name() == name)
     }
 
-    /// Whether the kind reduces elements, so that dtype and reduce op must agree between ranks.
+    /// Whether the kind reduces elements. If so, dtype and reduce op must agree between ranks.
     pub fn reduces(self) -> bool {
         matches!(self, Kind::AllReduce | Kind::Reduce | Kind::ReduceScatter)
     }
@@ -254,7 +254,7 @@ impl Span {
     }
 }
 
-/// A list that usually has one element, which then needs no allocation.
+/// A list that usually has one element. In that case it needs no allocation.
 #[derive(Clone, Debug)]
 pub enum Few<T> {
     One(T),
@@ -307,13 +307,13 @@ impl<T> std::ops::Deref for Few<T> {
     }
 }
 
-/// A strided tensor: caller memory in runs of equal length and distance.
+/// A strided tensor: caller memory in runs of equal length at equal distances.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Strided {
     pub addr: usize,
     /// Length of one run in bytes.
     pub run: usize,
-    /// Per dimension: number of repetitions, and their distance in bytes; 1 and 0 for an unused dimension.
+    /// For each dimension: the number of repetitions, and their distance in bytes; 1 and 0 if the dimension is unused.
     pub counts: [usize; Strided::DIMENSIONS],
     pub strides: [usize; Strided::DIMENSIONS],
     /// True if the call writes this memory, false if it reads it.
@@ -330,7 +330,7 @@ impl Strided {
     }
 }
 
-/// A tensor of a call's list: its size, and its element type if the call reduces, else `Bytes`.
+/// A tensor of a call's list: its size, and its element type if the call reduces, otherwise `Bytes`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Listed {
     pub dtype: Dtype,
@@ -342,8 +342,8 @@ pub const ANY_RANK: u32 = u32::MAX;
 
 /// One call as C++ passes it. C++ has checked it against torch's rules; the core checks it against the group's.
 ///
-/// `inputs` and `outputs` are lists of contiguous spans. The spans of a list are read or written as if they were
-/// contiguous:
+/// `inputs` and `outputs` are lists of contiguous spans. The spans of a list are read or written like one contiguous
+/// piece of memory:
 ///
 /// | kind | inputs | outputs |
 /// | --- | --- | --- |
@@ -364,7 +364,7 @@ pub struct Request {
     pub kind: Kind,
     pub dtype: Dtype,
     pub op: ReduceOp,
-    /// Group rank of the root, or the peer of a send or receive (`ANY_RANK`: receive from any rank).
+    /// Group rank of the root, or the peer of a send or receive (`ANY_RANK` means a receive from any rank).
     pub root: u32,
     /// Used only for point-to-point calls.
     pub tag: u32,
@@ -373,7 +373,7 @@ pub struct Request {
     /// See `Request::new`.
     inputs: Spans,
     outputs: Spans,
-    /// Bytes of each rank's block, one entry per rank; empty if all blocks are equal.
+    /// The bytes of each rank's block, one entry per rank. Empty if all blocks are equal.
     pub in_blocks: Vec<usize>,
     pub out_blocks: Vec<usize>,
     /// All tensors of the call's list, including empty ones, in the caller's order. Every operation of the call has the
@@ -386,8 +386,8 @@ pub struct Request {
 }
 
 impl Request {
-    /// A call on caller memory. The other fields get default values, which the caller may change: bytes that are moved
-    /// or summed, root 0, tag 0, the group's timeout, equal blocks.
+    /// A call on caller memory. The remaining fields get default values, which the caller may change: dtype `Bytes`,
+    /// reduce op SUM, root 0, tag 0, the group's timeout, equal blocks.
     ///
     /// # Safety
     ///
@@ -401,7 +401,7 @@ impl Request {
         Request { inputs: inputs.into(), outputs: outputs.into(), ..Request::without_memory(kind) }
     }
 
-    /// For tests of code that only compares addresses. The request must not be issued, because the addresses may be
+    /// A request for tests of code that only compares addresses. It must not be issued, because the addresses may be
     /// invalid.
     #[cfg(test)]
     pub fn of_addresses(kind: Kind, inputs: Vec<Span>, outputs: Vec<Span>) -> Request {
@@ -441,10 +441,10 @@ impl Request {
 pub struct CallNote {
     /// False for every operation of a split call except the first.
     pub counts: bool,
-    /// Number of tensors of the call's list in this operation. 1 if the call takes no list, 0 for an operation that no
-    /// caller requested.
+    /// How many tensors of the call's list are in this operation. 1 if the call takes no list, 0 if no caller requested
+    /// the operation.
     pub tensors: u32,
-    /// Element type of the caller's tensors as torch's number; `CallNote::NO_TYPE` if unknown.
+    /// torch's number for the element type of the caller's tensors; `CallNote::NO_TYPE` if unknown.
     pub element: u8,
     /// Number of the call site in the caller's program, assigned by the shim; 0 if it was not looked up.
     pub site: u32,

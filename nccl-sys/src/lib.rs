@@ -1,7 +1,7 @@
 //! The part of NCCL's C interface that sagellm uses, and a table of its functions that is filled at run time. So no
-//! library is linked, and no header is needed to build. `tests/header.rs` compares sizes, offsets, values and how each
-//! argument is passed with an installed `nccl.h` (last: 2.30.7). Enums are integers, because a library may return
-//! numbers that these declarations do not know.
+//! library is linked, and the build needs no header. `tests/header.rs` compares these declarations with an installed
+//! `nccl.h` (last: 2.30.7): sizes, offsets, values, and how each argument is passed. Enums are integers, because a
+//! library may return numbers that these declarations do not know.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr::NonNull;
@@ -85,9 +85,9 @@ const _: () = {
 };
 
 impl Config {
-    /// The config of a blocking communicator with this name, which shares no resources with its parent. All other
-    /// fields have the library's defaults. The name must live as long as the communicator, because the library keeps
-    /// the pointer and does not copy the name.
+    /// The config of a blocking communicator with this name. The communicator shares no resources with its parent. All
+    /// other fields have the library's defaults. The name must live as long as the communicator, because the library
+    /// keeps the pointer and does not copy the name.
     pub fn blocking(name: &CStr) -> Config {
         Config {
             size: size_of::<Config>(),
@@ -109,7 +109,7 @@ impl Config {
     }
 }
 
-/// A function that the library may lack.
+/// A function that the library perhaps does not have.
 #[derive(Clone, Copy, Debug)]
 pub struct Symbol<F> {
     pub function: Option<F>,

@@ -1,19 +1,20 @@
-//! Binomial tree: in every step each rank that has the data passes it to one that does not.
+//! Binomial tree: in every step each rank that has the data passes it to a rank that does not have it.
 //!
-//! p ranks, L = ceil(log2 p), N bytes (gather and scatter: all blocks together). Ranks are numbered from the root as
-//! places. The subtree of place v consists of v, v + 1, ..., as many places as the lowest set bit of v.
+//! p ranks, L = ceil(log2 p), N bytes (for gather and scatter: all blocks together). Ranks are numbered from the root
+//! as places. The subtree of place v consists of the consecutive places v, v + 1, ...; their number is the value of the
+//! lowest set bit of v.
 //!
 //! - broadcast: L steps; the root sends N L bytes, a rank receives N.
-//! - reduce: the same backwards; a rank sends N, the root receives N L.
+//! - reduce: the same in reverse; a rank sends N, the root receives N L.
 //! - all_reduce: reduce to rank 0, then broadcast. 2 L steps, at most N L sent and received.
 //! - gather, scatter: L steps; the root moves N (p - 1) / p. Any other rank moves at most its subtree, which has up to
 //!   max(p - 2^(L-1), 2^(L-2)) blocks.
 //! - barrier: reduce and broadcast without data. 2 L steps.
 //!
 //! Order of summation: the balanced tree over consecutive ranks, counted from the root, with lower ranks on the left:
-//! ((x0 op x1) op (x2 op x3)) op .... The same for all elements.
-//! Source: MPICH's binomial broadcast, reduce, gather and scatter (Thakur, Rabenseifner, Gropp, "Optimization of
-//! collective communication operations in MPICH", 2005).
+//! ((x0 op x1) op (x2 op x3)) op .... It is the same for all elements. Source: MPICH's binomial broadcast, reduce,
+//! gather and scatter (Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH",
+//! 2005).
 
 use std::ops::Range;
 

@@ -1,13 +1,13 @@
-//! Bruck: blocks are sent in groups over the distances 1, 2, 4, ..., for any rank count in ceil(log2 p) steps.
+//! Bruck: blocks are sent in groups over the distances 1, 2, 4, .... For any rank count this takes ceil(log2 p) steps.
 //!
-//! p ranks, L = ceil(log2 p), N bytes (all blocks together; for all_to_all all blocks of one rank).
+//! p ranks, L = ceil(log2 p), N bytes (all blocks together; for all_to_all, all blocks of one rank).
 //!
 //! - all_gather: in step k a rank sends 2^k consecutive blocks, starting with its own, to the rank 2^k before it. L
 //!   steps, N (p - 1) / p bytes sent and received.
 //! - all_to_all: a block is forwarded through other ranks from source to destination, over the distances of the set
-//!   bits of their difference. L steps, against p - 1 messages of direct exchange. Bytes sent and received: N / p times
-//!   the number of set bits in the numbers 1 to p - 1, about N L / 2. It pays for small blocks and many ranks. Blocks
-//!   must be of equal size, because a rank forwards blocks whose sizes it does not know.
+//!   bits of their difference. L steps, compared with p - 1 messages of direct exchange. Bytes sent and received: N / p
+//!   times the number of set bits in the numbers 1 to p - 1, about N L / 2. This pays if blocks are small and there are
+//!   many ranks. Blocks must be of equal size, because a rank forwards blocks whose sizes it does not know.
 //!
 //! Nothing is summed.
 //! Source: Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing systems"
@@ -63,8 +63,8 @@ impl Pattern for Bruck {
     }
 }
 
-/// The blocks that `rank` sends in step `k` of all_to_all: those whose distance from source to destination has bit k
-/// set.
+/// The blocks that `rank` sends in step `k` of all_to_all. A block is sent if bit k is set in the distance from its
+/// source to its destination.
 fn passing(ranks: usize, rank: usize, k: usize) -> Vec<Range<usize>> {
     let mut parts: Vec<Range<usize>> = Vec::new();
     for far in (1..ranks).filter(|far| far >> k & 1 == 1) {

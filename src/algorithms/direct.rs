@@ -1,4 +1,4 @@
-//! Direct exchange: every rank sends its data directly to each other rank, all at the same time. There are two forms.
+//! Direct exchange: every rank sends its data directly to every other rank, all at the same time. There are two forms.
 //!
 //! p ranks, N bytes (the vector, or all blocks together). [`Direct`], always one step:
 //!
@@ -8,7 +8,7 @@
 //! - broadcast: the root sends N (p - 1), each other rank receives N. scatter: N (p - 1) / p and N / p.
 //! - reduce, gather: the same towards the root. barrier: an empty message to every rank.
 //!
-//! [`TwoStep`], two steps, the vector cut into p parts:
+//! [`TwoStep`], two steps; the vector is cut into p parts:
 //!
 //! - all_reduce: direct reduce_scatter, then direct all_gather; 2 N (p - 1) / p sent and received.
 //! - broadcast: direct scatter, then every rank sends its part to all except the root. The root sends 2 N (p - 1) / p,
@@ -16,9 +16,9 @@
 //! - reduce: direct reduce_scatter, then direct gather; a rank sends N, the root receives 2 N (p - 1) / p.
 //!
 //! Order of summation: x0 op x1 op x2 ..., from left to right in rank order, for every element, so low precision can be
-//! rounded once. This is the order of shared memory on one host.
-//! Source: the pairwise exchange of MPICH's reduce_scatter and the scattered all_to_all, posted at once; two-shot
-//! all_reduce as in NCCL's and vLLM's one-host kernels.
+//! rounded once. This is the order of shared memory on one host. Source: the pairwise exchange of MPICH's
+//! reduce_scatter and the scattered all_to_all, with all messages posted at once; the two-shot all_reduce of NCCL's and
+//! vLLM's one-host kernels.
 
 use super::{How, Pattern, Schedule, Step, Volume, one, others};
 use crate::types::Kind;

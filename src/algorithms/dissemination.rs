@@ -1,5 +1,5 @@
 //! Dissemination barrier: in step k every rank sends to the rank 2^k ahead, after it has received the messages of step
-//! k - 1. So a message says that its sender and all ranks of which the sender knows have entered.
+//! k - 1. So a message says that its sender has entered, and all ranks of which the sender knows this.
 //!
 //! p ranks: ceil(log2 p) steps, one empty message sent and received per step. There is no central rank. Nothing is
 //! summed.

@@ -1,22 +1,22 @@
-//! Double tree: two binary trees at once, each for one half of the vector, pipelined in segments. An inner rank of one
-//! tree is a leaf of the other, so every rank sends and receives as much as every other.
+//! Double tree: two binary trees at the same time, each for one half of the vector, which is pipelined in segments. An
+//! inner rank of one tree is a leaf of the other, so all ranks send and receive the same amount.
 //!
 //! p ranks, numbered from the root as places 0 to p - 1; D = ceil(log2 p) levels; N bytes; each half in S segments.
 //! Both trees contain the places 1 to p - 1. The first is the in-order binary tree: odd places are leaves, and a
-//! place's level is its number of trailing zeros. The second is the first in reverse (p odd) or shifted by one (p
-//! even). Place 0 is the parent of both trees' tops.
+//! place's level is its number of trailing zeros. The second tree is the first one in reverse (if p is odd) or shifted
+//! by one (if p is even). Place 0 is the parent of the top of each tree.
 //!
 //! - broadcast: S + D - 1 steps; N bytes received by all except the root, at most N sent.
-//! - reduce: the same backwards.
+//! - reduce: the same in reverse.
 //! - all_reduce: reduce to rank 0, then broadcast: 2 (S + D - 1) steps; at most 2 N sent and received (N for 2 ranks,
-//!   1.5 N for 3). Reduce and broadcast do not overlap: with two trees, each alone already fills the links in both
-//!   directions.
+//!   1.5 N for 3). Reduce and broadcast do not overlap: because there are two trees, each alone already fills the links
+//!   in both directions.
 //!
-//! Order of summation: a rank combines its own numbers with those of children at lower places on the left, then with
-//! those of children at higher places on the right: (lower op own) op higher. Place 0: own op tree. The two halves of
-//! the vector have different trees, so the order depends on an element's position in the vector.
-//! Source: Sanders, Speck, Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (2009). The
-//! trees are those of NCCL's double binary trees.
+//! Order of summation: a rank first combines the numbers of children at lower places, on the left, with its own, and
+//! then the result with the numbers of children at higher places, on the right: (lower op own) op higher. At place 0:
+//! own op tree. The two halves of the vector have different trees, so the order depends on an element's position in the
+//! vector. Source: Sanders, Speck, Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan"
+//! (2009). The trees are those of NCCL's double binary trees.
 
 use super::{How, Pattern, Schedule, Step, Volume, ceil_log2, one};
 use crate::types::Kind;
@@ -63,7 +63,8 @@ impl Pattern for DoubleTree {
         Volume { sent: halves * s.segments, received: halves * s.segments }
     }
 
-    /// Every level is busy from the time the first segments have filled the pipeline until the last segment starts.
+    /// From the step in which the first segments have filled the pipeline until the last segment starts, every level is
+    /// busy.
     fn alike(&self, s: &Schedule, k: usize) -> usize {
         let levels = ceil_log2(s.ranks);
         let k = k % (s.segments + levels - 1);
@@ -84,7 +85,8 @@ struct Tree {
 }
 
 impl Tree {
-    /// The number of a place in the first tree: the second tree is the first one renumbered. `place` is the inverse.
+    /// The second tree is the first tree with other numbers: this is the number of a place in the first tree. `place`
+    /// is the inverse.
     fn label(self, place: usize) -> usize {
         match (self.second, self.nodes % 2) {
             (false, _) => place,
@@ -182,7 +184,7 @@ fn up(s: &Schedule, tree: Tree, rank: usize, k: usize, step: &mut Step) {
     }
 }
 
-/// Only with two ranks are two ranks neighbours in both trees. Then both parts are sent in one message.
+/// Two ranks are neighbours in both trees only if there are just two ranks. Then both parts are sent in one message.
 fn add_send(step: &mut Step, peer: usize, part: usize) {
     match step.sends.iter_mut().find(|send| send.peer == peer) {
         Some(send) => send.parts.push(part..part + 1),

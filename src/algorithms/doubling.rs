@@ -1,17 +1,17 @@
-//! Recursive doubling: in step j ranks exchange all they have with the rank at distance 2^j.
+//! Recursive doubling: in step j each rank exchanges everything that it has with the rank at distance 2^j.
 //!
-//! p ranks, L = floor(log2 p), N bytes (all_gather: all blocks together). If p is not a power of two, p - 2^L odd ranks
-//! first send their data to the rank before them, and receive the result in a last step (`power.rs`). Values for this
-//! case are in brackets.
+//! p ranks, L = floor(log2 p), N bytes (for all_gather: all blocks together). If p is not a power of two, p - 2^L odd
+//! ranks first send their data to the rank before them, and receive the result in a last step (`power.rs`). Values for
+//! this case are in brackets.
 //!
 //! - all_reduce: L steps (L + 2); every rank sends and receives N L bytes (N (L + 1)).
 //! - all_gather: L steps (L + 2); every rank sends and receives N (p - 1) / p bytes. If p is not a power of two, the
 //!   ranks that act for two send up to almost twice that, and Bruck's algorithm is better.
 //! - barrier: all_reduce without data.
 //!
-//! Order of summation: the balanced tree over consecutive ranks, lower ranks on the left. A pair that acts as one is
-//! combined first. The same for all elements, whatever their position in the vector.
-//! Source: MPICH's recursive doubling (Thakur, Rabenseifner, Gropp 2005).
+//! Order of summation: the balanced tree over consecutive ranks, lower ranks on the left. If a pair acts as one rank,
+//! it is combined first. The order is the same for all elements, whatever their position in the vector. Source: MPICH's
+//! recursive doubling (Thakur, Rabenseifner, Gropp 2005).
 
 use std::ops::Range;
 
@@ -56,7 +56,7 @@ impl Pattern for Doubling {
                 Volume { sent: each, received: each }
             }
             Kind::AllGather if power.extra > 0 => {
-                // Rank 0 sends the data of its growing group, then all parts except its partner's.
+                // Rank 0 sends the data of its group, which grows, and then all parts except its partner's.
                 let grown: usize = (0..power.bits).map(|bit| power.ranks(0..1 << bit).len()).sum();
                 Volume { sent: grown + s.ranks - 1, received: s.ranks - 1 }
             }

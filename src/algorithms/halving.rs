@@ -1,20 +1,19 @@
-//! Recursive halving and doubling: ranks exchange over the distances 1, 2, 4, ..., and each time halve the parts that
-//! they still reduce. Then they gather the results in reverse.
+//! Recursive halving and doubling: ranks exchange over the distances 1, 2, 4, ..., and each time halve the set of parts
+//! that they still reduce. Then they gather the results in reverse order.
 //!
-//! p ranks, P = 2^L the largest power of two up to p, N bytes (all blocks together of all_gather and reduce_scatter).
-//! If p is not a power of two, p - P odd ranks first send their data to the rank before them, and receive the result in
-//! a last step (`power.rs`). Values for this case are in brackets.
+//! p ranks, P = 2^L is the largest power of two up to p, N bytes (for all_gather and reduce_scatter: all blocks
+//! together). If p is not a power of two, p - P odd ranks first send their data to the rank before them, and receive
+//! the result in a last step (`power.rs`). Values for this case are in brackets.
 //!
 //! - reduce_scatter: L steps (L + 2); N (p - 1) / p bytes sent and received (at most N sent, and N + N (P - 1) / p plus
 //!   a few blocks received).
 //! - all_gather: its reverse; N (p - 1) / p bytes (at most N (P - 1) / p + N plus a few blocks sent).
-//! - all_reduce: both; 2 L steps (2 L + 2), 2 N (P - 1) / P bytes (and N more).
+//! - all_reduce: both of these; 2 L steps (2 L + 2), 2 N (P - 1) / P bytes (and N more).
 //!
-//! The nearest ranks exchange the most, which suits ranks that are numbered host by host.
-//! Order of summation: that of recursive doubling, for every element, because both use the distances in the same order.
-//! So it does not depend on an element's position in the vector.
-//! Source: Rabenseifner, "Optimization of collective reduction operations" (2004); MPICH. Theirs starts with the
-//! largest distance, which gives another order of summation.
+//! The nearest ranks exchange the most data, which is good if ranks are numbered host by host. Order of summation: that
+//! of recursive doubling, for every element, because both use the distances in the same order. So it does not depend on
+//! an element's position in the vector. Source: Rabenseifner, "Optimization of collective reduction operations" (2004);
+//! MPICH. Both start with the largest distance, which gives a different order of summation.
 
 use std::ops::Range;
 
@@ -76,7 +75,7 @@ impl Pattern for Halving {
         Volume { sent, received }
     }
 
-    /// Listing the parts of blocks takes time, so only a few ranks are examined, including those at the end of the
+    /// It takes time to list the parts of blocks, so only a few ranks are examined, including those at the end of the
     /// pairs.
     fn busiest(&self, s: &Schedule, _k: usize) -> Vec<usize> {
         const SOME: usize = 64;
@@ -92,10 +91,10 @@ fn exchanges(kind: Kind, power: Power) -> usize {
     if kind == Kind::AllReduce { 2 * power.bits } else { power.bits }
 }
 
-/// The parts that the rank with this index still reduces after `halvings` halvings.
+/// After `halvings` halvings: the parts that the rank with this index still reduces.
 fn kept(kind: Kind, power: Power, index: usize, halvings: usize) -> Vec<Range<usize>> {
     if kind == Kind::AllReduce {
-        // The parts of all_reduce belong to no rank, so each rank keeps one contiguous range: the half that its bit
+        // In all_reduce parts belong to no rank, so each rank keeps one contiguous range: the half that its bit
         // selects.
         let start = (0..halvings).map(|bit| (index >> bit & 1) * (power.size >> (bit + 1))).sum();
         return run(start..start + (power.size >> halvings));

@@ -1,25 +1,26 @@
 //! Schedules: which rank sends which parts to which rank in which step of a collective. Pure arithmetic over rank
-//! numbers, without data, clock or side effects. So one schedule can be executed over a link, proved for every rank
-//! count (`tests/it/algorithms.rs`), and priced for 100,000 ranks (`select/cost.rs`).
+//! numbers, without data, clock or side effects. So the same schedule can be executed over a link, proved for every
+//! rank count (`tests/it/algorithms.rs`), and priced for 100,000 ranks (`select/cost.rs`).
 //!
 //! # What a schedule guarantees
 //!
 //! - The vector of the collective is cut into [`Schedule::parts`] parts, numbered in memory order. For all_reduce,
-//!   broadcast and reduce they are about equal, see [`part_range`], and may be empty. For all_gather, reduce_scatter,
-//!   gather and scatter, part `q` is the block of rank `q`, of any size. For all_to_all, part `src * ranks + dst` is
-//!   the data that `src` sends to `dst`. A barrier has no parts; its messages are empty and must still be sent.
-//! - At the start a rank has every part of its own input (all_reduce, reduce, reduce_scatter; on the root broadcast and
-//!   scatter), its own part (all_gather, gather), or its parts for others (all_to_all). Other parts are scratch: a
-//!   schedule may pass foreign parts through a rank, and may leave partial sums in parts that are not a result of that
-//!   rank.
-//! - All transfers of one [`Step`] are in flight together. A send reads what its rank had before the step. Step `k + 1`
-//!   of a rank starts when step `k` of the same rank is done. Ranks do not run in lockstep.
+//!   broadcast and reduce their sizes are about equal (see [`part_range`]), and they may be empty. For all_gather,
+//!   reduce_scatter, gather and scatter, part `q` is the block of rank `q`, of any size. For all_to_all, part `src *
+//!   ranks + dst` is the data that `src` sends to `dst`. A barrier has no parts: its messages are empty, but must still
+//!   be sent.
+//! - At the start a rank has every part of its own input (all_reduce, reduce, reduce_scatter; on the root also
+//!   broadcast and scatter), its own part (all_gather, gather), or its parts for other ranks (all_to_all). All other
+//!   parts are scratch: a schedule may pass other ranks' parts through a rank, and may leave partial sums in parts that
+//!   are not a result of that rank.
+//! - All transfers of one [`Step`] are in flight at the same time. A send reads what its rank had before the step. Step
+//!   `k + 1` of a rank starts when step `k` of the same rank is done. Ranks do not run in lockstep.
 //! - Between two ranks there is at most one message per step and direction. Sender and receiver name the same parts in
 //!   the same order under the same step number. So receives that are posted step by step never match a wrong message,
 //!   and a rank that has posted only the receives of its current step cannot cause a deadlock.
-//! - What a [`How::Copy`] writes in a step is not sent by the same rank in that step.
-//! - Every element is combined by one expression, wherever it is computed, so that all ranks get equal bits. The header
-//!   of each algorithm has its expression.
+//! - If a [`How::Copy`] writes a part in a step, the same rank does not send that part in that step.
+//! - Every element is combined by the same expression, wherever it is computed, so that all ranks get equal bits. The
+//!   head of each algorithm's file has its expression.
 //!
 //! `CONTRIBUTING.md` describes how to add an algorithm.
 
@@ -92,14 +93,14 @@ impl Algorithm {
         self.pattern().serves(kind)
     }
 
-    /// Whether every element is combined in one order, whatever its position in the vector. Only such a schedule may
-    /// run a batch of sums, because otherwise the bits of an operation would depend on the others in the batch (rule
-    /// 18).
+    /// Whether every element is combined in the same order, whatever its position in the vector. Only such a schedule
+    /// may run a batch of sums, because otherwise the bits of an operation would depend on the batch's other operations
+    /// (rule 18).
     pub fn one_order(self) -> bool {
         self.pattern().one_order()
     }
 
-    /// Whether cutting the vector into more segments lets steps overlap. If not, `segments` is always 1.
+    /// Whether steps can overlap if the vector is cut into more segments. If not, `segments` is always 1.
     pub fn pipelines(self, kind: Kind) -> bool {
         self.pattern().pipelines(kind)
     }
@@ -148,48 +149,50 @@ pub enum How {
     ReduceAfter,
     /// own = theirs op own
     ReduceBefore,
-    /// own = x0 op x1 op x2 ..., from left to right over this rank's own value and the values of all receives of the
-    /// step, in rank order. All receives of such a step have this kind and name the same parts.
+    /// own = x0 op x1 op x2 ..., from left to right in rank order. The operands are this rank's own value and the
+    /// values of all receives of the step. All receives of such a step have this kind and name the same parts.
     InRankOrder,
 }
 
-/// Number of parts that the busiest sender sends and the busiest receiver receives in total; these may be two ranks.
-/// With equal parts of `b` bytes, the busiest sender sends `sent * b` bytes.
+/// The total number of parts that the busiest sender sends, and that the busiest receiver receives. These may be
+/// different ranks. If all parts have `b` bytes, the busiest sender sends `sent * b` bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Volume {
     pub sent: usize,
     pub received: usize,
 }
 
-/// One algorithm. Callers have checked `serves` and `ranks > 1`, and that `rank < ranks` and `k < steps`.
+/// One algorithm. Callers have checked `serves`, `ranks > 1`, `rank < ranks` and `k < steps`.
 trait Pattern: Sync {
     fn serves(&self, kind: Kind) -> bool;
     fn pipelines(&self, _kind: Kind) -> bool {
         false
     }
-    /// The value of `Algorithm::one_order`, for all kinds that it serves. `tests/it/algorithms.rs` proves it.
+    /// The value of `Algorithm::one_order`. It holds for all kinds that the algorithm serves; `tests/it/algorithms.rs`
+    /// proves it.
     fn one_order(&self) -> bool {
         false
     }
-    /// Number of parts of the vector for all_reduce, broadcast and reduce, for which the algorithm decides it.
+    /// Into how many parts the vector is cut, for all_reduce, broadcast and reduce; for these the algorithm decides.
     fn cuts(&self, s: &Schedule) -> usize;
     fn steps(&self, s: &Schedule) -> usize;
     fn step(&self, s: &Schedule, rank: usize, k: usize) -> Step;
-    /// The number of parts by the formula in the algorithm's header.
+    /// The number of parts, computed with the formula in the head of the algorithm's file.
     fn volume(&self, s: &Schedule) -> Volume;
-    /// Number of steps from `k` on that are alike: every rank has the same peers and counts of parts in each of them.
+    /// How many steps, beginning with `k`, are alike: every rank has the same peers and counts of parts in each of
+    /// them.
     fn alike(&self, _s: &Schedule, _k: usize) -> usize {
         1
     }
-    /// Some ranks: at least one of them, or its neighbour, does as much in step `k` as any other rank. All ranks,
-    /// unless they are too many to examine.
+    /// A selection of ranks: at least one of them, or its neighbour, does as much in step `k` as any other rank. If
+    /// there are not too many ranks to examine, these are all ranks.
     fn busiest(&self, s: &Schedule, _k: usize) -> Vec<usize> {
         (0..s.ranks).collect()
     }
 }
 
 impl Schedule {
-    /// None if the algorithm does not serve the kind, or `root` is not a rank. `segments` is at least 1, and only
+    /// None if the algorithm does not serve the kind, or if `root` is not a rank. `segments` is at least 1, and only
     /// matters if the algorithm pipelines the kind.
     pub fn new(algorithm: Algorithm, kind: Kind, ranks: usize, root: usize, segments: usize) -> Option<Schedule> {
         if !algorithm.serves(kind) || root >= ranks {
@@ -210,7 +213,7 @@ impl Schedule {
         }
     }
 
-    /// Number of steps of the rank that has most.
+    /// The largest number of steps that a rank has.
     pub fn steps(&self) -> usize {
         if self.ranks == 1 { 0 } else { self.algorithm.pattern().steps(self) }
     }
@@ -221,19 +224,19 @@ impl Schedule {
         self.algorithm.pattern().step(self, rank, k)
     }
 
-    /// Number of parts moved by the busiest ranks.
+    /// How many parts the busiest ranks move.
     pub fn volume(&self) -> Volume {
         if self.ranks == 1 { Volume { sent: 0, received: 0 } } else { self.algorithm.pattern().volume(self) }
     }
 
-    /// Number of steps from `k` on that are alike, at least 1: every rank has the same peers and counts of parts in
-    /// each of them. So the cost model need not examine each of 200,000 steps.
+    /// How many steps, beginning with `k`, are alike (at least 1): every rank has the same peers and counts of parts in
+    /// each of them. So the cost model does not have to examine each of 200,000 steps.
     pub fn alike(&self, k: usize) -> usize {
         self.algorithm.pattern().alike(self, k)
     }
 
-    /// Some ranks: at least one of them, or a rank on its host, does as much in step `k` as any other rank, or nearly
-    /// so.
+    /// A selection of ranks: at least one of them, or a rank on its host, does as much in step `k` as any other rank,
+    /// or nearly as much.
     pub fn busiest(&self, k: usize) -> Vec<usize> {
         self.algorithm.pattern().busiest(self, k)
     }
@@ -264,7 +267,7 @@ impl Step {
 }
 
 /// The elements of part `part` if `count` elements are cut into `parts` parts. The first `count % parts` parts have one
-/// more.
+/// element more than the rest.
 pub fn part_range(count: usize, parts: usize, part: usize) -> Range<usize> {
     let start = |q: usize| q * (count / parts) + q.min(count % parts);
     start(part)..start(part + 1)
@@ -290,7 +293,7 @@ fn run(parts: Range<usize>) -> Vec<Range<usize>> {
     std::iter::once(parts).collect()
 }
 
-/// The `length` parts from `start` on, modulo `ranks`.
+/// The `length` parts beginning with `start`, modulo `ranks`.
 fn around(start: usize, length: usize, ranks: usize) -> Vec<Range<usize>> {
     let start = start % ranks;
     if start + length <= ranks { run(start..start + length) } else { vec![start..ranks, 0..start + length - ranks] }

@@ -1,6 +1,6 @@
-//! The largest power of two up to a rank count, for algorithms that pair ranks by the bits of their number. Among the
-//! first `2 * extra` ranks, every odd rank sends its data to the even rank before it and waits for the result. The
-//! `size` ranks that take part have indices; consecutive indices stand for consecutive ranks.
+//! Reduces a rank count to the largest power of two below or equal to it, for algorithms that pair ranks by the bits of
+//! their numbers. Among the first `2 * extra` ranks, every odd rank sends its data to the even rank before it and waits
+//! for the result. The `size` ranks that take part have indices; consecutive indices stand for consecutive ranks.
 
 use std::ops::Range;
 
@@ -16,7 +16,7 @@ pub(super) struct Power {
 pub(super) enum Role {
     /// Takes part, with this index.
     Active(usize),
-    /// Pauses; the rank before it acts for both.
+    /// Pauses. The rank before it acts for both.
     Resting,
 }
 
@@ -57,7 +57,7 @@ impl Power {
         }
     }
 
-    /// The other rank of the pair of `rank` in the folding steps. None if `rank` is in no pair.
+    /// The rank with which `rank` forms a pair in the folding steps. None if `rank` is in no pair.
     pub fn partner(self, rank: usize) -> Option<usize> {
         (rank < 2 * self.extra).then_some(rank ^ 1)
     }
@@ -67,7 +67,7 @@ impl Power {
         if index < self.extra { 2 * index } else { index + self.extra }
     }
 
-    /// The ranks for which the ranks with the indices `of` act.
+    /// The ranks for which the ranks that have the indices `of` act.
     pub fn ranks(self, of: Range<usize>) -> Range<usize> {
         self.rank(of.start)..self.rank(of.end)
     }

@@ -8,12 +8,11 @@
 //! - all_reduce: reduce_scatter, then all_gather. 2 (p - 1) steps.
 //! - broadcast, reduce: a chain through all ranks, in S consecutive segments. S + p - 2 steps.
 //!
-//! Bytes per rank, sent and received: N (p - 1) / p, twice that for all_reduce, which is the minimum; N for the chain.
-//! Order of summation: block q is ((x[q+1] op x[q+2]) op ...) op x[q], around the ring, so it depends on an element's
-//! position in the vector. The chain of reduce: x[root] op (x[root+1] op (... op x[root-1])), the same for all
-//! elements.
-//! Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009); NCCL's
-//! ring.
+//! Bytes per rank, sent and received: N (p - 1) / p, and twice that for all_reduce, which is the minimum; N for the
+//! chain. Order of summation: block q is ((x[q+1] op x[q+2]) op ...) op x[q], around the ring, so it depends on an
+//! element's position in the vector. In the chain of reduce it is x[root] op (x[root+1] op (... op x[root-1])), the
+//! same for all elements. Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+//! workstations" (2009); NCCL's ring.
 
 use super::{How, Pattern, Schedule, Step, Volume, one};
 use crate::types::Kind;
@@ -64,7 +63,7 @@ impl Pattern for Ring {
         if self.pipelines(s.kind) { 1 } else { circle - k % circle }
     }
 
-    /// In a chain, the busy ranks are consecutive, one per segment in flight. Examine those at both ends.
+    /// In a chain, the busy ranks are consecutive, one for each segment in flight. Examine the ranks at both ends.
     fn busiest(&self, s: &Schedule, k: usize) -> Vec<usize> {
         let wave = match s.kind {
             Kind::Broadcast => [(k + 1).saturating_sub(s.segments), k.min(s.ranks - 1)],
@@ -75,7 +74,7 @@ impl Pattern for Ring {
     }
 }
 
-/// One step of the reduce_scatter. At the end rank q has block q.
+/// One step of the reduce_scatter. After the last step rank q has block q.
 fn scatter(ranks: usize, rank: usize, k: usize) -> Step {
     let mut step = Step::default();
     let out = (rank + 2 * ranks - 1 - k) % ranks;

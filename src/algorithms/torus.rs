@@ -1,4 +1,4 @@
-//! 2D torus: the ranks are arranged in rows and columns, with rings along both.
+//! 2D torus: the ranks are arranged in rows and columns, and each row and each column is a ring.
 //!
 //! p = R C ranks in R rows of C. R is the largest divisor of p up to its square root. Ranks are numbered row by row. N
 //! bytes: the vector, or all blocks together.
@@ -6,15 +6,13 @@
 //! - reduce_scatter: a ring along the rows, after which each rank of a column has 1/C of the parts, summed over its
 //!   row; then a ring along the columns. C + R - 2 steps.
 //! - all_gather: along the columns, then along the rows. C + R - 2 steps.
-//! - all_reduce: both. 2 (C + R - 2) steps, against 2 (p - 1) of one ring.
+//! - all_reduce: both. 2 (C + R - 2) steps, compared with 2 (p - 1) of one ring.
 //!
-//! Bytes per rank, sent and received: N (p - 1) / p, twice that for all_reduce, as with the ring. A prime p has one
-//! row, which is the ring.
-//! Order of summation of the part of row i, column j: within each row around the ring from column j + 1 to j, then
-//! these sums down the column around the ring from row i + 1 to i, always from left to right. It depends on an
-//! element's position in the vector.
-//! Source: Mikami et al., "Massively distributed SGD: ImageNet/ResNet-50 training in a flash" (2018); the bucket
-//! algorithms on meshes of Barnett et al. (1993).
+//! Bytes per rank, sent and received: N (p - 1) / p, and twice that for all_reduce, like the ring. If p is prime, there
+//! is one row, which is the ring. Order of summation for the part of row i, column j: first within each row, around the
+//! ring from column j + 1 to j; then these sums down the column, around the ring from row i + 1 to i; always from left
+//! to right. It depends on an element's position in the vector. Source: Mikami et al., "Massively distributed SGD:
+//! ImageNet/ResNet-50 training in a flash" (2018); the bucket algorithms on meshes of Barnett et al. (1993).
 
 use std::ops::Range;
 
@@ -69,8 +67,8 @@ impl Pattern for Torus {
 struct Grid {
     rows: usize,
     columns: usize,
-    /// Whether the parts of a column are contiguous. True for all_reduce, whose parts may be numbered freely. Blocks
-    /// are in rank order.
+    /// Whether the parts of a column are contiguous. True for all_reduce, because its parts may be numbered freely. For
+    /// other kinds the parts are blocks, which are in rank order.
     by_column: bool,
 }
 

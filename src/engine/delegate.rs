@@ -1,4 +1,4 @@
-//! A group that another backend serves: the core only numbers and records its operations.
+//! The engine of a group that another backend serves: the core only numbers and records the operations.
 
 use std::sync::Arc;
 

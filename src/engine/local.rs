@@ -1,6 +1,6 @@
-//! Ranks as threads of one process: the engines of one host and of several hosts over anonymous memory, and links that
-//! copy. Only for tests, which then need neither processes nor a network. This file runs no schedule, and its links
-//! have no realistic timing, so `simulate --check` has its own executor (`torch_ext/torch_sagellm/cli/measure.py`).
+//! Runs ranks as threads of one process: areas on anonymous memory for the engines, and links that copy. Only for
+//! tests, which then need neither several processes nor a network. This file runs no schedule, and its links have no
+//! realistic timing, so `simulate --check` has its own executor (`torch_ext/torch_sagellm/cli/measure.py`).
 
 #![allow(unsafe_code)] // copies bodies between the memory of two ranks
 
@@ -24,8 +24,8 @@ pub fn areas(ranks: usize) -> Result<Vec<Arc<Area>>> {
     Ok((0..ranks).map(|me| Arc::new(Area::new(Arc::clone(&segment), layout, me))).collect())
 }
 
-/// Links between ranks that are threads, one per rank. A message is copied into the receiver's queue. Mail and bodies
-/// are delivered by a thread of the links, or by `Mail::poll`.
+/// Makes links between ranks that are threads, one link per rank. A message is copied into the receiver's queue. A
+/// thread of the links, or `Mail::poll`, delivers mail and bodies.
 pub fn links(ranks: usize) -> Vec<Arc<dyn Link>> {
     let post = Arc::new(Post::default());
     post.lock().links = ranks;
@@ -57,7 +57,7 @@ struct Boxes {
     mailboxes: HashMap<usize, Arc<dyn Mailbox>>,
     /// What has to be delivered to each rank, in order.
     mail: HashMap<usize, VecDeque<News>>,
-    /// Bodies of which one side was started, by sender, receiver and number.
+    /// Bodies of which only one side was started, by sender, receiver and number.
     bodies: BTreeMap<(usize, usize, u64), HalfBody>,
     /// Ranks to which a thread is delivering now.
     served: BTreeSet<usize>,
@@ -89,7 +89,7 @@ impl Boxes {
         self.mail.entry(rank).or_default().push_back(news);
     }
 
-    /// Whether something can be delivered to a rank.
+    /// Whether there is something that can be delivered to a rank.
     fn has_mail(&self, rank: usize) -> bool {
         let next = self.mail.get(&rank).and_then(VecDeque::front);
         next.is_some_and(|news| match news {
@@ -226,7 +226,7 @@ enum LocalTransfer {
     Awaited { post: Arc<Post>, address: Address, buffer: Vec<u8>, bytes: usize },
 }
 
-/// A message that `wait` copies into memory in pieces.
+/// A receive whose message `wait` copies into memory that consists of pieces.
 struct LocalInto {
     received: Box<dyn Transfer>,
     pieces: Vec<Span>,
@@ -236,8 +236,8 @@ impl Transfer for LocalInto {
     fn wait(self: Box<Self>, timeout: Duration) -> std::result::Result<Vec<u8>, Broken> {
         let bytes = Pieces(&self.pieces).bytes();
         let message = self.received.wait(timeout)?;
-        // SAFETY: the caller of `receive_into` vouches for the memory until this wait has ended. The buffer has its
-        // size.
+        // SAFETY: the caller of `receive_into` vouches for the memory until this wait has ended. The buffer has the
+        // size of that memory.
         unsafe { Pieces(&self.pieces).write(0, message.as_ptr(), bytes) };
         Ok(Vec::new())
     }
@@ -271,7 +271,7 @@ impl Link for LocalLink {
     unsafe fn send_from(&self, peer: usize, tag: u32, pieces: Vec<Span>) -> Result<Box<dyn Transfer>> {
         let mut copy = vec![0; Pieces(&pieces).bytes()];
         let bytes = copy.len();
-        // SAFETY: the caller vouches for the memory during this call; the copy has its size.
+        // SAFETY: the caller vouches for the memory during this call. The copy has the size of that memory.
         unsafe { Pieces(&pieces).read(0, copy.as_mut_ptr(), bytes) };
         self.send(peer, tag, copy, bytes)
     }

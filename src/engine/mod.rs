@@ -1,7 +1,7 @@
-//! The engines that run the operations of a group: `shm` between the processes of one host, `multihost` for ranks on
-//! several hosts (over a link between them), `solo` for a group of one, `delegate` if another backend serves the group.
-//! A group uses them only as an [`Engine`] and its [`Control`]; only `group/builder.rs` makes one. `device` has the
-//! libraries of accelerators. `local` has areas and links for ranks that are threads (feature `testing`).
+//! The engines that run the operations of a group: `shm` for ranks that are processes of one host, `multihost` for
+//! ranks on several hosts, `solo` for a group of one rank, `delegate` if another backend serves the group. A group uses
+//! them only as an [`Engine`] and its [`Control`]; only `group/builder.rs` makes one. `device` has the libraries of
+//! accelerators. `local` has areas and links for ranks that are threads (feature `testing`).
 
 pub mod delegate;
 pub mod device;
@@ -29,8 +29,8 @@ use crate::types::Kind;
 /// Operations that ended, with their outcomes.
 pub type Ended = Vec<(Arc<Op>, Result<()>)>;
 
-/// One rank's part of an engine. Called with the group's lock held, so state that only these calls use needs no lock.
-/// No call waits for a peer or for another thread of the group.
+/// One rank's part of an engine. All functions are called with the group's lock held, so state that only they use needs
+/// no lock. No call waits for a peer or for another thread of the group.
 pub trait Engine: Send {
     /// The part that may be used without the group's lock.
     fn control(&self) -> Arc<dyn Control>;
@@ -38,20 +38,20 @@ pub trait Engine: Send {
     /// Name and set-up of the engine, for `Group::describe`.
     fn describe(&self) -> String;
 
-    /// Why another backend serves the whole group. None if this engine does. With another backend the engine only
-    /// numbers operations.
+    /// Why another backend serves the whole group; then the engine only numbers operations. None if this engine serves
+    /// the group.
     fn delegate_reason(&self) -> Option<&str> {
         None
     }
 
-    /// Accepts an operation that was validated and numbered, and advances what can advance. An error fails the whole
-    /// group; then the group ends the operation, unless the engine `holds` it.
+    /// Accepts an operation that was validated and numbered, and advances what can advance. If this returns an error,
+    /// the whole group fails, and the group ends the operation unless the engine `holds` it.
     ///
     /// For each operation an engine records its size and path (`Op::record_load`, `Op::record_choice`), which
     /// statistics and explanations use. It calls `Op::prepare` before it first reads the inputs, and `Op::store_back`
-    /// after it wrote the last output, because strided tensors are copied there. It calls `Op::release` if it no longer
-    /// needs the memory although the operation continues. It returns the operation in `ended`. `solo` is the shortest
-    /// example.
+    /// after it wrote the last output, because strided tensors are copied there. It calls `Op::release` when it no
+    /// longer needs the memory although the operation continues. When the operation ends, the engine adds it to
+    /// `ended`. `solo` is the shortest example.
     fn submit(&mut self, op: Arc<Op>, kernel: Option<Kernel>, ended: &mut Ended) -> Result<()>;
 
     /// Whether the engine has this operation and will end it or return it from `take_pending`.
@@ -59,8 +59,8 @@ pub trait Engine: Send {
         false
     }
 
-    /// Advances everything that can advance, without waiting. Returns true if something did. An error fails the whole
-    /// group.
+    /// Advances everything that can advance, without waiting. Returns true if something advanced. An error fails the
+    /// whole group.
     fn poll(&mut self, _ended: &mut Ended) -> Result<bool> {
         Ok(false)
     }
@@ -71,7 +71,7 @@ pub trait Engine: Send {
     }
 
     /// A pending operation that cannot end before `rank` makes further progress. `gone` selects the ranks that will
-    /// make none.
+    /// make no further progress.
     fn needs(&self, _rank: usize, _gone: &dyn Fn(usize) -> bool) -> Option<Arc<Op>> {
         None
     }
@@ -91,13 +91,14 @@ pub trait Engine: Send {
         None
     }
 
-    /// Called when the group ends with `error`. Removes and returns the pending operations, whose memory the engine no
-    /// longer uses. If a thread of the engine works on operations, it ends them itself (`Report::ended`).
+    /// Called when the group ends with `error`. Removes and returns the pending operations; the engine no longer uses
+    /// their memory. If a thread of the engine works on operations, these are not returned: that thread ends them
+    /// (`Report::ended`).
     fn take_pending(&mut self, _error: &Error) -> Vec<Arc<Op>> {
         Vec::new()
     }
 
-    /// Explains the choice for an operation, alone or `batched` with others.
+    /// Explains the choice for an operation that runs alone or `batched` with others.
     fn explain(&self, desc: OpDesc, batched: bool) -> Explanation;
 }
 
@@ -107,20 +108,20 @@ pub enum Blockers {
     Ranks(Vec<(usize, PeerProgress)>),
     /// An earlier operation of this rank, which it must follow.
     Earlier(Arc<Op>),
-    /// Neither can be named. The text says what is known.
+    /// It is not known which operation or which ranks. The text says what is known.
     Unknown(String),
 }
 
 /// The progress of a rank for which a pending operation waits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PeerProgress {
-    /// The rank has not entered the operation. The last operation that it has entered, if any.
+    /// The rank has not entered the operation. Holds the last operation that it has entered, if there is one.
     NotEntered(Option<LastCall>),
-    /// The rank entered the operation and did not finish its part.
+    /// The rank has entered the operation and has not finished its part.
     Entered,
     /// Nothing is known of the rank.
     Unknown,
-    /// The rank has not taken part in the message. Its last collective as text, if any.
+    /// The rank has not taken part in the message. Holds its last collective as text, if there is one.
     NotInMessage(Option<String>),
 }
 
@@ -134,7 +135,7 @@ pub struct LastCall {
 }
 
 impl PeerProgress {
-    /// Whether the rank still has to make a call. This rank cannot cause that call.
+    /// Whether the rank still has to make a call, which this rank cannot cause.
     pub fn is_absent(&self) -> bool {
         !matches!(self, PeerProgress::Entered)
     }
@@ -143,8 +144,8 @@ impl PeerProgress {
 /// The rank that reported a fault, and the fault.
 pub type Told = (usize, Error);
 
-/// The part of an engine that any thread may use without the group's lock. The defaults suit an engine that shares
-/// nothing with its peers.
+/// The part of an engine that any thread may use without the group's lock. The default functions suit an engine that
+/// shares nothing with its peers.
 pub trait Control: Send + Sync {
     /// Whether a peer or this rank has announced a fault.
     fn is_poisoned(&self) -> bool {
@@ -168,7 +169,7 @@ pub trait Control: Send + Sync {
         false
     }
 
-    /// The ranks whose end the engine detects by itself, each with whether it has ended or left.
+    /// The ranks whose end the engine detects by itself, and for each of them whether it has ended or left.
     fn watched(&self) -> Vec<(usize, bool)> {
         Vec::new()
     }
@@ -178,7 +179,7 @@ pub trait Control: Send + Sync {
         false
     }
 
-    /// Whether the engine's own threads run its operations. Then waiting threads drive them only by `poll`.
+    /// Whether the engine's own threads run its operations. If so, waiting threads drive operations only by `poll`.
     fn has_threads(&self) -> bool {
         false
     }
@@ -193,9 +194,9 @@ pub trait Control: Send + Sync {
         false
     }
 
-    /// Advances work that threads of the program drive although the engine has threads, and ends operations. Must be
-    /// called without the group's lock. Sleeps for at most `sleep` if nothing can advance. Returns true if something
-    /// did.
+    /// Advances the work that threads of the program drive although the engine has threads, and ends operations. Must
+    /// be called without the group's lock. Sleeps for at most `sleep` if nothing can advance. Returns true if something
+    /// advanced.
     fn poll(&self, _sleep: Duration) -> bool {
         false
     }
@@ -215,11 +216,13 @@ pub trait Control: Send + Sync {
         None
     }
 
-    /// Publishes the number and signature of this rank's last operation on a device; `_sizes` if it is an all_to_all.
+    /// Publishes the number and signature of this rank's last operation on a device. For an all_to_all, `_sizes` is set
+    /// and published too.
     fn set_launched(&self, _number: u64, _signed: Signed, _sizes: Option<&BlockSizes<'_>>) {}
 
-    /// What `_rank` sends to `_peer`, and what it expects from it, in the all_to_all with this number. None if it cannot
-    /// be seen: of each rank the sizes of the last all_to_all are kept, in groups of a bounded size.
+    /// How many bytes `_rank` sends to `_peer`, and how many it expects from `_peer`, in the all_to_all with this
+    /// number. None if this cannot be seen: only the sizes of each rank's last all_to_all are kept, and only in groups
+    /// up to a certain size.
     fn block_sizes(&self, _rank: usize, _number: u64, _peer: usize) -> Option<[u64; 2]> {
         None
     }
@@ -229,28 +232,29 @@ pub trait Control: Send + Sync {
         None
     }
 
-    /// What `rank` signed for a number. None before that launch, and for launches older than the last
-    /// `LAUNCHES_KEPT - 1`.
+    /// What `rank` signed for the launch with this number. None before that launch, and for launches older than the
+    /// last `LAUNCHES_KEPT - 1`.
     fn signed(&self, _rank: usize, _number: u64) -> Option<Signed> {
         None
     }
 }
 
-/// Number of device launches of a rank whose signatures are kept.
+/// The signatures of this many device launches of each rank are kept.
 pub const LAUNCHES_KEPT: u64 = 16;
 
-/// What the ranks of a device launch must agree on. Several calls with one number have one signature.
+/// On what all ranks must agree for a launch on devices. Several calls with one number have one signature.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Signed {
-    /// `op::signature` of the call. For several calls: of the first one, with the bytes of all.
+    /// `op::signature` of the call. For several calls, that of the first one, but with the sum of all calls' bytes.
     pub signature: u64,
-    /// Hash of the lists of sizes and of the signatures of several calls. 0 if there is neither. If `has_share`, this
-    /// rank's share of a sum over all ranks (`BlockSizes::share`).
+    /// A hash of the lists of sizes and, for several calls, of their signatures. 0 if there is neither. If `has_share`,
+    /// it is this rank's share of a sum over all ranks (`BlockSizes::share`) instead.
     pub lists: u32,
 }
 
 impl Signed {
-    /// Set in the signature of an all_to_all, which signs no bytes, if `lists` is a share.
+    /// Set in the signature of an all_to_all if `lists` is a share. The bit is free there, because an all_to_all signs
+    /// no bytes.
     const SHARE: u64 = 1;
 
     /// The signature of an all_to_all that is alone under its number.
@@ -263,7 +267,8 @@ impl Signed {
         (self.signature >> 59) as u8 == Kind::AllToAll as u8 && self.signature & Signed::SHARE != 0
     }
 
-    /// Whether two ranks signed different calls. The shares of an all_to_all can only be checked together.
+    /// Whether two ranks signed different calls. The shares of an all_to_all are not compared, because they can be
+    /// checked only if all ranks' shares are known.
     pub fn differs(&self, other: &Signed) -> bool {
         self.signature != other.signature || (self.lists != other.lists && !self.has_share())
     }
@@ -274,7 +279,7 @@ impl Signed {
 pub struct BlockSizes<'a> {
     pub rank: usize,
     pub ranks: usize,
-    /// Bytes for each rank, or none if all blocks are equal; and the bytes of all.
+    /// For each: the bytes for each rank (empty if all blocks are equal), and the sum of these bytes.
     pub sent: (&'a [usize], u64),
     pub received: (&'a [usize], u64),
 }
@@ -288,9 +293,9 @@ impl BlockSizes<'_> {
         })
     }
 
-    /// This rank's share of a sum that is 0 if every rank sends to every other what that one expects: each size is
-    /// hashed with its sender and receiver, and is added by the sender and subtracted by the receiver. So one word of
-    /// each rank is enough for any number of ranks, and no rank needs another's list.
+    /// This rank's share of a sum that is 0 if every rank sends to every other rank what that rank expects: each size
+    /// is hashed with its sender and receiver; the sender adds the hash and the receiver subtracts it. So one word per
+    /// rank is enough for any number of ranks, and no rank needs the list of another.
     fn share(&self) -> u32 {
         let word = |from: usize, to: usize, bytes: u64| {
             let mixed = ((from as u64) << 32 | to as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ bytes;
@@ -321,7 +326,7 @@ pub trait Monitor {
     fn decide(&self, turn: u64, failed: bool);
     /// The outcome that rank 0 published: whether the barrier failed. None before that.
     fn decision(&self, turn: u64) -> Option<bool>;
-    /// Why this rank waits in vain, if only the engine knows that a rank is gone.
+    /// Why waiting is useless, if only the engine knows that a rank is gone.
     fn hopeless(&self, _turn: u64) -> Option<Error> {
         None
     }
@@ -334,15 +339,15 @@ pub trait Monitor {
 pub trait Inquiry: Send + Sync {
     /// Asks a rank and wakes its answering thread. Returns the number of the question.
     fn ask(&self, rank: usize) -> u32;
-    /// The number of the last question to this rank, on which its answering thread sleeps.
+    /// The number of the last question to this rank. Its answering thread sleeps on this word.
     fn question(&self) -> &AtomicU32;
-    /// Publishes this rank's answer, cut if it is too long. Only the answering thread calls this.
+    /// Publishes this rank's answer. If it is too long, it is cut. Only the answering thread calls this.
     fn answer(&self, text: &str);
     /// The last answer of a rank. Empty before its first answer.
     fn heard(&self, rank: usize) -> String;
 }
 
-/// Functions of the group that an engine's threads call. Never called with a lock of the engine held.
+/// Functions of the group that an engine's threads call. A caller must hold no lock of the engine.
 pub trait Report: Send + Sync {
     fn ended(&self, ended: Ended);
     /// Reports a fault that a thread of the engine found. The group announces it and takes the engine's pending

@@ -1,9 +1,10 @@
-//! The order of a rank's messages among its other operations (rule 4): which operations a message must wait for, and
+//! Orders a rank's messages among its other operations (rule 4): decides for which operations a message must wait, and
 //! when it may start.
 //!
-//! A message that must wait is *held*. It counts what it waits for: earlier operations on its memory, until the engine
-//! no longer uses that memory, and earlier held messages that it may not overtake, until they start. Each of these
-//! lists its followers. So posting or starting a message takes about the same time however many others wait.
+//! A message that must wait is *held*. It counts what it waits for: each earlier operation on its memory, until the
+//! engine no longer uses that operation's memory; and each earlier held message that it must not overtake, until that
+//! message starts. Each of these has a list of its followers. So the time to post or start a message does not depend on
+//! how many messages wait.
 
 #![allow(unsafe_code)] // copies the memory of a send
 
@@ -22,16 +23,16 @@ pub struct Held {
     /// Earlier operations whose memory overlaps the memory of `op`.
     pub predecessors: Vec<Arc<Op>>,
     /// Number of predecessors whose memory the engine still uses, plus the number of earlier held messages that `op`
-    /// may not overtake and that have not started.
+    /// must not overtake and that have not started.
     waits_for: usize,
-    /// Later held messages that may not overtake this one.
+    /// Later held messages that must not overtake this one.
     followers: Vec<usize>,
 }
 
 /// The last held messages in one direction (send or receive) with one tag.
 #[derive(Default)]
 struct Line {
-    /// Per peer: key of the last held message with that peer. Only messages issued after `from_anyone` are listed.
+    /// For each peer: key of the last held message with that peer. Only messages issued after `from_anyone` are listed.
     with: HashMap<u32, usize>,
     from_anyone: Option<usize>,
 }
@@ -39,11 +40,11 @@ struct Line {
 /// Operations are identified by `pending::key`.
 #[derive(Default)]
 pub struct Order {
-    /// Operations whose memory the engine uses or will use: messages, and collectives that were issued before some
+    /// Operations whose memory the engine uses or will use: messages, and collectives that were issued before a
     /// message.
     in_use: PendingOps,
     held: HashMap<usize, Held>,
-    /// Per operation: the held messages that wait for its memory.
+    /// For each operation: the held messages that wait for its memory.
     followers: HashMap<usize, Vec<usize>>,
     lines: HashMap<(Kind, u32), Line>,
     /// Held messages that no longer wait for anything, by turn.
@@ -51,12 +52,12 @@ pub struct Order {
 }
 
 impl Order {
-    /// Whether no operation is recorded, so that a new operation need not follow any.
+    /// Whether no operation is recorded. If so, a new operation has nothing to follow.
     pub fn is_empty(&self) -> bool {
         self.in_use.is_empty() && self.held.is_empty()
     }
 
-    /// Earlier operations that use memory of `op`: operations that were added and not yet released.
+    /// Earlier operations that use memory of `op`, that is, operations that were added and not released yet.
     pub fn before(&self, op: &Op) -> Vec<Arc<Op>> {
         self.in_use.before(op)
     }
@@ -82,7 +83,7 @@ impl Order {
         self.followers.contains_key(&key(op))
     }
 
-    /// Holds a message if it has predecessors or may not overtake a held message. Returns whether it is held.
+    /// Holds a message if it has predecessors or must not overtake a held message. Returns whether it is held.
     pub fn hold(&mut self, op: &Arc<Op>, turn: u64, predecessors: Vec<Arc<Op>>) -> bool {
         let ahead = self.ahead_of(op);
         if predecessors.is_empty() && ahead.is_empty() {
@@ -109,10 +110,10 @@ impl Order {
         true
     }
 
-    /// The held messages that `op` may not overtake. A message is left out if another message in the result already
-    /// follows it. Sends to one rank, and receives that may match the same message, keep their order within one tag.
-    /// Other messages may overtake, because the peer may need them before it completes what the earlier message waits
-    /// for.
+    /// The held messages that `op` must not overtake. A message is left out if another message in the result already
+    /// follows it. Within one tag, sends to the same rank keep their order, and so do receives that may match the same
+    /// message. Other messages may overtake, because the peer may need them before it completes what the earlier
+    /// message waits for.
     fn ahead_of(&self, op: &Op) -> Vec<usize> {
         if self.lines.is_empty() {
             return Vec::new();
@@ -181,7 +182,7 @@ pub fn has_left_its_memory(op: &Op) -> bool {
 pub fn copy_inputs(send: &Op) {
     let inputs = Pieces(send.request.inputs());
     let mut copy = vec![0u8; inputs.bytes()];
-    // SAFETY: the inputs are the caller's, alive until the send ends. The copy has as many bytes.
+    // SAFETY: the inputs belong to the caller and live until the send ends. The copy has the size of the inputs.
     unsafe { inputs.read(0, copy.as_mut_ptr(), copy.len()) };
     send.send_copy(copy);
 }

@@ -1,5 +1,6 @@
-//! A list of memory pieces that is read and written as one contiguous range of bytes, and the staging copies between it
-//! and the segment. Long ranges are split among the threads that were lent to the calling thread (`threads`).
+//! Reads and writes a list of memory pieces like one contiguous range of bytes; the engines' copies between caller
+//! memory and staging buffers use it. Long ranges are split among the threads that were lent to the calling thread
+//! (`threads`).
 
 #![allow(unsafe_code)] // reads and writes caller memory, which comes as addresses
 
@@ -27,7 +28,7 @@ impl Pieces<'_> {
         None
     }
 
-    /// Calls `each(piece address, position within the range, bytes)` for the parts of `offset..offset + bytes`.
+    /// Calls `each(address in a piece, position within the range, bytes)` for the parts of `offset..offset + bytes`.
     pub(super) fn walk(&self, offset: usize, bytes: usize, mut each: impl FnMut(*mut u8, usize, usize)) {
         let end = offset + bytes;
         let mut start = 0;
@@ -45,7 +46,7 @@ impl Pieces<'_> {
         assert!(start >= end, "sagellm: bytes {offset}..{end} of an operation with {start} bytes");
     }
 
-    /// Copies `offset..offset + bytes` to `to`.
+    /// Copies the bytes `offset..offset + bytes` to `to`.
     ///
     /// # Safety
     /// `to` must be valid for `bytes` and overlap no piece. The pieces must be valid, as `Request` requires of the
@@ -60,7 +61,7 @@ impl Pieces<'_> {
         });
     }
 
-    /// Copies `from` to `offset..offset + bytes`.
+    /// Copies `from` to the bytes `offset..offset + bytes`.
     ///
     /// # Safety
     /// As for `read`, with `from` instead of `to`.
@@ -75,7 +76,7 @@ impl Pieces<'_> {
     }
 }
 
-/// Copies a range of one list to a range of another. Identical memory is not copied.
+/// Copies a range of one list to a range of another list. If source and target are the same memory, nothing is copied.
 ///
 /// # Safety
 /// Both lists must be valid, and the ranges must be the same memory or not overlap.

@@ -1,4 +1,4 @@
-//! A group of one rank: every collective is a local copy that ends when it is issued.
+//! The engine of a group of one rank: every collective is a local copy that ends when it is issued.
 
 #![allow(unsafe_code)] // copies and reduces caller memory, which comes as addresses
 
@@ -48,8 +48,8 @@ impl Engine for Solo {
     }
 }
 
-/// Runs `op`. A reduction on one rank also calls its kernel: for PREMUL_SUM the kernel multiplies and rounds, else it
-/// copies.
+/// Runs `op`. A reduction on one rank calls its kernel too: for PREMUL_SUM the kernel multiplies and rounds, otherwise
+/// it copies.
 fn run(op: &Op, kernel: Option<&Kernel>) -> Result<()> {
     let request = &op.request;
     if request.kind.is_p2p() {
@@ -71,7 +71,7 @@ fn run(op: &Op, kernel: Option<&Kernel>) -> Result<()> {
             };
             let mut data = vec![0u8; bytes];
             let at = data.as_mut_ptr();
-            // SAFETY: `data` has `bytes`. The kernel may work in place on its only source.
+            // SAFETY: `data` has `bytes` bytes. The kernel may work in place on its only source.
             unsafe {
                 inputs.read(0, at, bytes);
                 kernel.reduce(at, &[at.cast_const()], &factors, bytes / kernel.element_size());

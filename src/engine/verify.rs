@@ -1,18 +1,20 @@
-//! Finds ranks whose results differ although they are equal by contract: silent corruption by a processor, memory or a
-//! kernel. The option `verify` turns it on.
+//! Finds ranks whose results differ although they are equal by contract, which means that a processor, memory or a
+//! kernel has silently corrupted data. The option `verify` turns this on.
 //!
-//! Each rank hashes its result of an all_reduce, broadcast or all_gather, before the operation's end is reported to the
-//! program, which may then change the result. Ranks compare the hashes of an operation when later ones run, so this
-//! costs no message and no wait. If hashes differ, those of all ranks vote: from three ranks on a majority says whose
-//! result is wrong. Results of other kinds differ between ranks by contract and are not compared.
+//! Each rank hashes its result of an all_reduce, broadcast or all_gather before the program learns that the operation
+//! has ended, because the program may then change the result. Ranks compare the hashes of an operation while later
+//! operations run, so this needs no message and no wait. If hashes differ, all ranks' hashes vote: if there are at
+//! least three ranks, a majority shows whose result is wrong. Results of other kinds differ between ranks by contract
+//! and are not compared.
 //!
-//! **Part.** `Part::All` hashes whole results. `Part::Sample` hashes one of `SHARE` parts of each result, chosen by the
-//! number of the operation, so that all ranks hash the same bytes. A part consists of runs that are spread over the
-//! whole result. In `SHARE` operations with consecutive numbers from a multiple of `SHARE` on every part has its turn,
-//! in an order that is different each time: if a training step has as many operations as there are parts, each tensor
-//! would otherwise meet the same part in every step. Results of up to `WHOLE` bytes are hashed whole.
+//! **Part.** `Part::All` hashes whole results. `Part::Sample` hashes one of `SHARE` parts of each result. The
+//! operation's number selects the part, so that all ranks hash the same bytes. A part consists of runs that are spread
+//! over the whole result. Among `SHARE` operations with consecutive numbers, starting at a multiple of `SHARE`, each
+//! part has one turn. The order of the turns changes, because otherwise, if a training step had `SHARE` operations,
+//! each tensor would have the same part hashed in every step. Results of up to `WHOLE` bytes are hashed whole.
 //!
-//! This file has no state and knows no engine: an engine says how hashes travel (`shm/results.rs`).
+//! This file has no state and knows no engine. Each engine decides how ranks exchange hashes (`shm/results.rs`,
+//! `multihost/results.rs`).
 
 #![allow(unsafe_code)] // reads results in the caller's memory
 
@@ -24,18 +26,18 @@ use crate::error::{Error, laid_out};
 use crate::reduce::hash::{CELL, Hash, SPARE};
 use crate::types::{Kind, Request, Span};
 
-/// `Part::Sample` hashes one of so many parts of a result.
+/// `Part::Sample` divides a result into this many parts and hashes one.
 pub const SHARE: u64 = 16;
-/// Results of up to so many bytes are always hashed whole.
+/// Results of up to this many bytes are always hashed whole.
 const WHOLE: usize = 512;
 /// Longest run of a part.
 const RUN: usize = 4096;
-/// Bytes that are hashed in one go, so that a waiting thread soon checks signals and deadlines again.
+/// This many bytes are hashed at a time, so that a waiting thread soon checks signals and deadlines again.
 pub const STEP: usize = 256 << 20;
 
-/// The result of an operation, if it is equal on all ranks by contract: the outputs, or the data of a broadcast's root.
-/// None for outputs that share memory, as an all_gather may have them on some ranks: a later block overwrites an earlier
-/// one there.
+/// The result of an operation, if it is equal on all ranks by contract: the outputs, or on a broadcast's root its data.
+/// None if outputs share memory, which is possible for an all_gather on some ranks: there a later block overwrites an
+/// earlier one.
 pub fn result(request: &Request) -> Option<&[Span]> {
     match request.kind {
         Kind::AllReduce => Some(request.outputs()),
@@ -56,7 +58,7 @@ fn share_memory(spans: &[Span]) -> bool {
     touch(&sorted)
 }
 
-/// The runs of a result that are hashed: those with number `turn` modulo `of`.
+/// Selects the runs of a result that are hashed: every run whose number modulo `of` is `turn`.
 #[derive(Clone, Copy, Debug)]
 struct Runs {
     length: usize,
@@ -74,7 +76,8 @@ impl Runs {
     }
 }
 
-/// The part that operation `number` hashes. `SHARE` consecutive numbers give all parts, in a random order.
+/// The part that operation `number` hashes. `SHARE` consecutive numbers, starting at a multiple of `SHARE`, give all
+/// parts in a random order.
 fn turn(number: u64) -> u64 {
     let mut mixed = (number / SHARE).wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     mixed = (mixed ^ mixed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -82,8 +85,8 @@ fn turn(number: u64) -> u64 {
     (number.wrapping_mul(mixed | 1).wrapping_add(mixed >> 32)) % SHARE
 }
 
-/// The hash of one result while it is computed. Its parts are added in order, each while it is in the cache if the
-/// engine says when it is complete.
+/// The hash of one result while it is being computed. The result's bytes are added in order. If the engine reports
+/// which bytes are complete, they are added while they are still in the cache.
 #[derive(Clone, Debug)]
 pub struct Hashing {
     runs: Runs,
@@ -93,18 +96,19 @@ pub struct Hashing {
 }
 
 impl Hashing {
-    /// For the result of operation `number`.
+    /// Starts the hash of the result of operation `number`.
     pub fn new(part: Part, number: u64, result: &[Span]) -> Hashing {
         let bytes = Pieces(result).bytes();
         Hashing { runs: Runs::new(part, number, bytes), bytes, at: 0, hash: Hash::default() }
     }
 
-    /// Bytes that are not yet looked at.
+    /// Number of bytes that were not handled yet.
     pub fn left(&self) -> usize {
         self.bytes - self.at
     }
 
-    /// Adds the bytes of the result up to `end`, or up to the last whole cell before it. They are complete.
+    /// Adds the bytes of the result up to `end`, or up to the last whole cell before `end`. The bytes before `end` must
+    /// be complete.
     pub fn advance(&mut self, result: &[Span], end: usize) {
         let end = if end >= self.bytes { self.bytes } else { end / CELL * CELL };
         if end <= self.at {
@@ -131,7 +135,7 @@ impl Hashing {
     }
 }
 
-/// Adds a range of a result, which begins at a cell. However the result is cut into pieces, its hash is the same.
+/// Adds a range of a result. The range begins at a cell. The hash does not depend on how the result is cut into pieces.
 fn add(hash: &mut Hash, result: &[Span], range: Range<usize>) {
     let pieces = Pieces(result);
     if let Some(from) = pieces.contiguous(range.start, range.len()) {
@@ -165,7 +169,8 @@ fn add(hash: &mut Hash, result: &[Span], range: Range<usize>) {
     }
 }
 
-/// The ranks with the same hash of one operation, most ranks first; ranks whose hash is not known are in none.
+/// Groups the ranks by their hash of one operation, the largest group first. Ranks whose hash is not known are in no
+/// group.
 fn sides(votes: &[Option<u64>]) -> Vec<(u64, Vec<usize>)> {
     let mut sides: Vec<(u64, Vec<usize>)> = Vec::new();
     for (rank, hash) in votes.iter().enumerate().filter_map(|(rank, hash)| Some((rank, (*hash)?))) {
@@ -178,8 +183,8 @@ fn sides(votes: &[Option<u64>]) -> Vec<(u64, Vec<usize>)> {
     sides
 }
 
-/// The error if the hashes of the result of the operation `what` differ. `votes` has each rank's hash, `process`
-/// describes the process of a rank. None if all known hashes are equal.
+/// The error, if the ranks' hashes of the result of the operation `what` differ. `votes` has each rank's hash, and
+/// `process` describes the process of a rank. None if all known hashes are equal.
 pub fn verdict(what: &str, part: Part, votes: &[Option<u64>], process: impl Fn(usize) -> String) -> Option<Error> {
     let sides = sides(votes);
     let [first, others @ ..] = &sides[..] else { return None };
@@ -229,7 +234,7 @@ fn listed(ranks: &[usize]) -> String {
     }
 }
 
-/// Bits that tests flip in results, as a fault would, right before they are hashed.
+/// Lets tests flip bits in results, like a fault would, right before the results are hashed.
 #[cfg(feature = "testing")]
 pub mod flips {
     use std::ops::Range;
@@ -239,11 +244,13 @@ pub mod flips {
     use crate::engine::pieces::Pieces;
     use crate::types::Span;
 
-    /// Whether a bit was ever to be flipped. Set by tests, read by threads that hash. Relaxed: `FLIPS` has the data.
+    /// Whether a test has ever requested a flip. Set by tests, read by threads that hash. Relaxed: `FLIPS` has the
+    /// data.
     static ANY: AtomicBool = AtomicBool::new(false);
     static FLIPS: Mutex<Vec<(usize, u8)>> = Mutex::new(Vec::new());
 
-    /// From now on, the bits of `mask` flip in each result that has the byte at this address, until `stop`.
+    /// From now on, until `stop`, the bits of `mask` are flipped in the byte at this address whenever a result that
+    /// contains the byte is hashed.
     pub fn start(address: usize, mask: u8) {
         ANY.store(true, Ordering::Relaxed);
         FLIPS.lock().unwrap_or_else(PoisonError::into_inner).push((address, mask));

@@ -17,13 +17,13 @@ pub mod ffi {
     }
 
     extern "Rust" {
-        /// Fills `encoded` with blocks, each a scale and `block` numbers. Numbers after the last value are 0.
+        /// Fills `encoded` with blocks. A block is a scale and `block` numbers. Numbers after the last value are 0.
         fn int8_encode(values: &[f32], block: usize, encoded: &mut [u8]) -> Result<()>;
-        /// Adds the addends, each of the size of `summed` and stored one after the other. Their scales are divided by
-        /// `divisor` first.
+        /// Adds the addends. Each has the size of `summed`; they are stored one after the other. First their scales are
+        /// divided by `divisor`.
         fn int8_sum(addends: &[u8], block: usize, divisor: f32, summed: &mut [u8]) -> Result<()>;
         fn int8_decode(encoded: &[u8], block: usize, values: &mut [f32]) -> Result<()>;
-        /// Indices of the `places.len()` elements with the largest magnitude, ascending.
+        /// Indices of the `places.len()` elements with the largest magnitudes, in ascending order.
         fn largest(values: &[f32], places: &mut [i32]) -> Result<()>;
         /// Sorts assignments by expert, and counts the assignments of each expert.
         fn sort_assignments(experts: &[i64], counts: &mut [i64], order: &mut [i64]) -> Result<()>;

@@ -1,5 +1,5 @@
 //! The contract between C++ and Rust. `observe` has the part for questions that need no group; `arrays` and `memory`
-//! have the parts for plain memory. This file contains no logic, and no panic crosses the bridge. Data that only Python
+//! have the parts for plain memory. This file contains no logic. No panic crosses the bridge. Data that only Python
 //! reads (statistics, explanations) crosses as one JSON text, which C++ does not parse.
 //!
 //! C++ -> Rust: `RustRendezvous::meet` meets the other ranks, and `RustGroup::build` makes the group. `RustGroup::run`
@@ -29,7 +29,7 @@ pub mod ffi {
     #[repr(u8)]
     #[derive(Debug)]
     enum Kind {
-        /// Value of a struct that is not filled in yet; refused.
+        /// The value of a struct that was not filled in. It is refused.
         kUnset = 0,
         kAllReduce = 1,
         kBroadcast = 2,
@@ -69,7 +69,7 @@ pub mod ffi {
         kF8E5M2 = 18,
     }
 
-    /// `types::ReduceOp` without its factor. `cpp/lower/types.hpp` checks that torch uses the same numbers.
+    /// `types::ReduceOp` without a factor. `cpp/lower/types.hpp` checks that torch uses the same numbers.
     #[repr(u8)]
     #[derive(Debug)]
     enum ReduceOp {
@@ -131,7 +131,7 @@ pub mod ffi {
         op: ReduceOp,
         /// The factor of PREMUL_SUM.
         factor: f64,
-        /// Rank of the root, or the peer of a send or receive (4294967295: receive from any rank).
+        /// Rank of the root, or the peer of a send or receive (4294967295 means a receive from any rank).
         root: u32,
         tag: u32,
         /// Negative: the group's timeout.
@@ -191,7 +191,7 @@ pub mod ffi {
 
     struct DevicesRetired {
         communicator: Box<RustRetired>,
-        /// Whether the library can make a communicator without calls by the excluded ranks.
+        /// Whether the library can make a communicator without a call of the excluded ranks.
         can_shrink: bool,
     }
 
@@ -204,8 +204,8 @@ pub mod ffi {
 
     /// State of calls that the device has executed.
     struct DevicePassed {
-        /// The error with which the calls failed, with its code letter. Empty if they succeeded, and while that is
-        /// unknown.
+        /// The error with which the calls failed, with its code letter. Empty if they succeeded, and while it is
+        /// unknown whether they did.
         error: String,
         /// Whether the result of the calls is still unknown.
         undecided: bool,
@@ -217,7 +217,7 @@ pub mod ffi {
         number: u64,
         /// 0: no timeout.
         timeout_ms: u64,
-        /// 0 for collectives; each direction of messages between two ranks has a separate stream.
+        /// 0 for collectives. Messages between two ranks use a separate stream for each direction.
         stream_key: i32,
         /// One entry for each call.
         lowerings: Vec<DeviceLowering>,
@@ -256,13 +256,14 @@ pub mod ffi {
     struct DeviceLowering {
         /// Element type of the library's call.
         dtype: Dtype,
-        /// Whether the library itself has PREMUL_SUM, so that it gets the factor.
+        /// Whether the library itself has PREMUL_SUM. If so, the factor is passed to it.
         premul: bool,
-        /// Whether a temporary holds the inputs contiguously, after the steps `before`.
+        /// Whether a temporary holds the inputs contiguously, after the steps `before` were applied.
         gathers: bool,
         before: Vec<Local>,
-        /// The library receives into a temporary of `receives` bytes or, if `in_place`, into the temporary of the
-        /// inputs. The result is copied to the outputs after the steps `after`.
+        /// If `in_place`, the library receives into the temporary of the inputs; otherwise, if `receives` is not 0,
+        /// into a temporary of `receives` bytes. In both cases the steps `after` are applied, and then the result is
+        /// copied to the outputs. If neither holds, the library receives directly into the outputs.
         receives: usize,
         in_place: bool,
         after: Vec<Local>,
@@ -288,7 +289,7 @@ pub mod ffi {
         algorithm: String,
         /// The option `topology`, in the syntax of `select::start::Topology`.
         topology: String,
-        /// The option `soft_timeout`; negative: the setting of the process.
+        /// The option `soft_timeout`. If it is negative, the setting of the process applies.
         soft_timeout_ms: i64,
         /// The next three fields are those of `config::Settings`.
         fusion: bool,
@@ -308,15 +309,15 @@ pub mod ffi {
     /// What the ranks decided.
     struct Decision {
         rendezvous: Box<RustRendezvous>,
-        /// Equal on all ranks, and unique to this attempt to make a group. Zeros if the ranks have not met, because
+        /// Equal on all ranks, and unique to this attempt to create a group. Zeros if the ranks have not met, because
         /// there is only one rank or there are too many.
         id: String,
         /// Why a delegate must serve the whole group, for example because its ranks cannot share memory; empty
         /// otherwise.
         delegate_reason: String,
-        /// Whether the group spans hosts, and shared memory serves the ranks of each host. Then `build` needs a link.
+        /// Whether the group spans hosts and shared memory serves the ranks of each host. If so, `build` needs a link.
         spans_hosts: bool,
-        /// How the ranks of a group that needs a delegate or a link reach each other, in the format of
+        /// If the group needs a delegate or a link: how its ranks reach each other, in the format of
         /// `rendezvous::addresses`. Empty if the ranks have not agreed on it.
         network: String,
     }
@@ -334,8 +335,7 @@ pub mod ffi {
         fault: String,
         /// Whether the group has a fault or a call of its delegate failed.
         failed: bool,
-        /// `watched`: the other ranks whose end this rank detects. `gone`: the ranks of `watched` that have ended or
-        /// left.
+        /// `watched`: the other ranks that this rank watches. `gone`: those of them that have ended or left.
         watched: Vec<u32>,
         gone: Vec<u32>,
     }
@@ -365,19 +365,19 @@ pub mod ffi {
         type RustRetired;
         type ParallelPart<'a>;
 
-        /// Does part `number` of a range that is split among threads; `run_parallel` calls it on any of them.
+        /// Does part `number` of a range that is split among threads. `run_parallel` calls it on any of these threads.
         fn run(self: &ParallelPart, number: usize);
 
         /// Meets the other ranks through the store, and decides with them what serves the group. Blocks until all ranks
-        /// have called, or until the timeout. If the result is dropped without `build`, the other ranks learn that this
-        /// rank leaves.
+        /// have called, or until the timeout. If the result is dropped without `build`, the other ranks are notified
+        /// that this rank leaves.
         #[Self = "RustRendezvous"]
         fn meet(setup: &Setup, store: SharedPtr<Store>) -> Result<Decision>;
-        /// Connects to the other ranks of a group that spans hosts. They reach this process at `address`, or if there are
-        /// several connections to each, at the addresses in `paths`. Blocks until all ranks have called, or until the
-        /// timeout.
+        /// Connects to the other ranks of a group that spans hosts. They reach this process at `address` or, if there
+        /// are several connections to each of them, at the addresses in `paths`. Blocks until all ranks have called, or
+        /// until the timeout.
         fn connect(self: &RustRendezvous, address: &str, paths: &str, timeout_ms: u64) -> Result<()>;
-        /// Builds the complete group. A group that spans hosts must be connected; its ranks then measure the link
+        /// Builds the complete group. If the group spans hosts, it must be connected; its ranks then measure the link
         /// together.
         #[Self = "RustGroup"]
         fn build(decided: Box<RustRendezvous>) -> Result<Built>;
@@ -385,8 +385,8 @@ pub mod ffi {
         /// Starts one operation; never waits for a peer. If this fails, it has used no sequence number and sent
         /// nothing. `completion` may be null.
         fn issue(self: &RustGroup, request: &Request, completion: SharedPtr<Completion>) -> Result<Box<RustOp>>;
-        /// Starts one operation and completes it on this thread; the path with the least overhead. After an error the
-        /// group is in the state that the error names, and no longer uses the caller's memory.
+        /// Starts one operation and completes it on this thread. This is the path with the least overhead. After an
+        /// error the group is in the state that the error names, and no longer uses the caller's memory.
         fn run(self: &RustGroup, request: &Request, completion: SharedPtr<Completion>) -> Result<()>;
         /// Rank 0 finds out which ranks are missing; the other ranks wait for rank 0. Uses no sequence number and does
         /// not poison the group.
@@ -399,26 +399,26 @@ pub mod ffi {
         fn shutdown(self: &RustGroup);
         /// Fails everything that is pending here and on the peers, with this reason.
         fn abort(self: &RustGroup, reason: &str);
-        /// How the collective with this number is carried out, and its record. The result is JSON, as for all functions
-        /// below that return explanations, statistics or records (`select::export`, `stats::export`). `_C.pyi` has the
-        /// types.
+        /// How the collective with this number is run, and its record. The result is JSON, as for all functions below
+        /// that return explanations, statistics or records (`select::export`, `stats::export`). `_C.pyi` has the types.
         fn explain_number(self: &RustGroup, number: u64) -> Result<String>;
-        /// How an operation of this kind, size and element type (both by name) would be carried out.
+        /// How an operation of this kind, size and element type would be run. Kind and element type are names.
         fn explain(self: &RustGroup, kind: &str, bytes: u64, dtype: &str) -> Result<String>;
         /// Nanoseconds that the operation would take from issue to end. It is not started.
         fn estimate(self: &RustGroup, request: &Request) -> Result<u64>;
         /// All counters and times.
         fn stats(self: &RustGroup) -> Result<String>;
-        /// The last `last` operations, oldest first. If the oldest pending operation is older than these, it precedes
-        /// them.
+        /// The last `last` operations, the oldest first. If the oldest pending operation is older than these, it
+        /// precedes them.
         fn records(self: &RustGroup, last: usize) -> Result<String>;
         /// Resets all counts. Does nothing in a forked child.
         fn reset_stats(self: &RustGroup);
 
-        /// Counts an operation of the group's delegate from now until its end. If the result is dropped before, the
-        /// operation counts as failed.
+        /// Records an operation of the group's delegate from now until its end. If the result is dropped before the
+        /// end, the operation counts as failed.
         fn delegate_op(self: &RustGroup, call: &ExternalOp) -> Result<Box<RustExternalOp>>;
-        /// The same for an operation that the shim composes of several. The caller must issue the first of these next.
+        /// The same for an operation that the shim composes of several others. The caller must issue the first of these
+        /// next.
         fn composed_op(self: &RustGroup, call: &ExternalOp) -> Result<Box<RustExternalOp>>;
         /// Called when a thread of the program begins to wait for the operation, and when it stops waiting.
         fn wait_begins(self: &RustExternalOp);
@@ -434,16 +434,16 @@ pub mod ffi {
         /// The carrier of the operation refused it and sent nothing.
         fn refused(self: &RustExternalOp);
 
-        /// Waits until the operation ends, or until the timeout; negative: until the operation's own deadline. Ok: it
-        /// succeeded.
+        /// Waits until the operation ends, or until the timeout; if this is negative, until the operation's own
+        /// deadline. Ok means that the operation succeeded.
         fn wait(self: &RustOp, timeout_ms: i64) -> Result<()>;
         fn facts(self: &RustOp) -> OpFacts;
         /// Like `RustGroup::explain_number`.
         fn explain(self: &RustOp) -> String;
 
         /// Opens a vendor's libraries for tensors on devices of this type (torch's name). `vendor` is "auto" or a
-        /// vendor's name. `library` may be empty; `folders` are searched. The error says why no library could be
-        /// opened.
+        /// vendor's name. `library` may be empty; `folders` are searched. If no library can be opened, the error says
+        /// why.
         fn open_devices(
             self: &RustGroup,
             device_type: &str,
@@ -461,7 +461,8 @@ pub mod ffi {
             terms: &DeviceTerms,
             exchange: &IdExchange,
         ) -> Result<DeviceBegun>;
-        /// Begins a barrier behind all earlier calls on the device. It launches nothing, and is watched like a call.
+        /// Begins a barrier that follows all earlier calls on the device. It launches nothing, and is watched like a
+        /// call.
         fn begin_barrier(self: &RustDevices, device: i32) -> Result<DeviceBegun>;
         /// Whether the raw stream is being captured into a graph.
         fn is_capturing(self: &RustDevices, device: i32, stream: usize) -> Result<bool>;
@@ -478,14 +479,14 @@ pub mod ffi {
         fn record_event(self: &RustDevices, device: i32, stream: usize) -> Result<usize>;
         /// Whether the library can make a communicator of these ranks out of the communicator of all ranks.
         fn can_split(self: &RustDevices, device: i32, members: &[u32]) -> Result<bool>;
-        /// Makes that communicator for the group `child` of these ranks. All ranks of this group call this or the next
-        /// function together.
+        /// Makes that communicator, for the group `child` of these ranks. All ranks of this group together call this or
+        /// the next function.
         fn split(self: &RustDevices, child: &RustDevices, device: i32, members: &[u32]) -> Result<()>;
-        /// The same on a rank that is in no new group. `members` must equal the list that some rank of a new group
-        /// passes to `split`.
+        /// The same on a rank that is in no new group. `members` must equal the list that the ranks of one of the new
+        /// groups pass to `split`.
         fn split_without_child(self: &RustDevices, device: i32, members: &[u32]) -> Result<()>;
-        /// Takes the communicator of all ranks out of use. It ends when the returned object is dropped. `drained`: no
-        /// operation is pending in it.
+        /// Takes the communicator of all ranks out of use. The communicator ends when the returned object is dropped.
+        /// `drained`: no operation is pending in it.
         fn retire(self: &RustDevices, device: i32, drained: bool) -> DevicesRetired;
         /// Ends the communicators together with the other ranks. Returns false if a signal handler raised an exception
         /// meanwhile. `drained`: no operation is pending in them.
@@ -493,40 +494,41 @@ pub mod ffi {
         /// Aborts the communicators, which unblocks hanging operations. No operation can be issued afterwards.
         fn abort(self: &RustDevices);
 
-        /// Puts the calls on a raw stream as one launch. Host memory that was passed to the library is kept until
+        /// Puts the calls on a raw stream as one launch. If host memory was passed to the library, it is kept until
         /// `self` is dropped. Captured calls count as ended, because no event reports their end.
         fn launch(self: &RustCall, placed: &[DevicePlaced], stream: usize) -> Result<()>;
         /// Fails the group on all ranks, because the caller could not launch the calls or could not complete their
-        /// launch, while other ranks may have launched theirs. Dropping calls that were not launched has the same
-        /// effect.
+        /// launch, and other ranks may have launched theirs. If calls are dropped that were not launched, this has the
+        /// same effect.
         fn failed_here(self: &RustCall, why: &str);
-        /// Between this and `poll_running` or `poll_passed`, this thread's device queries do not invalidate a graph
-        /// capture of another thread. The caller passes the returned mode to that function.
+        /// Between this call and `poll_running` or `poll_passed`, this thread's device queries do not invalidate a
+        /// graph capture of another thread. The caller passes the returned mode to that function.
         fn before_poll(self: &RustCall) -> Result<u32>;
-        /// Polls calls that the device has not completed. Empty, or the error with its code letter because of which
-        /// they will never complete. After an error the group has failed; the caller reports the error to the program,
-        /// then calls `abort`.
+        /// Polls calls that the device has not completed. If they will never complete, returns the error that is the
+        /// reason, with its code letter; otherwise empty. After an error the group has failed; the caller reports the
+        /// error to the program and then calls `abort`.
         fn poll_running(self: &RustCall, capture_mode: u32) -> String;
-        /// Polls calls that the device has completed. Adds their end to the statistics when their result is known.
+        /// Polls calls that the device has completed. When their result is known, records their end in the statistics.
         /// After an error, the caller does the same as after `poll_running`.
         fn poll_passed(self: &RustCall, capture_mode: u32) -> DevicePassed;
         /// Whether the library reads host memory that `self` keeps. If so, captured calls must be kept as long as their
         /// graph may be replayed.
         fn keeps_memory(self: &RustCall) -> bool;
-        /// For captured calls: the error with its code letter because of which a replay would not complete, or empty.
-        /// After an error the group has failed; the caller reports the error to the program, then calls `abort`.
+        /// For captured calls: if a replay would not complete, the error that is the reason, with its code letter;
+        /// otherwise empty. After an error the group has failed; the caller reports the error to the program and then
+        /// calls `abort`.
         fn look_at_replays(self: &RustCall) -> String;
-        /// Ends the communicators of the calls' group, which unblocks hanging calls. May take as long as the library
+        /// Ends the communicators of the calls' group, which unblocks hanging calls. This takes as long as the library
         /// needs.
         fn abort(self: &RustCall);
-        /// Checks a launch that has not returned. Empty, or the error with its code letter because of which it must
-        /// end. After an error the group has failed, and `abort` makes the launch return.
+        /// Checks a launch that has not returned. If it must end, returns the error that is the reason, with its code
+        /// letter; otherwise empty. After an error the group has failed, and `abort` makes the launch return.
         fn look_at_launch(self: &RustCall) -> String;
         /// How the library runs the calls: one JSON text for each.
         fn explain(self: &RustCall) -> Vec<String>;
 
-        /// Makes the communicator of all ranks except `excluded`, which do not call this. Pending operations are
-        /// aborted.
+        /// Makes the communicator of all ranks except `excluded`. The excluded ranks do not call this. Pending
+        /// operations are aborted.
         fn shrink(self: &RustRetired, child: &RustDevices, excluded: &[u32]) -> Result<()>;
 
         /// `fusion::lists::operations` for our engines.
@@ -544,12 +546,12 @@ pub mod ffi {
 
         type Store;
         fn set(self: &Store, key: &str, value: &[u8]) -> Result<()>;
-        /// Does not wait. False if the key does not exist.
+        /// Gets a value without waiting. False if the key does not exist.
         fn try_get(self: &Store, key: &str, value: &mut Vec<u8>) -> Result<bool>;
         fn add(self: &Store, key: &str, by: i64) -> Result<i64>;
         /// Deletes a key that only this rank reads. Does nothing if the store cannot delete.
         fn remove(self: &Store, key: &str) -> Result<()>;
-        /// The same number for all stores that share a connection.
+        /// Identifies the connection: all stores that share a connection return the same number.
         fn connection(self: &Store) -> usize;
 
         type IdExchange;
@@ -560,27 +562,28 @@ pub mod ffi {
 
         type Completion;
         // The steps of an operation. They are called in this order, on any thread and without the GIL.
-        /// Before the inputs are read: copies strided inputs into contiguous pieces.
+        /// Called before the inputs are read. Copies strided inputs into contiguous pieces.
         fn prepare(self: &Completion);
-        /// After the outputs were written: copies contiguous results into strided tensors.
+        /// Called after the outputs were written. Copies contiguous results into strided tensors.
         fn store_back(self: &Completion);
-        /// After the operation has ended. `error` is empty or begins with its code letter. Must not run Python and must
-        /// not block; may queue work for other threads.
+        /// Called after the operation has ended. `error` is empty or begins with its code letter. Must not run Python
+        /// and must not block; may queue work for other threads.
         fn ended(self: &Completion, error: &str);
 
         /// Whether a Python signal handler raised an exception. The shim keeps the exception for the calling thread.
         fn check_interrupt() -> bool;
-        /// Where a Python thread is, by its `pthread_self` (0: the main thread): "FILE:LINE in FUNCTION", or empty if
-        /// it runs no Python code. Waits for the GIL.
+        /// Where the Python thread with this `pthread_self` is (0: the main thread): "FILE:LINE in FUNCTION", or empty
+        /// if it runs no Python code. Waits for the GIL.
         fn place_of_thread(thread: u64) -> String;
-        /// The same for the place of a call, by its `site`. Does not wait.
+        /// The same text for the place of the call with this `site`. Does not wait.
         fn place_of_call(site: u32) -> String;
         /// Queues one line for Python's logging, which writes it on a thread where that is safe. Never blocks on the
         /// GIL.
         fn log_line(level: u8, text: &str);
         /// Number of threads that `run_parallel` would use if the calling thread called it now.
         fn intraop_threads() -> usize;
-        /// Calls `part.run` with each number below `parts`, on torch's intra-op threads, and returns after all calls.
+        /// Calls `part.run` with each number below `parts` on torch's intra-op threads, and returns after all calls
+        /// have.
         fn run_parallel(parts: usize, part: &ParallelPart);
     }
 }

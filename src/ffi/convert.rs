@@ -7,7 +7,7 @@ use crate::types::{CallNote, Dtype, Kind, Listed, ReduceOp, Request, Span, Spans
 /// A result that crosses to C++: a value, or an error as text.
 pub(super) type Outcome<T> = std::result::Result<T, String>;
 
-/// Fails to compile if a bridge enum and a core enum have different numbers, or if the core's enum has a variant that
+/// Does not compile if a bridge enum and a core enum have different numbers, or if the core's enum has a variant that
 /// is not listed.
 macro_rules! same_numbers {
     ($shared:ident, $core:ident: $($theirs:ident = $ours:ident),+) => {
@@ -36,17 +36,17 @@ const _: () = {
     assert!(ffi::ReduceOp::kPremulSum.repr == ReduceOp::PremulSum(1.0).code());
 };
 
-/// The text of an error in the form in which it crosses the bridge: code letter, then message.
+/// The text of an error, as it crosses the bridge: the code letter, then the message.
 pub(super) fn coded(error: &Error) -> String {
     format!("{}{}", error.code(), error.text())
 }
 
-/// Runs `body`. An error or a panic becomes the text that `cpp/host/errors.cpp` reads.
+/// Runs `body`. Converts an error or a panic to the text that `cpp/host/errors.cpp` reads.
 pub(super) fn guarded<T>(body: impl FnOnce() -> Result<T>) -> Outcome<T> {
     contained(body).map_err(|error| coded(&error))
 }
 
-/// Runs `body`. A panic goes no further; it was logged, and has failed its group.
+/// Runs `body`. If it panics, the panic ends here; it was logged, and has failed its group.
 pub(super) fn quietly(body: impl FnOnce()) {
     let _ = contained(|| {
         body();
@@ -92,7 +92,7 @@ pub(super) fn listed(tensor: &ffi::Listed) -> Result<Listed> {
     Ok(Listed { dtype: dtype(tensor.dtype)?, bytes: tensor.bytes })
 }
 
-/// The tensors of a list, each as its element type in the caller's numbers and its size in bytes.
+/// For each tensor of a list: its element type as the caller's number, and its size in bytes.
 pub(super) fn elements_and_bytes(elements: &[u8], bytes: &[usize]) -> impl Iterator<Item = (u8, usize)> {
     elements.iter().copied().zip(bytes.iter().copied())
 }
@@ -101,7 +101,7 @@ pub(super) fn request(asked: &ffi::Request<'_>) -> Result<Request> {
     let ffi::Request { call, inputs, outputs, in_blocks, out_blocks, list, also_touched } = *asked;
     let kind = kind(call.kind)?;
     // SAFETY: the pieces are memory of tensors that the shim holds in its `Completion` until `ended` or, for a call of
-    // `run`, on its stack until `run` returns. c10d's rules forbid the program to write them meanwhile.
+    // `run`, on its stack until `run` returns. c10d's rules forbid that the program writes them meanwhile.
     let mut request = unsafe { Request::new(kind, spans(inputs), spans(outputs)) };
     request.dtype = dtype(call.dtype)?;
     request.op = ReduceOp::from_u8(call.op.repr, call.factor).ok_or_else(|| unknown("reduce op", call.op.repr))?;

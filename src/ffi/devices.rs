@@ -54,7 +54,7 @@ impl RustGroup {
     }
 }
 
-/// The memory of a call. `buffers` of the request made by `request` refers to it.
+/// The memory of a call. The request that `request` makes refers to it in `buffers`.
 struct Parts {
     inputs: Spans,
     outputs: Spans,
@@ -160,7 +160,7 @@ impl RustDevices {
     }
 }
 
-/// The enums have equal numbers; `convert` checks that.
+/// The two enums have equal numbers; `convert` checks that.
 fn shared_dtype(dtype: Dtype) -> ffi::Dtype {
     ffi::Dtype { repr: dtype as u8 }
 }

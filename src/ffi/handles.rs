@@ -9,8 +9,8 @@ use crate::group::{Group, Op};
 use crate::host::Counting;
 use crate::rendezvous::Rendezvous;
 
-/// The store through which the ranks meet. Its connection lives as long as a clone of this. Later groups over the same
-/// user store share the connection.
+/// The store in which the ranks meet. Its connection lives as long as a clone of this. Later groups that use the same
+/// store of the user share the connection.
 pub(super) type SharedStore = Arc<dyn Counting + Send + Sync>;
 
 /// Namespace of the functions that need no group.
@@ -44,7 +44,7 @@ pub struct RustCall {
 }
 pub struct RustRetired(pub(super) Retired);
 
-/// One range of bytes that is split among torch's intra-op threads; C++ borrows it during `run_parallel`.
+/// A range of bytes that is split among torch's intra-op threads. C++ borrows it during `run_parallel`.
 pub struct ParallelPart<'a>(pub(super) &'a (dyn Fn(usize) + Sync));
 
 impl ParallelPart<'_> {

@@ -8,7 +8,7 @@ use crate::engine::shm::memory::arena;
 
 #[cxx::bridge(namespace = "sagellm")]
 pub mod ffi {
-    /// Size of the memory and bytes of it in use; zeros before the first tensor is allocated.
+    /// The size of the memory, and how many bytes of it are in use. Zeros before the first tensor is allocated.
     struct SharedRoom {
         limit: u64,
         used: u64,
@@ -21,7 +21,7 @@ pub mod ffi {
         /// Frees memory that `shared_allocate` returned.
         ///
         /// # Safety
-        /// The memory was not freed before, and no code uses it any more.
+        /// The memory must not have been freed before, and no code may use it any more.
         unsafe fn shared_free(at: usize);
         /// Whether the address is in the memory from which `shared_allocate` allocates, allocated or not.
         fn shared_owns(at: usize) -> bool;

@@ -17,7 +17,7 @@ pub mod ffi {
         ranks_per_host: usize,
     }
 
-    /// The shortest time of one algorithm at one size, and the number of segments that gives it.
+    /// The shortest time of one algorithm for one size, and the number of segments with which it is reached.
     struct Prediction {
         seconds: f64,
         segments: usize,
@@ -37,8 +37,8 @@ pub mod ffi {
         peer: usize,
         /// Numbers of the parts, in their order in the message.
         parts: Vec<usize>,
-        /// How a receive treats its data: "copy", "reduce_after", "reduce_before" or "in_rank_order". Always "copy" for
-        /// a send.
+        /// What a receive does with its data: "copy", "reduce_after", "reduce_before" or "in_rank_order". Always "copy"
+        /// for a send.
         how: String,
     }
 
@@ -48,7 +48,8 @@ pub mod ffi {
         /// Sets the highest level that is logged: 0 off, 1 error, 2 warn, 3 info, 4 debug, 5 trace.
         #[Self = "Core"]
         fn set_log_level(level: u8);
-        /// Ends the threads that the core has started in this process. Called once, from atexit, with the GIL released.
+        /// Ends the threads that the core has started in this process. Called once, from atexit, by a thread that has
+        /// released the GIL.
         #[Self = "Core"]
         fn at_exit();
         /// Python's names of the kinds, in the order of their numbers.
@@ -78,7 +79,7 @@ pub mod ffi {
         /// Names of the algorithms that have a schedule for a kind.
         #[Self = "Core"]
         fn algorithms_of(kind: &str) -> Result<Vec<String>>;
-        /// Predicted times of one algorithm, one for each size in `sizes` (bytes).
+        /// The predicted time of one algorithm for each size (in bytes) in `sizes`.
         #[Self = "Core"]
         fn predict(
             kind: &str,

@@ -12,7 +12,7 @@ use crate::select::cost::HierarchicalCosts;
 use crate::select::cost::{Link, Model};
 use crate::types::Kind;
 
-/// A further name in addition to the algorithms: the all_reduce in two levels that the engine uses over several hosts.
+/// A name in addition to those of the algorithms: the all_reduce in two levels that the engine uses over several hosts.
 const TWO_LEVELS: &str = "hierarchical";
 
 fn collective_named(name: &str) -> Result<Kind> {

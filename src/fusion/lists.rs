@@ -1,28 +1,28 @@
-//! Divides the list of tensors of one call into operations (rules 1 and 16). Pure, and equal on all ranks, which pass
-//! lists of equal types and sizes.
+//! Divides the list of tensors of one call into operations (rules 1 and 16). Pure. All ranks pass lists of equal types
+//! and sizes, so they get equal results.
 //!
-//! If tensors are only moved, the list is one operation, whatever their types. If they are combined, there is one
-//! operation per type, in the order in which the types first occur. If a vendor's library runs an all_reduce, the small
-//! tensors of an operation are packed into one buffer, and each large tensor is a separate operation in the same
+//! If tensors are only moved, the list is one operation, whatever their types. If tensors are combined, there is one
+//! operation for each type, in the order in which the types first occur. If a vendor's library runs an all_reduce, the
+//! small tensors of an operation are packed into one buffer, and each large tensor is a separate operation in the same
 //! launch.
 
 use crate::types::Kind;
 
-/// Tensors of a list up to this size in bytes are packed with others. Packing costs four passes over the tensor's
-/// memory; a further call in a launch costs host time. The size at which both cost the same was not measured, because
-/// no device was available; `make bench-gpu` has the rows.
+/// If a tensor of a list has at most this many bytes, it is packed with others. Packing costs four passes over the
+/// tensor's memory; one more call in a launch costs host time. The size at which both cost the same was not measured,
+/// because no device was available; `make bench-gpu` has the rows.
 pub const PACK_BYTES: usize = 1 << 20;
 
-/// Returns for each tensor, given by its type and size, the number of its operation. The first tensor is in operation
-/// 0, and operations are numbered in the order of their first tensors.
+/// Returns for each tensor the number of its operation. `list` has each tensor's type and size. The first tensor is in
+/// operation 0, and operations are numbered in the order of their first tensors.
 pub fn operations(kind: Kind, by_vendor: bool, list: impl Iterator<Item = (u8, usize)>) -> Vec<u32> {
     let mut count = 0;
     let mut next = || {
         count += 1;
         count - 1
     };
-    // Types and their current operations. A list has few types. The search starts at the end, because consecutive
-    // tensors usually have the same type.
+    // The types so far, each with its current operation. A list has few types. The search starts at the end, because
+    // consecutive tensors usually have the same type.
     let mut open: Vec<(u8, u32)> = Vec::new();
     list.map(|(element, bytes)| {
         if by_vendor && kind == Kind::AllReduce && bytes > PACK_BYTES {

@@ -2,21 +2,22 @@
 //!
 //! On one host there is nothing to decide: every operation is published at once, and a reader handles all that are
 //! published (`engine/shm`). Between hosts a message costs a latency, so small operations that must wait anyway are
-//! sent in one batch. All ranks must make the same batches, and none may wait for an operation that some rank has not
-//! issued (rules 13 and 15):
+//! sent in one batch. All ranks must make the same batches, and no rank may wait for an operation that another rank has
+//! not issued (rules 13 and 15):
 //!
 //! - Every batch carries a number in addition to its data. Each rank contributes the number up to which it has issued
 //!   operations that do not wait for each other's memory; the batch carries the minimum. A rank that has finished batch
 //!   j knows that all ranks have issued the operations up to that number.
-//! - Batch j + 2 ends at the number agreed in batch j, limited by bytes, count and equal keys. If that adds nothing, it
-//!   is the next single operation, sent at issue, as without fusion. There is no timer and no waiting.
+//! - Batch j + 2 ends at the number that was agreed in batch j, or earlier because of the limits of bytes and count or
+//!   because keys differ. If that adds nothing, it is the next single operation, sent at issue like without fusion.
+//!   There is no timer and no waiting.
 //! - Two batches are in flight at a time, one on each lane. A lane is strictly sequential.
 //!
-//! An operation too large to gain from fusion is cut into segments, each of which counts as a batch. So the two lanes
-//! work on it in turn: one moves data between hosts while the other combines inside the host.
+//! If an operation is too large to gain from fusion, it is cut into segments, each of which counts as a batch. So the
+//! two lanes work on it in turn: one moves data between hosts while the other combines inside the host.
 //!
 //! Source: the agreement is the one-bit "who is ready" exchange of Horovod's coordinator, here without a coordinator
-//! and without a cycle time; the batch before the previous one carries it.
+//! and without a cycle time: the batch before the previous one carries it.
 
 use std::collections::VecDeque;
 
@@ -33,7 +34,7 @@ pub struct FusionKey {
     pub op: u8,
 }
 
-/// What the planner needs to know of an operation; equal on all ranks.
+/// What the planner needs to know of an operation. Equal on all ranks.
 #[derive(Clone, Copy, Debug)]
 pub struct Item {
     /// `None` if the operation cannot share a batch.
@@ -46,7 +47,7 @@ pub struct Item {
 
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Most bytes of a batch. A single operation may be larger.
+    /// The largest number of bytes in a batch. A single operation may be larger.
     pub bytes: usize,
     pub operations: usize,
 }
@@ -74,9 +75,9 @@ pub struct Planner {
     limits: Limits,
     /// Number of the first operation that is not completely in batches.
     next: u64,
-    /// Number of segments of operation `next` that are in batches already.
+    /// How many segments of operation `next` are already in batches.
     segment: usize,
-    /// The issued operations from `next` on.
+    /// The issued operations, beginning with `next`.
     items: VecDeque<Item>,
     planned: u64,
     agreed: [u64; LANES],
@@ -130,7 +131,7 @@ impl Planner {
         Some(batch)
     }
 
-    /// The number of operations, starting with the next one, that form the next batch if all ranks have issued those up
+    /// How many operations, beginning with the next one, form the next batch if all ranks have issued the operations up
     /// to `agreed`.
     fn alike(&self, agreed: u64) -> usize {
         let first = self.items[0];
@@ -201,8 +202,8 @@ mod tests {
             planner.agree(&batch, 100);
             ranges.push((batch.first, batch.last, batch.segment));
         }
-        // Nothing is agreed for the first two batches. Then there are three operations by the limit, two of one kind,
-        // the one without a key alone, and the large one in its segments.
+        // Nothing is agreed for the first two batches. Then come three operations, which is the limit, two of one kind,
+        // the operation without a key alone, and the large operation in its segments.
         let expected = [(1, 1, 0), (2, 2, 0), (3, 5, 0), (6, 7, 0), (8, 8, 0), (9, 9, 0)];
         assert_eq!(ranges[..6], expected);
         assert_eq!(ranges[6..], [(10, 10, 0), (10, 10, 1), (10, 10, 2), (11, 11, 0)]);
@@ -221,8 +222,9 @@ mod tests {
     }
 
     proptest! {
-        /// Ranks issue at random moments, and some wait for each operation before the next. All must make the same
-        /// batches, every operation must be in exactly one, and no rank may wait for an operation that was not issued.
+        /// Ranks issue at random moments, and some wait for each operation before they issue the next. All ranks must
+        /// make the same batches, every operation must be in exactly one batch, and no rank may wait for an operation
+        /// that was not issued.
         #[test]
         fn rule_13_and_15_all_ranks_cut_alike_and_no_rank_waits_for_the_unissued(
             ranks in 1usize..5, sizes in prop::collection::vec((1usize..60, 0u8..5), 1..40),

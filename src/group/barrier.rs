@@ -25,7 +25,7 @@ impl Group {
         outcome
     }
 
-    /// Whether the missing ranks can no longer enter the barrier.
+    /// Whether the barrier can no longer succeed, because the missing ranks cannot enter it any more.
     fn is_broken(&self, monitor: &dyn Monitor, turn: u64) -> bool {
         let failed = self.faults.any_dead() || self.faults.first().is_some() || self.control.is_poisoned();
         failed || monitor.hopeless(turn).is_some()

@@ -82,7 +82,7 @@ impl Group {
                 Ok(parts.group(|_| Box::new(Delegate::new(name, reason, ranks, theirs))))
             }
             (Decision::SharedMemory(shared), None) => {
-                // The groups inside a host of a larger one are driven by lanes, which have no helpers.
+                // If this group is the part of a larger group on one host, lanes drive it, and lanes have no helpers.
                 let (cores, threads) = (shared.cores, if parts.role.is_inside() { 1 } else { shared.threads });
                 let (area, group_peers) = shared.into_parts();
                 let peers: Vec<_> = (0..ranks).map(|rank| group_peers.peer(rank).clone()).collect();
@@ -123,8 +123,8 @@ impl Group {
     }
 }
 
-/// Opens the link, and builds the group from it and from the groups inside this host. If that fails, the groups inside
-/// this host leave.
+/// Opens the link, and builds the group from the link and from the groups inside this host. If that fails, the groups
+/// inside this host leave.
 pub(super) fn over_hosts(
     parts: Parts,
     host_map: HostMap,

@@ -1,4 +1,5 @@
-//! Local checks of a request, on which the engine's memory safety depends. torch's own rules were checked before.
+//! Checks a request locally. The engine's memory safety depends on these checks. The shim has already checked torch's
+//! own rules.
 
 use crate::error::{Error, Result};
 use crate::reduce;
@@ -9,7 +10,8 @@ fn wrong(kind: Kind, text: String) -> Error {
     Error::invalid(format!("sagellm {kind}: {text}"))
 }
 
-/// Refuses a request of rank `me` of `ranks` ranks whose parts are inconsistent, before it is numbered or sent.
+/// Refuses a request whose parts are inconsistent, before the request is numbered or sent. It is a request of rank `me`
+/// of `ranks` ranks.
 pub(super) fn validate(request: &Request, (me, ranks): (usize, usize)) -> Result<()> {
     let wrong = |text| wrong(request.kind, text);
     check_peer(request, (me, ranks)).map_err(wrong)?;
@@ -34,7 +36,7 @@ pub(super) fn validate(request: &Request, (me, ranks): (usize, usize)) -> Result
     Ok(())
 }
 
-/// The kernel of a reduction. Fails for element types and reduce ops that have none.
+/// The kernel of a reduction. Fails if there is none for the element type and the reduce op.
 pub(super) fn kernel(request: &Request, ranks: usize) -> Result<Option<Kernel>> {
     if !request.kind.reduces() {
         return Ok(None);

@@ -21,7 +21,7 @@ impl Counters {
         self.collectives
     }
 
-    /// The counter for such an operation. A receive from any rank names no rank, so it has no counter.
+    /// The counter for an operation of this kind. A receive from any rank names no rank, so it has no counter.
     fn of(&mut self, kind: Kind, root: u32) -> Option<&mut u64> {
         match kind {
             Kind::Send => self.sent.get_mut(root as usize),
@@ -30,7 +30,7 @@ impl Counters {
         }
     }
 
-    /// The next number for such an operation; 0 if it has no counter.
+    /// The next number for an operation of this kind; 0 if it has no counter.
     pub fn next(&mut self, kind: Kind, root: u32) -> u64 {
         self.of(kind, root).map_or(0, |counter| {
             *counter += 1;
@@ -38,7 +38,7 @@ impl Counters {
         })
     }
 
-    /// Makes a number available again, if it is the last one of its counter.
+    /// Makes a number available again, if it is the last number that its counter gave out.
     pub fn take_back(&mut self, kind: Kind, root: u32, number: u64) {
         if let Some(counter) = self.of(kind, root).filter(|counter| **counter == number) {
             *counter -= 1;

@@ -24,7 +24,7 @@ impl DeviceGroup for Group {
         self.config.size
     }
     fn id(&self) -> Option<String> {
-        // A group that is too large for a rendezvous has no id.
+        // If a group is too large for a rendezvous, it has no id.
         (self.id != [0; 16]).then(|| Group::id(self))
     }
     fn policy(&self) -> &Arc<Policy> {

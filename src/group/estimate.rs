@@ -1,4 +1,4 @@
-//! How `Group::estimate` (`explain`) estimates the time of a call that is not made: by a cost model that knows the
+//! How `Group::estimate` (in `explain`) estimates the time of a call without making it: by a cost model that uses the
 //! group's own measurements. Pure.
 //!
 //! Near the sizes of calls that the group has made, the estimate is their median time from issue to end. Between these
@@ -7,16 +7,18 @@
 
 use crate::stats::Typical;
 
-/// A model for kinds whose time `explain` does not predict: nanoseconds for an exchange, and for each byte.
+/// A model for the kinds of operations whose time `explain` does not predict: nanoseconds for an exchange, and
+/// nanoseconds for each byte.
 const EXCHANGE_NS: f64 = 1_000.0;
 const BYTE_NS: f64 = 0.05;
 
-/// Nanoseconds of an operation of which only the payload is known.
+/// How many nanoseconds an operation takes if only its payload is known.
 pub(super) fn by_bytes(payload: f64) -> f64 {
     EXCHANGE_NS + payload * BYTE_NS
 }
 
-/// The model at `payload`, times the ratio of measurement and model at the nearest measured sizes below and above.
+/// The model at `payload`, multiplied by the ratio of measured to modelled time at the nearest measured sizes below and
+/// above.
 pub(super) fn scaled(typical: &[Typical], model: impl Fn(f64) -> f64, payload: f64) -> f64 {
     let ratio = |at: &Typical| at.nanoseconds / model(at.payload);
     let above = typical.iter().position(|at| at.payload >= payload);

@@ -1,4 +1,4 @@
-//! Explains which algorithms a group chooses, and which were chosen for its operations; estimates their times.
+//! Explains which algorithms a group would choose and which it chose for its operations, and estimates their times.
 
 use super::estimate::{by_bytes, scaled};
 use super::{CoreOp, Group, Op, check};
@@ -64,7 +64,7 @@ impl Group {
         self.explain_op(OpDesc { kind, bytes, class: Class::of(kind, dtype) }.normal(), false)
     }
 
-    /// Explains the collective with this number, while it is pending and as long as the history contains its record.
+    /// Explains the collective with this number, if it is pending or the history still contains its record.
     pub fn explain_number(&self, number: u64) -> Result<Explanation> {
         let inner = self.lock();
         let history = inner.stats.history();
@@ -96,7 +96,7 @@ impl Group {
         Explanation { desc: own, past: Some(past), ..found }
     }
 
-    /// Nanoseconds from the issue to the end of such a call. Nothing is sent.
+    /// Nanoseconds that such a call would take from its issue to its end. Nothing is sent.
     pub fn estimate(&self, request: &Request) -> Result<u64> {
         self.not_forked()?;
         check::validate(request, (self.config.rank, self.config.size))?;
@@ -110,12 +110,12 @@ impl Group {
                 self.config.name
             )));
         }
-        // The size by which algorithms are chosen is a fixed part of the payload.
+        // The size by which algorithms are chosen is a fixed fraction of the payload.
         let own = OpDesc::of(request, size);
         let part = if payload > 0.0 { own.bytes as f64 / payload } else { 0.0 };
         let model = |payload: f64| {
             let desc = OpDesc { bytes: (payload * part) as u64, ..own };
-            // The choice for an all_to_all knows no size.
+            // The algorithm for an all_to_all is chosen without its size.
             let predicted = if kind == Kind::AllToAll { 0 } else { self.explain_op(desc, false).predicted_ns };
             if predicted > 0 { predicted as f64 } else { by_bytes(payload) }
         };
@@ -127,7 +127,7 @@ impl Group {
     }
 }
 
-/// A call, as far as it was recorded.
+/// What was recorded about a call.
 struct Called {
     number: u64,
     own: OpDesc,
@@ -169,8 +169,8 @@ impl Called {
 }
 
 /// The record of a collective that has started or ended. If only some operations are delegated (not the `whole` group),
-/// the record of a delegated operation has the number of the operation before it, so it is skipped. A composed call has
-/// the number of its first operation, so it is skipped too.
+/// the record of a delegated operation has the number of the operation before it, so that record is skipped. The record
+/// of a composed call has the number of the call's first operation, so it is skipped too.
 fn recorded(history: &History, number: u64, whole: bool) -> Option<&Record> {
     let ours = |record: &&Record| {
         let choice = Choice::from_code(record.route.choice);

@@ -77,7 +77,8 @@ pub(super) struct Extensions {
 }
 
 impl Extensions {
-    /// Sum of the ephemeral timeouts that apply to an operation issued now. Drops the ones whose owner has ended.
+    /// Sum of the ephemeral timeouts that apply to an operation issued now. Drops an ephemeral timeout if its owner has
+    /// ended.
     fn sum(&mut self, is_pending: impl Fn(u64) -> bool) -> Duration {
         self.owned.retain(|(owner, _)| match owner {
             Owner::Op(op) => op.upgrade().is_some_and(|op| !op.is_done()),
@@ -86,8 +87,8 @@ impl Extensions {
         self.owned.iter().map(|(_, more)| *more).sum::<Duration>() + self.unowned
     }
 
-    /// Makes an operation the owner of the ephemeral timeouts without an owner, because it is the first operation
-    /// issued after them.
+    /// Makes an operation the owner of the ephemeral timeouts that have none, because it is the first operation issued
+    /// after they were added.
     pub fn own(&mut self, owner: Owner) {
         let unowned = std::mem::take(&mut self.unowned);
         if !unowned.is_zero() {

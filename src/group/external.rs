@@ -1,6 +1,6 @@
 //! External operations, which no engine runs: operations of a delegate, operations on devices, and operations that the
-//! shim composes of several. The group records them and keeps a list of the pending ones, so that its watch can report
-//! what a slow one waits for.
+//! shim composes of several others. The group records them and keeps a list of the pending ones, so that its watch can
+//! report what a slow one waits for.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -45,16 +45,16 @@ pub(super) struct External {
     pub on_device: bool,
     /// Time of issue, on `clock::stamp`.
     pub issued: u64,
-    /// Time at which the timeout began, on `clock::stamp`: the time of issue. For a delegate's message it is `None`
-    /// until a thread waits for the message.
+    /// Time at which the timeout began, on `clock::stamp`. This is the time of issue, except for a delegate's message:
+    /// there it is `None` until a thread waits for the message.
     pub begun: Option<u64>,
     /// Zero: no timeout.
     pub timeout: Duration,
 }
 
 impl External {
-    /// `id` of an `External` without a record, which is made only for the text about an operation that has already
-    /// ended.
+    /// The `id` of an `External` that has no record. It is created only for the text about an operation that has
+    /// already ended.
     pub const NO_RECORD: u64 = u64::MAX;
 
     /// The operation as called on this rank, and its number, as text.
@@ -116,15 +116,16 @@ impl Externals {
     }
 }
 
-/// An external operation, until it ends. If it is dropped before, it counts as failed.
+/// An external operation, until it ends. If this is dropped before the operation has ended, the operation counts as
+/// failed.
 pub struct ExternalOp {
     group: Arc<Group>,
     record: Record,
     carrier: Carrier,
     /// Whether `number` was taken from the group's counters for this operation.
     numbered: bool,
-    /// Set under the group's lock by the thread that ends the operation. The results are protected by that lock, or are
-    /// in `failure`. Read without the lock as a hint (relaxed).
+    /// Set under the group's lock by the thread that ends the operation. Read without the lock as a hint (relaxed). The
+    /// results of the end are protected by that lock, or they are in `failure`.
     ended: AtomicBool,
     /// The error to report, if the group knows more than the carrier. Made by the first thread that learns of the
     /// failure; other threads wait for it.
@@ -132,8 +133,8 @@ pub struct ExternalOp {
 }
 
 impl ExternalOp {
-    /// Marks the operation as ended; a second call does nothing. `well`: it succeeded. `timed` is false if its end was
-    /// not observed.
+    /// Marks the operation as ended; a second call does nothing. `well`: the operation succeeded. `timed` is false if
+    /// its end was not observed.
     pub fn end(&self, well: bool, timed: bool) {
         if !self.ended.load(Ordering::Relaxed) {
             self.end_with(well, timed);
@@ -153,7 +154,8 @@ impl ExternalOp {
     }
 
     /// Removes the record of an operation that the carrier refused without sending anything, as if the core had refused
-    /// it. If another thread has meanwhile issued an operation with the next number, the number stays used.
+    /// it. If another thread has meanwhile issued an operation with the next number, the refused operation's number
+    /// stays used.
     pub fn refused(&self) {
         if self.group.not_forked().is_err() {
             return;
@@ -233,7 +235,7 @@ impl Group {
     ) -> ExternalOp {
         let mut timeout = timeout.unwrap_or_else(|| self.timeouts.usual());
         let inner = &mut *self.lock();
-        // A delegate applies its own timeouts, so they are not extended.
+        // A delegate applies its own timeouts, so ephemeral timeouts do not extend them.
         let extends = carrier == Carrier::Device && self.timeouts.extends();
         if extends {
             timeout = self.timeouts.extended(&mut inner.extensions, |id| inner.external.get(id).is_some(), timeout);

@@ -1,5 +1,5 @@
-//! Why a group is unusable: its first fault, peers that died or left, faults that peers report, and the texts of these
-//! errors.
+//! Records why a group is unusable (its first fault, peers that died or left, faults that peers report) and makes the
+//! texts of these errors.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -34,8 +34,8 @@ pub(super) struct Faults {
     control: Arc<dyn Control>,
     host: Arc<dyn Host>,
     peers: Vec<Peer>,
-    /// Whether some peer is dead. While it is false, a pass need not check each peer. The thread that watches processes
-    /// sets it (release) after the peer's own flag; drivers read it (acquire).
+    /// Whether some peer is dead. While it is false, a pass does not need to check each peer. The thread that watches
+    /// processes sets it (release) after the peer's own flag; drivers read it (acquire).
     any_dead: AtomicBool,
     first: OnceCell<Error>,
     /// Whether a call of the delegate has failed, after which the delegate's group may be broken. Set by threads that
@@ -47,7 +47,7 @@ pub(super) struct Faults {
 }
 
 impl Faults {
-    /// For rank `rank` of the group with this name.
+    /// The faults of rank `rank` in the group with this name.
     pub fn new(
         (rank, name, role): (usize, String, Role),
         control: Arc<dyn Control>,
@@ -77,7 +77,7 @@ impl Faults {
     }
 
     /// Whether the group has failed or a call of its delegate has. A failed delegate call sets no fault, because the
-    /// group's own engine may go on.
+    /// group's own engine may continue.
     pub fn has_failed(&self) -> bool {
         self.first.get().is_some() || self.delegate_failed.load(Ordering::Relaxed)
     }
@@ -123,8 +123,8 @@ impl Faults {
         self.dead_ranks().find(|rank| !self.control.left(*rank))
     }
 
-    /// The error for a new operation after a peer died without leaving in order. Such an operation fails even if it
-    /// does not need that peer.
+    /// The error for a new operation, if a peer died without leaving in order. The operation fails even if it does not
+    /// need that peer.
     pub fn death_before(&self, what: &str) -> Option<Error> {
         let rank = self.dead_ranks().next().filter(|rank| !self.control.left(*rank))?;
         Some(self.death_of(rank, &format!("calls {what}")))
@@ -147,11 +147,12 @@ impl Faults {
         format!("is in {}{called}", op.what())
     }
 
-    /// The fault if a rank that died or left is still needed. Called with the group's lock held, when nothing can
-    /// advance.
+    /// The fault that a rank which died or left is still needed; `None` if no such rank is. Called with the group's
+    /// lock held, when nothing can advance.
     pub fn of_ended_peers(&self, engine: &mut dyn Engine, ended: &mut Ended) -> Option<Error> {
         let others = || (0..self.peers.len()).filter(|rank| *rank != self.rank);
-        // Check ranks that died before ranks that left: a receive from any rank misses the dead rank's message.
+        // Check the ranks that died first, and then those that left: a receive from any rank misses the dead rank's
+        // message.
         let died = others().filter(|rank| !self.control.left(*rank));
         let left = others().filter(|rank| self.control.left(*rank));
         for rank in died.chain(left).filter(|rank| self.is_gone(*rank)) {
@@ -176,7 +177,7 @@ impl Faults {
         self.peers[rank].dead.load(Ordering::Acquire) || self.control.left(rank)
     }
 
-    /// The other ranks on this host whose end this rank detects, and for each whether it has died or left the group.
+    /// The other ranks on this host that this rank watches, and for each of them whether it has died or left the group.
     pub fn watched(&self) -> Vec<(usize, bool)> {
         if self.peers.is_empty() {
             return self.control.watched();
@@ -190,7 +191,7 @@ impl Faults {
         self.peers.get(rank).map_or_else(String::new, |peer| format!("pid {}, host {}", peer.pid, peer.host))
     }
 
-    /// The fault that a peer reported, as an error of this rank. The report came through the engine, or elsewhere
+    /// The fault that a peer reported, as an error of this rank. The report came through the engine or in another way
     /// (`told`). With `engine`, the error names the operation of this rank that the fault ends.
     pub fn reported(&self, told: impl FnOnce() -> Option<Told>, engine: Option<&dyn Engine>) -> Option<Error> {
         let (rank, fault) = self.control.reported().or_else(told)?;

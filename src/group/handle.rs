@@ -1,4 +1,4 @@
-//! An operation as held by its caller, with the group in which the caller waits for it.
+//! An operation as its caller holds it, together with the group in which the caller waits for it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -11,7 +11,7 @@ use crate::os::clock;
 use crate::progress::domain::Domain;
 use crate::types::Request;
 
-/// A group inside a host, as used by a lane of a group over several hosts.
+/// A group inside a host, as a lane of a group over several hosts uses it.
 impl HostGroup for Group {
     fn run(&self, request: Request) -> Result<()> {
         Group::run(self, request, None)
@@ -33,7 +33,8 @@ impl HostGroup for Group {
     }
 }
 
-/// Passes reports of the lanes' threads to the group. Weak, because the group owns the engine, which owns this.
+/// Passes the reports of the lanes' threads to the group. The reference is weak, because the group owns the engine,
+/// which owns this.
 pub(super) struct LaneReport {
     pub group: Weak<Group>,
     pub domain: Arc<Domain>,

@@ -1,8 +1,8 @@
 //! The signatures of launches on devices. A vendor's library does not compare calls: if two ranks call different
 //! operations under one number, it hangs or returns garbage. So each rank publishes the signatures (`Signed`) of its
 //! last launches, in the memory that the ranks share or in its answers over the store. The thread that watches a launch
-//! compares its signature with those of the other ranks for the same number. The sizes of an all_to_all differ between
-//! ranks, so each rank signs its share of a sum that must be 0 over all ranks (`BlockSizes::share`).
+//! compares this rank's signature with the other ranks' signatures for the same number. The sizes of an all_to_all
+//! differ between ranks, so each rank signs its share of a sum that must be 0 over all ranks (`BlockSizes::share`).
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,7 +21,7 @@ pub(super) struct Launches {
     /// The group's name.
     name: String,
     control: Arc<dyn Control>,
-    /// Number of launches so far; they are numbered separately from other operations. Written under the lock of
+    /// Number of launches so far. Launches are numbered separately from other operations. Written under the lock of
     /// `signed`, read without it. Relaxed, because it guards no other data.
     number: AtomicU64,
     /// Signatures of the last launches, the newest last. The lock is held while a launch takes its number, so that
@@ -56,7 +56,7 @@ impl Launches {
         self.signed.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// This rank's signatures for the numbers `first` to `last`, as far as they are kept, and their count.
+    /// Those of this rank's signatures for the numbers `first` to `last` that are still kept, and their count.
     fn of(&self, first: u64, last: u64) -> ([Launch; LAUNCHES_KEPT as usize], usize) {
         let (mut found, mut count) = ([Launch::default(); LAUNCHES_KEPT as usize], 0);
         let kept = self.signed.lock().unwrap_or_else(PoisonError::into_inner);
@@ -91,14 +91,16 @@ impl Launches {
         misfit.map_or(agreed, |launch| Agreed::Not(self.misfit_error(launch)))
     }
 
-    /// Whether the sizes of an all_to_all do not belong together, as far as all ranks' shares can be seen.
+    /// Whether the sizes of an all_to_all are known not to belong together. If a rank's share cannot be seen, this is
+    /// not known.
     fn misfit(&self, number: u64) -> bool {
         let signed = |rank| self.control.signed(rank, number).filter(Signed::has_share);
         let share = |rank| signed(rank).map(|signed| signed.lists);
         (0..self.ranks).try_fold(0, |sum: u32, rank| Some(sum.wrapping_add(share(rank)?))).is_some_and(|sum| sum != 0)
     }
 
-    /// The error of an all_to_all whose sizes do not belong together. It names two ranks if their sizes are still kept.
+    /// The error for an all_to_all whose sizes do not belong together. The error names two ranks if their sizes are
+    /// still kept.
     fn misfit_error(&self, (number, signed): &Launch) -> Error {
         let size = |rank, peer, which: usize| self.control.block_sizes(rank, *number, peer).map(|sizes| sizes[which]);
         let mut pairs = (0..self.ranks).flat_map(|from| (0..self.ranks).map(move |to| (from, to)));

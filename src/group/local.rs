@@ -32,7 +32,8 @@ impl Group {
         Group::over_with(areas, timeout, |_| Policy::default())
     }
 
-    /// Like `over`, with a policy for each rank. All policies must be equal, except in tests of what happens otherwise.
+    /// Like `over`, with a policy for each rank. The policies must be equal, except in tests of what happens if they
+    /// are not.
     pub fn over_with(areas: Vec<Arc<Area>>, timeout: Duration, policy: impl Fn(usize) -> Policy) -> Vec<Arc<Group>> {
         let domains: Vec<u64> = (1..=areas.len() as u64).collect();
         over_in(areas, &domains, (timeout, &Role::Program), policy)
@@ -66,7 +67,8 @@ impl Group {
         policy: &Policy,
     ) -> Result<Vec<Arc<Group>>> {
         let host_map = HostMap::new(host_of.to_vec(), 0);
-        // As in a real group, whose ranks compare results between all hosts only.
+        // Verification is off inside a host, as in a real group, which compares results only between the ranks of all
+        // hosts.
         let inner = Policy { verify: Verify::default(), ..policy.clone() };
         let mut insides: Vec<Vec<Option<Arc<Group>>>> = vec![vec![None; LANES]; host_of.len()];
         for ranks in host_map.hosts.iter().filter(|ranks| ranks.len() > 1) {

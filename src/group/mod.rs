@@ -5,13 +5,13 @@
 //! their owners outside that lock, because an owner may then issue further operations. The first fault poisons the
 //! group here and on the peers: all pending and later operations fail with it.
 //!
-//! `builder` makes a group. `handle` is an operation as held by its caller. `check` refuses inconsistent calls.
-//! `counters` numbers the operations. `faults` keeps why the group is unusable, and names ranks that ended. `role` says
-//! whether the program or another group made the group. `external` has the operations that no engine runs, `launches`
-//! the signatures of launches on devices, and `extensions` the timeouts. `barrier` is the monitored barrier. `explain`
-//! (with `estimate`) and `report` serve explanations and statistics. Other modules see the group only through a trait:
-//! the diagnosis of hangs (`crate::hang`) through `subject`, the device engine through `devices`, and the threads of a
-//! group over several hosts through `lanes`. `local` makes groups of threads, for tests.
+//! `builder` makes a group. `handle` is an operation as its caller holds it. `check` refuses inconsistent calls.
+//! `counters` numbers the operations. `faults` records why the group is unusable, and names ranks that ended. `role`
+//! says whether the program or another group created the group. `external` has the operations that no engine runs,
+//! `launches` the signatures of launches on devices, and `extensions` the timeouts. `barrier` is the monitored barrier.
+//! `explain` (with `estimate`) and `report` serve explanations and statistics. Other modules see the group only through
+//! a trait: the diagnosis of hangs (`crate::hang`) through `subject`, the device engine through `devices`, and the
+//! threads of a group over several hosts through `lanes`. `local` makes groups of threads, for tests.
 
 mod barrier;
 mod builder;
@@ -82,19 +82,20 @@ pub struct Group {
     config: Config,
     /// The domain of all groups of this rank. A thread that waits drives all of them.
     domain: Arc<Domain>,
-    /// Random, equal on all ranks; zeros if the ranks held no rendezvous.
+    /// A random number that is equal on all ranks; zeros if the ranks held no rendezvous.
     id: [u8; 16],
-    /// Number of forks of the process before this group was made. In a forked child the current number differs, and the
-    /// child must not use the group.
+    /// How many forks preceded the creation of this group in its process. In a forked child the current number differs,
+    /// and the child must not use the group.
     generation: u32,
     spin_policy: SpinPolicy,
-    /// The threads that copy and combine for a thread that waits for this group. None: only the waiting thread.
+    /// The threads that copy and combine for a thread that waits for this group. If `None`, the waiting thread does
+    /// this alone.
     helpers: Option<Helpers>,
     /// Cached `Control::has_threads`.
     has_threads: bool,
     /// The part of the engine that is used without the group's lock.
     control: Arc<dyn Control>,
-    /// How algorithms are chosen. If the ranks met, this is rank 0's policy.
+    /// How algorithms are chosen. If the ranks held a rendezvous, this is rank 0's policy.
     policy: Arc<Policy>,
     host: Arc<dyn Host>,
     faults: Faults,
@@ -113,9 +114,9 @@ pub struct Group {
     watch: Arc<Watch>,
     /// Reports peers whose process has ended.
     following: Mutex<Option<Following>>,
-    /// While it is set, a child that the process forks is `orphaned`. `None` after the group was shut down.
+    /// While it is set, a child that the process forks counts as `orphaned`. `None` after the group was shut down.
     alive: Mutex<Option<Alive>>,
-    /// A reference to the group itself, for the operations that it returns.
+    /// A reference to the group itself, which the operations that the group returns need.
     this: Weak<Group>,
 }
 
@@ -165,7 +166,7 @@ impl Group {
         let _lending = self.helpers().map(threads::lend);
         let core = self.start(request, completion)?;
         if core.is_done() {
-            return core.outcome(); // usual for the last rank that enters; waiting would read the clock
+            return core.outcome(); // usual on the rank that enters last; waiting would read the clock
         }
         let error = match contained(|| Ok(driver::wait_until(self, &*self.host, None, || core.is_done()))) {
             Ok(Outcome::Done) => return core.outcome(),
@@ -178,7 +179,8 @@ impl Group {
         // The caller gets an error and may free the tensors, so the group cannot continue this operation.
         self.poison(error.clone());
         if self.has_threads {
-            // A thread of the engine may be in the middle of a copy. `poison` has ended everything that it waits for.
+            // A thread of the engine may be in the middle of a copy. `poison` has ended everything that this thread
+            // waits for.
             driver::wait_until(self, &NoSignals, None, || core.is_done());
         }
         Err(error)
@@ -314,13 +316,13 @@ impl Group {
         self.domain.announce_work();
     }
 
-    /// The other ranks on this host whose end this rank detects, and for each whether it has died or left the group.
+    /// The other ranks on this host that this rank watches, and for each of them whether it has died or left the group.
     pub fn watched(&self) -> Vec<(usize, bool)> {
         self.faults.watched()
     }
 
     /// Whether the group has failed, or a call of its delegate has. A failed delegate call sets no fault, because the
-    /// group's own engine may go on.
+    /// group's own engine may continue.
     pub fn has_failed(&self) -> bool {
         self.faults.has_failed()
     }
@@ -367,8 +369,8 @@ impl Group {
         self.tell_owners(ended, at);
     }
 
-    /// Sets the group's fault, unless it has one, and announces it to the peers. Then all pending operations fail with
-    /// the group's fault.
+    /// Sets the group's fault, unless the group has one, and announces the fault to the peers. Then all pending
+    /// operations fail with the group's fault.
     fn poison(&self, error: Error) {
         let first = self.faults.set(error.clone());
         if first {
@@ -411,8 +413,8 @@ impl Group {
         if engine.poll(ended)? {
             return Ok(true);
         }
-        // Checked before the peers' ends: a rank that leaves after it has reported a fault leaves because of that
-        // fault.
+        // Checked before whether peers have ended: if a rank leaves after it has reported a fault, it leaves because of
+        // that fault.
         if self.control.is_poisoned() {
             return self.reported(Some(engine)).map_or(Ok(true), Err);
         }

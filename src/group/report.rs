@@ -22,7 +22,8 @@ impl Moment {
 }
 
 impl Group {
-    /// Counters, times and waits, and the time at which they were read. Holds the lock only while it copies them.
+    /// Counters, times and waits, and the time at which they were read. This function holds the lock only while it
+    /// copies them.
     pub fn stats(&self) -> (Stats, Moment) {
         let stats = self.lock().stats.counts();
         (stats, Moment::now())

@@ -1,11 +1,11 @@
-//! Whether the program or another group has made a group.
+//! Whether the program or another group has created a group.
 
 #[derive(Clone, Debug)]
 pub(super) enum Role {
     /// The program has made the group.
     Program,
-    /// The group is the part of a larger group on one host. The larger group asks and answers for it. Element r is the
-    /// number of rank r in the larger group. Errors use these numbers, because the user knows no others.
+    /// The group is the part of a larger group that lies on one host. The larger group asks and answers for it. Element
+    /// r is the number of rank r in the larger group. Errors use these numbers, because the user knows only them.
     Inside(Vec<usize>),
 }
 

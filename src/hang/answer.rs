@@ -1,5 +1,5 @@
-//! The answers of a `Watch`: to other ranks that ask about this rank (`Speaker`), to queries over the store
-//! (`Participant`), and to the threads of its process (`Member`).
+//! How a `Watch` answers other ranks that ask about this rank (`Speaker`), queries over the store (`Participant`), and
+//! the threads of its process (`Member`).
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

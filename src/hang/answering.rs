@@ -14,13 +14,13 @@ use super::{places, store_threads};
 use crate::error::contained;
 use crate::os::{futex, watch};
 
-/// Interval between two checks for questions if the kernel cannot wait on the words of all groups at once.
+/// If the kernel cannot wait on the words of all groups at once, the thread checks for questions at this interval.
 const LOOK: Duration = Duration::from_millis(250);
 /// How long the end of the process waits for the threads that answer.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Starts the answering thread, unless it runs. If it cannot be started, the rank answers no questions; peers must cope
-/// with that.
+/// Starts the answering thread, unless it already runs. If it cannot be started, the rank answers no questions, and its
+/// peers must do without answers.
 pub fn start(responder: &Arc<Responder>) {
     let mut thread = responder.thread.lock().unwrap_or_else(PoisonError::into_inner);
     if thread.as_ref().is_some_and(|thread| !thread.is_finished()) {
@@ -54,7 +54,7 @@ type Question = (Arc<dyn Channel>, u32);
 fn answer(responder: &Responder) {
     loop {
         let changed = responder.changed.word().load(Ordering::Acquire);
-        // All references to removed groups from the last iteration have been dropped by now.
+        // The last iteration's references to removed groups have been dropped by now.
         responder.released.store(responder.removed.load(Ordering::Acquire), Ordering::Release);
         if responder.stopping.load(Ordering::Acquire) {
             return;
@@ -120,7 +120,7 @@ mod tests {
     }
 
     impl Words {
-        /// Asks as a peer would. The wake stands for a peer's wake of the word in shared memory.
+        /// Asks as a peer would. A peer would wake the word in shared memory in the same way.
         fn ask(&self) {
             self.question.fetch_add(1, Ordering::Release);
             futex::wake_all(&self.question);
@@ -173,7 +173,7 @@ mod tests {
             self.looks.fetch_add(1, Ordering::Relaxed);
             assert!(self.trouble != Trouble::Panics, "a bug in one group");
             if self.trouble == Trouble::StoreIsStopped {
-                std::thread::sleep(Duration::from_secs(3600)); // blocks for ever, so its thread is left behind
+                std::thread::sleep(Duration::from_secs(3600)); // blocks for ever, so `stop` leaves this thread behind
             }
             Some(Duration::from_millis(1))
         }
@@ -290,7 +290,7 @@ mod tests {
         }
         let words: Vec<&Words> = groups.iter().map(|group| &*group.0).collect();
         words.iter().for_each(|group| group.ask());
-        // The interpreter's lock is held, so every group answers that it is, including the group that is asked last.
+        // The interpreter's lock is held, and every group answers so, including the group that is asked last.
         words[1..].iter().for_each(|group| group.hears("1 locked"));
         words[3].ask();
         words[3].hears("2 locked");

@@ -1,5 +1,5 @@
-//! How ranks ask each other what they do. Ranks that share memory use words and pages in it (`shm_channel`); other
-//! ranks use a few keys in their store (`store_channel`). Only this trait hides the difference.
+//! How ranks ask each other what they do. Ranks that share memory use words and pages in it (`shm_channel`); ranks that
+//! do not share memory use a few keys in their store (`store_channel`). The rest of the diagnosis sees only this trait.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
@@ -24,11 +24,11 @@ pub trait Channel: Send + Sync {
     /// Whether every answer about an operation has arrived.
     fn has_all(&self, watched: &Watched) -> bool;
 
-    /// How long the first answers may take, for an operation with this timeout.
+    /// For an operation with this timeout: how long the first answers may take.
     fn takes(&self, timeout: Duration) -> Duration;
 
-    /// Whether answers contain the signatures of launches and the stopped processes. Ranks with shared memory read both
-    /// directly, so their answers omit them.
+    /// Whether answers contain the signatures of launches and say which processes are stopped. Ranks with shared memory
+    /// read both directly, so their answers omit them.
     fn is_detailed(&self) -> bool;
 
     /// Wakes the threads that answer questions and read stores, if there are any. Called when an operation begins to
@@ -38,14 +38,15 @@ pub trait Channel: Send + Sync {
     /// Starts to look whether another rank has published why its group failed. Returns how long that may take.
     fn ask_for_fault(&self) -> Duration;
 
-    /// Whether this rank knows that no other rank had published a fault at this time. If not, a read begins that will
-    /// find out. Channels in shared memory always know, because a fault is visible there at once. Never waits.
+    /// Whether this rank knows that no other rank had published a fault at this time. If it does not know, it starts a
+    /// read that will find out. A channel in shared memory always knows, because a fault is visible there at once.
+    /// Never waits.
     fn had_no_fault_at(&self, _at: Instant) -> bool {
         true
     }
 
-    /// Whether the other ranks can read why the group failed on this rank, or will never be able to, because the store
-    /// has failed. Meaningful once the group has failed.
+    /// Whether the wait for this rank's fault to be published is over: the other ranks can read why the group failed on
+    /// this rank, or they never will, because the store has failed. Meaningful only after the group has failed.
     fn has_published(&self) -> bool {
         true
     }
@@ -77,7 +78,7 @@ pub trait Channel: Send + Sync {
     }
 }
 
-/// A thread that has waited for long in the engine of a group, or for an operation that no engine runs.
+/// A thread that has waited for a long time, either in the engine of a group or for an operation that no engine runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LongWait {
     /// The thread, as `os::watch::this_thread` numbers it.
@@ -88,13 +89,13 @@ pub struct LongWait {
     pub external: Option<u64>,
 }
 
-/// The watch of a group, as used by the group's channel and by the threads of the process.
+/// A group's watch, as the group's channel and the threads of the process see it.
 pub trait Member: Speaker + Participant + Send + Sync {
     /// Number of this watch, unique in the process.
     fn id(&self) -> u64;
     fn channel(&self) -> Option<Arc<dyn Channel>>;
-    /// What a thread waits for in the group. Without a thread (`None`): a device operation that has been pending for
-    /// long.
+    /// What a thread waits for in the group. If no thread is passed (`None`): a device operation that has been pending
+    /// for long.
     fn waits(&self, wait: Option<&LongWait>) -> Option<Waits>;
     /// Whether an operation has been pending for long.
     fn waits_long(&self) -> bool;

@@ -1,5 +1,5 @@
-//! The signatures of the ranks' launches on devices, and a difference between two ranks. `group/launches.rs` publishes
-//! and compares signatures.
+//! Finds two ranks that signed different launches on devices. `group/launches.rs` publishes and compares the
+//! signatures.
 
 use std::collections::BTreeMap;
 
@@ -27,7 +27,7 @@ impl Difference {
         found.into_iter().chain(misfit).min_by_key(|found| found.number)
     }
 
-    /// The first all_to_all whose sizes do not match, among those for which the shares of all ranks are known. The sum of
+    /// Of the all_to_alls for which the shares of all ranks are known, the first whose sizes do not match. The sum of
     /// the shares does not tell which ranks differ, so the text shows the calls of any two ranks.
     fn of_shares<'a>(ranks: usize, answers: impl Iterator<Item = (usize, &'a [Launch])>) -> Option<Difference> {
         let mut sums: BTreeMap<u64, (usize, u32, Difference)> = BTreeMap::new();
@@ -84,7 +84,7 @@ impl Difference {
 
 const SAME_BLOCKS: &str = "What a rank sends to another must have the size that this one expects from it";
 
-/// Two ranks of an all_to_all of which one sends another size than the other expects.
+/// Two ranks of an all_to_all: one sends a size that the other does not expect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Misfit {
     pub from: usize,

@@ -14,21 +14,21 @@ use crate::engine::{Blockers, LastCall, PeerProgress};
 #[derive(Clone, Default)]
 pub struct Watched {
     which: Option<Which>,
-    /// Ranks that were asked individually, including this one, each with the number of its first question.
+    /// Ranks that were asked individually, including this rank, each with the number of the first question to it.
     pub asked: Vec<(usize, u32)>,
     /// `since`: time of the first question. `last`: time of the last question. `next`: time of the next question.
     pub since: u64,
     pub last: u64,
     next: u64,
     warned: bool,
-    /// Per rank: the last answer that was read.
+    /// For each rank: the last answer that was read.
     pub statuses: BTreeMap<usize, Status>,
-    /// Only over the store: the result of all answers, and whether it has arrived.
+    /// Only over the store: the result that the collecting rank made from all answers, and whether it has arrived.
     pub result: QueryResult,
     pub complete: bool,
-    /// Per rank: time of the last result that included its answer.
+    /// For each rank: time of the last result that included that rank's answer.
     pub answered: BTreeMap<usize, u64>,
-    /// The processes of ranks that have not answered, as far as known.
+    /// The processes of ranks that have not answered, if they are known.
     pub silent: BTreeMap<usize, Process>,
     /// Time of the last log line.
     line: Option<u64>,
@@ -49,8 +49,8 @@ pub struct Step {
     pub asks: bool,
 }
 
-/// The longest pending operations of a group, if they have been pending longer than the time of the first question: one
-/// operation of the engine, and one that no engine runs.
+/// The two operations of a group that have been pending longest, one of the engine and one that no engine runs. An
+/// operation is watched from its first question on.
 #[derive(Default)]
 pub struct Monitor {
     engine: Watched,
@@ -116,9 +116,9 @@ impl Monitor {
         }
     }
 
-    /// Whether to log a line now about an operation, called after its `step`. True once for each operation: when all
-    /// answers have arrived (`has_all`), or when the time that answers may take (`takes`) has passed. At most one line
-    /// is logged per soft limit, however many operations are pending.
+    /// Whether to log a line now about an operation. Called after the operation's `step`. True once for each operation:
+    /// when all answers have arrived (`has_all`), or when the time that answers may take (`takes`) has passed. At most
+    /// one line is logged in each period of the soft limit, however many operations are pending.
     pub fn warns(&mut self, which: &Which, soft: Duration, (has_all, takes): (bool, Duration), now: u64) -> bool {
         let watched = self.slot(which);
         let heard = has_all || now.saturating_sub(watched.since) >= nanoseconds(takes);
@@ -138,10 +138,11 @@ impl Monitor {
         self.slot(which).statuses.insert(rank, status);
     }
 
-    /// Stores the result of a query over the store for the watched operations in `pending`. `me` is this rank.
+    /// Stores a query's result, which came over the store, for the watched operations in `pending`. `me` is this rank.
     pub fn receive(&mut self, outcome: &Outcome, pending: &[Waiting], me: usize, now: u64) {
         let own = outcome.answers.get(&me).map(|status| (status.issued, status.launched));
-        // Skip operations that this rank issued after its answer, because the answers may be older than the operation.
+        // Skip operations that this rank issued after it had answered, because other ranks' answers may be older than
+        // such an operation.
         let asked_in_it =
             |waiting: &&Waiting| waiting.kind.is_p2p() || own.is_some_and(|own| waiting.is_entered_by(own));
         for waiting in pending.iter().filter(asked_in_it) {
@@ -153,8 +154,8 @@ impl Monitor {
         }
     }
 
-    /// The ranks that an operation waits for: `seen` if the engine knows them without asking, otherwise from the ranks'
-    /// answers.
+    /// The ranks for which an operation waits. If the engine knows them without asking, they are `seen`; otherwise they
+    /// come from the ranks' answers.
     pub fn blockers(&self, waiting: &Waiting, seen: Blockers, (ranks, me): (usize, usize)) -> Blockers {
         let watched = self.of(&waiting.which);
         if !matches!(seen, Blockers::Unknown(_)) || !(watched.is_some() || waiting.kind.is_p2p()) {
@@ -176,7 +177,7 @@ impl Monitor {
 }
 
 /// The ranks that have not called a collective that is pending on rank `me`, according to their answers over the store.
-/// Ranks that have not answered come first, then the others in the order of the last collective they called.
+/// Ranks that have not answered come first. The others follow, sorted by the last collective that each has called.
 /// `statuses`: the answers that this rank has read.
 pub fn late_for(
     waiting: &Waiting,
@@ -205,7 +206,7 @@ pub fn late_for(
     all.filter(|(rank, _)| *rank != me).filter_map(progress).collect()
 }
 
-/// Time of the next question, on `clock::now`, about an operation that has been pending for `age`. Ranks are asked
+/// Time (`clock::now`) of the next question about an operation that has been pending for `age`. Ranks are asked
 /// repeatedly, and a last time before the deadline.
 fn next_question(now: u64, age: u64, timeout: Duration) -> u64 {
     let interval = (timeout / 16).clamp(SHORTEST, LONGEST);

@@ -12,7 +12,7 @@ use crate::error::contained;
 use crate::host::Host;
 use crate::os::watch;
 
-/// A request for a place, shared between the threads that requested it.
+/// A request for a place. All threads that requested this place share it.
 #[derive(Clone, Default)]
 pub struct Asked(Arc<OnceCell<Option<String>>>);
 
@@ -28,7 +28,7 @@ impl Asked {
     }
 }
 
-/// The pending requests for places of one rank's threads. The place thread is serving the first request.
+/// The pending requests for the places of one rank's threads. The place thread is serving the first one.
 #[derive(Default)]
 pub struct Places {
     state: Mutex<State>,
@@ -48,8 +48,8 @@ struct Wanted {
 struct State {
     wanted: Vec<Wanted>,
     thread: Option<JoinHandle<()>>,
-    /// How many times a place thread was stopped. Each place thread remembers the value at its start and ends if it has
-    /// changed, so it never runs in parallel with its successor.
+    /// How many times a place thread was stopped. Each place thread remembers the value at its start and ends if the
+    /// value has changed, so it never runs in parallel with its successor.
     stopped: u32,
 }
 
@@ -59,8 +59,8 @@ impl Places {
     }
 }
 
-/// Asks `host` for the place of a thread; calls `wake` when it is known. All requests for the same thread share one
-/// reading, because a place that is read after a question answers that question.
+/// Asks `host` for the place of a thread; calls `wake` when it is known. All pending requests for the same thread share
+/// one reading, because a place answers every question that was asked before the place was read.
 pub fn ask(places: &Arc<Places>, thread: u64, host: &Arc<dyn Host>, wake: Arc<dyn Fn() + Send + Sync>) -> Asked {
     let mut state = places.lock();
     if let Some(known) = state.wanted.iter().find(|wanted| wanted.thread == thread) {
@@ -84,7 +84,7 @@ pub fn ask(places: &Arc<Places>, thread: u64, host: &Arc<dyn Host>, wake: Arc<dy
     asked
 }
 
-/// Asks the thread to end and returns it. A thread that waits for the interpreter's lock cannot end before it gets that
+/// Asks the thread to end and returns it. If it waits for the interpreter's lock, it cannot end before it gets the
 /// lock.
 pub fn stop(places: &Places) -> Option<JoinHandle<()>> {
     let mut state = places.lock();
@@ -109,7 +109,7 @@ fn read(places: &Places, number: u32) {
             None
         });
         drop(host);
-        // Set under the lock: requests from now on must start a new reading.
+        // Set under the lock, so that every request from now on starts a new reading.
         state = places.lock();
         state.wanted.retain(|other| !Arc::ptr_eq(&other.asked.0, &asked.0));
         asked.is_at(place);

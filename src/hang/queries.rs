@@ -1,14 +1,15 @@
-//! A question over the store, from the first check to its result: which rank asks, which rank collects the answers, and
-//! what the other ranks read.
+//! Handles a question over the store from the first check to its result: decides which rank asks, which rank collects
+//! the answers, and what the other ranks read.
 //!
 //! A rank that waits and knows of no recent question claims the next number. The first rank to claim a number asks the
 //! question and collects the answers. Ranks pass the soft limit at the same time, so many may claim one number; all
-//! except the first wait for the first rank's result. A question that another rank has just asked is also used. If the
-//! collecting rank dies or is stopped before it has published the result, the rank that claimed second takes over, and
-//! after it the others.
+//! except the first wait for the first rank's result. If another rank has just asked a question, this rank uses that
+//! one. If the collecting rank dies or is stopped before it has published the result, the rank that claimed second
+//! takes over, and after it the others.
 //!
-//! A question costs each rank one answer. It costs each waiting rank one claim and reads of a few ranks' answers, and
-//! the collecting rank a read of each answer. So the number of requests grows linearly with the number of ranks.
+//! For each question, each rank writes one answer. Each waiting rank also makes one claim and reads a few ranks'
+//! answers, and the collecting rank reads every answer. So the number of requests grows linearly with the number of
+//! ranks.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
@@ -36,7 +37,7 @@ pub trait Participant {
 /// A question whose result this rank waits for.
 struct Query {
     question: u32,
-    /// How many ranks had claimed the question, including this one, when this rank claimed it: 1 for the first.
+    /// This rank's place among the ranks that claimed the question: 1 for the rank that claimed it first.
     place: u32,
     collects: bool,
     begun: u64,
@@ -64,7 +65,7 @@ struct State {
     asked_anew: bool,
 }
 
-/// What a look for another rank's fault found.
+/// What this rank found when it looked for another rank's fault.
 pub enum FaultRead {
     Told(Told),
     NoFault,
@@ -82,7 +83,7 @@ pub struct Queries {
 }
 
 impl Queries {
-    /// `id` is unique to this attempt to make the group.
+    /// `id` is unique to this attempt to create the group.
     pub fn new(store: SharedStore, id: &str) -> Queries {
         let connection = store.connection();
         Queries { keys: StoreKeys::new(store, id), connection, state: Mutex::default() }
@@ -126,8 +127,8 @@ impl Queries {
     }
 
     /// If it is time or this rank `waits`: answers a new question, asks, and collects answers. Returns how long to wait
-    /// until the next call. After an error of the store it makes no further requests, and the ranks work without
-    /// answers.
+    /// until the next call. After an error of the store this rank makes no further requests, and the group works
+    /// without answers.
     pub fn look(&self, me: &dyn Participant, waits: bool, now: u64, pause: Duration) -> Option<Duration> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.ended {
@@ -203,8 +204,9 @@ impl State {
         status.map_or(Ok(()), |status| keys.answer(me.rank(), &status))
     }
 
-    /// Claims `question`, which is the last one asked or the next one. The first rank to claim it collects the answers.
-    /// That rank also asks the question and answers it, unless it has already answered this question or a later one.
+    /// Claims `question`, which is either the last question that was asked or the one after it. The first rank to claim
+    /// it collects the answers. That rank also asks the question and answers it, unless it has already answered this
+    /// question or a later one.
     fn begin(&mut self, keys: &StoreKeys, me: &dyn Participant, question: u32, now: u64) -> Result<()> {
         let place = keys.claim(question)?;
         let collects = place <= 1;
@@ -218,8 +220,8 @@ impl State {
 }
 
 impl Query {
-    /// Reads what has arrived: the answers, if this rank collects them, or else the result. `last`: the last question
-    /// that this rank answered. `limit`: how long a rank may be silent, in nanoseconds.
+    /// Reads what has arrived: the answers if this rank collects them, otherwise the result. `last`: the last question
+    /// that this rank answered. `limit`: for how many nanoseconds a rank may be silent.
     fn go_on(&mut self, keys: &StoreKeys, me: &dyn Participant, last: Option<u32>, now: u64, limit: u64) -> Result<()> {
         let waited = now.saturating_sub(self.begun);
         let found = if self.collects {
@@ -281,7 +283,7 @@ mod tests {
     const TICK: u64 = SHORTEST.as_nanos() as u64 / 2;
     const LIMIT: u64 = (PAUSE.as_nanos() + SILENCE.as_nanos()) as u64;
 
-    /// Called at each request of a rank; its error fails the request.
+    /// Called at each request of a rank. If it returns an error, the request fails.
     type Rule = dyn Fn(&str) -> Result<()> + Send + Sync;
 
     /// A rank's connection to the store, which all ranks share.
@@ -380,8 +382,8 @@ mod tests {
         }
     }
 
-    /// Makes `issued.len()` ranks; rank r has issued `issued[r]` operations. The ranks that have issued most wait for
-    /// the others. `rule` makes the rule of each rank.
+    /// Makes `issued.len()` ranks; rank r has issued `issued[r]` operations. The ranks that have issued the largest
+    /// number wait for the others. `rule` makes the rule for each rank.
     fn ranks(store: &Memory, issued: &[u64], rule: impl Fn(usize) -> Box<Rule>) -> Vec<Rank> {
         let most = *issued.iter().max().unwrap();
         let rank = |(rank, issued_here): (usize, &u64)| {
@@ -503,8 +505,8 @@ mod tests {
             go_on(&all, 2 * TICK, None);
             let expected: BTreeSet<usize> = (asking..asking + silent).collect();
             assert!(all.iter().all(|rank| rank.learned.borrow()[0].silent == expected));
-            // Until the silent ranks are given up, each check of a waiting rank makes two requests, and the collecting
-            // rank also reads the answers of the silent ranks.
+            // Until the ranks give up on the silent ones, each check of a waiting rank makes two requests, and the
+            // collecting rank also tries to read the silent ranks' answers.
             let looks = if silent == 0 { 3 } else { (LIMIT / TICK) as usize + 3 };
             let requests: usize = all.iter().map(|rank| rank.requests.load(Ordering::Relaxed)).sum();
             let most = asking * (2 * looks + 30) + silent * looks;
@@ -604,7 +606,7 @@ mod tests {
 
     #[test]
     fn after_an_error_of_the_store_no_further_request_is_made() {
-        // For each request of the first two checks, a run in which that request fails.
+        // The test runs once for each request of the first two checks; in that run the request fails.
         for well in 0..20 {
             let rule = |_| -> Box<Rule> {
                 let made = AtomicUsize::new(0);

@@ -1,6 +1,6 @@
-//! What is known of a waiting operation: where this rank is, which ranks it waits for and what they do, and the cycle
-//! of ranks that wait for each other. First as data (`StallReport`), then as the lines of the error at the deadline and
-//! of the log line at the soft limit.
+//! Holds what is known of a waiting operation: where this rank is, which ranks it waits for, what those ranks do, and
+//! the cycle of ranks that wait for each other. `StallReport` holds it as data; its functions format it as the lines of
+//! the error at the deadline and of the log line at the soft limit.
 
 use std::time::Duration;
 
@@ -44,7 +44,8 @@ impl ProcessReport {
     }
 }
 
-/// Ages for a watched operation and one rank that it waits for; all 0 if the operation is not watched.
+/// How old the questions and answers are, for a watched operation and one rank that it waits for. All 0 if the
+/// operation is not watched.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Ages {
     /// Time since this rank first asked the other one.
@@ -59,9 +60,9 @@ pub struct Ages {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LastEnd {
     Unknown,
-    /// Milliseconds since its end on the missing rank, as that rank reports.
+    /// Milliseconds since it ended on the missing rank, as that rank reports.
     There(u64),
-    /// Milliseconds since its end on this rank.
+    /// Milliseconds since it ended on this rank.
     Here(u64),
 }
 
@@ -74,14 +75,14 @@ pub struct MissingRank {
     pub last_end: LastEnd,
     /// The rank's last answer.
     pub status: Option<Status>,
-    /// Whether the answer has the number of the first question to this rank.
+    /// Whether the answer has the number of the first question that was sent to that rank.
     pub answers_first: bool,
     pub ages: Ages,
 }
 
 #[derive(Clone, Debug)]
 pub enum WaitsFor {
-    /// At most `MOST` missing ranks, and the numbers of further ones.
+    /// At most `MOST` missing ranks, and the numbers of the remaining ones.
     Ranks(Vec<MissingRank>, Vec<usize>),
     /// An earlier operation of this rank, as text.
     Earlier(String),
@@ -99,7 +100,7 @@ pub struct StallReport {
     /// Only over the store: whether all ranks were asked and had time to answer.
     pub complete: bool,
     pub cycle: Vec<Edge>,
-    /// Whether the group's ranks have the same numbers in the default group.
+    /// Whether each rank of the group has the same number in the default group.
     pub in_default_numbers: bool,
 }
 
@@ -183,8 +184,8 @@ impl MissingRank {
             }
             Some(Status { place: Place::At(place), .. }) => format!(", and it is at {place}"),
             Some(Status { place: Place::Locked, .. }) => {
-                // The lock has been held since the rank was first asked, unless the rank has answered in between; then
-                // since it was last asked.
+                // The lock has been held since the rank was first asked or, if the rank has answered since then, since
+                // it was last asked.
                 let held = if self.answers_first { ages.asked } else { ages.asked.min(ages.asked_again) };
                 let held = seconds(held.as_millis() as u64);
                 format!(", and native code has kept its interpreter's lock for {held}, so that its line is not known")
@@ -195,7 +196,7 @@ impl MissingRank {
     }
 }
 
-/// The ranks that a report describes, and the numbers of further ranks.
+/// The ranks that a report describes, and the numbers of the remaining ranks.
 pub fn described<T>(ranks: Vec<(usize, T)>) -> (Vec<(usize, T)>, Vec<usize>) {
     let others = ranks.iter().skip(MOST).map(|(rank, _)| *rank).collect();
     (ranks.into_iter().take(MOST).collect(), others)

@@ -16,7 +16,7 @@ use crate::os::event_count::WakeWords;
 use crate::os::watch::PerProcess;
 use crate::progress::domain::EventCount;
 
-/// How long the end of a group waits until the answering thread has dropped its reference to the group's memory.
+/// A group that ends waits at most this long for the answering thread to drop its reference to the group's memory.
 const RELEASE: Duration = Duration::from_millis(50);
 
 #[derive(Default)]
@@ -34,8 +34,8 @@ pub struct Responder {
     pub(super) changed: EventCount,
     pub(super) thread: Mutex<Option<JoinHandle<()>>>,
     pub(super) places: Arc<Places>,
-    /// `stores_changed`: like `changed`, for the threads that read stores (`store_threads`). `store_threads`: these
-    /// threads, each with its connection.
+    /// `stores_changed` is like `changed`, but for the threads that read stores. `store_threads` holds those threads,
+    /// each with its connection.
     pub(super) stores_changed: EventCount,
     pub(super) store_threads: Mutex<Vec<(usize, JoinHandle<()>)>>,
     /// Number of groups that were removed. `remove` increments it (release); the answering thread reads it (acquire)
@@ -79,7 +79,7 @@ impl Responder {
         drop(members);
         let removed = self.removed.fetch_add(1, Ordering::Release) + 1;
         self.look_again();
-        // Waits, so that the group's memory is unmapped when its end returns. The wait may time out if the thread is
+        // Waits, so that the group's memory is unmapped when this returns. The wait may time out if the thread is
         // writing an answer.
         let until = Instant::now() + RELEASE;
         while self.answers() && self.released.load(Ordering::Acquire) < removed && Instant::now() < until {
@@ -93,8 +93,8 @@ impl Responder {
         thread.as_ref().is_some_and(|thread| !thread.is_finished())
     }
 
-    /// Wakes the threads that answer, because they must drop a group that has ended, or a group has a question, or a
-    /// place is known.
+    /// Wakes the threads that answer: a group has ended and they must drop it, or a group has a question, or a place is
+    /// known.
     pub fn look_again(&self) {
         self.changed.wake(0);
         self.stores_changed.wake(0);
@@ -125,7 +125,7 @@ impl Responder {
     }
 
     /// Stores the edges in an answer of rank `speaker`, each with its age in milliseconds. They replace all known edges
-    /// from the speaker, and older edges from other ranks.
+    /// that start at the speaker, and older edges that start at other ranks.
     pub fn receive(&self, speaker: u32, edges: &[(Edge, u64)], now: u64) {
         let mut known = self.edges.lock().unwrap_or_else(PoisonError::into_inner);
         known.retain(|(edge, _)| edge.from != speaker);

@@ -12,7 +12,7 @@ use super::{FAULT_SEEN, LAST};
 use crate::engine::{Control, Inquiry};
 
 pub struct ShmChannel {
-    /// Owns the shared memory, which therefore stays mapped while the answering thread sleeps on a word in it.
+    /// Owns the shared memory, so the memory stays mapped while the answering thread sleeps on a word in it.
     control: Arc<dyn Control>,
     /// Number of the last question that this rank has answered. Used only by the answering thread (relaxed).
     answered: AtomicU32,

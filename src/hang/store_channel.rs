@@ -18,14 +18,14 @@ use super::{FAULT_READ, SHORTEST, SILENCE};
 use crate::engine::Told;
 use crate::os::clock;
 
-/// Interval between two reads of the store for a fault that another rank has published.
+/// Interval at which this rank reads the store to find a fault that another rank has published.
 const WHY: Duration = Duration::from_millis(25);
 
 pub struct StoreChannel {
     queries: Queries,
     responder: Arc<Responder>,
-    /// Set if a thread of this rank wants to know whether another rank has failed the group, and why. That thread sets
-    /// it, and the thread that reads the store reads it. Relaxed, because it guards no other data.
+    /// Set by a thread of this rank that wants to know whether another rank has failed the group, and why. Read by the
+    /// thread that reads the store. Relaxed, because it guards no other data.
     asks_why: AtomicBool,
     told: OnceCell<Told>,
     /// When the last read that found no fault began. Written by the thread that reads the store.
@@ -33,8 +33,8 @@ pub struct StoreChannel {
     /// Set by a thread that wants one read for a fault. Cleared, before it reads, by the thread that reads the store.
     /// Relaxed, because it guards no other data.
     wants_read: AtomicBool,
-    /// The store has failed, so nothing can be read or published any more. Set by the thread that reads the store;
-    /// relaxed, because it guards no other data.
+    /// The store has failed, so this rank can no longer read or publish anything. Set by the thread that reads the
+    /// store. Relaxed, because it guards no other data.
     failed: AtomicBool,
     /// Set by the thread that reads the store after it has published this rank's fault (release). Read (acquire) before
     /// this rank ends communicators on devices, so that a peer that finds one ended can read the reason.
@@ -42,7 +42,7 @@ pub struct StoreChannel {
 }
 
 impl StoreChannel {
-    /// `id` is unique to this attempt to make the group.
+    /// `id` is unique to this attempt to create the group.
     pub fn over(store: SharedStore, id: &str, responder: &Arc<Responder>) -> Arc<dyn Channel> {
         let (queries, responder) = (Queries::new(store, id), Arc::clone(responder));
         Arc::new(StoreChannel {
@@ -139,8 +139,8 @@ impl Channel for StoreChannel {
             FaultRead::Impossible => self.failed.store(true, Ordering::Relaxed),
         }
         me.look_external(); // again, for the line at the soft limit, which is due even if the store fails
-        // While an operation waits, this thread reads the clock often, because the clock treats a long gap between two
-        // readings as a time in which the process was stopped.
+        // While an operation waits, this thread reads the clock often, because the clock takes a long gap between two
+        // readings as a sign that the process was stopped.
         let next = next.unwrap_or(if waits { SHORTEST } else { pause });
         Some(if asks_why { next.min(WHY) } else { next })
     }

@@ -1,7 +1,7 @@
-//! The threads that read questions and answers in the stores of groups whose ranks share no memory. There is one thread
-//! for each connection, because a store that is stopped or slow blocks its caller for minutes. So it delays neither the
-//! answering thread (`responder`) nor the reads of other stores. No thread waits for these threads, except the end of
-//! the process for a limited time.
+//! The threads that read questions and answers in the stores of groups whose ranks share no memory. Each connection has
+//! its own thread, because a store that is stopped or slow blocks its caller for minutes. So such a store delays
+//! neither the answering thread (`responder`) nor the reads of other stores. Only the end of the process waits for
+//! these threads, and only for a limited time.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError, Weak};
@@ -13,7 +13,8 @@ use super::responder::Responder;
 use crate::error::contained;
 use crate::os::{futex, watch};
 
-/// Starts the thread of a connection, unless it runs. Called after a group of the rank has begun to use the connection.
+/// Starts the thread of a connection, unless it already runs. Called after a group of the rank has begun to use the
+/// connection.
 pub fn start(responder: &Arc<Responder>, connection: usize) {
     let mut threads = responder.store_threads.lock().unwrap_or_else(PoisonError::into_inner);
     responder.stopping.store(false, Ordering::Release);
@@ -28,8 +29,8 @@ pub fn start(responder: &Arc<Responder>, connection: usize) {
     responder.look_again(); // the thread may have listed the groups before this one used the connection
 }
 
-/// Returns the threads. Each ends when `stopping` is set and it is woken; a thread that waits for its store is left
-/// behind.
+/// Returns the threads. Each ends when `stopping` is set and the thread is woken. The caller leaves a thread behind
+/// that waits for its store.
 pub fn stop(responder: &Responder) -> Vec<JoinHandle<()>> {
     let mut threads = responder.store_threads.lock().unwrap_or_else(PoisonError::into_inner);
     std::mem::take(&mut *threads).into_iter().map(|(_, thread)| thread).collect()

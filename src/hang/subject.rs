@@ -8,7 +8,7 @@ use super::waiting::{Waiting, Which};
 use crate::engine::Blockers;
 use crate::error::Error;
 
-/// A group, as used by its watch. The caller must not hold the group's lock, because the functions take it briefly.
+/// A group, as its watch sees it. The caller must not hold the group's lock, because the functions acquire it briefly.
 pub trait Subject: Send + Sync {
     /// The operation with the next deadline among those that no engine runs.
     fn next_external(&self) -> Option<Waiting>;
@@ -47,20 +47,20 @@ pub struct Progress {
     pub idle: Option<u64>,
 }
 
-/// The constant facts about a rank of a group.
+/// Facts about a rank of a group that never change.
 #[derive(Clone, Debug, Default)]
 pub struct Who {
     pub rank: usize,
     pub ranks: usize,
     pub name: String,
-    /// Name in texts of the backend that runs operations which the engine cannot run.
+    /// The backend that runs the operations which the engine cannot run: its name in texts.
     pub delegate: String,
     /// Process ids of the ranks on this host, as far as known.
     pub processes: BTreeMap<usize, i32>,
     /// Whether a rank that is missing in `processes` is on another host.
     pub spans_hosts: bool,
-    /// Whether this group is the part of a larger group on one host. Then the larger group asks.
+    /// Whether this group is the part of a larger group that lies on one host. If so, the larger group asks.
     pub is_inside: bool,
-    /// The option `soft_timeout`; zero: no log line.
+    /// The option `soft_timeout`. If it is zero, no line is logged.
     pub soft: Duration,
 }

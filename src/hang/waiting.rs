@@ -42,7 +42,7 @@ pub struct Waiting {
     pub site: u32,
     /// Zero: no timeout.
     pub timeout: Duration,
-    /// How long the timeout had been running when this was made, in nanoseconds.
+    /// How long the timeout had been running when this was created, in nanoseconds.
     pub age: u64,
     pub on_device: bool,
 }
@@ -63,7 +63,8 @@ impl Waiting {
         }
     }
 
-    /// The ranks below `ranks` from which a message of rank `me` may come or to which it may go; none for a collective.
+    /// The ranks below `ranks` that may be the other end of a message which rank `me` sends or receives. None for a
+    /// collective.
     pub fn peers(&self, ranks: usize, me: usize) -> impl Iterator<Item = usize> + use<> {
         let (is_message, root) = (self.kind.is_p2p(), self.root);
         let others = (0..ranks).filter(move |rank| *rank != me);
@@ -96,7 +97,8 @@ pub fn age(op: &Op, now: u64) -> u64 {
     now.saturating_sub(op.deadline.saturating_sub(nanoseconds(op.timeout)))
 }
 
-/// Age of an operation at which ranks are first asked, in nanoseconds: the soft limit, but at most half the timeout.
+/// The age of an operation, in nanoseconds, at which ranks are first asked about it: the soft limit, but at most half
+/// the timeout.
 pub fn first_question(timeout: Duration, soft: Duration) -> u64 {
     let half = if timeout.is_zero() { Duration::MAX } else { timeout / 2 };
     nanoseconds(if soft.is_zero() { half } else { soft.min(half) })

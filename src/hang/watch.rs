@@ -1,5 +1,5 @@
-//! The watch over the operations of one group while this rank waits. It asks other ranks, logs a line after the soft
-//! limit, and makes the error at the deadline. `answer` makes its answers to other ranks.
+//! Watches the operations of one group while this rank waits: asks other ranks, logs a line after the soft limit, and
+//! makes the error at the deadline. `answer` makes the watch's answers to other ranks.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -34,7 +34,7 @@ pub struct Watch {
     pub(super) responder: Arc<Responder>,
     channel: OnceCell<Arc<dyn Channel>>,
     monitor: Mutex<Monitor>,
-    /// For each rank of this group, its rank in the default group. Set after the group was made.
+    /// For each rank of this group, its rank in the default group. Set after the group was created.
     members: OnceCell<Vec<u32>>,
     /// The group, which owns this watch.
     pub(super) subject: Weak<dyn Subject>,
@@ -95,7 +95,7 @@ impl Watch {
         self.channel().is_none_or(|channel| channel.had_no_fault_at(at))
     }
 
-    /// Waits until the other ranks can read why the group failed on this rank, for at most `FAULT_READ`.
+    /// Waits for at most `FAULT_READ` until the other ranks can read why the group failed on this rank.
     pub fn await_published(&self) {
         let until = Instant::now() + FAULT_READ;
         while self.channel().is_some_and(|channel| !channel.has_published()) && Instant::now() < until {
@@ -214,8 +214,9 @@ impl Watch {
         Error::timeout(self.story(subject, waiting, (&waiting.what, &timed_out(waiting.timeout)), "", now))
     }
 
-    /// The text for an operation that failed: how it ended (`how`), and what the missing ranks do and where. `what`
-    /// describes the operation. `words` is the name and message of the delegate or library that ran it, or empty.
+    /// The text for an operation that failed. It says how the operation ended (`how`), and where the missing ranks are
+    /// and what they do. `what` describes the operation. `words` is the name and message of the delegate or library
+    /// that ran it, or empty.
     pub fn story(
         &self,
         subject: &dyn Subject,
@@ -261,8 +262,8 @@ impl Watch {
     }
 
     /// The error of an operation on a device whose library failed with the text `words`; `what` describes the
-    /// operation. `None` if no rank is known to be missing. Also `None` if the ranks were not asked yet, because a rank
-    /// that has not issued the operation may merely be late.
+    /// operation. `None` if no rank is known to be missing, or if the ranks were not asked yet: a rank that has not
+    /// issued the operation may merely be late.
     pub fn failed_on_device(
         &self,
         subject: &dyn Subject,
@@ -376,8 +377,8 @@ impl Watch {
     }
 }
 
-/// How long ago the last operation of a missing rank ended: from that rank's answer; without an answer, when its last
-/// collective ended on this rank.
+/// How long ago the last operation of a missing rank ended. That rank's answer says so; without an answer, this rank
+/// uses the time at which that rank's last collective ended here.
 fn last_end(subject: &dyn Subject, waiting: &Waiting, progress: &PeerProgress, status: Option<&Status>) -> LastEnd {
     if let Some(idle) = status.and_then(|status| status.idle) {
         return LastEnd::There(idle);

@@ -1,6 +1,7 @@
 //! The lists on which the ranks of an operation must agree in addition to its signature: the tensors of a call that has
 //! a list, or the sizes of the ranks' blocks. Two lists with the same total size have equal signatures, so a hash of
-//! the list is part of the chain of calls (rule 5). A call with a list gets every error that separate calls would get.
+//! the list is also part of the chain of calls (rule 5). A call with a list gets every error that separate calls would
+//! get.
 
 use super::words::UNTOUCHED;
 use crate::error::{Error, laid_out};
@@ -10,7 +11,7 @@ use crate::types::{Dtype, Kind, Listed, ReduceOp, Request};
 const OF_TENSORS: u64 = 1 << 63;
 /// The lowest bits of the hash of a list of tensors are the number of tensors, or this value if there are more.
 const MANY: u64 = 0xffff;
-/// The bits of `word` with the size.
+/// The bits of a `word` that hold the size.
 const BYTES: u64 = (1 << 56) - 1;
 
 /// Hash of the list of a request: its tensors ([`of_tensors`]), or the sizes of the ranks' blocks. 0 if there is no
@@ -22,7 +23,7 @@ pub fn hash(request: &Request) -> u64 {
     of_blocks(request.kind, (&request.in_blocks, &request.out_blocks))
 }
 
-/// Hash of the sizes of the blocks that a call reads and writes. 0 in the cases in which `hash` is 0.
+/// Hash of the sizes of the blocks that a call reads and writes. 0 if `hash` would return 0.
 pub fn of_blocks(kind: Kind, (read, written): (&[usize], &[usize])) -> u64 {
     let blocks = match kind {
         Kind::AllGather => written,
@@ -40,7 +41,7 @@ pub fn possible(signature: u64) -> bool {
     matches!(Kind::from_u8((signature >> 59) as u8), Some(Kind::AllReduce | Kind::AllGather | Kind::ReduceScatter))
 }
 
-/// Whether different lists of two operations with this signature always give different `aux` words in their headers
+/// For two operations with this signature: whether different lists always give different `aux` words in their headers
 /// (`engine/shm/small.rs`).
 pub fn told_by_aux(signature: u64) -> bool {
     let (kind, op) = (Kind::from_u8((signature >> 59) as u8), signature >> 55 & 0xf);
@@ -85,7 +86,7 @@ fn counted(count: u64, what: &str) -> String {
     format!("{count} {what}{}", if count == 1 { "" } else { "s" })
 }
 
-/// The first position at which two lists differ, with the tensors there as [`word`]s.
+/// The first position at which two lists differ, and the two tensors at that position as [`word`]s.
 pub struct Place {
     pub at: usize,
     pub own: u64,
@@ -93,7 +94,8 @@ pub struct Place {
 }
 
 /// The error of two ranks whose lists of tensors differ in operation `number`. `call` is its signature as text. `own`
-/// and `theirs` are a rank and its hash, which is not the hash of a list of tensors if that rank passed one tensor.
+/// and `theirs` are each a rank and its hash. If the rank passed only one tensor, the hash is not that of a list of
+/// tensors.
 pub fn differ(call: &str, number: u64, own: (usize, u64), theirs: (usize, u64), place: Option<Place>) -> Error {
     let passed = |(rank, hash): (usize, u64)| {
         let tensors = match count(hash) as u64 {

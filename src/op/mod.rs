@@ -1,7 +1,7 @@
 //! One operation from issue to end: its request, its number, and its outcome.
 //!
-//! The engine advances the operation, the group ends it, the caller waits for it. Only the outcome is written by one
-//! thread and read by others without a lock: see `state`.
+//! The engine advances the operation, the group ends it, the caller waits for it. Other threads read the outcome (see
+//! `state`) and the route (see `choice`) without a lock.
 
 pub mod lists;
 pub mod overlap;
@@ -24,24 +24,24 @@ const PENDING: u8 = 0;
 const DONE: u8 = 1;
 const FAILED: u8 = 2;
 
-/// Value of rank fields that name no rank.
+/// The value of a rank field that names no rank.
 pub const NOBODY: u32 = u32::MAX;
 
 /// How long the parts of an operation took, for the statistics.
 ///
 /// Read and written only with the group's lock held, which orders all accesses, so all are relaxed. Every field is a
-/// whole word and starts as zero, because single bytes written shortly before the operation is copied would stall the
-/// copy.
+/// whole word and starts as zero: if single bytes were written shortly before the operation is copied, the copy would
+/// stall.
 #[derive(Debug, Default)]
 pub struct OpTiming {
     /// Id of the operation's record in the statistics.
     pub record: AtomicU64,
     /// 1 if the operation did not end in the pass that issued it.
     blocked: AtomicU32,
-    /// One more than the rank for which the operation waited longest if that is known, else last. 0 if it waited for
-    /// none.
+    /// One more than the rank for which the operation waited: longest if that is known, otherwise last. 0 if it waited
+    /// for no rank.
     late: AtomicU32,
-    /// Nanoseconds of copying. `reducing`: nanoseconds of reducing.
+    /// Nanoseconds that copying took. `reducing`: nanoseconds that reducing took.
     pub copying: AtomicU64,
     pub reducing: AtomicU64,
 }
@@ -70,16 +70,17 @@ impl OpTiming {
     }
 }
 
-/// The operations with which an operation was fused: between hosts those of its batch, on one host those that ended in
-/// the same pass. One word, so that it is read atomically: the number of other operations (16 bits), and the distances
-/// to the first and last number (24 bits each). All zeros, which need not be written, mean that it was alone.
+/// The operations with which an operation was fused: between hosts the others of its batch, on one host those that
+/// ended in the same pass. It is one word, so that it is read atomically: the number of other operations (16 bits), and
+/// the distances to the first and last number (24 bits each). The operation was alone if all bits are zero, which is
+/// also the initial value.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FusedWith(u64);
 
 impl FusedWith {
     pub const ALONE: FusedWith = FusedWith(0);
 
-    /// For operation `number`, one of `count` operations with the numbers `first` to `last`.
+    /// For operation `number`, which is one of `count` operations with the numbers `first` to `last`.
     pub fn new(number: u64, (first, last): (u64, u64), count: usize) -> FusedWith {
         let near = |distance: u64| distance.min((1 << 24) - 1);
         let others = count.saturating_sub(1).min(usize::from(u16::MAX)) as u64;
@@ -98,12 +99,13 @@ impl FusedWith {
     }
 }
 
-/// The path of an operation, as far as it is recorded.
+/// What is recorded of an operation's path.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Route {
     /// `select::Choice::code`. 0 before the operation has started.
     pub choice: u64,
-    /// `select::OpDesc::load` of the description for which the choice was made: the operation's, or its whole batch's.
+    /// `select::OpDesc::load` of the description for which the choice was made, which is that of the operation or of
+    /// its whole batch.
     pub load: u64,
     pub fused_with: FusedWith,
 }
@@ -118,7 +120,7 @@ pub struct Op {
     pub lists: u64,
     /// Time of issue (`clock::stamp`).
     pub issued: u64,
-    /// Bytes that this rank's call reads. `written`: bytes that it writes.
+    /// Bytes that this rank's call reads. `written`: bytes that the call writes.
     pub read: u64,
     pub written: u64,
     pub timeout: Duration,
@@ -126,22 +128,23 @@ pub struct Op {
     pub deadline: u64,
     /// The address range that contains all its memory: `overlap::extent`.
     extent: (usize, usize),
-    /// All its memory in detail, computed when it is first compared with another operation of several pieces.
+    /// All its memory in detail. Computed when the operation is first compared with another one and the short
+    /// comparison does not apply.
     reach: OnceCell<Box<Reach>>,
     /// The copy that a send reads instead of its inputs: see `send_copy`.
     copy: OnceCell<Box<(Vec<u8>, [Span; 1])>>,
     /// Whether the engine no longer uses its memory. Accessed under the group's lock, so relaxed.
     released: AtomicBool,
-    /// PENDING, then finally DONE or FAILED. Written once by the thread that ends the operation (release), after the
-    /// results are in the caller's memory and `source` and `error` are set. Readers acquire, and may then use all
-    /// three.
+    /// First PENDING, finally DONE or FAILED. The thread that ends the operation writes it once (release), after the
+    /// results are in the caller's memory and `source` and `error` are set. Readers load it (acquire), and may then use
+    /// the results, `source` and `error`.
     state: AtomicU8,
     error: OnceCell<Error>,
     source: AtomicI32,
     nanoseconds: AtomicU64,
     /// The parts of `Route`. The engine writes `choice` once, when the operation starts (release), after `load` and,
-    /// between hosts, after `fused_with`. A reader acquires `choice` first. On one host, `fused_with` of a fused
-    /// operation is written when it ends, before `state`.
+    /// between hosts, after `fused_with`. A reader loads `choice` first (acquire). On one host, `fused_with` is written
+    /// when a fused operation ends, before `state`.
     choice: AtomicU64,
     load: AtomicU64,
     fused_with: AtomicU64,
@@ -208,8 +211,8 @@ impl Op {
         self.copy.get().map_or(self.request.inputs(), |copy| &copy.1)
     }
 
-    /// Makes a send read from `copy`, which has the bytes of its inputs, so that later operations may overwrite the
-    /// inputs.
+    /// From now on the send reads from `copy`, which has the bytes of its inputs, so that later operations may
+    /// overwrite the inputs.
     pub fn send_copy(&self, copy: Vec<u8>) {
         let span = Span { addr: copy.as_ptr() as usize, bytes: copy.len() };
         let _ = self.copy.set(Box::new((copy, [span])));
@@ -224,7 +227,8 @@ impl Op {
         self.released.load(Ordering::Relaxed)
     }
 
-    /// The caller's payload: the bytes that this rank's call reads or writes, whichever are more.
+    /// The caller's payload: the number of bytes that this rank's call reads or the number that it writes, whichever is
+    /// larger.
     pub fn payload(&self) -> u64 {
         self.read.max(self.written)
     }
@@ -238,7 +242,7 @@ impl Op {
         if self.state.load(Ordering::Acquire) == FAILED { self.error.get() } else { None }
     }
 
-    /// The outcome. Call it only after `is_done` returned true.
+    /// The outcome. Must be called only after `is_done` has returned true.
     pub fn outcome(&self) -> Result<()> {
         match self.error() {
             Some(error) => Err(error.clone()),
@@ -272,7 +276,7 @@ impl Op {
         self.fused_with.store(fused_with.0, Ordering::Relaxed);
     }
 
-    /// Records that the operation starts, with `select::Choice::code`.
+    /// Records `select::Choice::code`, and that the operation has started.
     pub fn record_choice(&self, choice: u64) {
         self.choice.store(choice, Ordering::Release);
     }
@@ -282,8 +286,8 @@ impl Op {
         Duration::from_nanos(self.nanoseconds.load(Ordering::Relaxed))
     }
 
-    /// The owner, until the end. Poisoning is ignored: the owner must be notified of the end even after a panic in one
-    /// of its copies.
+    /// The owner, until the operation ends. Poisoning is ignored, because the owner must be notified of the end even if
+    /// one of its copies has panicked.
     fn completion(&self) -> MutexGuard<'_, Option<Box<dyn Completion>>> {
         self.completion.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -302,8 +306,8 @@ impl Op {
         }
     }
 
-    /// Ends the operation, which finished at `at` (`clock::stamp`), and notifies its owner. Called once, without locks
-    /// held, because the owner queues further work.
+    /// Ends the operation, which finished at `at` (`clock::stamp`), and notifies its owner. Called once, by a thread
+    /// that holds no lock, because the owner queues further work.
     pub fn end(&self, outcome: Result<()>, at: u64) {
         let completion = self.completion().take();
         self.nanoseconds.store(at.saturating_sub(self.issued).max(1), Ordering::Relaxed);
@@ -324,8 +328,9 @@ impl Op {
 /// Packs the values on which all ranks must agree into 64 bits that can be decoded for error texts: kind (5 bits),
 /// reduce op (4), dtype (6), root (9), bytes (40).
 ///
-/// Operations that only move data sign bytes but no dtype. Blocks of different sizes sign their sum. all_to_all signs
-/// no bytes, because no rank knows all of its sizes (its table of block sizes is checked pair by pair).
+/// If an operation only moves data, bytes are signed but not the dtype. If blocks have different sizes, their sum is
+/// signed. For an all_to_all no bytes are signed, because no rank knows all sizes (the tables of block sizes are
+/// checked pair by pair).
 pub fn signature(request: &Request, ranks: usize) -> u64 {
     debug_assert!(ranks <= 512);
     let sum = |spans: &[Span]| spans.iter().map(|span| span.bytes as u64).sum::<u64>();
@@ -333,7 +338,7 @@ pub fn signature(request: &Request, ranks: usize) -> u64 {
     signature_of(request.kind, (request.dtype, request.op), request.root, sizes)
 }
 
-/// The signature of a call that reads `read` and writes `written` bytes.
+/// The signature of a call that reads `read` bytes and writes `written` bytes.
 pub fn signature_of(kind: Kind, (dtype, op): (Dtype, ReduceOp), root: u32, (read, written): (u64, u64)) -> u64 {
     let bytes = match kind {
         Kind::AllReduce | Kind::Reduce | Kind::ReduceScatter | Kind::Gather | Kind::Send => read,

@@ -1,9 +1,11 @@
-//! The memory that an operation reads and writes, to find operations of one rank that must run in order (rule 4).
+//! Compares the memory that operations read and write, to find those operations of one rank that must run in order
+//! (rule 4).
 
 use crate::types::{Request, Span, Strided};
 
-/// The memory that is read and the memory that is written, each sorted by address, with adjacent pieces merged. Strided
-/// tensors are compared by their contiguous runs: different columns of a matrix do not overlap.
+/// The memory that an operation reads and the memory that it writes. Each list is sorted by address, and adjacent
+/// pieces are merged. Strided tensors are compared by their contiguous runs, so different columns of a matrix do not
+/// overlap.
 #[derive(Debug)]
 pub struct Reach {
     reads: Vec<Span>,
@@ -28,8 +30,8 @@ impl Reach {
     }
 }
 
-/// The same as `Reach::conflicts_with` for two short requests, compared pair by pair, because sorting would take
-/// longer.
+/// The same as `Reach::conflicts_with`, for two short requests. Compares their spans pair by pair, because sorting
+/// would take longer.
 pub fn conflict_in_pairs(one: &Request, other: &Request) -> bool {
     let touch = |a: &[Span], b: &[Span]| a.iter().any(|x| b.iter().any(|y| x.overlaps(y)));
     touch(one.outputs(), other.outputs())
@@ -50,7 +52,7 @@ pub fn extent(request: &Request) -> (usize, usize) {
     request.also_touched.iter().map(Strided::extent).fold(extent, |extent, span| join(extent, &span))
 }
 
-/// Adds the contiguous runs of a strided tensor, or its extent if there are very many runs.
+/// Adds the contiguous runs of a strided tensor. If there are more than `MOST`, adds the tensor's extent instead.
 fn runs(strided: &Strided, to: &mut Vec<Span>) {
     const MOST: usize = 1 << 22;
     let Strided { addr, run, counts, strides, .. } = *strided;
@@ -82,9 +84,9 @@ fn sorted(mut all: Vec<Span>) -> Vec<Span> {
     all
 }
 
-/// Whether two sorted lists share a byte. Checks each span of the shorter list once, and finds its position in the
-/// longer list by doubling steps. In total this takes about as many steps as both lists have spans, and far fewer if
-/// one is short.
+/// Whether two sorted lists have a byte in common. Checks each span of the shorter list once, and finds the span's
+/// position in the longer list by steps of doubling length. In total this takes about as many steps as both lists have
+/// spans, and far fewer if one list is short.
 fn meet(one: &[Span], other: &[Span]) -> bool {
     let (few, mut rest) = if one.len() <= other.len() { (one, other) } else { (other, one) };
     for span in few {
@@ -97,7 +99,7 @@ fn meet(one: &[Span], other: &[Span]) -> bool {
             step *= 2;
         }
         let (from, to) = (step / 2, step.min(rest.len()));
-        // Spans that end before this span also end before the later ones.
+        // If a span of the longer list ends before this span, it also ends before all later ones.
         rest = &rest[from + rest[from..to].partition_point(before)..];
         match rest.first() {
             None => return false,
@@ -187,7 +189,7 @@ mod tests {
         }
     }
 
-    /// Twenty lists of a thousand interleaved tensors. Every list is compared with every other.
+    /// Twenty lists of a thousand interleaved tensors. Every list is compared with every other list.
     #[test]
     fn rule_04_long_lists_are_compared_in_about_as_many_steps_as_they_have_pieces() {
         let (lists, tensors) = (20, 1000);

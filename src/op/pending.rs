@@ -1,30 +1,31 @@
-//! Pending operations by the memory that they use. Finds those that a later operation must follow (rule 4) without
-//! looking at all of them.
+//! Keeps pending operations by the memory that they use, and finds those that a later operation must follow (rule 4)
+//! without a look at all of them.
 //!
-//! An operation is found by its extent, the address range that contains all its memory. Extents are in maps by their
-//! length, one map for each power of two, each sorted by address. A range can overlap only extents of a map that start
-//! less than twice that power before the range. Operations with equal extents share an entry. An operation that writes
-//! the whole extent replaces all operations in its entry: it follows all of them, so whatever follows it follows them
-//! too. A small number of operations is instead kept in a list and checked one by one, which is faster and allocates
-//! nothing.
+//! An operation is found by its extent, which is the address range that contains all its memory. There is one map for
+//! each power of two; an extent is in the map for its length, sorted by address. A range can overlap an extent in a map
+//! only if the extent starts less than twice that power before the range. Operations with equal extents share an entry.
+//! An operation that writes the whole extent replaces all operations in its entry: it follows all of them, so an
+//! operation that follows it follows them too. If there are few operations, they are kept in a list and checked one by
+//! one, which is faster and allocates nothing.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use super::Op;
 
-/// Most operations in the list that is checked one by one.
+/// The list that is checked one by one has at most this many operations.
 const FEW: usize = 16;
 
 #[derive(Default)]
 pub struct PendingOps {
     few: Vec<Arc<Op>>,
-    /// Operations by the number of bits of their extent's length, then by the extent's first address and length.
+    /// The outer key is the number of bits in the length of the operations' extent; the inner key is the extent's first
+    /// address and its length.
     by_length: BTreeMap<u32, BTreeMap<(usize, usize), Place>>,
 }
 
-/// The operations with one extent: the last that writes all of it, readers of all of it, and those that use parts of
-/// it. `readers` and `parts` are keyed by `key`.
+/// The operations with the same extent: the last one that writes all of it, those that read all of it, and those that
+/// use parts of it. The keys of `readers` and `parts` are from `key`.
 #[derive(Default)]
 struct Place {
     writer: Option<Arc<Op>>,
@@ -48,8 +49,8 @@ impl PendingOps {
         self.few.is_empty() && self.by_length.is_empty()
     }
 
-    /// Adds an operation, which follows all operations here that conflict with it. The caller removes it when its
-    /// memory is no longer used.
+    /// Adds an operation, which follows all operations here that conflict with it. The caller removes the operation
+    /// when its memory is no longer used.
     pub fn add(&mut self, op: Arc<Op>) {
         let (from, to) = op.extent;
         if from >= to {
@@ -95,7 +96,7 @@ impl PendingOps {
         }
     }
 
-    /// The operations here that `op` must follow. Those that one of them follows already may be left out.
+    /// The operations here that `op` must follow. An operation may be left out if one of the others already follows it.
     pub fn before(&self, op: &Op) -> Vec<Arc<Op>> {
         self.near(op).filter(|other| op.conflicts_with(other)).cloned().collect()
     }
@@ -158,14 +159,14 @@ mod tests {
         Arc::new(Op::new(request, 0, 0, Duration::from_secs(1), None))
     }
 
-    /// Like an engine, the test adds each operation with those that it follows, and removes it after these are removed.
+    /// Like an engine, the test adds each operation together with those that it follows, and removes it after those.
     #[test]
     fn rule_04_every_conflict_is_found_at_once_or_by_way_of_another_operation() {
         let mut numbers = Numbers(7);
         let (mut found, mut conflicts) = (0, 0);
         for _ in 0..30 {
             let mut here = PendingOps::default();
-            // Each operation with the keys of those that it follows.
+            // Each operation, with the keys of the operations that it follows.
             let mut pending: Vec<(Arc<Op>, Vec<usize>)> = Vec::new();
             let mut ended = Vec::new(); // kept, because a key is an address
             for _ in 0..100 {
@@ -205,7 +206,7 @@ mod tests {
         }
         assert!(conflicts > found && found > 1000, "{found} of {conflicts}");
     }
-    /// Receives into the rows of one tensor, sends of one tensor, and receives into one tensor.
+    /// The operations receive into the rows of one tensor, send one tensor, and receive into one tensor.
     #[test]
     fn rule_04_as_many_operations_are_looked_at_as_are_in_the_way() {
         let op = |kind: Kind, span: Span| {

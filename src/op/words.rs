@@ -4,10 +4,9 @@ use super::{Op, describe};
 use crate::error::{Error, SAME_CALLS, laid_out};
 use crate::types::{ANY_RANK, Kind};
 
-/// For operations between hosts or through a device, which may have moved data before the mismatch of two ranks is
-/// found.
+/// For operations between hosts or on a device: they may have moved data before the mismatch of two ranks is found.
 pub const MOVED: &str = "What was received in it is undefined";
-/// For operations on one host, whose signatures are compared before data is moved.
+/// For operations on one host: their signatures are compared before data is moved.
 pub const UNTOUCHED: &str = "No data was exchanged";
 
 const SAME_SIZES: &str = "Both sides must use tensors of the same size";
@@ -22,7 +21,7 @@ impl Op {
     }
 }
 
-/// A message as text. Any other operation is described by `collective`.
+/// A message as text. If the operation is not a message, `collective` describes it.
 pub fn in_words(kind: Kind, root: u32, tag: u32, collective: impl FnOnce() -> String) -> String {
     match kind {
         Kind::Send => format!("send to rank {root} with tag {tag}"),
@@ -52,7 +51,7 @@ pub fn different(one: Called, other: Called, data: &str) -> Error {
     Error::mismatch(laid_out(&head, &[first, second, data.to_string()], SAME_CALLS))
 }
 
-/// The error of a receive on rank `me` whose buffer has another size (`room`) than the message.
+/// The error of a receive on rank `me` whose buffer has a different size (`room`) than the message.
 pub fn wrong_size(me: usize, from: usize, tag: u32, room: usize, bytes: usize) -> Error {
     let head =
         format!("rank {me} receives {room} bytes with tag {tag} from rank {from}, but the message has {bytes} bytes");

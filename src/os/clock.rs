@@ -1,8 +1,9 @@
 //! The clock for deadlines: monotonic time, without the time in which this process did not run.
 //!
 //! Waiting threads read it at least every 100 ms. If more than a second passes between two readings during a wait, the
-//! process was stopped (SIGSTOP, a suspended machine), which must not count against its peers. A gap in which no thread
-//! waited is subtracted too. This does no harm, because a new deadline is computed from a reading after the gap.
+//! process was stopped (by SIGSTOP or because the machine was suspended), and that time must not count against its
+//! peers. If no thread waited, a gap is subtracted too. That does no harm, because a new deadline is computed from a
+//! reading after the gap.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -17,8 +18,8 @@ static START: Lazy<Instant> = Lazy::new(Instant::now);
 /// State of the clock.
 struct Readings {
     /// The last reading by any thread, in nanoseconds since START. It never decreases. It moves over a gap only under
-    /// `gap`, after the gap was added to `lost`. Every thread that reads the clock writes (release) and reads (acquire)
-    /// it, so a thread that finds it after a gap finds that gap in `lost`.
+    /// `gap`, after the gap was added to `lost`. Every thread that reads the clock writes it (release) and reads it
+    /// (acquire), so if a thread finds a reading from after a gap, it finds that gap in `lost`.
     last: AtomicU64,
     /// Sum of the gaps. Written under `gap`, read by every thread. Relaxed: ordered by `last`.
     lost: AtomicU64,
@@ -28,13 +29,14 @@ struct Readings {
 
 static READINGS: Readings = Readings::new();
 
-/// Nanoseconds since the first reading in this process, including stops: for timestamps in records.
+/// Nanoseconds since the first reading in this process, including the times in which it was stopped. For timestamps in
+/// records.
 #[inline]
 pub fn stamp() -> u64 {
     START.elapsed().as_nanos() as u64
 }
 
-/// Nanoseconds for which this process has been running, without stops.
+/// Nanoseconds since the first reading in this process, without the times in which it was stopped.
 pub fn now() -> u64 {
     at(stamp())
 }
@@ -57,7 +59,8 @@ impl Readings {
             // If it fails, another thread has stored its reading.
             let _ = self.last.compare_exchange(last, time, Ordering::Release, Ordering::Relaxed);
         }
-        // A stamp older than `last` may be from before a gap that is in `lost` by now, so `last` is used instead.
+        // If the stamp is older than `last`, it may be from before a gap that is now in `lost`, so `last` is used
+        // instead.
         time.max(last).saturating_sub(self.lost.load(Ordering::Relaxed))
     }
 
@@ -96,7 +99,7 @@ mod tests {
         const STOP: u64 = 100 * GAP;
         let (clock, time, running) = (Readings::new(), AtomicU64::new(0), AtomicBool::new(true));
         let reads = || (0..1000).map(|_| clock.at(time.load(Ordering::Acquire))).max().unwrap_or(0);
-        // The time consists only of stops, so every reading is 0.
+        // The process is stopped all the time, so every reading is 0.
         let ahead: u64 = std::thread::scope(|scope| {
             let others = [0, 1].map(|_| {
                 scope.spawn(|| {

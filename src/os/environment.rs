@@ -2,8 +2,8 @@
 //!
 //! `setenv` moves the array of variables when it grows, and frees the old array. torch, gloo and vendors' libraries
 //! call `getenv` at any time on any thread, without a lock. A thread that still reads the old array crashes with
-//! SIGSEGV. So [`add`] makes a new array with one more variable and replaces the old one by a single store. The old
-//! array is never freed.
+//! SIGSEGV. So [`add`] makes a new array that has one more variable, and replaces the old array by a single store. The
+//! old array is never freed.
 
 #![allow(unsafe_code)] // reads and replaces the C library's array of variables
 
@@ -12,14 +12,14 @@ use std::ptr;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
 unsafe extern "C" {
-    /// The C library's array of variables, "NAME=value" each, terminated by null. Written here and by `setenv` (release
-    /// here, so that a reader of the new array sees its contents). `getenv` reads it on any thread, and so does this
-    /// file (acquire).
+    /// The C library's array of variables, "NAME=value" each, terminated by null. Written here (release, so that a
+    /// reader of the new array sees its contents) and by `setenv`. `getenv` reads it on any thread, and this file reads
+    /// it too (acquire).
     static environ: AtomicPtr<*mut c_char>;
 }
 
-/// Sets a variable unless it is set. Only one thread may call it at a time. A concurrent `setenv` of another thread may
-/// undo it, like any other change. Each call leaks the memory of one array.
+/// Sets a variable, unless it is already set. Only one thread may call this at a time. A concurrent `setenv` of another
+/// thread may undo the change, like any other change. Each call leaks the memory of one array.
 pub fn add(name: &CStr, value: &CStr) {
     // SAFETY: the text is zero-terminated, and the result is only compared.
     if !unsafe { libc::getenv(name.as_ptr()) }.is_null() {

@@ -1,9 +1,9 @@
-//! Sleeping without a missed wake-up: an event count per rank, with a Dekker handshake.
+//! Lets threads sleep without missing a wake-up: an event count for each rank, with a Dekker handshake.
 //!
 //! A sleeper counts itself, fences, and checks its condition once more. A publisher publishes, fences, and reads the
-//! count of sleepers. So the sleeper sees the published data, or the publisher sees the sleeper. The wake count makes
-//! the sleep itself atomic: the kernel puts the thread to sleep only while the count still has the value that was read
-//! before the last check.
+//! count of sleepers. So either the sleeper sees the published data, or the publisher sees the sleeper. The wake count
+//! makes the sleep itself atomic: the kernel puts the thread to sleep only if the count still has the value that was
+//! read before the last check.
 //!
 //! The code is generic over [`WakeWords`], so that `tests/loom.rs` runs it on loom's atomics.
 
@@ -13,18 +13,19 @@ pub trait WakeWords {
     fn wake_count(&self, rank: usize) -> u32;
     /// Increments the wake count of `rank` (release) and wakes its threads that sleep on it.
     fn wake(&self, rank: usize);
-    /// Number of threads of `rank` that sleep or are about to. Relaxed: the fences order it.
+    /// Number of threads of `rank` that sleep or are about to sleep. Relaxed: the fences order it.
     fn asleep(&self, rank: usize) -> u32;
-    /// Number of sleeping threads of all ranks, so that a publisher reads only one cache line, which rarely changes.
+    /// Number of sleeping threads of all ranks. A publisher needs to read only this cache line, which rarely changes.
     /// Relaxed.
     fn sleepers(&self) -> u32;
-    /// Adds or subtracts one sleeping thread, for `me` and in the sum. Relaxed.
+    /// Adds or subtracts one sleeping thread, in the number of `me` and in the sum. Relaxed.
     fn count_sleeper(&self, me: usize, more: bool);
     /// A sequentially consistent fence.
     fn fence(&self);
 }
 
-/// Wakes sleepers. Call it after publishing something for which a peer or another thread of this rank may wait.
+/// Wakes sleepers. Must be called after something was published for which a peer or another thread of this rank may
+/// wait.
 #[inline]
 pub fn announce<B: WakeWords + ?Sized>(words: &B, ranks: usize) {
     words.fence(); // pairs with the fence in `prepare_wait`

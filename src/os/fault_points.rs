@@ -1,9 +1,11 @@
-//! Places in the protocols of shared memory and of the connections at which a test ends, stops or delays a rank.
+//! Marks places in the protocols of shared memory and of the connections, so that a test can end, stop or delay a rank
+//! there.
 //!
 //! The product calls [`reached`] at each place. Without the feature `testing`, which only tests and benchmarks have,
-//! the call is empty. With it, [`reached`] calls the hooks that a test has set: one for a thread (`on_this_thread`),
-//! one for the whole process (`in_this_process`). A hook may sleep, stop or kill the process, switch to another rank
-//! that is a coroutine, or panic. It runs with whatever locks the product holds at the place.
+//! the call is empty. With the feature, [`reached`] calls the hooks that a test has set: one for a thread
+//! (`on_this_thread`), and one for the whole process (`in_this_process`). A hook may sleep, stop or kill the process,
+//! switch to another rank that is a coroutine, or panic. While it runs, the product holds whatever locks it holds at
+//! that place.
 //!
 //! `tests/it/os_fault_points.rs` runs every place in real processes and fails if one is never reached. A new place
 //! needs a row below and its call.
@@ -13,7 +15,7 @@ use crate::types::enumeration;
 enumeration! {
     /// A place, with its name in the output of tests.
     FaultPoint {
-        // A collective that uses slots, and the header of every other one (`engine/shm/engine.rs`).
+        // Every collective that uses slots, and the headers of all other collectives (`engine/shm/engine.rs`).
         SlotWritten = 0, "before a slot is published";
         SlotPublished = 1, "after a slot is published";
         SlotsSeen = 2, "before slots are read";
@@ -61,7 +63,7 @@ enumeration! {
     }
 }
 
-/// Called by the product when it gets to `point`.
+/// Called by the product when it reaches `point`.
 #[cfg(not(feature = "testing"))]
 #[inline(always)]
 pub fn reached(_point: FaultPoint) {}
@@ -81,8 +83,9 @@ mod hooks {
     type OfThread = Rc<dyn Fn(FaultPoint)>;
     type OfProcess = Arc<dyn Fn(FaultPoint) + Send + Sync>;
 
-    /// Number of hooks that are set, in all threads. Threads that set or remove one write it, `reached` reads it.
-    /// Relaxed: a thread that sets a hook reaches its next place after that, and other threads may see it later.
+    /// Number of hooks that are set, in all threads. A thread that sets or removes a hook writes it; `reached` reads
+    /// it. Relaxed: a thread that sets a hook sees the hook at its next place, and other threads may see the hook
+    /// later.
     static HOOKS: AtomicUsize = AtomicUsize::new(0);
     static OF_PROCESS: RwLock<Option<OfProcess>> = RwLock::new(None);
 
@@ -90,7 +93,7 @@ mod hooks {
         static OF_THREAD: RefCell<Option<OfThread>> = const { RefCell::new(None) };
     }
 
-    /// Called by the product when it gets to `point`.
+    /// Called by the product when it reaches `point`.
     #[inline]
     pub fn reached(point: FaultPoint) {
         if HOOKS.load(Ordering::Relaxed) != 0 {
@@ -100,8 +103,8 @@ mod hooks {
 
     #[cold]
     fn call(point: FaultPoint) {
-        // Cloned, so that nothing is borrowed or locked while a hook runs, which may switch to another coroutine of
-        // this thread. A thread that is ending has no hook.
+        // Cloned, so that nothing is borrowed or locked while a hook runs, because it may switch to another coroutine
+        // of this thread. A thread that is ending has no hook.
         let own = OF_THREAD.try_with(|hook| hook.borrow().clone()).ok().flatten();
         if let Some(own) = own {
             own(point);
@@ -112,7 +115,7 @@ mod hooks {
         }
     }
 
-    /// A hook that is set until this is dropped.
+    /// The hook is set until this is dropped.
     pub struct Hook {
         of_thread: bool,
     }

@@ -1,5 +1,5 @@
-//! Sleeping in the kernel on words that other processes change. The futexes are of the shared kind, because a peer
-//! cannot wake the private kind, which std uses.
+//! Lets a thread sleep in the kernel on words that other processes change. The futexes are of the shared kind, because
+//! a peer cannot wake futexes of the private kind, which std uses.
 
 #![allow(unsafe_code)] // a system call without a wrapper in libc
 
@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use once_cell::sync::Lazy;
 
-/// Most words that one sleep can watch: the kernel's limit for futex_waitv.
+/// One sleep can watch at most this many words: the kernel's limit for futex_waitv.
 pub const MOST: usize = 128;
 
 /// Wakes every thread of any process that sleeps on `word`.
@@ -19,12 +19,12 @@ pub fn wake_all(word: &AtomicU32) {
     }
 }
 
-/// Longest sleep if only the first of several words can be watched.
+/// If only the first of several words can be watched, a sleep lasts at most this long.
 const LOOK_AGAIN: Duration = Duration::from_millis(1);
 
 const SYS_FUTEX_WAITV: libc::c_long = 449;
 
-/// Whether the kernel has futex_waitv (since 5.16) and no seccomp profile denies it. Then a call without words fails
+/// Whether the kernel has futex_waitv (since 5.16) and no seccomp profile denies it. If so, a call without words fails
 /// with EINVAL.
 static HAS_WAITV: Lazy<bool> = Lazy::new(has_waitv);
 
@@ -40,9 +40,9 @@ pub fn watches_several() -> bool {
     *HAS_WAITV
 }
 
-/// Sleeps until one of `words` differs from its value, is woken, or `timeout` passes. May return early without a
+/// Sleeps until a word in `words` differs from its value or is woken, or `timeout` passes. May return early without a
 /// reason. If the kernel can watch only one word, it watches the first, and the sleep ends after a millisecond so that
-/// the caller checks the others.
+/// the caller can check the others.
 pub fn wait(words: &[(&AtomicU32, u32)], timeout: Duration) {
     match words {
         [] => std::thread::sleep(timeout),
@@ -125,7 +125,7 @@ mod tests {
         }
     }
 
-    /// Denies one system call to this thread, as a seccomp profile does.
+    /// Denies one system call to this thread, like a seccomp profile does.
     fn deny(syscall: libc::c_long, error: i32) {
         let filter = [
             libc::sock_filter { code: 0x20, jt: 0, jf: 0, k: 0 }, // load the system call's number

@@ -1,6 +1,6 @@
-//! The resources of this process on this machine: cores, memory and caches, and the facts that show whether two ranks
-//! share a host. Reads `/proc` and `/sys` and makes a few system calls. Every answer is a local fact. So nothing that
-//! ranks must agree on may depend on one rank's answer alone (the rendezvous exchanges them first).
+//! Finds the resources of this process on this machine (cores, memory and caches), and the facts that show whether two
+//! ranks share a host. Reads `/proc` and `/sys` and makes a few system calls. Every answer is a local fact. So if ranks
+//! must agree on something, it must not depend on one rank's answer alone (the rendezvous exchanges the answers first).
 
 #![allow(unsafe_code)] // system calls that query facts
 
@@ -23,7 +23,7 @@ pub fn current_cpu() -> Option<u32> {
     u32::try_from(unsafe { libc::sched_getcpu() }).ok()
 }
 
-/// CPUs on which the calling thread may run, as a bit mask in 64-bit words. Empty if the kernel does not say.
+/// CPUs on which the calling thread may run, as a bit mask in 64-bit words. Empty if the kernel does not report them.
 pub fn affinity_mask() -> Vec<u64> {
     // The kernel needs a buffer for all CPUs that it could have, and returns EINVAL if the buffer is too short.
     let mut words = 16usize;
@@ -51,12 +51,12 @@ pub fn count_mask(mask: &[u64]) -> usize {
     mask.iter().map(|word| word.count_ones() as usize).sum()
 }
 
-/// Number of cores that this process can keep busy: its affinity mask, limited by its CPU quota. At least 1.
+/// How many cores this process can keep busy, by its affinity mask and its CPU quota. At least 1.
 pub fn usable_cores() -> usize {
     agreed_cores(&[affinity_mask()], quota_millicores())
 }
 
-/// Number of cores that processes with these masks can keep busy together, under the smallest of their quotas. At least
+/// How many cores processes with these masks can keep busy together if the smallest of their quotas applies. At least
 /// 1.
 pub fn agreed_cores(masks: &[Vec<u64>], smallest_quota_millicores: Option<u64>) -> usize {
     let words = masks.iter().map(Vec::len).max().unwrap_or(0);
@@ -72,25 +72,25 @@ pub fn agreed_cores(masks: &[Vec<u64>], smallest_quota_millicores: Option<u64>) 
         cores = std::thread::available_parallelism().map(usize::from).unwrap_or(1);
     }
     if let Some(quota) = smallest_quota_millicores {
-        // Rounded down: with 1.5 cores, two spinning threads would use up the quota and be throttled.
+        // Rounded down: if the quota is 1.5 cores, two spinning threads would use it up and be throttled.
         cores = cores.min((quota / 1000) as usize);
     }
     cores.max(1)
 }
 
-/// The smallest CPU quota of this process's control group and its ancestors, in thousandths of a core. None without a
-/// quota.
+/// The smallest CPU quota of this process's control group and the group's ancestors, in thousandths of a core. None if
+/// there is no quota.
 pub fn quota_millicores() -> Option<u64> {
     quota_in(&ControlGroups::read())
 }
 
-/// Bytes that can still be used before the machine or a control group runs out of memory. Populating a memfd past a
-/// control group's limit is an out-of-memory kill and not an error, so this is checked before.
+/// Bytes that can still be used before the machine or a control group runs out of memory. If a memfd is populated past
+/// a control group's limit, the process is killed and gets no error, so this is checked before.
 pub fn memory_headroom() -> Option<u64> {
     headroom_in(&ControlGroups::read())
 }
 
-/// `quota_millicores` and `memory_headroom` with one read of the control groups, which is half of their cost.
+/// `quota_millicores` and `memory_headroom`, with only one read of the control groups, which saves half of the cost.
 pub fn limits() -> (Option<u64>, Option<u64>) {
     let groups = ControlGroups::read();
     (quota_in(&groups), headroom_in(&groups))
@@ -154,12 +154,12 @@ fn headroom(dir: &Path, limit: &str, usage: &str, reclaimable: &str) -> Option<u
 
 /// The directories of this process's control groups.
 struct ControlGroups {
-    /// Controller (empty for v2), mount point, and the directory of this process below it.
+    /// For each: the controller (empty for v2), its mount point, and this process's directory below that.
     places: Vec<(String, PathBuf, PathBuf)>,
 }
 
 impl ControlGroups {
-    /// Reads the control groups again at each call, because a process may be moved to another one. The mount points
+    /// Reads the control groups again at each call, because a process may be moved to another group. The mount points
     /// take ten times longer to read and do not change, so they are cached.
     fn read() -> ControlGroups {
         static MOUNTS: Lazy<String> = Lazy::new(|| {
@@ -170,7 +170,7 @@ impl ControlGroups {
         ControlGroups { places: control_group_places(&cgroup, &MOUNTS) }
     }
 
-    /// The directories of this process's group for one controller, from the group up to the mount point.
+    /// The directories for one controller, from that of this process's group up to the mount point.
     fn ancestors(&self, controller: &str) -> Vec<PathBuf> {
         let mut found = Vec::new();
         for (_, mount, dir) in self.places.iter().filter(|(name, ..)| name == controller) {
@@ -190,10 +190,11 @@ fn control_group_places(cgroup: &str, mounts: &str) -> Vec<(String, PathBuf, Pat
     for line in cgroup.lines() {
         let mut parts = line.splitn(3, ':');
         let (Some(_), Some(controllers), Some(path)) = (parts.next(), parts.next(), parts.next()) else { continue };
-        // Only CPU and memory are needed here. v2 has one tree for all controllers, whose name is empty.
+        // Only CPU and memory are needed here. In v2 all controllers have one tree, and its name is empty.
         for controller in controllers.split(',').filter(|name| matches!(*name, "cpu" | "memory" | "")) {
             for (root, mount) in mounts.lines().filter_map(|line| control_group_mount(line, controller)) {
-                // In a container the mount may show only a part of the tree. Then its root is this process's own group.
+                // In a container the mount may show only a part of the tree. Then the root of that part is this
+                // process's own group.
                 let below = path.strip_prefix(root.trim_end_matches('/')).unwrap_or("").trim_start_matches('/');
                 let outside = below.split('/').any(|part| part == "..");
                 let mount = PathBuf::from(mount);
@@ -206,7 +207,7 @@ fn control_group_places(cgroup: &str, mounts: &str) -> Vec<(String, PathBuf, Pat
     places
 }
 
-/// Root and mount point, if a mountinfo line mounts this controller. The empty name stands for the v2 tree.
+/// If a mountinfo line mounts this controller, its root and mount point. The empty name means the v2 tree.
 fn control_group_mount<'a>(line: &'a str, controller: &str) -> Option<(&'a str, &'a str)> {
     let (front, back) = line.split_once(" - ")?;
     let front: Vec<&str> = front.split(' ').collect();
@@ -219,7 +220,7 @@ fn control_group_mount<'a>(line: &'a str, controller: &str) -> Option<(&'a str, 
     matches.then_some((*front.get(3)?, *front.get(4)?))
 }
 
-/// A value that changes at every boot. If it is equal on two ranks, they run on one kernel. Empty if unknown.
+/// A value that changes at every boot. If it is equal on two ranks, they run on the same kernel. Empty if unknown.
 pub fn boot_id() -> String {
     read_trimmed("/proc/sys/kernel/random/boot_id").unwrap_or_default()
 }
@@ -228,13 +229,13 @@ pub fn hostname() -> String {
     read_trimmed("/proc/sys/kernel/hostname").unwrap_or_else(|| "unknown host".into())
 }
 
-/// The effective user, which a peer sees on a socket.
+/// The effective user. A peer sees this user on a socket.
 pub fn uid() -> u32 {
     // SAFETY: takes no argument and always succeeds.
     unsafe { libc::geteuid() }
 }
 
-/// Number of this process's network namespace, which limits the visibility of abstract sockets. 0 if unknown.
+/// Number of this process's network namespace. Abstract sockets are visible only within it. 0 if unknown.
 pub fn netns() -> u64 {
     fs::metadata("/proc/self/ns/net").map(|data| data.ino()).unwrap_or(0)
 }
@@ -273,7 +274,7 @@ fn mebibytes(bytes: u64) -> String {
     format!("{} MiB", bytes >> 20)
 }
 
-/// A mask as text, such as "0-3,8".
+/// A mask as text, for instance "0-3,8".
 fn mask_as_list(mask: &[u64]) -> String {
     let has = |cpu: usize| mask.get(cpu / 64).is_some_and(|word| word >> (cpu % 64) & 1 == 1);
     let mut list = String::new();
@@ -292,7 +293,7 @@ fn mask_as_list(mask: &[u64]) -> String {
     list
 }
 
-/// Size of CPU 0's data or unified cache of this level, and the CPUs that share it.
+/// The size of CPU 0's data or unified cache of this level, and the CPUs that share this cache.
 fn cache(level: u32) -> Option<String> {
     let (size, shared) = cache_of(level)?;
     Some(format!("{size} shared by CPUs {shared}"))
@@ -359,7 +360,7 @@ fn processor_in(cpuinfo: &str) -> String {
     field("model name").or_else(part).unwrap_or_else(|| std::env::consts::ARCH.to_string())
 }
 
-/// Accelerators of this host as listed by their driver, one name per device. Empty if no driver is loaded.
+/// The accelerators of this host that their driver lists, one name per device. Empty if no driver is loaded.
 pub fn accelerators() -> Vec<String> {
     let Ok(devices) = fs::read_dir("/proc/driver/nvidia/gpus") else { return Vec::new() };
     let about = devices.filter_map(|device| fs::read_to_string(device.ok()?.path().join("information")).ok());
@@ -436,7 +437,8 @@ fn probe_peer_pidfd() -> String {
 /// `SO_PEERPIDFD` (Linux 6.5), which libc does not define yet.
 const SO_PEERPIDFD: i32 = 77;
 
-/// A pidfd of the process at the other end of a unix socket. It is right even if the process's pid was reused.
+/// A pidfd of the process at the other end of a unix socket. It refers to that process even if the process's pid was
+/// reused.
 pub fn peer_pidfd(socket: &impl AsRawFd) -> Result<OwnedFd, std::io::Error> {
     let mut fd: i32 = -1;
     let mut length = std::mem::size_of::<i32>() as libc::socklen_t;
@@ -479,7 +481,7 @@ mod tests {
         let names: Vec<&str> = places.iter().map(|(name, ..)| name.as_str()).collect();
         assert_eq!(names, ["cpu", ""], "cpuacct limits nothing");
         assert_eq!(places[0].1, PathBuf::from("/sys/fs/cgroup/cpu,cpuacct"));
-        // A directory that does not exist falls back to the mount point.
+        // If a directory does not exist, the mount point is used instead.
         assert_eq!(places[1].2, PathBuf::from("/nowhere/unified"));
     }
 

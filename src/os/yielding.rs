@@ -1,25 +1,25 @@
-//! Yields the core while a thread waits, as long as that pays.
+//! Decides whether a waiting thread yields its core or sleeps.
 //!
-//! A yield costs 0.4 us if no other thread wants the core, and lets a waiting rank run. Beside a thread that computes,
-//! it costs a time slice, 1 to 4 ms: a thread that yields is scheduled after the computing one, while a sleeping thread
-//! is scheduled before it when it wakes. No system call predicts the cost, but the yield itself shows it. After a long
-//! yield, the waits of this process sleep at once for a period. The period grows as long as each new attempt is long
-//! again.
+//! A yield costs 0.4 us if no other thread wants the core, and lets a waiting rank run. If a thread that computes
+//! shares the core, a yield costs a time slice, 1 to 4 ms: the thread that yields is scheduled after the computing
+//! thread, but a thread that sleeps is scheduled before it when it wakes. No system call predicts the cost, but the
+//! yield itself shows it. After a long yield, there is a period in which waiting threads of this process sleep at once.
+//! The period grows as long as each new attempt is long again.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::clock;
 
-/// If a yield takes at least this long (in nanoseconds), the core is shared with a thread that computes: a thread that
-/// waits yields back within microseconds. A rank that moves megabytes takes this long too, but then sleeping costs
+/// If a yield takes at least this long (in nanoseconds), a thread that computes shares the core; a thread that waits
+/// would yield back within microseconds. A rank that moves megabytes takes this long too, but then sleeping costs
 /// little.
 const LONG: u64 = 1_000_000;
-/// Nanoseconds without yields after the first long yield. `MOST`: the longest such period.
+/// After the first long yield, threads do not yield for this many nanoseconds. `MOST`: the longest such period.
 const FIRST: u64 = 20_000_000;
 const MOST: u64 = 1_000_000_000;
 
-/// All words are hints: if two threads change them at the same time, one of the two results remains. Waiting threads
-/// write them after a long yield, and every waiting thread reads them. Relaxed, because they order nothing else.
+/// Both words are hints: if two threads change them at the same time, one of the two results remains. A waiting thread
+/// writes them after a long yield, and every waiting thread reads them. Relaxed, because they order nothing else.
 #[derive(Debug, Default)]
 pub struct Yielding {
     /// Time until which waits do not yield (`clock::stamp`). 0 before the first long yield.
@@ -48,7 +48,7 @@ impl Yielding {
     /// Starts a period without yields, after a long yield that ended at `now`.
     fn took_long(&self, now: u64) {
         let (until, last) = (self.off_until.load(Ordering::Relaxed), self.off_for.load(Ordering::Relaxed));
-        // Soon after the end of the last period: the core is still shared with a computing thread.
+        // If this is soon after the end of the last period, a computing thread still shares the core.
         let again = last > 0 && now < until.saturating_add(last);
         let pause = if again { (2 * last).min(MOST) } else { FIRST };
         self.off_for.store(pause, Ordering::Relaxed);
@@ -64,7 +64,7 @@ mod tests {
     fn after_a_long_yield_waits_sleep_for_a_while_that_grows_while_yields_stay_long() {
         let yielding = Yielding::default();
         assert!(yielding.pays());
-        // In the future, so that the test does not depend on how long the machine takes for it.
+        // This is in the future, so that the test does not depend on how long it takes on this machine.
         let mut now = clock::stamp() + 60 * MOST;
         yielding.took_long(now);
         assert!(!yielding.pays());
@@ -81,7 +81,7 @@ mod tests {
             yielding.took_long(now);
         }
         assert_eq!(pause(&yielding, now), MOST);
-        // A long yield after a time of short ones starts with the first period again.
+        // After a time of short yields, a long yield starts with the first period again.
         now = yielding.off_until.load(Ordering::Relaxed) + 2 * MOST;
         yielding.took_long(now);
         assert_eq!(pause(&yielding, now), FIRST);

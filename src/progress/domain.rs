@@ -17,7 +17,7 @@ use crate::os::watch::PerProcess;
 use crate::os::yielding::Yielding;
 use crate::threads::Helpers;
 
-/// A group, as used by its drivers.
+/// A group, as its drivers use it.
 pub trait Driven: Send + Sync {
     /// Advances what can advance without waiting. Returns false if nothing advanced or another thread is driving the
     /// group. Never panics.
@@ -27,15 +27,17 @@ pub trait Driven: Send + Sync {
     fn rest(&self, _pause: Duration) -> bool {
         false
     }
-    /// Checks deadlines, and peers that left. Called between sleeps, at least every 50 ms while something is pending.
+    /// Checks deadlines, and whether peers have left. Called between sleeps, at least every 50 ms while something is
+    /// pending.
     fn check_deadlines_and_peers(&self);
     /// Number of operations that have not ended.
     fn pending(&self) -> usize;
-    /// The word on which peers wake this rank; `None` if they cannot.
+    /// The word on which peers wake this rank; `None` if peers cannot wake it.
     fn wake_address(&self) -> Option<WakeAddress<'_>>;
-    /// The domain of the rank that this group belongs to.
+    /// The domain of the rank to which this group belongs.
     fn domain(&self) -> &Arc<Domain>;
-    /// The threads that copy and combine for a thread that waits for this group. None: only the waiting thread.
+    /// The threads that copy and combine for a thread that waits for this group. If `None`, the waiting thread does
+    /// this alone.
     fn helpers(&self) -> Option<Helpers> {
         None
     }
@@ -59,7 +61,7 @@ pub struct SpinPolicy {
 }
 
 impl SpinPolicy {
-    /// The budgets for `ranks` ranks on one host that may together use `cores` cores.
+    /// The budgets for `ranks` ranks on one host, which together may use `cores` cores.
     pub fn for_ranks(ranks: usize, cores: usize) -> SpinPolicy {
         if ranks <= cores {
             SpinPolicy { spin: Duration::from_micros(3), yield_for: Duration::from_micros(200), own_cores: true }
@@ -93,7 +95,8 @@ impl fmt::Display for SpinPolicy {
 pub struct EventCount {
     /// Futex word. The waking thread increments it (release); a sleeper reads it before it sleeps (acquire).
     word: AtomicU32,
-    /// Number of threads that sleep on the word or are about to. Relaxed, because the fences of `event_count` order it.
+    /// Number of threads that sleep on the word or are about to sleep. Relaxed, because the fences of `event_count`
+    /// order it.
     sleepers: AtomicU32,
 }
 
@@ -127,33 +130,35 @@ impl WakeWords for EventCount {
 
 #[derive(Default)]
 pub struct Domain {
-    /// Groups of the domain, in the order in which they were made. Weak, so that a dropped group disappears by itself.
+    /// Groups of the domain, in the order in which they were created. Weak, so that a dropped group disappears by
+    /// itself.
     groups: RwLock<Vec<Weak<dyn Driven>>>,
     /// Number of operations of all groups that have not ended. Groups increment it at issue and decrement it at the
     /// end.
     pending: AtomicUsize,
-    /// Number of threads in `driver::wait_until`, in the bits below `WAITS`; above them, the number of waits that have
-    /// begun. These threads change it. The progress thread reads it, and so does each of these threads when it leaves.
+    /// The bits below `WAITS` are the number of threads in `driver::wait_until`; the bits above are the number of waits
+    /// that have begun. Threads that begin or end such a wait change it. The progress thread reads it, and a thread
+    /// that ends its wait reads it too.
     drivers: AtomicUsize,
     /// Signalled when there may be new work for drivers.
     pub work: EventCount,
-    /// Signalled when an operation has ended on a thread that is not the one waiting for it.
+    /// Signalled when an operation has ended on a thread other than the one that waits for it.
     pub ended: EventCount,
     /// Set by `driver::stop` at the end of the process, and reset after the thread has ended. Read by the progress
     /// thread.
     pub(crate) stopping: AtomicBool,
     pub(crate) thread: Mutex<Option<JoinHandle<()>>>,
-    /// Whether the progress thread was started. Set with release; every asynchronous operation reads it with acquire,
-    /// to skip the lock of `thread`.
+    /// Whether the progress thread was started. Set with release. Every asynchronous operation reads it with acquire,
+    /// so that it does not need the lock of `thread`.
     pub(crate) running: AtomicBool,
-    /// Time at which a waiting thread last checked whether it shares its core with a peer (`clock::now`); limits these
-    /// checks to one in 5 ms. Written and read by waiting threads. Relaxed, because it guards no other data.
+    /// Time (`clock::now`) at which a waiting thread last checked whether it shares its core with a peer. Such a check
+    /// is made at most once in 5 ms. Written and read by waiting threads. Relaxed, because it guards no other data.
     pub(super) dodged: AtomicU64,
     /// Decides whether waiting threads yield their core or sleep.
     pub(super) yielding: Yielding,
 }
 
-/// One wait in `Domain::drivers`. There are never so many threads.
+/// The number by which one wait increases `Domain::drivers`. A process never has this many threads.
 const WAITS: usize = 1 << 16;
 
 static DOMAINS: PerProcess<Mutex<HashMap<u64, Arc<Domain>>>> = PerProcess::new();
@@ -209,7 +214,7 @@ impl Domain {
         event_count::announce(&self.ended, 1);
     }
 
-    /// Wakes drivers, because a condition that they check has changed, such as the end of a peer.
+    /// Wakes drivers, because a condition that they check has changed, for instance because a peer has ended.
     pub fn announce_work(&self) {
         event_count::announce(&self.work, 1);
     }

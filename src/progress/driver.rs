@@ -3,10 +3,10 @@
 //! lock if it is free, advances what it can, and releases the lock.
 //!
 //! A waiting thread first spins, then yields, then sleeps on the wake words of all groups that it drives. The budgets
-//! were measured. A futex wake across cores costs 14 to 26 us, so it pays to yield for several times as long before a
-//! sleep. Spinning is short even if every rank can have its own core. When other work pushes two ranks onto one core,
-//! 25 us of spinning keep the peer off the core and cost 70 us in every operation. 3 us of spinning cost nothing while
-//! the ranks do have their own cores, because a yield with no other runnable thread takes 0.4 us
+//! were measured. A futex wake across cores costs 14 to 26 us, so before a thread sleeps, it pays to yield for several
+//! times as long. Spinning is short even if every rank can have its own core: if other work pushes two ranks onto one
+//! core, 25 us of spinning keep the peer off the core and cost 70 us in every operation. If the ranks do have their own
+//! cores, spinning for only 3 us costs nothing, because a yield takes 0.4 us if no other thread can run
 //! (docs/internals/benchmarks.md). If yields take long, the thread sleeps directly after spinning (`os::yielding`).
 //!
 //! `roles` defines which event wakes which thread. This file handles groups, clocks and the kernel, and has no shared
@@ -29,9 +29,9 @@ use crate::os::fault_points::FaultPoint;
 use crate::os::{futex, watch};
 use crate::threads;
 
-/// Longest sleep between two checks of deadlines and signals.
+/// The longest sleep between two checks of deadlines and signals.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// Longest sleep if more groups are busy than one futex wait can watch, or if no other thread can end the sleep.
+/// The longest sleep if more groups are busy than one futex wait can watch, or if no other thread can end the sleep.
 const SHORT_NAP: Duration = Duration::from_millis(1);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,13 +41,13 @@ pub enum Outcome {
     Interrupted,
 }
 
-/// Drives until `done` returns true, or `until` passes, or the host was interrupted. It does not check deadlines of
-/// operations: the groups do, and end late operations, so that `done` becomes true.
+/// Drives until `done` returns true, `until` passes, or the host was interrupted. It does not check deadlines of
+/// operations itself: the groups check them and end late operations, so that `done` becomes true.
 pub fn wait_until(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, done: impl Fn() -> bool) -> Outcome {
     let driving = roles::Driving::new(&**group.domain());
     let _lending = group.helpers().map(threads::lend);
     let spin_policy = group.spin_policy();
-    // Time since something last advanced, as of the last reading of the clock.
+    // How long nothing has advanced, according to the last reading of the clock.
     let mut idle_since: Option<Instant> = None;
     let mut idle = Duration::ZERO;
     let mut last_look = Instant::now();
@@ -80,8 +80,8 @@ pub fn wait_until(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, d
         if until.is_some_and(|until| now >= until) {
             return Outcome::Elapsed;
         }
-        // Checked even while things advance: a long transfer, or a peer that violates the protocol, must not delay
-        // deadlines and signals.
+        // Checked even while operations advance, because a long transfer or a peer that violates the protocol must not
+        // delay deadlines and signals.
         if now - last_look >= POLL_INTERVAL {
             last_look = now;
             long_wait.get_or_insert_with(|| Registered::new(group));
@@ -100,9 +100,9 @@ pub fn wait_until(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, d
             yield_core(group, &done);
         } else {
             let pause = until.map_or(next_look, |until| (until - now).min(next_look));
-            // If this thread reads the connections to other hosts itself (`rest`), no other thread has to read them and
-            // wake this one. If another thread ends the operation just before `rest`, `done` is checked only when
-            // `rest` returns.
+            // If this thread itself reads the connections to other hosts (`rest`), no other thread has to read them and
+            // wake it. If another thread ends the operation just before `rest`, `done` is checked only when `rest`
+            // returns.
             let alone = group.domain().pending() == group.pending();
             if !(alone && group.rest(pause.min(SHORT_NAP))) {
                 sleep(group.domain(), Some(group), pause.max(Duration::from_micros(50)), &done);
@@ -111,7 +111,8 @@ pub fn wait_until(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, d
     }
 }
 
-/// Checks signals, and the deadlines and peers of all groups of the process. Returns false if a signal ends the wait.
+/// Checks signals, and the deadlines and peers of all groups of the process. Returns false if a signal must end the
+/// wait.
 fn look_around(group: &dyn Driven, host: &dyn Host, driving: &roles::Driving<'_, Domain>) -> bool {
     // `interrupted` may wait seconds for the interpreter's lock. Meanwhile this thread drives nothing, so it must not
     // count as a driver, and the progress thread must be able to take over.
@@ -120,7 +121,7 @@ fn look_around(group: &dyn Driven, host: &dyn Host, driving: &roles::Driving<'_,
         return false;
     }
     group.check_deadlines_and_peers();
-    // Also those of the other groups, because the progress thread checks no deadlines while a thread waits.
+    // This includes the other groups, because the progress thread checks no deadlines while a thread waits.
     group.domain().busy().iter().for_each(|other| other.check_deadlines_and_peers());
     true
 }
@@ -135,7 +136,7 @@ fn yield_core(group: &dyn Driven, done: &impl Fn() -> bool) {
     }
 }
 
-/// While this lives, the group counts this thread as one that has waited for long. Shorter waits do not pay this cost.
+/// While this lives, the group counts this thread as one that has waited for long. Shorter waits avoid this cost.
 struct Registered<'a>(&'a dyn Driven, u64);
 
 impl<'a> Registered<'a> {
@@ -152,9 +153,9 @@ impl Drop for Registered<'_> {
     }
 }
 
-/// Whether a thread may try to leave a core that it shares with a peer. Two ranks on one core stay there as long as
-/// they only yield to each other, at 20 us per operation. A real sleep lets the kernel wake the thread on an idle core.
-/// Tried at most once in five milliseconds, because it does not help if no core is idle.
+/// Whether a thread may try to leave a core that it shares with a peer. As long as two ranks on one core only yield to
+/// each other, they stay there, which costs 20 us per operation. If a thread really sleeps, the kernel can wake it on
+/// an idle core. This is tried at most once in five milliseconds, because it does not help if no core is idle.
 fn may_dodge(domain: &Domain) -> bool {
     const EVERY: u64 = 5_000_000;
     let now = crate::os::clock::now();
@@ -174,11 +175,11 @@ fn drive_others(group: &dyn Driven) -> bool {
 }
 
 /// Makes a last pass over the busy groups, and sleeps unless something advanced. The sleep ends when a peer wakes this
-/// rank in one of the busy groups or in `own`, when an operation is issued anywhere in the domain, or when `stop` may
-/// have become true. A waiting thread (`own` is given) is also woken when another thread ends an operation.
+/// rank in a busy group or in `own`, when an operation is issued anywhere in the domain, or when `stop` may have become
+/// true. If this is a waiting thread (`own` is set), it is also woken when another thread ends an operation.
 fn sleep(domain: &Arc<Domain>, own: Option<&dyn Driven>, pause: Duration, stop: impl Fn() -> bool) {
-    // Must come first: an operation that is issued after this wakes the thread, and one that was issued before is in a
-    // busy group.
+    // Must come first: if an operation is issued after this, it wakes the thread; if it was issued before, its group is
+    // in the list of busy groups.
     let work = Listening::new(&domain.work, 0);
     let ended = own.map(|_| Listening::new(&domain.ended, 0));
     let busy = domain.busy();
@@ -208,7 +209,7 @@ fn sleep(domain: &Arc<Domain>, own: Option<&dyn Driven>, pause: Duration, stop: 
     futex::wait(&words, pause);
 }
 
-/// Must be called after an operation was issued that did not end at once and that its caller does not wait for now.
+/// Must be called after an operation was issued, if it did not end at once and its caller does not wait for it now.
 pub fn issued(domain: &Arc<Domain>) {
     start_progress(domain);
     roles::issued(&**domain);
@@ -242,7 +243,7 @@ pub fn stop(domain: &Domain) {
 
 /// A thread that has just issued usually waits at once, so the progress thread sleeps this long before it takes over.
 const GRACE: Duration = Duration::from_micros(50);
-/// Longest such sleep, after repeated wakes for which the progress thread was not needed.
+/// The longest such sleep. It is used if the progress thread was woken again and again without being needed.
 const LONGEST_GRACE: Duration = Duration::from_micros(500);
 
 /// The progress thread of a domain. It drives while operations are pending and no thread waits, and ends when the
@@ -250,8 +251,8 @@ const LONGEST_GRACE: Duration = Duration::from_micros(500);
 fn progress(domain: &Arc<Domain>) {
     let mut grace = GRACE;
     let looked = Cell::new(Instant::now());
-    // Threads that wait one after another, each for less than `POLL_INTERVAL`, check no deadlines themselves. Each of
-    // them that leaves pending operations behind wakes this thread.
+    // If threads wait one after another, each for less than `POLL_INTERVAL`, they check no deadlines themselves. If
+    // such a thread leaves pending operations behind, it wakes this thread.
     let look = || {
         if domain.pending() > 0 && looked.get().elapsed() >= POLL_INTERVAL {
             looked.set(Instant::now());
@@ -266,14 +267,14 @@ fn progress(domain: &Arc<Domain>) {
         let waits = domain.waits();
         std::thread::sleep(grace);
         look();
-        // A thread that has waited meanwhile has driven everything, and usually waits soon again. What is pending now it
-        // has issued since.
+        // If a thread has waited meanwhile, it has driven everything, and it usually waits again soon. Operations that
+        // are pending now were issued after its wait.
         if domain.waits() != waits || !roles::needs_progress(&**domain) {
             grace = (grace * 2).min(LONGEST_GRACE);
             continue;
         }
         grace = GRACE;
-        // A panic that a group did not contain is a bug of ours. The operations of all groups still need a driver.
+        // If a group did not contain a panic, that is our own bug. The operations of all groups still need a driver.
         if catch_unwind(AssertUnwindSafe(|| drive_while_needed(domain))).is_err() {
             log::error!("internal error in the progress thread, please report it with the text above");
         }

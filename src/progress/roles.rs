@@ -1,5 +1,5 @@
-//! Which thread drives the groups of a rank, and which event wakes which thread. A thread that waits drives; the
-//! progress thread drives while operations are pending and no thread waits. This code does not sleep and knows no
+//! Decides which thread drives the groups of a rank, and which event wakes which thread. A thread that waits drives;
+//! the progress thread drives while operations are pending and no thread waits. This code does not sleep and knows no
 //! groups. It is generic over the shared words, so that `tests/loom.rs` can run it on loom's atomics, which try every
 //! interleaving.
 //!
@@ -90,7 +90,7 @@ impl<W: Words> Drop for Pause<'_, W> {
 }
 
 /// Called by the progress thread. Waits until that thread is needed (returns true) or must end (returns false). `sleep`
-/// sleeps while `work` has the given value, and may return spuriously.
+/// sleeps as long as the word of `work` has the value that is passed to it, and may return spuriously.
 pub fn await_work<W: Words>(words: &W, sleep: impl Fn(u32)) -> bool {
     loop {
         let listening = Listening::new(words.work(), 0);

@@ -9,13 +9,14 @@ pub fn bf16_to_f32(stored: u16) -> f32 {
     f32::from_bits((stored as u32) << 16)
 }
 
-/// Rounds to nearest, ties to even. Keeps denormals, which x86's bf16 instructions do not.
+/// Rounds to nearest, ties to even. Keeps denormals, unlike x86's bf16 instructions.
 #[inline(always)]
 pub fn f32_to_bf16(number: f32) -> u16 {
-    // Selected here, between values of one width, which vectorizes well. Rounding does not change this NaN.
+    // The NaN is selected here, because a selection between values of the same width vectorizes well. Rounding does not
+    // change this NaN.
     let number = if number.is_nan() { f32::from_bits(F32_NAN) } else { number };
     let bits = number.to_bits();
-    // Adds half of the last place that is kept, less one if that place is even. So a tie carries only if the place is
+    // Adds half of the last place that is kept, minus one if that place is even. So a tie carries only if the place is
     // odd.
     let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1));
     (rounded >> 16) as u16
@@ -27,7 +28,7 @@ const F16_NAN: u32 = 0x7e00;
 const F32_INFINITY: u32 = 0x7f80_0000;
 /// The smallest normal f16 as f32: 2^-14.
 const F16_MIN_NORMAL: u32 = 0x3880_0000;
-/// 2^16 as f32. f16 has only infinity from here on, even before rounding.
+/// 2^16 as f32. From this value on, f16 has only infinity, even before rounding.
 const F16_BEYOND: u32 = 0x4780_0000;
 
 /// Widens exactly.
@@ -51,7 +52,7 @@ pub fn f32_to_f16(number: f32) -> u16 {
     let number = if number.is_nan() { f32::from_bits(F32_NAN) } else { number };
     let sign = (number.to_bits() >> 16) & 0x8000;
     let magnitude = number.to_bits() & 0x7fff_ffff;
-    // Rounds to nearest even by an addition, as `f32_to_bf16` does. A carry out of the largest exponent gives infinity,
+    // Rounds to nearest even by an addition, like `f32_to_bf16`. A carry out of the largest exponent gives infinity,
     // which is correct.
     let normal = magnitude.wrapping_sub(REBIAS).wrapping_add(0x0fff + ((magnitude >> 13) & 1)) >> 13;
     // The last place of f32 numbers in [0.5, 1) is 2^-24, f16's smallest step, so this addition rounds to that step.
@@ -62,10 +63,11 @@ pub fn f32_to_f16(number: f32) -> u16 {
     (sign | bits) as u16
 }
 
-/// While it exists, this thread computes as IEEE 754 and Rust assume: rounding to nearest even, denormals kept.
+/// While this exists, this thread computes with the mode that IEEE 754 and Rust assume: it rounds to nearest even and
+/// keeps denormals.
 ///
-/// A program may change the mode of its own threads (`torch.set_flush_denormal`), but not of ours, and not on all
-/// ranks. Without this guard, the bits would depend on which thread ran the operation.
+/// A program may change the mode of its own threads (`torch.set_flush_denormal`), but that does not change our threads
+/// or other ranks. Without this guard, the bits would depend on which thread ran the operation.
 pub struct StandardMode {
     /// The previous value of the control register, if it had to be changed.
     found: Option<mode::Register>,
@@ -122,7 +124,7 @@ mod mode {
     #[cold]
     pub fn write(register: Register) {
         // SAFETY: the value was read from the register, possibly with the bits above cleared, so no reserved bit is set
-        // and no exception is unmasked. Without `nomem`, so that no store to memory moves across it.
+        // and no exception is unmasked. `nomem` is not set, so that no store to memory moves across the instruction.
         unsafe { asm!("ldmxcsr [{}]", in(reg) &register, options(nostack, preserves_flags)) };
     }
 }
@@ -163,7 +165,7 @@ mod mode {
 
 #[cfg(any(miri, not(any(target_arch = "x86_64", target_arch = "aarch64"))))]
 mod mode {
-    //! This processor's mode is unknown, so it is left unchanged. Miri has one mode, and runs no assembly.
+    //! This processor's mode is unknown, so it is left unchanged. Miri has only one mode, and runs no assembly.
     pub type Register = ();
 
     pub fn read() -> Register {}

@@ -1,22 +1,22 @@
-//! A hash of a result, with which ranks find out that their results differ (`engine::verify`). It detects
-//! faults of processors and memory. It is no cryptographic hash: two results with the same hash are easy to construct.
+//! A hash of a result. Ranks use it to find out whether their results differ (`engine::verify`). It detects faults of
+//! processors and memory. It is not a cryptographic hash: two results with the same hash are easy to construct.
 //!
-//! Memory is hashed in cells of 64 bytes: eight lanes of one little-endian word each; the last cell is filled up with
-//! zeros. Each lane has two sums, modulo 2^64:
+//! Memory is hashed in cells of 64 bytes. A cell has eight lanes of one little-endian word each; the last cell is
+//! filled up with zeros. Each lane has two sums, modulo 2^64:
 //! - *plain*: the words themselves;
 //! - *mixed*: the product of the two halves of each word, after the word was combined with a key that depends on the
-//!   cell's position. Words that changed places change it.
+//!   cell's position. So if words change places, this sum changes.
 //!
-//! A cell adds to the sums independently of all others, so parts of a result may be hashed in any order and in any
-//! cut at multiples of 64 bytes, for instance each part while it is in the cache.
+//! What a cell adds to the sums does not depend on other cells, so a result may be cut at any multiples of 64 bytes and
+//! its parts hashed in any order, for instance each part while it is in the cache.
 //!
-//! One flipped bit always changes the hash. It changes one plain sum by ±2^b. The upper half of the hash is the upper
-//! half of the plain sums' combination with odd factors, and no factor times ±2^b is so small that the upper half could
-//! stay the same (a test checks all). Other differences, such as several flipped bits, remain unseen with a probability
-//! of about 2^-60.
+//! A single flipped bit always changes the hash. It changes one plain sum by ±2^b. The plain sums are combined with odd
+//! factors, and the upper half of the result is the upper half of the hash. No factor times ±2^b is so small that this
+//! half could stay the same (a test checks all cases). Other differences, for instance several flipped bits, are missed
+//! with a probability of about 2^-60.
 //!
 //! Source: the sums of products of NH (Black et al., UMAC, 1999) and of the accumulators of XXH3 (Collet, 2019), which
-//! likewise add each word as it is, beside the product. The keys that grow with the position and the two halves of the
+//! also add each word itself in addition to the product. The keys that grow with the position and the two halves of the
 //! hash are ours.
 
 use super::Level;
@@ -24,11 +24,11 @@ use super::Level;
 /// Bytes of a cell. Parts are cut at multiples of it.
 pub const CELL: usize = 64;
 const LANES: usize = CELL / 8;
-/// Bits of a hash that are always zero, for a caller that stores something beside the hash.
+/// Bits of a hash that are always zero, for a caller that stores something in the same word as the hash.
 pub const SPARE: u64 = 0xf;
 
-/// The keys of the first cell, and by how much each grows from cell to cell: odd numbers without a pattern (fractions of
-/// the square roots of primes, as in SHA-512).
+/// The keys of the first cell, and also by how much each key grows from cell to cell. They are odd numbers without a
+/// pattern (fractions of the square roots of primes, like in SHA-512).
 const KEYS: [u64; LANES] = [
     0x6a09_e667_f3bc_c909,
     0xbb67_ae85_84ca_a73b,
@@ -39,7 +39,8 @@ const KEYS: [u64; LANES] = [
     0x1f83_d9ab_fb41_bd6b,
     0x5be0_cd19_137e_2179,
 ];
-/// Factors of the lanes when the plain sums are combined: odd, see `a_flipped_bit_always_changes_the_upper_half`.
+/// The factors of the lanes with which the plain sums are combined. They must be odd; see
+/// `a_flipped_bit_always_changes_the_upper_half`.
 const FACTORS: [u64; LANES] = [
     0x9e37_79b9_7f4a_7c15,
     0xbf58_476d_1ce4_e5b9,
@@ -65,8 +66,8 @@ impl Default for Hash {
 }
 
 impl Hash {
-    /// Adds `bytes` from `from` on, which are at position `at` of the result. `at` is a multiple of `CELL`, and so is
-    /// `bytes`, unless the result ends there.
+    /// Adds `bytes` bytes beginning at `from`, which are at position `at` of the result. `at` is a multiple of `CELL`;
+    /// `bytes` is too, unless the result ends there.
     ///
     /// # Safety
     /// `from` must be readable for `bytes`.
@@ -85,7 +86,7 @@ impl Hash {
         let rest = bytes % CELL;
         if rest > 0 {
             let mut last = [0; CELL];
-            // SAFETY: `rest` bytes after the whole cells, and less than a cell.
+            // SAFETY: these are the `rest` bytes after the whole cells, which are fewer than a cell has.
             unsafe { last.as_mut_ptr().copy_from_nonoverlapping(from.add(cells * CELL), rest) };
             self.add_cell(first + cells as u64, &last);
         }
@@ -159,8 +160,8 @@ mod tests {
         (0..bytes).map(next).collect()
     }
 
-    /// The proof that the head of this file refers to: the upper half of a sum changes if the sum changes by at least
-    /// 2^32 in either direction.
+    /// This is the proof to which the head of this file refers: the upper half of a sum changes if the sum changes by
+    /// at least 2^32 in either direction.
     #[test]
     fn a_flipped_bit_always_changes_the_upper_half() {
         for factor in FACTORS {

@@ -1,11 +1,11 @@
-//! What compressed sums send instead of 32-bit floats: 8-bit integers with a scale per block, or the indices of the
-//! largest elements.
+//! The formats that compressed sums send instead of 32-bit floats: 8-bit integers with a scale for each block, or the
+//! indices of the largest elements.
 //!
-//! An encoded block is its scale, the largest magnitude divided by 127 (f32 in native byte order), and one byte per
-//! element. The byte is the element divided by the scale, rounded to the nearest integer (ties to even), from -127 to
-//! 127. Missing elements of the last block are 0. A block that contains an infinity or NaN decodes to NaN as a whole.
-//! As in `scalar`, a result depends only on its own block, so the vector width changes no bit. `levels!` compiles each
-//! loop for every instruction set.
+//! An encoded block consists of its scale (the largest magnitude divided by 127, as an f32 in native byte order) and
+//! one byte per element. The byte is the element divided by the scale, rounded to the nearest integer (ties to even),
+//! in the range from -127 to 127. Missing elements of the last block are 0. If a block contains an infinity or NaN, all
+//! its elements decode to NaN. Like in `scalar`, a result depends only on its own block, so the vector width changes no
+//! bit. `levels!` compiles each loop for every instruction set.
 
 use super::Level;
 use super::float::StandardMode;
@@ -15,7 +15,8 @@ use crate::error::{Error, Result};
 const SCALE: usize = size_of::<f32>();
 const MAGNITUDE: u32 = 0x7fff_ffff;
 const INFINITY: u32 = 0x7f80_0000;
-/// 1.5 * 2^23. The sum with a number below 2^22 has no fraction bits, and the rounded number is in its low bits.
+/// 1.5 * 2^23. If a number below 2^22 is added, the sum has no fraction bits, and the rounded number is in the sum's
+/// low bits.
 const ROUNDER: f32 = 12_582_912.0;
 
 /// Encoded size of `elements` numbers in bytes, in whole blocks.
@@ -39,8 +40,8 @@ pub fn decode(level: Level, encoded: &[u8], block: usize, values: &mut [f32]) ->
     Ok(())
 }
 
-/// Adds consecutive addends in order, and encodes the sums. Each scale is first divided by `divisor`, so that an
-/// average does not overflow.
+/// Adds the addends, which are stored one after the other, in order, and encodes the sums. Each scale is first divided
+/// by `divisor`, so that an average does not overflow.
 pub fn sum(level: Level, addends: &[u8], block: usize, divisor: f32, summed: &mut [u8]) -> Result<()> {
     whole_blocks(block, summed.len())?;
     if addends.is_empty() != summed.is_empty() || !summed.is_empty() && !addends.len().is_multiple_of(summed.len()) {
@@ -51,8 +52,8 @@ pub fn sum(level: Level, addends: &[u8], block: usize, divisor: f32, summed: &mu
     Ok(())
 }
 
-/// Writes the indices of the `places.len()` elements of largest magnitude, in ascending order. Among equal magnitudes
-/// the lower index wins, and a NaN counts as larger than any number.
+/// Writes the indices of the `places.len()` elements with the largest magnitudes, in ascending order. If magnitudes are
+/// equal, the lower index is chosen. A NaN counts as larger than any number.
 pub fn largest(values: &[f32], places: &mut [i32]) -> Result<()> {
     if i32::try_from(values.len()).is_err() || places.len() > values.len() {
         return Err(sizes("values", values.len(), places.len()));
@@ -74,9 +75,9 @@ pub fn largest(values: &[f32], places: &mut [i32]) -> Result<()> {
     Ok(())
 }
 
-/// The magnitude of the `wanted`th largest element, and how many elements of exactly that magnitude are among the
-/// `wanted`. Determines one digit after another by counting, from the top, so memory is read three times whatever the
-/// values.
+/// The magnitude of the `wanted`th largest element, and how many of the `wanted` largest elements have exactly that
+/// magnitude. Determines one digit after another by counting, the highest first, so memory is read three times whatever
+/// the values.
 fn bound(values: &[f32], wanted: usize) -> (u32, usize) {
     const BITS: u32 = 11;
     let mut known = 0;
@@ -168,8 +169,8 @@ fn encode_block(values: &[f32], into: &mut [u8]) {
     let (scale, numbers) = into.split_at_mut(SCALE);
     let (numbers, missing) = numbers.split_at_mut(values.len());
     missing.fill(0);
-    // As integers, magnitudes have the same order, with infinity and then NaN at the end. Their maximum does not depend
-    // on the order of the elements.
+    // Magnitudes that are compared as integers have the same order, with infinity and then NaN at the end. Their
+    // maximum does not depend on the order of the elements.
     let mut most = 0;
     for value in values {
         most = most.max(value.to_bits() & MAGNITUDE);
@@ -187,8 +188,8 @@ fn encode_block(values: &[f32], into: &mut [u8]) {
     }
 }
 
-/// The nearest integer from -127 to 127, as a byte. The quotient can be outside if the scale is a denormal, which is
-/// rounded coarsely.
+/// The nearest integer from -127 to 127, as a byte. If the scale is a denormal, it is rounded coarsely, so the quotient
+/// can be outside that range.
 #[inline(always)]
 fn nearest(value: f32) -> u8 {
     let held = if value > 127.0 { 127.0 } else { value };
@@ -213,7 +214,8 @@ fn decode_all(encoded: &[u8], block: usize, values: &mut [f32]) {
 
 #[inline(always)]
 fn sum_all(addends: &[u8], block: usize, divisor: f32, summed: &mut [u8]) {
-    // The sums of one block, so that addends are read once and no sum is stored to memory before it is encoded.
+    // Holds the sums of only one block, so that addends are read once and no sum is stored to memory before it is
+    // encoded.
     let mut total = vec![0.0f32; block];
     let whole = summed.len();
     for (at, into) in summed.chunks_exact_mut(SCALE + block).enumerate() {

@@ -1,14 +1,15 @@
 //! Combines numbers: `dst[i] = sources[0][i] op sources[1][i] op ...`, always in that order.
 //!
-//! Every result is a function of its own elements only, computed in rank order. It does not depend on how a tensor was
-//! cut, on the vector width, or on the thread (design, "same bits"):
+//! Every result is computed only from its own elements, in rank order. It does not depend on how a tensor was cut, on
+//! the vector width, or on the thread (design, "same bits"):
 //! - f16 and bf16 are widened to f32, combined there, and rounded once (to nearest even) at the end;
 //! - f32 and f64 are combined as they are, without fused multiply-add; denormals are kept;
 //! - a NaN result is always the quiet NaN without sign and payload; MIN and MAX give NaN if any rank has one, and treat
 //!   -0 as smaller than +0;
 //! - integers wrap; bool is true for any byte except 0, its SUM and MAX are "or", its PRODUCT and MIN "and";
 //! - AVG divides the sum once; integers truncate towards zero;
-//! - PREMUL_SUM multiplies each rank's number by that rank's factor, rounded to the type in which numbers are combined.
+//! - PREMUL_SUM multiplies each rank's number by that rank's factor, which is rounded to the type in which numbers are
+//!   combined.
 //!
 //! A single source is copied bit for bit (PREMUL_SUM scales it).
 //!
@@ -54,8 +55,8 @@ impl Level {
         self as u8 <= Level::best() as u8
     }
 
-    /// The widest level of this processor that `SAGELLM_KERNELS` permits. Read once, so all calls of a process use one
-    /// level.
+    /// The widest level of this processor that `SAGELLM_KERNELS` permits. The variable is read once, so all calls of a
+    /// process use the same level.
     pub fn best() -> Level {
         static BEST: Lazy<Level> = Lazy::new(|| {
             let widest = Level::detect();
@@ -111,11 +112,12 @@ impl Level {
 pub struct Kernel {
     run: Run,
     element_size: usize,
-    /// Units that `run` counts, per element: 2 if a complex number is processed as its parts, the bytes for bit
-    /// operations, else 1.
+    /// How many units `run` counts for each element: 2 if a complex number is processed as two parts, the size in bytes
+    /// for bit operations, otherwise 1.
     units: usize,
     ranks: usize,
-    /// Whether the op is PREMUL_SUM: there is one factor per source, and a single source is not just copied.
+    /// Whether the op is PREMUL_SUM. If so, there is one factor for each source, and a single source is not just
+    /// copied.
     scales: bool,
 }
 
@@ -124,7 +126,7 @@ pub fn kernel(dtype: Dtype, op: ReduceOp, ranks: usize) -> Result<Kernel> {
     kernel_at(Level::best(), dtype, op, ranks)
 }
 
-/// Like `kernel`, for one of `Level::available`, to compare them.
+/// Like `kernel`, but for any level of `Level::available`, so that levels can be compared.
 ///
 /// # Panics
 /// If this processor does not have the level, or `SAGELLM_KERNELS` does not permit it.
@@ -151,8 +153,8 @@ impl Kernel {
         self.element_size
     }
 
-    /// `dst[i] = sources[0][i] op sources[1][i] op ...`, in the order of `sources`, for `elements` elements. `factors`
-    /// has one number per source for PREMUL_SUM, and is not read otherwise.
+    /// `dst[i] = sources[0][i] op sources[1][i] op ...`, in the order of `sources`, for `elements` elements. For
+    /// PREMUL_SUM, `factors` has one number for each source; otherwise it is not read.
     ///
     /// # Safety
     /// Every source must be readable and `dst` writable for `elements * element_size()` bytes, aligned or not. `dst`
@@ -172,11 +174,11 @@ impl Kernel {
     }
 }
 
-/// Plain copy into or out of a staging area. The written data stays in the cache, where a peer will read it.
+/// Copies into or out of a staging area. The written data stays in the cache, where a peer will read it.
 ///
 /// The platform's `memcpy` is best for this. Compared with AVX2 and AVX-512 loops it was 1.3 times as fast from 64 to
-/// 512 KiB, and up to twice as slow between 4 and 16 KiB. But it bypasses the cache for large copies, from a size that
-/// differs by machine and tunables. So this copies in pieces well below that size.
+/// 512 KiB, and up to twice as slow between 4 and 16 KiB. But for large copies it bypasses the cache, from a size that
+/// depends on the machine and on tunables. So this function copies in pieces well below that size.
 ///
 /// # Safety
 /// `src` must be readable and `dst` writable for `bytes`. They must be the same address or not overlap.
@@ -260,8 +262,8 @@ fn choose<I: Isa>(dtype: Dtype, op: ReduceOp) -> Option<(Run, usize)> {
     run.map(|run| (run, 1))
 }
 
-/// Bitwise kernels: for bool, whose bytes are converted to 0 or 1 when they are read, and for integers of any width as
-/// bytes.
+/// Bitwise kernels, for bool and for integers. Bytes of a bool are converted to 0 or 1 when they are read; integers of
+/// any width are processed as bytes.
 fn bits<I: Isa>(dtype: Dtype, op: ReduceOp) -> Option<Run> {
     use ReduceOp::*;
     Some(match (dtype, op) {
@@ -275,8 +277,8 @@ fn bits<I: Isa>(dtype: Dtype, op: ReduceOp) -> Option<Run> {
     })
 }
 
-/// `U` is the unsigned type of the width of `T`. Wrapping sums and products have the same bits in both, so one kernel
-/// serves both.
+/// `U` is the unsigned type that has the width of `T`. Wrapping sums and products have the same bits in both types, so
+/// one kernel serves both.
 fn integer<I: Isa, T: Number, U: Number>(op: ReduceOp) -> Option<Run> {
     Some(match op {
         ReduceOp::Sum => I::compile::<Int<U>, Sum>(),

@@ -1,4 +1,4 @@
-//! Numbers in memory (`Format`) and in the accumulator (`Number`).
+//! Defines numbers in memory (`Format`) and in the accumulator (`Number`).
 //!
 //! Everything here works on one element at a time, without branches and with a fixed meaning, so that the compiler may
 //! vectorize it at any width without changing a bit.
@@ -37,13 +37,14 @@ macro_rules! integer_number {
             }
             #[inline(always)]
             fn scale(self, factor: f64) -> Self {
-                // Through 64 bits, so that -1 is all ones in an unsigned type too: a factor wraps like a product.
+                // Converted through 64 bits, so that -1 is all ones in an unsigned type too: a factor wraps like a
+                // product.
                 let factor = if factor < 0.0 { factor as i64 as Self } else { factor as u64 as Self };
                 self.wrapping_mul(factor)
             }
             #[inline(always)]
             fn divide(self, ranks: usize) -> Self {
-                // In 64 bits, because a count of 200 ranks does not fit into an i8. Truncates towards zero.
+                // Computed in 64 bits, because a count of 200 ranks does not fit into an i8. Truncates towards zero.
                 (self as $wide / ranks as $wide) as Self
             }
         }
@@ -62,8 +63,8 @@ macro_rules! float_number {
             fn multiply(self, other: Self) -> Self {
                 self * other
             }
-            // In `smaller` and `larger`, a NaN on either side gives NaN, and -0 is smaller than +0. `min` and `max` of
-            // the language and of processors guarantee neither.
+            // In `smaller` and `larger`, a NaN on either side gives NaN, and -0 is smaller than +0. The `min` and `max`
+            // of the language and of processors guarantee neither.
             #[inline(always)]
             fn smaller(self, other: Self) -> Self {
                 let lower = if self < other { self } else { other };
@@ -155,8 +156,8 @@ impl Format for Bool {
     }
 }
 
-/// f32 and f64. Every NaN is stored as the one quiet, positive NaN without payload. Which payload survives an addition
-/// depends on the order of operands that the compiler chooses, and this must not change the result.
+/// f32 and f64. Every NaN is stored as the quiet, positive NaN without payload. After an addition, the payload depends
+/// on the order of operands that the compiler chooses, which must not change the result.
 pub struct Float<T>(std::marker::PhantomData<T>);
 
 impl Format for Float<f32> {
@@ -220,7 +221,7 @@ impl Format for Bf16 {
     }
 }
 
-/// Real and imaginary part of any of the formats above, for the product, which needs both together. Sums process the
+/// Real and imaginary part in one of the formats above, for the product, which needs both together. A sum processes the
 /// parts as twice as many elements.
 pub struct Complex<F>(std::marker::PhantomData<F>);
 

@@ -1,7 +1,7 @@
 //! The loop of every kernel, and the kernels for any processor.
 //!
-//! `fold` is always inlined into a small function per instruction set (`Isa`), where the compiler vectorizes it. It
-//! combines element by element in the order of the sources, so vector width and blocking cannot change a bit.
+//! `fold` is always inlined into a small function for each instruction set (`Isa`), where the compiler vectorizes it.
+//! It combines element by element in the order of the sources, so vector width and block size cannot change a bit.
 
 use super::number::{Format, Half, Number};
 
@@ -10,7 +10,7 @@ use super::number::{Format, Half, Number};
 pub struct Job<'a> {
     pub dst: *mut u8,
     pub sources: &'a [*const u8],
-    /// One per source for PREMUL_SUM, else empty.
+    /// For PREMUL_SUM, one factor for each source; otherwise empty.
     pub factors: &'a [f64],
     pub ranks: usize,
     /// Number of elements in units of the kernel's format.
@@ -109,9 +109,10 @@ impl<N: Number + std::ops::Sub<Output = N>> Op<[N; 2]> for ComplexProduct {
     }
 }
 
-/// Elements that are kept in registers at a time: enough to have several loads of every source in flight.
+/// This many elements are kept in registers at a time, which is enough to have several loads of every source in flight.
 const BLOCK: usize = 64;
-/// The same for the elements after the last whole block. Fewer than this many are processed one by one.
+/// The same for the elements after the last whole block. If fewer than this many are left, they are processed one by
+/// one.
 const PIECE: usize = 8;
 
 /// Runs the whole job.
@@ -138,7 +139,8 @@ pub unsafe fn fold<F: Format, O: Op<F::Number>>(job: &Job<'_>) {
     }
 }
 
-/// Combines `N` elements from `at` on. All sources are read before `dst` is written, because `dst` may be one of them.
+/// Combines `N` elements beginning at `at`. All sources are read before `dst` is written, because `dst` may be one of
+/// them.
 ///
 /// # Safety
 /// As for `Run`, and `at + N <= job.elements`.
@@ -162,8 +164,8 @@ unsafe fn fold_block<F: Format, O: Op<F::Number>, const N: usize>(job: &Job<'_>,
     unsafe { job.dst.cast::<F::Stored>().add(at).cast::<[F::Stored; N]>().write_unaligned(stored) };
 }
 
-/// `N` elements of one source, ready to be combined. Not a closure, which would not be inlined into the function with
-/// the instruction set, so that its intrinsics would become calls.
+/// `N` elements of one source, ready to be combined. This is not a closure, because a closure would not be inlined into
+/// the function for the instruction set, and its intrinsics would become calls.
 ///
 /// # Safety
 /// As for `fold_block`, and `source` must be the index of a source.
@@ -185,9 +187,9 @@ unsafe fn enter<F: Format, O: Op<F::Number>, const N: usize>(
     numbers
 }
 
-/// An instruction set, for which it compiles `fold`.
+/// An instruction set for which `fold` is compiled.
 pub trait Isa {
-    /// f16, converted by the instructions of this set if it has any.
+    /// f16, converted by instructions of this set if there are any.
     type Half: Format<Stored = u16, Number = f32>;
 
     fn compile<F: Format, O: Op<F::Number>>() -> Run;

@@ -1,9 +1,9 @@
-//! At which addresses the processes of a group reach each other, for connections between hosts and those of a delegate.
-//! Pure.
+//! Chooses the addresses at which the processes of a group reach each other, for connections between hosts and
+//! connections of a delegate. Pure.
 //!
-//! Each rank lists in its record the addresses at which it could listen, best first. Both ends of a connection must be
-//! of one address family, so rank 0 chooses one way for all ranks. A loopback address reaches only the own host, so it
-//! suits only ranks in one network namespace.
+//! Each rank lists in its record the addresses at which it could listen, best first. Both ends of a connection must
+//! have the same address family, so rank 0 chooses one way for all ranks. A loopback address reaches only its own host,
+//! so it is used only if all ranks are in one network namespace.
 
 /// An address family, and whether the addresses are on the loopback interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,12 +69,12 @@ impl Addresses {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Network {
     pub way: Way,
-    /// The number of addresses that every rank has for this way. Each makes a set of connections.
+    /// The number of addresses that every rank has for this way. There is one set of connections for each.
     pub places: usize,
 }
 
 impl Network {
-    /// The code of the way and the number of addresses, for the caller, which knows its addresses.
+    /// The code of the way and the number of addresses, for the caller. The caller knows its own addresses.
     pub fn text(&self) -> String {
         format!("{} {}", self.way as u8, self.places)
     }
@@ -82,7 +82,7 @@ impl Network {
 
 const REMEDY: &str = "Set GLOO_SOCKET_IFNAME on every rank to the interface that leads to the other hosts";
 
-/// What the choice needs to know of a rank.
+/// The facts about a rank on which the choice depends.
 #[derive(Clone, Copy, Debug)]
 pub struct Rank<'a> {
     pub addresses: &'a Addresses,
@@ -91,8 +91,8 @@ pub struct Rank<'a> {
     pub place: (&'a str, u64),
 }
 
-/// The first way in rank 0's list that all ranks have. None if a rank has listed none. The error names a rank that has
-/// a problem, or ranks without a common way, and says what to do.
+/// The first way in rank 0's list that all ranks have. None if a rank has listed no way. The error names a rank that
+/// has a problem, or ranks that have no common way, and says what to do.
 pub fn common(ranks: &[Rank]) -> Result<Option<Network>, String> {
     let who = |rank: usize| format!("rank {rank} on host {}", ranks[rank].hostname);
     if let Some(rank) = ranks.iter().position(|rank| !rank.addresses.problem.is_empty()) {
@@ -102,7 +102,7 @@ pub fn common(ranks: &[Rank]) -> Result<Option<Network>, String> {
         return Ok(None);
     }
     let first = ranks[0].addresses;
-    // Hosts that report no boot id compare as equal, so loopback counts as usable between them.
+    // If hosts report no boot id, they compare as equal, so loopback counts as usable between them.
     let one_network = ranks.iter().all(|rank| rank.place == ranks[0].place);
     for (way, _) in first.ways.iter().filter(|(way, _)| one_network || !way.is_loopback()) {
         let places = ranks.iter().map(|rank| rank.addresses.places(*way)).min().unwrap_or(0);
@@ -136,7 +136,7 @@ pub fn common(ranks: &[Rank]) -> Result<Option<Network>, String> {
 mod tests {
     use super::*;
 
-    /// The choice for two ranks, on different hosts if `apart`.
+    /// The choice for two ranks. If `apart`, they are on different hosts.
     fn common(first: &str, second: &str, apart: bool) -> Result<Option<Network>, String> {
         let addresses = [first, second].map(|text| Addresses::parse(text).unwrap());
         let rank = |addresses, host| Rank { addresses, hostname: ["h1", "h2"][host], place: ("boot", host as u64) };

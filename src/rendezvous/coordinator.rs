@@ -1,5 +1,5 @@
-//! Rank 0's part of the rendezvous: gathers the records, decides what they allow, publishes the decision. `serve.rs`
-//! distributes the memory.
+//! Rank 0's part of the rendezvous. Gathers the records, decides what they allow, and publishes the decision.
+//! `serve.rs` distributes the memory.
 
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
@@ -23,22 +23,22 @@ pub(super) enum Step {
     Met(Box<Met>),
     /// A rank has a new nonce. Its record was replaced.
     Changed,
-    /// Sharing is impossible, for the given reason.
+    /// Sharing is impossible. The text is the reason.
     Impossible(String),
 }
 
 pub(super) struct Coordinator<'t, 'a> {
     pub(super) session: &'t mut Session<'a>,
     pub(super) records: Vec<Option<Record>>,
-    /// The missing ranks as last published to the ranks whose nonces are known now. None if not published to all of
-    /// these.
+    /// The missing ranks that were last published to all ranks whose nonces are known now. None if they were not
+    /// published to all of these ranks.
     told_waits: Option<Vec<usize>>,
-    /// Time of the last check of the store for each missing rank.
+    /// When the current interval between checks of the store began (`LOOK`).
     pub(super) looked: Instant,
 }
 
-/// Interval between checks of the store for missing ranks and new nonces. Each check makes a few store requests per
-/// rank.
+/// At this interval, rank 0 checks the store for missing ranks and new nonces. Each check makes a few store requests
+/// per rank.
 const LOOK: Duration = Duration::from_millis(50);
 
 /// The memory that rank 0 has made, and what the other ranks need to use it.
@@ -47,7 +47,7 @@ pub(super) struct MemoryToShare {
     pub(super) memory: OwnedFd,
     pub(super) local_cores: usize,
     pub(super) threads: usize,
-    /// Some if all ranks belong to an earlier group.
+    /// Some if all ranks were in an earlier group.
     pub(super) group_peers: Option<GroupPeers>,
 }
 
@@ -57,7 +57,7 @@ pub(super) fn coordinate(session: &mut Session, segment_bytes: &SegmentBytes) ->
     let mut lead = Coordinator { session, records, told_waits: None, looked: Instant::now() };
     let result = lead.run(segment_bytes);
     if let Err(error) = &result {
-        // The other ranks must not wait for a rank 0 that has failed. If this message is lost, their own deadlines end
+        // If rank 0 has failed, the other ranks must not wait for it. If this message is lost, their own deadlines end
         // their waits.
         let text = format!("{}{}", error.code(), error.text());
         let decision = lead.decision([0; 16], Mode::Failed, &text, &[]);
@@ -77,7 +77,7 @@ impl Coordinator<'_, '_> {
                 Some(reason) => Err(reason),
                 None => self.memory_to_share(segment_bytes)?,
             };
-            // All ranks report the same reason, so it is cut to what fits into the message.
+            // All ranks must report the same reason, so it is cut to what fits into the message.
             let to_share = to_share.map_err(|reason| clip(&reason).to_string());
             let step = match to_share {
                 Err(reason) => {
@@ -123,7 +123,7 @@ impl Coordinator<'_, '_> {
         }
     }
 
-    /// Publishes a decision: to the mailboxes of the ranks on this host, and to all ranks by the store.
+    /// Publishes a decision, in the mailboxes of the ranks on this host and, for all ranks, in the store.
     pub(super) fn publish(&self, decision: &DecisionMessage) -> Result<()> {
         self.post(decision);
         self.store(decision)
@@ -148,7 +148,7 @@ impl Coordinator<'_, '_> {
         reached
     }
 
-    /// Whether to check the store for each missing rank: at intervals, and shortly before the deadline.
+    /// Whether to check the store now for each missing rank. True at intervals, and shortly before the deadline.
     pub(super) fn due(&mut self) -> bool {
         let due = self.looked.elapsed() >= LOOK || self.session.backoff.ends();
         if due {
@@ -157,8 +157,8 @@ impl Coordinator<'_, '_> {
         due
     }
 
-    /// Reads a rank's record. Returns true if it is new. A record that cannot be parsed, or that is of a group of
-    /// another size, was left by an earlier job and is ignored.
+    /// Reads a rank's record. Returns true if it is new. If a record cannot be parsed or its group has a different
+    /// size, an earlier job left it, and it is ignored.
     pub(super) fn look(&mut self, rank: usize) -> Result<bool> {
         let size = self.size() as u32;
         let found = self.session.store.try_get(&record_key(rank))?.and_then(|bytes| Record::read(&bytes));
@@ -179,7 +179,7 @@ impl Coordinator<'_, '_> {
             let before = self.missing();
             let due = self.due();
             for rank in &before {
-                // Stop at the first rank without a record, to save store requests, unless a full check is due.
+                // Unless a full check is due, stop at the first rank without a record, to save store requests.
                 if !self.look(*rank)? && !due {
                     break;
                 }
@@ -246,7 +246,7 @@ impl Coordinator<'_, '_> {
         })
     }
 
-    /// The first known peers of this rank to which every rank belongs and that are all alive.
+    /// This rank's first known peers to which every rank belongs and of which all are alive.
     fn group_peers(&self) -> Option<GroupPeers> {
         let place = |record: &Option<Record>, id: Nonce| {
             let known = &record.as_ref()?.body.as_ref()?.known;
@@ -259,8 +259,9 @@ impl Coordinator<'_, '_> {
         })
     }
 
-    /// Publishes that shared memory is impossible, and waits until every rank has confirmed it under its present nonce,
-    /// because the record that is the reason may be of an earlier incarnation. Returns false if a rank has a new nonce.
+    /// Publishes that shared memory is impossible, and waits until every rank has confirmed this under its present
+    /// nonce, because the record that is the reason may come from an earlier incarnation. Returns false if a rank has a
+    /// new nonce.
     fn all_confirm(&mut self, id: Nonce, reason: &str) -> Result<bool> {
         self.publish(&self.decision(id, Mode::Ask, reason, &[]))?;
         let mut missing: Vec<usize> = (1..self.size()).collect();
@@ -268,7 +269,7 @@ impl Coordinator<'_, '_> {
             let before = missing.len();
             let due = self.due();
             for rank in std::mem::take(&mut missing) {
-                // Stop at the first rank without an answer, as in `gather`.
+                // Stop at the first rank without an answer, like `gather`.
                 if (!missing.is_empty() && !due) || self.answered(rank, id)?.is_none() {
                     missing.push(rank);
                 }
@@ -305,7 +306,7 @@ impl Coordinator<'_, '_> {
         }
     }
 
-    /// The addresses by which the ranks of a group that needs gloo reach each other. An error is raised here with one
+    /// The addresses by which the ranks of a group that needs gloo reach each other. An error is raised here, with one
     /// text for all ranks: in gloo each rank would fail alone, or wait for the others until its timeout.
     fn network(&self, reason: &str) -> Result<Option<Network>> {
         let config = self.session.config;
@@ -333,8 +334,8 @@ fn wish_of(body: &Body) -> Wish {
     Wish { threads: body.threads.most as usize, named: body.threads.named, cores }
 }
 
-/// The bodies of all records if these ranks may share memory. Else the reason why not, with the first rank that differs
-/// from rank 0. Pure.
+/// The bodies of all records, if these ranks may share memory. Otherwise the reason why they may not, which names the
+/// first rank that differs from rank 0. Pure.
 fn agreeable(records: &[Option<Record>]) -> std::result::Result<Vec<&Body>, String> {
     let own = records[0].as_ref().expect("rank 0 has its own record");
     let mut bodies: Vec<&Body> = Vec::new();
@@ -367,11 +368,11 @@ fn agreeable(records: &[Option<Record>]) -> std::result::Result<Vec<&Body>, Stri
     Ok(bodies)
 }
 
-/// Fails if the ranks name different delegates, in which they would wait for each other forever.
+/// Fails if the ranks name different delegates, because in these they would wait for each other forever.
 fn one_delegate(records: &[Option<Record>]) -> Result<()> {
     let named = |record: &Option<Record>| Some(record.as_ref()?.body.as_ref()?.delegate.clone());
     let own = named(&records[0]);
-    // The delegate of a rank with another version is unknown. The version mismatch is a separate error.
+    // If a rank has another version, its delegate is unknown. The version mismatch is a separate error.
     match records
         .iter()
         .enumerate()
@@ -386,8 +387,9 @@ fn one_delegate(records: &[Option<Record>]) -> Result<()> {
     }
 }
 
-/// The number of each rank's host, counted in the order of the ranks. None unless different hosts are all that prevents
-/// sharing memory. Ranks of one machine with different users or network namespaces count as being on different hosts.
+/// The number of each rank's host, counted in the order of the ranks. None if memory cannot be shared for any reason
+/// other than different hosts. Ranks on one machine that have different users or network namespaces count as being on
+/// different hosts.
 fn hosts(records: &[Option<Record>]) -> Option<Vec<usize>> {
     let own = records[0].as_ref()?;
     let mut seen: Vec<(&str, u32, u64)> = Vec::new();

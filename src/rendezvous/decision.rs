@@ -1,5 +1,6 @@
-//! The decision of a group's ranks before the group is built: which engine serves it, and the resources that each rank
-//! has opened for that. Dropping a decision without building the group tells the peers that this rank leaves.
+//! The decision that a group's ranks make before the group is built: which engine serves it. It includes the resources
+//! that each rank has opened for that. If a decision is dropped before the group is built, the peers are notified that
+//! this rank leaves.
 //!
 //! If the ranks are on several hosts, the ranks of each host run a second rendezvous for the shared memory there. Then
 //! all ranks learn which hosts have shared memory.
@@ -39,9 +40,9 @@ pub enum Decision {
 /// the peers are notified that this rank has left.
 pub struct SharedMemory {
     parts: Option<(Arc<Area>, GroupPeers)>,
-    /// Number of cores that the ranks may use together. Equal on every rank.
+    /// How many cores the ranks may use together. Equal on every rank.
     pub cores: usize,
-    /// Number of threads that each rank may use to copy and combine. Equal on every rank.
+    /// How many threads each rank may use to copy and combine. Equal on every rank.
     pub threads: usize,
 }
 
@@ -56,7 +57,7 @@ impl Drop for SharedMemory {
     fn drop(&mut self) {
         if let Some((area, _)) = &self.parts {
             // The other ranks may have built their groups by now. This call notifies them that this rank will not build
-            // its own.
+            // one.
             area.leave();
         }
     }
@@ -68,19 +69,19 @@ pub struct Rendezvous {
     pub decision: Decision,
     /// Equal on all ranks and unique to this attempt to create the group. All zeros if the ranks exchanged no records.
     pub id: Nonce,
-    /// The policy for choosing algorithms: rank 0's if the ranks exchanged it, else this rank's own.
+    /// The policy that chooses algorithms: rank 0's if the ranks exchanged it, otherwise this rank's own.
     pub policy: Policy,
-    /// How the ranks reach each other. Some if the group needs a delegate or a link and the ranks have listed their
-    /// addresses.
+    /// How the ranks reach each other. It is Some if the group needs a delegate or a link and the ranks have listed
+    /// their addresses.
     pub network: Option<Network>,
     pub host: Arc<dyn Host>,
-    /// Kept until the group is made.
+    /// Kept until the group is created.
     pub alive: Alive,
 }
 
 impl Rendezvous {
-    /// Meets the other ranks, for at most the timeout. Rank 0 warns if a delegate serves the group without the options
-    /// asking for it.
+    /// Meets the other ranks; this takes at most the timeout. Rank 0 warns if a delegate serves the group although the
+    /// options do not ask for it.
     pub fn new(config: Config, store: &dyn Store, host: Arc<dyn Host>) -> Result<Rendezvous> {
         let made = Rendezvous::without_warning(config, store, host)?;
         let config = &made.config;
@@ -112,14 +113,14 @@ impl Rendezvous {
         if config.size == 0 || config.rank >= config.size {
             return Err(Error::invalid(format!("sagellm: rank {} of a group of {} ranks", config.rank, config.size)));
         }
-        // Invalid rules of the user are refused here, before anything is sent to the store.
+        // If the user's rules are invalid, they are refused here, before anything is sent to the store.
         let said = (&*config.algorithm, &*config.topology, config.settings.measure_link);
         let own = select::policy::decide(said, config.size, SLOT_BYTES, config.rank == 0)?;
         let own = Policy { verify: config.settings.verify, ..own };
         Rendezvous::with_policy(config, (own, alive), store, host)
     }
 
-    /// `own` is this rank's policy, `alive` the guard.
+    /// `own` is this rank's policy. `alive` is stored in the result.
     fn with_policy(
         mut config: Config,
         (own, alive): (Policy, Alive),
@@ -157,8 +158,8 @@ impl Rendezvous {
     }
 }
 
-/// Part of a reason if a rank has no descriptor left: it is in the text of EMFILE and ENFILE, and in the text for a
-/// message whose descriptors were lost (`unix_socket`).
+/// If a rank has no descriptor left, the reason contains this: it is in the text of EMFILE and ENFILE, and in the text
+/// for a message whose descriptors were lost (`unix_socket`).
 const OPEN_FILES: &str = "open files";
 
 /// Meets the other ranks and decides with them.
@@ -202,13 +203,13 @@ fn decide(
 /// The hosts of a group over several hosts, and the shared memory of this rank's host.
 pub struct Hosts {
     pub host_map: HostMap,
-    /// One rendezvous of this host's ranks per lane. None if this rank is alone on its host.
+    /// For each lane, one rendezvous of this host's ranks. None if this rank is alone on its host.
     pub insides: Vec<Option<Rendezvous>>,
     /// Why the ranks count as several hosts.
     pub reason: String,
 }
 
-/// A store whose keys have a prefix: for a group inside one host, within the store of the whole group.
+/// A store that adds a prefix to its keys. A group inside one host uses it within the store of the whole group.
 struct Prefixed<'a> {
     store: &'a dyn Store,
     prefix: String,
@@ -224,9 +225,9 @@ impl Store for Prefixed<'_> {
 }
 
 impl Hosts {
-    /// Meets the ranks of this host. Every rank learns which hosts can share memory. Each rank of a host that cannot
-    /// counts as a separate host. `id` is new for every attempt, so keys of an earlier attempt are never read. `policy`
-    /// is the whole group's.
+    /// Meets the ranks of this host. Every rank learns which hosts can share memory. If a host cannot, each of its
+    /// ranks counts as a separate host. `id` is new for every attempt, so keys of an earlier attempt are never read.
+    /// `policy` is that of the whole group.
     pub fn decide(
         config: &Config,
         policy: &Policy,
@@ -248,9 +249,9 @@ impl Hosts {
                     delegate_reason: None,
                     ..config.clone()
                 };
-                // The rules of the whole group apply, which were compared already, not those of this host's ranks. The
-                // decision table is this host's. A topology does not describe the inside of a host. Results are compared by
-                // the whole group.
+                // The rules of the whole group apply, which were already compared, and not those of this host's ranks.
+                // The decision table is this host's own. The topology is left out, because it does not describe the
+                // inside of a host; `verify` is left out, because the whole group compares results.
                 let (size, leads) = (inner.size, inner.rank == 0);
                 let tabled = select::policy::decide(("", "", policy.measure_link), size, SLOT_BYTES, leads)?;
                 let own = Policy { rules: policy.rules.clone(), ..tabled };
@@ -324,9 +325,9 @@ fn sharing_hosts(
     Ok(shares)
 }
 
-/// This rank's own policy, if the ranks exchanged none. Its topology is removed, because each rank may have read it on
-/// its own host. With different topologies the ranks would control a vendor's library differently and wait for each
-/// other.
+/// This rank's own policy, if the ranks exchanged none. Its topology is removed, because each rank may have read a
+/// different one on its host. If topologies differed, the ranks would steer a vendor's library differently and wait for
+/// each other.
 fn not_exchanged(config: &Config, own: Policy) -> Policy {
     if own.topology.is_some() && first_time("a topology that is not used") {
         log::warn!(
@@ -340,8 +341,8 @@ fn not_exchanged(config: &Config, own: Policy) -> Policy {
     Policy { topology: None, ..own }
 }
 
-/// Returns rank 0's policy, which decides for all ranks. Warns once if this rank has other rules, another topology, or
-/// another `measure_link` or `verify`.
+/// Returns rank 0's policy, which decides for all ranks. Warns once if this rank's rules, topology, `measure_link` or
+/// `verify` differ from rank 0's.
 fn agreed(config: &Config, own: &Policy, sent: &str) -> Result<Policy> {
     let policy =
         Policy::parse(sent).map_err(|what| Error::system(format!("sagellm: group '{}': {what}", config.name)))?;
@@ -390,8 +391,8 @@ fn agreed(config: &Config, own: &Policy, sent: &str) -> Result<Policy> {
     Ok(policy)
 }
 
-/// The shape and policy that a group of `ranks` ranks would have if it were made now on this host with this process as
-/// rank 0.
+/// The shape and policy that a group of `ranks` ranks would have if it were created now on this host and this process
+/// were rank 0.
 pub fn on_this_host(ranks: usize, algorithm: &str) -> Result<(GroupShape, Policy)> {
     let policy = select::policy::decide((algorithm, "", true), ranks, SLOT_BYTES, true)?;
     let cores = topology::usable_cores();
@@ -405,8 +406,8 @@ pub fn on_this_host(ranks: usize, algorithm: &str) -> Result<(GroupShape, Policy
     }
 }
 
-/// The layout of the segment of a group whose ranks have `threads` threads if `headroom` bytes of memory are free, or the
-/// reason why there is none.
+/// The layout of the segment for a group whose ranks have `threads` threads each, if `headroom` bytes of memory are
+/// free. If there is none, the reason.
 fn layout_within(ranks: usize, threads: usize, headroom: usize) -> std::result::Result<Layout, String> {
     if ranks > MAX_RANKS {
         return Err(too_many(ranks));

@@ -1,29 +1,31 @@
-//! Rendezvous: the ranks of a group find each other, agree whether they share a host, and map one shared memory.
+//! The rendezvous: the ranks of a group find each other, agree whether they share a host, and map one shared memory.
 //!
-//! They exchange messages through the group's store, which may still have keys of an earlier incarnation (a process
-//! restarted by torchrun, or the same group made twice). So every attempt has a random nonce, and a record counts only
-//! after rank 0 has named its nonce in a decision:
+//! They exchange messages through the group's store, which may still have keys of an earlier incarnation (torchrun has
+//! restarted a process, or the same group was created twice). So every attempt has a random nonce, and a record counts
+//! only after rank 0 has named its nonce in a decision:
 //!
 //! 1. Each rank sets `r/<rank>`: its nonce and its identity (`messages.rs`).
-//! 2. Rank 0 waits for all records and publishes a decision. Either: connect to my socket, or answer why you cannot.
-//!    Or: shared memory is impossible, confirm. After all have confirmed that, a last decision says whether the group
-//!    spans hosts or a delegate serves it. A rank whose present nonce the decision does not name keeps waiting. Rank 0
-//!    keeps reading the records of ranks that do not react, and publishes a new decision when a nonce has changed.
+//! 2. Rank 0 waits for all records and publishes a decision. It says either "connect to my socket, or answer why you
+//!    cannot", or "shared memory is impossible, confirm". In the second case, after all have confirmed, a last decision
+//!    says whether the group spans hosts or a delegate serves it. If the decision does not name a rank's present nonce,
+//!    that rank keeps waiting. Rank 0 keeps reading the records of ranks that do not react, and publishes a new
+//!    decision when a nonce has changed.
 //! 3. Sharing is proven, never inferred. The other ranks connect, receive the memory's descriptor, find rank 0's nonce
-//!    in the first page and write theirs into it. After rank 0 has read all nonces it sends "go". Any failure on the
-//!    way becomes the reason why shared memory is impossible, which all confirm; then a delegate serves them. A rank
-//!    populates the memory that every group uses before it writes its nonce, and so before any rank has the group.
+//!    in the first page and write theirs into it. After rank 0 has read all nonces, it sends "go". Any failure before
+//!    that becomes the reason why shared memory is impossible, which all ranks confirm; then a delegate serves them. A
+//!    rank populates the memory that every group uses before it writes its nonce, and therefore before any rank has the
+//!    group.
 //! 4. Records name the known peers that a rank has from earlier groups (`peers.rs`). If all ranks name the same, the
 //!    decision says so. Then only the memory's descriptor is sent, and the connections are closed afterwards.
 //!
 //! A rank that waits for a decision sleeps on a mailbox whose name is in its record. Rank 0 also posts every decision
-//! there, so that ranks on its host need not poll the store at short intervals. If all ranks have a mailbox, the
-//! decision to connect is written to the store only when a rank is late. Neither a mail nor a key of the store is
-//! trusted by itself: both must name this rank's nonce, which only readers of the store know.
+//! there, so that ranks on its host do not have to poll the store at short intervals. If all ranks have a mailbox, the
+//! decision to connect is written to the store only if a rank is late. Neither a mail nor a key in the store is trusted
+//! by itself: both must name this rank's nonce, which only readers of the store know.
 //!
 //! `coordinator.rs` and `serve.rs` are rank 0's part, `participant.rs` is the other ranks' part. `decision.rs` has the
-//! result: one decision, equal on all ranks, and the resources that this rank has opened for it before any rank has a
-//! group.
+//! result: one decision, equal on all ranks, and the resources that this rank has opened for it. No rank has a group
+//! before that.
 
 pub mod addresses;
 pub mod coordinator;
@@ -68,7 +70,7 @@ pub struct Met {
 }
 
 /// Registers ranks that met for the first time as known peers. `peers` has an entry for this rank too. `sockets` are
-/// the connections, all between rank 0 and the others: end of file means that the rank ended.
+/// the connections between rank 0 and the other ranks; end of file on one means that its rank has ended.
 fn acquaint(
     id: Nonce,
     rank: usize,
@@ -110,17 +112,17 @@ pub fn hello_bytes(ranks: usize) -> usize {
 
 const HELLO_STRIDE: usize = 64;
 
-/// Returns the size of a segment, at least `hello_bytes`, for the number of threads of each rank and of free bytes, or
-/// the reason why these are too few.
+/// Returns the size of a segment, which is at least `hello_bytes`. The arguments are the number of threads of each rank
+/// and the number of free bytes. If these bytes are too few, returns the reason.
 pub type SegmentBytes<'a> = dyn Fn(usize, usize) -> std::result::Result<usize, String> + 'a;
 
 /// Meets the other ranks of a group of at least two. All ranks get the same outcome. Rank 0 calls `segment_bytes` with
-/// the number of threads on which the ranks agree, and the free memory of the rank that has least.
+/// the number of threads on which the ranks agree, and the smallest amount of free memory that a rank has.
 pub fn meet(config: &Config, store: &dyn Store, host: &dyn Host, segment_bytes: &SegmentBytes) -> Result<Outcome> {
     meet_as(config, Identity::here(), store, host, segment_bytes)
 }
 
-/// Like [`meet`], with a given identity, which may be false: for tests and simulations.
+/// Like [`meet`], with an identity that the caller chooses and that may be false. For tests and simulations.
 pub fn meet_as(
     config: &Config,
     identity: Identity,
@@ -147,7 +149,7 @@ pub fn meet_as(
     };
     let own =
         Record { nonce: random()?, protocol: PROTOCOL, version: env!("CARGO_PKG_VERSION").into(), body: Some(body) };
-    // A rank with a mailbox polls the store only for the case that rank 0 is on another host or that a mail was lost.
+    // If a rank has a mailbox, it polls the store only in case rank 0 is on another host or a mail was lost.
     let first_pause = if mailbox.is_some() { FIRST_PAUSE * 20 } else { FIRST_PAUSE };
     let backoff = Backoff::new(host, config.timeout, config.size, first_pause);
     let mut session = Session { config, store, own, known_peers, mailbox, backoff };
@@ -186,7 +188,7 @@ struct Session<'a> {
     own: Record,
     /// The known peers that this rank's record names, kept alive until the end of the rendezvous.
     known_peers: Vec<Arc<KnownPeers>>,
-    /// Also receives rank 0's decisions. None on rank 0 and if sockets are denied.
+    /// Receives rank 0's decisions, in addition to the store. None on rank 0, and if sockets are denied.
     mailbox: Option<OwnedFd>,
     backoff: Backoff<'a>,
 }
@@ -204,7 +206,7 @@ fn mailbox() -> Result<(Option<OwnedFd>, Vec<u8>)> {
 }
 
 const DECISION_KEY: &str = "verdict";
-/// Key for the ranks that rank 0 waits for, so that other ranks' errors can name them. Its value is not a decision.
+/// Key for the ranks for which rank 0 waits, so that other ranks' errors can name them. Its value is not a decision.
 const WAITS: &str = "waits";
 
 fn record_key(rank: usize) -> String {
@@ -266,7 +268,7 @@ struct Backoff<'a> {
 
 const FIRST_PAUSE: Duration = Duration::from_micros(100);
 const LONGEST_PAUSE: Duration = Duration::from_millis(20);
-/// All ranks poll one store. In larger groups each rank polls less often.
+/// All ranks poll the same store, so in larger groups each rank polls less often.
 const EAGER_RANKS: u32 = 32;
 
 impl<'a> Backoff<'a> {
@@ -291,7 +293,7 @@ impl<'a> Backoff<'a> {
         self.start.elapsed()
     }
 
-    /// Pauses until the time is over or one of the sockets is readable. False if the deadline has passed.
+    /// Pauses until the pause is over or one of the sockets is readable. False if the deadline has passed.
     fn pause<'s>(&mut self, sockets: impl Iterator<Item = &'s OwnedFd>) -> Result<bool> {
         let before = Instant::now();
         if before >= self.deadline {
@@ -305,8 +307,8 @@ impl<'a> Backoff<'a> {
         }
         let pause = self.pause.min(self.deadline - before);
         self::unix_socket::wait_readable(sockets, pause);
-        // A sleep that took far longer means that this process or the machine was stopped. The other ranks could not
-        // reach this rank meanwhile, so that time does not count.
+        // If the sleep took far longer, this process or the machine was stopped. The other ranks could not reach this
+        // rank during that time, so the time does not count.
         let overslept = before.elapsed().saturating_sub(pause);
         if overslept > Duration::from_millis(500) {
             self.deadline += overslept;
@@ -325,8 +327,8 @@ fn hello_words(segment: &Segment, rank: usize) -> [&AtomicU64; 4] {
     [0, 1, 2, 3].map(|at| unsafe { AtomicU64::from_ptr(base.add(at)) })
 }
 
-/// Populates the memory of a rank that every group uses. Enough memory was free before the segment was made. If no
-/// layout has the segment's size, a test runs the rendezvous alone, and nothing is populated.
+/// Populates the part of a rank's memory that every group uses. Enough memory was free before the segment was made. If
+/// no layout has the segment's size, a test is running the rendezvous alone, and nothing is populated.
 fn make_ready(segment: &Segment, ranks: usize, rank: usize) -> Result<()> {
     let layout = Layout::of_total(ranks, segment.len());
     let mut ranges = layout.iter().flat_map(|layout| layout.early_ranges(rank));

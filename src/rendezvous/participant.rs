@@ -1,4 +1,4 @@
-//! The rendezvous on every rank except 0: publishes a record and follows the decision.
+//! The rendezvous on every rank except 0. Publishes a record and follows the decision.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -17,9 +17,9 @@ use crate::error::{Error, ErrorKind, Result, laid_out, relaid};
 /// The outcome of connecting to rank 0's socket.
 enum Joined {
     Met(Box<Met>),
-    /// Rank 0 closed the connection, and will publish another decision.
+    /// Rank 0 closed the connection and will publish another decision.
     Dropped,
-    /// Sharing is impossible, for the given reason.
+    /// Sharing is impossible. The text is the reason.
     Impossible(String),
 }
 
@@ -58,7 +58,7 @@ pub(super) fn join(session: &mut Session) -> Result<Outcome> {
                 }
                 _ => {}
             },
-            // A late process of an earlier incarnation may have overwritten this rank's record.
+            // A process of an earlier incarnation may have overwritten this rank's record late.
             None if published.elapsed() > Duration::from_millis(250) => {
                 session.publish_record()?;
                 published = Instant::now();
@@ -68,8 +68,8 @@ pub(super) fn join(session: &mut Session) -> Result<Outcome> {
     }
 }
 
-/// The latest decision that names this rank: the last one in the mailbox, or if there is none the one in the store. If
-/// the store still has an older decision, this rank answers that one, and then answers the newer one again.
+/// The latest decision that names this rank: the last one in the mailbox or, if the mailbox has none, the one in the
+/// store. If the store still has an older decision, this rank answers that one, and later answers the newer one again.
 fn next_decision(session: &Session) -> Result<Option<DecisionMessage>> {
     // Rank 0 sends fewer mails than this. Flooding the mailbox only costs this rank sleep.
     const MOST: usize = 16;
@@ -94,7 +94,7 @@ fn answer(session: &Session, id: Nonce, reason: &str) -> Result<()> {
     session.store.set(&answer_key(session.config.rank), &Answer { id, reason: reason.into() }.write())
 }
 
-/// Converts the error that ended rank 0 from the form in which it is sent: its code letter, then its text.
+/// Parses the error that ended rank 0. It is sent as its code letter followed by its text.
 fn told(text: &str) -> Error {
     let mut letters = text.chars();
     let code = letters.next();
@@ -116,7 +116,7 @@ fn timeout(session: &Session) -> Error {
         return told(&waits.text);
     }
     // Rank 0 has sent nothing to this rank, so only the records show which ranks are missing. Old records cannot be
-    // told from new ones.
+    // distinguished from new ones.
     let came = |other: usize| read(&record_key(other)).is_some_and(|bytes| Record::read(&bytes).is_some());
     let missing: Vec<usize> = (0..config.size).filter(|other| *other != rank && !came(*other)).collect();
     if !missing.is_empty() {
@@ -156,7 +156,7 @@ struct Accepted {
 }
 
 /// The known peers that the decision names. `Ok(None)` if the ranks meet for the first time. Fails if this rank does
-/// not have these known peers.
+/// not have the known peers that are named.
 fn group_peers(session: &Session, (id, places): &(Nonce, Vec<u32>)) -> std::result::Result<Option<GroupPeers>, String> {
     if places.is_empty() {
         return Ok(None);
@@ -197,7 +197,7 @@ fn visit(session: &mut Session, decision: &DecisionMessage) -> Result<Joined> {
     }
 }
 
-/// Identifies this rank, receives the offer and signs the memory. `Joined` in the inner error ends the attempt early.
+/// Identifies this rank, receives the offer and signs the memory. The inner error, a `Joined`, ends the attempt early.
 fn introduce(
     session: &mut Session,
     decision: &DecisionMessage,
@@ -300,7 +300,7 @@ fn accept(
     Ok(Accepted { peers: peers.collect(), segment, local_cores, threads })
 }
 
-/// The pid in this process's pid namespace. 0 if the process is in one that this process cannot see.
+/// The pid in this process's pid namespace. 0 if the other process is in a namespace that this process cannot see.
 fn pid_of(pidfd: &OwnedFd) -> i32 {
     let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd())).unwrap_or_default();
     let pid = info.lines().find_map(|line| line.strip_prefix("Pid:")?.trim().parse().ok());
@@ -329,8 +329,8 @@ fn await_go(
             Ok(Joined::Met(Box::new(Met { segment, group_peers, local_cores, threads, policy, id })))
         }
         other => {
-            // Rank 0 may have sent "go" just before. Then the other ranks have a group without this rank, and learn
-            // here that it left.
+            // Rank 0 may have sent "go" just before. Then the other ranks have a group that includes this rank, and
+            // learn here that it left.
             if let Some(layout) = Layout::of_total(session.config.size, accepted.segment.len()) {
                 Area::new(Arc::new(accepted.segment), layout, session.config.rank).leave();
             }

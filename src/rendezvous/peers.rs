@@ -1,9 +1,9 @@
-//! Processes that share a group, and the descriptors, with their entries in the watch, that report each other's end.
-//! All groups among the same processes share these (rule 25), so that further groups need no more descriptors. Each
-//! group has its own callback and its own memory.
+//! Keeps the processes that share a group, and the descriptors that report the end of each process, with their entries
+//! in the watch. All groups among the same processes share these (rule 25), so a further group needs no more
+//! descriptors. Each group has its own callback and its own memory.
 //!
-//! Known peers live as long as one of their groups. During the rendezvous, rank 0 decides whether a group is made among
-//! known peers; no other process decides from its own knowledge.
+//! Known peers live as long as one of their groups. During the rendezvous, rank 0 decides whether a group is created
+//! among known peers; no other process decides this from its own knowledge.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -15,8 +15,8 @@ use crate::error::Result;
 use crate::os::watch;
 use crate::os::watch::{End, PerProcess, WatchGuard};
 
-/// Most known peers that a rank names in its record: the oldest ones, because the largest groups are usually among
-/// them.
+/// A rank names at most this many known peers in its record. These are the oldest, because they usually include those
+/// of the largest groups.
 const MOST_NAMED: usize = 32;
 
 /// A process as another process sees it.
@@ -28,7 +28,7 @@ pub struct Process {
 }
 
 pub struct KnownPeers {
-    /// Id of the rendezvous in which these processes met.
+    /// The id of the rendezvous in which these processes met.
     id: Nonce,
     /// This process's place among them: its rank in the group for which they met.
     place: usize,
@@ -40,14 +40,14 @@ pub struct KnownPeers {
 
 #[derive(Default)]
 struct News {
-    /// Places whose end was reported, with the reason.
+    /// The places of processes whose end was reported, each with the reason.
     ended: Vec<(usize, &'static str)>,
     followers: Vec<(u64, Arc<Follower>)>,
     next: u64,
 }
 
 struct Follower {
-    /// By rank: its place among the known peers.
+    /// For each rank: its place among the known peers.
     places: Vec<usize>,
     told: Box<dyn Fn(usize, &'static str) + Send + Sync>,
 }
@@ -64,7 +64,7 @@ impl Follower {
 static KNOWN: PerProcess<Mutex<Vec<Weak<KnownPeers>>>> = PerProcess::new();
 
 impl KnownPeers {
-    /// Starts to watch processes that have just met. The numbers in `ends` are places.
+    /// Starts to watch processes that have just met. `End::rank` in `ends` is a place.
     pub fn new(id: Nonce, place: usize, processes: Vec<Process>, ends: Vec<End>) -> Result<Arc<KnownPeers>> {
         let (news, guard) = (Mutex::default(), OnceCell::new());
         let known_peers = Arc::new(KnownPeers { id, place, processes, news, guard });
@@ -82,8 +82,8 @@ impl KnownPeers {
         Ok(known_peers)
     }
 
-    /// The known peers that this process can name in its record, the oldest first. Ranks that are threads of one
-    /// process cannot be distinguished by their process, so entries that several of them share are left out.
+    /// The known peers that this process can name in its record, the oldest first. If ranks are threads of one process,
+    /// the process does not distinguish them, so entries that several of them share are left out.
     pub fn known() -> Vec<Arc<KnownPeers>> {
         let known = KNOWN.get().lock().unwrap_or_else(PoisonError::into_inner);
         let held: Vec<Arc<KnownPeers>> = known.iter().filter_map(Weak::upgrade).collect();
@@ -104,7 +104,7 @@ impl KnownPeers {
         self.news.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Reports an end to all groups, with no lock held. Called on the watch's thread.
+    /// Reports an end to all groups, without holding a lock. Called on the watch's thread.
     fn spread(&self, place: usize, reason: &'static str) {
         let mut news = self.news();
         news.ended.push((place, reason));
@@ -124,7 +124,7 @@ impl fmt::Debug for KnownPeers {
 #[derive(Clone, Debug)]
 pub struct GroupPeers {
     known_peers: Arc<KnownPeers>,
-    /// By rank: its place among the known peers.
+    /// For each rank: its place among the known peers.
     places: Vec<usize>,
 }
 
@@ -155,7 +155,7 @@ impl GroupPeers {
         &self.known_peers.processes[self.places[rank]]
     }
 
-    /// False only if `rank` is known to be another process than `pid`. Pid 0 means that the process cannot be seen from
+    /// False only if it is known that `rank` is not the process `pid`. Pid 0 means that the process cannot be seen from
     /// here.
     pub fn may_be(&self, rank: usize, pid: i32) -> bool {
         let known = self.peer(rank).pid;
@@ -167,9 +167,9 @@ impl GroupPeers {
         !self.known_peers.news().ended.iter().any(|(place, _)| self.places.contains(place))
     }
 
-    /// Calls `told(rank, reason)` at most once per rank: on the watch's thread when its process ends, or in this call
-    /// for processes that have ended already. `told` may still be running while the guard is dropped, so it must not
-    /// own anything that this could break.
+    /// Calls `told(rank, reason)` at most once per rank: on the watch's thread when the rank's process ends, or during
+    /// this call if the process has already ended. `told` may still be running while the guard is dropped, so it must
+    /// not own anything for which that would be wrong.
     pub fn follow(&self, told: impl Fn(usize, &'static str) + Send + Sync + 'static) -> Following {
         let follower = Arc::new(Follower { places: self.places.clone(), told: Box::new(told) });
         let mut news = self.known_peers.news();
@@ -183,8 +183,8 @@ impl GroupPeers {
     }
 }
 
-/// Keeps known peers and the callback for their ends alive. It must not be dropped with a lock held that the callback
-/// takes.
+/// Keeps known peers alive, and the callback for their ends. A thread that drops this must not hold a lock that the
+/// callback acquires.
 pub struct Following {
     known_peers: Arc<KnownPeers>,
     number: u64,
@@ -194,7 +194,7 @@ pub struct Following {
 impl Drop for Following {
     fn drop(&mut self) {
         if watch::generation() != self.generation {
-            return; // in a forked child, a thread that it lacks may hold the lock
+            return; // a thread that the forked child does not have may hold the lock
         }
         let mut news = self.known_peers.news();
         let at = news.followers.iter().position(|(number, _)| *number == self.number);

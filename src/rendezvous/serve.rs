@@ -1,5 +1,5 @@
-//! Rank 0 distributes the memory. Each rank that connects and that the decision names receives the descriptors and
-//! signs the memory. After all have signed, rank 0 sends "go".
+//! Distributes the memory on rank 0. A rank that connects receives the descriptors if the decision names it, and signs
+//! the memory. After all ranks have signed, rank 0 sends "go".
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -13,7 +13,8 @@ use crate::error::Result;
 use crate::os::random;
 use crate::os::topology;
 
-/// Largest group in which process descriptors are passed: their number grows with the square of the ranks.
+/// Process descriptors are passed only in groups of at most this size, because their number grows with the square of
+/// the number of ranks.
 const MAX_PASSED: usize = 128;
 
 /// A rank that has connected.
@@ -21,7 +22,7 @@ struct Participant {
     socket: OwnedFd,
     pid: i32,
     pidfd: Option<OwnedFd>,
-    /// Number of the offer's messages that were sent. `usize::MAX` if all were.
+    /// How many messages of the offer were sent. `usize::MAX` if all were.
     parts_sent: usize,
     mapped: bool,
 }
@@ -31,9 +32,9 @@ struct Serving {
     listener: OwnedFd,
     /// Connections that have not identified themselves.
     strangers: Vec<OwnedFd>,
-    /// By rank. `None` for rank 0 and for ranks without a connection.
+    /// For each rank: its connection. `None` for rank 0 and for ranks without a connection.
     participants: Vec<Option<Participant>>,
-    /// By rank: whether it has ever connected.
+    /// For each rank: whether it has ever connected.
     came: Vec<bool>,
     /// Whether rank 0 has populated its own part of the memory.
     ready: bool,
@@ -64,7 +65,7 @@ impl Serving {
 }
 
 impl Coordinator<'_, '_> {
-    /// Publishes the socket and serves the ranks that connect, until all have signed the memory.
+    /// Publishes the socket, and serves the ranks that connect until all have signed the memory.
     pub(super) fn share(&mut self, id: Nonce, to_share: MemoryToShare) -> Result<Step> {
         let name: Vec<u8> = format!("sagellm-{:032x}", u128::from_le_bytes(random()?)).into_bytes();
         let listener = match unix_socket::listen(&name, self.size()) {
@@ -81,7 +82,7 @@ impl Coordinator<'_, '_> {
         if stored {
             self.store(&decision)?;
         }
-        // Ranks that start together have connected long before the first check of the store.
+        // If the ranks start together, they have connected long before the first check of the store.
         self.looked = Instant::now();
         loop {
             if let Err(reason) = self.serve(id, &to_share, &mut serving) {
@@ -92,15 +93,15 @@ impl Coordinator<'_, '_> {
                 return self.conclude(id, to_share, serving.participants);
             }
             if self.due() {
-                // A rank is late: its mail was lost, or the rank was replaced or is slow.
+                // A rank is late: its mail was lost, the rank was replaced, or it is slow.
                 if !std::mem::replace(&mut stored, true) {
                     self.store(&decision)?;
                 }
                 if let Some(step) = self.refused_or_replaced(id, &unfinished)? {
                     return Ok(step);
                 }
-                // Restart the interval after the two store requests per rank: with many ranks, most of the time must
-                // remain for the connections.
+                // Restart the interval only now, after the two store requests per rank: if there are many ranks, most
+                // of the time must be left for the connections.
                 self.looked = Instant::now();
             }
             let (missing, waits) = late_ranks(&serving.participants, &serving.came);
@@ -108,8 +109,8 @@ impl Coordinator<'_, '_> {
         }
     }
 
-    /// One pass over the connections: sends the memory to ranks that have connected, and reads their answers. The error
-    /// is a reason not to share memory.
+    /// Makes one pass over the connections: sends the memory to ranks that have connected, and reads their answers. The
+    /// error is a reason not to share memory.
     fn serve(&mut self, id: Nonce, to_share: &MemoryToShare, serving: &mut Serving) -> std::result::Result<(), String> {
         self.welcome((id, to_share.group_peers.as_ref()), serving)?;
         // Ranks that meet for the first time receive the descriptors of all other processes, so all must have
@@ -130,7 +131,7 @@ impl Coordinator<'_, '_> {
         Ok(())
     }
 
-    /// Checks the store for the unfinished ranks: whether one has a new nonce or cannot share memory.
+    /// Checks in the store whether an unfinished rank has a new nonce or cannot share memory.
     fn refused_or_replaced(&mut self, id: Nonce, unfinished: &[usize]) -> Result<Option<Step>> {
         for rank in unfinished {
             if self.look(*rank)? {
@@ -143,8 +144,8 @@ impl Coordinator<'_, '_> {
         Ok(None)
     }
 
-    /// Accepts connections and identifies them. Any process on this host may connect, so only a rank that sends the
-    /// nonce named by the decision is accepted. The error is a reason not to share memory.
+    /// Accepts connections and identifies them. Any process on this host may connect, so a process is accepted only if
+    /// it sends a nonce that the decision names. The error is a reason not to share memory.
     fn welcome(
         &mut self,
         (id, group_peers): (Nonce, Option<&GroupPeers>),
@@ -154,7 +155,7 @@ impl Coordinator<'_, '_> {
         while let Some(socket) =
             unix_socket::accept(listener).map_err(|error| format!("rank 0 cannot accept connections ({error})"))?
         {
-            // Connections that stay silent must not exhaust this process's descriptors.
+            // If connections stay silent, they must not exhaust this process's descriptors.
             if strangers.len() > 2 * participants.len() + 64 {
                 strangers.remove(0);
             }
@@ -184,9 +185,9 @@ impl Coordinator<'_, '_> {
         Ok(())
     }
 
-    /// The rank at the other end. None if its user differs: then it is another process that has read the nonce in the
-    /// store. A rank whose user or namespaces prevent sharing finds that itself before it sends its hello, and answers
-    /// why.
+    /// The rank at the other end. None if the user differs: then this is not the rank, but another process that has
+    /// read the nonce in the store. If the user or the namespaces of a rank prevent sharing, the rank itself finds that
+    /// before it sends its hello, and answers why.
     fn participant(
         &self,
         rank: usize,
@@ -216,7 +217,7 @@ impl Coordinator<'_, '_> {
         Ok(Some(Participant { socket, pid, pidfd, parts_sent: 0, mapped: false }))
     }
 
-    /// Sends the memory and the process descriptors to every rank, as far as the sockets accept data now.
+    /// Sends the memory and the process descriptors to every rank, as far as the sockets now accept data.
     fn offer(
         &mut self,
         id: Nonce,
@@ -226,7 +227,7 @@ impl Coordinator<'_, '_> {
         if participants.iter().flatten().all(|participant| participant.parts_sent == usize::MAX) {
             return Ok(());
         }
-        // Known peers have each other's process descriptors already.
+        // Known peers already have each other's process descriptors.
         let passed = to_share.group_peers.is_none() && participants.len() <= MAX_PASSED;
         let own_process = passed.then(|| unix_socket::pidfd_open(std::process::id() as i32).ok()).flatten();
         let hosts = self.records.iter().filter(|_| to_share.group_peers.is_none()).map(hostname);
@@ -257,7 +258,7 @@ impl Coordinator<'_, '_> {
                 match unix_socket::send(&participant.socket, message, descriptors) {
                     Ok(()) => sent += 1,
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-                    // The connection is closed, which `hear` will find.
+                    // The connection is closed. `hear` will find that.
                     Err(error)
                         if matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) =>
                     {
@@ -276,7 +277,7 @@ impl Coordinator<'_, '_> {
         Ok(())
     }
 
-    /// Called when all have signed: checks the signatures and sends "go".
+    /// Called when all ranks have signed. Checks the signatures and sends "go".
     fn conclude(&self, id: Nonce, to_share: MemoryToShare, participants: Vec<Option<Participant>>) -> Result<Step> {
         for rank in 1..self.size() {
             if !has_signed(&to_share.segment, rank, &self.nonce(rank), &id) {
@@ -314,8 +315,8 @@ fn hostname(record: &Option<Record>) -> String {
         .map_or_else(String::new, |body| body.identity.hostname.clone())
 }
 
-/// The ranks for which all others wait, and what is missing. Leaves out ranks that connected and wait for the rest, and
-/// ranks whose own deadline has just passed.
+/// The ranks for which all others wait, and a text that says what is missing. Leaves out ranks that have connected and
+/// wait for the rest, and ranks whose own deadline has just passed.
 fn late_ranks(participants: &[Option<Participant>], came: &[bool]) -> (Vec<usize>, &'static str) {
     let others = 1..participants.len();
     let absent: Vec<usize> = others.clone().filter(|rank| !came[*rank]).collect();
@@ -330,8 +331,8 @@ fn late_ranks(participants: &[Option<Participant>], came: &[bool]) -> (Vec<usize
     (unmapped.collect(), "rank 0 waits for the word that the shared memory is mapped")
 }
 
-/// Reads the participants' answers: "mapped", or why they cannot. A rank whose connection was closed counts as missing
-/// again.
+/// Reads the participants' answers: "mapped", or why they cannot map the memory. If a rank's connection was closed, the
+/// rank counts as missing again.
 fn hear(id: Nonce, participants: &mut [Option<Participant>]) -> std::result::Result<(), String> {
     for place in participants.iter_mut() {
         let Some(participant) = place.as_mut().filter(|participant| !participant.mapped) else { continue };

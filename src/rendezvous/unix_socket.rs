@@ -1,5 +1,5 @@
 //! Unix sockets that keep message boundaries and pass descriptors. They are bound to random names in the abstract
-//! namespace: there is no file, the name cannot be guessed, and the socket vanishes with its process.
+//! namespace, so there is no file, the name cannot be guessed, and the socket disappears with its process.
 
 #![allow(unsafe_code)] // system calls that pass descriptors
 
@@ -7,9 +7,9 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::time::Duration;
 
-/// Most descriptors that the kernel accepts in one message (SCM_MAX_FD).
+/// The kernel accepts at most this many descriptors in one message (SCM_MAX_FD).
 pub const MAX_DESCRIPTORS: usize = 253;
-/// Longest message. Reading a longer one fails, because its rest would be lost.
+/// Longest message. A longer one is not read but fails, because its rest would be lost.
 const MAX_MESSAGE: usize = 192 << 10;
 
 fn descriptor(rc: i32) -> io::Result<OwnedFd> {
@@ -110,8 +110,8 @@ pub fn accept(listener: &OwnedFd) -> io::Result<Option<OwnedFd>> {
     }
 }
 
-/// User and pid of the process that connected (or listens). The pid is 0 if it is in a pid namespace that this process
-/// cannot see.
+/// User and pid of the process that has connected or listens. The pid is 0 if that process is in a pid namespace that
+/// this process cannot see.
 pub fn peer(socket: &OwnedFd) -> io::Result<(u32, i32)> {
     let mut found = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
     let mut length = std::mem::size_of::<libc::ucred>() as libc::socklen_t;
@@ -135,7 +135,7 @@ pub fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
     descriptor(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) } as i32)
 }
 
-/// Buffer for the control message of the most descriptors that one message may have, aligned for its header.
+/// Buffer for a control message with `MAX_DESCRIPTORS` descriptors, aligned for the message's header.
 #[repr(align(8))]
 struct Control([u8; 64 + MAX_DESCRIPTORS * 4]);
 
@@ -221,8 +221,8 @@ pub fn receive(socket: &OwnedFd) -> io::Result<Message> {
     Ok((message, descriptors))
 }
 
-/// Waits until one of the descriptors is readable or was closed by its peer, or until the time is over. A signal ends
-/// the wait early.
+/// Waits until a descriptor is readable or its peer has closed it, or until the time is over. A signal ends the wait
+/// early.
 pub fn wait_readable<'a>(sockets: impl Iterator<Item = &'a OwnedFd>, time: Duration) {
     let mut polled: Vec<libc::pollfd> =
         sockets.map(|socket| libc::pollfd { fd: socket.as_raw_fd(), events: libc::POLLIN, revents: 0 }).collect();

@@ -1,22 +1,22 @@
-//! The cost of a schedule: the time of its steps under an alpha-beta-gamma model, computed from its messages and parts.
-//! Pure, and equal on every rank. The choice between hosts uses it if the link was measured and nothing stronger
-//! decides (`inter`), and `torch-sagellm simulate` prints it.
+//! Computes the cost of a schedule: the time that its steps take in an alpha-beta-gamma model, from its messages and
+//! parts. Pure, and equal on every rank. The choice between hosts uses the cost if the link was measured and no
+//! stronger source decides (`inter`), and `torch-sagellm simulate` prints it.
 //!
 //! A step takes as long as its slowest rank: `alpha + (messages - 1) * overhead + bytes * beta`, over the network or
 //! inside the host, whichever is longer, plus `gamma` for every byte that it combines. Ranks of one host share the
 //! host's network link, so their bytes add up. Inside a host every rank has its own link. Ranks are numbered host by
-//! host. Links carry both directions at once. In the model all ranks start a step together. Real ranks drift, so a
-//! pipeline may be a little faster than predicted. A machine with fewer cores than ranks is slower.
+//! host. Links carry data in both directions at the same time. In the model all ranks start a step together. Real ranks
+//! drift, so a pipeline may be a little faster than predicted. If a machine has fewer cores than ranks, it is slower.
 //!
 //! This file also computes hierarchical all_reduces, for `torch-sagellm simulate`. The ranks of a host reduce to
 //! leaders, the leaders exchange with other hosts' leaders, and the result is distributed inside the host. The data is
 //! cut into segments, so that these three phases overlap.
 //!
-//! Inside a host the cost is that of direct exchange, because in shared memory every rank reads the others. With one
-//! leader per host the phases are reduce, all_reduce between leaders, broadcast. With every rank a leader they are
-//! reduce_scatter, exchange of each rank's share, all_gather; then the leaders share the host's link. Segments pass
-//! through the phases as a pipeline: the slowest phase counts once per segment, the others once. Hosts count as equal:
-//! the largest one represents all.
+//! Inside a host the cost is that of direct exchange, because in shared memory every rank reads the others' data. If
+//! there is one leader per host, the phases are reduce, all_reduce between leaders, broadcast. If every rank is a
+//! leader, they are reduce_scatter, exchange of each rank's share, all_gather; then the leaders share the host's link.
+//! Segments pass through the phases as a pipeline, so the slowest phase counts once for each segment and the others
+//! count only once. All hosts count like the largest one.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -29,7 +29,7 @@ use crate::types::Kind;
 pub struct Link {
     /// Seconds until an empty message has arrived.
     pub alpha: f64,
-    /// Seconds for each further message of the same step: the work that it costs the sender or receiver.
+    /// Seconds for each further message of the same step, which is work of the sender or the receiver.
     pub overhead: f64,
     /// Seconds per byte.
     pub beta: f64,
@@ -57,16 +57,17 @@ struct Load {
     combined_parts: usize,
 }
 
-/// A schedule with the loads of its steps, for any size and any links.
+/// A schedule together with the loads of its steps. They hold for any size and any links.
 pub struct Priced {
     pub schedule: Schedule,
-    /// Number of steps for each set of loads of the busiest ranks. The order of steps does not matter for the sum.
+    /// How many steps have the same loads. A key has the loads of the busiest ranks in a step. Only the sum of the
+    /// steps is needed, so their order is not kept.
     steps: BTreeMap<Vec<Load>, usize>,
 }
 
-/// Up to this number of ranks, the loads of all ranks are examined in every step.
+/// If there are at most this many ranks, the loads of all ranks are examined in every step.
 const ALL_RANKS: usize = 64;
-/// Numbers of segments that are tried for pipelined algorithms.
+/// The numbers of segments that are tried for pipelined algorithms.
 const SEGMENTS: [usize; 6] = [1, 4, 16, 64, 256, 1024];
 
 impl Priced {
@@ -91,8 +92,8 @@ impl Priced {
         Priced { schedule, steps }
     }
 
-    /// Predicted seconds. `bytes` is the vector of all_reduce, broadcast and reduce, all blocks together of all_gather,
-    /// reduce_scatter, gather and scatter, or the data of one rank of all_to_all.
+    /// Predicted seconds. `bytes` is the size of the vector for all_reduce, broadcast and reduce; of all blocks
+    /// together for all_gather, reduce_scatter, gather and scatter; and of one rank's data for all_to_all.
     pub fn seconds(&self, bytes: f64, model: &Model) -> f64 {
         let parts = if self.schedule.kind == Kind::AllToAll { self.schedule.ranks } else { self.schedule.parts() };
         let part = if parts == 0 { 0.0 } else { bytes / parts as f64 };
@@ -111,7 +112,8 @@ impl Priced {
     }
 }
 
-/// Every schedule of the algorithms `only` that serves `kind`. Pipelined ones appear once per number of segments.
+/// Every schedule of an algorithm in `only` that serves `kind`. A pipelined algorithm appears once for each number of
+/// segments.
 pub fn candidates(kind: Kind, ranks: usize, root: usize, ranks_per_host: usize, only: &[Algorithm]) -> Vec<Priced> {
     only.iter()
         .flat_map(|algorithm| {
@@ -122,7 +124,7 @@ pub fn candidates(kind: Kind, ranks: usize, root: usize, ranks_per_host: usize, 
         .collect()
 }
 
-/// The fastest candidate for this size, the first one of equals. None if there are no candidates.
+/// The fastest candidate for this size; among equally fast ones, the first. None if there are no candidates.
 pub fn fastest<'a>(candidates: &'a [Priced], bytes: f64, model: &Model) -> Option<(&'a Priced, f64)> {
     candidates.iter().map(|priced| (priced, priced.seconds(bytes, model))).min_by(|a, b| a.1.total_cmp(&b.1))
 }
@@ -153,7 +155,7 @@ fn host_loads(s: &Schedule, host: usize, ranks_per_host: usize, k: usize) -> Vec
     loads
 }
 
-/// Counts messages and parts inside the host, then messages and parts to other hosts.
+/// Returns the numbers of messages and parts inside the host, then those to other hosts.
 fn sorted<'a>(transfers: impl Iterator<Item = (bool, &'a Vec<Range<usize>>)>) -> (usize, usize, usize, usize) {
     transfers.fold(
         (0, 0, 0, 0),
@@ -163,7 +165,7 @@ fn sorted<'a>(transfers: impl Iterator<Item = (bool, &'a Vec<Range<usize>>)>) ->
     )
 }
 
-/// Drops loads that exceed another load in no value, because they can never be the slowest.
+/// Drops a load if another load is at least as large in every value, because the dropped load can never be the slowest.
 fn only_greatest(loads: &[Load]) -> Vec<Load> {
     let within = |a: &Load, b: &Load| {
         a.host_messages <= b.host_messages
@@ -191,7 +193,7 @@ pub struct HierarchicalPlan {
     pub segments: usize,
 }
 
-/// The costs of all plans, for any size and any links.
+/// The costs of all plans. They hold for any size and any links.
 pub struct HierarchicalCosts {
     per_host: usize,
     reduce: Priced,
@@ -271,7 +273,7 @@ mod tests {
         (a - b).abs() <= 1e-9 * b.abs()
     }
 
-    /// Checks the closed forms of textbooks, for ranks that all have the same kind of link.
+    /// Compares with the closed formulas of textbooks, for ranks that all have the same kind of link.
     #[test]
     fn known_formulas() {
         let flat = Model { host: link(3.0, 0.5), network: link(3.0, 0.5), gamma: 0.25, ranks_per_host: 64 };
@@ -305,7 +307,8 @@ mod tests {
         assert!(near(Priced::new(s, 4).seconds(100.0, &model), 400.0));
     }
 
-    /// Examining few ranks must give the same cost as examining all, or the cost for 100,000 ranks is a guess.
+    /// If only few ranks are examined, the cost must be the same as if all were; otherwise the cost for 100,000 ranks
+    /// would be a guess.
     #[test]
     fn few_ranks_tell_what_all_tell() {
         let shapes = [(64, 8), (64, 1), (60, 4), (48, 3), (37, 5), (128, 16), (81, 9), (200, 8), (300, 7)];
@@ -330,7 +333,7 @@ mod tests {
         let (small, _) = fastest(&priced, 8.0, &model(8)).unwrap();
         let (large, seconds) = fastest(&priced, 1e9, &model(8)).unwrap();
         assert!(small.schedule.steps() < 40, "{:?}", small.schedule);
-        // No all_reduce beats its bandwidth bound: all bytes enter and leave a host once.
+        // No all_reduce is faster than its bandwidth bound: all bytes enter and leave a host once.
         assert!(seconds > 1e9 * 1e-9, "{:?} in {seconds} s", large.schedule);
     }
 

@@ -1,5 +1,5 @@
-//! Explains which algorithm an operation uses and why: the choice, what it overruled, and every other algorithm with
-//! its predicted time and why it was not chosen. Pure, and equal for past operations and hypothetical ones.
+//! Explains which algorithm an operation uses and why: the choice, what it overruled, and for every other algorithm its
+//! predicted time and why it was not chosen. Pure; past operations and hypothetical ones are explained in the same way.
 
 use std::fmt::Write as _;
 
@@ -15,7 +15,7 @@ use super::{Choice, Class, GroupShape, OpDesc, Path, Policy};
 use crate::algorithms::Algorithm;
 use crate::types::{Dtype, Kind};
 
-/// Chunk sizes that are listed as alternatives. Those larger than the stage are left out.
+/// Chunk sizes that are listed as alternatives. A size is left out if it is larger than the stage.
 pub const CHUNKS: [usize; 6] = [16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10];
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -39,7 +39,7 @@ pub struct Explanation {
     pub measured_ns: Option<u64>,
     /// Which rule, measurement or default decided.
     pub decided: String,
-    /// What the rules, tables or models of lower priority would have chosen, highest priority first.
+    /// What the rules, tables or models of lower priority would have chosen, the highest priority first.
     pub overruled: Vec<String>,
     pub rejected: Vec<Alternative>,
     /// The source of the measured table, or why there is none.
@@ -53,7 +53,7 @@ pub struct Past {
     pub number: u64,
     /// The recorded choice. `None` if the operation has not started, or failed before it started.
     pub choice: Option<Choice>,
-    /// The operations that it was fused with. `None` while this is not known.
+    /// The operations with which it was fused. `None` while this is not known.
     pub batch: Option<Batch>,
     /// Whether its tensors were on a device, and copies of them in host memory were moved.
     pub host_staged: bool,
@@ -64,11 +64,11 @@ pub struct Past {
 pub struct Batch {
     /// Number of operations, including this one.
     pub count: u64,
-    /// Lowest number of the batch's operations. `last`: the highest.
+    /// The lowest number among the batch's operations. `last`: the highest.
     pub first: u64,
     pub last: u64,
-    /// Bytes of a batch between hosts, for which the algorithm was chosen. `None` if it was chosen for each operation
-    /// alone.
+    /// The bytes of a batch between hosts, if the algorithm was chosen for the whole batch. `None` if it was chosen for
+    /// each operation alone.
     pub bytes: Option<u64>,
 }
 
@@ -153,7 +153,7 @@ pub fn between(
     }
 }
 
-/// Why a start rule decides: the rule, and the topology or missing measurement that made it decide.
+/// Says why a start rule decides: the rule, and the topology or missing measurement because of which it decides.
 pub fn by_start_rule(start: Start, policy: &Policy) -> String {
     let first = if start.hierarchical { "hosts of several ranks combine inside each host first; " } else { "" };
     let because = match policy.topology {
@@ -197,7 +197,7 @@ fn predicted(desc: OpDesc, way: AlgorithmChoice, shape: &GroupShape, policy: &Po
 }
 
 impl Explanation {
-    /// Sets the source that decided, and the sources that it overruled.
+    /// Records the source that decided, and the sources that it overruled.
     fn settle(&mut self, policy: &Policy) {
         let (desc, shape) = (self.desc, self.shape);
         let by_start = start(desc, &shape, policy.cache_bytes);
@@ -241,7 +241,7 @@ pub struct Table {
     pub rows: Vec<Row>,
 }
 
-/// A kind, and the range of sizes (both ends included) for which one choice holds.
+/// A kind, and a range of sizes (both ends included) in which the choice is the same.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Row {
     pub kind: Kind,
@@ -271,7 +271,7 @@ pub fn table(shape: &GroupShape, policy: &Policy) -> Table {
     Table { note: policy.note.clone(), rules, rows: rows.collect() }
 }
 
-/// The ranges of sizes for which one choice holds, in order, starting with 0.
+/// The ranges of sizes in each of which the choice is the same, in order, starting with 0.
 fn ranges(kind: Kind, shape: &GroupShape, policy: &Policy) -> Vec<(u64, u64, Explanation)> {
     let mut begins = vec![0];
     let ends = [shape.slot_bytes as u64, out_of_cache(policy.cache_bytes)];
@@ -318,8 +318,8 @@ pub fn time(nanoseconds: u64) -> String {
     }
 }
 
-/// A predicted time as text. The model's constants are from another machine, so it is rounded to one digit: "about 3
-/// us".
+/// A predicted time as text. The model's constants come from another machine, so the time is rounded to one digit:
+/// "about 3 us".
 fn about(nanoseconds: u64) -> String {
     let digit = 10u64.pow(nanoseconds.checked_ilog10().unwrap_or(0));
     let rounded = (nanoseconds + digit / 2) / digit * digit;
@@ -395,7 +395,7 @@ mod tests {
         assert_eq!(large.choice.path, Path::Rounds { chunk: 512 << 10 });
         assert!(large.decided.starts_with("default: it stays in the last-level cache"), "{}", large.decided);
         assert!(large.rejected.iter().any(|other| other.way == "slots" && other.why_not.contains("a slot holds 4KiB")));
-        // Numbers of ranks that were measured. With more ranks the model would choose rounds a little below 4 KiB.
+        // These numbers of ranks were measured. For more ranks the model would choose rounds a little below 4 KiB.
         for crowd in [2, 4] {
             let shape = GroupShape { ranks: crowd, ..SHAPE };
             for power in 0..30 {

@@ -1,10 +1,11 @@
-//! The choice between hosts: the schedule of the hosts' leaders, the number of leaders, and the segments in which a
-//! large operation overlaps with the work inside the hosts. Pure and total, and equal on every rank.
+//! Makes the choice between hosts: the schedule that the hosts' leaders run, the number of leaders, and the segments
+//! into which a large operation is cut so that it overlaps with the work inside the hosts. Pure, total, and equal on
+//! every rank.
 //!
 //! The sources that decide, from strong to weak: strict mode; the user's rules; the table; the start rules, if the user
-//! gave a topology or turned off the link measurement; one fixed order for small sums of floats; the cost model, if the
-//! link was measured; the start rules. A batch uses only schedules whose order of summation does not depend on an
-//! element's position in the batch. So the bits of an operation do not depend on the other operations in the batch.
+//! has set a topology or turned off the link measurement; one fixed order for small sums of floats; the cost model, if
+//! the link was measured; the start rules. A batch uses only schedules whose order of summation does not depend on an
+//! element's position in the batch. So the bits of an operation do not depend on the batch's other operations.
 
 use super::cost::{Link, Model, Priced};
 use super::rules::{AlgorithmChoice, Rule};
@@ -14,7 +15,8 @@ use super::{Choice, Class, OpDesc, Path, Policy, Reason, WHOLE};
 use crate::algorithms::{Algorithm, Schedule};
 use crate::types::Kind;
 
-/// The measured latency and bandwidth between two hosts. The ranks agree on them before use. Zeros mean not measured.
+/// The measured latency and bandwidth between two hosts. The ranks agree on them before they use them. Zeros mean that
+/// they were not measured.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LinkFacts {
     /// Nanoseconds until an empty message has arrived.
@@ -38,7 +40,7 @@ impl LinkFacts {
     }
 }
 
-/// The hosts of a group, and what all ranks know about them.
+/// The facts about a group's hosts that all ranks know.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hosts {
     pub hosts: usize,
@@ -46,16 +48,16 @@ pub struct Hosts {
     /// The smallest number of ranks on any host.
     pub least_ranks: usize,
     pub link: LinkFacts,
-    /// Whether results must have the bits of one host: every element is combined in rank order.
+    /// Whether results must have the bits that one host would give: every element is combined in rank order.
     pub strict: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostsChoice {
     pub algorithm: Algorithm,
-    /// Ranks of each host that talk to other hosts, each for its share of the data.
+    /// How many ranks of each host talk to other hosts, each for its share of the data.
     pub leaders: u8,
-    /// Bytes that pass through the phases (reduce, exchange, distribute) at a time, `WHOLE` if the operation is not
+    /// How many bytes pass through the phases (reduce, exchange, distribute) at a time; `WHOLE` if the operation is not
     /// cut. `segments` is the number of such pieces.
     pub segment_bytes: usize,
     pub segments: usize,
@@ -71,21 +73,21 @@ impl HostsChoice {
     }
 }
 
-/// Above this size, kinds that move blocks are split over all ranks of a host (`leaders`).
+/// Above this size, if an operation moves blocks, it is split over all ranks of a host (`leaders`).
 const LARGE: u64 = 1 << 20;
 /// Up to this size an operation may be fused and is never cut. A second leader would cost more messages than it saves.
 pub const SMALL: u64 = 64 << 10;
 const MOST_OVERHEAD_NS: u64 = 20_000;
-/// Segment size in bytes if the link was not measured. `LEAST_SEGMENT`: the smallest if it was.
+/// Segment size in bytes if the link was not measured. `LEAST_SEGMENT`: the smallest segment size if it was.
 const SEGMENT: usize = 2 << 20;
 const LEAST_SEGMENT: f64 = 256.0 * 1024.0;
-/// Nanoseconds per byte of the work inside a host that overlaps with the exchange, from docs/internals/benchmarks.md.
+/// Nanoseconds per byte for the work inside a host that overlaps with the exchange (docs/internals/benchmarks.md).
 const INSIDE_NS: f64 = 0.05;
-/// Up to this number of hosts, the costs of all schedules are computed in advance.
+/// If there are at most this many hosts, the costs of all schedules are computed in advance.
 const MOST_PRICED: usize = 1024;
 
-/// The schedules that serve each kind for a number of hosts, with the loads of their steps. Computed once per group,
-/// because examining every step takes longer than a small operation.
+/// For a number of hosts, the schedules that serve each kind, with the loads of their steps. Computed once per group,
+/// because it takes longer to examine every step than to run a small operation.
 pub struct Menu {
     hosts: usize,
     priced: Vec<Priced>,
@@ -103,15 +105,16 @@ impl Menu {
     }
 }
 
-/// Up to this number of hosts, direct exchange of small sums costs less than a schedule with more steps.
+/// If there are at most this many hosts, small sums cost less by direct exchange than by a schedule with more steps.
 const MOST_DIRECT: usize = 8;
-/// The schedules for a kind, each with one segment: the engine cuts operations into segments, so a schedule need not.
+/// The schedules for a kind, each with one segment: the engine cuts operations into segments, so a schedule does not
+/// have to.
 fn serving(kind: Kind, hosts: usize) -> impl Iterator<Item = Schedule> {
     Algorithm::ALL.into_iter().filter_map(move |algorithm| Schedule::new(algorithm, kind, hosts, 0, 1))
 }
 
-/// Chooses for one operation between hosts, or for a batch (`batched`). `desc.bytes` is one rank's size. For a single
-/// host, or a kind that is not a collective, the answer is direct exchange, which is always correct.
+/// Chooses for one operation between hosts, or for a batch (`batched`). `desc.bytes` is one rank's size. If there is
+/// only one host, or if the kind is not a collective, the answer is direct exchange, which is always correct.
 pub fn between_hosts(desc: OpDesc, batched: bool, hosts: &Hosts, menu: &Menu, policy: &Policy) -> HostsChoice {
     let bytes = exchanged(desc, hosts);
     let mut choice = HostsChoice {
@@ -158,10 +161,10 @@ pub fn between_hosts(desc: OpDesc, batched: bool, hosts: &Hosts, menu: &Menu, po
     choice
 }
 
-/// The schedule if no rule and no table line names one, the reason, and the predicted time (0 if the link was not
-/// measured). Strict mode is ignored here. A topology has priority over the measured link, because the user gave it:
-/// all ranks then decide by rank 0's topology, whatever was measured. Turning off the link measurement has the same
-/// effect.
+/// If no rule and no table line names a schedule: the schedule, the reason, and the predicted time (0 if the link was
+/// not measured). Strict mode is ignored here. A topology has priority over the measured link, because the user has set
+/// it: all ranks then decide by rank 0's topology, whatever was measured. If the link measurement is turned off, the
+/// start rules decide too.
 pub(crate) fn without_rules(
     desc: OpDesc,
     batched: bool,
@@ -184,8 +187,8 @@ pub(crate) fn without_rules(
     (algorithm, reason, predicted(algorithm))
 }
 
-/// The start rules for an operation or a batch. A small sum of floats counts as small also in a large batch, because it
-/// must be added in one order alone and in every batch (rule 18).
+/// The start rules for an operation or a batch. A small sum of floats counts as small even in a large batch, because it
+/// must be added in the same order when it is alone and in every batch (rule 18).
 fn by_start_rules(
     desc: OpDesc,
     batched: bool,
@@ -203,14 +206,14 @@ pub fn predict(desc: OpDesc, algorithm: Algorithm, hosts: &Hosts, menu: &Menu) -
     fastest(desc.kind, exchanged(desc, hosts), hosts, menu, &only).map(|(_, seconds)| (seconds * 1e9) as u64)
 }
 
-/// Whether the operation is a small sum of floats, or a batch of such sums. They always use one order, whatever else is
-/// in the batch and whatever the link measurement, so that their bits are equal in every run.
+/// Whether the operation is a small sum of floats, or a batch that contains such sums. They always use one order,
+/// whatever else is in the batch and whatever was measured on the link, so that their bits are equal in every run.
 fn one_order(desc: OpDesc, batched: bool) -> bool {
     desc.kind == Kind::AllReduce && order_shows(desc) && (batched || desc.bytes <= SMALL)
 }
 
-/// Whether an operation may use a schedule. Strict mode allows only direct exchange, and a batch only schedules that
-/// combine every element in the same order.
+/// Whether an operation may use a schedule. In strict mode only direct exchange is allowed, and for a batch only
+/// schedules that combine every element in the same order.
 pub fn allowed(algorithm: Algorithm, desc: OpDesc, batched: bool, hosts: &Hosts) -> bool {
     algorithm.serves(desc.kind)
         && (!hosts.strict || algorithm == Algorithm::Direct)
@@ -223,7 +226,7 @@ pub fn said_by(desc: OpDesc, batched: bool, hosts: &Hosts, policy: &Policy) -> O
     said(desc, policy, &allowed).map(|(rule, _)| *rule)
 }
 
-/// The first rule, or else the first table line, that names an allowed schedule for this operation.
+/// The first rule that names an allowed schedule for this operation or, if there is none, the first such table line.
 fn said<'a>(desc: OpDesc, policy: &'a Policy, allowed: &dyn Fn(Algorithm) -> bool) -> Option<(&'a Rule, Reason)> {
     let names = |rule: &Rule| match rule.way {
         AlgorithmChoice::Hosts { algorithm, .. } => allowed(algorithm),
@@ -264,7 +267,7 @@ fn fastest<'a>(
     mine.map(|priced| (priced, priced.seconds(bytes as f64, &model))).min_by(|a, b| a.1.total_cmp(&b.1))
 }
 
-/// Bytes as the cost model counts them: the whole vector, or the blocks of all ranks together.
+/// The bytes that the cost model counts: those of the whole vector, or of all ranks' blocks together.
 fn exchanged(desc: OpDesc, hosts: &Hosts) -> u64 {
     match desc.kind {
         Kind::AllGather | Kind::Gather => desc.bytes.saturating_mul(hosts.ranks as u64),
@@ -272,8 +275,8 @@ fn exchanged(desc: OpDesc, hosts: &Hosts) -> u64 {
     }
 }
 
-/// Cost in nanoseconds of one more message in flight for sender and receiver, without its latency. A quarter of the
-/// latency, for short latencies.
+/// Nanoseconds that one more message in flight costs the sender and the receiver, without its latency. For short
+/// latencies this is a quarter of the latency.
 fn overhead_ns(link: LinkFacts) -> f64 {
     link.alpha_ns.min(MOST_OVERHEAD_NS * 4) as f64 / 4.0
 }
@@ -282,16 +285,16 @@ fn cap(count: usize) -> u8 {
     u8::try_from(count.clamp(1, 255)).unwrap_or(u8::MAX)
 }
 
-/// The default number of leaders: large operations are split over all ranks of a host, which fill the link with several
-/// connections. The limit for kinds that move blocks was measured on hosts with a core per rank
+/// The default number of leaders: a large operation is split over all ranks of a host, which fill the link with several
+/// connections. For kinds that move blocks, the limit was measured on hosts that have a core for each rank
 /// (docs/internals/benchmarks.md).
 fn leaders(desc: OpDesc, hosts: &Hosts) -> u8 {
     let border = if desc.kind == Kind::AllReduce { SMALL } else { LARGE };
     if exchanged(desc, hosts) > border { possible_leaders(desc.kind, u8::MAX, hosts) } else { 1 }
 }
 
-/// Leaders per host if `count` are requested: at most all ranks of the smallest host. Kinds that only all ranks
-/// together can split get all leaders or one.
+/// The number of leaders per host if `count` are requested: at most all ranks of the smallest host. If a kind can be
+/// split only over all ranks, it gets all ranks as leaders or only one.
 fn possible_leaders(kind: Kind, count: u8, hosts: &Hosts) -> u8 {
     let most = cap(hosts.least_ranks);
     let even = hosts.ranks == hosts.hosts.saturating_mul(most.into());

@@ -1,4 +1,4 @@
-//! The choice inside one host: one exchange of slots, or rounds through the stage, with their chunk size.
+//! Makes the choice inside one host: one exchange of slots, or rounds through the stage, and then the chunk size.
 //!
 //! If nothing was measured on this machine, `explain` compares algorithms by predicted times:
 //! time = call + exchanges + rounds x cost per round + bytes of the busiest rank x time per byte x ranks per core
@@ -13,13 +13,13 @@ use super::{Choice, GroupShape, OpDesc, Path, Policy, Reason, unit};
 use crate::threads::LEAST_BYTES;
 use crate::types::Kind;
 
-/// Chunk size for a tensor that is read from memory, for each thread of a rank: a thread's part of two chunks stays in
-/// its core's own cache.
+/// For each thread of a rank: the chunk size for a tensor that is read from memory. A thread's part of two chunks stays
+/// in its core's own cache.
 pub const SMALL_CHUNK: usize = 128 << 10;
-/// Time of a call through torch to the core and back, which every algorithm needs.
+/// Time of a call through torch to the core and back, whatever the algorithm.
 const CALL_NS: f64 = 2800.0;
 const EXCHANGE_NS: f64 = 200.0;
-/// Ranks that share a core wait for each other by context switches.
+/// If ranks share a core, they wait for each other by context switches.
 const OVERSUBSCRIBED_EXCHANGE_NS: f64 = 17_000.0;
 const ROUND_NS: f64 = 300.0;
 const OVERSUBSCRIBED_ROUND_NS: f64 = 5_000.0;
@@ -32,8 +32,8 @@ const CACHED_NS: f64 = 0.021;
 /// Time per byte through the stage, for a tensor that is read from memory.
 const MEMORY_NS: f64 = 0.037;
 
-/// The choice for one operation. Every operation gets one. Inside one host (`shape.hosts` is 1), a collective of at
-/// least two ranks gets `Slots` or `Rounds` that fit into the slots and the stage.
+/// The choice for one operation. Every operation gets a choice. Inside one host (`shape.hosts` is 1), a collective of
+/// at least two ranks gets `Slots`, or `Rounds` that fit into the stage.
 pub fn choose(desc: OpDesc, shape: &GroupShape, policy: &Policy) -> Choice {
     if desc.kind.is_p2p() {
         return Choice::MESSAGE;
@@ -97,10 +97,10 @@ pub(crate) fn out_of_cache(cache_bytes: u64) -> u64 {
     cache_bytes / 4 * 3
 }
 
-/// The defaults, measured with two ranks on two cores (docs/internals/benchmarks.md). While the tensor stays in the
-/// last-level cache: as few rounds as the buffers allow. Above that size: smaller chunks. If ranks share cores: as few
-/// rounds as possible, because every round costs context switches. The same if a rank has several threads, because each
-/// of them copies a part of each round.
+/// The defaults, measured with two ranks on two cores (docs/internals/benchmarks.md). If the tensor stays in the
+/// last-level cache, there are as few rounds as the buffers allow. If it is larger, chunks are smaller. If ranks share
+/// cores, there are as few rounds as possible, because every round costs context switches. The same holds if a rank has
+/// several threads, because each of them copies a part of each round.
 pub(crate) fn start(desc: OpDesc, shape: &GroupShape, cache_bytes: u64) -> Choice {
     let rounds = |chunk: usize, reason| Choice { path: Path::Rounds { chunk: fitting(chunk, shape) }, reason };
     match desc.kind {
@@ -129,7 +129,7 @@ pub fn predict(kind: Kind, bytes: u64, way: AlgorithmChoice, shape: &GroupShape,
             let exchanges = if oversubscribed { 1.0 } else { 3.0 };
             let byte = per_byte(bytes, cache_bytes) * spill(bytes, chunk as u64, shape, cache_bytes);
             let parts = (chunk.min(bytes as usize) / LEAST_BYTES).clamp(1, shape.threads.max(1));
-            // Each of the three steps of a round is a region.
+            // Each of the three steps of a round is one region.
             let regions = if parts > 1 { 3.0 * rounds as f64 * REGION_NS } else { 0.0 };
             let moving = moved(kind, ranks, bytes) * byte * share / parts as f64;
             exchanges * exchange + rounds as f64 * round + regions + moving
@@ -139,16 +139,16 @@ pub fn predict(kind: Kind, bytes: u64, way: AlgorithmChoice, shape: &GroupShape,
     (CALL_NS + time) as u64
 }
 
-/// Nanoseconds per byte: the cached time up to an eighth of the last-level cache, because several buffers are used in
-/// turn, the memory time above half of it, and between these interpolated.
+/// Nanoseconds per byte. Up to an eighth of the last-level cache this is the cached time, because several buffers are
+/// used in turn; above half of it, the memory time; in between, it is interpolated.
 fn per_byte(bytes: u64, cache_bytes: u64) -> f64 {
     let (low, high) = (cache_bytes as f64 / 8.0, cache_bytes as f64 / 2.0);
     let at = ((bytes as f64 - low) / (high - low).max(1.0)).clamp(0.0, 1.0);
     CACHED_NS + (MEMORY_NS - CACHED_NS) * at
 }
 
-/// Factor for a large stage, which does not stay in the cache while a tensor streams from memory. It was measured that
-/// small chunks are faster there; the factor 1.1 is an assumption.
+/// A factor for a large stage, which does not stay in the cache while a tensor streams from memory. Measurements show
+/// that small chunks are faster there; the factor 1.1 is an assumption.
 fn spill(bytes: u64, chunk: u64, shape: &GroupShape, cache_bytes: u64) -> f64 {
     let alone = shape.threads < 2 && !shape.oversubscribed();
     if bytes > out_of_cache(cache_bytes) && alone && chunk > SMALL_CHUNK as u64 { 1.1 } else { 1.0 }

@@ -1,6 +1,6 @@
-//! Chooses the algorithm of an operation, with the reason: a pure function of what all ranks share. Nothing local may
-//! be an input: no clock, no queue length, no `sync` flag. Two ranks that chose differently would wait for each other
-//! until the deadline.
+//! Chooses the algorithm of an operation, with the reason. The choice is a pure function of what all ranks share.
+//! Nothing local may be an input: no clock, no queue length, no `sync` flag. If two ranks chose differently, they would
+//! wait for each other until the deadline.
 //!
 //! The sources that decide, from strong to weak: the user's rules, a line of the measured table, the user's topology,
 //! the defaults. The first three are in rank 0's [`policy`], which every rank of the group has.
@@ -55,7 +55,8 @@ pub enum Path {
     Rounds { chunk: usize },
     /// Direct access to the tensors, which every rank can reach (`engine/shm/mapped`).
     Mapped,
-    /// A schedule between the leaders of several hosts, for `segment` bytes at a time (`WHOLE`: not cut) (`inter`).
+    /// A schedule between the leaders of several hosts, for `segment` bytes at a time (`WHOLE` if not cut); see
+    /// `inter`.
     Hosts { algorithm: Algorithm, leaders: u8, segment: usize },
     /// One of torch's built-in backends.
     Delegate,
@@ -76,7 +77,7 @@ impl Choice {
     pub const MESSAGE: Choice = Choice { path: Path::Message, reason: Reason::Message };
     pub const DELEGATE: Choice = Choice { path: Path::Delegate, reason: Reason::Delegated };
     pub const COMPOSED: Choice = Choice { path: Path::Composed, reason: Reason::Composed };
-    /// Depends on the addresses of the tensors, which only the call knows.
+    /// This choice depends on the addresses of the tensors, which only the call knows.
     pub const MAPPED: Choice = Choice { path: Path::Mapped, reason: Reason::Reachable };
     pub const DEVICE: Choice = Choice { path: Path::Device, reason: Reason::Vendor };
 
@@ -114,7 +115,8 @@ impl Choice {
     }
 }
 
-/// The codes of paths, for records and statistics. Their meaning never changes. 0 is an operation that has not started.
+/// The codes of paths, for records and statistics. Their meaning never changes. 0 means that the operation has not
+/// started.
 const SLOTS: u8 = 1;
 const ROUNDS: u8 = 2;
 const LOCAL: u8 = 3;
@@ -144,7 +146,7 @@ impl Path {
     }
 }
 
-/// The name of a path's code. `none` is an operation that has not started.
+/// The name of a path's code. `none` means that the operation has not started.
 pub fn path_name(code: u8) -> &'static str {
     const NAMES: [&str; 6] = ["none", "slots", "rounds", "local", "message", "delegate"];
     let between = || Algorithm::from_code(code.wrapping_sub(BEFORE_ALGORITHMS)).map(Algorithm::name);
@@ -187,7 +189,7 @@ impl fmt::Display for Path {
 /// The segment size of an operation that is not cut.
 pub const WHOLE: usize = 0;
 
-/// The class of an element type, as far as the choice depends on it. The numbers are stored in records.
+/// The class of an element type. The choice depends only on the class. The numbers are stored in records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Class {
@@ -213,7 +215,7 @@ impl Class {
     }
 }
 
-/// An operation, as far as the choice depends on it. `bytes` is as in `slot_payload`.
+/// The facts about an operation on which the choice depends. `bytes` has the same meaning as in `slot_payload`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OpDesc {
     pub kind: Kind,
@@ -252,7 +254,7 @@ impl OpDesc {
     pub fn together(all: impl IntoIterator<Item = OpDesc>) -> Option<OpDesc> {
         all.into_iter().reduce(|all, one| OpDesc {
             bytes: all.bytes.saturating_add(one.bytes),
-            // Mixed classes give the strictest one.
+            // If classes differ, the strictest one is used.
             class: if one.class == all.class { all.class } else { Class::Float },
             ..all
         })
@@ -269,9 +271,9 @@ impl OpDesc {
 pub struct GroupShape {
     pub ranks: usize,
     pub hosts: usize,
-    /// Number of cores that the ranks of this host may use together, agreed in the rendezvous.
+    /// How many cores the ranks of this host may use together. The ranks agree on this in the rendezvous.
     pub cores: usize,
-    /// Number of threads that copy and combine for a waiting thread of each rank, agreed in the rendezvous.
+    /// On each rank, how many threads copy and combine for a waiting thread. The ranks agree on this in the rendezvous.
     pub threads: usize,
     pub slot_bytes: usize,
     pub stage_bytes: usize,
@@ -307,7 +309,7 @@ pub fn slot_payload(request: &Request, ranks: usize) -> usize {
     }
 }
 
-/// Bytes of one block in a round of `chunk` bytes. Kinds with a block for every peer divide the chunk.
+/// Bytes of one block in a round of `chunk` bytes. If a kind has a block for every peer, the chunk is divided.
 pub fn unit(kind: Kind, ranks: usize, chunk: usize) -> usize {
     match kind {
         Kind::Scatter | Kind::ReduceScatter | Kind::AllToAll => (chunk / ranks.max(1) / 64 * 64).max(64),
@@ -336,13 +338,13 @@ pub enum Reason {
     /// Only between hosts.
     Strict = 12,
     Model = 13,
-    // 14 to 17 and 19 were reasons that no longer occur. Records of older versions may have them.
+    // 14 to 17 and 19 were reasons that no longer occur. Records of older versions may contain them.
     OneSchedule = 18,
     Composed = 20,
     OneOrder = 21,
     /// Tensors on a device are passed to the library of its vendor.
     Vendor = 22,
-    /// This and the next two are the start rules between ranks (`start`).
+    /// This reason and the next two are the start rules between ranks (`start`).
     FewSteps = 23,
     FullNvlink = 24,
     FewBytes = 25,

@@ -1,7 +1,7 @@
 //! Rank 0's decisions for its group before the first operation: the user's rules, a measured table, the user's
-//! topology, whether the link is measured, whether results are compared, and the size of the cache. The rendezvous sends them to the other ranks.
-//! Their hash is the start of the chain of signatures, so two ranks with different policies get an error in their first
-//! operation.
+//! topology, whether the link is measured, whether results are compared, and the size of the cache. The rendezvous
+//! sends them to the other ranks. The chain of signatures starts with their hash, so if two ranks have different
+//! policies, their first operation fails.
 
 use super::rules;
 use super::rules::Rules;
@@ -18,16 +18,16 @@ const HEAD: &str = "sagellm policy 4";
 pub const MAX_BYTES: usize = rules::MAX_BYTES + table::MAX_BYTES + 2048;
 const MOST_NOTE: usize = 1024;
 
-/// Variable with rules for all groups of the process. They apply after the rules of the group's option.
+/// The variable that contains rules for all groups of the process. They apply after the rules of the group's option.
 pub const RULES_VARIABLE: &str = "SAGELLM_ALGORITHM";
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Policy {
     pub rules: Rules,
     pub table: Option<Table>,
-    /// The user's description of the machines. If given, the start rules decide when no rule and no table line does.
+    /// The user's description of the machines. If it is set and no rule and no table line decides, the start rules do.
     pub topology: Option<Topology>,
-    /// Whether the link between hosts is measured. If not, the start rules decide in the same way.
+    /// Whether the link between hosts is measured. If not, the start rules decide like they do if there is a topology.
     pub measure_link: bool,
     /// How much of each result the ranks compare.
     pub verify: Verify,
@@ -105,8 +105,8 @@ impl Policy {
 }
 
 /// This rank's own policy: the user's rules (option `algorithm`, then the environment), topology (option `topology`),
-/// whether the link is measured, and on rank 0 (`leads`) the table of this machine. The other ranks' policies are only
-/// compared with rank 0's, so they read no file.
+/// whether the link is measured, and on rank 0 (`leads`) the table and the cache size of this machine. The other ranks'
+/// policies are only compared with rank 0's, so these ranks read no file.
 pub fn decide(
     (algorithm, topology, measure_link): (&str, &str, bool),
     ranks: usize,
@@ -190,7 +190,7 @@ mod tests {
         for at in 0..text.len() {
             let mut bytes = text.clone().into_bytes();
             bytes[at] ^= 0x15;
-            // A change inside the rules may give other valid rules. The chain of signatures detects that.
+            // If the rules are changed, they may still be valid rules. The chain of signatures detects that.
             if let Ok(other) = std::str::from_utf8(&bytes).map_err(|_| String::new()).and_then(Policy::parse) {
                 assert_ne!(other.hash(), full().hash());
             }

@@ -20,7 +20,7 @@ use crate::types::Kind;
 
 pub const SYNTAX: &str =
     "rules are OP:FROM-TO=ALGORITHM, separated by ';', for example \"all_reduce:0-4KiB=slots;*:1MiB-=rounds(128KiB)\"";
-/// Longest list of rules in bytes, so that rank 0's list fits into its rendezvous message.
+/// The longest list of rules in bytes. It is limited so that rank 0's list fits into rank 0's rendezvous message.
 pub const MAX_BYTES: usize = 4096;
 /// Smallest chunk. Chunks are multiples of a cache line.
 pub const LEAST_CHUNK: usize = 1024;
@@ -35,7 +35,7 @@ pub enum AlgorithmChoice {
     Rounds {
         chunk: usize,
     },
-    /// Between hosts. Parameters that are not given keep their defaults.
+    /// Between hosts. If a parameter is not set, it keeps its default.
     Hosts {
         algorithm: Algorithm,
         leaders: Option<u8>,
@@ -58,12 +58,13 @@ pub struct Rule {
     pub way: AlgorithmChoice,
 }
 
-/// Rules in the order in which they were given.
+/// Rules, in the user's order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Rules(pub Vec<Rule>);
 
 impl Rules {
-    /// Parses a list of rules. The empty text is the empty list. The error quotes the rule and says what was expected.
+    /// Parses a list of rules. The empty text is the empty list. The error quotes the wrong rule and says what was
+    /// expected.
     pub fn parse(text: &str) -> Result<Rules, String> {
         if text.len() > MAX_BYTES {
             return Err(format!("{} bytes of rules are more than {MAX_BYTES}", text.len()));
@@ -257,7 +258,8 @@ impl fmt::Display for Rules {
 
 const UNITS: [(&str, u64); 4] = [("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1)];
 
-/// Parses a size in bytes: a whole number with an optional unit B, KiB, MiB or GiB. Else `None`.
+/// Parses a size in bytes: a whole number with an optional unit B, KiB, MiB or GiB. `None` if the text is anything
+/// else.
 pub fn parse_size(text: &str) -> Option<u64> {
     let text = text.trim();
     let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit()).len();

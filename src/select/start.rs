@@ -1,11 +1,11 @@
-//! The start rules: the algorithm between ranks if there is no measured link, table line or rule of the user. They are
-//! the usual rules of collective libraries:
+//! The start rules choose the algorithm between ranks if there is no measured link, table line or rule of the user.
+//! They are the usual rules of collective libraries:
 //!
 //! - below [`LARGE`] bytes the number of steps dominates: recursive doubling, or a tree if NVLink joins all devices;
-//! - from that size on the number of bytes dominates: a ring. If the number of ranks is not a power of two, the ring
-//!   starts at [`MIDDLE`], because recursive doubling then sends everything of the extra ranks once more;
-//! - if hosts have several ranks each, `hierarchical`: first the ranks of each host, then the hosts by the two rules
-//!   above.
+//! - from that size on the number of bytes dominates: a ring. If the number of ranks is not a power of two, the ring is
+//!   used from [`MIDDLE`] on, because recursive doubling then sends all data of the extra ranks once more;
+//! - if hosts have several ranks each, `hierarchical`: first the ranks of each host combine, then the hosts by the two
+//!   rules above.
 //!
 //! Pure. Three places use them: `inter` for groups over several hosts, the plugin that a vendor's library calls
 //! (`tuner.rs` in `engine/device`), and `select_all_reduce_algorithm` of the Python package.
@@ -16,10 +16,10 @@ use super::{OpDesc, Reason};
 use crate::algorithms::Algorithm;
 use crate::types::Kind;
 
-/// From this size in bytes on the number of bytes dominates, below it the number of steps.
+/// From this size in bytes on, the number of bytes dominates; below it, the number of steps does.
 pub const LARGE: u64 = 1_000_000;
-/// From this size on, recursive doubling loses more by bytes than it gains by steps if the number of ranks is not a
-/// power of two. It equals the size up to which sums of floats have one order (`inter`).
+/// If the number of ranks is not a power of two: from this size on, recursive doubling loses more by bytes than it
+/// gains by steps. This equals the size up to which sums of floats have one order (`inter`).
 pub const MIDDLE: u64 = 64 << 10;
 /// Name of two-level algorithms in rules and answers.
 pub const HIERARCHICAL: &str = "hierarchical";
@@ -29,7 +29,7 @@ pub const TREE: &str = "tree";
 /// The user's description of a group's machines. Rank 0's applies to the whole group (`policy`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Topology {
-    /// Number of hosts of the ranks. A group that knows its own hosts uses those instead.
+    /// The number of hosts on which the ranks are. A group that knows its own hosts uses those instead.
     pub hosts: usize,
     /// Whether NVLink joins every pair of the ranks' devices.
     pub full_nvlink: bool,
@@ -60,7 +60,7 @@ impl Topology {
 }
 
 impl fmt::Display for Topology {
-    /// In the syntax of `parse`.
+    /// Writes the topology in the syntax of `parse`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "hosts={},full_nvlink={}", self.hosts, self.full_nvlink)
     }
@@ -69,7 +69,7 @@ impl fmt::Display for Topology {
 /// The start rules' answer for an all_reduce.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Start {
-    /// Whether the ranks of each host combine first. Then `algorithm` is the one between the hosts.
+    /// Whether the ranks of each host combine first. If so, `algorithm` is the one between the hosts.
     pub hierarchical: bool,
     pub algorithm: Algorithm,
     pub reason: Reason,
@@ -113,9 +113,9 @@ fn by_size(bytes: u64, ranks: usize, full_nvlink: bool) -> (Algorithm, Reason) {
     }
 }
 
-/// The schedule between `hosts` hosts by the start rules, for every kind. `bytes` is the size that decides; for small
-/// sums of floats it is not the size of their batch (`inter`). If the rule's algorithm does not serve the kind or is
-/// not allowed, the schedule with the fewest steps is used. Direct exchange serves all kinds.
+/// The schedule that the start rules choose between `hosts` hosts, for every kind. `bytes` is the size that decides;
+/// for small sums of floats it is not the size of their batch (`inter`). If the rule's algorithm does not serve the
+/// kind or is not allowed, the schedule with the fewest steps is used. Direct exchange serves all kinds.
 pub fn schedule(
     desc: OpDesc,
     bytes: u64,
@@ -124,10 +124,10 @@ pub fn schedule(
     allowed: &dyn Fn(Algorithm) -> bool,
 ) -> (Algorithm, Reason) {
     use Algorithm::*;
-    // Only an all_reduce by doubling sends everything once more. So other kinds use the limit for powers of two.
+    // Only an all_reduce by doubling sends data once more, so other kinds use the limit for powers of two.
     let doubled = if desc.kind == Kind::AllReduce { hosts } else { 1 };
     let (algorithm, reason) = by_size(bytes, doubled, full_nvlink);
-    // A chain from one root moves as many bytes as a tree and needs more steps. A barrier has no bytes.
+    // A chain from one root moves the same number of bytes as a tree and needs more steps. A barrier has no bytes.
     let wish = match (algorithm, desc.kind) {
         (Ring, Kind::Broadcast | Kind::Reduce) => DoubleTree,
         (_, Kind::Barrier) => Dissemination,
@@ -174,7 +174,8 @@ mod tests {
         }
     }
 
-    /// Users' older tables have a tree over PCIe here. That loses by proof: no algorithm moves fewer bytes than a ring.
+    /// Users' older tables have a tree over PCIe here. It cannot be faster, because no algorithm moves fewer bytes than
+    /// a ring.
     #[test]
     fn from_the_large_size_on_a_ring_moves_the_fewest_bytes() {
         let bytes = |algorithm, ranks| {

@@ -1,6 +1,6 @@
 //! The decision table: the fastest algorithm for each size, measured on one machine with one number of ranks. It is a
-//! text file in the user's cache directory, one per machine and number of ranks. `torch-sagellm tune` writes it, and
-//! rank 0 of a group reads it when the group is made.
+//! text file in the user's cache directory; there is one for each machine and number of ranks. `torch-sagellm tune`
+//! writes it, and rank 0 of a group reads it when the group is created.
 //!
 //! ```text
 //! # what it is
@@ -14,8 +14,9 @@
 //! sum 0123456789abcdef
 //! ```
 //!
-//! A line is a rule, the median of its algorithm, and the median of the default at the same size. The sum covers
-//! everything above it. Any other contents are refused with a reason, because a table decides how every operation runs.
+//! A line is a rule, the median time of the rule's algorithm, and the median time of the default at the same size. The
+//! sum covers everything above it. A file with any other contents is refused with a reason, because a table decides how
+//! every operation runs.
 
 use std::fmt::Write as _;
 use std::fs::{self, File};
@@ -44,9 +45,9 @@ pub struct Key {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Line {
     pub rule: Rule,
-    /// Median of this algorithm.
+    /// Median time of this algorithm.
     pub nanoseconds: u64,
-    /// Median of the default at the same size, in the same run.
+    /// Median time of the default at the same size, in the same run.
     pub start_nanoseconds: u64,
 }
 
@@ -78,7 +79,7 @@ impl Table {
         text
     }
 
-    /// Parses a table without checking for what it was made. The error is a clause: "it is damaged: ...".
+    /// Parses a table, but does not check for which key it was made. The error is a clause: "it is damaged: ...".
     pub fn parse(bytes: &[u8]) -> Result<Table, String> {
         if bytes.len() > MAX_BYTES {
             return Err(format!("it has {} bytes, more than the {MAX_BYTES} of a table", bytes.len()));
@@ -105,7 +106,7 @@ impl Table {
         Ok(Table { key: Key { version, machine, ranks }, made, lines })
     }
 
-    /// Refuses a table that was made for another key. The error is a clause, as in `parse`.
+    /// Refuses a table that was made for another key. The error is a clause, like that of `parse`.
     pub fn serves(&self, wanted: &Key) -> Result<(), String> {
         if self.key.version != wanted.version {
             return Err(format!(
@@ -152,13 +153,14 @@ fn checked_body(text: &str) -> Result<&str, String> {
     if body.ends_with('\n') && text[body.len()..] == expected { Ok(body) } else { Err(damaged()) }
 }
 
-/// FNV-1a: a change of any one byte changes it. It protects against accidents only; a user who can write the cache
-/// directory can do worse than falsify a table.
+/// FNV-1a: if any single byte changes, the hash changes. It protects only against accidents; a user who can write the
+/// cache directory can do worse than falsify a table.
 pub fn hash(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))
 }
 
-/// Variable that names the cache directory. Without it: `$XDG_CACHE_HOME/sagellm` or `~/.cache/sagellm`.
+/// The variable that names the cache directory. If it is not set, the directory is `$XDG_CACHE_HOME/sagellm` or
+/// `~/.cache/sagellm`.
 pub const VARIABLE: &str = "SAGELLM_CACHE_DIR";
 
 /// The key that a table must have to apply on this machine.
@@ -192,7 +194,7 @@ pub enum Found {
 pub fn load(directory: &Path, key: &Key, slot_bytes: usize) -> Found {
     let path = path(directory, key);
     let mut bytes = Vec::new();
-    // Reads one byte more than a table may have, to notice a file that is too long.
+    // Reads one byte more than a table may have, so that a file that is too long is noticed.
     match File::open(&path).and_then(|file| file.take(MAX_BYTES as u64 + 1).read_to_end(&mut bytes)) {
         Ok(_) => {}
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
@@ -233,7 +235,8 @@ pub fn save(directory: &Path, table: &Table) -> io::Result<PathBuf> {
     Ok(path)
 }
 
-/// Makes the table of this machine for `ranks` ranks from `lines`, each a `Line`. Writes it and returns its path.
+/// Makes the table of this machine for `ranks` ranks from `lines`, each of which is a `Line`. Writes the table and
+/// returns its path.
 pub fn make(ranks: usize, made: &str, lines: &str) -> Outcome<String> {
     let lines: Result<Vec<Line>, String> = lines.lines().map(Line::parse).collect();
     let lines = lines.map_err(|what| Error::invalid(format!("sagellm: the new table cannot be used: {what}")))?;

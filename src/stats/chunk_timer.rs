@@ -1,5 +1,6 @@
-//! Measures the parts of a large operation, with two clock readings around each chunk that is copied or reduced. The
-//! time between chunks is attributed to the rank whose data was missing. Reads no clock while the operation is blocked.
+//! Measures how long the parts of a large operation take, with a clock reading before and after each chunk that is
+//! copied or reduced. The time between chunks is attributed to the rank whose data was missing. Does not read the clock
+//! while the operation is blocked.
 
 use std::sync::atomic::AtomicU64;
 
@@ -7,7 +8,7 @@ use crate::op::{Op, OpTiming};
 use crate::os::clock;
 
 pub struct ChunkTimer {
-    /// Time at which the last chunk ended, or at first the time of issue.
+    /// Time at which the last chunk ended; before the first chunk, the time of issue.
     rest: u64,
     /// The rank whose data was missing at the last check.
     missing: Option<usize>,

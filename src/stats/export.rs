@@ -67,8 +67,8 @@ fn write_cell(out: &mut String, cell: &Cell, path: fn(u8) -> &'static str) {
     });
 }
 
-/// The last `last` records, oldest first, as a list of `Record` of `_C.pyi`. The oldest pending record precedes them if
-/// it is older.
+/// The last `last` records, the oldest first, as a list of `Record` of `_C.pyi`. If the oldest pending record is older
+/// than these, it precedes them.
 pub fn last_records(history: &History, last: usize, names: Names) -> String {
     let skipped = history.iter().count().saturating_sub(last);
     let pending = history.iter().take(skipped).find(|record| record.state == State::Pending);

@@ -1,5 +1,6 @@
-//! Times in buckets: 16 exact ones, then 8 of equal width per power of two. So a bucket is at most an eighth as wide as
-//! the values in it are large, and any quantile is correct within that. Fixed memory, one addition per value.
+//! Counts times in buckets: 16 buckets for single values, then for each power of two 8 buckets of equal width. So the
+//! width of a bucket is at most an eighth of the values in it, and the error of any quantile is at most that. Uses
+//! fixed memory, and one addition per value.
 //!
 //! Source: the log-linear layout of HdrHistogram.
 
@@ -8,7 +9,7 @@ const EXACT: u64 = 16;
 /// Buckets per power of two. `SHIFT` is the binary logarithm.
 const PER_OCTAVE: u64 = 8;
 const SHIFT: u32 = 3;
-/// Values from 2^TOP nanoseconds on (18 minutes) are counted in the last bucket.
+/// Values of at least 2^TOP nanoseconds (18 minutes) are counted in the last bucket.
 const TOP: u32 = 40;
 const BUCKETS: usize = (EXACT + (TOP as u64 - 4) * PER_OCTAVE) as usize;
 
@@ -52,7 +53,7 @@ impl Histogram {
         self.buckets[bucket(value)] += 1;
     }
 
-    /// The middle of the bucket that has the median; 0 without values.
+    /// The middle of the bucket that contains the median; 0 if there are no values.
     pub fn median(&self) -> u64 {
         let half = self.buckets.iter().sum::<u64>().div_ceil(2);
         let mut seen = 0;

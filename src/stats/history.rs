@@ -1,5 +1,6 @@
-//! The last operations of a group, one record each; the oldest is overwritten first. The flight record and the
-//! explanations of past operations are made from these records. A record is written at issue and completed at the end.
+//! Keeps the last operations of a group, one record for each; the oldest is overwritten first. The flight record and
+//! the explanations of past operations use these records. A record is written at issue and completed when the operation
+//! ends.
 
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -26,7 +27,7 @@ impl State {
 
 #[derive(Clone, Copy, Debug)]
 pub struct Record {
-    /// Number of operations that the group issued before this one.
+    /// How many operations the group issued before this one.
     pub id: u64,
     /// Number in the group, or in the ordered pair of ranks for point to point (0 for a receive from `ANY_RANK`).
     pub number: u64,
@@ -47,13 +48,13 @@ pub struct Record {
     pub tag: u32,
     /// The rank for which it waited, or `NOBODY`.
     pub late: u32,
-    /// Bytes that this rank's call reads. `written`: bytes that it writes.
+    /// Bytes that this rank's call reads. `written`: bytes that the call writes.
     pub read: u64,
     pub written: u64,
     /// Times of `clock::stamp`. `ended` is 0 while the operation is pending.
     pub issued: u64,
     pub ended: u64,
-    /// Nanoseconds of copying and of reducing between issue and end.
+    /// Nanoseconds that copying and reducing took between issue and end.
     pub copying: u64,
     pub reducing: u64,
 }
@@ -100,7 +101,7 @@ impl Record {
         }
     }
 
-    /// Records the end of the operation at the stamp `at`. A message always waits for its peer.
+    /// Records that the operation ended at the stamp `at`. A message always waits for its peer.
     #[inline]
     pub fn end(&mut self, op: &Op, well: bool, at: u64) {
         let timing = &op.timing;
@@ -140,7 +141,7 @@ impl Record {
         if self.blocked { self.took().saturating_sub(self.copying).saturating_sub(self.reducing) } else { 0 }
     }
 
-    /// The caller's payload, as in `Op::payload`.
+    /// The caller's payload, like `Op::payload`.
     pub fn bytes(&self) -> u64 {
         self.read.max(self.written)
     }
@@ -160,7 +161,7 @@ pub struct History {
 }
 
 impl History {
-    /// For `room` records, rounded up to a power of two. Memory is touched only when it is first used.
+    /// A history for `room` records, rounded up to a power of two. Memory is touched only when it is first used.
     pub fn new(room: usize) -> History {
         let room = if room == 0 { 0 } else { room.next_power_of_two() };
         History { records: Vec::with_capacity(room), room, issued: 0 }
@@ -175,7 +176,7 @@ impl History {
         self.issued
     }
 
-    /// Assigns the next id to a record and stores it, written in place rather than moved.
+    /// Assigns the next id to a record and stores the record. It is written in place and not moved.
     #[inline(always)]
     pub fn push(&mut self, record: Record) -> u64 {
         let id = self.issued;
@@ -190,7 +191,7 @@ impl History {
         id
     }
 
-    /// Removes the record `id` if it is the last one, else returns false.
+    /// Removes the record `id` if it is the last one. Otherwise returns false.
     pub fn take_back(&mut self, id: u64) -> bool {
         if id + 1 != self.issued {
             return false;
@@ -207,7 +208,7 @@ impl History {
         History { records: Vec::new(), room: 0, issued: self.issued }
     }
 
-    /// Id of the record that the next push overwrites, if any.
+    /// Id of the record that the next push overwrites, if there is one.
     #[inline]
     pub fn next_to_go(&self) -> Option<u64> {
         self.issued.checked_sub(self.room as u64)

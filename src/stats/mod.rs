@@ -1,9 +1,10 @@
-//! Statistics of a group: how many operations, how many bytes, how long, and for which peers it waited.
+//! Statistics of a group: how many operations and bytes there were, how long operations took, and for which peers this
+//! rank waited.
 //!
-//! `group` reports every operation twice, at issue and at its end, with the lock held and with clock readings that it
-//! needs anyway. The engine stores the route and the times in `Op::timing`. So everything here is plain single-threaded
-//! code. It calls no higher layer, allocates only when a kind, path and size appears for the first time, and its memory
-//! is bounded.
+//! `group` reports every operation twice, at issue and at its end. It does so with its lock held and with clock
+//! readings that it needs anyway. The engine stores the route in the op and the times in `Op::timing`. So everything
+//! here is plain single-threaded code. It calls no higher layer, allocates only when a kind, path and size appears for
+//! the first time, and its memory is bounded.
 //!
 //! While an operation runs, only its record is written. Counts are computed from the records later: by a driver that
 //! has nothing to move, by a caller of the statistics, or when many records have accumulated.
@@ -30,20 +31,20 @@ use crate::op::{FusedWith, Op};
 use crate::os::clock;
 use crate::types::Kind;
 
-/// Numbers of kinds (0 is none), of path codes, and of size classes. `Stats::index` is a table over all three.
+/// How many kinds (0 is none), path codes and size classes there are. `Stats::index` is a table over all three.
 const KINDS: usize = Kind::ALL.len() + 1;
 const PATHS: usize = 32;
 const CLASSES: usize = 48;
-/// Most combinations that get their own counts. Later ones share one entry per kind.
+/// At most this many combinations get their own counts. Later combinations share one entry per kind.
 const CELLS: usize = 128;
-/// Most ended operations that are not counted yet.
+/// At most this many operations have ended and are not counted yet.
 const APART: usize = 64;
-/// Fewest timed calls whose median is a usual time.
+/// A median counts as a usual time only if at least this many calls were timed.
 const ENOUGH: u64 = 5;
 /// Path and class of a shared entry.
 pub const MIXED: u8 = u8::MAX;
 
-/// Size class of a payload: 0 for no bytes, 1 for one byte, c for up to 2^(c-1) bytes.
+/// The size class of a payload: 0 if it has no bytes, 1 for one byte, c for up to 2^(c-1) bytes.
 pub fn class(bytes: u64) -> u8 {
     match bytes {
         0 => 0,
@@ -63,12 +64,13 @@ pub struct Cell {
     pub failed: u64,
     /// Tensors in the calls that ended without an error.
     pub tensors: u64,
-    /// Bytes of payload, as in `Op::payload`.
+    /// Bytes of payload (`Op::payload`).
     pub bytes: u64,
-    /// Bytes of the timed calls as counted by nccl-tests: the whole tensor, even on ranks that have only a part of it.
+    /// Bytes of the timed calls, counted like in nccl-tests: the whole tensor, even on ranks that have only a part of
+    /// it.
     pub whole: u64,
-    /// Sums of times; `took` is from issue to end. What remains after waiting, copying and reducing was not measured
-    /// separately.
+    /// Sums of times. `took` is the time from issue to end. The part of it that is not waiting, copying or reducing was
+    /// not measured separately.
     pub took: u64,
     pub waiting: u64,
     pub copying: u64,
@@ -110,9 +112,9 @@ pub struct Typical {
 /// This rank's waits for one peer.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Wait {
-    /// Number of operations in which this peer was last, or delayed this rank longest.
+    /// Number of operations in which this peer was last or delayed this rank longest.
     pub count: u64,
-    /// Nanoseconds from issue to end of these operations, without copying and reducing.
+    /// Nanoseconds that these operations took from issue to end, without copying and reducing.
     pub total: u64,
     pub longest: u64,
 }
@@ -127,7 +129,7 @@ pub struct Fused {
 }
 
 /// Records in each operation which operations ended without an error in the same pass over the group. Messages have
-/// separate numbers. If a batch is already recorded for an operation between hosts, that batch stays.
+/// separate numbers. If a batch is already recorded for an operation, because it was between hosts, that batch stays.
 #[inline(never)]
 fn introduce(ended: &[(Arc<Op>, Result<()>)]) {
     let well = || ended.iter().filter(|(_, outcome)| outcome.is_ok()).map(|(op, _)| op);
@@ -144,7 +146,7 @@ fn introduce(ended: &[(Arc<Op>, Result<()>)]) {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct HostStaged {
     pub count: u64,
-    /// Payload, as `Op::payload`.
+    /// Bytes of payload (`Op::payload`).
     pub bytes: u64,
 }
 
@@ -157,7 +159,8 @@ pub struct Stats {
     fused: Fused,
     host_staged: HostStaged,
     history: History,
-    /// Ids of records that have ended and are not counted yet. `oldest_apart` is the smallest of them.
+    /// Ids of records whose operations have ended and that are not counted yet. `oldest_apart` is the smallest of these
+    /// ids.
     apart: Vec<u64>,
     oldest_apart: u64,
     /// Time of creation or of the last reset (`clock::stamp`).
@@ -203,8 +206,8 @@ impl Stats {
         }
     }
 
-    /// For each size class of the kind in which enough calls were timed, their usual time; smallest class first. If a
-    /// class has several paths, the most used one counts.
+    /// The usual time of the calls in each size class of the kind, the smallest class first. A class is left out if too
+    /// few of its calls were timed. If a class has several paths, the one that was used most counts.
     pub fn typical(&mut self, kind: Kind) -> Vec<Typical> {
         self.fold_all();
         let timed = |cell: &Cell| cell.times.filled().map(|(_, count)| count).sum::<u64>();
@@ -292,8 +295,8 @@ impl Stats {
         self.push(record)
     }
 
-    /// Removes the record of an operation that was refused and never started. If later records exist, the record stays,
-    /// marked as failed, and is not counted.
+    /// Removes the record of an operation that was refused and never started. If there are later records, the record
+    /// stays, is marked as failed, and is not counted.
     pub fn take_back(&mut self, id: u64) {
         if !self.history.take_back(id)
             && let Some(record) = self.history.get_mut(id)
@@ -377,7 +380,8 @@ impl Stats {
         &mut self.cells[cell]
     }
 
-    /// Returns the entry for a combination: a new one while there is room, then the shared one of the kind.
+    /// Returns the entry for a combination: a new one if there is room, otherwise the one that the kind's combinations
+    /// share.
     #[cold]
     fn place(&mut self, kind: Kind, path: u8, class: u8) -> u16 {
         let mixed = self.cells.iter().position(|cell| cell.kind == kind && cell.class == MIXED);

@@ -1,4 +1,4 @@
-//! The tests enter operations directly, and the counts must match them exactly.
+//! The tests record operations directly, and the counts must match these exactly.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -180,7 +180,7 @@ fn a_reset_forgets_the_counts_and_keeps_the_ring() {
 }
 
 proptest! {
-    /// With more combinations than entries, memory stays bounded and the sums of a kind stay exact.
+    /// Even if there are more combinations than entries, memory stays bounded and the sums of a kind stay exact.
     #[test]
     fn sums_are_exact_and_memory_is_bounded(
         calls in prop::collection::vec((0usize..11, 0u8..40, 0u32..47, any::<bool>()), 0..400)

@@ -1,4 +1,4 @@
-//! The first step of a call on a device: it is checked and lowered, and gets its communicator and its number.
+//! Begins a call on a device: checks and lowers it, finds its communicator, and takes its number.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,8 +20,8 @@ use crate::types::{Few, Kind};
 
 impl DeviceEngine {
     /// Checks and lowers the calls of one launch, finds their communicator, and takes their numbers. Only the first
-    /// call that needs a communicator waits for peers, until all ranks of the communicator have called. If this fails,
-    /// nothing was sent.
+    /// call that needs a communicator waits: until all ranks of the communicator have called. If this fails, nothing
+    /// was sent.
     pub fn begin(
         self: &Arc<Self>,
         calls: &[DeviceRequest<'_>],
@@ -68,8 +68,8 @@ impl DeviceEngine {
         })
     }
 
-    /// A barrier behind all collectives on the streams of a device. It calls no function of the library. The watchdog
-    /// watches it until those collectives have completed.
+    /// A barrier that follows all collectives on the streams of a device. It calls no function of the library. The
+    /// watchdog watches it until those collectives have completed.
     pub fn behind(self: &Arc<Self>, device: i32) -> DeviceCall {
         DeviceCall {
             engine: Arc::clone(self),
@@ -96,8 +96,8 @@ impl DeviceEngine {
         }
     }
 
-    /// A single message uses a communicator of its own pair and direction, so that two ranks that both send first do
-    /// not deadlock.
+    /// A single message uses a communicator that only its pair and direction use, so that two ranks that both send
+    /// first do not deadlock.
     fn ranks_of(&self, first: &DeviceRequest<'_>, region: bool) -> Ranks {
         let me = self.group.rank() as u32;
         match first.asked.kind {
@@ -107,7 +107,7 @@ impl DeviceEngine {
         }
     }
 
-    /// The key of the stream for a call. Each direction of messages between two ranks has its own stream, so that two
+    /// The key of the stream for a call. Messages between two ranks use one stream for each direction, so that two
     /// ranks that both send first do not deadlock.
     fn stream_key_of(&self, ranks: Ranks) -> i32 {
         match ranks {
@@ -168,7 +168,7 @@ impl DeviceEngine {
         })
     }
 
-    /// Takes the number that these calls share, and publishes what they must agree on.
+    /// Takes the number that these calls share, and publishes the signature on which all ranks must agree.
     fn next_number(&self, calls: &[DeviceRequest<'_>]) -> u64 {
         let group = &self.group;
         let sizes = match calls {
@@ -178,12 +178,12 @@ impl DeviceEngine {
         group.next_number(DeviceRequest::signed(calls, sizes.as_ref()), sizes.as_ref())
     }
 
-    /// Takes the numbers of the calls and enters the calls into the statistics. Messages take no number.
+    /// Takes the numbers of the calls and records the calls in the statistics. Messages take no number.
     fn count(&self, calls: &[DeviceRequest<'_>]) -> Result<(Numbers, Few<Box<dyn Counted>>)> {
         let mut number = 0;
         let mut numbers = Numbers::default();
-        // Checked only here, before the first number is taken: if a call that has a number is not launched, the group
-        // fails.
+        // Checked only here, before the first number is taken, because the group fails if a call that has a number is
+        // not launched.
         self.group.usable(calls[0].asked.kind.name())?;
         let enter = |(at, call): (usize, &DeviceRequest<'_>)| {
             let kind = call.asked.kind;

@@ -1,4 +1,4 @@
-//! The calls of one launch on a device. Puts them on a raw stream, checks whether they have ended, and reports how the
+//! Puts the calls of one launch on a raw stream of a device, checks whether they have ended, and reports how the
 //! library ran them.
 
 use std::sync::Arc;
@@ -24,8 +24,8 @@ pub struct DeviceCall {
     pub(super) engine: Arc<DeviceEngine>,
     pub(super) device: i32,
     pub(super) stream_key: i32,
-    /// `None` for a barrier (`behind`) after the communicator of all ranks was closed: all its operations are complete
-    /// then.
+    /// `None` for a barrier (`behind`) after the communicator of all ranks was closed, because then all operations of
+    /// that communicator are complete.
     pub(super) communicator: Option<Arc<DeviceComm>>,
     pub(super) watched: Watched,
     /// Kept until the device has completed the calls. Shared with the thread that runs a first launch.
@@ -34,22 +34,22 @@ pub struct DeviceCall {
     pub(super) numbers: Numbers,
     pub(super) stage: Stage,
     /// Whether this launch connected ranks. The launching thread writes it before it passes the call to the threads
-    /// that read it. Relaxed, because passing the call orders it.
+    /// that read it. Relaxed, because the passing of the call orders the accesses.
     pub(super) connects: AtomicBool,
-    /// When the call was first polled, and when it was first seen to have passed.
+    /// `polled`: when the call was first polled. `passed`: when a poll first found that the device had passed it.
     pub(super) polled: OnceCell<Instant>,
     pub(super) passed: OnceCell<Instant>,
 }
 
 /// State of a call. Written by the thread that begins and launches the call, read by the thread that drops it. Relaxed,
-/// because passing the call between these threads orders it.
+/// because the passing of the call between these threads orders the accesses.
 pub(super) struct Stage(AtomicU8);
 
 impl Stage {
     /// The call has its number, or its peer waits for its message.
     const BEGUN: u8 = 0;
     const LAUNCHED: u8 = 1;
-    /// No action is needed when the call ends or is dropped.
+    /// Nothing needs to be done when the call ends or is dropped.
     const SETTLED: u8 = 2;
 
     pub(super) fn begun() -> Stage {
@@ -65,14 +65,14 @@ impl Stage {
     }
 }
 
-/// The numbers of a launch, and whether the other ranks called the same operations under them.
+/// The numbers of a launch, and whether the other ranks called the same operations under these numbers.
 #[derive(Default)]
 pub(super) struct Numbers {
     /// Zero if the launch has no numbers.
     pub(super) first: u64,
     pub(super) last: u64,
-    /// All ranks whose signatures can be seen called the same. Written and read by the threads that poll the call;
-    /// relaxed, because it guards no other data.
+    /// All ranks whose signatures can be seen called the same operations. Written and read by the threads that poll the
+    /// call. Relaxed, because it guards no other data.
     agreed: AtomicBool,
 }
 
@@ -85,7 +85,7 @@ impl Numbers {
     }
 }
 
-/// How one call was carried out, for `explain`.
+/// How one call was run, for `explain`.
 pub struct Carried {
     /// torch's name of the operation.
     pub name: String,
@@ -120,8 +120,8 @@ impl DeviceCall {
         self.watched.timeout
     }
 
-    /// Key of the engine's stream that runs the call. Calls that may wait for different peers use different streams, so
-    /// that they do not wait for one another. 0 is the stream of the collectives.
+    /// Key of the engine's stream that runs the call. If calls may wait for different peers, they use different
+    /// streams, so that they do not wait for one another. Collectives use stream 0.
     pub fn stream_key(&self) -> i32 {
         self.stream_key
     }
@@ -130,7 +130,7 @@ impl DeviceCall {
         &self.parts.calls
     }
 
-    /// Puts the calls on a raw stream. Several calls become one launch. Host memory that was passed to the library is
+    /// Puts the calls on a raw stream. Several calls become one launch. If host memory was passed to the library, it is
     /// kept until `self` is dropped.
     pub fn launch(&self, placed: &[Placed], stream: Stream) -> Result<()> {
         self.put(placed, stream)?;
@@ -140,9 +140,8 @@ impl DeviceCall {
     }
 
     /// Fails the group on all ranks, because the caller could not launch the calls or could not complete their launch.
-    /// The other ranks may have launched theirs. The library does not compare calls, so it would match the calls of
-    /// those ranks with this rank's next calls. The caller reports the error to the program, then ends the
-    /// communicators.
+    /// The other ranks may have launched theirs, and the library does not compare calls, so it would match those ranks'
+    /// calls with this rank's next calls. The caller reports the error to the program and then ends the communicators.
     pub fn failed_here(&self, why: &str) {
         let done = match self.stage.0.swap(Stage::SETTLED, Ordering::Relaxed) {
             Stage::SETTLED => return,
@@ -180,21 +179,21 @@ impl DeviceCall {
             self.first_launch(communicator, placed, stream)
                 .inspect(|()| communicator.connected.add(missing, library.ranks()))
         };
-        // If the watchdog ended the launch while it waited, only the group's fault has the reason; the library's error
-        // does not.
+        // If the watchdog ended the launch while it waited, the group's fault has the reason; the library's error does
+        // not.
         put.map_err(|error| self.fault().unwrap_or(error))
     }
 
-    /// The fault of the group, which may be known from a peer alone so far. The group then fails with it on this rank
-    /// too, before the caller reports it: other calls of this rank learn of a failure only from the group (rule 34).
+    /// The fault of the group. If only a peer has reported it so far, the group now fails with it on this rank too,
+    /// before the caller reports it: other calls of this rank learn of a failure only from the group (rule 34).
     fn fault(&self) -> Option<Error> {
         let fault = self.engine.group.fault()?;
         self.engine.group.fail(fault.clone());
         Some(fault)
     }
 
-    /// Runs a launch for which the library must connect ranks. Uses a new thread, and waits for it as long as the call
-    /// may wait.
+    /// Runs a launch for which the library must connect ranks. Runs it on a new thread, and waits for that thread as
+    /// long as the call may wait.
     fn first_launch(&self, communicator: &Arc<DeviceComm>, placed: &[Placed], stream: Stream) -> Result<()> {
         self.connects.store(true, Ordering::Relaxed);
         let (engine, own) = (Arc::clone(&self.engine), Arc::clone(communicator));
@@ -209,8 +208,8 @@ impl DeviceCall {
         let launched =
             launched.map_err(|error| self.engine.cause_of(error, &|| fault_or_death_in(group, &self.watched)));
         // If a signal ended the wait, the group fails, because the other ranks would wait for this rank in vain. If
-        // another rank is gone, the group fails with that, and not with what the library reported then. The caller ends
-        // the communicators.
+        // another rank is gone, the group fails because of that rank, and not with the error that the library then
+        // reported. The caller ends the communicators.
         launched.inspect_err(|error| {
             if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::RankFailed) {
                 group.fail(error.clone());
@@ -219,10 +218,11 @@ impl DeviceCall {
         self.met_a_launch_that_was_let_go().map_or(Ok(()), Err)
     }
 
-    /// The group's fault, if these calls connected ranks. When a signal or the deadline ends such a launch, its caller
-    /// returns, but the library goes on until the abort. It then uses memory that the caller may already write again. A
-    /// rank that launches later can match that abandoned launch and receive wrong data. A caller returns early only
-    /// after its group has failed, so the fault tells this rank not to trust its result.
+    /// The group's fault, if these calls connected ranks. When a signal or the deadline ends such a launch, the
+    /// launch's caller returns, but the library continues until the abort. Until then the library uses memory that the
+    /// caller may already write again. If a rank launches later, its launch can match the abandoned one and receive
+    /// wrong data. A caller returns early only after its group has failed, so the fault tells this rank not to trust
+    /// its result.
     fn met_a_launch_that_was_let_go(&self) -> Option<Error> {
         if self.connects.load(Ordering::Relaxed) { self.fault() } else { None }
     }
@@ -241,9 +241,9 @@ impl DeviceCall {
         self.look_at_launch().map_or(Ok(()), Err)
     }
 
-    /// Why a launch that has not returned must end; `None` if it may go on. The reason is that its deadline has passed,
-    /// the group has failed, a peer has died, or ranks called different operations. The group has then failed with this
-    /// error. The caller ends the communicators (`abort`), which makes a launch that waits in the library return.
+    /// Why a launch that has not returned must end; `None` if it may continue. Either its deadline has passed, the
+    /// group has failed, a peer has died, or ranks called different operations. The group has then failed with this
+    /// error. The caller ends the communicators (`abort`). If the launch waits in the library, this makes it return.
     pub fn look_at_launch(&self) -> Option<Error> {
         match self.look(self.seen()) {
             Found::Failed(error) => Some(error),
@@ -251,7 +251,7 @@ impl DeviceCall {
         }
     }
 
-    /// The watchdog's input while the device has not completed the calls.
+    /// The watchdog's input as long as the device has not completed the calls.
     fn seen(&self) -> Seen {
         // `under_way` includes this call, unless it is a barrier, which launches nothing.
         let own = u64::from(self.stage.is_under_way());
@@ -273,7 +273,7 @@ impl DeviceCall {
         engine.watchdog.look(&*engine.group, &self.watched, library, seen, Instant::now())
     }
 
-    /// The error if ranks called different operations under one of these numbers.
+    /// The error, if ranks called different operations under one of these numbers.
     fn disagreement(&self) -> Option<Error> {
         let Numbers { first, last, agreed } = &self.numbers;
         if *first == 0 || agreed.load(Ordering::Relaxed) {
@@ -287,15 +287,16 @@ impl DeviceCall {
         None
     }
 
-    /// Between this and `poll`, this thread's device queries do not invalidate a graph capture of another thread. The
-    /// caller passes the returned mode to `poll`.
+    /// Between this call and `poll`, this thread's device queries do not invalidate a graph capture of another thread.
+    /// The caller passes the returned mode to `poll`.
     pub fn before_poll(&self) -> Result<u32> {
         self.engine.runtime.set_device(self.device)?;
         self.engine.runtime.exchange_capture_mode(SPARES_CAPTURES)
     }
 
-    /// Why the calls will not complete, or failed. `passed`: the device has executed them. After `Failed` the caller
-    /// reports the error to the program, then ends the communicators (`abort`), which unblocks hanging calls.
+    /// Checks whether the calls have failed or will not complete. `passed`: the device has executed them. After
+    /// `Failed` the caller reports the error to the program and then ends the communicators (`abort`), which unblocks
+    /// hanging calls.
     pub fn poll(&self, passed: bool, mode: u32) -> Result<Found> {
         self.engine.runtime.exchange_capture_mode(mode)?;
         if passed && let Some(error) = self.met_a_launch_that_was_let_go() {
@@ -307,14 +308,14 @@ impl DeviceCall {
         Ok(self.look(Seen { passed, ..self.seen() }))
     }
 
-    /// Whether the library reads host memory that `self` keeps. If so, a graph that captured the calls needs that
-    /// memory at every replay.
+    /// Whether the library reads host memory that `self` keeps. If so and if a graph has captured the calls, every
+    /// replay needs that memory.
     pub fn keeps_memory(&self) -> bool {
         self.parts.keeps_memory()
     }
 
-    /// Like `poll`, for replays of these captured calls; the host does not see when a replay begins or ends. Reports
-    /// whether a replay would hang, because a rank is gone, the group has failed, or the library reports an error.
+    /// Like `poll`, for replays of these captured calls; the host does not see when a replay begins or ends. Reports a
+    /// failure if a replay would hang because a rank is gone, the group has failed, or the library reports an error.
     pub fn look_at_replays(&self) -> Result<Found> {
         let Some(communicator) = &self.communicator else { return Ok(Found::Nothing) };
         self.engine.runtime.set_device(self.device)?;
@@ -340,7 +341,7 @@ impl DeviceCall {
         self.notes.iter().for_each(|note| note.end(well, timed));
     }
 
-    /// How each call is carried out.
+    /// Says how each call is run.
     pub fn explain(&self) -> Vec<Carried> {
         let several = self.parts.calls.len();
         self.parts

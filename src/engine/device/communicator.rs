@@ -17,36 +17,37 @@ use crate::types::{Dtype, Kind, ReduceOp};
 /// An open vendor library.
 pub trait Api: Send + Sync {
     fn capabilities(&self) -> &Capabilities;
-    /// The library's name, version and file, such as "NCCL 2.30.7 (/path/libnccl.so.2)".
+    /// The library's name, version and file, for instance "NCCL 2.30.7 (/path/libnccl.so.2)".
     fn describe(&self) -> String;
-    /// The id that rank 0 makes and all ranks pass to `create`; always `capabilities().id_bytes` long. The calling
-    /// thread must have selected its device (`Runtime::set_device`), because HCCL puts the device's address into the
-    /// id.
+    /// Makes an id, which has `capabilities().id_bytes` bytes. Rank 0 calls this, and all ranks pass the id to
+    /// `create`. The calling thread must have selected its device (`Runtime::set_device`), because HCCL puts the
+    /// device's address into the id.
     fn unique_id(&self) -> Result<Vec<u8>>;
-    /// Joins the communicator of `setup.id`. Returns when all its ranks have called, or fails at the deadline.
+    /// Joins the communicator with the id `setup.id`. Returns when all its ranks have called, or fails at the deadline.
     fn create(self: Arc<Self>, setup: Setup) -> Result<Arc<dyn Communicator>>;
     /// The library's text for one of its result codes.
     fn describe_error(&self, code: i32) -> String;
 
-    // The functions below pass the group's rules for algorithms to the library, and read back which algorithm it chose.
-    // The default implementations are for a library that takes no rules and reports no choice.
+    // The functions below pass the group's rules for algorithms to the library, and read back which algorithm the
+    // library chose. The default implementations are for a library that accepts no rules and does not report its
+    // choice.
 
     /// The value for `Setup::algorithm`, if the policy names one algorithm for all operations of a communicator;
     /// otherwise "".
     fn algorithm(&self, _policy: &Policy) -> &'static str {
         ""
     }
-    /// Makes the library ask the policy about each operation of the communicator with this name, as long as the
-    /// returned object lives. Called before the communicator is made. The name must be unique among communicators.
+    /// As long as the returned object lives, the library asks the policy about each operation of the communicator with
+    /// this name. Called before the communicator is made. No other communicator may have this name.
     fn steer(&self, _name: &str, _policy: &Arc<Policy>) -> Option<Box<dyn Steering>> {
         None
     }
-    /// Whether the library asks us for an algorithm when the user has given a topology.
+    /// Whether the library asks us for an algorithm if the user has set a topology.
     fn takes_topologies(&self) -> bool {
         false
     }
-    /// The algorithm that the library reported last for operations of this kind and about this size, in communicators
-    /// of that name.
+    /// The algorithm that the library last reported for an operation of this kind and about this size, in a
+    /// communicator of this name.
     fn ran(&self, _name: &str, _kind: Kind, _bytes: u64) -> Option<String> {
         None
     }
@@ -54,13 +55,13 @@ pub trait Api: Send + Sync {
 
 /// A communicator for which the library asks us to choose the algorithms.
 pub trait Steering: Send + Sync {
-    /// Called after the communicator was made. Says why the library does not ask us although it should; `None` if it
-    /// does.
+    /// Called after the communicator was made. Returns why the library does not ask us although it should; `None` if it
+    /// asks.
     fn problem(&self) -> Option<String>;
 }
 
-/// A thread that waits for a library calls this repeatedly. If it returns an error, the wait ends with that error. So a
-/// signal or the failure of the group can end a wait long before its deadline.
+/// A thread that waits for a library calls this function repeatedly. If it returns an error, the wait ends with that
+/// error. So a signal or a failure of the group can end a wait long before the wait's deadline.
 pub type GoOn = Arc<dyn Fn() -> Result<()> + Send + Sync>;
 
 /// A `GoOn` for waits that end only at their deadline.
@@ -76,26 +77,26 @@ pub struct Setup {
     pub ranks: u32,
     /// Index of the device in this process.
     pub device: i32,
-    /// The time within which all ranks must join. Also the time limit of calls that block inside the library, if the
-    /// library accepts a limit.
+    /// The time within which all ranks must join. If the library accepts a time limit for calls that block inside it,
+    /// this is also that limit.
     pub deadline: Duration,
     pub go_on: GoOn,
     /// Name for the library's messages and tools. Only the first `NAME_BYTES` bytes are used.
     pub name: String,
-    /// Algorithm for every operation of this communicator, as the library spells it; "" lets the library choose.
+    /// Algorithm for every operation of this communicator, in the library's spelling; "" lets the library choose.
     pub algorithm: String,
-    /// Selects the device on a thread that we started.
+    /// Used to select the device on a thread that we started.
     pub runtime: Arc<dyn Runtime>,
 }
 
 /// Longest name of a communicator, in bytes.
 pub const NAME_BYTES: usize = 127;
 
-/// Which ranks of a communicator form a new one. All ranks of the old communicator call `split`, whether or not they
-/// are members of the new one; the members of one new communicator pass equal values.
+/// The ranks of a communicator that form a new one. All ranks of the old communicator call `split`, even if they are
+/// not members of the new one. The members of the same new communicator pass equal values.
 #[derive(Clone)]
 pub struct Split {
-    /// Ranks in the old communicator, in the order of their ranks in the new one.
+    /// The members' ranks in the old communicator, in the order of their ranks in the new one.
     pub members: Vec<u32>,
     /// Distinguishes the communicators that one collective `split` makes; below 2^31.
     pub number: u32,
@@ -115,28 +116,29 @@ pub trait Communicator: Send + Sync {
     /// Puts one call on the stream. The caller keeps the returned memory until the stream has completed the call.
     fn call(&self, call: &Call<'_>, stream: Stream) -> Result<Kept>;
     /// Like `call`, for a PREMUL_SUM whose factor is in device memory at address `_factor`, in the call's dtype. The
-    /// device reads it when the stream reaches the call. Only for libraries that have PREMUL_SUM themselves.
+    /// device reads the factor when the stream reaches the call. Only for libraries that themselves have PREMUL_SUM.
     fn call_by_factor(&self, call: &Call<'_>, _factor: usize, stream: Stream) -> Result<Kept> {
         self.call(call, stream)
     }
-    /// This thread's calls until `group_end` are one launch. Does nothing if the library has no groups
+    /// From here until `group_end`, this thread's calls form one launch. Does nothing if the library has no groups
     /// (`Capabilities`).
     fn group_start(&self) -> Result<()>;
     fn group_end(&self) -> Result<()>;
     /// Whether `split` can make a communicator of these ranks.
     fn can_split(&self, members: &[u32]) -> bool;
-    /// Makes a communicator of some of the ranks; `None` on a rank that is no member. Fails if the library cannot
+    /// Makes a communicator of some of the ranks; `None` on a rank that is not a member. Fails if the library cannot
     /// split.
     fn split(&self, split: &Split) -> Result<Option<Arc<dyn Communicator>>>;
-    /// Makes a communicator without the ranks in `exclude`, which do not call. Pending operations are aborted first.
+    /// Makes a communicator without the ranks in `exclude`. These ranks do not call this. Pending operations are
+    /// aborted first.
     fn shrink(&self, exclude: &[u32], deadline: Duration, go_on: GoOn, name: &str) -> Result<Arc<dyn Communicator>>;
     /// Returns the error of the network or the device, if one occurred since the communicator was made. Never waits.
     fn poll(&self) -> Result<()>;
-    /// Ends the communicator even while operations hang. These end too, with undefined results. Any thread may call it,
-    /// more than once.
+    /// Ends the communicator even while operations hang; those operations end too, with undefined results. Any thread
+    /// may call this, and more than once.
     fn abort(&self) -> Result<()>;
     /// Ends the communicator when its operations are complete; all ranks call it. If that takes longer than the
-    /// deadline, this returns and a background thread goes on waiting.
+    /// deadline, this returns and a background thread continues to wait.
     fn close(&self, deadline: Duration) -> Result<()>;
 }
 
@@ -192,7 +194,7 @@ pub enum Call<'a> {
         dtype: Dtype,
         op: ReduceOp,
     },
-    /// `recv` is used at the root only.
+    /// Only the root uses `recv`.
     Gather {
         send: usize,
         recv: usize,
@@ -200,7 +202,7 @@ pub enum Call<'a> {
         dtype: Dtype,
         root: u32,
     },
-    /// `send` is used at the root only.
+    /// Only the root uses `send`.
     Scatter {
         send: usize,
         recv: usize,
@@ -216,8 +218,8 @@ pub enum Call<'a> {
         recv_counts: &'a [u64],
         dtype: Dtype,
     },
-    /// All messages are in flight together. Messages from one rank to another match in the order of the list. A rank
-    /// sends none to itself.
+    /// All messages are in flight at the same time. Messages from one rank to another match in the order of the list.
+    /// No rank sends a message to itself.
     Exchange(&'a [Message]),
     /// A copy inside the device, by the vendor's runtime.
     Copy {
@@ -289,7 +291,7 @@ pub(super) fn no_split(able: &Capabilities) -> Error {
     ))
 }
 
-/// For each count, the sum of the counts before it, which is where its block begins in elements.
+/// For each count, the sum of the counts before it. This is the element at which the count's block begins.
 pub fn displacements(counts: &[u64]) -> Vec<u64> {
     counts
         .iter()
@@ -301,9 +303,9 @@ pub fn displacements(counts: &[u64]) -> Vec<u64> {
         .collect()
 }
 
-/// Sorts messages so that the ranks cannot deadlock even if each message waits for its partner. All ranks go through
-/// all pairs in the same order and skip pairs without messages. That order is round by round of a tournament; within a
-/// pair, the lower rank's sends come first.
+/// Sorts messages so that the ranks cannot deadlock even if each message waits for its partner. All ranks handle the
+/// pairs in the same order and skip pairs that have no messages. The order is that of a round-robin tournament, round
+/// by round; within a pair, the lower rank's sends come first.
 pub fn without_deadlock(messages: &[Message], me: u32, ranks: u32) -> Vec<Message> {
     let mut sorted = messages.to_vec();
     sorted.sort_by_key(|message| {
@@ -317,8 +319,8 @@ pub fn without_deadlock(messages: &[Message], me: u32, ranks: u32) -> Vec<Messag
 /// Interval between two calls of `GoOn` during a wait.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// Runs `work` on a new thread. Waits for its result until `deadline`, or until `go_on` returns an error. If the result
-/// comes later, that thread drops it, so its type must clean up on drop.
+/// Runs `work` on a new thread. Waits for the result until `deadline`, or until `go_on` returns an error. If the result
+/// comes later, the new thread drops it, so the result's type must clean up on drop.
 pub fn within<T: Send + 'static>(
     deadline: Duration,
     what: &str,
@@ -338,7 +340,8 @@ pub fn within<T: Send + 'static>(
             Err(mpsc::RecvTimeoutError::Disconnected) => {
                 return Err(Error::bug(format!("sagellm: {what} panicked")));
             }
-            // Also at the deadline: an error of the group that came before it says more than the deadline.
+            // Called at the deadline too, because an error of the group that came before the deadline says more than
+            // the deadline.
             Err(mpsc::RecvTimeoutError::Timeout) => go_on()?,
         }
         if left <= LOOK {
@@ -351,15 +354,15 @@ pub fn within<T: Send + 'static>(
     }
 }
 
-/// A communicator's handle and the number of calls that currently use it. A call enters before it uses the handle and
-/// leaves afterwards. The thread that ends the communicator shuts the guard first, so that no further call enters. Then
-/// it waits a short time for the calls inside.
+/// A communicator's handle, and the number of calls that are using it. A call enters before it uses the handle and
+/// leaves afterwards. The thread that ends the communicator first shuts the guard, so that no further call enters, and
+/// then waits a short time for the calls inside.
 #[derive(Debug)]
 pub struct HandleGuard {
     handle: usize,
-    /// Set once, by the thread that ends the communicator. Every call reads it after it has incremented `inside`. Both
-    /// accesses are sequentially consistent, so either the call sees `shut`, or the ending thread sees the call in
-    /// `inside`.
+    /// Set once, by the thread that ends the communicator. Every call reads it after the call has incremented `inside`.
+    /// All these accesses are sequentially consistent, so either the call sees `shut`, or the ending thread sees the
+    /// call in `inside`.
     shut: AtomicBool,
     inside: AtomicUsize,
     /// How the communicator was ended, for the errors of later calls.
@@ -388,8 +391,8 @@ impl HandleGuard {
         body(self.handle)
     }
 
-    /// Shuts the guard and returns the handle, for the thread that ends the communicator. Waits until no call is
-    /// inside, at most `grace`. Returns `None` if the guard was shut before.
+    /// Called by the thread that ends the communicator. Shuts the guard and returns the handle. Waits until no call is
+    /// inside, but at most `grace`. Returns `None` if the guard was shut before.
     pub fn shut(&self, why: &'static str, grace: Duration) -> Option<usize> {
         {
             let mut own = self.why.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -406,9 +409,9 @@ impl HandleGuard {
     }
 }
 
-/// How long an abort waits for running calls to return. Calls that take longer are taken to hang, and are aborted.
+/// An abort waits this long for running calls to return. If a call takes longer, it is assumed to hang and is aborted.
 pub const GRACE: Duration = Duration::from_millis(50);
-/// How long ending a communicator may take before its thread is left behind.
+/// If it takes longer than this to end a communicator, the thread that does so is left behind.
 pub const END: Duration = Duration::from_secs(10);
 
 #[cfg(test)]
@@ -431,7 +434,7 @@ mod tests {
                 })
             });
             entered.1.recv().unwrap();
-            // The call hangs, so the thread that ends the communicator goes on after the grace period.
+            // The call hangs, so the thread that ends the communicator continues after the grace period.
             assert_eq!(guard.shut("aborted", Duration::from_millis(5)), Some(7));
             assert_eq!(guard.shut("closed", GRACE), None);
             leave.0.send(()).unwrap();
@@ -478,7 +481,7 @@ mod tests {
         }
     }
 
-    /// Every rank executes its list in order, and each send waits for its receive. All lists must run to completion.
+    /// Every rank executes its list in order, and each send waits for its receive. All lists must run to their ends.
     #[test]
     fn ordered_messages_meet_whatever_the_pattern() {
         let mut random = 12345u64;

@@ -1,5 +1,5 @@
-//! The communicators of a group, by device and ranks. `making` makes them; `lifetime` splits, shrinks and ends them.
-//! The thread that ends a communicator sets `ended` first; after that no thread uses the communicator.
+//! Keeps the communicators of a group, by device and ranks. `making` makes them; `lifetime` splits, shrinks and ends
+//! them. The thread that ends a communicator first sets `ended`; after that no thread uses the communicator.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -39,7 +39,7 @@ impl Ranks {
         }
     }
 
-    /// A text that is equal on all ranks of the communicator, and differs between the communicators of a group.
+    /// A text that is equal on all ranks of the communicator. Each communicator of a group has a different text.
     pub(super) fn words(self) -> String {
         match self {
             Ranks::All => "all".to_string(),
@@ -48,12 +48,12 @@ impl Ranks {
     }
 }
 
-/// How the ranks of a communicator reach each other before it exists. Implemented by the CPU side of the group.
+/// How the ranks of a communicator reach each other before it exists. The CPU side of the group implements this.
 pub trait Exchange {
-    /// Sends the id from the first of the communicator's ranks to the others. The error at the deadline names the
+    /// Sends the id from the first of the communicator's ranks to the other ranks. The error at the deadline names the
     /// missing rank.
     fn share(&self, id: &mut [u8], ranks: Ranks) -> Result<()>;
-    /// The store through which the group met.
+    /// The store in which the ranks met.
     fn store(&self) -> Arc<dyn Counting + Send + Sync>;
 }
 
@@ -61,18 +61,17 @@ pub trait Exchange {
 pub struct DeviceComm {
     pub(super) communicator: Arc<dyn Communicator>,
     pub(super) name: String,
-    /// Number of times that this communicator was split. All its ranks split it together, so the number is equal on
-    /// all.
+    /// How many times this communicator was split. All its ranks split it together, so the number is equal on all of
+    /// them.
     pub(super) parts: AtomicU32,
     /// Set once, by the thread that ends the communicator (release). Every other thread reads it (acquire), and then
     /// sees `drained`.
     pub(super) ended: AtomicBool,
-    /// No operation was pending when the communicator ended, so calls that the device has passed succeeded. Written
-    /// before `ended`.
+    /// No operation was pending when the communicator ended, so if the device has passed a call, the call succeeded.
+    /// Written before `ended`.
     pub(super) drained: AtomicBool,
     pub(super) connected: Connected,
-    /// If set, the library takes its algorithms from our rules as long as this object lives. `None` if the library does
-    /// not ask for rules.
+    /// As long as this object lives, the library asks our rules for its algorithms. `None` if the library does not ask.
     pub(super) _steering: Option<Box<dyn Steering>>,
 }
 
@@ -82,7 +81,8 @@ pub(super) struct Communicators {
     pub(super) known: Mutex<BTreeMap<(i32, Ranks), Arc<DeviceComm>>>,
     /// Locked while a communicator is made. `None` until the first communicator for messages is made.
     pub(super) making: Mutex<Option<Pairs>>,
-    /// How many communicators of each kind ("all", "0-1") were made so far; the number becomes part of the name.
+    /// How many communicators of each kind ("all", "0-1") were made so far. The number becomes part of a communicator's
+    /// name.
     pub(super) made: Mutex<HashMap<String, u32>>,
 }
 
@@ -112,7 +112,7 @@ impl Communicators {
     }
 }
 
-/// How long a communicator may take to be made: one year if there is no timeout (zero).
+/// The time within which a communicator must be made: the timeout, or one year if there is none (zero).
 pub(super) fn patience(timeout: Duration) -> Duration {
     if timeout.is_zero() { Duration::from_secs(365 * 24 * 3600) } else { timeout }
 }
@@ -134,7 +134,7 @@ impl DeviceComm {
         Library::Lives(self.communicator.poll())
     }
 
-    /// Makes a communicator of some of the ranks; `None` on a rank that is no member.
+    /// Makes a communicator of some of the ranks; `None` on a rank that is not a member.
     pub(super) fn part(
         &self,
         members: &[u32],
@@ -142,7 +142,8 @@ impl DeviceComm {
         go_on: GoOn,
         (name, algorithm): (String, String),
     ) -> Result<Option<Arc<dyn Communicator>>> {
-        // The number is unique: groups made by one call differ in their first member, and different calls in `turn`.
+        // The number is unique: groups that one call makes differ in their first member, and different calls differ in
+        // `turn`.
         let turn = self.parts.fetch_add(1, Ordering::Relaxed);
         let first = members.iter().min().copied().unwrap_or(0);
         let number = turn.wrapping_mul(self.communicator.ranks()).wrapping_add(first) & (i32::MAX as u32);
@@ -164,8 +165,8 @@ impl DeviceComm {
     }
 
     /// Ends the communicator together with its other ranks, when its operations are complete. Waits at most until the
-    /// deadline, and at most `ALONE` after a rank is gone or the group has failed; after that a background thread goes
-    /// on waiting. Returns false if a signal handler raised an exception meanwhile.
+    /// deadline, and if a rank is gone or the group has failed, at most `ALONE`; after that a background thread
+    /// continues to wait. Returns false if a signal handler raised an exception meanwhile.
     pub(super) fn close(&self, group: &dyn DeviceGroup, deadline: Duration) -> bool {
         const ALONE: Duration = Duration::from_secs(5);
         const LOOK: Duration = Duration::from_millis(50);

@@ -1,14 +1,15 @@
-//! A group's devices of one type. The engine owns the communicators over the vendor's library, the calls on them from
-//! first check to end, and the raw streams and events that order torch's streams and the library's work. This layer
-//! knows the group only as a trait ([`DeviceGroup`]).
+//! The engine for a group's devices of one type. It owns the communicators of the vendor's library, the calls on them
+//! from first check to end, and the raw streams and events that order torch's streams and the library's work. This
+//! layer knows the group only as a trait ([`DeviceGroup`]).
 //!
 //! [`DeviceEngine::begin`] takes the call's number and returns what the shim must do to its tensors before and after
-//! the library's call. `DeviceCall::launch` puts the call on a raw stream. `before_poll` and `poll` report whether it
-//! failed, while C++ queries the device for its completion. `ended` records the end in the statistics.
+//! the library's call. `DeviceCall::launch` puts the call on a raw stream. C++ queries the device to see whether the
+//! call has completed, and `before_poll` and `poll` report whether it failed. `ended` records the end in the
+//! statistics.
 //!
 //! Operations on devices have their own sequence of numbers, because the numbers of the CPU's engine index shared
-//! memory and may have no gaps. c10d sees the sum of both numbers. No function here waits for a device. Making or
-//! ending a communicator waits for its other ranks.
+//! memory and must have no gaps. c10d sees the sum of both numbers. No function here waits for a device. A function
+//! that makes or ends a communicator waits for the communicator's other ranks.
 
 use std::collections::HashMap;
 use std::sync::atomic::AtomicU64;
@@ -36,18 +37,18 @@ pub struct DeviceEngine {
     /// The engine's raw streams by device and stream key, for device types whose torch streams expose no raw handle.
     streams: Mutex<HashMap<(i32, i32), Stream>>,
     pool: Arc<Pool>,
-    /// Number of the last collective, for error texts. Written by `begin`, read by `behind`; relaxed, because it orders
+    /// Number of the last collective, for error texts. Written by `begin`, read by `behind`. Relaxed, because it orders
     /// nothing.
     pub(super) last_number: AtomicU64,
-    /// Number of calls that were launched and have not ended. The threads that launch calls and those that see calls
-    /// end write it; the latter also read it. Relaxed, because it orders nothing.
+    /// Number of calls that were launched and have not ended. Threads that launch calls write it; threads that see
+    /// calls end write and read it. Relaxed, because it orders nothing.
     pub(super) under_way: AtomicU64,
     pub(super) watchdog: Watchdog,
 }
 
 impl DeviceEngine {
-    /// Opens the libraries for tensors on devices of this type. `vendor` is "auto" or a vendor's name. The error says
-    /// why no library was opened, and what to do.
+    /// Opens the libraries for tensors on devices of this type. `vendor` is "auto" or a vendor's name. If no library
+    /// can be opened, the error says why and what to do.
     pub fn open(group: Arc<dyn DeviceGroup>, device_type: &str, vendor: &str, hints: &Hints) -> Result<DeviceEngine> {
         let known = || Vendor::ALL.map(|vendor| vendor.device()).join(", ");
         let vendor = match vendor {
@@ -63,7 +64,7 @@ impl DeviceEngine {
             }),
         }?;
         let api = open(vendor, hints)?;
-        // The path in `hints` names the library of communicators. The library of streams is found by its own variable
+        // The path in `hints` names the library for communicators. The library for streams is found by its own variable
         // or name.
         let pool = Pool::open(vendor, &Hints { path: None, ..hints.clone() })?;
         let runtime = Arc::clone(&pool.runtime);
@@ -105,8 +106,8 @@ impl DeviceEngine {
         self.runtime.capturing(stream)
     }
 
-    /// Makes the engine's raw stream on a device wait for an event, and returns the stream. Takes the stream from the
-    /// pool at the first call. `told` are events from `mark` that no stream waits for any more; they are reused.
+    /// Makes the engine's raw stream on a device wait for an event, and returns the stream. The first call takes the
+    /// stream from the pool. `told` are events from `mark` for which no stream waits any more; they are reused.
     pub fn stream_behind(&self, device: i32, stream_key: i32, event: Event, told: &[Event]) -> Result<Stream> {
         self.runtime.set_device(device)?;
         self.pool.give_back_events(device, told);
@@ -115,7 +116,7 @@ impl DeviceEngine {
         Ok(stream)
     }
 
-    /// The engine's raw stream on the device that this thread has selected. Takes it from the pool at the first call.
+    /// The engine's raw stream on the device that this thread has selected. The first call takes it from the pool.
     pub(super) fn own_stream(&self, device: i32, stream_key: i32) -> Result<Stream> {
         let mut streams = lock(&self.streams);
         match streams.get(&(device, stream_key)) {
@@ -124,8 +125,8 @@ impl DeviceEngine {
         }
     }
 
-    /// Records an event behind all work now on `stream`, which this thread got from `stream_behind`. The caller owns
-    /// the event until it passes it back to `stream_behind` in `told`.
+    /// Records an event behind all work that is now on `stream`, which `stream_behind` returned to this thread. The
+    /// caller owns the event until it passes the event to `stream_behind` in `told`.
     pub fn mark(&self, device: i32, stream: Stream) -> Result<Event> {
         let event = self.pool.event(device)?;
         self.runtime.event_record(event, stream)?;

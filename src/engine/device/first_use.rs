@@ -1,15 +1,15 @@
-//! The first uses of a communicator. A library connects ranks not when a communicator is made, but when a call first
-//! needs the connection. NCCL connects by algorithm for collectives (`NCCL_RUNTIME_CONNECT`) and by peer and direction
-//! for messages; HCCL connects by operator. The launch of such a call blocks the host thread until the other ranks
-//! launch theirs. The library takes no deadline for this, does not return on a signal, and does not notice a dead peer.
-//! So a launch that may connect runs on its own thread, and its caller waits for that thread ([`within`]). The wait
-//! ends at the call's deadline, or earlier if a peer dies, a signal arrives or the group is aborted. `Connected`
-//! remembers what was connected. Later launches run on the caller's thread, because they no longer wait for a peer. The
-//! two ranks of a pair connect their message communicators in both directions while they make them (`making`), so that
-//! two ranks that both send first do not wait for each other.
+//! Handles the first uses of a communicator. A library does not connect ranks when a communicator is made, but when a
+//! call first needs the connection. NCCL connects by algorithm for collectives (`NCCL_RUNTIME_CONNECT`) and by peer and
+//! direction for messages; HCCL connects by operator. The launch of such a call blocks the host thread until the other
+//! ranks launch theirs. The library takes no deadline for this, does not return on a signal, and does not notice a dead
+//! peer. So if a launch may connect ranks, it runs on its own thread, and its caller waits for that thread
+//! ([`within`]). The wait ends at the call's deadline, or earlier if a peer dies, a signal arrives or the group is
+//! aborted. `Connected` records what was connected. Later launches run on the caller's thread, because they no longer
+//! wait for a peer. While the two ranks of a pair make their message communicators, they connect them in both
+//! directions (`making`), so that two ranks that both send first do not wait for each other.
 //!
-//! A library chooses its algorithm by size, so each kind of collective is tracked separately for each class of sizes.
-//! If a launch on the caller's thread blocks all the same, the watchdog ends it at its deadline
+//! A library chooses its algorithm by size, so connections are recorded for each kind of collective and each class of
+//! sizes. If a launch on the caller's thread blocks nevertheless, the watchdog ends it at its deadline
 //! (`DeviceCall::look_at_launch`).
 
 use std::collections::BTreeSet;
@@ -31,11 +31,11 @@ type Way = (u32, bool);
 #[derive(Default)]
 pub(super) struct Connected {
     /// For each kind of operation, a bit for each class of sizes. The thread of a launch sets bits after the launch has
-    /// returned; the threads of later launches read them first. Relaxed, because the only effect of missing a set bit
-    /// is that a launch gets a thread of its own without need.
+    /// returned; the threads of later launches read them first. Relaxed, because if a thread misses a set bit, the only
+    /// effect is that a launch gets a separate thread without need.
     kinds: [AtomicU32; Kind::ALL.len() + 1],
     ways: Mutex<BTreeSet<Way>>,
-    /// All ways are connected, so `ways` need not be locked. Relaxed for the same reason as `kinds`.
+    /// All ways are connected, so `ways` does not have to be locked. Relaxed for the same reason as `kinds`.
     whole: AtomicBool,
 }
 
@@ -58,8 +58,8 @@ fn class(bytes: u64) -> u32 {
 }
 
 impl Connected {
-    /// What these calls need and no earlier launch has connected. `me` is this rank and `ranks` the size of the
-    /// communicator.
+    /// The connections that these calls need and that no earlier launch has made. `me` is this rank; `ranks` is the
+    /// size of the communicator.
     pub fn missing(&self, calls: &[Lowered], placed: &[Placed], (me, ranks): (u32, u32)) -> Missing {
         let mut missing = Missing::default();
         if ranks < 2 {
@@ -74,7 +74,7 @@ impl Connected {
                     missing.kinds.push((kind, class));
                 }
             }
-            // Libraries that have gather and scatter implement them with messages.
+            // If a library has gather and scatter, it implements them with messages.
             let rooted = matches!(kind, Kind::Gather | Kind::Scatter);
             if (rooted || call.lowering.method == Method::Exchange) && !self.whole.load(Ordering::Relaxed) {
                 call.ways(place, (me, ranks), &mut ways);
@@ -88,7 +88,7 @@ impl Connected {
         missing
     }
 
-    /// Records what a launch has connected.
+    /// Records the connections that a launch has made.
     pub fn add(&self, found: Missing, ranks: u32) {
         for (kind, class) in found.kinds {
             self.kinds[kind as usize].fetch_or(class, Ordering::Relaxed);
@@ -100,14 +100,14 @@ impl Connected {
         }
     }
 
-    /// Records that a direction between the two ranks of a pair is connected.
+    /// Records that one direction between the two ranks of a pair is connected.
     pub fn add_way(&self, way: Way) {
         self.add(Missing { kinds: Vec::new(), ways: vec![way] }, 2);
     }
 }
 
 impl Lowered {
-    /// Adds to `ways` the messages of which the call consists on rank `me`, except empty ones and those to itself.
+    /// Adds to `ways` the messages of this call on rank `me`, except empty messages and messages to itself.
     fn ways(&self, place: &Placed, (me, ranks): (u32, u32), ways: &mut Vec<Way>) {
         let (send, recv) = self.memory(place);
         let all = |spans: &[Span]| spans.iter().any(|span| span.bytes > 0);
@@ -135,7 +135,7 @@ impl Lowered {
     }
 }
 
-/// Runs, on a new thread, a launch that may wait for other ranks, and waits for it. An error of `go_on` ends the wait.
+/// Runs a launch that may wait for other ranks on a new thread, and waits for it. An error of `go_on` ends the wait.
 /// The thread is then left behind, and its launch returns when the communicator ends.
 pub(super) fn watched(
     what: &str,
@@ -143,7 +143,8 @@ pub(super) fn watched(
     go_on: &dyn Fn() -> Result<()>,
     launch: impl FnOnce() -> Result<()> + Send + 'static,
 ) -> Result<()> {
-    // `go_on` knows the deadline and returns the error that names the missing ranks. The limit here is only a backstop.
+    // `go_on` knows the deadline and returns the error that names the missing ranks. The limit here only bounds the
+    // wait if that fails.
     const SPARE: Duration = Duration::from_secs(10);
     within(patience + SPARE, what, go_on, launch)
 }

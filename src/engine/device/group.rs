@@ -17,14 +17,14 @@ pub trait DeviceGroup: Send + Sync {
     fn name(&self) -> &str;
     fn rank(&self) -> usize;
     fn size(&self) -> usize;
-    /// Identifies this attempt to make the group, and is part of the group's keys in the store. `None` if the ranks
+    /// Identifies this attempt to create the group, and is part of the group's keys in the store. `None` if the ranks
     /// have not met.
     fn id(&self) -> Option<String>;
     fn policy(&self) -> &Arc<Policy>;
-    /// Default timeout of calls, and the timeout for making a communicator; zero: no timeout.
+    /// The default timeout of calls, and the timeout within which a communicator must be made. Zero: no timeout.
     fn timeout(&self) -> Duration;
-    /// Timeout of a call that begins now and whose caller asked for `asked`. The caller has passed the call to `count`
-    /// before.
+    /// The timeout of a call that begins now; its caller has requested `asked`. `count` must have been called for the
+    /// call before.
     fn timeout_of_call(&self, asked: Option<Duration>) -> Duration {
         asked.unwrap_or_else(|| self.timeout())
     }
@@ -34,16 +34,16 @@ pub trait DeviceGroup: Send + Sync {
     fn fault(&self) -> Option<Error>;
     /// Fails the group on all ranks. Only the first error counts.
     fn fail(&self, error: Error);
-    /// Starts to look whether another rank has reported why it failed, if `fault` does not see such reports by itself.
-    /// Returns how long that may take. Never waits.
+    /// If `fault` does not see reports of other ranks by itself, starts to look whether another rank has reported why
+    /// it failed. Returns how long that may take. Never waits.
     fn ask_for_fault(&self) -> Duration;
-    /// Whether this rank knows that no other rank had reported a failure at this time. If not, it begins to look, if
-    /// `fault` does not see such reports by itself. Never waits.
+    /// Whether this rank knows that no other rank had reported a failure at this time. If it does not know and `fault`
+    /// does not see such reports by itself, it begins to look for them. Never waits.
     fn had_no_fault_at(&self, at: Instant) -> bool;
-    /// Waits until the other ranks can read why the group failed on this rank, for at most a second.
+    /// Waits for at most a second until the other ranks can read why the group failed on this rank.
     fn await_report(&self);
-    /// The error of an operation whose library call failed with the text `words`. It names the ranks that have not
-    /// issued the operation, what they do, and where. `None` if no rank is known to be missing.
+    /// The error of an operation whose library call failed with the text `words`. It says which ranks have not issued
+    /// the operation, what they do, and where they are. `None` if no rank is known to be missing.
     fn failed_within(&self, watched: &Watched, words: &str) -> Option<Error>;
     /// Whether a signal handler of the program raised an exception.
     fn interrupted(&self) -> bool;
@@ -55,18 +55,18 @@ pub trait DeviceGroup: Send + Sync {
     /// another host.
     fn launched(&self, rank: usize) -> Option<u64>;
     fn death_of(&self, rank: usize, during: &str) -> Error;
-    /// Takes the next number of a collective on a device, and publishes the signature for that number; `sizes` if it is
-    /// an all_to_all.
+    /// Takes the next number of a collective on a device, and publishes the signature for that number. For an
+    /// all_to_all, `sizes` is set and published too.
     fn next_number(&self, signed: Signed, sizes: Option<&BlockSizes<'_>>) -> u64;
-    /// Compares the signatures of this rank for the numbers `first` to `last` with those of other ranks, as far as both
-    /// are still kept. Never waits.
+    /// Compares this rank's signatures for the numbers `first` to `last` with those of other ranks, if both are still
+    /// kept. Never waits.
     fn compare(&self, first: u64, last: u64) -> Agreed;
-    /// If an operation has been pending for long, asks the ranks it waits for what they do. Cheap before that.
+    /// If an operation has been pending for long, asks the ranks for which it waits what they do. Cheap if none has.
     fn look_at_long_waits(&self);
-    /// The error at an operation's deadline. It names the ranks that have not issued the operation, what they do, and
-    /// where.
+    /// The error at an operation's deadline. It says which ranks have not issued the operation, what they do, and where
+    /// they are.
     fn deadline_passed(&self, watched: &Watched) -> Error;
-    /// Enters a call into the statistics. The call's number was taken before.
+    /// Records a call in the statistics. The call's number was taken before.
     fn count(&self, call: &DeviceRequest<'_>) -> Box<dyn Counted>;
 }
 
@@ -80,13 +80,13 @@ pub enum Agreed {
     Not(Error),
 }
 
-/// A call in the statistics. If it is dropped before `end`, the call counts as failed.
+/// A call that was recorded in the statistics. If this is dropped before `end`, the call counts as failed.
 pub trait Counted: Send + Sync {
     /// `well`: the call succeeded. `timed`: the call ended at this moment, so its duration can be recorded.
     fn end(&self, well: bool, timed: bool);
 }
 
-/// A device in error texts, such as "npu:0".
+/// A device in error texts, for instance "npu:0".
 #[derive(Clone, Debug)]
 pub struct Place {
     /// torch's name of the device type.
@@ -110,7 +110,7 @@ pub struct Watched {
     pub device: Place,
     /// Peer of a send or a receive; `None` for a collective.
     pub peer: Option<u32>,
-    /// Only this rank and `peer` take part in it.
+    /// Only this rank and `peer` take part in the operation.
     pub with_peer_alone: bool,
     pub issued: Instant,
     /// Zero: no timeout.
@@ -118,7 +118,7 @@ pub struct Watched {
 }
 
 impl Watched {
-    /// The operation in error texts, such as "all_reduce number 7 on npu:0".
+    /// The operation in error texts, for instance "all_reduce number 7 on npu:0".
     pub fn what(&self) -> String {
         let Watched { op, number, device, .. } = self;
         match self.peer {
@@ -169,7 +169,8 @@ impl DeviceRequest<'_> {
         (self.asked.kind == Kind::AllToAll).then_some(BlockSizes { rank, ranks, sent, received })
     }
 
-    /// The common signature of calls that share one number. `sizes`: of the call, if it is an all_to_all and alone.
+    /// The common signature of calls that share one number. `sizes` is set if there is only one call and it is an
+    /// all_to_all.
     pub(super) fn signed(calls: &[DeviceRequest<'_>], sizes: Option<&BlockSizes<'_>>) -> Signed {
         if let ([call], Some(sizes)) = (calls, sizes) {
             return Signed::all_to_all(call.signature(), sizes);
@@ -191,12 +192,12 @@ impl DeviceRequest<'_> {
     }
 }
 
-/// Conditions under which the calls of one launch run.
+/// The conditions under which the calls of one launch run.
 #[derive(Clone, Copy, Debug)]
 pub struct Terms {
     pub device: i32,
     /// The calls form a coalescing region. All ranks know the region's calls, so its sends and receives use the
-    /// communicator of the whole group and need no communicator for their pair.
+    /// communicator of the whole group and not a communicator of their pair.
     pub region: bool,
     /// The caller's stream is being captured into a graph.
     pub capturing: bool,

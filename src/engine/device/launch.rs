@@ -1,5 +1,5 @@
-//! Turns a lowering and one rank's memory into calls of the library. `calls` is pure, so that tests can run it against
-//! a model of a library in plain memory. `launch` puts the calls on a stream.
+//! Turns a lowering and one rank's memory into calls of the library. `calls` is pure, so that tests can run it with a
+//! model of a library in plain memory. `launch` puts the calls on a stream.
 
 use super::communicator::{Call, Communicator, Kept, Message};
 use super::lowering::{Lowering, Method};
@@ -10,9 +10,9 @@ use crate::types::{Kind, Span};
 /// One rank's part in an operation. Addresses are on the device. The memory holds elements of the lowering's wire type:
 /// `send` after the steps `before`, and `recv` before the steps `after`.
 ///
-/// `send` and `recv` follow the table of `types::Request`, for the kind that the lowering names. They have one span for
-/// each block, or a single span if the blocks are equal and contiguous. They are empty if the rank sends or receives
-/// nothing.
+/// `send` and `recv` follow the table of `types::Request`, for the kind that the lowering names. Each has one span for
+/// each block, or a single span if the blocks are equal and contiguous. `send` is empty if the rank sends nothing, and
+/// `recv` is empty if it receives nothing.
 #[derive(Clone, Copy, Debug)]
 pub struct Job<'a> {
     pub lowering: &'a Lowering,
@@ -20,14 +20,14 @@ pub struct Job<'a> {
     pub ranks: u32,
     /// Rank of the root, or the peer of a send or receive.
     pub root: u32,
-    /// Device address of the factor in the lowering's wire type, if the library itself has PREMUL_SUM. 0 if the
+    /// If the library itself has PREMUL_SUM: device address of the factor, in the lowering's wire type. 0 if the
     /// lowering contains the factor.
     pub factor: usize,
     pub send: &'a [Span],
     pub recv: &'a [Span],
 }
 
-/// Host memory that the calls refer to. It must be kept until the stream has completed them.
+/// Host memory to which the calls refer. It must be kept until the stream has completed the calls.
 #[derive(Default)]
 pub struct Launched {
     kept: Vec<Box<dyn std::any::Any + Send>>,
@@ -71,7 +71,7 @@ pub fn launch(
     }
     communicator.group_start()?;
     let called = calls(job, &mut run);
-    // Also after an error: a library group that stays open would include this thread's later calls.
+    // Called after an error too, because a library group that stays open would include this thread's later calls.
     let ended = communicator.group_end();
     called.and(ended).map(|()| launched)
 }
@@ -109,7 +109,7 @@ impl Job<'_> {
         }
     }
 
-    /// The block that is sent to, or received from, rank `q`.
+    /// The block that is sent to rank `q` or received from it.
     fn block(&self, spans: &[Span], q: u32) -> Result<Span> {
         let ranks = self.ranks as usize;
         match spans {
@@ -123,7 +123,7 @@ impl Job<'_> {
         }
     }
 
-    /// All blocks as one contiguous span. If the lowering is `contiguous`, the layout has made sure of that.
+    /// All blocks as one contiguous span. If the lowering is `contiguous`, the layout guarantees that this is possible.
     fn run(&self, spans: &[Span]) -> Result<Span> {
         // Empty blocks are skipped, because their addresses mean nothing.
         let mut whole = Span { addr: spans.first().map_or(0, |first| first.addr), bytes: 0 };
@@ -149,7 +149,7 @@ fn native(job: &Job<'_>, run: &mut dyn FnMut(&Call<'_>) -> Result<()>) -> Result
     let (send, recv, root) = (sent.addr, received.addr, job.root);
     let at_root = job.rank == root;
     let ranks = job.ranks as usize;
-    // Bytes of the smaller side, and whether the other side has the matching size.
+    // The bytes of the smaller side, and whether the size of the other side matches.
     let (bytes, fits) = match kind {
         Kind::AllReduce => (sent.bytes, received.bytes == sent.bytes),
         Kind::Reduce => (sent.bytes, !at_root || received.bytes == sent.bytes),
@@ -233,7 +233,7 @@ fn exchange(job: &Job<'_>, run: &mut dyn FnMut(&Call<'_>) -> Result<()>) -> Resu
         }
         Kind::Scatter => message(false, job.root, whole(job.recv)?),
         _ => {
-            // Each rank begins with its successor, so that not all ranks send to rank 0 first.
+            // Each rank begins with its successor, so that the ranks do not all send to rank 0 first.
             for step in 1..job.ranks {
                 message(true, (me + step) % job.ranks, job.block(job.send, (me + step) % job.ranks)?);
                 let from = (me + job.ranks - step) % job.ranks;
@@ -258,7 +258,7 @@ fn exchange(job: &Job<'_>, run: &mut dyn FnMut(&Call<'_>) -> Result<()>) -> Resu
 fn per_root(job: &Job<'_>, run: &mut dyn FnMut(&Call<'_>) -> Result<()>) -> Result<()> {
     let Lowering { kind, dtype, op, .. } = *job.lowering;
     if kind == Kind::AllGather {
-        // Copies the rank's own block first, to the place from which the broadcast sends it.
+        // First copies the rank's own block to the place from which the broadcast sends it.
         let own = job.block(job.recv, job.rank)?;
         let send = job.run(job.send)?;
         if own.bytes != send.bytes {

@@ -1,4 +1,4 @@
-//! Which memory is passed to the library for a call: the caller's memory if the library can use it, otherwise
+//! Decides which memory is passed to the library for a call: the caller's memory if the library can use it, otherwise
 //! temporaries. The shim fills the temporaries before the call and copies them back after it. Pure. Ranks may decide
 //! differently, because the decision does not change what is transferred.
 
@@ -17,22 +17,24 @@ pub struct Buffers<'a> {
     pub out_blocks: &'a [usize],
 }
 
-/// One side of a call (input or output) as the library gets it.
+/// One side of a call (input or output) as it is passed to the library.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Side {
-    /// Bytes of the temporary; the spans are then offsets into it. `None` if the spans are addresses of the caller's
-    /// memory.
+    /// Size of the temporary in bytes; if it is set, the spans are offsets into the temporary. `None` if the spans are
+    /// addresses of the caller's memory.
     pub temporary: Option<usize>,
     spans: Spans,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Layout {
-    /// Input of the library. A temporary holds the inputs contiguously, after the steps before the call.
+    /// Input of the library. If it is a temporary, it holds the inputs contiguously, after the lowering's steps
+    /// `before` were applied.
     pub send: Side,
-    /// Output of the library. A temporary is copied to the outputs, after the steps after the call.
+    /// Output of the library. If it is a temporary, it is copied to the outputs after the lowering's steps `after` were
+    /// applied.
     pub recv: Side,
-    /// The library receives into the same temporary that it sends from.
+    /// The library receives into the same temporary from which it sends.
     pub in_place: bool,
 }
 
@@ -66,7 +68,7 @@ impl Layout {
     /// The layout of a call of `kind` on tensors of `dtype`, in a group of `ranks` ranks.
     pub fn of(kind: Kind, dtype: Dtype, ranks: usize, buffers: &Buffers<'_>, lowering: &Lowering) -> Layout {
         if kind == Kind::Barrier {
-            // A barrier sends one number, which the shim creates.
+            // A barrier sends one number. The shim creates it.
             return Layout { send: Side::whole(lowering.dtype.size()), recv: Side::default(), in_place: true };
         }
         let call =
@@ -78,7 +80,7 @@ impl Layout {
         Layout { send, recv, in_place }
     }
 
-    /// The memory that the library receives into. `send` and `recv` are the addresses of the temporaries.
+    /// The memory into which the library receives. `send` and `recv` are the addresses of the temporaries.
     pub fn received(&self, send: usize, recv: usize) -> Cow<'_, [Span]> {
         if self.in_place { self.send.at(send) } else { self.recv.at(recv) }
     }
@@ -155,7 +157,7 @@ impl Placing<'_> {
         if blocks.is_empty() { vec![total(spans) / self.ranks; self.ranks] } else { blocks.to_vec() }
     }
 
-    /// The caller's memory as spans that the library can use directly, or `None` if a temporary is needed. `cut`: the
+    /// The caller's memory as spans that the library can use directly. `None` if a temporary is needed. `cut`: the
     /// memory consists of one block for each rank.
     fn as_they_lie(&self, spans: &[Span], blocks: &[usize], cut: bool) -> Option<Spans> {
         let run = as_run(spans);
@@ -177,7 +179,7 @@ fn any_overlap(left: &[Span], right: &[Span]) -> bool {
     left.iter().any(|a| right.iter().any(|b| meet(a, b)))
 }
 
-/// All spans as one, if each begins at the end of the one before it; otherwise `None`. An empty list stays empty.
+/// All spans as one span, if each begins where the previous one ends; otherwise `None`. An empty list stays empty.
 fn as_run(spans: &[Span]) -> Option<Spans> {
     let behind = spans.windows(2).all(|pair| pair[1].addr == pair[0].addr + pair[0].bytes);
     behind.then(|| spans.first().map(|first| Span { addr: first.addr, bytes: total(spans) }).into_iter().collect())
@@ -240,7 +242,7 @@ mod tests {
         let one = layout(Vendor::Nccl, SUM, &[(64, 8), (72, 8)], &[(64, 8), (72, 8)], &[]);
         assert_eq!((one.send.temporary, one.recv.temporary, one.in_place), (None, None, false));
         assert_eq!((&*one.send.at(5), &*one.received(5, 7)), (&spans(&[(64, 16)])[..], &spans(&[(64, 16)])[..]));
-        // Blocks need not be contiguous if the library gets each of them separately.
+        // If the library gets each block separately, the blocks do not have to be contiguous.
         let moved = (Kind::AllToAll, Dtype::F32, ReduceOp::Sum);
         let parts = [(64, 8), (512, 8)];
         assert_eq!(*layout(Vendor::Nccl, moved, &parts, &parts, &[]).send.at(0), spans(&parts)[..]);
@@ -259,7 +261,7 @@ mod tests {
         let wide = layout(Vendor::Nccl, short, &[(64, 8)], &[(128, 4)], &[]);
         assert_eq!(*wide.send.at(0), spans(&[(0, 8), (8, 8)])[..]);
         assert_eq!((wide.recv.temporary, &*wide.received(0, 32)), (Some(8), &spans(&[(32, 8)])[..]));
-        // Composed from an all_gather of what all ranks send.
+        // This is composed of an all_gather and local steps.
         let fold = (Kind::AllReduce, Dtype::I32, ReduceOp::Band);
         assert_eq!(layout(Vendor::Nccl, fold, &[(64, 8)], &[(64, 8)], &[]).recv.temporary, Some(16));
     }
@@ -272,7 +274,7 @@ mod tests {
         assert_eq!(layout(Vendor::Hccl, moved, &[(64, 8)], &[(68, 8)], &[]).recv.temporary, Some(8));
         let uneven = layout(Vendor::Nccl, moved, &[(64, 8)], &[(128, 8)], &[2, 6]);
         assert_eq!(*uneven.send.at(0), spans(&[(64, 2), (66, 6)])[..]);
-        // A rank without data has an empty block for each rank.
+        // If a rank has no data, it has an empty block for each rank.
         assert_eq!(layout(Vendor::Nccl, moved, &[], &[], &[0, 0]).send.at(0).len(), 2);
     }
 }

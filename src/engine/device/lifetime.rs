@@ -1,5 +1,5 @@
-//! The later life of a group's communicators: splitting or shrinking a group makes new communicators out of them, and
-//! finally all are ended.
+//! Splits, shrinks and ends a group's communicators. When a group is split or shrunk, new communicators are made out of
+//! its own.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -22,9 +22,9 @@ impl DeviceEngine {
         self.living(device).is_some_and(|own| own.communicator.can_split(members))
     }
 
-    /// Splits the group's communicator, and makes the communicator of `child`, the engine of the group of `members`.
-    /// `child` is `None` on a rank that is in no new group. All ranks of this group call it together. The new groups
-    /// have no rank in common.
+    /// Splits the group's communicator, and makes the communicator of `child`, which is the engine of the group of
+    /// `members`. `child` is `None` on a rank that is in no new group. All ranks of this group call this together. The
+    /// new groups have no rank in common.
     pub fn split(&self, child: Option<&DeviceEngine>, device: i32, members: &[u32]) -> Result<()> {
         let own = self
             .living(device)
@@ -45,8 +45,8 @@ impl DeviceEngine {
         Ok(())
     }
 
-    /// Takes the communicator of all ranks out of use, for a group that is about to shrink. The communicator ends when
-    /// the returned object is dropped. `drained`: no operation is pending in it.
+    /// Takes the communicator of all ranks out of use, because the group is about to shrink. The communicator ends when
+    /// the returned object is dropped. `drained`: no operation is pending in the communicator.
     pub fn retire(self: &Arc<Self>, device: i32, drained: bool) -> Retired {
         let own = self.living(device).filter(|own| {
             own.drained.fetch_or(drained, Ordering::Relaxed);
@@ -56,8 +56,9 @@ impl DeviceEngine {
     }
 
     /// Ends all communicators, which unblocks hanging operations. No operation can be issued afterwards. Returns when
-    /// all have ended. A library may need long for each communicator, so they end in parallel. If the group has failed,
-    /// the other ranks can read why before they see a communicator end.
+    /// all communicators have ended. A library may need long for each communicator, so they are ended in parallel. If
+    /// the group has failed, this first waits until the other ranks can read why, so that they know the reason when
+    /// they see a communicator end.
     pub fn abort(&self) {
         self.group.await_report();
         let mut all: Vec<Arc<DeviceComm>> = lock(&self.communicators.known).values().cloned().collect();
@@ -76,8 +77,8 @@ impl DeviceEngine {
     }
 
     /// Ends all communicators together with the other ranks. Waits at most the timeout (zero: no limit) while all ranks
-    /// live, and only briefly if a rank is gone. A communicator that does not end in time is aborted, or left to a
-    /// background thread that goes on waiting. `drained`: no operation is pending. Returns false if a signal handler
+    /// live, and only briefly if a rank is gone. If a communicator does not end in time, it is aborted or left to a
+    /// background thread that continues to wait. `drained`: no operation is pending. Returns false if a signal handler
     /// raised an exception meanwhile.
     pub fn close(&self, timeout: Duration, drained: bool) -> bool {
         let begin = Instant::now();
@@ -98,8 +99,8 @@ impl DeviceEngine {
         !interrupted
     }
 
-    /// True if no rank has died and the group has not failed; otherwise the group fails. A rank that left in order does
-    /// not make the group fail, because the remaining ranks may still have messages for each other.
+    /// True if no rank has died and the group has not failed; otherwise the group fails. If a rank left in order, the
+    /// group does not fail, because the remaining ranks may still have messages for each other.
     fn whole(&self, what: &str) -> bool {
         let died = || self.group.dead_ranks().into_iter().find(|rank| !self.group.left(*rank));
         let death = |rank| self.group.death_of(rank, &format!("waits for {what}"));
@@ -121,13 +122,13 @@ pub struct Retired {
 }
 
 impl Retired {
-    /// Whether the communicator exists and the library can shrink it without calls by the excluded ranks.
+    /// Whether the communicator exists and the library can shrink it without a call of the excluded ranks.
     pub fn can_shrink(&self) -> bool {
         self.communicator.is_some() && self.engine.capabilities().shrink
     }
 
-    /// Makes the communicator of `child`, a group of all ranks except `excluded`. All ranks of that group call it
-    /// together. Operations that are pending in the old communicator are aborted.
+    /// Makes the communicator of `child`, which is the engine of a group of all ranks except `excluded`. All ranks of
+    /// that group call this together. Operations that are pending in the old communicator are aborted.
     pub fn shrink(&self, child: &DeviceEngine, excluded: &[u32]) -> Result<()> {
         let own = self.communicator.as_ref().ok_or_else(|| Error::bug("sagellm: nothing to shrink"))?;
         let made = child.named("all", self.device, |name, _| {

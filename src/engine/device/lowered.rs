@@ -1,4 +1,4 @@
-//! One call of a launch: which library call runs it, and with which memory.
+//! One call of a launch, with the library call that runs it and the memory that is passed.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -21,8 +21,8 @@ pub struct Lowered {
     pub layout: Layout,
 }
 
-/// Addresses of the temporaries that the layout of one call needs. The local steps before the call have filled them. 0
-/// if the layout needs none.
+/// Addresses of the temporaries that the layout of one call needs; 0 if it needs none. The local steps before the call
+/// have filled them.
 #[derive(Clone, Copy, Debug)]
 pub struct Placed {
     /// Address of the factor, if the library itself has PREMUL_SUM.
@@ -32,12 +32,12 @@ pub struct Placed {
 }
 
 impl Lowered {
-    /// The memory that the library sends from, and the memory that it receives into.
+    /// The memory from which the library sends, and the memory into which it receives.
     pub(super) fn memory(&self, place: &Placed) -> (Cow<'_, [Span]>, Cow<'_, [Span]>) {
         (self.layout.send.at(place.send), self.layout.received(place.send, place.recv))
     }
 
-    /// Whether the library itself scales by a factor (its PREMUL_SUM), which the launch must pass.
+    /// Whether the library itself scales by a factor (its PREMUL_SUM). If so, the launch must pass the factor.
     pub fn is_premul(&self) -> bool {
         matches!(self.lowering.op, ReduceOp::PremulSum(_))
     }

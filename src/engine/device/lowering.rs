@@ -1,6 +1,6 @@
-//! How a library is called so that the result is the one that torch defines, even for operations that the library
-//! lacks. A pure function of facts that all ranks share. A missing operation is composed of others. If the composition
-//! would give another result, the call is refused, and the error says what to do.
+//! Decides how a library is called so that the result is the one that torch defines, even if the library does not have
+//! the operation. The decision is a pure function of facts that all ranks share. A missing operation is composed of
+//! others. If that would give a different result, the call is refused, and the error says what to do.
 //!
 //! No code here names a vendor: [`Capabilities`] say what a library can do. A new vendor only needs its capabilities.
 //!
@@ -55,16 +55,17 @@ pub enum Double {
     Kept,
     /// The device does not support them, and a call with them is refused.
     Refused,
-    /// The device does not support them, and the user allows 32-bit floats in their place.
+    /// The device does not support them, and the user allows 32-bit floats instead.
     AsFloat,
 }
 
-/// The capabilities of one library, in the version found. Data, so that lowering needs no vendor's name.
+/// The capabilities of one library, in the version that was found. They are data, so that lowering needs no vendor's
+/// name.
 #[derive(Clone, Debug)]
 pub struct Capabilities {
-    /// Name and version for error texts, such as "NCCL 2.30.7".
+    /// Name and version for error texts, for instance "NCCL 2.30.7".
     pub name: String,
-    /// The element types that the library reduces, and with which ops.
+    /// The element types that the library reduces, and for each the reduce ops.
     pub reduces: &'static [(Dtype, Ops)],
     pub double: Double,
     pub gather: bool,
@@ -73,7 +74,7 @@ pub struct Capabilities {
     pub all_to_all_v: bool,
     /// A reduce to one root may leave partial sums in the inputs of the other ranks.
     pub reduce_clobbers_input: bool,
-    /// The library makes one launch of the calls between group start and group end.
+    /// The library turns the calls between group start and group end into one launch.
     pub group: bool,
     /// The library can make a communicator out of another one.
     pub split: bool,
@@ -82,7 +83,7 @@ pub struct Capabilities {
     pub abort: bool,
     /// Size of the id that rank 0 makes.
     pub id_bytes: usize,
-    /// Names of functions that we would use and the library lacks.
+    /// Names of functions that we would use but the library does not have.
     pub missing: Vec<&'static str>,
 }
 
@@ -96,11 +97,11 @@ impl Capabilities {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LoweringInput {
     pub kind: Kind,
-    /// Element type of the tensors, even if they are only moved. `Bytes` if `Dtype` lacks the type.
+    /// Element type of the tensors, even if they are only moved. `Bytes` if `Dtype` does not have the type.
     pub dtype: Dtype,
     pub op: ReduceOp,
     pub ranks: usize,
-    /// All ranks' blocks are equal, and every rank knows that from the form of the call.
+    /// All ranks' blocks have equal sizes, and every rank knows that from the form of the call.
     pub equal_counts: bool,
     /// The tensor's memory holds its elements in order. False for the internal formats of torch_npu.
     pub dense: bool,
@@ -109,7 +110,7 @@ pub struct LoweringInput {
 /// A step that the shim applies to a tensor before or after the library's call, on the communication stream.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Local {
-    /// Casts to another type as torch does; integers wrap.
+    /// Casts to another type, with torch's rules; integers wrap.
     Cast(Dtype),
     /// Multiplies every element by the factor. For integers, the factor is first truncated to an integer.
     Scale(f64),
@@ -124,7 +125,7 @@ pub enum Local {
 pub enum Method {
     /// One call of the library for this kind.
     Native,
-    /// Sends and receives that are in flight together, and a local copy of the rank's own block.
+    /// Sends and receives that are in flight at the same time, and a local copy of the rank's own block.
     Exchange,
     /// For each rank, one broadcast (all_gather) or one reduce (reduce_scatter) of that rank's block.
     PerRoot,
@@ -143,11 +144,11 @@ pub struct Lowering {
     pub contiguous: bool,
     /// The library must send from and receive into different memory.
     pub out_of_place: bool,
-    /// The library may overwrite its input, so an input that must be preserved is passed as a copy.
+    /// The library may overwrite its input, so if an input must be preserved, a copy is passed.
     pub clobbers_input: bool,
     /// The calls are one launch: `launch` puts them between group start and group end.
     pub grouped: bool,
-    /// Why the operation is not one plain call, for `explain`; empty if it is one.
+    /// Why the operation is not a single plain call, for `explain`. Empty if it is one.
     pub why: String,
 }
 
@@ -170,7 +171,8 @@ impl Lowering {
     }
 }
 
-/// How the library is called for an operation. The error says why it cannot be, and what to do instead.
+/// How the library is called for an operation. If it cannot run the operation, the error says why and what to do
+/// instead.
 pub fn lower(asked: &LoweringInput, able: &Capabilities) -> Result<Lowering, String> {
     let name = &able.name;
     if !asked.dense {
@@ -224,7 +226,7 @@ fn moved(asked: &LoweringInput, able: &Capabilities) -> Lowering {
         },
         Kind::Gather if !able.gather => exchange(lacks()),
         Kind::Scatter if !able.scatter => exchange(lacks()),
-        // Only the rank itself knows whether its blocks are equal. So calls with equal and with unequal blocks use the
+        // Each rank knows only whether its own blocks are equal. So calls with equal and with unequal blocks use the
         // same method.
         Kind::AllToAll if able.all_to_all_v => Lowering { out_of_place: true, ..native },
         Kind::AllToAll => exchange("all_to_all travels as sends and receives, equal blocks and others alike".into()),
@@ -244,7 +246,7 @@ fn moved(asked: &LoweringInput, able: &Capabilities) -> Lowering {
 fn combined(asked: &LoweringInput, able: &Capabilities) -> Result<Lowering, String> {
     let LoweringInput { kind, dtype, op, .. } = *asked;
     let (wire, wire_op) = as_parts(kind, dtype, op)?;
-    // torch has no operators for these types, so a missing reduction cannot be composed from local steps.
+    // torch has no operators for these types, so a missing reduction cannot be composed of local steps.
     if matches!(dtype, Dtype::F8E4M3 | Dtype::F8E5M2) && !able.combines(dtype, op) {
         return Err(format!(
             "sagellm: {kind}: {} does not combine {}; convert to float16 or bfloat16 first",
@@ -280,7 +282,7 @@ fn as_parts(kind: Kind, dtype: Dtype, op: ReduceOp) -> Result<(Dtype, ReduceOp),
         )),
         Dtype::C32 | Dtype::C64 | Dtype::C128 => match op {
             ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PremulSum(_) => Ok((parts_of(dtype), op)),
-            // A complex product is not the product of the parts; `folded` multiplies complex numbers.
+            // A complex product is not the product of the parts. `folded` multiplies complex numbers.
             ReduceOp::Product => Ok((dtype, op)),
             _ => undefined(),
         },
@@ -303,14 +305,14 @@ fn parts_of(dtype: Dtype) -> Dtype {
     }
 }
 
-/// Uses one reduction that the library has, possibly with local steps before and after. `None` if there is none, so
-/// that a rank needs the data of all ranks.
+/// Uses one reduction that the library has, perhaps with local steps before and after it. `None` if there is no such
+/// reduction; then a rank needs the data of all ranks.
 fn numbers(base: Lowering, dtype: Dtype, op: ReduceOp, ranks: usize, able: &Capabilities) -> Option<Lowering> {
     let name = &able.name;
     if able.combines(base.dtype, base.op) {
         return Some(base);
     }
-    // A bool is 0 or 1, which means the same in a signed and an unsigned byte.
+    // A bool is 0 or 1, which a signed and an unsigned byte store in the same way.
     if dtype == Dtype::Bool && able.combines(Dtype::I8, base.op) {
         return Some(Lowering { dtype: Dtype::I8, ..base });
     }
@@ -348,9 +350,9 @@ fn wider(dtype: Dtype) -> impl Iterator<Item = Dtype> {
     types.iter().copied()
 }
 
-/// Composes a reduction that the library lacks. Every rank (for reduce: the root) receives all inputs that it needs and
-/// reduces them locally, in the order of the ranks. This works for every op, but needs memory and traffic in proportion
-/// to the number of ranks.
+/// Composes a reduction that the library lacks. Every rank (for reduce, only the root) receives all inputs that it
+/// needs and reduces them locally, in the order of the ranks. This works for every op, but memory and traffic grow with
+/// the number of ranks.
 fn folded(asked: &LoweringInput, able: &Capabilities) -> Result<Lowering, String> {
     let LoweringInput { kind, dtype, op, .. } = *asked;
     let moves = match kind {
@@ -358,7 +360,7 @@ fn folded(asked: &LoweringInput, able: &Capabilities) -> Result<Lowering, String
         Kind::Reduce => Kind::Gather,
         _ => Kind::AllToAll,
     };
-    // Every rank receives blocks of equal size, that of its own block, so they are contiguous.
+    // Every block that a rank receives has the size of the rank's own block, so the blocks are contiguous.
     let equal_counts = kind != Kind::ReduceScatter || asked.equal_counts;
     let mut lowering = moved(&LoweringInput { kind: moves, equal_counts, ..*asked }, able);
     let mut after = vec![Local::Fold(op)];

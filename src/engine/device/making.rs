@@ -1,6 +1,6 @@
-//! How a communicator is made. It is made when a call first needs it, and only one at a time, even if two threads ask.
-//! Two ranks that exchange messages have one communicator for each direction, and make both in the same order
-//! ([`Pairs`] agrees when).
+//! Makes communicators. A communicator is made when a call first needs it, and only one is made at a time, even if two
+//! threads ask. Two ranks that exchange messages have one communicator for each direction. Both ranks make the two in
+//! the same order; they agree on the time through [`Pairs`].
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32};
@@ -20,16 +20,16 @@ use super::watchdog::{ON_ITS_WAY, TURN};
 use crate::error::{Error, ErrorKind, Result};
 use crate::os::watch;
 
-/// Stream key of the engine's stream that carries the bytes which connect pairs. Stream keys of calls are not negative.
+/// Key of the engine's stream for the bytes that connect pairs. Stream keys of calls are not negative.
 const CONNECTS: i32 = -1;
 
-/// Longest pause between two polls of the store for a rank that has not begun its first message. It limits the load of
-/// the store, which every rank that waits for a late rank polls.
+/// The longest pause between two polls of the store while a rank waits for another rank that has not begun its first
+/// message. The pause limits the load of the store, because every rank that waits for a late rank polls it.
 const LONGEST_PAUSE: Duration = Duration::from_millis(100);
 
 impl DeviceEngine {
-    /// Returns the communicator of these ranks for a device. If it does not exist, makes it, and returns when all its
-    /// ranks have joined.
+    /// Returns the communicator of these ranks for a device. If it does not exist, makes it first and waits until all
+    /// its ranks have joined.
     pub fn communicator(
         self: &Arc<Self>,
         device: i32,
@@ -54,7 +54,8 @@ impl DeviceEngine {
         own.find(device, ranks).ok_or_else(|| Error::aborted("sagellm: the group was destroyed meanwhile"))
     }
 
-    /// Makes the communicators for both directions of messages with `peer`. May make those for other ranks first.
+    /// Makes the communicators for both directions of messages with `peer`. May make those for messages with other
+    /// ranks first.
     fn make_pair(
         self: &Arc<Self>,
         device: i32,
@@ -85,8 +86,8 @@ impl DeviceEngine {
     }
 
     /// Connects the communicators of both directions with one byte each, in the same order on both ranks. Otherwise the
-    /// first message would block on the host until the peer launches its part, and two ranks that both send first would
-    /// deadlock.
+    /// first message would block the host thread until the peer launches its part, and two ranks that both send first
+    /// would deadlock.
     fn connect_pair(
         self: &Arc<Self>,
         device: i32,
@@ -109,8 +110,8 @@ impl DeviceEngine {
                 runtime.exchange_capture_mode(SPARES_CAPTURES)?;
                 let (addr, stream) = (runtime.spare(device)?, engine.own_stream(device, CONNECTS)?);
                 for (each, sends) in communicators.iter().zip([is_low, !is_low]) {
-                    // The transfer may still run when this returns. Later calls of the communicator are ordered behind
-                    // it.
+                    // The transfer may still be running when this returns. Later calls of the communicator are ordered
+                    // behind it.
                     each.call(&Call::Exchange(&[Message { peer: other, sends, addr, bytes: 1 }]), stream)?;
                 }
                 Ok(())
@@ -128,8 +129,9 @@ impl DeviceEngine {
         Ok([up, down])
     }
 
-    /// The rank with which to make the next message communicators: `peer`, or another rank that already waits for this
-    /// rank. That rank makes them at the same time. `known`: ranks whose communicators exist for this device.
+    /// The rank with which this rank now makes message communicators: `peer`, or another rank that already waits for
+    /// this rank. That rank makes them at the same time. `known`: ranks for which communicators already exist on this
+    /// device.
     fn next_pair(
         &self,
         peer: u32,
@@ -239,7 +241,7 @@ impl DeviceEngine {
         })
     }
 
-    /// Makes a communicator under a unique name, by which the tuner finds this group's rules.
+    /// Makes a communicator under a unique name. The tuner finds this group's rules by that name.
     pub(super) fn named(
         &self,
         whose: &str,
@@ -247,7 +249,7 @@ impl DeviceEngine {
         make: impl FnOnce(String, String) -> Result<Arc<dyn Communicator>>,
     ) -> Result<DeviceComm> {
         // Some libraries require the same name on all ranks of a communicator. Each value of `whose` has its own
-        // counter, because ranks agree on the order of makings only among communicators of the same ranks.
+        // counter, because ranks agree on the order in which communicators are made only if these have the same ranks.
         let made = &self.communicators.made;
         let count = lock(made).entry(whose.to_string()).and_modify(|count| *count += 1).or_insert(0).to_owned();
         let group = self.group.name();
@@ -274,8 +276,8 @@ impl DeviceEngine {
         })
     }
 
-    /// Fails the group if this rank could not make a communicator. The other ranks of the communicator may be in the
-    /// library's call, or wait for the id, and it is unknown which.
+    /// Fails the group if this rank could not make a communicator. It is unknown whether the communicator's other ranks
+    /// are in the library's call or wait for the id.
     fn end_the_wait_of_others(&self, error: &Error) {
         let theirs = matches!(error.kind(), ErrorKind::Timeout | ErrorKind::Interrupted | ErrorKind::System);
         if theirs && self.group.size() > 1 {
@@ -283,9 +285,9 @@ impl DeviceEngine {
         }
     }
 
-    /// Why a call failed in which the library waits for other ranks: what `look` finds, or else the library's own
-    /// `error`. The library may notice that another rank has failed or died before this rank does, and does not know
-    /// the reason.
+    /// Why a call failed in which the library waits for other ranks: the error that `look` finds, otherwise the
+    /// library's own `error`. The library may notice before this rank that another rank has failed or died, but it does
+    /// not know the reason.
     pub(super) fn cause_of(&self, error: Error, look: &dyn Fn() -> Option<Error>) -> Error {
         if error.kind() != ErrorKind::System {
             return error;
@@ -303,8 +305,8 @@ impl DeviceEngine {
     }
 
     /// Ends the wait for the other ranks of a communicator if a signal arrived, the group has failed, or one of these
-    /// ranks is gone. The last rank to join may leave right after its last call, so a rank that is gone counts only
-    /// after `ON_ITS_WAY`.
+    /// ranks is gone. The last rank to join may leave right after its last call, so a rank counts as gone only after
+    /// `ON_ITS_WAY`.
     pub(super) fn joining(&self, whose: &str, ranks: Ranks) -> GoOn {
         let (group, whose) = (Arc::downgrade(&self.group), whose.to_string());
         let gone_since = OnceCell::new();

@@ -1,5 +1,5 @@
-//! Accelerators through their vendors' libraries. This module loads each library with dlopen at run time, so the build
-//! needs no vendor header and links no vendor library.
+//! Uses accelerators through their vendors' libraries. This module loads each library with dlopen at run time, so the
+//! build needs no vendor header and links no vendor library.
 //!
 //! ```no_run
 //! use sagellm::engine::device::{LoweringInput, always, Hints, Job, Setup, Vendor, launch, lower, open, open_runtime, synchronize};
@@ -119,7 +119,7 @@ struct Row {
     open: fn(&Hints) -> Result<Arc<dyn Api>>,
     open_runtime: fn(&Hints) -> Result<Arc<dyn Runtime>>,
     capabilities: fn() -> Capabilities,
-    /// The functions that are looked up: in the library of communicators (`symbols`), and in the library of streams and
+    /// The functions that are looked up in the library for communicators (`symbols`) and in the library for streams and
     /// events (`runtime_symbols`).
     symbols: &'static [&'static str],
     runtime_symbols: &'static [&'static str],
@@ -190,24 +190,26 @@ impl Vendor {
         ROWS.iter().find(|row| row.device == device).map(|row| row.vendor)
     }
 
-    /// The capabilities of a current version of the library. `Api::capabilities` has those of the library that was
+    /// The capabilities of a current version of the library. `Api::capabilities` returns those of the library that was
     /// opened.
     pub fn capabilities(self) -> Capabilities {
         (self.row().capabilities)()
     }
 
-    /// The functions that are looked up: in the library of communicators, then in the library of streams and events.
+    /// The functions that are looked up: first those in the library for communicators, then those in the library for
+    /// streams and events.
     pub fn symbols(self) -> [&'static [&'static str]; 2] {
         [self.row().symbols, self.row().runtime_symbols]
     }
 }
 
-/// Opens the library of communicators. The error says what was tried and what to do. Opening it again is cheap.
+/// Opens the library for communicators. The error says what was tried and what to do. If the library is already open,
+/// this is cheap.
 pub fn open(vendor: Vendor, hints: &Hints) -> Result<Arc<dyn Api>> {
     (vendor.row().open)(hints)
 }
 
-/// Opens the library of streams and events.
+/// Opens the library for streams and events.
 pub fn open_runtime(vendor: Vendor, hints: &Hints) -> Result<Arc<dyn Runtime>> {
     (vendor.row().open_runtime)(hints)
 }

@@ -1,4 +1,4 @@
-//! How two ranks agree when to make the communicators of their messages.
+//! Lets two ranks agree when to make the communicators for their messages.
 //!
 //! A vendor's library makes a communicator while both ranks are in its call, and a rank in that call answers no other
 //! rank. If ranks entered the call without agreement, three ranks that each send to the next in a ring would deadlock.
@@ -8,13 +8,13 @@
 //!
 //! - Ranks never wait in a circle. A rank that has accepted enters the call at once. The inviter is then either in the
 //!   call too, or still making a pair that it accepted while it waited, and that pair precedes this one in the order.
-//!   So along a circle of waiting ranks each pair would precede the one before it, which is impossible. (If the
-//!   inviter's wait was interrupted, the inviter is not in the call. The rank that accepted then waits until the
-//!   inviter begins its next first message with any rank, at most until its own deadline.)
-//! - No rank waits for ever, provided that its peer also begins a first message with it. Among all pairs that ranks
-//!   wait for, take the first in the order: its second rank accepts that pair, whichever pair it waits for itself.
+//!   So in a circle of waiting ranks each pair would precede the previous one, which is impossible. (If the inviter's
+//!   wait was interrupted, the inviter is not in the call. Then the rank that accepted waits until the inviter begins a
+//!   first message with any rank, or until its own deadline.)
+//! - No rank waits for ever, if its peer also begins a first message with it. Consider the first in the order of all
+//!   pairs for which ranks wait: its second rank accepts that pair, for whichever pair that rank itself waits.
 //!
-//! Keys in the store, all with a prefix that is unique to this attempt to make the group:
+//! Keys in the store. All have a prefix that is unique to this attempt to create the group:
 //!
 //! | key | |
 //! | --- | --- |
@@ -44,8 +44,8 @@ pub struct Pairs {
     read: i64,
     /// Invitations that this rank has not accepted yet: the inviter, and the number of the making.
     invited: BTreeMap<Pair, (usize, i64)>,
-    /// Pairs that this rank has asked for and that are not made yet: the number of the making, and whether this rank
-    /// asked first and so is the inviter. An entry survives an interrupted wait.
+    /// Pairs for which this rank has asked and that are not made yet: for each, the number of the making, and whether
+    /// this rank asked first and is therefore the inviter. An entry stays if the wait is interrupted.
     asked: BTreeMap<Pair, (i64, bool)>,
 }
 
@@ -54,9 +54,9 @@ impl Pairs {
         Pairs { store, prefix, rank, read: 0, invited: BTreeMap::new(), asked: BTreeMap::new() }
     }
 
-    /// Returns the rank with which both ranks now make their communicators: `peer`, or a rank that is served before it;
-    /// in that case the caller calls `next` again. Never returns a rank in `known`, except `peer`. `pause` is called
-    /// between two polls of the store; its error ends the wait.
+    /// Returns the rank with which this rank now makes communicators; that rank does the same. This is `peer`, or a
+    /// rank that comes first; then the caller must call `next` again. Never returns a rank in `known`, except `peer`.
+    /// `pause` is called between two polls of the store; if it returns an error, the wait ends.
     pub fn next(&mut self, peer: usize, known: &[u32], pause: &mut dyn FnMut() -> Result<()>) -> Result<usize> {
         let own = pair(self.rank, peer);
         self.ask(own, peer)?;
@@ -66,7 +66,7 @@ impl Pairs {
             let found = self.invited.range(..=own).find(|(_, (from, _))| serves(*from));
             if let Some((&other, &(from, making))) = found {
                 self.invited.remove(&other);
-                // Count this rank as the second to ask, unless it has asked already.
+                // Count this rank as the second to ask, unless it has already asked.
                 if self.asked.remove(&other).is_none() {
                     self.store.add(&self.key(other, "asked"), 1)?;
                 }
@@ -85,7 +85,7 @@ impl Pairs {
         format!("{}/pair/{low}-{high}/{what}", self.prefix)
     }
 
-    /// A pair whose other rank has accepted this rank's invitation, and so has entered the library's call.
+    /// A pair whose other rank has accepted this rank's invitation and has therefore entered the library's call.
     fn accepted(&self) -> Result<Option<Pair>> {
         for (pair, (making, first)) in &self.asked {
             if *first && self.store.try_get(&self.key(*pair, &making.to_string()))?.is_some() {
@@ -137,7 +137,7 @@ mod tests {
     use crate::error::ErrorKind;
     use crate::host::Memory;
 
-    /// A library whose call returns when both ranks of a pair are in it. It makes each pair at most once.
+    /// A library whose call returns when both ranks of a pair are in the call. It makes each pair at most once.
     #[derive(Default)]
     struct Library(Mutex<(HashMap<Pair, u32>, HashSet<Pair>)>, Condvar);
 
@@ -205,8 +205,8 @@ mod tests {
         };
         for round in 0..200 {
             let ranks = 2 + round % 6;
-            // Each rank asks for each of its pairs at some time. So the run ends if ranks do not wait in a circle: an
-            // invitation is accepted while the peer waits for another rank, or when the peer asks for the same pair.
+            // Each rank asks for each of its pairs at some time. An invitation is accepted while the peer waits for
+            // another rank, or when the peer asks for the same pair. So the run ends if ranks do not wait in a circle.
             let wanted: Vec<Vec<usize>> = (0..ranks)
                 .map(|rank| {
                     let mut peers: Vec<usize> = (0..ranks).filter(|peer| *peer != rank).collect();
@@ -229,7 +229,7 @@ mod tests {
         }
         assert_eq!(high.next(0, &[], &mut stop).unwrap(), 0);
         assert_eq!(low.next(1, &[], &mut stop).unwrap(), 1);
-        // The next making of the same pair, for another device, is begun by the other rank.
+        // The other rank begins the next making of the same pair, for another device.
         assert!(high.next(0, &[], &mut stop).is_err());
         assert_eq!(low.next(1, &[], &mut stop).unwrap(), 1);
         assert_eq!(high.next(0, &[], &mut stop).unwrap(), 0);

@@ -1,4 +1,4 @@
-//! The calls of one launch, and the code that puts them on a raw stream.
+//! Holds the calls of one launch, and puts them on a raw stream.
 
 use std::sync::{Arc, Mutex};
 
@@ -12,7 +12,7 @@ use super::runtime::Stream;
 use crate::error::Result;
 use crate::types::Few;
 
-/// The calls of one launch, and the host memory that the library refers to for them.
+/// The calls of one launch, and the host memory to which the library refers for them.
 pub(super) struct Parts {
     pub calls: Few<Lowered>,
     /// Host memory that was passed to the library. It is kept until the device has completed the calls.
@@ -49,7 +49,7 @@ impl Parts {
         }
         communicator.library().group_start()?;
         let launched = self.several(engine, communicator, placed, stream);
-        // Also after an error: a library group that stays open would include this thread's later calls.
+        // Called after an error too, because a library group that stays open would include this thread's later calls.
         let ended = communicator.library().group_end();
         launched.and(ended)
     }
@@ -97,12 +97,13 @@ impl Parts {
                 }
             }
         }
-        // A rank's messages to itself bypass the library. The n-th send matches the n-th receive, as `begin` checked.
+        // A rank's messages to itself bypass the library. The n-th send matches the n-th receive; `begin` has checked
+        // that.
         for (from, to) in sent.iter().zip(&received) {
             engine.runtime.copy(to.addr, from.addr, from.bytes, stream)?;
         }
-        // All messages of an exchange are in flight together, so none waits for another, whatever their order on the
-        // ranks.
+        // All messages of an exchange are in flight at the same time, so none waits for another, whatever their order
+        // on the ranks.
         if !messages.is_empty() {
             let kept = communicator.library().call(&Call::Exchange(&messages), stream)?;
             self.keep(Launched::of(kept));

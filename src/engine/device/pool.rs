@@ -1,6 +1,7 @@
 //! Streams and events of one runtime library, which the groups of a process use one after the other. A group that ends
-//! gives its streams back instead of destroying them: a runtime may wait in the destruction for work that never ends, and the
-//! process may be ending. So a process has as many streams as its groups needed at one time, however many groups it makes.
+//! returns its streams instead of destroying them: when a stream is destroyed, a runtime may wait for work that never
+//! ends, and the process may be ending. So a process has only as many streams as its groups have needed at the same
+//! time, however many groups it creates.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -17,17 +18,17 @@ pub struct Pool {
     pub runtime: Arc<dyn Runtime>,
     /// Streams that no group uses, by device.
     streams: Mutex<HashMap<i32, Vec<Stream>>>,
-    /// Events that nothing waits for any more, by device.
+    /// Events for which no stream waits any more, by device.
     events: Mutex<HashMap<i32, Vec<Event>>>,
 }
 
-/// What a pool belongs to: the vendor, the library's file and version, and the process (`watch::generation`).
+/// Identifies a pool: the vendor, the library's file and version, and the process (`watch::generation`).
 type Key = (Vendor, String, u32);
 
 static POOLS: Lazy<Mutex<HashMap<Key, Arc<Pool>>>> = Lazy::new(Mutex::default);
 
 impl Pool {
-    /// Opens the runtime library of a vendor. Groups of one library share a pool.
+    /// Opens the runtime library of a vendor. Groups that use the same library share a pool.
     pub fn open(vendor: Vendor, hints: &Hints) -> Result<Arc<Pool>> {
         let runtime = open_runtime(vendor, hints)?;
         let key = (vendor, runtime.describe(), watch::generation());
@@ -44,7 +45,7 @@ impl Pool {
         found.map_or_else(|| self.runtime.stream_create(), Ok)
     }
 
-    /// Whether nothing is under way on a stream and it has not failed. A group that failed may have left work on it that
+    /// Whether the stream has no pending work and has not failed. A group that failed may have left work on it that
     /// never ends.
     fn is_idle(&self, stream: Stream) -> bool {
         let idle = || {

@@ -1,11 +1,11 @@
-//! The part of a group's rules and decision table that applies to a vendor's library. Pure.
+//! Applies a group's rules and decision table to a vendor's library. Pure.
 
 use crate::select::Policy;
 use crate::select::rules::{AlgorithmChoice, Rule};
 use crate::types::Kind;
 
-/// The algorithm that the policy names for an operation on a library. The first applicable rule decides; if no rule
-/// applies, the table's line decides. Rules of the engines for CPU tensors (`slots`, `rounds`) are skipped. `None`
+/// The algorithm that the policy names for an operation on a library. The first rule that applies decides; if no rule
+/// applies, the table's line decides. Rules for the engines of CPU tensors (`slots`, `rounds`) are skipped. `None`
 /// leaves the choice to the library.
 pub fn named(policy: &Policy, kind: Kind, bytes: u64) -> Option<AlgorithmChoice> {
     use AlgorithmChoice::{Hierarchical, Hosts, Start};
@@ -15,7 +15,7 @@ pub fn named(policy: &Policy, kind: Kind, bytes: u64) -> Option<AlgorithmChoice>
     rule.or_else(line).map(|rule| rule.way).filter(|way| *way != Start)
 }
 
-/// Which rule or line names the algorithm of an operation, for `explain`; empty if the library decides.
+/// Says, for `explain`, which rule or line names the algorithm of an operation. Empty if the library decides.
 /// `takes_topologies`: the library asks us for the algorithm that follows from the user's topology.
 pub fn decides(policy: &Policy, takes_topologies: bool, kind: Kind, bytes: u64) -> String {
     match (named(policy, kind, bytes), policy.topology) {

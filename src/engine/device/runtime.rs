@@ -1,5 +1,5 @@
-//! Streams and events of a device, through its vendor's runtime. Used if the engine has its own communication stream:
-//! raw streams, and the raw events that order them and torch's streams.
+//! The interface to streams and events of a device, through its vendor's runtime. Used if the engine has its own
+//! communication stream, which is a raw stream; raw events order it with torch's streams.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -15,8 +15,8 @@ pub struct Stream(pub usize);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Event(pub usize);
 
-/// Capture mode in which a thread may query streams and events without invalidating captures on other threads. CUDA
-/// calls this mode relaxed.
+/// In this capture mode, a thread may query streams and events, and captures on other threads stay valid. CUDA calls
+/// the mode relaxed.
 pub const SPARES_CAPTURES: u32 = 2;
 
 /// The calls of a device runtime that the engine needs. Every thread must call `set_device` before any other function.
@@ -35,8 +35,8 @@ pub trait Runtime: Send + Sync {
     fn capturing(&self, _stream: Stream) -> Result<bool> {
         Ok(false)
     }
-    /// Sets how queries of this thread affect captures on other threads, as a mode of the runtime. Returns the previous
-    /// mode. In mode `SPARES_CAPTURES`, queries invalidate no capture.
+    /// Sets the mode of the runtime that decides how this thread's queries affect captures on other threads. Returns
+    /// the previous mode. In mode `SPARES_CAPTURES`, queries invalidate no capture.
     fn exchange_capture_mode(&self, mode: u32) -> Result<u32> {
         Ok(mode)
     }
@@ -44,7 +44,7 @@ pub trait Runtime: Send + Sync {
     fn event_create(&self, timed: bool) -> Result<Event>;
     /// Destroys an event. The device must have completed all work that uses it.
     fn event_destroy(&self, event: Event) -> Result<()>;
-    /// Records the event behind all work now on the stream. An event may be recorded again.
+    /// Records the event behind all work that is now on the stream. An event may be recorded again.
     fn event_record(&self, event: Event, stream: Stream) -> Result<()>;
     /// Makes later work on the stream wait for the event. The host does not wait.
     fn event_wait(&self, stream: Stream, event: Event) -> Result<()>;
@@ -54,8 +54,9 @@ pub trait Runtime: Send + Sync {
     fn elapsed(&self, start: Event, end: Event) -> Result<Duration>;
     /// Copies `bytes` bytes within the device, in stream order.
     fn copy(&self, to: usize, from: usize, bytes: usize, stream: Stream) -> Result<()>;
-    /// Address of a small block of device memory whose contents do not matter, for messages that only connect ranks.
-    /// Allocated on first use and never freed, because freeing device memory waits for all work of the device.
+    /// Address of a small block of device memory for messages that only connect ranks; its contents do not matter.
+    /// Allocated on first use and never freed, because a runtime that frees device memory waits for all work of the
+    /// device.
     fn spare(&self, device: i32) -> Result<usize>;
 }
 

@@ -1,5 +1,5 @@
-//! Decides whether an operation on a device will complete, from its deadline, the library's errors, and peers that are
-//! gone.
+//! Decides whether an operation on a device will complete. It uses the operation's deadline, the library's errors, and
+//! which peers are gone.
 //!
 //! The shim's thread queries an event to see whether the device has passed an operation, and calls `look` to interpret
 //! the answer. The group fails (`DeviceGroup::fail`) only with the error that `look` returns, and only after that error
@@ -11,20 +11,20 @@ use std::time::{Duration, Instant};
 use super::group::{DeviceGroup, Watched};
 use crate::error::{Error, GO_ON, Result, laid_out};
 
-/// Interval at which the group is asked for dead peers while operations are pending.
+/// While operations are pending, the group is asked for dead peers at this interval.
 const ASK_EVERY: Duration = Duration::from_millis(10);
-/// For an operation that has been pending longer than this, the watchdog has the peers asked what they do.
+/// If an operation has been pending longer than this, the watchdog lets the group ask the peers what they do.
 const LONG: Duration = Duration::from_millis(100);
-/// An operation of a group over several hosts that has been the oldest of its stream for this long, or for a quarter of
-/// its timeout, may have been ended by the abort of a rank on another host. When it passes, that rank's report is
-/// looked for, for at most as long again.
+/// In a group over several hosts: if an operation has been the oldest of its stream for this long, or for a quarter of
+/// its timeout if that is less, the abort of a rank on another host may have ended it. When the device passes such an
+/// operation, this rank looks for that rank's report, for at most `HELD_UP`.
 const HELD_UP: Duration = Duration::from_secs(1);
-/// After a peer is gone: how long its data may still take to arrive, and how long the library gets to report the peer's
-/// end itself.
+/// After a peer is gone, its data may take this long to arrive, and the library has this long to report the peer's end
+/// itself.
 pub(super) const ON_ITS_WAY: Duration = Duration::from_millis(500);
-/// Interval between two searches for the cause of a failure that a library reported. The library may notice a dead peer
-/// before the kernel reports it, and does not know which peer died. Or a peer has ended its communicators, and its
-/// reason has not arrived yet.
+/// After a library has reported a failure, this rank looks for the cause at this interval. The library may notice a
+/// dead peer before the kernel reports it, and does not know which peer died. Or a peer has ended its communicators,
+/// and its reason has not arrived yet.
 pub(super) const TURN: Duration = Duration::from_millis(5);
 
 /// State of the communicator that an operation uses.
@@ -46,8 +46,8 @@ struct State {
     asked: Option<Instant>,
     /// When the watchdog first saw that the group has failed or that a peer is gone.
     trouble_since: Option<Instant>,
-    /// Deadline of the search for the cause. The search begins when the library reports a failure or the communicator
-    /// has ended. `None` before that.
+    /// When the search for the cause ends. It begins when the library reports a failure or the communicator has ended.
+    /// `None` before that.
     cause_until: Option<Instant>,
     /// When the group was last asked for the cause of a failure that the library reported.
     asked_for_cause: Option<Instant>,
@@ -64,7 +64,7 @@ pub enum Found {
     Failed(Error),
 }
 
-/// State of one operation on the device, and whether others are pending.
+/// State of one operation on the device, whether others are pending, and whether a failed one hangs.
 #[derive(Clone, Copy, Debug)]
 pub struct Seen {
     /// Set if the device has executed the operation.
@@ -80,12 +80,13 @@ pub struct Seen {
 pub struct Passed {
     /// When it was first seen to have passed.
     pub at: Instant,
-    /// How long it had been checked by then, which begins when it is the oldest operation of its stream.
+    /// How long it had been checked by then. Checks begin when it is the oldest operation of its stream.
     pub after: Duration,
 }
 
 impl Watchdog {
-    /// Checks one operation. After `Failed`, the caller reports the error to the program, then ends all communicators.
+    /// Checks one operation. After `Failed`, the caller reports the error to the program and then ends all
+    /// communicators.
     pub fn look(
         &self,
         group: &dyn DeviceGroup,
@@ -102,7 +103,7 @@ impl Watchdog {
         match library {
             Library::Ended { drained: true } if has_passed => Found::Nothing,
             Library::Ended { .. } => self.ended(group, watched, now),
-            // This operation succeeded, so another pending one has failed; that one is checked separately.
+            // This operation succeeded, so another pending operation has failed; the other one is checked separately.
             Library::Lives(Err(_)) if has_passed && seen.among_others && seen.hangs_when_failed => Found::Nothing,
             // Checked even if the device has passed the operation, because some libraries report a failure only then.
             Library::Lives(Err(bad)) => self.library_failed(group, watched, &bad, seen, now),
@@ -120,8 +121,9 @@ impl Watchdog {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Handles an operation whose communicator has ended while it was pending. `shrink` ends the communicator first and
-    /// sets the group's fault right after that, so this waits up to `ON_ITS_WAY` for the fault.
+    /// Handles an operation that was pending when its communicator ended. `shrink` ends the communicator first and sets
+    /// the group's fault right after that, so the operation stays undecided for up to `ON_ITS_WAY` until the fault is
+    /// known.
     fn ended(&self, group: &dyn DeviceGroup, watched: &Watched, now: Instant) -> Found {
         if let Some(error) = fault_or_death_in(group, watched) {
             return Found::Failed(fail_group(group, error));
@@ -132,8 +134,8 @@ impl Watchdog {
         Found::Failed(Error::aborted(format!("sagellm: {}: the communicator was aborted", watched.what())))
     }
 
-    /// The error if the group has failed or a needed peer is gone. A peer may leave right after its last operation
-    /// while its data is still in flight. So the error counts only `ON_ITS_WAY` after it was first seen.
+    /// The error, if the group has failed or a needed peer is gone. A peer may leave right after its last operation
+    /// while its data is still in flight, so the error counts only `ON_ITS_WAY` after it was first seen.
     fn peers(&self, group: &dyn DeviceGroup, watched: &Watched, now: Instant) -> Option<Error> {
         let mut state = self.state();
         if state.asked.is_some_and(|asked| now.saturating_duration_since(asked) < ASK_EVERY) {
@@ -149,7 +151,8 @@ impl Watchdog {
     }
 
     /// Handles an error that the library reported. Until `cause_until`, looks for a better explanation: a fault that a
-    /// peer reported, or a peer's death. After that, reports the missing ranks, or else the library's own error.
+    /// peer reported, or a peer's death. After that, reports the missing ranks or, if none is known, the library's own
+    /// error.
     fn library_failed(
         &self,
         group: &dyn DeviceGroup,
@@ -183,10 +186,11 @@ impl Watchdog {
     }
 }
 
-/// Handles an operation that the device has executed, so it needs no peer any more, whether or not one has left
-/// since. But where a peer aborts its communicator, NCCL may end an operation here without an error and without that
-/// peer's data. A rank aborts only after it has reported why, so what passes before that report is well. On one host
-/// the report is seen at once. Between hosts it must be read, which is done only if the operation was held up.
+/// Handles an operation that the device has executed. It needs no peer any more, even if a peer has left since. But if
+/// a peer aborts its communicator, NCCL may end an operation on this rank without an error and without that peer's
+/// data. A rank aborts only after it has reported why, so an operation that passes before that report is correct. On
+/// one host this rank sees the report at once. Between hosts it must read the report, and does so only if the operation
+/// was held up.
 fn passed(group: &dyn DeviceGroup, watched: &Watched, passed: Passed, now: Instant) -> Found {
     if let Some(fault) = group.fault() {
         return Found::Failed(fail_group(group, fault));
@@ -206,14 +210,14 @@ fn fail_group(group: &dyn DeviceGroup, error: Error) -> Error {
     error
 }
 
-/// Why a pending operation will not complete: the group has failed, or a peer is gone whose part may be missing. This
+/// Why a pending operation will not complete: the group has failed, or a peer is gone and its part may be missing. This
 /// does not fail the group.
 pub(super) fn fault_or_death_in(group: &dyn DeviceGroup, watched: &Watched) -> Option<Error> {
     group.fault().or_else(|| {
         let is_needed = |rank: &usize| match watched.peer {
             Some(peer) if watched.with_peer_alone => *rank == peer as usize || !group.left(*rank),
             Some(_) => true,
-            // A rank that leaves in order first waits until everything it launched has completed.
+            // A rank that leaves in order first waits until everything that it has launched has completed.
             None => !(group.left(*rank) && group.launched(*rank) >= Some(watched.number)),
         };
         let rank = group.dead_ranks().into_iter().find(is_needed)?;
@@ -245,7 +249,7 @@ mod tests {
         missing: Option<usize>,
         /// The fault that a peer reports when it is asked.
         tells: Mutex<Option<Error>>,
-        /// Reports of other ranks must be read; `read`: they were.
+        /// `other_hosts`: reports of other ranks must be read. `read`: they were read.
         other_hosts: bool,
         read: Mutex<bool>,
         failed: Mutex<Option<Error>>,

@@ -1,8 +1,8 @@
-//! Runs one batch: steps among the ranks of one host, and schedules between the leaders of hosts. The collectives
-//! themselves are in `collectives.rs`.
+//! Runs one batch: the ranks of one host run steps among themselves, and the leaders of the hosts run schedules. The
+//! collectives themselves are in `collectives.rs`.
 //!
-//! All ranks of a host run the same steps among themselves. The leaders, which are the ranks with one local rank on
-//! every host, run the same schedule among themselves. So no rank waits for a message that is never sent.
+//! All ranks of a host run the same steps among themselves. The leaders (the ranks that have the same local rank on
+//! every host) run the same schedule among themselves. So no rank waits for a message that is never sent.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -17,7 +17,7 @@ use crate::op::words::{Called, MOVED, different};
 use crate::os::clock;
 use crate::types::{Dtype, Kind, ReduceOp, Request, Span};
 
-/// A shared-memory group of the ranks of this host. Each lane has its own.
+/// A shared-memory group of this host's ranks. Each lane has its own group.
 pub trait HostGroup: Send + Sync {
     /// Runs one operation to its end. The caller keeps its memory valid until then.
     fn run(&self, request: Request) -> Result<()>;
@@ -25,7 +25,7 @@ pub trait HostGroup: Send + Sync {
     fn abort(&self, error: &Error);
     /// Leaves the group in order.
     fn leave(&self);
-    /// The other ranks of this host, by their position on the host, each with whether it has ended or left.
+    /// The other ranks of this host, by their position on the host, and for each of them whether it has ended or left.
     fn watched(&self) -> Vec<(usize, bool)>;
     /// The fault that a rank of this host has reported, with the rank's position on the host.
     fn reported(&self) -> Option<Told>;
@@ -33,13 +33,13 @@ pub trait HostGroup: Send + Sync {
     fn process(&self, index: usize) -> String;
 }
 
-/// The algorithm of a batch. Equal on every rank (`select::inter::between_hosts`).
+/// The algorithm that was chosen for a batch. Equal on every rank (`select::inter::between_hosts`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChosenAlgorithm {
     pub algorithm: Algorithm,
-    /// Number of ranks of each host that talk to other hosts.
+    /// How many ranks of each host talk to other hosts.
     pub leaders: usize,
-    /// Whether the result must have the bits of one host: every element is combined in rank order.
+    /// Whether the result must have the bits that one host would give: every element is combined in rank order.
     pub strict: bool,
 }
 
@@ -48,7 +48,7 @@ pub struct BatchRun<'a> {
     /// None if this rank is alone on its host.
     pub inside: Option<&'a dyn HostGroup>,
     pub transport: &'a mut Transport,
-    /// This rank's header of the batch. Its `issued` is lowered to the smallest value that a peer reports.
+    /// This rank's header of the batch. If a peer reports a smaller `issued`, `issued` is lowered to it.
     pub header: FrameHeader,
     /// Factors of PREMUL_SUM by rank, as far as they have been received.
     pub factors: Vec<f64>,
@@ -82,7 +82,7 @@ impl BatchRun<'_> {
         request.timeout_ms = Some(left.as_millis() as u64 + 500); // the operation's own deadline is reported first
         (request.in_blocks, request.out_blocks) = (call.in_blocks, call.out_blocks);
         inside.run(request).map_err(|error| match error.rank() {
-            // A failure that this rank found itself is reported with the names of the whole group.
+            // If this rank found the failure itself, the error uses the names of the whole group.
             Some(rank) if error.found_by() == Some(self.host_map.me) && self.host_map.local_ranks().contains(&rank) => {
                 self.transport.names().lost(rank, &self.header.during(), "")
             }
@@ -140,8 +140,9 @@ impl BatchRun<'_> {
     }
 
     /// Runs the schedule of a collective among `members` (ranks of the group), one of which is this rank. The schedule
-    /// works on the memory of `spans`; `ranges` maps a part to its bytes in that memory. `numbers` is the vector that
-    /// combines elements, and the offset in it at which the memory begins; the memory must then be one span.
+    /// works on the memory of `spans`; `ranges` maps a part to its bytes in that memory. If `numbers` is set, it is the
+    /// vector that combines elements and the offset in that vector at which the memory begins; the memory must then be
+    /// one span.
     #[allow(unsafe_code)] // sends from and receives into memory of the batch, and waits for the end
     pub fn run_schedule(
         &mut self,
@@ -158,7 +159,7 @@ impl BatchRun<'_> {
         for k in 0..schedule.steps() {
             let step = schedule.step(position, k);
             let into: Vec<Vec<Range<usize>>> = step.recvs.iter().map(|recv| ranges(&recv.parts)).collect();
-            // In one step, numbers may be combined into memory that is also sent, but a copy never overwrites it
+            // A step may combine numbers into memory that it also sends, but it never copies over memory that it sends
             // (`algorithms`).
             let combined: Vec<&Range<usize>> = step
                 .recvs
@@ -247,8 +248,8 @@ fn joined(spans: &[Span], ranges: &[Range<usize>]) -> Vec<u8> {
 /// The memory of a range of elements, which lies in one span.
 #[allow(unsafe_code)] // memory of a batch
 fn numbers_of<'a>(spans: &[Span], range: &Range<usize>) -> &'a mut [u8] {
-    // SAFETY: memory of the batch that this thread runs. It is used for one combination, during which nothing else uses
-    // it.
+    // SAFETY: this is memory of the batch that this thread runs. It is used for one combination, during which nothing
+    // else uses it.
     unsafe { whole(&cut(spans, range)) }.unwrap_or_default()
 }
 

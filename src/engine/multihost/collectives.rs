@@ -14,11 +14,11 @@
 //!
 //! If several ranks of a host talk to other hosts, all kinds except all_reduce use `rails`.
 //!
-//! Bytes between hosts per leader: as in the schedule (docs/internals/algorithms.md) with hosts as its members. Order
-//! of summation: first the ranks inside a host, then the hosts in the schedule's order. Low precision is rounded once
-//! inside the host, and once per combination between hosts. Strict mode sends uncombined elements instead. Every rank
-//! receives one share from all ranks, combines it in rank order, and sends the result back. That costs up to
-//! ranks-per-host times the bytes.
+//! Each leader sends as many bytes to other hosts as the schedule says (docs/internals/algorithms.md) if hosts are its
+//! members. Sums first include the ranks inside a host, and then the hosts in the schedule's order. Low precision is
+//! rounded once inside the host, and once whenever the results of hosts are combined. Strict mode sends uncombined
+//! elements instead: every rank receives one share from all ranks, combines it in rank order, and sends the result
+//! back. That sends up to ranks-per-host times the bytes.
 
 use std::ops::Range;
 
@@ -36,7 +36,7 @@ pub fn schedule(algorithm: Algorithm, kind: Kind, members: usize, root: usize) -
         .ok_or_else(|| Error::bug(format!("sagellm: no schedule for {kind} among {members} hosts")))
 }
 
-/// Offsets of consecutive blocks of the given `sizes`, and the total size.
+/// The offsets of consecutive blocks that have these `sizes`, and the total size.
 pub fn borders(sizes: impl Iterator<Item = usize>) -> Vec<usize> {
     std::iter::once(0)
         .chain(sizes.scan(0, |at, size| {
@@ -74,12 +74,12 @@ impl BatchRun<'_> {
         self.share_issued(0)
     }
 
-    /// Compares the headers of all ranks before any data is moved, and returns true, if the group is more than two
-    /// hosts with one rank each and so many bytes follow that working in place (`room`) saves more than this takes:
-    /// log2(hosts) messages without data. A rank that finds another header fails and forwards nothing, so no rank
-    /// returns unless all headers are equal.
+    /// Compares the headers of all ranks before any data is moved, and returns true. Does so only if the group consists
+    /// of more than two hosts with one rank each, and if working in place (`room`) saves more time than this comparison
+    /// takes, which is log2(hosts) messages without data. A rank that finds a different header fails and forwards
+    /// nothing, so no rank returns unless all headers are equal.
     fn compare_all(&mut self, bytes: usize) -> Result<bool> {
-        /// Two copies of so many bytes take some 300 us; the messages take a third of that on a fast link.
+        /// Copying this many bytes twice takes some 300 us; on a fast link the messages take a third of that.
         const LARGE: usize = 1 << 20;
         let hosts = self.host_map.hosts.len();
         let compares = bytes >= LARGE && hosts > 2 && self.host_map.ranks() == hosts;
@@ -93,9 +93,9 @@ impl BatchRun<'_> {
 
     /// Working memory for `range` of the vector; `bytes` is 0 if this rank needs none. Return it with `keep`. If each
     /// rank is alone on its host, and the operation is in place, contiguous and without a factor, the working memory is
-    /// the operation's own outputs, which saves two copies. On a mismatch the outputs stay unchanged, because nothing is
-    /// combined before all headers were compared: all of them before any data (`compared`), or, between two ranks, the
-    /// other rank's with its first data.
+    /// the operation's own outputs, which saves two copies. On a mismatch the outputs stay unchanged, because nothing
+    /// is combined before the headers were compared: those of all ranks before any data is moved (`compared`), or, if
+    /// there are two ranks, the other rank's header when its first data arrives.
     #[allow(unsafe_code)] // memory of an operation
     fn room(&mut self, vector: &Vector, range: &Range<usize>, bytes: usize, compared: bool) -> Room {
         let outputs = cut(&vector.outputs, range);
@@ -115,8 +115,9 @@ impl BatchRun<'_> {
         }
     }
 
-    /// Reduces the elements of this host's ranks: `shares[i]` to local rank i, or all of `range` to local rank `root`
-    /// if there is only one share. The results are stored in `memory`, which covers `range`.
+    /// Reduces the elements of this host's ranks. Local rank i gets the result for `shares[i]`; if there is only one
+    /// share, local rank `root` gets the result for all of `range`. The results are stored in `memory`, which covers
+    /// `range`.
     pub fn reduce_inside(
         &mut self,
         vector: &Vector,
@@ -214,8 +215,8 @@ impl BatchRun<'_> {
         self.all_gather(&[span(&own)], &outputs)
     }
 
-    /// Returns the shares of `range` by rank, and the result of this rank's share, which is combined from the
-    /// uncombined elements of all ranks.
+    /// Returns each rank's share of `range`, and the result for this rank's share, which is combined from the original
+    /// elements of all ranks.
     fn own_share_strict(&mut self, vector: &Vector, range: &Range<usize>) -> Result<(Vec<Range<usize>>, Vec<u8>)> {
         let ranks = self.host_map.ranks();
         let shares: Vec<Range<usize>> = (0..ranks).map(|rank| vector.part(range, rank, ranks)).collect();
@@ -264,7 +265,7 @@ impl BatchRun<'_> {
         self.host_map.local_ranks().iter().position(|rank| *rank == leader).expect("a leader lives on its host")
     }
 
-    /// Broadcasts from rank `root`. `data` is the inputs at the root, the outputs elsewhere.
+    /// Broadcasts from rank `root`. `data` is the inputs on the root and the outputs on the other ranks.
     pub fn broadcast(&mut self, data: &[Span], root: usize) -> Result<()> {
         let rails = self.chosen.leaders.clamp(1, self.host_map.min_local_size());
         if rails > 1 {
@@ -318,7 +319,7 @@ impl BatchRun<'_> {
         self.share_issued(0)
     }
 
-    /// Gathers the blocks of this host's ranks, in rank order, into `blocks` on every one of them. `sizes` is indexed
+    /// Gathers the blocks of this host's ranks, in rank order, into `blocks` on each of these ranks. `sizes` is indexed
     /// by rank of the group.
     fn gather_inside(&mut self, input: &[Span], sizes: &[usize], blocks: &[Span]) -> Result<()> {
         if self.inside.is_none() {
@@ -331,13 +332,13 @@ impl BatchRun<'_> {
         self.run_in_host(gathered)
     }
 
-    /// Start of each host's blocks, if the ranks' blocks are grouped by host.
+    /// The offset at which each host's blocks start, if the ranks' blocks are grouped by host.
     fn host_borders(&self, sizes: &[usize]) -> Vec<usize> {
         borders(self.host_map.hosts.iter().map(|ranks| ranks.iter().map(|rank| sizes[*rank]).sum()))
     }
 
-    /// `vector` has one block per rank, grouped by host. `sizes` is indexed by rank. `output` is for this rank's block.
-    /// This variant has one leader per host.
+    /// `vector` has one block per rank, grouped by host. `sizes` is indexed by rank. `output` receives this rank's
+    /// block. This variant has one leader per host.
     pub fn reduce_scatter(&mut self, vector: &Vector, sizes: &[usize], output: &[Span]) -> Result<()> {
         let hosts = self.host_borders(sizes);
         let total = vector.bytes();
@@ -377,7 +378,7 @@ impl BatchRun<'_> {
         Ok(())
     }
 
-    /// Scatters `blocks`, the blocks of this host's ranks, from local rank `root` to every rank of the host.
+    /// Scatters `blocks`, which has one block for each rank of this host, from local rank `root` to these ranks.
     fn scatter_inside(&mut self, root: usize, blocks: &mut [u8], sizes: &[usize], output: &[Span]) -> Result<()> {
         let local_ranks = self.host_map.local_ranks();
         let (leads, equal) =
@@ -391,7 +392,8 @@ impl BatchRun<'_> {
                 ..HostCall::new(Kind::Scatter)
             });
         }
-        // Shared memory has no scatter of unequal blocks: every rank receives all blocks and copies its own.
+        // The engine for shared memory cannot scatter blocks of unequal size, so every rank receives all blocks and
+        // copies its own.
         let starts = borders(local_ranks.iter().map(|rank| sizes[*rank]));
         let piece = vec![written(blocks)];
         let (inputs, outputs) = if leads { (piece, Vec::new()) } else { (Vec::new(), piece) };
@@ -400,7 +402,7 @@ impl BatchRun<'_> {
         Ok(())
     }
 
-    /// `outputs[q]` is the memory for rank q's block, used at the root only.
+    /// `outputs[q]` is the memory for rank q's block; only the root uses it.
     pub fn gather(&mut self, input: &[Span], sizes: &[usize], outputs: &[Vec<Span>], root: usize) -> Result<()> {
         let hosts = self.host_borders(sizes);
         let total = *hosts.last().expect("at least one host");
@@ -423,7 +425,7 @@ impl BatchRun<'_> {
         Ok(())
     }
 
-    /// `inputs[q]` is rank q's block, used at the root only.
+    /// `inputs[q]` is rank q's block; only the root uses it.
     pub fn scatter(&mut self, inputs: &[Vec<Span>], sizes: &[usize], output: &[Span], root: usize) -> Result<()> {
         let hosts = self.host_borders(sizes);
         let total = *hosts.last().expect("at least one host");
@@ -452,7 +454,7 @@ impl BatchRun<'_> {
         Ok(())
     }
 
-    /// `inputs[q]` is sent to rank q, `outputs[q]` is received from rank q.
+    /// `inputs[q]` is sent to rank q, and `outputs[q]` receives rank q's block.
     #[allow(unsafe_code)] // sends from and receives into memory of an operation
     pub fn all_to_all(&mut self, inputs: &[Vec<Span>], outputs: &[Vec<Span>]) -> Result<()> {
         let bytes = |spans: &[Span]| spans.iter().map(|span| span.bytes).sum::<usize>();
@@ -477,8 +479,8 @@ impl BatchRun<'_> {
             factors[others[at]] = f64::from_bits(header.factor);
             Ok(())
         };
-        // SAFETY: memory of the batch's operations, which outlive the call. Memory of sends that stay overlaps no
-        // receive.
+        // SAFETY: this is memory of the batch's operations, which outlive the call. If a send's memory stays, it
+        // overlaps no receive.
         let issued =
             unsafe { self.transport.exchange(self.header, self.deadline, &sends, receives, usize::MAX, take) }?;
         self.factors = factors;
@@ -507,7 +509,7 @@ impl BatchRun<'_> {
     }
 }
 
-/// Whether any two blocks of the lists share memory.
+/// Whether a block of one list shares memory with a block of either list.
 fn share_memory(a: &[Vec<Span>], b: &[Vec<Span>]) -> bool {
     let mut all: Vec<(usize, usize, bool)> =
         a.iter().flatten().map(|span| (span.addr, span.addr + span.bytes, true)).collect();

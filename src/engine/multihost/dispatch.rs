@@ -1,4 +1,4 @@
-//! Maps the requests of a batch to the collective that runs it, with its memory.
+//! Maps the requests of a batch, and their memory, to the collective that runs the batch.
 
 use std::sync::Arc;
 
@@ -97,7 +97,7 @@ impl Lanes {
     }
 }
 
-/// Each rank's block of a list. The blocks are of equal size if `sizes` is empty.
+/// Each rank's block of a list. If `sizes` is empty, all blocks have the same size.
 fn blocks(spans: &[Span], sizes: &[usize], ranks: usize) -> Vec<Vec<Span>> {
     let total: usize = spans.iter().map(|span| span.bytes).sum();
     let mut start = 0;

@@ -31,14 +31,15 @@ use crate::select::explain::Explanation;
 use crate::select::inter::{Hosts, LinkFacts, Menu};
 use crate::select::{Choice, GroupShape, OpDesc, Policy};
 
-/// Most bytes and operations of one batch.
+/// The largest numbers of bytes and operations in one batch.
 const BATCH: Limits = Limits { bytes: 1 << 20, operations: 4096 };
-/// On a link as fast as this, receives of more than `LONGEST_EARLY` bytes are not posted before their messages: the saved
-/// exchange is short beside the message, and messages of 1 MiB took 300 us where they take 230 (2-core EPYC, network
-/// namespaces without a limit, 2026-11-25).
+/// On a link as fast as this, a receive of more than `LONGEST_EARLY` bytes is not posted before its message: the
+/// exchange that this would save is short compared with the message, and messages of 1 MiB took 300 us instead of 230
+/// (2-core EPYC, network namespaces without a limit, 2026-11-25).
 const FAST_LINK_NS: u64 = 60_000;
 const LONGEST_EARLY: usize = 512 << 10;
-/// An opened link that was measured with the other hosts, and the groups inside this host. `MultiHost` is made from it.
+/// An open link, which was measured together with the other hosts, and the groups inside this host. `MultiHost` is made
+/// from this.
 pub struct Opened {
     lanes: Lanes,
     transports: Vec<Transport>,
@@ -46,9 +47,9 @@ pub struct Opened {
 }
 
 impl Opened {
-    /// `insides` has one group of this host's ranks per lane, or None if this rank is alone. `group` is the group's
-    /// name, `reason` says why the ranks count as several hosts. Exchanges messages with the other hosts, so every rank
-    /// must call it. Takes at most `timeout`.
+    /// `insides` has one group of this host's ranks for each lane, or None if this rank is alone on its host. `group`
+    /// is the group's name; `reason` says why the ranks count as several hosts. This exchanges messages with the other
+    /// hosts, so every rank must call it. It takes at most `timeout`.
     pub fn new(
         host_map: HostMap,
         link: Arc<dyn Link>,
@@ -76,7 +77,7 @@ impl Opened {
         let ledger = policy.verify.is_on().then(|| Mutex::new(Ledger::new(policy.verify, Arc::clone(&names))));
         transports.iter_mut().for_each(|transport| transport.heard = ledger.as_ref().map(|_| Vec::new()));
         let state = State::new(limits, chain, Messages::new(host_map.ranks(), names, longest_early));
-        // A fault is first sent to these ranks: those with this rank's local rank on the other hosts.
+        // A fault is first sent to these ranks: the ones that have this rank's local rank on the other hosts.
         let far = host_map.hosts.iter().enumerate().filter(|(host, _)| *host != host_map.host);
         let contacted = far.filter_map(|(_, ranks)| ranks.get(host_map.local_rank)).copied().collect();
         let lanes = Lanes {
@@ -103,8 +104,8 @@ impl Opened {
         Ok(Opened { lanes, transports, reason })
     }
 
-    /// Like `new`, on a separate thread. A signal cannot interrupt a wait on the link, but must interrupt the calling
-    /// thread.
+    /// Like `new`, on a separate thread: a signal must interrupt the calling thread, but cannot interrupt a wait on the
+    /// link.
     pub fn interruptible(
         host_map: HostMap,
         link: Arc<dyn Link>,
@@ -156,7 +157,7 @@ fn names(group: String, host_map: &HostMap, link: &dyn Link, inside: Option<&dyn
 pub struct MultiHost {
     lanes: Arc<Lanes>,
     report: Arc<dyn Report>,
-    /// Transports of the lanes, until the first collective starts the lanes' threads.
+    /// The lanes' transports. Empty after the first collective has started the lanes' threads.
     transports: Vec<Transport>,
     /// Why the ranks count as several hosts.
     reason: String,
@@ -280,7 +281,7 @@ impl Engine for MultiHost {
         (!entry.done).then(|| Arc::clone(&entry.op))
     }
 
-    /// Returns the operations that no lane works on. A lane ends the operations that it works on.
+    /// Returns the operations on which no lane works. A lane ends the operations on which it works.
     fn take_pending(&mut self, error: &Error) -> Vec<Arc<Op>> {
         let mut state = self.lanes.lock();
         // The fault is set first, so that no lane takes an operation that is returned here.

@@ -13,7 +13,7 @@ pub struct HostMap {
 }
 
 impl HostMap {
-    /// `host_of` has each rank's host, numbered without gaps.
+    /// `host_of` has each rank's host. Hosts are numbered without gaps.
     pub fn new(host_of: Vec<usize>, me: usize) -> HostMap {
         let count = host_of.iter().max().map_or(0, |last| last + 1);
         let mut hosts = vec![Vec::new(); count];
@@ -25,7 +25,7 @@ impl HostMap {
         HostMap { hosts, host_of, me, host, local_rank }
     }
 
-    /// Renumbers `host_of` so that each rank of a host for which `shares` is false becomes a host by itself.
+    /// Renumbers `host_of`: if `shares` is false for a host, each rank of that host becomes a host by itself.
     pub fn split_hosts(host_of: &[usize], shares: impl Fn(usize) -> bool) -> Vec<usize> {
         let mut numbers = std::collections::HashMap::new();
         let mut next = 0;
@@ -61,7 +61,7 @@ impl HostMap {
         self.hosts.iter().all(|ranks| ranks.len() == self.hosts[0].len())
     }
 
-    /// The rank with this local rank on each host.
+    /// For each host, the rank that has this local rank.
     pub fn leaders(&self, local_rank: usize) -> Vec<usize> {
         self.hosts.iter().map(|ranks| ranks[local_rank]).collect()
     }
@@ -71,12 +71,13 @@ impl HostMap {
         (0..self.hosts.len()).map(|host| if self.host_of[root] == host { root } else { self.hosts[host][0] }).collect()
     }
 
-    /// The rails: for each local rank that exists on every host, the ranks with it, one per host.
+    /// The rails. A rail consists of the ranks that have the same local rank, one per host; the local rank must exist
+    /// on every host.
     pub fn rails(&self) -> impl Iterator<Item = Vec<usize>> + '_ {
         (0..self.min_local_size()).map(|local_rank| self.leaders(local_rank))
     }
 
-    /// All ranks, grouped by host: the order of blocks in messages between hosts.
+    /// All ranks, grouped by host. Blocks in messages between hosts have this order.
     pub fn by_host(&self) -> impl Iterator<Item = usize> + '_ {
         self.hosts.iter().flatten().copied()
     }

@@ -1,4 +1,4 @@
-//! The two threads of a group over several hosts that run its batches.
+//! The two threads that run the batches of a group over several hosts.
 
 use std::collections::HashSet;
 use std::sync::atomic::AtomicUsize;
@@ -24,9 +24,9 @@ use crate::select::inter::{Hosts, HostsChoice, Menu};
 use crate::select::{OpDesc, Policy};
 use crate::types::{Kind, ReduceOp, Request, Span};
 
-/// Longest time that a leaving rank waits until its peers have received what it sent.
+/// A rank that leaves waits at most this long until its peers have received what it sent.
 const DELIVERY: Duration = Duration::from_secs(30);
-/// Longest time that a leaving rank then waits for its peers' goodbyes.
+/// A rank that leaves then waits at most this long for its peers' goodbyes.
 const FAREWELL: Duration = Duration::from_secs(1);
 /// Scratch memory larger than this is freed after the batch.
 const KEPT: usize = 100 << 20;
@@ -44,12 +44,12 @@ pub(super) struct Lanes {
     pub state: Mutex<State>,
     /// Notified when `state` changes.
     pub turn: Condvar,
-    /// Per lane: the rank that it waits for, for error texts. The lanes write it. The thread that finds a deadline
-    /// passed reads it, relaxed, because it orders nothing.
+    /// For each lane: the rank for which it waits, for error texts. The lanes write this. A thread that finds that a
+    /// deadline has passed reads it. Relaxed, because it orders nothing.
     pub waiting: Vec<Arc<AtomicUsize>>,
     /// Ranks of other hosts with which this rank has exchanged messages.
     pub contacted: Mutex<HashSet<usize>>,
-    /// Set when the engine is made, before the engine is used.
+    /// Set when the engine is created, before the engine is used.
     pub home: OnceCell<Home>,
     /// Compares results. None if the group does not ask for it.
     pub ledger: Option<Mutex<Ledger>>,
@@ -78,7 +78,7 @@ impl Lanes {
         self.home.get().expect("set when the engine was made")
     }
 
-    /// The planner's input for a request. A function of values that are equal on all ranks.
+    /// The planner's input for a request. It depends only on values that are equal on all ranks.
     pub fn item(&self, request: &Request) -> Item {
         let sum = |spans: &[Span]| spans.iter().map(|span| span.bytes).sum::<usize>();
         let (bytes, key) = match request.kind {
@@ -98,8 +98,8 @@ impl Lanes {
         Item { key, bytes, segments }
     }
 
-    /// Chooses the algorithm of one operation or of a batch of several. A function of values that are equal on all
-    /// ranks.
+    /// Chooses the algorithm of one operation or of a batch of several. The choice depends only on values that are
+    /// equal on all ranks.
     pub fn choice(&self, desc: OpDesc, batched: bool) -> HostsChoice {
         inter::between_hosts(desc, batched, &self.hosts, &self.menu, &self.policy)
     }
@@ -132,7 +132,7 @@ impl Lanes {
             {
                 return self.begin(lane, state, batch);
             }
-            // A root that returns before its peers have the data leaves sends behind.
+            // If a root returns before its peers have the data, its sends are still in progress.
             self.link.hand_over();
             state = self.turn.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
@@ -172,7 +172,7 @@ impl Lanes {
         state
     }
 
-    /// The main function of a lane's thread. If it panics, which is a bug here, the group fails and the lane's
+    /// The main function of a lane's thread. If the thread panics, which is our own bug, the group fails and the lane's
     /// operations end: a panic must not become a hang.
     pub fn work(&self, lane: usize, mut transport: Transport, report: &dyn Report) {
         let mut scratch = Vec::new();
@@ -215,8 +215,8 @@ impl Lanes {
         })
     }
 
-    /// Marks a batch as ended. Returns the operations that it ended, and each barrier that waited for them in a list of
-    /// its own.
+    /// Marks a batch as ended. Returns a list of the operations that the batch ended, and a separate list for each
+    /// barrier that waited for them.
     fn finish(&self, lane: usize, transport: &mut Transport, task: &Task, agreed: u64) -> Result<Vec<Ended>> {
         let mut state = self.lock();
         state.planner.agree(&task.batch, agreed);
@@ -239,9 +239,9 @@ impl Lanes {
         Some(self.ledger.as_ref()?.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Hashes the results of the operations that a batch has completed, and compares earlier results with those whose
-    /// hashes came in this batch. If they differ and nothing says whose is wrong, first gives other ranks time to say
-    /// it: they may have the hashes of more ranks.
+    /// Hashes the results of the operations that a batch has completed, and compares this rank's hashes with those that
+    /// came in the headers of this batch or earlier. If results differ and it is not known whose is wrong, this rank
+    /// first gives other ranks time to report it, because they may have the hashes of more ranks.
     fn compare(&self, complete: &[Arc<Op>], transport: &mut Transport, task: &Task) -> Result<()> {
         let Some(mut ledger) = self.ledger() else { return Ok(()) };
         let heard = transport.heard.as_mut().map(std::mem::take).unwrap_or_default();
@@ -270,8 +270,8 @@ impl Lanes {
         Err(error)
     }
 
-    /// Fails the group with `error` and ends this lane's operations. If the other lane still runs a segment of an
-    /// operation, that lane ends the operation.
+    /// Fails the group with `error` and ends this lane's operations. If the other lane still runs a segment of one of
+    /// them, that lane ends it.
     fn give_up(&self, lane: usize, error: Error, report: &dyn Report) {
         report.failed(error.clone());
         let mut state = self.lock();
@@ -281,14 +281,14 @@ impl Lanes {
         report.ended(left.into_iter().map(|op| (op, Err(error.clone()))).collect());
     }
 
-    /// Ends every wait of the lanes, on the link and inside this host.
+    /// Ends all waits of the lanes on the link and inside this host.
     pub fn break_off(&self, error: &Error) {
         self.link.cut();
         self.insides.iter().flatten().for_each(|inside| inside.abort(error));
     }
 
-    /// Sends the group's fault to the other hosts, on both lanes and by mail. Takes a short time, without a guarantee
-    /// of delivery.
+    /// Sends the group's fault to the other hosts, on both lanes and by mail. Takes a short time; delivery is not
+    /// guaranteed.
     pub fn tell(&self, error: &Error) {
         let mailed = self.tell_by_mail(error);
         let peers: Vec<usize> = self.contacted.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect();
@@ -361,8 +361,8 @@ impl Control for Lanes {
         }
     }
 
-    /// Delivers what was sent. Then the lanes exchange goodbyes with the hosts they talked to, and end. Then this rank
-    /// says goodbye to all ranks by mail.
+    /// First delivers what was sent. Then the lanes exchange goodbyes with the hosts to which they talked, and end.
+    /// Then this rank says goodbye to all ranks by mail.
     fn leave(&self, error: &Error, interrupted: &dyn Fn() -> bool) {
         let mut state = self.lock();
         let busy = state.entries.iter().any(|entry| entry.active > 0);
@@ -408,7 +408,7 @@ impl Control for Lanes {
         self.insides.iter().flatten().for_each(|inside| inside.leave());
     }
 
-    /// A fault that a rank of this host reported. Faults of other hosts arrive in the messages of an operation.
+    /// A fault that a rank of this host reported. Faults of other hosts arrive in an operation's messages.
     fn reported(&self) -> Option<Told> {
         let (place, fault) = self.insides.iter().flatten().find_map(|inside| inside.reported())?;
         Some((*self.host_map.local_ranks().get(place)?, fault))

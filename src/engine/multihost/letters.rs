@@ -5,29 +5,29 @@ use std::borrow::Cow;
 use super::ready::Ready;
 use crate::error::{Error, Result};
 
-/// Most bytes of a message that is always sent inside its letter.
+/// A message of at most this many bytes is always sent inside its letter.
 pub const EAGER: usize = 16 << 10;
-/// Most bytes of a message that is sent inside its letter while the peer's `WINDOW` has room. A larger message would be
-/// copied twice for one saved exchange.
+/// A message of at most this many bytes is sent inside its letter if the peer's `WINDOW` has room. For a larger
+/// message, the two copies cost more than the exchange that is saved.
 pub const LONGEST_EAGER: usize = 64 << 10;
-/// Limit of the bytes of such messages that no receive has taken yet, per peer and direction. It bounds what a receiver
-/// stores for a sender.
+/// For each peer and direction: at most this many bytes of such messages may be waiting for their receives. This bounds
+/// what a receiver stores for a sender.
 pub const WINDOW: u64 = 256 << 10;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Letter<'a> {
-    /// A complete message of the program. `taken`, here and below: bytes of messages longer than `EAGER` that the sender
-    /// of this letter received in letters, and that receives have taken.
+    /// A complete message of the program. `taken`, here and below, counts bytes of messages longer than `EAGER`: those
+    /// that the sender of this letter has received in letters and that its receives have taken.
     Eager { tag: u32, taken: u64, data: &'a [u8] },
     /// Announces a larger message. Its body stays at the sender until the receiver grants `number`.
     Large { tag: u32, taken: u64, bytes: u64, number: u64 },
-    /// The receiver is ready to receive the message `number`, as the body `body`.
+    /// The receiver is ready to receive the message `number`, under the body number `body`.
     Granted { number: u64, taken: u64, body: u64 },
-    /// The sender has posted a receive, for which no message has arrived.
+    /// The sender of this letter has posted a receive, for which no message has arrived.
     Ready(Ready),
-    /// The receiver will not receive the body `number`, because its tensor has another size.
+    /// The receiver will not receive the body `number`, because the receiver's tensor has a different size.
     Refused { number: u64 },
-    /// The sender leaves the group in order. Everything that it sent before has arrived before this letter.
+    /// The sender leaves the group in order. Everything that it sent before this letter has arrived before this letter.
     Bye,
     /// The answer to `Bye`.
     Heard,
@@ -93,7 +93,7 @@ impl<'a> Letter<'a> {
         head
     }
 
-    /// Decodes a letter of `peer`. The error says that the mail is not a letter.
+    /// Decodes a letter of `peer`. Fails if the mail is not a letter.
     pub fn decode(peer: usize, mail: &'a [u8]) -> Result<Letter<'a>> {
         Letter::read(mail).ok_or_else(|| Letter::none(peer, mail))
     }

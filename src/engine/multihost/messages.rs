@@ -1,20 +1,21 @@
-//! Send and receive in a group over several hosts: matches messages with receives. `Messages` is state under the lock
-//! of `queue::State`. It leaves errands, which `post` runs without that lock.
+//! Matches messages with receives in a group over several hosts. `Messages` is state under the lock of `queue::State`.
+//! It leaves errands, which `post` runs without that lock.
 //!
-//! A message of up to `EAGER` bytes is sent as a letter, and its send ends at once. So is a message of up to
-//! `LONGEST_EAGER` bytes while few bytes of such messages await a receive at that peer (`Window`): a letter takes one
-//! exchange where a body takes three, for one more copy on each side.
+//! A message of up to `EAGER` bytes is sent as a letter, and its send ends at once. A message of up to `LONGEST_EAGER`
+//! bytes is sent in the same way if few bytes of such messages wait for a receive on that peer (`Window`): a letter
+//! takes one exchange instead of a body's three, but one more copy on each side.
 //!
-//! A longer message is sent as a body, directly from the memory of one tensor to the memory of the other. If its receive was
-//! posted before, the receiver has given the memory to the link and said so (`ready`), and the body is sent at once.
-//! Otherwise a letter announces the message, which stays at its sender until the receiver has matched it. Then the
-//! receiver posts a receive of the body under the announced number, and grants the number by a letter, on which the sender
-//! sends the body. Until the grant, the sender may replace its memory by a copy (rule 4).
+//! A longer message is sent as a body, directly from the memory of one tensor to the memory of the other. If its
+//! receive was posted before, the receiver has passed the memory to the link and told the sender so (`ready`), and the
+//! body is sent at once. Otherwise a letter announces the message, which stays at its sender until the receiver has
+//! matched it. Then the receiver posts a receive of the body under the announced number, and grants the number by a
+//! letter. When the letter arrives, the sender sends the body. Until the grant, the sender may replace the memory of
+//! the message by a copy (rule 4).
 //!
-//! Letters of one rank arrive in order and are matched as they arrive, so no message blocks another one. Receives match in
-//! the order in which they were posted, first in first out per (source, tag). A receive with `ANY_RANK` takes the message
-//! that arrived first. Messages and receives are looked up by source and tag, so the cost does not depend on how many are
-//! pending.
+//! Letters of one rank arrive in order and are matched when they arrive, so no message blocks another one. Receives
+//! match in the order in which they were posted, first in first out per (source, tag). A receive with `ANY_RANK` takes
+//! the message that arrived first. Messages and receives are looked up by source and tag, so the cost does not depend
+//! on how many are pending.
 
 #![allow(unsafe_code)] // copies messages between caller memory and letters
 
@@ -33,16 +34,16 @@ use crate::op::pending::key;
 use crate::op::words::{not_taken, wrong_size};
 use crate::types::{ANY_RANK, Kind};
 
-/// Work with the link, to be done in the order of the queue.
+/// A call of the link. Errands run in the order of the queue.
 pub(super) enum Errand {
     Mail(usize, Vec<u8>),
     /// The body is in `Messages::bodies`.
     Body(Body),
-    /// A receive of this rank that was given to the link ends with this error, because its message does not fit.
+    /// A receive of this rank whose memory the link already has ends with this error, because its message does not fit.
     Abandon(Body, Error),
 }
 
-/// Identifies a body that the link transfers or is about to: whether this rank sends it, the peer, the number.
+/// Identifies a body that the link transfers now or soon: whether this rank sends it, the peer, and the number.
 pub(super) type Body = (bool, usize, u64);
 
 /// Why nothing more arrives from a rank.
@@ -50,17 +51,17 @@ pub(super) type Body = (bool, usize, u64);
 pub(super) enum Gone {
     /// The rank has said goodbye.
     Left,
-    /// The rank was lost. The text is the link's.
+    /// The rank was lost. The text comes from the link.
     Lost(String),
 }
 
-/// The bodies of receives that were posted before their messages have numbers from here on.
+/// If a receive is posted before its message, its body has a number from this one upwards.
 const POSTED_EARLY: u64 = 1 << 63;
 
 /// A receive that waits for its message.
 enum Receive {
     Waits(Arc<Op>),
-    /// The link has the memory already, as a body with this number and of so many bytes; the operation is in `bodies`.
+    /// The link already has the memory, under this body number and with this many bytes; the operation is in `bodies`.
     Ready(u64, usize),
 }
 
@@ -75,7 +76,7 @@ struct Message<'a> {
 }
 
 enum Content<'a> {
-    /// Borrowed from the letter while it is handled, so that a receive that waits gets it with one copy.
+    /// Borrowed from the letter while the letter is handled, so that a waiting receive gets the data with one copy.
     Data(Cow<'a, [u8]>),
     Number(u64),
 }
@@ -90,11 +91,11 @@ impl Message<'_> {
     }
 }
 
-/// What travelled in letters between this rank and one peer, in bytes of messages longer than `EAGER`.
+/// Counts the bytes that letters have carried between this rank and one peer. Only messages longer than `EAGER` count.
 #[derive(Default)]
 struct Window {
     sent: u64,
-    /// How many of the bytes in `sent` the peer's receives had taken when the peer wrote its last letter.
+    /// How many of the `sent` bytes the peer's receives had taken when the peer wrote its last letter.
     taken_by_peer: u64,
     /// What receives of this rank have taken.
     taken: u64,
@@ -110,31 +111,31 @@ pub(super) struct Messages {
     posts: u64,
     /// Messages that no receive has matched, by source and tag, each with its position in the order of arrival.
     arrived: HashMap<(usize, u32), InLine<Message<'static>>>,
-    /// The same messages for `ANY_RANK` receives: per tag, the sources by position of arrival.
+    /// The same messages for `ANY_RANK` receives: for each tag, the sources by order of arrival.
     by_arrival: HashMap<u32, BTreeMap<u64, usize>>,
     arrivals: u64,
-    /// Large sends that have not been granted, by peer and number.
+    /// Large sends that the peer has not granted yet, by peer and number.
     announced: HashMap<(usize, u64), Arc<Op>>,
     /// `pending::key` of the sends in `announced`.
     unsent: HashSet<usize>,
     /// Operations whose memory the link uses or is about to use. Only `end_body` removes them.
     pub bodies: HashMap<Body, Arc<Op>>,
-    /// The announced sends, by peer and number, that a Ready letter has granted, while their Granted letter is to come.
+    /// The announced sends that a Ready letter has granted, by peer and number, until their Granted letter arrives.
     granted_early: HashSet<(usize, u64)>,
     windows: HashMap<usize, Window>,
-    /// Per rank: number of its messages that have arrived here.
+    /// For each rank: how many of its messages have arrived here.
     seen: HashMap<usize, u64>,
-    /// Per rank: the receives that it has posted before their messages.
+    /// For each rank: the receives that it has posted before their messages.
     receives: HashMap<usize, Receives>,
     /// Number of receives that this rank has posted before their messages.
     posted_early: u64,
     gone: Vec<Option<Gone>>,
-    /// Ranks to which this rank has written letters that must be read before this rank may leave.
+    /// Ranks that must read letters from this rank before this rank may leave.
     pub wrote: HashSet<usize>,
     pub errands: VecDeque<Errand>,
-    /// Operations that have ended here, and whose results `post` still has to store back.
+    /// Operations that have ended here. `post` still has to store back their results.
     pub over: Ended,
-    /// The first fault of the group that the code of this file found.
+    /// The first fault of the group that the code in this file found.
     pub failure: Option<Error>,
 }
 
@@ -153,7 +154,7 @@ impl Messages {
         self.present().into_iter().for_each(|peer| self.mail(peer, letter));
     }
 
-    /// Records that all present ranks must read their letters before this rank may leave.
+    /// Records that all present ranks must read this rank's letters before this rank may leave.
     pub fn expect_to_be_read(&mut self) {
         self.wrote.extend(self.present());
     }
@@ -188,7 +189,7 @@ impl Messages {
         let inputs = Pieces(op.sent());
         let bytes = inputs.bytes();
         match &self.gone[peer] {
-            // The send succeeds, as on one host, where a message to a rank that has left stays in shared memory.
+            // The send succeeds, like on one host, where a message to a rank that has left stays in shared memory.
             Some(Gone::Left) if bytes <= EAGER => {
                 op.release();
                 return self.end(op, Ok(()));
@@ -200,8 +201,8 @@ impl Messages {
         if self.is_eager(peer, bytes) {
             let mut letter = Letter::eager_head(tag, self.taken(peer), bytes);
             let head = letter.len();
-            // SAFETY: the inputs are the caller's and alive until the send ends. `eager_head` reserved `bytes` bytes behind
-            // the head, and `read` writes all of them.
+            // SAFETY: the inputs belong to the caller and live until the send ends. `eager_head` reserved `bytes` bytes
+            // behind the head, and `read` writes all of them.
             unsafe {
                 inputs.read(0, letter.as_mut_ptr().add(head), bytes);
                 letter.set_len(head + bytes);
@@ -219,8 +220,8 @@ impl Messages {
         self.mail(peer, &Letter::Large { tag, taken: self.taken(peer), bytes: bytes as u64, number });
     }
 
-    /// Whether a message to `peer` is sent in its letter. If so and the message is longer than `EAGER`, it takes its room in
-    /// the window.
+    /// Whether a message to `peer` is sent in its letter. If so and if the message is longer than `EAGER`, its bytes
+    /// are counted in the window.
     fn is_eager(&mut self, peer: usize, bytes: usize) -> bool {
         if bytes <= EAGER || bytes > LONGEST_EAGER {
             return bytes <= EAGER;
@@ -238,7 +239,8 @@ impl Messages {
         self.windows.get(&peer).map_or(0, |window| window.taken)
     }
 
-    /// Stores how many bytes of this rank's messages the receives of `peer` have taken, as a letter of `peer` says.
+    /// Stores a number from a letter of `peer`: how many bytes of this rank's messages the receives of `peer` have
+    /// taken.
     fn note_taken(&mut self, peer: usize, taken: u64) {
         if taken > 0 {
             self.windows.entry(peer).or_default().taken_by_peer = taken;
@@ -260,8 +262,9 @@ impl Messages {
         }
     }
 
-    /// If a receive is long and its message is certain, gives its memory to the link, and tells the sender. Otherwise
-    /// returns it as it is. A receive with `ANY_RANK` for this tag makes it uncertain which receive takes a message.
+    /// If a receive is long and it is certain which message it will take, passes its memory to the link and tells the
+    /// sender. Otherwise returns the receive unchanged. A receive with `ANY_RANK` for this tag makes it uncertain which
+    /// receive takes a message.
     fn post_early(&mut self, op: Arc<Op>) -> Receive {
         let (root, tag) = (op.request.root, op.request.tag);
         let bytes = Pieces(op.request.outputs()).bytes();
@@ -289,7 +292,7 @@ impl Messages {
         self.errands.push_back(Errand::Body(body));
     }
 
-    /// If all ranks are gone from which a receive from `root` could take a message: the rank to blame.
+    /// The rank to name in the error, if all ranks that could send to a receive from `root` are gone.
     fn last_gone(&self, root: u32) -> Option<usize> {
         if root != ANY_RANK {
             return self.gone[root as usize].is_some().then_some(root as usize);
@@ -298,7 +301,7 @@ impl Messages {
         if others().any(|rank| self.gone[rank].is_none()) {
             return None;
         }
-        // A lost rank is the cause; a rank that left is not.
+        // If a rank was lost, it is the cause, and not a rank that left.
         others().find(|rank| matches!(self.gone[*rank], Some(Gone::Lost(_)))).or_else(|| others().next())
     }
 
@@ -321,8 +324,8 @@ impl Messages {
         Some((source, message))
     }
 
-    /// Removes the receive that a new message matches: the earliest posted among those from its source and those from
-    /// `ANY_RANK`.
+    /// Removes the receive that a new message matches: the one that was posted first among the receives from its source
+    /// and the receives from `ANY_RANK`.
     fn take_posted(&mut self, source: usize, tag: u32) -> Option<Receive> {
         let place =
             |root: u32| self.posted.get(&(root, tag)).and_then(|ops| ops.front()).map(|(place, _)| (*place, root));
@@ -348,7 +351,7 @@ impl Messages {
         self.by_arrival.entry(tag).or_default().insert(self.arrivals, source);
     }
 
-    /// Passes a matched message to its receive. Data from a letter is copied; a body is received by the link.
+    /// Passes a matched message to its receive. Data in a letter is copied; a body is received by the link.
     fn deliver(&mut self, from: usize, op: Arc<Op>, message: Message<'_>) {
         let outputs = Pieces(op.request.outputs());
         let room = outputs.bytes();
@@ -360,7 +363,7 @@ impl Messages {
         }
         match message.content {
             Content::Data(data) => {
-                // SAFETY: the outputs have `room` bytes, as many as the message.
+                // SAFETY: the outputs have `room` bytes, which is the size of the message.
                 unsafe { outputs.write(0, data.as_ptr(), room) };
                 self.end(op, Ok(()));
             }
@@ -372,7 +375,8 @@ impl Messages {
         }
     }
 
-    /// Grants a message that was sent before its sender knew that the receive was posted. The link has the memory already.
+    /// Grants a message that was sent before its sender knew that the receive was posted. The link already has the
+    /// memory.
     fn grant_posted(&mut self, from: usize, (body, room): (u64, usize), message: Message<'_>) {
         self.count_taken(from, &message);
         match message.content {
@@ -392,7 +396,8 @@ impl Messages {
         }
     }
 
-    /// The error of a receive of `room` bytes whose message has another size. Tells the sender, if it waits for an answer.
+    /// The error of a receive of `room` bytes whose message has a different size. Tells the sender, if the sender waits
+    /// for an answer.
     fn refuse(&mut self, from: usize, room: usize, message: &Message<'_>) -> Error {
         if let Content::Number(number) = message.content {
             self.mail(from, &Letter::Refused { number });
@@ -400,7 +405,8 @@ impl Messages {
         wrong_size(self.me, from, message.tag, room, message.bytes)
     }
 
-    /// Handles a letter that belongs to a message of the program. An error fails the group: `peer` broke the protocol.
+    /// Handles a letter that belongs to a message of the program. An error means that `peer` broke the protocol, and
+    /// fails the group.
     pub fn take(&mut self, peer: usize, letter: &Letter) -> Result<()> {
         match *letter {
             Letter::Eager { tag, taken, data } => {
@@ -430,7 +436,8 @@ impl Messages {
         Ok(())
     }
 
-    /// Handles a Ready letter. If it crossed the announcement of the message for its receive, it is the grant.
+    /// Handles a Ready letter. If the message for its receive was announced before the letter arrived, the letter is
+    /// the grant.
     fn take_ready(&mut self, peer: usize, ready: Ready) {
         let Some(number) = self.receives.entry(peer).or_default().add(ready) else { return };
         let fits = |op: &Arc<Op>| Pieces(op.sent()).bytes() as u64 == ready.bytes;
@@ -454,7 +461,7 @@ impl Messages {
     }
 
     /// Called when the link no longer uses the memory of a body. An error is the link's text. If the group has failed,
-    /// its fault becomes the operation's error.
+    /// the group's fault becomes the operation's error.
     pub fn end_body(&mut self, body: Body, outcome: std::result::Result<(), String>, fault: Option<&Error>) {
         let Some(op) = self.bodies.remove(&body) else { return };
         let (sends, peer, _) = body;
@@ -474,7 +481,8 @@ impl Messages {
         }
     }
 
-    /// Removes the receive of a body from `posted`. True if it was there: its message needed no letter.
+    /// Removes the receive of a body from `posted`. True if it was there, which means that its message needed no
+    /// letter.
     fn unpost(&mut self, (_, peer, number): Body, tag: u32) -> bool {
         let key = (peer as u32, tag);
         let Some(receives) = self.posted.get_mut(&key) else { return false };
@@ -495,8 +503,8 @@ impl Messages {
         }
     }
 
-    /// Records that nothing more arrives from `peer`. Fails the operations that need it (rule 21), unless this rank is
-    /// leaving (`leaves`) and ends them itself.
+    /// Records that nothing more arrives from `peer`. Fails the operations that need `peer` (rule 21), unless this rank
+    /// is leaving (`leaves`), because then this rank itself ends the operations.
     pub fn lose(&mut self, peer: usize, how: Gone, leaves: bool) {
         if self.gone[peer].is_some() {
             return;
@@ -547,7 +555,7 @@ impl Messages {
         self.unsent.contains(&key(op))
     }
 
-    /// Operations that have not ended, or whose end was not reported yet.
+    /// Operations that have not ended, and operations whose end was not reported yet.
     pub fn pending(&self) -> impl Iterator<Item = &Arc<Op>> {
         let posted = self.posted.values().flatten().filter_map(|(_, receive)| match receive {
             Receive::Waits(op) => Some(op),

@@ -1,4 +1,5 @@
-//! How error texts name the ranks of a group over several hosts, and the errors of ranks that left or were lost.
+//! Names the ranks of a group over several hosts for error texts, and makes the errors for ranks that left or were
+//! lost.
 
 use crate::error::{Error, GO_ON, LEFT, laid_out};
 
@@ -7,7 +8,7 @@ pub struct Names {
     /// The group's name.
     pub group: String,
     pub me: usize,
-    /// The process of each rank as text. Empty if the rank has not said it.
+    /// The process of each rank as text. Empty if the rank has not reported it.
     pub processes: Vec<String>,
     /// The ranks of this host.
     pub mates: Vec<usize>,
@@ -26,7 +27,8 @@ impl Names {
         Error::rank_failed(peer, text).while_rank(self.me, during)
     }
 
-    /// The error for a peer that has left in order although this rank needs it. `during` says what this rank was doing.
+    /// The error for a peer that has left in order although this rank still needs it. `during` says what this rank was
+    /// doing.
     pub fn left(&self, peer: usize, during: &str) -> Error {
         self.error(peer, LEFT, during, &[])
     }

@@ -1,10 +1,10 @@
 //! Connects `messages` with the link: runs errands, receives this rank's mail, and ends messages. Also handles the
 //! other mail between ranks: goodbyes, faults, and the letters of monitored barriers.
 //!
-//! Errands run in order, without the lock, on one thread at a time, so that letters stay in order. A thread that adds
-//! an errand while another thread runs errands leaves the errand to that thread. Because no lock is held, the link may
-//! call back at any time, even within a call of this rank. Its callbacks take the lock, advance the state and release
-//! the lock.
+//! Errands run in order, without the lock, on one thread at a time, so that letters stay in order. If a thread adds an
+//! errand while another thread runs errands, the running thread runs the new errand too. Because no lock is held, the
+//! link may call back at any time, even within a call of this rank. Its callbacks take the lock, advance the state and
+//! release the lock.
 
 #![allow(unsafe_code)] // passes the memory of operations to the link
 
@@ -19,12 +19,12 @@ use super::queue::State;
 use crate::engine::{Ended, Monitor};
 use crate::error::{Error, Result, contained};
 
-/// Longest time that an ending rank waits until the link no longer uses the memory of bodies.
+/// When this rank's group ends, the rank waits at most this long until the link no longer uses the memory of bodies.
 const GIVEN_BACK: Duration = Duration::from_secs(5);
 
 impl Lanes {
     /// Runs the errands, and stores back the results of messages that have ended. Returns these messages, and the
-    /// group's fault if one was found. Must be called without the lock after everything that may add errands. If
+    /// group's fault if one was found. Must be called after everything that may add errands, without the lock. If
     /// another thread is running errands, that thread runs the new ones too.
     pub fn run_errands(&self) -> (Ended, Option<Error>) {
         let mut ended = Ended::new();
@@ -46,7 +46,7 @@ impl Lanes {
         loop {
             let mut state = self.lock();
             if state.hand_over_held() {
-                // A collective may have waited for the memory of one of these sends, which now continues from a copy.
+                // A collective may have waited for the memory of a send that now continues from a copy.
                 state.extend_promise();
                 self.turn.notify_all();
             }
@@ -82,8 +82,7 @@ impl Lanes {
         }
     }
 
-    /// Makes the link read mail while messages are pending. Otherwise mail waits unread, because this rank may compute
-    /// for long.
+    /// Makes the link read mail while messages are pending. Otherwise mail would stay unread while this rank computes.
     pub fn await_letters(&self, state: &mut State) {
         let awaited = state.has_messages() || state.talk.is_awaited();
         match &state.talk.awaiting {
@@ -126,9 +125,9 @@ impl Lanes {
             }
             drop(op); // keeps its memory, or that of its copy, alive until here
         });
-        // SAFETY: the memory belongs to the operation, which ends after `done` was called: until then it is in
-        // `Messages::bodies`, from which nothing else removes it. Later operations on this memory wait for it
-        // (`Order`).
+        // SAFETY: the memory belongs to the operation, which ends only after `done` was called: until then the
+        // operation is in `Messages::bodies`, from which nothing else removes it. Later operations on this memory wait
+        // for it (`Order`).
         unsafe {
             match sends {
                 true => self.link.send_body(peer, number, pieces, done),
@@ -144,8 +143,8 @@ impl Lanes {
         state.messages.end_body(body, outcome, fault.as_ref());
     }
 
-    /// Runs the errands (`run_errands`) and reports ended messages and a fault that was found. The caller must hold no
-    /// lock of the group.
+    /// Runs the errands (`run_errands`), and reports the messages that ended and the fault, if one was found. The
+    /// caller must hold no lock of the group.
     pub fn settle(&self) {
         let (ended, failure) = self.run_errands();
         let report = &self.home().report;
@@ -196,8 +195,8 @@ impl Lanes {
         Ok(())
     }
 
-    /// Mails the fault of this rank's group to every rank, without a guarantee of delivery. A fault that another rank
-    /// reported is passed on too: this rank cuts its link next, and a rank that waits for this one must not see the cut
+    /// Mails the fault of this rank's group to every rank; delivery is not guaranteed. This includes a fault that
+    /// another rank reported: this rank cuts its link next, and a rank that waits for this one must not see the cut
     /// before the fault. Returns true if a letter was sent.
     pub fn tell_by_mail(&self, error: &Error) -> bool {
         let present = self.lock().messages.present();
@@ -206,8 +205,8 @@ impl Lanes {
         present.into_iter().filter(|peer| self.link.mail(*peer, letter.clone()).is_ok()).count() > 0
     }
 
-    /// Tells all ranks that this rank leaves. Waits until each rank in `messages.wrote` has answered, and therefore has
-    /// read its letters, or is gone. Ends early at `until` or at a fault.
+    /// Tells all ranks that this rank leaves. Waits until each rank in `messages.wrote` is gone or has answered; an
+    /// answer means that the rank has read this rank's letters. Ends early at `until` or at a fault.
     pub fn say_goodbye(&self, until: Instant, interrupted: &dyn Fn() -> bool) {
         self.await_answers(until, interrupted);
         let mut state = self.lock();

@@ -1,18 +1,20 @@
-//! Measures latency and bandwidth between hosts when the group is made; all ranks agree on the result. If rank 0's
-//! policy turns measuring off, only one message is exchanged, which compares the options of the group.
+//! Measures latency and bandwidth between hosts when the group is created; all ranks agree on the result. If rank 0's
+//! policy turns measuring off, the hosts exchange only one message, which compares the options of the group.
 //!
 //! The first ranks of the hosts exchange messages in rounds. Each rank sends its next message after it has received all
-//! messages of the round, so no rank can be more than one round ahead, and n rounds take n latencies. A single round is
-//! not a measurement: a rank that starts it late finds its message already there.
+//! messages of the round, so no rank can be more than one round ahead, and n rounds take n latencies. A single round
+//! measures nothing, because a rank that starts it late finds its message already there.
 //!
-//! 1. Latency: empty messages with the previous and the next host. The slowest link determines everyone's pace.
-//! 2. Rate: between pairs of neighbours, so that a host's link carries one exchange at a time. There are two sizes; the
-//!    difference of their times is the time of the bytes alone. A few large messages first open TCP's windows.
+//! 1. Latency: each host exchanges empty messages with the previous and the next host. The slowest link determines
+//!    everyone's pace.
+//! 2. Rate: pairs of neighbours exchange messages, so that a host's link carries one exchange at a time. The messages
+//!    have two sizes; the difference between the two times is the time of the bytes alone. Before that, a few large
+//!    messages open TCP's windows.
 //!
 //! All hosts use the worst values that any host measured, because a schedule is as slow as its slowest link. They agree
-//! on these values before each decision about further rounds. Takes about 60 latencies on a fast link, 25 on a slow
-//! one. A later group of the same processes takes three latencies and reuses the values, so that equal groups choose
-//! equally.
+//! on these values before each decision about further rounds. Measuring takes about 60 latencies on a fast link, 25 on
+//! a slow one. A later group of the same processes reuses the values, which takes three latencies and lets equal groups
+//! make equal choices.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -33,16 +35,17 @@ const LARGE: usize = 320 << 10;
 /// Above these values fewer rounds suffice: disturbances are short compared with a latency or a large message.
 const SLOW_LATENCY: u64 = 2_000_000;
 const SLOW_RATE: u64 = 8_000_000;
-/// Number of large messages that open TCP's windows wide enough to send the next one at once. The windows start at
+/// After this many large messages, TCP's windows are wide enough to send the next one at once. The windows start at
 /// about 14 KiB and double with each round trip.
 const OPENS: u32 = 5;
-/// Total latency in nanoseconds that those messages may take. An intercontinental link is not worth a longer start.
+/// Those messages may take a total latency of this many nanoseconds. On an intercontinental link the measurement is not
+/// worth a longer start.
 const OPENING: u64 = 10_000_000;
 
 pub struct Opening {
     /// A hash of the options and everything else that all ranks must agree on.
     pub chain: u64,
-    /// Whether the link is measured; else its facts are unknown. Equal on all ranks.
+    /// Whether the link is measured. If not, its facts are unknown. Equal on all ranks.
     pub measures: bool,
     /// The processes of the other hosts' first ranks as text, in the order of the hosts. Empty if one of them is
     /// unknown.
@@ -50,11 +53,11 @@ pub struct Opening {
     pub timeout: Duration,
 }
 
-/// Link facts that this process has measured, by the processes of the other hosts' first ranks. A forked child starts
-/// empty, because it is another process.
+/// Link facts that this process has measured. The keys are the processes of the other hosts' first ranks. A forked
+/// child starts empty, because it is another process.
 static KNOWN: PerProcess<Mutex<HashMap<Vec<String>, LinkFacts>>> = PerProcess::new();
 
-/// Blocks until all hosts have called it.
+/// Measures the link. Blocks until all hosts have called it.
 #[allow(unsafe_code)] // makes a call over its own buffer, and waits for its end
 pub fn probe(
     host_map: &HostMap,
@@ -86,9 +89,9 @@ fn facts(bytes: &[u8]) -> LinkFacts {
     LinkFacts { alpha_ns: word(0), beta_ps_per_byte: word(8) }
 }
 
-/// The partner of `host` in each turn, None if it has no partner in that turn. Pair k is hosts k and k + 1. The first
-/// turn has the even pairs, the second the odd ones. If the number of hosts is odd, the pair that closes the ring has a
-/// third turn.
+/// The partner of `host` in each turn; None if it has no partner in that turn. Pair k consists of hosts k and k + 1.
+/// Even pairs use the first turn and odd pairs the second. If the number of hosts is odd, the pair that closes the ring
+/// uses a third turn.
 fn turns_of(hosts: usize, host: usize) -> Vec<Option<usize>> {
     let (pairs, turns) = if hosts == 2 { (1, 1) } else { (hosts, 2 + hosts % 2) };
     let turn_of = |pair: usize| if hosts % 2 == 1 && pair == hosts - 1 { 2 } else { pair % 2 };
@@ -108,7 +111,7 @@ struct Probe<'a> {
 }
 
 impl Probe<'_> {
-    /// Sends `data` to the ranks in `to` and receives as many bytes from each rank in `from`.
+    /// Sends `data` to the ranks in `to`, and receives the same number of bytes from each rank in `from`.
     #[allow(unsafe_code)] // sends from a buffer, and waits for the end
     fn exchange(&mut self, to: &[usize], from: &[usize], data: &[u8], mut take: impl FnMut(&[u8])) -> Result<()> {
         self.number += 1;
@@ -145,8 +148,8 @@ impl Probe<'_> {
         both
     }
 
-    /// Average nanoseconds of a round with these ranks. Without ranks it only counts the rounds, so that the message
-    /// numbers stay equal on all hosts.
+    /// Average nanoseconds of a round with the ranks `with`. If there are none, it only counts the rounds, so that the
+    /// message numbers stay equal on all hosts.
     fn rounds(&mut self, with: &[usize], bytes: usize, times: usize) -> Result<u64> {
         let data = vec![1; bytes];
         let begin = Instant::now();
@@ -156,13 +159,13 @@ impl Probe<'_> {
         Ok((begin.elapsed().as_nanos() as u64 / times as u64).max(1))
     }
 
-    /// Exchanges one message, which makes the connections, posts receives and compares the options.
+    /// Exchanges one message with each neighbour. This opens the connections, posts receives and compares the options.
     fn compare(&mut self) -> Result<LinkFacts> {
         let neighbours = self.neighbours();
         self.rounds(&neighbours, 0, 1).map(|_| LinkFacts::default())
     }
 
-    /// Returns the values that an earlier group measured, if all hosts have such values; else measures.
+    /// Returns the values that an earlier group measured, if all hosts have such values. Otherwise measures.
     fn know(&mut self, processes: Vec<String>) -> Result<LinkFacts> {
         self.compare()?;
         let known = || KNOWN.get().lock().unwrap_or_else(PoisonError::into_inner);
@@ -186,7 +189,7 @@ impl Probe<'_> {
         self.rounds(&neighbours, 0, self.host_map.hosts.len().min(8))?;
         let [mut alpha_ns, _] = self.rounds(&neighbours, 0, 4).and_then(|own| self.worst([own, 0]))?;
         if alpha_ns < SLOW_LATENCY {
-            // The minimum of several blocks of rounds ignores a block in which a thread was preempted.
+            // A thread may be preempted in one block of rounds. The minimum over several blocks ignores that block.
             let times = if alpha_ns < SLOW_LATENCY / 10 { 8 } else { 4 };
             let blocks: Result<Vec<u64>> = (0..3).map(|_| self.rounds(&neighbours, 0, times)).collect();
             let own = blocks?.into_iter().min().expect("three blocks");

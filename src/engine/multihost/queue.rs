@@ -1,7 +1,7 @@
-//! The operations of a group over several hosts that have not ended, under one lock: the collectives in order of issue,
-//! and the messages. One `Order` covers both, so an operation on the memory of an earlier one follows it, whatever
-//! their kinds (rule 4). While an operation must wait for an earlier one, it is held if it is a message, and neither
-//! promised to peers nor run if it is a collective.
+//! Holds, under one lock, the operations of a group over several hosts that have not ended: the collectives in order of
+//! issue, and the messages. One `Order` covers both, so an operation that uses the memory of an earlier one follows it,
+//! whatever their kinds (rule 4). While a message must wait for an earlier operation, it is held; while a collective
+//! must wait, it is neither promised to peers nor run.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -17,12 +17,12 @@ use crate::types::Kind;
 
 pub(super) struct Entry {
     pub op: Arc<Op>,
-    /// Number of batches in which the operation still has to run: its remaining segments, or 1.
+    /// In how many batches the operation still has to run: one for each remaining segment, or 1 if it has no segments.
     pub left: usize,
     /// Number of lanes that work on the operation now. While it is not 0, the operation's memory is in use.
     pub active: usize,
-    /// Whether strided inputs have been copied to contiguous memory. The lane with the first segment copies, the other
-    /// lane waits.
+    /// Whether strided inputs have been copied to contiguous memory. The lane that has the first segment copies; the
+    /// other lane waits.
     pub prepared: bool,
     pub done: bool,
     /// Earlier operations on the same memory that may still use it.
@@ -38,19 +38,20 @@ impl Entry {
 
 pub(super) struct State {
     pub planner: Planner,
-    /// Collectives by number, starting with `base`. An ended one stays until all before it have ended.
+    /// The collectives by number, starting with `base`. A collective that has ended stays until all earlier ones have
+    /// ended.
     pub entries: VecDeque<Entry>,
     pub base: u64,
     /// Highest number issued on this rank.
     pub issued: u64,
-    /// All operations up to this number were issued, and none uses the memory of an earlier one that has not ended.
-    /// This rank may promise them to its peers (rules 4 and 15).
+    /// All operations up to this number were issued, and none of them uses memory of an earlier operation that has not
+    /// ended. This rank may promise them to its peers (rules 4 and 15).
     pub promised: u64,
     /// Hash of all batches so far, with the group's options.
     pub chain: u64,
     pub fault: Option<Error>,
     pub stopping: bool,
-    /// Lanes that wait until earlier operations have released the memory of their batch.
+    /// Number of lanes that wait until earlier operations have released the memory of their batch.
     pub memory_awaited: usize,
     /// Number of running lane threads, which start with the first collective.
     pub running: usize,
@@ -60,7 +61,7 @@ pub(super) struct State {
     turns: u64,
     pub messages: Messages,
     pub talk: Talk,
-    /// Per lane: numbers of the operations that it works on, once for each count in `active`.
+    /// For each lane: numbers of the operations on which it works, once for each count in `active`.
     taken: [Vec<u64>; LANES],
 }
 
@@ -103,7 +104,7 @@ impl State {
         self.entries.push_back(Entry { op, left: segments, active: 0, prepared: false, done: false, predecessors });
     }
 
-    /// Adds a message. It starts now, or is held until the operations that it must follow have ended.
+    /// Adds a message. It starts now or, if it must follow other operations, it is held until they have ended.
     pub fn enter_message(&mut self, op: &Arc<Op>) {
         self.turns += 1;
         let mut predecessors = self.order.before(op);
@@ -120,9 +121,9 @@ impl State {
         }
     }
 
-    /// Removes predecessors that need not be waited for. A send that was not granted continues from a copy of its data,
-    /// because its peer may receive it only after the operation that waits here. A granted send ends without help, so
-    /// it stays a predecessor.
+    /// Removes the predecessors for which no operation needs to wait. A send that was not granted continues from a copy
+    /// of its data, because its peer may receive it only after the operation that waits here. A granted send ends
+    /// without help, so it stays a predecessor.
     fn continue_from_copies(&mut self, predecessors: &mut Vec<Arc<Op>>) {
         predecessors.retain(|earlier| {
             if !earlier.is_released() && self.messages.may_copy(earlier) {
@@ -139,7 +140,7 @@ impl State {
         self.order.released(op);
     }
 
-    /// Starts the held messages that no longer have to wait. True if there was one.
+    /// Starts the held messages that no longer have to wait. Returns whether there was one.
     pub fn hand_over_held(&mut self) -> bool {
         let mut moved = false;
         while let Some(op) = self.order.next_ready() {
@@ -193,7 +194,7 @@ impl State {
         entry
     }
 
-    /// Adds a batch, or one segment of a large operation, to the hash of all batches, and returns the hash.
+    /// Adds a batch, or one segment of a large operation, to the hash of all batches, and returns that hash.
     pub fn extend_chain(&mut self, ops: &[Arc<Op>], segment: usize) -> u64 {
         let mix = |chain: u64, value: u64| (chain ^ value).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
         let signed = ops.iter().fold(self.chain, |chain, op| mix(mix(chain, op.signature), op.lists));
@@ -201,7 +202,8 @@ impl State {
         self.chain
     }
 
-    /// Records that a lane has run one segment of these operations. Returns those whose last segment it was.
+    /// Records that a lane has run one segment of these operations. Returns the operations for which this was the last
+    /// segment.
     pub fn finish_segment(&mut self, ops: &[Arc<Op>]) -> Vec<Arc<Op>> {
         let last = |op: &&Arc<Op>| {
             let entry = self.entry(op.number);
@@ -235,8 +237,8 @@ impl State {
         ended
     }
 
-    /// Called when a lane ends because of an error. Marks its operations that no other lane works on as done, and
-    /// returns them.
+    /// Called when a lane ends because of an error. Marks as done those of its operations on which no other lane works,
+    /// and returns them.
     pub fn release_all(&mut self, lane: usize) -> Vec<Arc<Op>> {
         let mut left = Vec::new();
         for number in std::mem::take(&mut self.taken[lane]) {
@@ -288,7 +290,7 @@ impl State {
         }
     }
 
-    /// Removes and returns the barriers that the lanes have run and before which all operations have now ended. A
+    /// Removes and returns the barriers that the lanes have run, if all operations before them have now ended. A
     /// barrier ends after every earlier operation of this rank, but the lanes end batches in any order.
     pub fn take_barriers(&mut self) -> Vec<Arc<Op>> {
         let mut ended = Vec::new();
@@ -302,8 +304,8 @@ impl State {
         ended
     }
 
-    /// Called when the group ends. Marks the collectives that no lane works on as done, and returns them with the held
-    /// messages and those whose memory the link does not use.
+    /// Called when the group ends. Marks as done the collectives on which no lane works. Returns these collectives, the
+    /// held messages, and the messages whose memory the link does not use.
     pub fn take_idle(&mut self) -> Vec<Arc<Op>> {
         let mut free = self.order.take();
         free.extend(self.messages.take_idle());

@@ -1,5 +1,5 @@
-//! Large collectives in which several ranks of a host talk to other hosts, each with the ranks that have its own local
-//! rank (its rail):
+//! Large collectives in which several ranks of a host talk to other hosts. Each of them talks to the ranks that have
+//! the same local rank (its rail):
 //!
 //! | collective | inside | in every rail | inside |
 //! | --- | --- | --- | --- |
@@ -8,9 +8,9 @@
 //! | broadcast | broadcast on the root's host | broadcast of a share from the root's host | all_gather on the others |
 //!
 //! The first two need the same number of ranks on every host and use all of them. Broadcast uses at most as many rails
-//! as the smallest host has ranks. The bytes between two hosts are those with one leader (`collectives`), but use one
-//! connection per rail, and fewer bytes are copied inside the hosts. The order of summation and the bits of the result
-//! are the same.
+//! as the smallest host has ranks. Between two hosts the same number of bytes is sent as with one leader
+//! (`collectives`), but over one connection per rail, and fewer bytes are copied inside the hosts. The order of
+//! summation and the bits of the result are the same.
 //!
 //! Source: the two-level scheme of hierarchical all-reduces, for instance in Horovod and MVAPICH2, applied to each
 //! kind.
@@ -22,7 +22,7 @@ use crate::error::Result;
 use crate::types::{Kind, Span};
 
 impl BatchRun<'_> {
-    /// Whether every rank talks to other hosts in this block-wise collective: if chosen and possible.
+    /// Whether every rank talks to other hosts in this collective of blocks. True if this was chosen and is possible.
     pub fn over_rails(&self) -> bool {
         self.chosen.leaders > 1 && self.host_map.is_even()
     }
@@ -53,7 +53,7 @@ impl BatchRun<'_> {
         Ok(())
     }
 
-    /// Like `reduce_scatter`, but the blocks of `vector` are ordered by rail, and within a rail by host.
+    /// Like `reduce_scatter`, but the blocks of `vector` are grouped by rail, and ordered by host within a rail.
     pub fn reduce_scatter_over_rails(&mut self, vector: &Vector, sizes: &[usize], output: &[Span]) -> Result<()> {
         let total = vector.bytes();
         let ends = borders(self.host_map.rails().map(|ranks| ranks.iter().map(|rank| sizes[*rank]).sum()));

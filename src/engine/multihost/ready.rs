@@ -1,15 +1,17 @@
-//! Receives that a peer posted before this rank sent the message: its Ready letters, and which message each one is for.
+//! Keeps the Ready letters of a peer, which announce receives that the peer posted before this rank sent the message,
+//! and finds the message for each letter.
 //!
-//! A receiver that posts a large receive before its message has arrived gives the memory to the link at once and says so by
-//! a Ready letter. A send that finds such a letter sends its body at once: one exchange in place of three (announcement,
-//! grant, body). The letter may cross messages that were sent before it arrived. Both sides know the order of the messages
-//! of a tag, so the letter says how many messages of its source the receiver had seen (`seen`) and how many earlier
-//! receives of that source and tag still waited (`ahead`). This rank subtracts the messages that were in flight. If one of
-//! those takes the receive, the letter is the grant of that message.
+//! A receiver that posts a large receive before its message has arrived passes the memory to the link at once and says
+//! so by a Ready letter. If a send finds such a letter, it sends its body at once: one exchange instead of three
+//! (announcement, grant, body). Messages that were sent before the letter arrived may cross it. Both sides know the
+//! order of the messages of a tag, so the letter says how many messages of this rank the receiver had seen (`seen`) and
+//! how many earlier receives from this rank with this tag still waited (`ahead`). This rank subtracts the messages that
+//! were in flight. If one of those takes the receive, the letter is the grant of that message.
 
 use std::collections::{HashMap, VecDeque};
 
-/// Most messages that are remembered for crossing Ready letters. A letter from before the oldest one is dropped.
+/// At most this many messages are remembered, because a Ready letter may cross them. If a message was forgotten that
+/// the receiver had not seen when it wrote a letter, that letter is dropped.
 const REMEMBERED: usize = 512;
 
 /// A Ready letter.
@@ -21,7 +23,7 @@ pub struct Ready {
     pub seen: u64,
     /// Number of earlier receives from this rank with this tag that still waited for a message.
     pub ahead: u64,
-    /// Number of the body under which the link of the receiver has the memory.
+    /// The body number under which the receiver's link has the memory.
     pub body: u64,
 }
 
@@ -32,7 +34,7 @@ pub struct Receives {
     sent: u64,
     /// Numbers and tags of the last messages sent, oldest first, except those that the peer is known to have seen.
     last: VecDeque<(u64, u32)>,
-    /// Number of the newest message that was removed from `last` because it was full.
+    /// Number of the newest message that was removed from `last` because `last` was full.
     forgotten: u64,
     /// By tag. A tag without letters has no entry.
     lines: HashMap<u32, Line>,
@@ -41,27 +43,29 @@ pub struct Receives {
 /// The letters of one tag.
 #[derive(Default)]
 struct Line {
-    /// Messages sent with this tag since the entry exists.
+    /// Number of messages sent with this tag since this entry was created.
     passed: u64,
-    /// For each letter, in order: the value of `passed` at which its message is sent, its bytes and its body.
+    /// For each letter, in order: the value that `passed` has when its message is sent, the bytes of its receive, and
+    /// its body.
     letters: VecDeque<(u64, u64, u64)>,
 }
 
 impl Receives {
-    /// Counts a message that is being sent. Returns its number, and the body under which it can be sent at once, if the
-    /// peer has posted its receive.
+    /// Counts a message that is being sent, and returns its number. If the peer has posted its receive, also returns
+    /// the body under which it can be sent at once.
     pub fn send(&mut self, tag: u32, bytes: u64) -> (u64, Option<u64>) {
         self.sent += 1;
         if self.last.len() == REMEMBERED {
             self.forgotten = self.last.pop_front().map_or(0, |(number, _)| number);
         }
         self.last.push_back((self.sent, tag));
-        // The receive of a message of another size is an error, which the usual way reports on both sides.
+        // If the message has a different size than the receive, that is an error. Announcing the message reports it on
+        // both sides.
         let body = self.letter_for(tag).filter(|(room, _)| *room == bytes).map(|(_, body)| body);
         (self.sent, body)
     }
 
-    /// The letter for the message that is being sent with this tag: its bytes and its body.
+    /// The letter for the message that is being sent with this tag. Returns the bytes of its receive, and its body.
     fn letter_for(&mut self, tag: u32) -> Option<(u64, u64)> {
         let line = self.lines.get_mut(&tag)?;
         let at = line.passed;
@@ -73,7 +77,8 @@ impl Receives {
         letter.map(|(_, room, body)| (room, body))
     }
 
-    /// Takes in a letter of the peer. Returns the number of the message that takes the receive, if it was sent already.
+    /// Adds a letter of the peer. If the message that takes the receive was already sent, returns the number of that
+    /// message.
     pub fn add(&mut self, ready: Ready) -> Option<u64> {
         while self.last.front().is_some_and(|(number, _)| *number <= ready.seen) {
             self.last.pop_front();
@@ -134,7 +139,7 @@ mod tests {
     #[test]
     fn receives_ahead_take_the_messages_before() {
         let mut receives = Receives::default();
-        receives.add(ready(0, 2, 1)); // two short receives wait, of which no letter tells
+        receives.add(ready(0, 2, 1)); // two short receives wait, for which there are no letters
         receives.add(ready(0, 4, 2));
         let sent: Vec<_> = (0..5).map(|_| body(&mut receives, 7, 100)).collect();
         assert_eq!(sent, [None, None, Some(1), None, Some(2)]);
@@ -155,8 +160,8 @@ mod tests {
         assert_eq!((body(&mut receives, 7, 100), receives.last.len()), (Some(3), 1));
     }
 
-    /// Both sides played at random, letters and messages in flight in both directions: each letter that is used is for the
-    /// receive that takes the message.
+    /// Simulates both sides at random, with letters and messages in flight in both directions: each letter that is used
+    /// must belong to the receive that takes the message.
     #[test]
     fn a_letter_is_used_for_the_receive_that_takes_the_message() {
         for seed in 1..if cfg!(miri) { 8 } else { 2000u64 } {

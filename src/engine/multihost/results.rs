@@ -1,11 +1,12 @@
-//! Compares the results of ranks on several hosts (`engine::verify`). Only a group with the option `verify` has it.
+//! Compares the results of ranks on several hosts (`engine::verify`), if the group has the option `verify`.
 //!
 //! Each rank hashes the results of the operations that a batch completes into one word, and sends it in the header of a
-//! later batch, where only PREMUL_SUM needs the place (`FrameHeader::factor`). So no message becomes longer. The header
-//! reaches all ranks of the host, and the ranks of other hosts with which the schedule exchanges frames. A rank compares
-//! each word with its own of the same batch, as soon as it has both, and with all others that it has heard.
+//! later batch, in a field that only PREMUL_SUM needs (`FrameHeader::factor`). So no message becomes longer. The header
+//! reaches all ranks of the host, and the ranks of other hosts with which the schedule exchanges frames. As soon as a
+//! rank has its own word and another rank's word of the same batch, it compares them, together with all other words of
+//! that batch that it has received.
 //!
-//! A word has the low bits of the batch's number, which is equal on all ranks, and the upper bits of the hash.
+//! A word consists of the low bits of the batch's number, which is equal on all ranks, and the upper bits of the hash.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -19,19 +20,19 @@ use crate::error::Error;
 use crate::op;
 use crate::op::Op;
 
-/// Longest wait for a rank that can say whose result is wrong.
+/// A rank waits at most this long for another rank that knows whose result is wrong.
 pub const PATIENCE: Duration = Duration::from_millis(500);
-/// Bits of a word with the low bits of the batch's number.
+/// The bits of a word that hold the low bits of the batch's number.
 const BATCH: u64 = 0xffff;
-/// Words of so many batches are kept.
+/// The words of this many batches are kept.
 const KEPT: u64 = 512;
-/// Most own words that wait to be sent. More of them wait only if most operations are PREMUL_SUM; the oldest are then
-/// never sent.
+/// At most this many words of this rank wait to be sent. Only if most operations are PREMUL_SUM can there be
+/// more; then the oldest are never sent.
 const WAITING: usize = 64;
-/// In so many batches all ranks send their words of one batch: a rank takes a word when it begins a batch, and two are in
-/// flight.
+/// Within this many batches all ranks have sent their words of one batch: a rank takes a word when it begins a batch,
+/// and two batches are in flight.
 const EXPECTED: usize = 4;
-/// Most differences of a group that are logged, if they do not fail it.
+/// If differences do not fail the group, at most this many are logged.
 const MOST_WARNINGS: u64 = 20;
 
 /// The hash of the results of these operations, in order.
@@ -66,11 +67,12 @@ pub struct Ledger {
     /// The last batch that this rank has begun. Batches are numbered alike on all ranks.
     begun: u64,
     own: VecDeque<Own>,
-    /// Own words that were not sent.
+    /// This rank's words that were not sent yet.
     waiting: VecDeque<u64>,
-    /// Words of other ranks: the batch in which each came, rank, word.
+    /// Words of other ranks: for each, the last batch that this rank had begun when the word came, the rank, and the
+    /// word.
     heard: VecDeque<(u64, usize, u64)>,
-    /// Number of batches since a difference was found for which no majority is known.
+    /// How many batches have ended since a difference was found for which no majority is known.
     undecided: usize,
     warned: u64,
 }
@@ -85,8 +87,8 @@ impl Ledger {
         Ledger { verify, names, begun: 0, own, waiting, heard, undecided: 0, warned: 0 }
     }
 
-    /// The word for the header of the batch that begins. 0 if there is none. Forgets words that are so old that their low
-    /// bits might soon stand for another batch.
+    /// The word for the header of the batch that begins; 0 if there is none. Removes words that are so old that their
+    /// batch bits could soon mean a newer batch.
     pub fn next_word(&mut self, batch: u64) -> u64 {
         self.begun = self.begun.max(batch);
         let oldest = self.begun.saturating_sub(KEPT);
@@ -99,7 +101,7 @@ impl Ledger {
         self.waiting.pop_front().unwrap_or(0)
     }
 
-    /// Records the hash of a batch's results. `first` is its first operation.
+    /// Records the hash of a batch's results. `first` is the batch's first operation.
     pub fn ended(&mut self, batch: u64, first: &Op, hash: Option<u64>) {
         let Some(hash) = hash else { return };
         let word = hash & !BATCH | batch & BATCH;
@@ -110,7 +112,7 @@ impl Ledger {
         self.waiting.push_back(word);
     }
 
-    /// Records the word that a header of `rank` had.
+    /// Records the word that came in a header of `rank`.
     pub fn hear(&mut self, rank: usize, word: u64) {
         let is_known = || self.heard.iter().rev().any(|heard| (heard.1, heard.2) == (rank, word));
         if word != 0 && rank != self.names.me && !is_known() {
@@ -118,8 +120,9 @@ impl Ledger {
         }
     }
 
-    /// Called after each batch. The error if some rank's word differs from this rank's of the same batch, and it is known
-    /// whose result is wrong or no more words of that batch are expected. Afterwards that batch is forgotten.
+    /// Called after each batch. Returns an error if a rank's word differs from this rank's word of the same batch, as
+    /// soon as it is known whose result is wrong or no more words of that batch are expected. That batch is then
+    /// forgotten. If differences do not fail the group, logs the error instead.
     pub fn difference(&mut self) -> Option<Error> {
         let differs = |(_, _, word): &(u64, usize, u64), own: u64| same_batch(own, *word) && own != *word;
         let at = self.own.iter().position(|own| self.heard.iter().any(|heard| differs(heard, own.word)))?;

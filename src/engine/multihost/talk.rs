@@ -1,5 +1,5 @@
-//! The state of this rank's mail exchange apart from messages of the program: goodbyes, monitored barriers, and which
-//! thread runs errands. Used under the lock of `queue::State` (`post`).
+//! The state of this rank's mail except for messages of the program: goodbyes, monitored barriers, and whether a thread
+//! runs errands. `post` uses it under the lock of `queue::State`.
 
 use std::collections::{HashMap, HashSet};
 
@@ -11,10 +11,11 @@ pub(super) struct Talk {
     pub heard: HashSet<usize>,
     /// On rank 0: per rank, the highest number of a monitored barrier that it has entered.
     pub came: HashMap<usize, u64>,
-    /// Outcomes of the last two monitored barriers, each at index number modulo 2: the number, and whether the barrier
-    /// failed.
+    /// The outcomes of the last two monitored barriers: for each, its number and whether it failed. The index is the
+    /// number modulo 2.
     pub decided: [(u64, bool); 2],
-    /// Whether this rank waits in a monitored barrier. `leaving`: whether it waits for answers to its goodbye.
+    /// `in_barrier`: whether this rank waits in a monitored barrier. `leaving`: whether it waits for answers to its
+    /// goodbye.
     pub in_barrier: bool,
     pub leaving: bool,
     /// While it exists, the link reads letters even if no thread waits.

@@ -1,13 +1,14 @@
-//! Messages between hosts: frames over any [`Link`], and the exchange of one step of a schedule. Each lane has:
+//! Sends messages between hosts: frames over any [`Link`], and the messages of one step of a schedule. Each lane has:
 //!
 //! - *Frames*. A frame is a short message: a header (which batch it belongs to, what the sender has issued) and the
-//!   data, if it fits. Receives for the next frames of a peer are always posted ahead, so a frame takes one latency. A
-//!   sender that must wait for a ready message, as gloo's does, takes a further round trip if the receive is posted
-//!   late.
-//! - Data messages, for data that does not fit into a frame. Their tag contains a hash of the batch: two ranks that
-//!   disagree about an operation must not match by tag, and find the mismatch by their frame headers. The data is sent
-//!   directly from its memory and received directly into its memory (`Outgoing`, `Incoming`). If the receiver combines
-//!   the data, it arrives in segments, so that one segment is combined in the cache while the next one is in flight.
+//!   data, if it fits. Receives for the next frames of a peer are always posted ahead, so a frame takes one latency. If
+//!   a sender had to wait for a ready message, like gloo's, it would take a further round trip whenever the receive is
+//!   posted late.
+//! - Data messages, for data that does not fit into a frame. Their tag contains a hash of the batch: the tags of two
+//!   ranks that disagree about an operation must not match; the ranks then find the mismatch by their frame headers.
+//!   The data is sent directly from its memory and received directly into its memory (`Outgoing`, `Incoming`). If the
+//!   receiver combines the data, it arrives in segments, so that one segment is combined in the cache while the next is
+//!   in flight.
 
 #![allow(unsafe_code)] // sends from and receives into memory of operations
 
@@ -31,12 +32,12 @@ use crate::types::Span;
 const FRAME: usize = 16 << 10;
 /// Size of a frame's header in bytes.
 const HEADER: usize = 56;
-/// Most data that fits into a frame.
+/// The largest amount of data that fits into a frame.
 pub const INLINE: usize = FRAME - HEADER;
-/// Data of at least this size is sent from its own memory. Shorter data is copied first, so that the sender need not
-/// wait for the receiver.
+/// Data of at least this size is sent from its own memory. Shorter data is copied first, so that the sender does not
+/// have to wait for the receiver.
 const IN_PLACE: usize = 192 << 10;
-/// Receives posted ahead per peer. With two, one is still posted while the other is read.
+/// How many receives are posted ahead for each peer. With two, one is still posted while the other is read.
 const AHEAD: usize = 2;
 
 /// The header of every frame.
@@ -50,9 +51,9 @@ pub struct FrameHeader {
     /// Number of the batch's first operation.
     pub number: u64,
     /// Highest operation number that is issued and may be fused (`State::promised`): the minimum over all ranks whose
-    /// value the sender knows in this batch.
+    /// number the sender has received in this batch, including its own.
     pub issued: u64,
-    /// The sender's factor of PREMUL_SUM. In other operations a word of `results`, or 0.
+    /// The sender's factor of PREMUL_SUM. In other operations, a word of `results` or 0.
     pub factor: u64,
 }
 
@@ -83,7 +84,7 @@ impl FrameHeader {
         Step(self.signature, self.number)
     }
 
-    /// What the sending rank was doing, for error texts.
+    /// Describes what the sending rank was doing, for error texts.
     pub fn during(&self) -> String {
         self.step().during()
     }
@@ -152,7 +153,8 @@ impl Transfer for Came {
     }
 }
 
-/// The receives of one peer's data. Fields drop in order: the transfers must be given up before their memory is freed.
+/// The receives of one peer's data. Fields drop in the order in which they are declared: the transfers must be given up
+/// before their memory is freed.
 struct Body {
     /// The segments of the message. Empty if the data is in the frame.
     parts: Vec<(Range<usize>, Box<dyn Transfer>)>,
@@ -170,7 +172,7 @@ struct Wire {
     ahead: VecDeque<Box<dyn Transfer>>,
     /// Sends whose completion was not checked yet.
     sending: VecDeque<Box<dyn Transfer>>,
-    /// Number of data messages sent. `received`: the same for received ones.
+    /// Number of data messages sent. `received` counts those received.
     sent: u32,
     received: u32,
 }
@@ -191,7 +193,7 @@ pub struct Transport {
     waiting_for: Arc<AtomicUsize>,
 }
 
-/// Value of `waiting_for` if the lane waits for no rank.
+/// The value of `waiting_for` while the lane waits for no rank.
 pub const NOBODY: usize = usize::MAX;
 
 /// What a step sends to one peer: the bytes of `pieces`, in order.
@@ -211,7 +213,7 @@ pub struct Incoming {
     pub into: Option<Vec<Span>>,
 }
 
-/// Data that arrived from one peer: the whole message or a segment of it. Empty if the data was received into its
+/// Data that arrived from one peer: the whole message or a segment of it. Empty if the data went directly to its
 /// memory.
 pub struct Arrived<'a> {
     pub header: FrameHeader,
@@ -220,8 +222,8 @@ pub struct Arrived<'a> {
     pub data: &'a [u8],
 }
 
-/// The segments of a message of `bytes` bytes, equal on both sides. The last one takes the remainder, so that none is
-/// short.
+/// The segments of a message of `bytes` bytes, equal on both sides. The last one includes the remainder, so that none
+/// is short.
 fn segments(bytes: usize, segment: usize) -> impl Iterator<Item = Range<usize>> {
     let count = (bytes / segment).max(1);
     (0..count).map(move |at| at * segment..if at + 1 == count { bytes } else { (at + 1) * segment })
@@ -241,14 +243,14 @@ impl Transport {
         self.lane
     }
 
-    /// Bit 30 marks a data message and the next two bits are the lane. Two more bits distinguish consecutive messages,
+    /// Bit 30 marks a data message. The next two bits are the lane, the next two distinguish consecutive messages, and
     /// the rest is a hash of the batch.
     fn data_tag(&self, header: &FrameHeader, bytes: usize, count: u32) -> u32 {
         let mixed = (header.chain ^ bytes as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         1 << 30 | self.lane << 28 | (count & 3) << 26 | (mixed >> 38) as u32
     }
 
-    /// Returns the smallest spare buffer that fits, so that a posted receive of a frame does not hold a large one.
+    /// Returns the smallest spare buffer that fits, so that a posted receive of a frame does not hold a large buffer.
     fn buffer(&mut self, bytes: usize) -> Vec<u8> {
         let fitting = self.spare.iter().enumerate().filter(|(_, spare)| spare.len() >= bytes);
         let smallest = fitting.min_by_key(|(_, spare)| spare.len()).map(|(at, _)| at);
@@ -312,13 +314,14 @@ impl Transport {
     fn finish(&mut self, peer: usize, transfer: Box<dyn Transfer>, deadline: u64) -> Result<Vec<u8>> {
         self.waiting_for.store(peer, Ordering::Relaxed);
         let left = Duration::from_nanos(deadline.saturating_sub(clock::now()));
-        // Waits a little beyond the operation's deadline, because the check of that deadline has a better error text.
+        // This waits until a little after the operation's deadline, because the check of that deadline has a better
+        // error text.
         let result = transfer.wait(left + Duration::from_millis(500));
         self.waiting_for.store(NOBODY, Ordering::Relaxed);
         result.map_err(|broken| self.lost(peer, &broken))
     }
 
-    /// The error for a peer from which the link receives nothing, with the link's text.
+    /// The error for a peer from which the link receives nothing. It includes the link's text.
     fn lost(&self, peer: usize, Broken { is_late, words }: &Broken) -> Error {
         if *is_late {
             let first = words.lines().next().unwrap_or_default();
@@ -328,7 +331,7 @@ impl Transport {
         self.names.lost(peer, &self.at.during(), words)
     }
 
-    /// The error if the link refuses a call for a peer.
+    /// The error after the link has refused a call for a peer.
     fn refused(&self, peer: usize, error: Error) -> Error {
         match error {
             error if error.rank().is_some() => self.lost(peer, &error.text().into()),
@@ -336,14 +339,14 @@ impl Transport {
         }
     }
 
-    /// One step: posts the receives, starts a send to each peer in `sends`, then completes each receive in order. Data
-    /// of a receive without `into` is passed to `take`, with the index of the receive, in pieces of about `segment`
-    /// bytes. `segment` must be equal on both sides. Returns the smallest `issued` of all headers. After the return,
-    /// also with an error, the memory of the step is no longer used.
+    /// One step: posts the receives, starts a send to each peer in `sends`, then completes each receive in order. If a
+    /// receive has no `into`, its data is passed to `take`, with the index of the receive, in pieces of about `segment`
+    /// bytes. `segment` must be equal on both sides. Returns the smallest `issued` of all headers. After this returns,
+    /// even with an error, the memory of the step is no longer used.
     ///
     /// # Safety
-    /// All pieces must be valid during the call. Nothing else may write those of `sends` that stay, or use those of
-    /// `receives`. The two must not overlap.
+    /// All pieces must be valid during the call. Nothing else may write the pieces of `sends` that stay, or use those
+    /// of `receives`. These two sets must not overlap.
     pub unsafe fn exchange(
         &mut self,
         header: FrameHeader,
@@ -381,9 +384,9 @@ impl Transport {
         Ok(issued)
     }
 
-    /// Waits for a send from memory of the operation, which ends when the receiver has received it. If a frame of the
-    /// receiver arrives meanwhile, it must belong to this batch. If it does not, the two ranks disagree and the
-    /// receiver may never receive.
+    /// Waits for a send from memory of the operation. The send ends when the receiver has received it. If a frame of
+    /// the receiver arrives meanwhile and does not belong to this batch, the two ranks disagree and the receiver may
+    /// never receive; that is an error.
     fn finish_held(
         &mut self,
         peer: usize,
@@ -394,7 +397,7 @@ impl Transport {
         const LOOK: Duration = Duration::from_millis(20);
         self.waiting_for.store(peer, Ordering::Relaxed);
         while clock::now() < deadline && !transfer.ends_within(LOOK) {
-            // The frame may have arrived since, with the end of the send.
+            // The send may have ended since the check above, together with the arrival of the frame.
             if let Some(error) = self.early_word(peer, own)
                 && !transfer.ends_within(Duration::ZERO)
             {
@@ -404,7 +407,7 @@ impl Transport {
         self.finish(peer, transfer, deadline).map(drop).map_err(|error| self.last_word(peer, own, error))
     }
 
-    /// The error if the next frame of `peer` has arrived and contradicts this batch. The frame stays in the queue.
+    /// The error, if the next frame of `peer` has arrived and contradicts this batch. The frame stays in the queue.
     fn early_word(&mut self, peer: usize, own: &FrameHeader) -> Option<Error> {
         let ahead = &mut self.wires.get_mut(&peer)?.ahead;
         if !ahead.front()?.ends_within(Duration::ZERO) {
@@ -433,8 +436,8 @@ impl Transport {
         if body.into.is_none() {
             body.buffer = self.buffer(bytes);
         }
-        // One pointer for all parts: a reference to the buffer, even to another part of it, would end the right of the
-        // transfers to write through theirs.
+        // All parts use one pointer: a reference to the buffer, even to a different part of it, would end the right of
+        // the transfers to write through their pointers.
         let base = body.buffer.as_mut_ptr() as usize;
         for range in segments(bytes, segment) {
             let pieces = match &body.into {
@@ -444,8 +447,8 @@ impl Transport {
                     vec![Span { addr: base + range.start, bytes: range.len() }]
                 }
             };
-            // SAFETY: the caller's memory, or the buffer, which is dropped after the transfers and not used before they
-            // end.
+            // SAFETY: this is the caller's memory or the buffer. The buffer is dropped after the transfers and not used
+            // before they end.
             let transfer = unsafe { self.link.receive_into(peer, tag, pieces) };
             let transfer = transfer.map_err(|error| self.refused(peer, error))?;
             body.parts.push((range, transfer));
@@ -453,10 +456,10 @@ impl Transport {
         Ok(body)
     }
 
-    /// Sends data to one peer. Sends directly from the caller's memory are added to `held`.
+    /// Sends data to one peer. If a send uses the caller's memory directly, it is added to `held`.
     ///
     /// # Safety
-    /// The memory must be valid during the call, and while a transfer of it is in `held`.
+    /// The memory must be valid during the call, and as long as a transfer of it is in `held`.
     unsafe fn send_data(
         &mut self,
         header: &FrameHeader,
@@ -500,8 +503,8 @@ impl Transport {
         body: Body,
         mut take: impl FnMut(Arrived) -> Result<()>,
     ) -> Result<u64> {
-        // The order matters, because the last variable is dropped first: the transfers must be dropped before their
-        // memory.
+        // The order of these variables matters, because the last one is dropped first: the transfers must be dropped
+        // before their memory.
         let Body { buffer, into, bytes, peer, parts } = body;
         let (header, frame) = self.next_frame(peer, own, bytes, deadline)?;
         let inline = parts.is_empty();
@@ -554,7 +557,7 @@ impl Transport {
         }
     }
 
-    /// The error of two ranks that do not run the same batch.
+    /// The error if `peer` does not run the same batch as this rank.
     fn disagreement(&self, peer: usize, own: &FrameHeader, theirs: &FrameHeader) -> Option<Error> {
         let me = self.names.me;
         if theirs.signature != own.signature || theirs.number != own.number {
@@ -564,7 +567,7 @@ impl Transport {
         own.other_list(me, peer, theirs.lists).or_else(|| (theirs.chain != own.chain).then(in_part))
     }
 
-    /// The error that a Fault or Bye frame stands for. None for a Data frame.
+    /// The error for a Fault or Bye frame. None for a Data frame.
     fn refusal(&self, peer: usize, own: &FrameHeader, frame: &[u8]) -> Option<Error> {
         let (word, length, _) = unframe(frame);
         if word == Word::Fault as u64 {
@@ -573,9 +576,9 @@ impl Transport {
         (word == Word::Bye as u64).then(|| self.names.left(peer, &own.during()))
     }
 
-    /// Leaves in order. First waits, for at most `delivery`, until all sends have completed, because a peer may reach
-    /// the operation later. Then exchanges goodbyes with every peer, within `farewell`, because closing a connection
-    /// may lose messages in flight. Peers that are gone are skipped.
+    /// Leaves in order. First waits for at most `delivery` until all sends have completed, because a peer may reach the
+    /// operation later than this rank. Then exchanges goodbyes with every peer, within `farewell`, because closing a
+    /// connection may lose messages in flight. Peers that are gone are skipped.
     pub fn bye(&mut self, delivery: Duration, farewell: Duration) {
         let after = |time: Duration| clock::now().saturating_add(time.as_nanos() as u64);
         let peers = self.peers();
@@ -603,8 +606,8 @@ impl Transport {
     }
 }
 
-/// Sends this rank's fault to `peers` on all lanes. Takes a short time and gives no guarantee: a lane may be in the
-/// middle of a message, or the peer gone.
+/// Sends this rank's fault to `peers` on all lanes. Takes a short time; delivery is not guaranteed, because a lane may
+/// be in the middle of a message or the peer may be gone.
 pub fn tell_fault(link: &dyn Link, lanes: usize, peers: &[usize], error: &Error) {
     let text = error.encode(INLINE);
     let mut telling = Vec::new();
@@ -634,8 +637,8 @@ mod tests {
     use super::*;
     use crate::engine::multihost::link::{Done, Mail, Mailbox};
 
-    /// A link whose peer is lost. Its transfers write to their memory when they are dropped, like a thread that still
-    /// reads.
+    /// A link whose peer is lost. Its transfers write to their memory when they are dropped, like a thread that is
+    /// still reading.
     struct Lost;
 
     struct Writes(Vec<Span>);

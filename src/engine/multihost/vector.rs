@@ -1,4 +1,5 @@
-//! The elements of a batch as one vector: the concatenated spans of caller memory, in runs of one type each.
+//! The elements of a batch as one vector: the concatenated spans of caller memory, divided into runs of one element
+//! type.
 
 #![allow(unsafe_code)] // copies and reduces caller memory, which comes as addresses
 
@@ -15,9 +16,10 @@ use crate::types::{Dtype, ReduceOp, Span};
 pub struct Run {
     pub bytes: Range<usize>,
     pub dtype: Dtype,
-    /// Reduces the elements of all ranks at once, with the caller's reduce op.
+    /// Reduces the elements of all ranks in one call, with the caller's reduce op.
     whole: Kernel,
-    /// Combines elements of some ranks: like `whole`, but AVG only adds, and factors have been applied before.
+    /// Combines partial results, each from some of the ranks. Like `whole`, but AVG only adds, and factors have been
+    /// applied before.
     part: Kernel,
     /// For AVG: divides by the number of ranks.
     last: Option<Kernel>,
@@ -72,10 +74,10 @@ impl Vector {
         run.map_or(at, |run| at - (at - run.bytes.start) % run.dtype.size())
     }
 
-    /// Size of the segments into which a message of these elements is cut. Cuts must fall between two elements, so a
+    /// Messages of these elements are cut into segments of this size. A message must be cut between two elements, so a
     /// vector of several types is not cut.
     pub fn segment(&self) -> usize {
-        /// A segment and the elements it is combined with fit into a core's cache.
+        /// A segment and the elements with which it is combined fit into a core's cache.
         const SEGMENT: usize = 256 << 10;
         if self.runs.len() > 1 { usize::MAX } else { SEGMENT }
     }
@@ -118,8 +120,8 @@ impl Vector {
         });
     }
 
-    /// Starts a partial result: copies this rank's elements from `at` on, and multiplies them by the factor of
-    /// PREMUL_SUM.
+    /// Starts a partial result: copies this rank's elements, beginning at offset `at`, and multiplies them by the
+    /// factor of PREMUL_SUM.
     pub fn start(&self, at: usize, to: &mut [u8]) {
         copy_in(&self.inputs, at, to);
         if let ReduceOp::PremulSum(factor) = self.op {
@@ -131,7 +133,7 @@ impl Vector {
         }
     }
 
-    /// Finishes a result that includes all ranks: AVG divides.
+    /// Finishes a result that includes all ranks: for AVG it divides.
     pub fn finish(&self, at: usize, numbers: &mut [u8]) {
         self.each(at..at + numbers.len(), |run, range| {
             let Some(last) = &run.last else { return };
@@ -141,7 +143,7 @@ impl Vector {
         });
     }
 
-    /// Combines the uncombined elements of all ranks in rank order, which gives the bits of one host. `sources` has
+    /// Combines the original elements of all ranks in rank order, which gives the bits of one host. `sources` has
     /// `to.len()` bytes per rank, concatenated.
     pub fn combine_all(&self, at: usize, to: &mut [u8], sources: &[u8], factors: &[f64]) {
         let bytes = to.len();
@@ -167,7 +169,7 @@ impl Vector {
     }
 }
 
-/// The spans of a list that hold the bytes `range` of it.
+/// The spans that hold the bytes `range` of a list.
 pub fn cut(spans: &[Span], range: &Range<usize>) -> Vec<Span> {
     let mut found = Vec::new();
     let mut start = 0;
@@ -181,20 +183,20 @@ pub fn cut(spans: &[Span], range: &Range<usize>) -> Vec<Span> {
     found
 }
 
-/// Copies from caller memory at offset `at` to a buffer, which may be that memory itself.
+/// Copies from caller memory, beginning at offset `at`, to a buffer. The buffer may be that memory itself.
 pub fn copy_in(spans: &[Span], at: usize, to: &mut [u8]) {
     // SAFETY: by the contract of `Request`, its spans are valid until the operation has ended, and two pieces of an
     // operation's memory are identical or disjoint.
     unsafe { transfer(Pieces(spans), at, Pieces(&[written(to)]), 0, to.len()) };
 }
 
-/// Copies a buffer to caller memory at offset `at`, which may be the buffer itself.
+/// Copies a buffer to caller memory, beginning at offset `at`. The buffer may be that memory itself.
 pub fn copy_out(spans: &[Span], at: usize, from: &[u8]) {
     // SAFETY: as in `copy_in`; only the operation itself writes its outputs.
     unsafe { transfer(Pieces(&[span(from)]), 0, Pieces(spans), at, from.len()) };
 }
 
-/// Copies one list to another list of the same size, which may be the same memory.
+/// Copies one list to another list of the same size. Both may be the same memory.
 pub fn copy_across(from: &[Span], to: &[Span]) {
     // SAFETY: as in `copy_in` and `copy_out`.
     unsafe { transfer(Pieces(from), 0, Pieces(to), 0, Pieces(from).bytes()) };

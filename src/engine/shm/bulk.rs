@@ -1,10 +1,10 @@
-//! Large operations: rounds through cache-resident staging buffers.
+//! Runs large operations in rounds through staging buffers that stay in the cache.
 //!
 //! Idea: an operation is cut into rounds. In each round a rank *fills* its stage buffer with the data that its peers
 //! need, then *takes* the data that it needs from their stage buffers. In all_reduce and reduce every rank takes one
-//! slice and reduces it into its result buffer, from which the others *collect* it. Each region has two buffers, so the
-//! three steps can be in different rounds: copying round k+1 overlaps with waiting for round k. The staging area stays
-//! in the cache: DRAM traffic is the input once and the output once.
+//! slice and reduces it into its result buffer, from which the other ranks *collect* it. Each region has two buffers,
+//! so the three steps can be in different rounds: a rank copies round k+1 while it waits for round k. The staging area
+//! stays in the cache, so the DRAM traffic is the input once and the output once.
 //!
 //! | kind | steps a round | bytes staged / read per rank | order of summation |
 //! | --- | --- | --- | --- |
@@ -15,7 +15,7 @@
 //! | broadcast, scatter | root fills, others take | N / N | - |
 //! | all_to_all | fill, take | N(1-1/P) / N(1-1/P) | - |
 //!
-//! Source: the two-shot all_reduce of MSCCL++ and DeepSpeed, here pipelined, with one round counter for all kinds.
+//! Source: the two-shot all_reduce of MSCCL++ and DeepSpeed, here with pipelining and one round counter for all kinds.
 
 #![allow(unsafe_code)] // copies and reduces between caller memory and the segment
 
@@ -36,7 +36,7 @@ use crate::stats::chunk_timer::ChunkTimer;
 use crate::threads;
 use crate::types::Kind;
 
-/// Number of the first round of the next large operation, per region. Equal on all ranks.
+/// For each region, the number of the first round of the next large operation. Equal on all ranks.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Bases {
     pub stage: u64,
@@ -46,12 +46,12 @@ pub struct Bases {
 /// The progress of a large operation.
 pub struct Rounds {
     chunk: usize,
-    /// The headers of all ranks below this one agree, or this rank does not take from them. All must agree before the
-    /// first take.
+    /// For all ranks below this one, their headers agree or this rank does not take from them. The headers of all ranks
+    /// from which it takes must agree before the first take.
     seen: usize,
-    /// The same for the ranks from which this rank does not take. It compares their headers only while nothing moves.
+    /// The same for the ranks from which this rank does not take. Their headers are compared only while nothing moves.
     beside: usize,
-    /// Set when the operation is the first of the large ones and its number of rounds is known.
+    /// Set when the operation is first among the large ones and its number of rounds is known.
     plan: Option<Plan>,
     fill: u64,
     take: u64,
@@ -63,7 +63,8 @@ pub struct Rounds {
 struct Plan {
     bases: Bases,
     rounds: u64,
-    /// For all_to_all: the table of block sizes of each rank whose blocks are sent in rounds, this rank included.
+    /// For all_to_all: the tables of block sizes, one for each rank whose blocks are sent in rounds, this rank
+    /// included.
     tables: Vec<Option<Vec<usize>>>,
 }
 
@@ -81,14 +82,14 @@ impl Rounds {
         Rounds { chunk, seen: 0, beside: 0, plan: None, fill: 0, take: 0, collect: 0, factors: Vec::new(), chunk_timer }
     }
 
-    /// Bytes of the result that this rank has, from its beginning. Only for kinds that every round extends: all_reduce
-    /// and broadcast.
+    /// How many bytes of the result this rank has, counted from the beginning. Only for all_reduce and broadcast, where
+    /// every round extends the result.
     pub fn complete(&self) -> usize {
         self.fill.min(self.take).min(self.collect) as usize * self.chunk
     }
 
-    /// True while the operation cannot end before `peer` makes further progress. Checks the conditions of `step` for
-    /// the last round instead of the next one.
+    /// True while the operation cannot end before `peer` makes further progress. Checks the conditions that `step`
+    /// checks, but for the last round instead of the next.
     pub fn needs(&self, area: &Area, op: &Op, peer: usize) -> bool {
         let bulk = Bulk { area, op, kernel: None, scratch: &mut Vec::new() };
         if self.seen < area.ranks && bulk.verifies(peer) && !Slots::is_published(area, peer, op.number) {
@@ -103,7 +104,7 @@ impl Rounds {
     }
 }
 
-/// The first of the group's large operations, with what it needs to advance.
+/// The first of the group's large operations, together with what it needs to advance.
 pub struct Bulk<'a> {
     pub area: &'a Area,
     pub op: &'a Op,
@@ -142,8 +143,8 @@ impl Bulk<'_> {
             return Ok(Step::Moved);
         }
         if state.beside < ranks {
-            // Also compare the headers of ranks from which this rank does not take. Otherwise a rank that waits for one
-            // of them might find a mismatch only at the deadline.
+            // Also compare the headers of ranks from which this rank does not take. Otherwise, if this rank waits for
+            // one of them, it might find a mismatch only at the deadline.
             state.beside = small::look(self.area, self.op, state.beside, |q| !self.verifies(q))?;
         }
         Ok(Step::Blocked)
@@ -230,7 +231,8 @@ impl Bulk<'_> {
             _ => false,
         }
     }
-    /// Whether the header of `q` must agree before this rank reads any data: true for every rank that it takes from.
+    /// Whether the header of `q` must agree before this rank reads any data. True for every rank from which this rank
+    /// takes.
     fn verifies(&self, q: usize) -> bool {
         match self.op.request.kind {
             Kind::Broadcast | Kind::Scatter => q == self.op.request.root as usize,
@@ -239,13 +241,13 @@ impl Bulk<'_> {
         }
     }
 
-    // The conditions of each step on rank `q` for round `k`. `step` checks the next round, `Rounds::needs` the last
-    // one.
+    // Conditions on rank `q` under which a step for round `k` must wait. `step` checks the next round, `Rounds::needs`
+    // the last one.
 
     fn fill_needs(&self, base: Bases, k: u64, q: usize) -> bool {
         !protocol::has_read(self.area, Region::Stage, q, base.stage + k)
     }
-    /// A take reads the peers' stage buffers, which must be ready.
+    /// A take reads the peers' stage buffers, so these must be ready.
     fn take_needs_data(&self, base: Bases, k: u64, q: usize) -> bool {
         let kind = self.op.request.kind;
         let takes_from = !matches!(kind, Kind::Broadcast | Kind::Scatter) || q == self.op.request.root as usize;
@@ -271,14 +273,15 @@ impl Bulk<'_> {
         select::unit(self.op.request.kind, self.area.ranks, chunk)
     }
 
-    /// The bytes of a block of `block` bytes that are sent in round `k`: offset and length.
+    /// The part of a block of `block` bytes that is sent in round `k`: its offset and length.
     fn part(&self, state: &Rounds, k: u64, block: usize) -> (usize, usize) {
         let unit = self.unit(state.chunk);
         let start = (k as usize * unit).min(block);
         (start, unit.min(block - start))
     }
 
-    /// The slice of a chunk of `bytes` bytes that rank `q` reduces: start and length, cut at cache lines.
+    /// The slice that rank `q` reduces in a chunk of `bytes` bytes: its start and length. Chunks are cut at cache
+    /// lines.
     fn slice(&self, bytes: usize, q: usize) -> (usize, usize) {
         let each = bytes.div_ceil(self.area.ranks).div_ceil(64) * 64;
         let start = (q * each).min(bytes);
@@ -302,8 +305,8 @@ impl Bulk<'_> {
         true
     }
 
-    /// Writes the data that the peers read in round `g` of the stage, which is round `k` of the operation. All kinds
-    /// are in one function, because each needs only a short arm that maps bytes to offsets.
+    /// Writes the data that the peers read in the stage's round `g`, which is round `k` of the operation. One function
+    /// handles all kinds, because each needs only a short arm that maps bytes to offsets.
     ///
     /// # Safety
     /// No peer may read this rank's stage buffer of round `g`.
@@ -312,7 +315,7 @@ impl Bulk<'_> {
         let (me, ranks) = (area.me, area.ranks);
         let (inputs, outputs) = (Pieces(request.inputs()), Pieces(request.outputs()));
         let total = inputs.bytes();
-        // SAFETY: see the function's contract; reads stay within the inputs because `part` and `slice` do.
+        // SAFETY: see the function's contract. `part` and `slice` stay within the inputs, so the reads do too.
         unsafe {
             match request.kind {
                 Kind::AllReduce | Kind::Reduce => {
@@ -373,8 +376,8 @@ impl Bulk<'_> {
     fn try_take(&mut self, state: &mut Rounds, rounds: u64, base: Bases) -> bool {
         let (area, k) = (self.area, state.take);
         let kind = self.op.request.kind;
-        // Take follows this rank's fill of the same round: an operation in place overwrites the data that the fill must
-        // stage.
+        // This rank takes a round only after it has filled that round, because an operation in place overwrites the
+        // data that the fill must stage.
         if k >= rounds || state.seen < area.ranks || (self.fills() && state.fill <= k) {
             return false;
         }
@@ -406,7 +409,7 @@ impl Bulk<'_> {
         true
     }
 
-    /// Reads the peers' stage buffers of round `g`, with one arm for each kind, like `fill`.
+    /// Reads the peers' stage buffers of round `g`. Has one arm for each kind, like `fill`.
     ///
     /// # Safety
     /// The peers' stage buffers of round `g` must be ready, and no peer may read this rank's result buffer of round
@@ -417,8 +420,8 @@ impl Bulk<'_> {
         let outputs = Pieces(request.outputs());
         let (total_in, total_out) = (Pieces(request.inputs()).bytes(), outputs.bytes());
         let unit = self.unit(state.chunk);
-        // SAFETY: see the function's contract. `Area` checks the bounds of every stage address, `Pieces` those of every
-        // output range.
+        // SAFETY: see the function's contract. `Area` checks the bounds of every stage address, and `Pieces` checks
+        // those of every output range.
         unsafe {
             match request.kind {
                 Kind::AllReduce | Kind::Reduce => {
@@ -477,8 +480,8 @@ impl Bulk<'_> {
     }
 
     /// Combines `bytes` of every rank into `to`, in rank order. This rank's own bytes are read from the inputs at `at`,
-    /// never from its stage buffer: the next fill of this rank waits only for its peers, so the buffer may already have
-    /// a later round.
+    /// and never from its stage buffer: this rank's fills wait only for its peers, so the buffer may already contain a
+    /// later round.
     ///
     /// # Safety
     /// `stage(q)` must be ready for `bytes` for every peer. `to` must have room for `bytes` and overlap no stage
@@ -554,8 +557,8 @@ unsafe fn reduce_on_threads(kernel: &Kernel, to: *mut u8, sources: &[*const u8],
     let from: Vec<usize> = sources.iter().map(|source| *source as usize).collect();
     threads::split(bytes, |start, length| {
         let sources: Vec<*const u8> = from.iter().map(|source| (source + start) as *const u8).collect();
-        // SAFETY: the caller vouches for the whole range. Parts begin at multiples of a cache line, so at elements, and
-        // no two parts have a byte in common.
+        // SAFETY: the caller vouches for the whole range. Parts begin at multiples of a cache line, where elements
+        // begin too, and no two parts have a byte in common.
         unsafe { kernel.reduce((to + start) as *mut u8, &sources, factors, length / kernel.element_size()) };
     });
 }

@@ -2,9 +2,9 @@
 //! may have fewer channels than senders.
 //!
 //! A channel is lent with the grant for a message and returned when the receiver has read the whole message. A granted
-//! message was matched by a receive, so both ranks move it whatever else they wait for: every channel is returned.
-//! Senders that find no free channel get one in the order in which they asked. A sender keeps its channel for its next
-//! messages as long as no other sender waits.
+//! message was matched by a receive, so both ranks move it whatever else they wait for. Therefore every channel is
+//! returned. Senders that find no free channel get one in the order in which they asked. As long as no other sender
+//! waits, a sender keeps its channel for its next messages.
 //!
 //! Only the receiver has this state. A sender reads the number of its channel from the grant (`p2p.rs`).
 
@@ -12,7 +12,7 @@ use std::collections::VecDeque;
 
 pub struct Channels {
     free: Vec<usize>,
-    /// By sender: its channel, and the number of its granted messages that are not fully read.
+    /// For each sender: its channel, and how many of its granted messages are not fully read.
     lent: Vec<Option<(usize, usize)>>,
     waiting: VecDeque<usize>,
 }
@@ -22,7 +22,8 @@ impl Channels {
         Channels { free: (0..channels).rev().collect(), lent: vec![None; ranks], waiting: VecDeque::new() }
     }
 
-    /// Lends a channel for one more message of `from`. `None` if `from` must ask again after a channel was returned.
+    /// Lends a channel for one more message of `from`. `None` if no channel is free; the caller must ask again after a
+    /// channel was returned.
     pub fn lend(&mut self, from: usize) -> Option<usize> {
         if self.waiting.front().is_none_or(|first| *first == from) {
             let channel = self.of(from).or_else(|| self.free.pop());

@@ -1,4 +1,4 @@
-//! The part of a shared-memory group that any thread may use without the group's lock.
+//! The part of the shared-memory engine that any thread may use without the group's lock.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 

@@ -1,4 +1,4 @@
-//! One rank of a group over shared memory: the queue of its operations and how they advance.
+//! The engine of one rank of a shared-memory group: queues its operations and advances them.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -28,8 +28,8 @@ use crate::select::{Choice, GroupShape, OpDesc, Path, Policy};
 use crate::types::{ANY_RANK, Kind};
 
 enum Phase {
-    /// Not published: a peer may still read the slot that the operation needs, or an earlier operation uses the same
-    /// memory.
+    /// Not published yet: a peer may still read the slot that the operation needs, or an earlier operation uses the
+    /// same memory.
     Queued,
     /// Published in its slot. The headers of ranks below this number have been checked.
     Slots(usize),
@@ -37,7 +37,7 @@ enum Phase {
     Rounds(Rounds),
     /// Its header is published and offers its tensors. If a rank offers none, the data is copied in rounds.
     Mapped(Box<Mapped>),
-    /// Its result is in the caller's memory, and its hash is published. Only if results are compared.
+    /// Its result is in the caller's memory, and the result's hash is published. Only if results are compared.
     Hashed,
 }
 
@@ -48,7 +48,7 @@ struct Entry {
     phase: Phase,
     /// Its position among all operations that this rank issued in this group.
     turn: u64,
-    /// Earlier operations on the same memory, which must end first. Set when this operation is the next to be
+    /// Earlier operations on the same memory, which must end first. Set when this operation is the next one to be
     /// published, or when a message is issued after it.
     predecessors: Option<Vec<Arc<Op>>>,
 }
@@ -74,21 +74,21 @@ pub struct Shm {
     /// Hash of the policy and of all signatures published so far.
     chain: u64,
     p2p: P2p,
-    /// Which operations messages must follow, and which operations follow messages.
+    /// Records which operations a message must follow, and which operations must follow a message.
     order: Order,
     /// Number of operations issued so far, messages included.
     turns: u64,
-    /// Pending collectives up to this turn are in `order`: those that are older than some message.
+    /// Pending collectives up to this turn are in `order`, because a message was issued after them.
     ordered: u64,
     scratch: Vec<u8>,
     /// None if results are not compared.
     results: Option<Box<Results>>,
-    /// If false, a collective is published only after the previous one has ended, so that none are fused.
+    /// If false, a collective is published only after the previous one has ended, so that collectives are never fused.
     fusion: bool,
 }
 
 impl Shm {
-    /// `pids` has the ranks' processes, 0 if unknown. `shape` is that of `Layout::shape`. All arguments except `area`
+    /// `pids` has the ranks' processes, 0 if unknown. `shape` comes from `Layout::shape`. All arguments except `area`
     /// are equal on every rank.
     pub fn new(area: Arc<Area>, pids: Vec<i32>, shape: GroupShape, fusion: bool, policy: Arc<Policy>) -> Shm {
         let layout = area.layout;
@@ -112,7 +112,7 @@ impl Shm {
         }
     }
 
-    /// Chooses the path of a collective and queues it. `publish` publishes it later.
+    /// Chooses the path of a collective and queues the collective. `publish` publishes it later.
     fn enqueue(&mut self, op: Arc<Op>, kernel: Option<Kernel>) {
         self.turns += 1;
         let desc = OpDesc::of(&op.request, self.area.ranks);
@@ -138,8 +138,8 @@ impl Shm {
         }
     }
 
-    /// Called before a message is issued. Adds all older collectives to `order`, each with the operations that it must
-    /// follow.
+    /// Called before a message is issued. Adds all older collectives to `order`, and determines the operations that
+    /// each must follow.
     fn order_collectives(&mut self) {
         let from = self.entries.partition_point(|entry| entry.turn <= self.ordered);
         for entry in self.entries.range_mut(from..) {
@@ -151,8 +151,8 @@ impl Shm {
         self.ordered = self.turns;
     }
 
-    /// Removes predecessors that need not be waited for. A send that `p2p` has accepted continues from a copy of its
-    /// data, because its peer may receive it only after the operation that waits here.
+    /// Removes the predecessors for which no operation needs to wait. A send that `p2p` has accepted continues from a
+    /// copy of its data, because its peer may receive it only after the operation that waits here.
     fn continue_from_copies(&mut self, predecessors: &mut Vec<Arc<Op>>) {
         predecessors.retain(|earlier| {
             let sends =
@@ -165,7 +165,7 @@ impl Shm {
         });
     }
 
-    /// Starts the held messages that no longer have to wait. True if there was one.
+    /// Starts the held messages that no longer have to wait. Returns whether there was one.
     fn hand_over_held(&mut self, ended: &mut Ended) -> Result<bool> {
         let mut moved = false;
         while let Some(op) = self.order.next_ready() {
@@ -184,7 +184,7 @@ impl Shm {
     }
 
     /// Advances the published operation at `at`. Returns its step, and whether it runs in rounds. Only one operation
-    /// runs in rounds at a time, because all use the same stage: with `large`, an earlier one does.
+    /// runs in rounds at a time, because all use the same stage. `large`: an earlier operation runs in rounds.
     fn step(&mut self, at: usize, large: bool) -> Result<(Step, bool)> {
         let area = &*self.area;
         let Entry { op, kernel, path, phase, .. } = &mut self.entries[at];
@@ -197,8 +197,9 @@ impl Shm {
                     op.timing.set_late(*seen);
                     return Ok((Step::Blocked, false));
                 }
-                // A barrier ends after every earlier collective of this rank, so that the program may use their memory
-                // after it. The peers do not wait for that, because the barrier's slot is already published.
+                // A barrier ends after every earlier collective of this rank, so that the program may use the
+                // collectives' memory after the barrier. The peers do not wait for that, because this rank's slot of
+                // the barrier is already published.
                 if op.request.kind == Kind::Barrier && at > 0 {
                     return Ok((Step::Blocked, false));
                 }
@@ -225,7 +226,7 @@ impl Shm {
         }
     }
 
-    /// Publishes queued operations in order, as far as free slots and the use of memory allow. True if one was
+    /// Publishes queued operations in order, as far as free slots and the use of memory allow. Returns whether one was
     /// published.
     fn publish(&mut self) -> bool {
         let mut moved = false;
@@ -254,7 +255,8 @@ impl Shm {
                         None => Phase::Rounds(Rounds::new(op, chunk)),
                     }
                 }
-                // `choose` returns no other path for a collective of several ranks on one host.
+                // `Path::Slots`: for a collective of several ranks on one host, `choose` returns no path except those
+                // handled here.
                 _ => {
                     small::write(area, op, chain);
                     Phase::Slots(0)
@@ -283,7 +285,7 @@ impl Shm {
                 step = self.compare(at)?;
             }
             if step == Step::Done {
-                // Stored back while it is in the list, so that `take_pending` still finds the operation if the copy
+                // Store back while the operation is still in the list, so that `take_pending` finds it if the copy
                 // panics.
                 self.entries[at].op.store_back();
                 let entry = self.entries.remove(at).expect("in range");
@@ -311,8 +313,8 @@ impl Shm {
         Ok(moved)
     }
 
-    /// Publishes the hash of the result of the operation at `at`, which is done, and compares earlier results with those
-    /// of the next rank. The step with which the operation goes on.
+    /// Publishes the hash of the result of the operation at `at`, whose data is complete, and compares earlier results
+    /// with those of the next rank. Returns the step with which the operation continues.
     fn compare(&mut self, at: usize) -> Result<Step> {
         let Some(results) = &mut self.results else { return Ok(Step::Done) };
         let Entry { op, phase, .. } = &mut self.entries[at];
@@ -325,8 +327,8 @@ impl Shm {
         Ok(if results.compare(&self.area, op, self.slots.done())? { Step::Done } else { Step::Blocked })
     }
 
-    /// Whether the operation at `at` uses memory that an earlier operation still has to read or write. Publishing it
-    /// now would read stale data.
+    /// Whether the operation at `at` uses memory that an earlier operation still has to read or write. If it were
+    /// published now, it would read stale data.
     fn must_wait(&mut self, at: usize) -> bool {
         if at == 0 && self.order.is_empty() {
             return false;
@@ -346,8 +348,8 @@ impl Shm {
         waits
     }
 
-    /// The operations that cannot end before `peer` makes further progress, by the conditions under which they advance.
-    /// `gone` selects the ranks that will make no progress.
+    /// The operations that cannot end before `peer` makes further progress. Checks the conditions under which
+    /// operations advance. `gone` selects the ranks that will make no further progress.
     fn blocked_by(&self, peer: usize, gone: &dyn Fn(usize) -> bool) -> impl Iterator<Item = &Arc<Op>> {
         let area = &*self.area;
         let collectives = self.entries.iter().filter(move |entry| match &entry.phase {
@@ -445,8 +447,8 @@ impl Engine for Shm {
     fn blockers(&self, op: &Op) -> Blockers {
         let mut ranks = Vec::new();
         for rank in (0..self.area.ranks).filter(|rank| *rank != self.area.me) {
-            // A receive from `ANY_RANK` waits for every rank: treat all ranks as gone, so that it counts as blocked by
-            // each of them.
+            // A receive from `ANY_RANK` waits for every rank. Treat all ranks as gone, so that the receive counts as
+            // blocked by each of them.
             let anyone = op.request.root == ANY_RANK;
             if !self.blocked_by(rank, &|_| anyone).any(|blocked| std::ptr::eq(&**blocked, op)) {
                 continue;
@@ -473,8 +475,9 @@ impl Engine for Shm {
         self.queued = 0;
         let exposed = self.entries.iter().any(|entry| matches!(entry.phase, Phase::Mapped(_)));
         if exposed && !self.area.is_poisoned() && !self.area.left(self.area.me) {
-            // Another thread of this rank has found the fault and may not have stored it yet. The peers must be able to
-            // see it before the program changes a tensor (`mapped`). Both threads store the same text.
+            // If another thread of this rank has found the fault, that thread may not have stored it yet. The peers
+            // must be able to see the fault before the program changes a tensor (`mapped`). Both threads store the same
+            // text.
             self.area.poison(error);
         }
         let collectives = self.entries.drain(..).map(|entry| {

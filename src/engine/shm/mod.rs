@@ -1,10 +1,11 @@
-//! Collectives and messages between the processes of one host, over one shared-memory segment per group.
+//! Runs collectives and messages between the processes of one host, over one shared-memory segment per group.
 //!
 //! `Shm` is one rank's engine. It has a queue of operations in the order of their numbers; each is a state machine that
 //! advances without blocking. `submit` enqueues, publishes and advances; `poll` publishes and advances. Operations are
-//! published strictly in order and may end in any order, because each has its own slot. Large ones use the rounds one
-//! after another. Messages are outside that order, but a message waits for an earlier operation on the same memory, and
-//! vice versa. The caller holds the group's lock, so `Shm` is plain single-threaded code.
+//! published strictly in order and may end in any order, because each has its own slot. Large operations run in rounds,
+//! one operation after another. Messages are outside that order, but a message waits for an earlier operation on the
+//! same memory, and an operation waits for an earlier message on the same memory. The caller holds the group's lock, so
+//! `Shm` is plain single-threaded code.
 //!
 //! | file | |
 //! | --- | --- |

@@ -1,13 +1,14 @@
-//! Send and receive between two ranks of a host.
+//! Moves messages between two ranks of a host.
 //!
 //! Each ordered pair of ranks has a ring buffer of envelopes. A message of up to `eager_bytes` is copied into its
 //! envelope, and its send ends at once. A larger message waits at the sender until the receiver has matched its
 //! envelope and granted it a channel (`channels`). Then it is copied through the two buffers of that channel, in the
-//! order of the grants. Receivers always move envelopes to a private list, so a message whose tag no receive has asked
-//! for yet blocks no later message. Receives match in the order in which they were posted, first in first out per
-//! (source, tag). A receive from `ANY_RANK` takes the message that arrived first.
+//! order of the grants. Receivers always move envelopes to a private list, so if no receive has asked for the tag of a
+//! message yet, the message still blocks no later one. Receives match in the order in which they were posted, first in
+//! first out per (source, tag). A receive from `ANY_RANK` takes the message that arrived first.
 //!
-//! Bytes: eager N written, N read; larger: N staged, N read, in N / body_bytes rounds that overlap.
+//! For an eager message, N bytes are written and N read. For a larger one, N bytes are staged and N read, in N /
+//! body_bytes rounds that overlap.
 //!
 //! | word | written by | value |
 //! | --- | --- | --- |
@@ -18,7 +19,7 @@
 //! | READY | sender, release after filling | number of body rounds filled |
 //! | DRAINED | receiver, release after reading | number of body rounds that may be overwritten |
 //!
-//! Every reader acquires. Numbers that a peer wrote are compared and bounded, and never used as an address.
+//! Every reader uses an acquire load. Numbers that a peer wrote are compared and bounded, and never used as an address.
 
 #![allow(unsafe_code)] // copies messages between caller memory and the segment
 
@@ -40,7 +41,7 @@ use crate::os::fault_points;
 use crate::os::fault_points::FaultPoint;
 use crate::types::{ANY_RANK, Kind};
 
-// Words of the sender have even numbers, words of the receiver odd ones: `Layout::pair_word`.
+// Words that the sender writes have even numbers, words that the receiver writes odd numbers (`Layout::pair_word`).
 const SENT: usize = 0;
 const CONSUMED: usize = 1;
 const TAKEN: usize = 2;
@@ -48,7 +49,7 @@ const GRANTS: usize = 3;
 const READY: usize = 4;
 const DRAINED: usize = 5;
 
-/// Flag of a grant entry: the receiver rejects the message, so the send fails too.
+/// A flag in a grant entry: the receiver rejects the message, so the send fails too.
 const REJECTED: u64 = 1 << 63;
 /// The bits of a grant entry from here up to `REJECTED` are the channel; the bits below are the message's number.
 const CHANNEL_SHIFT: u32 = 48;
@@ -60,7 +61,7 @@ struct Outgoing {
     round: u64,
     /// Sends that are not in the ring buffer yet.
     queue: VecDeque<Arc<Op>>,
-    /// Sends that are in the ring buffer and wait for a grant, with their envelope number.
+    /// Sends that are in the ring buffer and wait for a grant, each with its envelope number.
     waiting: VecDeque<(u64, Arc<Op>)>,
     /// Sends that the receiver has granted, each with its channel and the number of bytes staged so far.
     bodies: VecDeque<(Arc<Op>, usize, usize)>,
@@ -80,7 +81,7 @@ struct Incoming {
 }
 
 struct Message {
-    /// Position in the order of arrival at this rank, over all sources.
+    /// Position in the order in which messages from all sources arrived at this rank.
     stamp: u64,
     tag: u32,
     bytes: usize,
@@ -94,7 +95,7 @@ pub struct P2p {
     incoming: Vec<Incoming>,
     posted: VecDeque<Arc<Op>>,
     arrivals: u64,
-    /// Peers with a message in flight that `poll` can advance.
+    /// The peers with which a message is in flight that `poll` can advance.
     busy: RankSet,
     /// Peers whose mail bit this rank has seen. Before that, their envelopes may not be populated (`presence.rs`).
     senders: RankSet,
@@ -154,7 +155,7 @@ impl P2p {
         }
     }
 
-    /// Advances what can advance. Returns true if something did. Fails if a peer's counters are inconsistent or if
+    /// Advances what can advance. Returns true if something advanced. Fails if a peer's counters are inconsistent or if
     /// there is no memory.
     pub fn poll(&mut self, area: &Area, ended: &mut Ended) -> Result<bool> {
         if self.active == 0 {
@@ -182,8 +183,8 @@ impl P2p {
         Ok(moved)
     }
 
-    /// Whether no send to `peer` and no granted receive from it is in progress. A new message of `peer` is found by its
-    /// envelope.
+    /// Whether no send to `peer` and no granted receive from `peer` is in progress. A new message of `peer` is found by
+    /// its envelope.
     fn is_idle(&self, peer: usize) -> bool {
         let (out, incoming) = (&self.out[peer], &self.incoming[peer]);
         out.queue.is_empty()
@@ -267,7 +268,7 @@ impl P2p {
             let (number, through) =
                 (entry & ((1 << CHANNEL_SHIFT) - 1), ((entry & !REJECTED) >> CHANNEL_SHIFT) as usize);
             let Some(at) = channel.waiting.iter().position(|(waiting, _)| *waiting == number) else {
-                continue; // no message of this rank: the peer broke the protocol
+                continue; // this rank sent no such message: the peer broke the protocol
             };
             if through >= area.layout.channels {
                 return Err(Error::system(format!(
@@ -335,7 +336,7 @@ impl P2p {
                 let bytes = bytes.min(area.layout.eager_bytes);
                 message.bytes = bytes;
                 let mut data = vec![0u8; bytes];
-                // SAFETY: the envelope has `bytes`, bounded above, and SENT was acquired.
+                // SAFETY: the envelope has `bytes` bytes, which was bounded above, and SENT was acquired.
                 unsafe { crate::reduce::copy(data.as_mut_ptr(), area.envelope_data(from, me, number, bytes), bytes) };
                 message.data = Some(data);
             }
@@ -374,7 +375,7 @@ impl P2p {
         }
         match message.data {
             Some(data) => {
-                // SAFETY: the outputs have `room` bytes, as many as the message.
+                // SAFETY: the outputs have `room` bytes, which is the size of the message.
                 unsafe { outputs.write(0, data.as_ptr(), room) };
                 self.end(op, Ok(()), ended);
             }
@@ -429,7 +430,7 @@ impl P2p {
         let outputs = Pieces(op.request.outputs());
         let total = outputs.bytes();
         let bytes = area.layout.body_bytes.min(total - *offset);
-        // SAFETY: the body buffer is ready and has `bytes`.
+        // SAFETY: the body buffer is ready and has `bytes` bytes.
         unsafe { outputs.write(*offset, area.body(me, through, round, bytes), bytes) };
         *offset += bytes;
         channel.round += 1;
@@ -444,7 +445,7 @@ impl P2p {
     }
 
     /// The operations that cannot end before `peer` makes further progress. A receive from `ANY_RANK` needs `peer` if
-    /// no other rank can still send. `gone` selects the ranks that cannot.
+    /// no other rank can still send. `gone` selects the ranks that cannot send any more.
     pub fn blocked_by(&self, area: &Area, peer: usize, gone: impl Fn(usize) -> bool) -> impl Iterator<Item = &Arc<Op>> {
         let (out, incoming) = (&self.out[peer], &self.incoming[peer]);
         let no_room = self.ring_is_full(area, peer);
@@ -467,8 +468,9 @@ impl P2p {
         queued.chain(waiting).chain(sent).chain(received).chain(posted)
     }
 
-    /// Whether no envelope to `to` may be overwritten. Does not read the peer's counter before this rank has sent as
-    /// many messages as the ring holds, because the memory may not be populated before the first message.
+    /// Whether the ring buffer to `to` has no envelope that may be overwritten. Does not read the peer's counter before
+    /// this rank has sent as many messages as the ring holds, because the memory may not be populated before the first
+    /// message.
     fn ring_is_full(&self, area: &Area, to: usize) -> bool {
         let (sent, most) = (self.out[to].sent, area.layout.envelopes);
         sent >= most && sent.wrapping_sub(area.pair_word(area.me, to, CONSUMED).load(Acquire)) >= most
@@ -503,7 +505,7 @@ impl P2p {
     }
 }
 
-/// The last round of a message of which `moved` bytes were moved, if its next round is `next`.
+/// The last round of a message, if `moved` of its bytes were moved and its next round is `next`.
 fn last_round(area: &Area, next: u64, op: &Op, moved: usize) -> u64 {
     let left = op.payload() as usize - moved;
     next + (left.div_ceil(area.layout.body_bytes) as u64).max(1) - 1

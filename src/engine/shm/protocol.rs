@@ -1,5 +1,5 @@
-//! The protocol of the shared memory: which rank may write which word, and when. It has no access to memory: it loads
-//! and stores through [`Words`].
+//! The protocol of the shared memory: which rank may write which word, and when. This file does not access memory
+//! itself: it loads and stores through [`Words`].
 //!
 //! Everything here is generic over `Words`, so the same code runs on the mapped segment and, in `tests/loom.rs`, on
 //! loom's atomics, which try every interleaving.
@@ -10,16 +10,16 @@
 //! `n - depth`, it must have loaded (acquire) `Done >= n - depth` from every peer. Their reads then happen before the
 //! overwrite, so no trailing barrier is needed and payload accesses are plain.
 //!
-//! **Rounds.** Large operations are cut into rounds, which are numbered through all operations of the group, in order.
-//! Per region (stage, result) a rank has two buffers and two counters. `Ready = g + 1` means that the rank has filled
-//! its buffer for round `g`. `Drained = g + 1` means that the rank no longer reads any peer's buffer of rounds up to
-//! `g`. A rank may fill round `g` when every peer's `Drained >= g - 1`: then no peer reads round `g - 2`, which used
-//! the same buffer last.
+//! **Rounds.** Large operations are cut into rounds. Rounds are numbered consecutively over all operations of the
+//! group. For each region (stage, result) a rank has two buffers and two counters. `Ready = g + 1` means that the rank
+//! has filled its buffer for round `g`. `Drained = g + 1` means that the rank no longer reads any peer's buffer of
+//! rounds up to `g`. A rank may fill round `g` when `Drained >= g - 1` for every peer: then no peer reads round `g -
+//! 2`, the last round that used the same buffer.
 //!
 //! **Messages.** A message that does not fit into an envelope is copied through the two buffers of a channel of the
-//! receiver (`channels.rs`). Its rounds are numbered through all such messages of an ordered pair: the sender may fill
-//! round `g` when the receiver has drained round `g - 2`. A channel passes to another sender only by a grant, which the
-//! receiver stores (release) after it has read all earlier data of the channel.
+//! receiver (`channels.rs`). Rounds are numbered consecutively over all such messages of an ordered pair: the sender
+//! may fill round `g` when the receiver has drained round `g - 2`. A channel passes to another sender only by a grant,
+//! which the receiver stores (release) after it has read all earlier data of the channel.
 //!
 //! **Parts.** If ranks access each other's tensors (`mapped`), each rank has a part of the operation. When its part is
 //! done, it stores `Moved = n` in its slot (release). A rank that loads this value from every slot (acquire) knows that
@@ -27,16 +27,17 @@
 //! the slot is published.
 //!
 //! **Hashes.** If results are compared (`results`), a rank that has ended operation `n` stores the hash of its result
-//! (release) before `Done = n`. The words of four times as many operations as there are slots are kept. A rank that has
-//! loaded `Done >= n` of a peer, as it has before it publishes operation `n + depth`, finds the peer's hash of `n`, and
-//! the peer does not overwrite it before this rank has stored a `Done` that is three times `depth` above `n`.
+//! (release) before `Done = n`. The words of the last `4 * depth` operations are kept. Before a rank publishes
+//! operation `n + depth`, it has loaded `Done >= n` from every peer, so from then on it finds each peer's hash of `n`.
+//! A peer does not overwrite that hash before this rank has stored `Done >= n + 3 * depth`.
 //!
 //! **Mail.** With many ranks, a sender marks each message at the receiver: after the message is visible, it sets its
 //! bit in the receiver's mail words (release). The receiver clears the bits (acquire) before it reads the envelopes of
 //! their senders, so a later message sets its bit again. With few ranks, only a sender's first message to a rank sets a
 //! bit; after that the receiver polls that sender.
 //!
-//! Each word except mail has one writing rank. No function here blocks: each returns whether a step is possible yet.
+//! Only one rank writes each word, except the mail words. No function here blocks: each returns whether a step is
+//! possible yet.
 
 use super::rank_set::RankSet;
 
@@ -46,19 +47,19 @@ pub enum Word {
     /// Tag of the slot that operation `n` uses at `rank`: the operation's number, 0 before the first. Written by `rank`
     /// after the payload (release), read by its peers (acquire).
     Tag { rank: usize, n: u64 },
-    /// Highest `n` such that `rank` no longer reads any slot of operations up to `n`. Written by `rank` after its last
-    /// such read (release), read by its peers before they overwrite their slots (acquire).
+    /// The highest `n` for which `rank` no longer reads any slot of operations up to `n`. Written by `rank` after its
+    /// last such read (release), read by its peers before they overwrite their slots (acquire).
     Done(usize),
     /// In the slot of operation `n`: `n` when `rank` has done its part, 0 before. Written after the last access to a
     /// peer's tensor (release), read before the tensors are used again (acquire).
     Moved { rank: usize, n: u64 },
-    /// The hash of the result of operation `n` at `rank`, with a mark that tells `n` from operations that use the same
-    /// word. Written when the operation has ended there (release), read by peers later (acquire).
+    /// The hash of `rank`'s result of operation `n`, with a mark that distinguishes `n` from other operations that use
+    /// the same word. Written when the operation has ended on `rank` (release), read by peers later (acquire).
     Hash { rank: usize, n: u64 },
-    /// Number of rounds that `rank` has filled, per region. Written after filling (release), read before reading the
-    /// buffer (acquire).
+    /// For a region, the number of rounds that `rank` has filled. Written after filling (release), read before reading
+    /// the buffer (acquire).
     Ready(Region, usize),
-    /// Number of rounds that `rank` no longer reads, per region. Written after reading (release), read before
+    /// For a region, the number of rounds that `rank` no longer reads. Written after reading (release), read before
     /// overwriting (acquire).
     Drained(Region, usize),
 }
@@ -80,11 +81,11 @@ pub struct Slots {
     me: usize,
     ranks: usize,
     depth: u64,
-    /// The last known `Done` of each peer: a lower bound, refreshed only when it is too low.
+    /// The last known `Done` of each peer. It is a lower bound, which is refreshed only when it is too low.
     known: Vec<u64>,
     /// This rank's `Done`.
     done: u64,
-    /// Operations above `done` that this rank has finished reading: bit `i` is operation `done + 1 + i`.
+    /// Operations above `done` whose slots this rank no longer reads: bit `i` is operation `done + 1 + i`.
     finished: u128,
 }
 
@@ -116,7 +117,7 @@ impl Slots {
         n.checked_sub(self.depth).is_some_and(|last_user| words.load(Word::Done(peer)) < last_user)
     }
 
-    /// Makes the slot visible to the peers. Payload and header must be written before.
+    /// Makes the slot visible to the peers. Payload and header must have been written before.
     pub fn publish<W: Words>(&self, words: &W, n: u64) {
         words.store(Word::Tag { rank: self.me, n }, n);
     }
@@ -154,7 +155,7 @@ pub fn has_moved<W: Words>(words: &W, rank: usize, n: u64) -> bool {
     words.load(Word::Moved { rank, n }) == n
 }
 
-/// Access to the words from which a rank sees that another rank has given up its operations.
+/// Access to the words that show whether another rank has given up its operations.
 pub trait Ends {
     /// Whether the group has failed or a rank has left it. Relaxed.
     fn is_over(&self) -> bool;
@@ -162,16 +163,16 @@ pub trait Ends {
     fn fence(&self);
 }
 
-/// Called after reading peers' tensors. True if no rank had given up its part before those reads. A rank that gives up
-/// stores this, followed by a fence, before its program changes a tensor. So if this rank has read the change, it finds
-/// the store here.
+/// Called after this rank has read peers' tensors. True if no rank had given up its part before those reads. A rank
+/// that gives up stores this fact, followed by a fence, before its program changes a tensor. So if this rank has read
+/// the change, it sees that store here.
 pub fn was_whole<E: Ends>(ends: &E) -> bool {
     ends.fence();
     !ends.is_over()
 }
 
-/// Whether `rank` no longer reads the data that the buffer of round `g` held before, so that a peer may fill the buffer
-/// as far as `rank` is concerned.
+/// Whether `rank` no longer reads the data that the buffer of round `g` held before. If so for all ranks, a peer may
+/// fill the buffer.
 pub fn has_read<W: Words>(words: &W, region: Region, rank: usize, g: u64) -> bool {
     g < 2 || words.load(Word::Drained(region, rank)) >= g - 1
 }
@@ -196,7 +197,7 @@ pub fn drained<W: Words>(words: &W, region: Region, me: usize, g: u64) {
     words.store(Word::Drained(region, me), g + 1);
 }
 
-/// Whether a sender may fill a channel's buffer for round `g` of its pair. `drained` is the pair's DRAINED word.
+/// Whether a sender may fill the buffer of a channel for round `g` of its pair. `drained` is the pair's DRAINED word.
 pub fn may_fill_body(g: u64, drained: u64) -> bool {
     g < 2 || drained >= g - 1
 }
@@ -209,12 +210,12 @@ pub trait Mail {
     fn take(&self, word: usize) -> u64;
 }
 
-/// Sets the bit of `from` at `to`. Call it after the message is visible.
+/// Sets the bit of `from` in the mail words of `to`. Must be called after the message is visible.
 pub fn post<M: Mail>(mail: &M, to: usize, from: usize) {
     mail.add(to, from / 64, 1 << (from % 64));
 }
 
-/// Returns the ranks that have sent to this rank since the last call. The group has `ranks` ranks.
+/// Returns the ranks of a group of `ranks` ranks that have sent to this rank since the last call.
 pub fn collect<M: Mail>(mail: &M, ranks: usize) -> RankSet {
     let mut senders = RankSet::default();
     for word in 0..ranks.div_ceil(64) {

@@ -1,4 +1,4 @@
-//! A set of ranks of one group, as bits.
+//! A set of ranks of one group. Each rank is one bit.
 
 use super::memory::layout::MAX_RANKS;
 

@@ -1,12 +1,12 @@
-//! Compares the results of the ranks of one host (`engine::verify`). Only a group with the option `verify` has it.
+//! Compares the results of the ranks of one host (`engine::verify`), if the group has the option `verify`.
 //!
-//! Each rank writes the hash of each result into shared memory (`protocol`, **Hashes**) and compares it with the hash of
-//! the next rank; the last rank compares with rank 0. So each rank reads the hashes of one peer, however many ranks there
-//! are, and if results differ, two neighbours find it. Eight words share a cache line, so hashes of small operations
-//! are compared eight at a time; after a large operation or a barrier all that are published are compared.
+//! Each rank writes the hash of each result into shared memory (`protocol`, **Hashes**) and compares it with the hash
+//! of the next rank; the last rank compares with rank 0. So each rank reads the hashes of only one peer, however many
+//! ranks there are, and if results differ, two neighbours find it. Eight words share a cache line, so hashes of small
+//! operations are compared eight at a time; after a large operation or a barrier all published hashes are compared.
 //!
 //! A rank that has found a difference reads the words of all ranks. Its operations do not end until every rank has
-//! published its hash, because each has a vote, but at most for `PATIENCE`.
+//! published its hash, because each rank has a vote; but this rank waits at most `PATIENCE`.
 
 use std::time::Duration;
 
@@ -23,14 +23,14 @@ use crate::os::{clock, topology};
 use crate::reduce::hash::SPARE;
 use crate::types::{Kind, Span};
 
-/// Results of fewer bytes wait until there are `TOGETHER` to be compared.
+/// Results of fewer bytes are compared only when `TOGETHER` results wait for it.
 const LARGE: u64 = 16 << 10;
 const TOGETHER: u64 = 8;
-/// Longest wait for the hashes of all ranks after a difference was found.
+/// After a difference was found, a rank waits at most this long for the hashes of all ranks.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// Most differences of a group that are logged, if they do not fail it.
+/// If differences do not fail the group, at most this many are logged.
 const MOST_WARNINGS: u64 = 20;
-/// Bit of a hash word: the operation has a result that is compared.
+/// A bit of a hash word: the operation has a result that is compared.
 const COMPARED: u64 = 8;
 
 pub struct Results {
@@ -39,11 +39,11 @@ pub struct Results {
     pids: Vec<i32>,
     /// Number of words of a rank.
     words: u64,
-    /// Signatures of the last operations, in places as the words, for texts.
+    /// Signatures of the last operations, for texts. An operation's signature has the same index as its hash word.
     signatures: Vec<u64>,
-    /// The hash of the operation in rounds, or of another large one, and its number.
+    /// The hash that is being computed, of an operation in rounds or of another large one, and the operation's number.
     running: Option<(u64, Hashing)>,
-    /// Hashes up to this number were compared with those of the next rank.
+    /// The hashes of operations up to this number were compared with those of the next rank.
     compared: u64,
     /// The operation whose result differs, and when that was found.
     found: Option<(u64, u64)>,
@@ -57,14 +57,14 @@ impl Results {
         Results { verify, pids, words, signatures, running: None, compared: 0, found: None, warned: 0 }
     }
 
-    /// The low bits of the word of operation `n`, which differ from those of operations that use the word before and
-    /// after it, and are not 0.
+    /// The low bits of the word of operation `n`. They are not 0, and they differ from those of the operations that use
+    /// the same word directly before and after `n`.
     fn mark(&self, n: u64) -> u64 {
         n / self.words % 7 + 1
     }
 
-    /// Hashes the part of the result of an operation in rounds that is complete: its first `bytes`. It is still in the
-    /// cache.
+    /// Hashes the complete part of the result of an operation in rounds: its first `bytes` bytes. The newest of them
+    /// are still in the cache.
     pub fn follow(&mut self, op: &Op, bytes: usize) {
         let Some(result) = followed(op).filter(|_| bytes > 0) else { return };
         let running =
@@ -74,8 +74,8 @@ impl Results {
         }
     }
 
-    /// Publishes the hash of the result of `op`, which is complete. Returns false if a large result is only partly
-    /// hashed: call it again.
+    /// Publishes the hash of the result of `op`. The result is complete. Returns false if a large result is only partly
+    /// hashed; then it must be called again.
     pub fn publish(&mut self, area: &Area, op: &Op) -> bool {
         let n = op.number;
         let mut word = self.mark(n);
@@ -100,8 +100,9 @@ impl Results {
         true
     }
 
-    /// Compares hashes that are due, of operations up to number `done`, all of which have ended here. Returns false
-    /// while a difference was found and ranks still have to publish their hashes. `op` is the operation that ends.
+    /// Compares the hashes of operations up to number `done`, if this is due. All of these operations have ended on
+    /// this rank; `op` is the operation that ends now. Returns false while a difference was found and ranks still have
+    /// to publish their hashes.
     pub fn compare(&mut self, area: &Area, op: &Op, done: u64) -> Result<bool> {
         let is_due =
             op.request.kind == Kind::Barrier || op.payload() >= LARGE || done.saturating_sub(self.compared) >= TOGETHER;
@@ -131,7 +132,8 @@ impl Results {
         Ok(true)
     }
 
-    /// Compares hashes with those of the next rank, up to the first difference or to a hash that it has not published.
+    /// Compares hashes with those of the next rank, up to the first difference or to the first hash that the next rank
+    /// has not published.
     fn find(&mut self, area: &Area, done: u64) {
         let next = (area.me + 1) % area.ranks;
         while self.found.is_none() && self.compared < done {
@@ -148,7 +150,7 @@ impl Results {
     }
 }
 
-/// The result of an operation whose rounds complete it from its beginning.
+/// The result of an operation, if its rounds complete the result from the beginning.
 fn followed(op: &Op) -> Option<&[Span]> {
     verify::result(&op.request).filter(|_| op.request.kind != Kind::AllGather)
 }

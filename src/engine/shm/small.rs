@@ -1,9 +1,10 @@
-//! Small operations: one exchange of tagged slots.
+//! Runs small operations in one exchange of tagged slots.
 //!
-//! Idea: every rank writes the data that its peers need into its own slot. Then each rank reads all the slots it needs
-//! and combines them by itself. Steps: 1 (write, tag, read). Bytes per rank: own payload written, up to (P-1) payloads
-//! read. Order of summation: rank 0 to P-1. Source: the flag-in-line idea of NCCL's LL protocol and the single exchange
-//! of DeepSpeed's shm all_reduce, with one numbering for all kinds of operation and no trailing barrier (protocol.rs).
+//! Idea: every rank writes the data that its peers need into its own slot. Then each rank reads all the slots that it
+//! needs and combines them by itself. Steps: 1 (write, tag, read). Bytes per rank: it writes its own payload and reads
+//! up to (P-1) payloads. Order of summation: rank 0 to P-1. Source: the flag-in-line idea of NCCL's LL protocol and the
+//! single exchange of DeepSpeed's shm all_reduce, with one numbering for all kinds of operation and no trailing barrier
+//! (protocol.rs).
 
 #![allow(unsafe_code)] // copies and reduces between caller memory and the slots of the segment
 
@@ -42,8 +43,8 @@ fn aux(op: &Op, inline: bool) -> u64 {
     }
 }
 
-/// Writes the tensors of a call's list into the end of its slot, as far as the data leaves room. A peer with another
-/// list compares the tensors to find the first difference.
+/// Writes the tensors of a call's list to the end of the call's slot, as far as the data leaves room. A peer whose list
+/// differs compares the tensors to find the first difference.
 fn write_list(area: &Area, op: &Op) {
     if op.request.list.is_empty() {
         return;
@@ -53,10 +54,10 @@ fn write_list(area: &Area, op: &Op) {
     }
 }
 
-/// Number of tensors of a list for which a slot has room. Equal on all ranks with the same signature.
+/// For how many tensors of a list a slot has room. Equal on all ranks with the same signature.
 fn list_room(area: &Area, op: &Op) -> usize {
     let data = select::slot_payload(&op.request, area.ranks);
-    // The slot of an operation in rounds has no data, but may have an offer (`mapped`).
+    // If the operation runs in rounds, its slot has no data, but may have an offer (`mapped`).
     SLOT_BYTES.checked_sub(data).unwrap_or(SLOT_BYTES - OFFER_BYTES) / 8
 }
 
@@ -79,7 +80,7 @@ pub fn write(area: &Area, op: &Op, chain: u64) {
     area.write_header(op.number, Header { signature: op.signature, chain, aux: aux(op, true) });
 }
 
-/// Writes the header of an operation that runs in rounds, whose data follows through the stage buffers.
+/// Writes the header of an operation that runs in rounds. Its data follows through the stage buffers.
 pub fn write_header(area: &Area, op: &Op, chain: u64) {
     write_list(area, op);
     area.write_header(op.number, Header { signature: op.signature, chain, aux: aux(op, false) });
@@ -93,7 +94,7 @@ pub fn write_table(area: &Area, op: &Op, chain: u64) {
     let total = inputs.bytes();
     let table = table_bytes(request, area.ranks);
     let inline = is_inline(request, area.ranks);
-    // Asks for the whole slot, so that the table is behind the header line whatever its size.
+    // Ask for the whole slot, so that the table is behind the header line whatever the table's size.
     let to = area.payload(area.me, op.number, SLOT_BYTES);
     for q in 0..area.ranks {
         let bytes = block(&request.in_blocks, total, area.ranks, q) as u64;
@@ -130,8 +131,8 @@ pub fn needs(area: &Area, op: &Op, q: usize) -> bool {
     reads_from(&op.request, area.me, q) && !Slots::is_published(area, q, op.number)
 }
 
-/// Checks the needed slots from rank `seen` on: that they are published and that their signatures agree. Returns the
-/// first rank whose slot is not published yet, or `ranks`.
+/// Checks that the `needed` slots of rank `seen` and higher ranks are published and that their signatures agree.
+/// Returns the first rank whose slot is not published yet, or the number of ranks.
 pub fn look(area: &Area, op: &Op, mut seen: usize, needed: impl Fn(usize) -> bool) -> Result<usize> {
     while seen < area.ranks {
         if seen != area.me && needed(seen) {
@@ -147,7 +148,7 @@ pub fn look(area: &Area, op: &Op, mut seen: usize, needed: impl Fn(usize) -> boo
             {
                 return Err(error);
             }
-            // Rank `seen` must have as many bytes as this rank's list of blocks expects from it.
+            // Rank `seen` must have exactly the bytes that this rank's list of blocks expects from it.
             if matches!(op.request.kind, Kind::AllGather | Kind::Gather) {
                 let expected = op.request.out_blocks.get(seen).map_or(own.aux, |bytes| *bytes as u64);
                 if theirs.aux != expected {
@@ -170,8 +171,8 @@ fn mismatch(number: u64, me: usize, own: u64, peer: usize, theirs: u64) -> Error
     different(called(me, own), called(peer, theirs), UNTOUCHED)
 }
 
-/// The error if two ranks passed different lists of tensors to this operation, which their headers' `aux` words show.
-/// None if the words do not show it: for PREMUL_SUM they are factors.
+/// The error, if the `aux` words of the headers show that two ranks passed different lists of tensors to this
+/// operation. None if the words do not show this; for PREMUL_SUM they are factors.
 fn other_list(area: &Area, op: &Op, (peer, theirs): (usize, u64), own: u64) -> Option<Error> {
     if !lists::possible(op.signature)
         || matches!(op.request.op, ReduceOp::PremulSum(_))
@@ -189,13 +190,13 @@ fn other_list(area: &Area, op: &Op, (peer, theirs): (usize, u64), own: u64) -> O
     Some(lists::differ(&op::describe(op.signature), op.number, (area.me, own), (peer, theirs), place))
 }
 
-/// Called if the signatures of this operation agree but the chains differ. Then the lists of sizes of this operation
-/// differ, or an earlier operation in which neither rank read the other's header. The segment still has the last
-/// headers of both ranks; this reports the first difference among them.
+/// Called if the signatures of this operation agree but the chains differ. Then either the lists of sizes of this
+/// operation differ, or an earlier operation differed in which neither rank read the other's header. The segment still
+/// has the last headers of both ranks; this function reports the first difference between them.
 fn earlier_mismatch(area: &Area, op: &Op, peer: usize) -> Error {
     let me = area.me;
     let oldest = op.number.saturating_sub(area.layout.depth - 1).max(1);
-    // Whether all calls before `n` agreed. True before the first call, false (unknown) if earlier headers were
+    // Whether it is known that all calls before `n` agreed. True before the first call; false if earlier headers were
     // overwritten.
     let mut agreed = oldest == 1;
     for n in oldest..=op.number {
@@ -256,7 +257,7 @@ pub fn factors(area: &Area, op: &Op) -> Vec<f64> {
     }
 }
 
-/// Whether this rank's blocks of an all_to_all are in its slot, behind the table.
+/// Whether this rank's blocks of an all_to_all fit into its slot, behind the table.
 pub fn is_inline(request: &Request, ranks: usize) -> bool {
     request.kind == Kind::AllToAll && table_bytes(request, ranks) + Pieces(request.inputs()).bytes() <= SLOT_BYTES
 }
@@ -266,7 +267,8 @@ pub fn table_bytes(request: &Request, ranks: usize) -> usize {
     if request.kind == Kind::AllToAll { ranks * 8 } else { 0 }
 }
 
-/// Reads the slots, which are all published, and writes the results. `scratch` is a buffer for one payload.
+/// Reads the slots and writes the results. All slots that this rank needs are published. `scratch` is a buffer for one
+/// payload.
 pub fn finish(area: &Area, op: &Op, kernel: Option<&Kernel>, scratch: &mut Vec<u8>) -> Result<()> {
     let request = &op.request;
     let (me, ranks, n) = (area.me, area.ranks, op.number);
@@ -288,8 +290,8 @@ pub fn finish(area: &Area, op: &Op, kernel: Option<&Kernel>, scratch: &mut Vec<u
             let mut to = 0;
             for q in 0..ranks {
                 let bytes = block(&request.out_blocks, total_out, ranks, q);
-                // SAFETY: the slot has `bytes` (checked by `payload`), its tag was acquired, and the outputs are the
-                // caller's.
+                // SAFETY: the slot has `bytes` bytes (checked by `payload`), its tag was acquired, and the outputs
+                // belong to the caller.
                 unsafe { outputs.write(to, area.payload(q, n, bytes), bytes) };
                 to += bytes;
             }
@@ -300,7 +302,7 @@ pub fn finish(area: &Area, op: &Op, kernel: Option<&Kernel>, scratch: &mut Vec<u
             unsafe { outputs.write(0, from, total_out) };
         }
         Kind::Scatter => {
-            // All blocks are equal: the root checks that, and the signature covers it.
+            // All blocks have the same size: the root checks that, and the signature covers it.
             let from = area.payload(request.root as usize, n, total_out * ranks);
             // SAFETY: as above.
             unsafe { outputs.write(0, from.add(me * total_out), total_out) };
@@ -333,8 +335,8 @@ fn combine(
     let count = bytes / kernel.element_size();
     let factors = factors(area, op);
     let mut few = [std::ptr::null(); 8];
-    // SAFETY: every source has `bytes` from `start` on, and the target has room for them. Slots do not overlap caller
-    // memory.
+    // SAFETY: every source has `bytes` bytes beginning at `start`, and the target has room for them. Slots do not
+    // overlap caller memory.
     unsafe {
         if area.ranks <= few.len() {
             for (q, slot) in few[..area.ranks].iter_mut().enumerate() {
@@ -351,7 +353,7 @@ fn combine(
     }
 }
 
-/// Completes an all_to_all when all tables are published: checks all sizes and copies every block that is in a slot.
+/// Called when all tables of an all_to_all are published. Checks all sizes and copies every block that is in a slot.
 /// Returns the tables of the ranks whose blocks are sent in rounds.
 pub fn finish_table(area: &Area, op: &Op) -> Result<Vec<Option<Vec<usize>>>> {
     let request = &op.request;
@@ -359,7 +361,7 @@ pub fn finish_table(area: &Area, op: &Op) -> Result<Vec<Option<Vec<usize>>>> {
     let outputs = Pieces(request.outputs());
     let total_out = outputs.bytes();
     let mut in_rounds = Vec::with_capacity(ranks);
-    // The offset in its slot of each block that is in a slot.
+    // For each block that is in a slot: its offset in that slot.
     let mut in_slots = Vec::with_capacity(ranks);
     for q in 0..ranks {
         let table = read_table(area, op, q);

@@ -1,10 +1,10 @@
-//! One thread per process that sleeps until a watched peer ends.
+//! Watches peers: one thread per process sleeps until a watched peer ends.
 //!
 //! There are two signs. A pidfd becomes readable when the process has ended, and a socket reports end of file when its
-//! other end was closed. The pidfd has priority, because forked helpers of a peer may keep its socket open. Without a
-//! pidfd (another pid namespace on an old kernel, or pidfds denied) only the socket is used. The kernel closes a dying
-//! process's sockets just before its pidfd becomes readable, so the report of a closed socket is delayed by [`GRACE`]
-//! to prefer the pidfd's reason.
+//! other end was closed. The pidfd has priority, because forked helpers of a peer may keep the peer's socket open. If
+//! there is no pidfd (because of another pid namespace on an old kernel, or because pidfds are denied), only the socket
+//! is used. The kernel closes a dying process's sockets just before its pidfd becomes readable, so the report of a
+//! closed socket is delayed by [`GRACE`], in which the pidfd can report first.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
@@ -27,7 +27,7 @@ const CONNECTION_CLOSED: &str = "its connection closed";
 pub enum Source {
     /// A pidfd.
     Process,
-    /// A connected socket, over which nothing more is sent.
+    /// A connected socket on which nothing more is sent.
     Connection,
 }
 
@@ -51,7 +51,8 @@ struct Watched {
 struct State {
     watched: HashMap<u32, Watched>,
     next_id: u32,
-    /// Closed sockets of ranks whose pidfd has reported nothing yet: time at which to report, watch, rank.
+    /// Closed sockets of ranks whose pidfds have reported nothing yet. For each: the time at which to report it, the
+    /// watch, and the rank.
     closed: Vec<(Instant, u32, usize)>,
     /// The watch whose callback is running.
     running: Option<u32>,
@@ -60,7 +61,7 @@ struct State {
     stopping: bool,
 }
 
-/// State of the watch thread. Never freed: a forked child may appear at any moment, and makes its own.
+/// State of the watch thread. Never freed, because a forked child may appear at any moment; the child makes its own.
 pub(super) struct Watcher {
     epoll: OwnedFd,
     /// An eventfd that wakes the thread.
@@ -85,7 +86,7 @@ fn descriptor(rc: i32, what: &str) -> Result<OwnedFd> {
 }
 
 impl Watcher {
-    /// The process's watcher, which the first call makes.
+    /// Returns the process's watcher. The first call makes it.
     fn get() -> Result<&'static Watcher> {
         let present = PROCESS.watcher.load(Ordering::Acquire);
         if !present.is_null() {
@@ -119,7 +120,7 @@ impl Watcher {
         Ok(watcher)
     }
 
-    /// Ignores poisoning: a panicking callback must not end the watch of all other groups.
+    /// Ignores poisoning, because if a callback panics, the watches of all other groups must not end.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -131,7 +132,7 @@ impl Watcher {
         if rc == 0 { Ok(()) } else { Err(refused("epoll_ctl")) }
     }
 
-    /// Stops watching a descriptor, because one report per end is enough.
+    /// Stops watching a descriptor. One report per end is enough.
     fn forget(&self, end: &End) {
         // SAFETY: both descriptors are open. For a descriptor that is not in the set the call fails without effect.
         unsafe {
@@ -145,7 +146,7 @@ impl Watcher {
         unsafe { libc::write(self.wakeup.as_raw_fd(), (&raw const one).cast(), 8) };
     }
 
-    /// Starts the thread unless it is running.
+    /// Starts the thread, unless it is already running.
     fn ensure_thread(&'static self, state: &mut State) -> Result<()> {
         if state.thread.is_some() {
             return Ok(());
@@ -172,7 +173,8 @@ impl Watcher {
             };
             // SAFETY: the pointer and count describe `events`.
             let count = unsafe { libc::epoll_wait(self.epoll.as_raw_fd(), events.as_mut_ptr(), 64, timeout) };
-            // Processes first: if both signs of one death arrived together, the pidfd's reason is reported.
+            // Processes come first, so that if both signs of one death arrived together, the pidfd's reason is
+            // reported.
             let (mut sockets, mut ended) = (Vec::new(), Vec::new());
             for event in &events[..count.max(0) as usize] {
                 match event.u64 {
@@ -245,15 +247,15 @@ impl Watcher {
         if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| callback(rank, reason))).is_err() {
             log::error!("internal error, please report it: the callback for the end of rank {rank} panicked");
         }
-        // Dropped before `running` is cleared: the thread that waits for that may then free what the callback refers
-        // to.
+        // Dropped before `running` is cleared, because a thread that waits until `running` is cleared may then free
+        // what the callback refers to.
         drop(callback);
         self.lock().running = None;
         self.idle.notify_all();
     }
 }
 
-/// Whether the other end is closed. Data that it may have sent is discarded.
+/// Whether the other end is closed. If it has sent data, the data is discarded.
 fn has_closed(socket: &OwnedFd) -> bool {
     let mut rest = [0u8; 256];
     loop {
@@ -271,16 +273,17 @@ fn has_closed(socket: &OwnedFd) -> bool {
     }
 }
 
-/// Keeps a watch alive. After the guard's drop, the callback is not running and will not run again (unless the drop
-/// happens in the callback itself). So the guard must not be dropped with a lock held that the callback takes.
+/// Keeps a watch alive. After the guard was dropped, the callback is not running and will not run again (unless the
+/// callback itself dropped the guard). So a thread that drops the guard must not hold a lock that the callback
+/// acquires.
 pub struct WatchGuard {
     watcher: &'static Watcher,
     id: u32,
     generation: u32,
 }
 
-/// Calls `on_death(rank, reason)` on the watch thread when one of `ends` reports the end of its rank, at most once per
-/// rank. Owns the descriptors, and closes them when the guard is dropped.
+/// When a descriptor in `ends` reports the end of its rank, calls `on_death(rank, reason)` on the watch thread, at most
+/// once per rank. Owns the descriptors, and closes them when the guard is dropped.
 pub fn watch(ends: Vec<End>, on_death: impl Fn(usize, &'static str) + Send + Sync + 'static) -> Result<WatchGuard> {
     super::install();
     let watcher = Watcher::get()?;
@@ -293,7 +296,7 @@ pub fn watch(ends: Vec<End>, on_death: impl Fn(usize, &'static str) + Send + Syn
     // The largest number would collide with the token of the wakeup descriptor.
     state.next_id = (id + 1) % (u32::MAX - 1);
     let raw: Vec<i32> = ends.iter().map(|end| end.fd.as_raw_fd()).collect();
-    // Events may arrive at once: the thread looks them up under the lock that is held here.
+    // Events may arrive immediately, but the thread looks them up under the lock that is held here.
     state.watched.insert(id, Watched { ends, callback: Arc::new(on_death), reported: HashSet::new() });
     let guard = WatchGuard { watcher, id, generation: super::generation() };
     for (index, fd) in raw.into_iter().enumerate() {
@@ -328,7 +331,7 @@ impl Drop for WatchGuard {
     }
 }
 
-/// Ends the thread before the process ends. Watches report nothing afterwards, until a new watch starts the thread
+/// Ends the thread before the process ends. After that, watches report nothing until a new watch starts the thread
 /// again.
 pub fn stop() {
     let present = PROCESS.watcher.load(Ordering::Acquire);

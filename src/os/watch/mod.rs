@@ -1,5 +1,5 @@
-//! Detects failures from outside: peers that ended, processes that are stopped, and that this process was forked from
-//! the one that made the groups. It calls no higher layer except registered callbacks.
+//! Detects what happens to processes: whether peers have ended, whether a process is stopped, and whether this process
+//! was forked from the one that created the groups. It calls no higher layer except registered callbacks.
 
 #![allow(unsafe_code)] // system calls, and state that a forked child must be able to abandon
 
@@ -16,11 +16,11 @@ pub use self::death::{End, Source, WatchGuard, stop, watch};
 /// State that a forked child must reset.
 struct Process {
     /// Number of forks between the process that first used this module and this process. Only `in_forked_child` writes
-    /// it, when the process has one thread (relaxed).
+    /// it, while the process has only one thread (relaxed).
     generation: AtomicU32,
     /// Used to install the fork handler once.
     installed: Once,
-    /// Number of groups that live or are being made. Any thread changes it, `in_forked_child` reads it (relaxed: the
+    /// Number of groups that live or are being created. Any thread changes it; `in_forked_child` reads it (relaxed: the
     /// child has a snapshot of the memory).
     alive: AtomicU32,
     /// Whether a group of an ancestor lived when this process was forked from it. Only `in_forked_child` writes it
@@ -40,9 +40,9 @@ static PROCESS: Process = Process {
 
 /// Runs in the child before its first own instruction. Uses only atomics and nothing that may hold a lock.
 ///
-/// The child does not have the watcher's thread, and must not use the locks that this thread may have held. So a watch
-/// in the child makes a new watcher. The epoll instance is shared with the parent and must not be changed; even closing
-/// it is left to the end of the process.
+/// The child does not have the watcher's thread, and must not use the locks that this thread may have held. So the
+/// first watch in the child makes a new watcher. The epoll instance is shared with the parent and must not be changed;
+/// it is not even closed before the process ends.
 extern "C" fn in_forked_child() {
     PROCESS.generation.fetch_add(1, Ordering::Relaxed);
     if PROCESS.alive.swap(0, Ordering::Relaxed) > 0 {
@@ -63,21 +63,20 @@ pub fn install() {
     });
 }
 
-/// Number of forks that led to this process. Objects made under another number (threads, groups, watches) belong to the
-/// parent and must not be used here: their threads do not run, and their shared memory must not be written.
+/// Number of forks that led to this process. If an object (thread, group, watch) was made under a different number, it
+/// belongs to the parent and must not be used here: its threads do not run, and its shared memory must not be written.
 #[inline]
 pub fn generation() -> u32 {
     PROCESS.generation.load(Ordering::Relaxed)
 }
 
-/// Whether a group lived when this process, or an ancestor of it, was forked. Then the process has a copy of that
-/// group's memory but none of its threads. If no group lived, a child makes the state that it lacks anew
-/// ([`PerProcess`]).
+/// Whether a group lived when this process, or an ancestor of it, was forked. If so, the process has a copy of that
+/// group's memory but none of its threads. If no group lived, a child makes its own state ([`PerProcess`]).
 pub fn orphaned() -> bool {
     PROCESS.orphaned.load(Ordering::Relaxed)
 }
 
-/// While it exists, a forked child will be `orphaned`.
+/// While this exists, a child that is forked is `orphaned`.
 pub struct Alive {
     generation: u32,
 }
@@ -98,8 +97,9 @@ impl Drop for Alive {
     }
 }
 
-/// A value of the process that a forked child does not inherit, because a thread that the child lacks may have been
-/// changing it. Each process starts with the default. In a child, the parent's value is left as it was, and leaked.
+/// A value of the process that a forked child does not inherit, because a thread that the child does not have may have
+/// been changing it. Each process starts with the default value. In a child, the parent's value is left unchanged and
+/// leaked.
 pub struct PerProcess<T>(AtomicPtr<Made<T>>);
 
 struct Made<T> {
@@ -162,7 +162,8 @@ pub fn this_thread() -> u64 {
     unsafe { libc::pthread_self() as u64 }
 }
 
-/// The state letter of a process as in `ps` ('R' running, 'S' sleeping, 'T' stopped, 'Z' ended), for error texts.
+/// The letter that `ps` shows for the state of a process ('R' running, 'S' sleeping, 'T' stopped, 'Z' ended), for error
+/// texts.
 pub fn process_state(pid: i32) -> Option<char> {
     if pid <= 0 {
         return None;

@@ -1,6 +1,6 @@
-//! The code that the communicators of all vendors' libraries share: which thread may still use the handle, how a call
-//! is translated into the library's numbers, and on which thread a communicator is joined and ended. Each library
-//! implements the rest as [`Calls`].
+//! The code that the communicators of all vendors' libraries share. It decides which thread may still use the handle
+//! and on which thread a communicator is joined and ended, and translates a call into the library's numbers. Each
+//! library implements the rest as [`Calls`].
 
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
@@ -66,13 +66,13 @@ impl Numbers {
     }
 }
 
-/// The calls of one library. `handle` is one of its communicator handles as a number, and is valid until the call
-/// returns.
+/// The calls of one library. `handle` is one of the library's communicator handles as a number. It is valid until the
+/// call returns.
 pub trait Calls: Api + Sized + 'static {
     /// Further state of a communicator of this library.
     type Own: Send + Sync + 'static;
 
-    /// Puts one call on the stream. `factor` has the meaning in `Communicator::call_by_factor`, or is 0.
+    /// Puts one call on the stream. `factor` is 0 or has the same meaning as in `Communicator::call_by_factor`.
     fn put(&self, comm: &Joined<Self>, handle: usize, call: &Call<'_>, factor: usize, stream: Stream) -> Result<Kept>;
     fn group_start(&self) -> Result<()>;
     fn group_end(&self, comm: &Joined<Self>) -> Result<()>;
@@ -97,7 +97,7 @@ pub trait Calls: Api + Sized + 'static {
     fn close(comm: &Arc<Joined<Self>>, deadline: Duration) -> Result<()>;
 }
 
-/// One rank of a communicator of library `L`. Threads that end the communicator also hold it.
+/// One rank of a communicator of library `L`. Threads that end the communicator hold it too.
 pub struct Joined<L: Calls> {
     pub api: Arc<L>,
     pub guard: HandleGuard,
@@ -129,13 +129,13 @@ impl<L: Calls> Joined<L> {
     pub fn exchange(&self, messages: &[Message], one: impl FnMut(&Message) -> Result<()>) -> Result<()> {
         self.api.group_start()?;
         let called = messages.iter().try_for_each(one);
-        // Also after an error: a library group that stays open would include this thread's later calls.
+        // Called after an error too, because a library group that stays open would include this thread's later calls.
         let ended = self.api.group_end(self);
         called.and(ended)
     }
 }
 
-/// Joins a communicator on a new thread, which first selects the device of `setup`.
+/// Joins a communicator on a new thread. That thread first selects the device of `setup`.
 pub fn join<const BYTES: usize>(
     able: &Capabilities,
     setup: Setup,
@@ -156,7 +156,7 @@ pub fn failure(api: &dyn Api, what: &str, code: c_int, more: &str) -> Error {
 }
 
 /// The communicator as the rest of the engine uses it. If it is dropped without `close` or `abort`, it is aborted,
-/// because an orderly end would make the drop wait for the other ranks.
+/// because if it were closed, the drop would wait for the other ranks.
 pub struct LibraryComm<L: Calls>(pub Arc<Joined<L>>);
 
 impl<L: Calls> Communicator for LibraryComm<L> {

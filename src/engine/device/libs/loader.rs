@@ -1,9 +1,9 @@
 //! Finds a vendor's library at run time, and looks up functions in it. The same code serves all vendors.
 //!
-//! The following places are searched in this order. The first file that opens is used; the error lists every file that
-//! was tried:
-//! 1. the path that the user names (option `vendor`, else the variable `SAGELLM_<KEY>_LIBRARY`). If it does not open,
-//!    no other file is tried, because the user chose this one;
+//! The following places are searched in this order. The first file that can be opened is used; the error lists every
+//! file that was tried:
+//! 1. the path that the user names (option `vendor`, otherwise the variable `SAGELLM_<KEY>_LIBRARY`). If it cannot be
+//!    opened, no other file is tried, because the user chose this one;
 //! 2. the copy that this process has already loaded, usually by torch, so that there are never two copies;
 //! 3. the folders of the hints (Python's `site-packages`), and `SAGELLM_VENDOR_DIR`;
 //! 4. the bare file name, which the dynamic loader searches for.
@@ -25,7 +25,7 @@ pub struct Known {
     pub title: &'static str,
     /// File names, the preferred first.
     pub names: &'static [&'static str],
-    /// Path of the library's folder relative to a folder of the hints, as its Python package installs it.
+    /// Path of the folder in which the library's Python package installs it, relative to a folder of the hints.
     pub package: &'static str,
     /// A second library that may contain some of the symbols. It has its own key.
     pub companion: Option<&'static Known>,
@@ -33,7 +33,7 @@ pub struct Known {
     pub fix: &'static str,
 }
 
-/// Places to search, which the caller knows.
+/// Places to search, in addition to those that this file knows.
 #[derive(Clone, Debug, Default)]
 pub struct Hints {
     /// Path or name of the library. If set, no other file is tried.
@@ -46,7 +46,7 @@ pub struct Hints {
 #[derive(Debug)]
 pub struct Library {
     pub title: &'static str,
-    /// File of the library as the loader reports it; if the loader does not report it, the name that was opened.
+    /// The library's file according to the loader. If the loader does not report it, this is the name that was opened.
     pub path: String,
     handles: Vec<Handle>,
 }
@@ -122,7 +122,7 @@ impl Library {
     }
 }
 
-/// A function that the library may lack.
+/// A function that the library perhaps does not have.
 #[derive(Clone, Copy, Debug)]
 pub struct Symbol<F> {
     function: Option<F>,
@@ -138,7 +138,7 @@ impl<F: Copy> Symbol<F> {
         self.function
     }
 
-    /// The function; if the library lacks it, an error that names it.
+    /// The function. If the library does not have it, an error that names it.
     pub fn of(&self, library: &Library) -> Result<F> {
         self.function.ok_or_else(|| library.lacks(self.name))
     }
@@ -146,7 +146,7 @@ impl<F: Copy> Symbol<F> {
 
 /// `Symbol::of` for a function of `nccl_sys`.
 pub trait Needed<F> {
-    /// The function; if the library lacks it, an error that names it.
+    /// The function. If the library does not have it, an error that names it.
     fn of(&self, library: &Library) -> Result<F>;
 }
 
@@ -195,7 +195,7 @@ fn search(known: &'static Known, hints: &Hints, tried: &mut Vec<String>) -> Opti
 }
 
 /// Opens the companion of a library. If the user named the main library, the companion must be named too or be in the
-/// same folder, so that it is never taken from another installation.
+/// same folder, so that it never comes from another installation.
 fn open_companion(known: &'static Known, beside: Option<&Path>, hints: &Hints) -> Option<Handle> {
     let mut tried = Vec::new();
     match (config::library(known.key), beside) {
@@ -226,7 +226,7 @@ fn open(name: &[u8], loaded_only: bool, tried: &mut Vec<String>) -> Option<Handl
     None
 }
 
-/// The file that a handle belongs to.
+/// The file to which a handle belongs.
 fn path_of(handle: Handle) -> Option<String> {
     /// The first fields of `struct link_map` in glibc and musl.
     #[repr(C)]

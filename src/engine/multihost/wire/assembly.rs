@@ -1,28 +1,29 @@
-//! The receiving side of a stream of frames that several TCP connections carry (`stripes`).
+//! The receiving side of a stream of frames that several TCP connections carry. `stripes` is the sending side.
 //!
-//! Bytes may arrive before those in front of them, and twice. Those of the frame that is being received go to its
-//! memory at once, wherever they belong in it; those of later frames are kept until it is their turn. A frame ends when
-//! all its bytes are there. What arrives again afterwards is dropped, because its memory may be in use by others.
+//! Bytes may arrive before the bytes in front of them, and they may arrive twice. If they belong to the frame that is
+//! being received, they are stored in its memory at once, wherever they belong in it; bytes of later frames are kept
+//! until their turn. A frame ends when all its bytes are there. Bytes that arrive again after that are dropped, because
+//! the frame's memory may have other users by then.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// What handles the stream, in order.
+/// Handles the stream, in order.
 pub trait Sink {
-    /// The offset in the stream up to which everything was handled.
+    /// Everything before this offset in the stream was handled.
     fn position(&self) -> u64;
     /// Handles the next bytes. An error ends the connection.
     fn feed(&mut self, data: &[u8]) -> Result<(), String>;
-    /// The place in the stream of the data of the frame that is being received, if there is one.
+    /// If a frame is being received: the offsets of its data in the stream.
     fn current(&self) -> Option<Range<u64>>;
     /// Stores data of the current frame that belongs at this offset of the stream.
     fn store(&mut self, at: u64, data: &[u8]);
-    /// The next bytes are in their memory, within the current frame.
+    /// The next `bytes` bytes, which belong to the current frame, are already in its memory.
     fn skip(&mut self, bytes: u64);
 }
 
 enum Ahead {
-    /// Bytes of the current frame that are in its memory.
+    /// Number of bytes of the current frame that are already in its memory.
     Stored(u64),
     Kept(Vec<u8>),
 }
@@ -36,7 +37,7 @@ impl Ahead {
     }
 }
 
-/// What has arrived behind a gap, by offset, without overlaps.
+/// The bytes that have arrived behind a gap, by offset, without overlaps.
 #[derive(Default)]
 pub struct Assembly {
     ahead: BTreeMap<u64, Ahead>,
@@ -46,7 +47,7 @@ pub struct Assembly {
 #[derive(Clone, Copy)]
 pub enum Came<'a> {
     Data(&'a [u8]),
-    /// As many bytes of the current frame, which are in its memory.
+    /// This many bytes of the current frame, which are already in its memory.
     Stored(u64),
 }
 
@@ -99,7 +100,7 @@ impl Assembly {
         }
     }
 
-    /// Handles what is no longer behind a gap.
+    /// Handles the bytes that are no longer behind a gap.
     fn advance(&mut self, sink: &mut impl Sink) -> Result<(), String> {
         while let Some(first) = self.ahead.first_entry().filter(|first| *first.key() <= sink.position()) {
             let (start, ahead) = first.remove_entry();

@@ -1,4 +1,4 @@
-//! The connections that this process makes to others, all at once.
+//! Makes the connections from this process to others, all at the same time.
 
 use std::io::{self, Write};
 use std::net::TcpStream;
@@ -13,7 +13,7 @@ use super::{ProcessId, Wire, sockets};
 use crate::error::Result;
 use crate::os::random;
 
-/// How long a process waits for the others when the first of several connections is made.
+/// After the first of several connections is made, a process waits this long for the rest.
 const LATE_PATHS: Duration = Duration::from_secs(2);
 
 /// A connection to another rank that is not complete yet.
@@ -26,10 +26,10 @@ struct Call {
 }
 
 struct CalledPath {
-    /// Which connection of several it belongs to, and its place in it.
+    /// Which connection of several paths it belongs to, and its place in that connection.
     connection: u64,
     number: usize,
-    /// The connection that the first path made.
+    /// The connection that was made when the first path was.
     made: Option<Arc<Connection>>,
     since: Instant,
 }
@@ -40,8 +40,8 @@ enum CallState {
 }
 
 impl Wire {
-    /// Connects to these ranks, all at once. Returns when all connections are made, one was refused, or the timeout has
-    /// passed. `paths` are the addresses that several connections to one process use.
+    /// Connects to these ranks, all at the same time. Returns when all connections are made, when one was refused, or
+    /// when the timeout has passed. `paths` are the addresses for several connections to one process.
     pub(super) fn call(
         self: &Arc<Wire>,
         mut calling: Calling,
@@ -107,8 +107,8 @@ impl Wire {
         Ok(())
     }
 
-    /// Adds the connection or path that was made. Returns the connection and its number if its other paths are to be
-    /// made now.
+    /// Adds the connection or path that was made. If the connection's other paths must be made now, returns the
+    /// connection and its number.
     fn called(self: &Arc<Wire>, call: Call, other: &Other) -> io::Result<Option<(u64, Arc<Connection>)>> {
         sockets::set_up(call.fd.as_raw_fd());
         let token = self.token();
@@ -134,7 +134,7 @@ fn left_out(number: usize, paths: &[String], other: &Other, error: &io::Error) {
 }
 
 impl Call {
-    /// Starts a connection to this rank, or one of several.
+    /// Starts the connection to this rank or, with `path`, one of several.
     fn new(rank: usize, path: Option<CalledPath>, paths: &[String], others: &[Other]) -> io::Result<Call> {
         let fd = match &path {
             None => sockets::connect(None, &others[rank].address)?,
@@ -146,7 +146,7 @@ impl Call {
         Ok(Call { rank, fd, state: CallState::Connecting, path })
     }
 
-    /// Whether the connection of several is to go on without this path.
+    /// Whether this path is so late that its connection continues without it.
     fn is_late(&self) -> bool {
         self.path.as_ref().is_some_and(|path| path.made.is_some() && path.since.elapsed() >= LATE_PATHS)
     }

@@ -1,8 +1,8 @@
-//! What one group sends and receives: its messages, mail and bodies, by the rank of the peer.
+//! Transfers the messages, mail and bodies of one group, by the rank of the peer.
 //!
-//! Short messages of lanes are sent at once, as long as the receiver has consumed most of the earlier ones (`WINDOW`).
-//! The receiver keeps them until a receive is posted. Longer messages are bodies: when a receive is posted, the
-//! receiver sends Want, and the body is sent after that. So a receive that is posted ahead adds no latency, and a body
+//! A short message of a lane is sent at once, if the receiver has consumed enough of the earlier ones (`WINDOW`). The
+//! receiver keeps it until a receive is posted. A longer message is a body: when its receive is posted, the receiver
+//! sends Want, and then the sender sends the body. So if the receive is posted ahead, no latency is added, and a body
 //! is never stored on the way.
 
 #![allow(unsafe_code)] // the caller vouches for the memory of bodies
@@ -24,9 +24,9 @@ use crate::types::Span;
 
 /// Longest message of a lane that is sent without a Want from the receiver.
 const SHORT: usize = 16 << 10;
-/// Bytes of such messages, with their headers, that may be in flight to one peer.
+/// At most this many bytes of such messages, headers included, may be in flight to one peer.
 const WINDOW: usize = 1 << 20;
-/// Set in the numbers of lanes' bodies, which are otherwise their tags. Messages of programs do not use this range.
+/// Set in the number of a lane's body; the rest of the number is the tag. Messages of programs do not use this range.
 const OF_LANE: u64 = 1 << 63;
 /// Why nothing more arrives from a peer that has left the channel.
 const LEFT: &str = "Connection closed by peer";
@@ -36,23 +36,23 @@ struct Waiting {
     memory: Memory,
     bytes: usize,
     end: End,
-    /// Set if the wire must be driven for this transfer even if no thread waits.
+    /// Set if the wire must be driven for this transfer even while no thread waits.
     _counted: Option<Counted>,
 }
 
-/// What is in flight between this rank and one peer. Each list is first in, first out for its tag or number.
+/// The messages in flight between this rank and one peer. Each list is first in, first out for its tag or number.
 struct Peer {
     process: ProcessId,
     connection: Option<Arc<Connection>>,
     /// Whether the peer has joined the channel.
     joined: bool,
-    /// Why nothing more arrives from the peer. None while the peer is connected or may still connect.
+    /// Why nothing more will arrive from the peer. None while the peer is connected or may still connect.
     lost: Option<String>,
-    /// Bytes of short messages that this rank may still send. `queued`: messages, with their tags, that wait until the
-    /// window is large enough for them.
+    /// `window`: bytes of short messages that this rank may still send. `queued`: messages, each with its tag, that
+    /// wait until the window is large enough.
     window: usize,
     queued: VecDeque<(u32, Waiting)>,
-    /// Bytes of the peer's short messages that receives have consumed and for which no Credit has been sent yet.
+    /// Bytes of the peer's short messages that receives have consumed, but for which this rank has not sent Credit yet.
     taken: usize,
     posted: HashMap<u32, VecDeque<Waiting>>,
     arrived: HashMap<u32, VecDeque<Vec<u8>>>,
@@ -68,7 +68,8 @@ fn push<K: std::hash::Hash + Eq, V>(lists: &mut HashMap<K, VecDeque<V>>, key: K,
     lists.entry(key).or_default().push_back(value);
 }
 
-/// Removes and returns the first entry. Unless `keep`, an empty list is removed, because each number is used once.
+/// Removes and returns the first entry. If the list is empty then, it is removed unless `keep` is set, because each
+/// number is used only once.
 fn pop<K: std::hash::Hash + Eq, V>(lists: &mut HashMap<K, VecDeque<V>>, key: K, keep: bool) -> Option<V> {
     let list = lists.get_mut(&key)?;
     let first = list.pop_front();
@@ -105,7 +106,7 @@ impl Peer {
         queued.chain(posted).chain(unwanted).chain(wants).collect()
     }
 
-    /// Whether `token` is the token of the current connection to the peer, not of a connection that was replaced.
+    /// Whether `token` belongs to the current connection to the peer, and not to a connection that was replaced.
     fn leads_by(&self, token: u64) -> bool {
         self.connection.as_ref().is_some_and(|connection| connection.token == token)
     }
@@ -163,8 +164,8 @@ impl Channel {
 
     // -------------------------------------------------------------------------------------------------------- joining
 
-    /// Uses this connection for its peer, unless the peer has joined already by another connection. Sends Hello: this
-    /// rank has joined.
+    /// Uses this connection for its peer, unless the peer has already joined by a different connection. Sends Hello,
+    /// which says that this rank has joined.
     pub fn connect(&self, connection: &Arc<Connection>) {
         let Some(rank) = self.ranks.get(&connection.peer) else { return };
         let mut state = self.lock();
@@ -179,7 +180,7 @@ impl Channel {
         connection.push(&self.wire, Outgoing::control(self.frame(Kind::Hello, 0)), &mut events);
     }
 
-    /// Records that the peer had joined before this rank did, and perhaps `left` again.
+    /// Records that the peer had joined before this rank did, and that it has left again if `left` is set.
     pub(super) fn was_early(&self, early: &Early) {
         let Some(rank) = self.ranks.get(&early.peer) else { return };
         let peer = &mut self.lock().peers[*rank];
@@ -191,7 +192,7 @@ impl Channel {
         }
     }
 
-    /// The peers that have not joined, each with whether a working connection to it exists.
+    /// The peers that have not joined, and for each of them whether a working connection exists.
     pub fn missing(&self) -> Vec<(usize, ProcessId, bool)> {
         let state = self.lock();
         let others = state.peers.iter().enumerate().filter(|(rank, peer)| *rank != self.me && !peer.joined);
@@ -217,7 +218,7 @@ impl Channel {
         connection.push(wire, Outgoing::new(frame, memory, end), events);
     }
 
-    /// Counts a short message that a receive has consumed, and sends the peer Credit if enough has accumulated.
+    /// Counts a short message that a receive has consumed. If enough bytes have accumulated, sends Credit to the peer.
     fn take(&self, wire: &Wire, rank: usize, bytes: usize, events: &mut Events) {
         let mut state = self.lock();
         let peer = &mut state.peers[rank];
@@ -449,7 +450,7 @@ impl Drop for Lane {
     }
 }
 
-/// A transfer that had ended before the call returned.
+/// A transfer that has ended before the call that started it returns.
 struct Ended(Vec<u8>);
 
 impl Transfer for Ended {
@@ -462,7 +463,7 @@ impl Transfer for Ended {
     }
 }
 
-/// A receive of a short message into the caller's memory, which `wait` copies from a buffer.
+/// A receive of a short message into the caller's memory. `wait` copies the message from a buffer.
 struct ShortInto {
     received: Box<dyn Transfer>,
     pieces: Vec<Span>,
@@ -480,7 +481,7 @@ impl Transfer for ShortInto {
     }
 }
 
-/// A group's channel as held by its engine. Dropping it leaves the channel.
+/// A group's channel as its engine holds it. When this is dropped, the rank leaves the channel.
 pub struct WireLink(pub Arc<Channel>);
 
 impl WireLink {
@@ -488,7 +489,7 @@ impl WireLink {
         Lane { channel: Arc::clone(&self.0), peer, slot, borrows }
     }
 
-    /// The error of a call for a peer that is lost, with the link's text. `names` adds the process to it.
+    /// The error of a call for a peer that is lost. It has the link's text; `names` adds the process.
     fn gone(peer: usize, why: &str) -> Error {
         Error::rank_failed(peer, why)
     }
@@ -628,12 +629,12 @@ impl Channel {
         connection.push(&self.wire, Outgoing::control(frame), events);
     }
 
-    /// Gives up a lane's transfer and stops using its borrowed memory. A peer that has sent Want for the body waits
-    /// until it learns that the group has failed on this rank, which always follows.
+    /// Gives up a lane's transfer and stops using its borrowed memory. If a peer has sent Want for the body, it waits
+    /// until it learns that the group has failed on this rank; this failure always follows.
     fn give_up(&self, peer: usize, slot: &Arc<Slot>) {
         let is_it = |end: &End| matches!(end, End::Slot(one) if Arc::ptr_eq(one, slot));
         let Some(connection) = self.lock().peers[peer].connection.clone() else { return };
-        // While the reading side is locked, the connection starts no transfer of this channel.
+        // Runs while the reading side is locked, so the connection starts no transfer of this channel.
         connection.give_up(&self.wire, is_it, || {
             let mut state = self.lock();
             let peer = &mut state.peers[peer];
@@ -644,7 +645,7 @@ impl Channel {
         });
     }
 
-    /// Sends a body now if the peer has sent Want for it, else when the Want arrives.
+    /// Sends a body now if the peer has sent Want for it, otherwise when the Want arrives.
     fn offer(&self, to: &mut Peer, number: u64, waiting: Waiting, events: &mut Events) {
         match pop(&mut to.wanted, number, false) {
             Some(bytes) => {
@@ -686,7 +687,7 @@ impl Mail for WireLink {
         let connection = to.connection.clone().expect("all ranks are connected before a group is used");
         let mut events = Events::default();
         let frame = channel.frame(Kind::Mail, message.len());
-        // Under the lock, so that mail is sent in the order of the calls.
+        // Done under the lock, so that mail is sent in the order of the calls.
         let outgoing = Outgoing::new(frame, Memory::Owned(message), End::Nobody);
         connection.push(&channel.wire, outgoing, &mut events);
         Ok(())

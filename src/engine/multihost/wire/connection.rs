@@ -1,8 +1,9 @@
 //! One TCP connection to another process, which all groups of the two processes share. Reads and writes never block.
 //!
 //! Frames are written in the order in which they were pushed. A thread that pushes a frame writes it itself if the
-//! queue is empty. The thread that drives the wire writes what the system did not accept at once. Only the driving
-//! thread reads. Data of a body is read directly into its memory; headers and short data pass through a buffer.
+//! queue is empty. If the system does not accept everything at once, the thread that drives the wire writes the rest.
+//! Only the driving thread reads. Data of a body is read directly into the body's memory; headers and short data pass
+//! through a buffer.
 
 #![allow(unsafe_code)] // the callers of transfers vouch for the memory
 
@@ -29,14 +30,15 @@ use crate::types::Span;
 const BUFFER: usize = 64 << 10;
 /// Longer data is received directly into its memory, not through the buffer.
 const SHORT: usize = 16 << 10;
-/// Rough limit of the bytes that one connection receives in one turn. Then other connections get their turn, and a
-/// waiting thread checks whether its segment has arrived: combining is faster while the segment is in the cache.
+/// One connection receives roughly this many bytes in one turn. Then other connections get their turn, and a waiting
+/// thread checks whether its segment has arrived, because a segment is combined faster while it is in the cache.
 const TURN: usize = 256 << 10;
 
 pub struct Connection {
     pub token: u64,
     pub peer: ProcessId,
-    /// None if dropped in a forked child, whose copy of the descriptor was closed at the fork.
+    /// None only while this is dropped in a forked child, because the child's copy of the descriptor was closed at the
+    /// fork.
     fd: Option<OwnedFd>,
     generation: u32,
     out: Mutex<Out>,
@@ -71,7 +73,8 @@ pub trait Receiver: Send + Sync {
     fn finish(&self, wire: &Wire, from: &Connection, frame: &Frame, target: Target, events: &mut Events);
 }
 
-/// State of reading: the buffer, whose bytes `from..to` are not handled yet, and the frame whose data is arriving.
+/// State of the reading side: the buffer, whose bytes `from..to` are not handled yet, and the frame whose data is
+/// arriving.
 struct In {
     buffer: Box<[u8]>,
     from: usize,
@@ -110,7 +113,7 @@ impl Connection {
         }
     }
 
-    /// A connection that several sockets carry, of which `first` is the first. The others are added by `attach`.
+    /// A connection that consists of several sockets. `first` is the first one; `attach` adds the others.
     pub fn of_several(wire: &Arc<Wire>, peer: ProcessId, number: u64, first: &Arc<Socket>) -> Connection {
         let several = Several::new(wire, number);
         several.attach(wire, 0, first);
@@ -212,7 +215,7 @@ impl Connection {
         }
     }
 
-    /// Makes one system call. None if the queue is empty, else whether the system accepted less than all.
+    /// Makes one system call. None if the queue is empty; otherwise whether the system accepted less than everything.
     fn write_some(&self, out: &mut Out) -> Option<std::io::Result<bool>> {
         let mut pieces = Pieces::default();
         for one in &out.queue {
@@ -286,8 +289,8 @@ impl Connection {
         }
     }
 
-    /// Makes one system call. It reads into the memory of the current data if much of that is missing, else into the
-    /// buffer. Returns the number of bytes read, and whether they filled all the space.
+    /// Makes one system call. If much of the current data is missing, it reads into that data's memory, otherwise into
+    /// the buffer. Returns the number of bytes read, and whether they filled all the space.
     fn receive(&self, inn: &mut In) -> std::io::Result<Option<(usize, bool)>> {
         let In { buffer, from, to, current } = inn;
         let mut pieces = Pieces::default();
@@ -298,8 +301,8 @@ impl Connection {
         }
         let direct = pieces.bytes();
         if direct == current.as_ref().map_or(0, |current| current.frame.data() - current.got) && direct > 0 {
-            // Reads the next header together with the end of the data, so that the next frame's data also goes directly
-            // to its memory.
+            // The next header is read together with the end of the data, so that the next frame's data also goes
+            // directly to its memory.
             (*from, *to) = (0, 0);
             pieces.push(Span { addr: buffer.as_mut_ptr() as usize, bytes: HEAD });
         }
@@ -366,8 +369,8 @@ impl Connection {
 
     // ------------------------------------------------------------------------------------------------- what ends early
 
-    /// Stops using the memory of this channel's transfers. A partly written frame continues from a copy, and a partly
-    /// read one is discarded.
+    /// Stops using the memory of this channel's transfers. A frame that was partly written continues from a copy; one
+    /// that was partly read is discarded.
     pub fn forget(&self, wire: &Wire, channel: u64, why: &str, events: &mut Events) {
         if let Some(several) = &self.several {
             return several.forget(wire, channel, why, events);

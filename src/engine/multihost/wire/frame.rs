@@ -1,4 +1,4 @@
-//! Frames: what a connection carries. A frame is a header of 32 bytes, followed by its data.
+//! Frames, which a connection carries. A frame is a header of 32 bytes, followed by its data.
 
 /// Size of a header in bytes.
 pub const HEAD: usize = 32;
@@ -9,7 +9,7 @@ pub enum Kind {
     Hello = 1,
     /// A message of a lane, under `tag`.
     Message = 2,
-    /// The sender has consumed `number` bytes of the receiver's messages: the receiver may send as many more.
+    /// The sender has consumed `number` bytes of the receiver's messages: the receiver may send this many more.
     Credit = 3,
     /// Mail for the receiver's mailbox.
     Mail = 4,
@@ -27,7 +27,7 @@ pub struct Frame {
     pub tag: u32,
     pub channel: u64,
     pub number: u64,
-    /// Size of the data; in a `Want`, size of the body.
+    /// Size of the data. In a `Want`: size of the body.
     pub bytes: u64,
 }
 

@@ -1,21 +1,23 @@
-//! How two processes make their connection, and how a group makes its channel.
+//! Makes the connection between two processes, and the channel of a group.
 //!
-//! Each rank puts its process's address and identity, a random number, into the group's store. Of two processes without
-//! a connection, the one with the lower number connects. It sends the other's number, which it can only know from the
-//! store, and its own; the accepting process answers with its own number. A process that sends anything else is
-//! disconnected. Then each process sends Hello on each connection: it has joined the group's channel. A rank continues
-//! when it has a Hello from all others. So no rank uses a group that another rank lacks, and nothing is sent to a rank
-//! that does not know the channel.
+//! Each rank puts its process's address and identity, a random number, into the group's store. If two processes have no
+//! connection, the one with the lower number connects. It sends the other process's number, which it can know only from
+//! the store, and then its own number; the accepting process answers with its own. A process that sends anything else
+//! is disconnected. Then each process sends Hello on each connection, which says that it has joined the group's
+//! channel. A rank continues when it has received Hello from all others. So no rank uses a group that another rank does
+//! not have, and nothing is sent to a rank that does not know the channel.
 //!
-//! If both processes want several connections, the caller makes as many as the process that wants fewer, each from one
-//! of its addresses to the one of the same place in the other's list. The first makes the connection of the two
-//! processes, whose number the caller chooses; the others name this number and are added to it as they come
-//! (`several`). One that cannot be made is left out with a warning.
+//! If both processes want several TCP connections, the connecting process opens as many as the process that wants
+//! fewer; each leads from an address in its list to the address at the same place in the other's list. With the first
+//! one, the connection between the two processes exists; the connecting process chooses its number. The others name
+//! this number and are added to it when they arrive (`several`). If one cannot be opened, it is left out with a
+//! warning.
 //!
-//! Other groups of the process may end or be made at the same time, by other threads. If one ends, the listening
-//! sockets and what has come through them stay while a group is being made (`Joining`). A connection that the end of a
-//! group closes is made anew. If several are made, one thread connects to a process, for all of them (`Calling`): of
-//! two connections, the two processes might choose different ones.
+//! Other threads may create or end other groups of the process at the same time. While a group is being created
+//! (`Joining`), the end of another group closes neither the listening sockets nor what has come through them. If the
+//! end of a group closes a connection that is still needed, it is opened again. If several groups are being created,
+//! only one thread connects to a given process, for all of them (`Calling`): if there were two connections, the two
+//! processes might choose different ones.
 
 use std::collections::{HashMap, HashSet};
 use std::io::{self, Read, Write};
@@ -35,22 +37,22 @@ use crate::os::topology;
 pub(super) const MAGIC: &[u8; 8] = b"sagewir1";
 /// Length of what a connecting process sends: the magic number, the number of the process it wants, its own number.
 const CALL: usize = 8 + 16 + 16;
-/// The same of a process that makes several connections. The number of the connection and the place of this one in it
-/// follow, eight bytes each.
+/// The same for a process that opens several connections. Two numbers follow, eight bytes each: that of the connection
+/// between the processes, and the place of this TCP connection in it.
 pub(super) const MAGIC_OF_SEVERAL: &[u8; 8] = b"sagewirn";
 const CALL_OF_SEVERAL: usize = CALL + 8 + 8;
-/// Most connections between two processes.
+/// Largest number of TCP connections between two processes.
 pub const MOST_PATHS: usize = 16;
 /// Length of the answer: the magic number, the number of the answering process.
 pub(super) const ANSWER: usize = 8 + 16;
 /// How long an accepted process may take to identify itself.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Most accepted connections that have not identified themselves. Beyond it, the oldest one is closed.
+/// At most this many accepted connections may be unidentified. If there are more, the oldest is closed.
 const MOST: usize = 1024;
 /// Interval between two reads of the store.
 const PAUSE: Duration = Duration::from_millis(1);
 
-/// One rank's place in a group that is being made.
+/// One rank's place in a group that is being created.
 pub struct Place<'a> {
     pub store: &'a dyn Store,
     /// Equal on all ranks, unique to this attempt.
@@ -59,8 +61,8 @@ pub struct Place<'a> {
     pub size: usize,
     /// The address of this host at which the other ranks reach this process.
     pub address: &'a str,
-    /// The addresses of this host that several connections to each process use, in order; one may occur several times.
-    /// Fewer than two: one connection, at `address`.
+    /// The addresses of this host for several connections to each process, in order; an address may occur more than
+    /// once. If there are fewer than two, each process gets one connection, at `address`.
     pub paths: &'a [String],
     pub timeout: Duration,
 }
@@ -76,7 +78,8 @@ pub struct Doors {
     called: HashSet<ProcessId>,
 }
 
-/// A group that this process is joining, in `join`. Keeps open what the other ranks come through.
+/// A group that this process is joining in `join`. Keeps the listening sockets open, because the other ranks connect to
+/// them.
 struct Joining<'a> {
     wire: &'a Arc<Wire>,
     channel: u64,
@@ -92,7 +95,7 @@ impl<'a> Joining<'a> {
 impl Drop for Joining<'_> {
     fn drop(&mut self) {
         locked(&self.wire.doors).joining -= 1;
-        locked(&self.wire.early).remove(&self.channel); // nobody takes it if the channel was not made
+        locked(&self.wire.early).remove(&self.channel); // not needed any more if the channel was not created
         self.wire.close_unused();
     }
 }
@@ -106,8 +109,8 @@ pub(super) struct Calling<'a> {
 impl<'a> Calling<'a> {
     /// The ranks without a connection to which this process is to connect and to which no thread is connecting.
     fn new(wire: &'a Wire, channel: &Channel) -> Calling<'a> {
-        // A thread that has connected gives the connection to all channels before the process leaves `called`. So
-        // `missing`, read under the lock of `called`, knows the connection.
+        // A thread that has connected passes the connection to all channels before it removes the process from
+        // `called`. So `missing`, which is called under the lock of `called`, knows the connection.
         let mut doors = locked(&wire.doors);
         let left: Vec<_> = wire.to_call(&doors, channel).collect();
         doors.called.extend(left.iter().map(|(_, process)| process));
@@ -146,13 +149,13 @@ struct Stranger {
 pub(super) struct Other {
     pub(super) process: ProcessId,
     pub(super) address: SocketAddr,
-    /// Where it listens for each of several connections. Empty if it wants one.
+    /// Where it listens for each of several connections. Empty if it wants only one.
     pub(super) paths: Vec<SocketAddr>,
-    /// "pid 7, host b", for error texts. Empty if the store lacks it.
+    /// "pid 7, host b", for error texts. Empty if the store does not have it.
     who: String,
 }
 
-/// Makes a group's channel after all its ranks have called this. Blocks for at most the timeout.
+/// Creates a group's channel, when all its ranks have called this. Blocks for at most the timeout.
 pub fn join(wire: &Arc<Wire>, place: &Place) -> Result<WireLink> {
     let deadline = Instant::now().checked_add(place.timeout);
     let until = || deadline.map_or(Duration::MAX, |deadline| deadline.saturating_duration_since(Instant::now()));
@@ -220,8 +223,8 @@ fn late(place: &Place, what: &str) -> Error {
 }
 
 impl Other {
-    /// Parses a rank's entry of the store. The interfaces of this process's addresses reach link-local addresses of
-    /// other hosts.
+    /// Parses a rank's entry in the store. Link-local addresses of other hosts get the interfaces of this process's
+    /// addresses.
     fn read(text: &[u8], own: &Place) -> Option<Other> {
         let text = std::str::from_utf8(text).ok()?;
         let (first, paths) = text.split_once('\n').unwrap_or((text, ""));
@@ -283,8 +286,8 @@ impl Wire {
         Ok(port)
     }
 
-    /// Listens at these addresses. Returns the line of the store's entry that lists them, or nothing if there are not
-    /// several.
+    /// Listens at these addresses. Returns the line of the store's entry that lists them; an empty text if there are
+    /// fewer than two.
     fn listen_at(&self, paths: &[String]) -> Result<String> {
         if paths.len() < 2 {
             return Ok(String::new());
@@ -301,14 +304,14 @@ impl Wire {
         locked(&self.doors).joining > 0
     }
 
-    /// The ranks to which this process is to connect and to which no thread is connecting, each with its process.
+    /// The ranks to which this process must connect, if no thread is already connecting to them. Each with its process.
     fn to_call(&self, doors: &Doors, channel: &Channel) -> impl Iterator<Item = (usize, ProcessId)> {
         let missing = channel.missing().into_iter();
         let ours = missing.filter(|(_, process, connected)| !connected && self.id < *process);
         ours.filter(|(_, process, _)| !doors.called.contains(process)).map(|(rank, process, _)| (rank, process))
     }
 
-    /// Closes the listening sockets if no group is left for which a process could connect.
+    /// Closes the listening sockets if there is no group left that needs a process to connect.
     pub(super) fn close_doors(&self) {
         let mut doors = locked(&self.doors);
         if doors.joining > 0 || !self.all_channels().is_empty() {
@@ -415,7 +418,7 @@ impl Stranger {
         Ok(said)
     }
 
-    /// Whether it has begun to say that this is one of several connections.
+    /// Whether the bytes received so far say that this is one of several connections.
     fn is_of_several(&self) -> bool {
         self.said.starts_with(MAGIC_OF_SEVERAL)
     }

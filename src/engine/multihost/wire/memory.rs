@@ -7,13 +7,13 @@ use crate::types::Span;
 /// The start of a buffer, or memory of a tensor in pieces.
 pub enum Memory {
     Owned(Vec<u8>),
-    /// Whoever makes it guarantees that the memory is valid until the transfer has ended or was given up
-    /// (`Mail::send_body`, `Mail::receive_body`, `Link::send_from`, `Link::receive_into`).
+    /// Its creator guarantees that the memory is valid until the transfer has ended or was given up (`Mail::send_body`,
+    /// `Mail::receive_body`, `Link::send_from`, `Link::receive_into`).
     Borrowed(Vec<Span>),
 }
 
 impl Memory {
-    /// Appends the pieces of the range of `bytes` bytes at offset `from`, as many as fit.
+    /// Appends pieces for the `bytes` bytes at offset `from`, as many as fit.
     pub fn pieces(&self, from: usize, bytes: usize, into: &mut Pieces) {
         match self {
             Memory::Owned(buffer) => {
@@ -36,7 +36,7 @@ impl Memory {
         }
     }
 
-    /// Copies received bytes to offset `from`.
+    /// Copies received bytes to this memory, beginning at offset `from`.
     pub fn write(&mut self, from: usize, data: &[u8]) {
         match self {
             Memory::Owned(buffer) => buffer[from..from + data.len()].copy_from_slice(data),

@@ -1,10 +1,10 @@
-//! The connections of this process to the processes of its groups on other hosts: one TCP connection to each, which all
-//! groups share.
+//! The connections from this process to the processes of its groups on other hosts. There is one connection to each
+//! process, which all groups share.
 //!
 //! A group has a *channel* (`channel.rs`), whose frames carry the channel's number. A thread that waits for a message
 //! drives the wire: it reads from all connections, for all groups, while other waiting threads sleep. If no thread
-//! waits and something is pending, the wire's background thread drives. So a message that a thread waits for needs no
-//! switch to another thread.
+//! waits and something is pending, the wire's background thread drives. So if a thread waits for a message, no switch
+//! to another thread is needed.
 //!
 //! | file | |
 //! | --- | --- |
@@ -27,7 +27,7 @@
 //!
 //! Lock order within one thread: the driver's, `connections`, `closing`, a connection's reading side, `doors`,
 //! `channels`, `early`, a channel's state, a connection's writing side. Threads only try the driver's lock and never
-//! block on it. Callbacks outside this module are called under none of these locks except the driver's.
+//! block on it. While a callback outside this module runs, none of these locks is held except the driver's.
 
 mod assembly;
 mod calls;
@@ -77,7 +77,7 @@ pub type ProcessId = u128;
 
 /// How long a waiting thread polls, yielding its core between polls, before it sleeps.
 const EAGER: Duration = Duration::from_micros(100);
-/// Longest sleep of a waiting thread, which then checks its deadline.
+/// A waiting thread sleeps at most this long and then checks its deadline.
 const NAP: Duration = Duration::from_millis(50);
 /// How long an unused connection waits for the peer to shut down its side.
 const LINGER: Duration = Duration::from_secs(5);
@@ -86,7 +86,8 @@ const TOKEN_KICK: u64 = 0;
 
 pub struct Wire {
     pub id: ProcessId,
-    /// `os::watch::generation` when this wire was made; another value means that this process is a forked child.
+    /// `os::watch::generation` when this wire was created. If the current value differs, this process is a forked
+    /// child.
     generation: u32,
     epoll: Epoll,
     kick: Kick,
@@ -96,15 +97,15 @@ pub struct Wire {
     connections: Mutex<HashMap<ProcessId, Arc<Connection>>>,
     by_token: RwLock<HashMap<u64, Arc<Connection>>>,
     tokens: AtomicU64,
-    /// Peers that joined a channel before this rank did, by channel. Locked while `channels` is, so that the channel
-    /// either is found or takes what is recorded here.
+    /// Peers that joined a channel before this rank did, by channel. Locked while `channels` is locked, so that a frame
+    /// either finds the channel or is recorded here before the channel reads this list.
     early: Mutex<HashMap<u64, Vec<Early>>>,
     doors: Mutex<Doors>,
     closing: Mutex<Vec<Closing>>,
     /// Rung when a transfer has ended or a thread has stopped driving.
     changed: Bell,
-    /// Number of threads in `wait`. These threads change it. The background thread and a thread that leaves `wait` read
-    /// it, relaxed: it is a hint, and sleepers look again after at most `NAP`.
+    /// Number of threads in `wait`, which change it themselves. The background thread and a thread that leaves `wait`
+    /// read it (relaxed: it is a hint, and sleeping threads check again after at most `NAP`).
     waiting: AtomicUsize,
     /// Number of things that must be driven even if no thread waits (`Counted`). Relaxed: a hint like `waiting`.
     pending: AtomicUsize,
@@ -118,10 +119,11 @@ pub struct Wire {
     /// polling threads write it, the background thread reads it (relaxed: a hint).
     polled: AtomicU64,
     started: AtomicBool,
-    /// Whether a connection may consist of several. Written under the lock of `connections`; the driver reads it in
-    /// each pass (relaxed: a pass that misses it ends after `NAP`).
+    /// Whether a connection may consist of several TCP connections. Written under the lock of `connections`; the driver
+    /// reads it in each pass (relaxed: a pass that misses it ends after `NAP`).
     of_several: AtomicBool,
-    /// Time (`clock::stamp`) of the last look at their paths. Only the driver uses it (relaxed).
+    /// Time (`clock::stamp`) at which the paths of such connections were last checked. Only the driver uses it
+    /// (relaxed).
     looked: AtomicU64,
     /// Decides whether a waiting thread yields its core or sleeps.
     yielding: Yielding,
@@ -131,7 +133,7 @@ pub struct Wire {
 /// A peer that joined a channel before this rank did.
 struct Early {
     peer: ProcessId,
-    /// The connection on which it said so.
+    /// The connection on which its Hello came.
     token: u64,
     /// Whether it has left the channel since.
     left: bool,
@@ -146,8 +148,8 @@ struct Closing {
     _counted: Counted,
 }
 
-/// One thing that the wire has yet to do. While any `Counted` exists, the background thread drives the wire whenever no
-/// thread of the program waits.
+/// One thing that the wire still has to do. While a `Counted` exists and no thread of the program waits, the background
+/// thread drives the wire.
 pub struct Counted(Arc<Wire>);
 
 impl Counted {
@@ -166,7 +168,8 @@ impl Drop for Counted {
 /// An event count of this process.
 #[derive(Default)]
 struct Bell {
-    /// Futex word: a thread that rings increments it (release), a thread reads it (acquire) before it sleeps.
+    /// Futex word. A thread that rings increments it (release); a thread that is about to sleep reads it first
+    /// (acquire).
     word: AtomicU32,
     /// Number of threads that sleep on `word` or are about to. Relaxed, ordered by the fences of `event_count`.
     sleepers: AtomicU32,
@@ -213,7 +216,7 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Wire {
-    /// Returns the wire of this process, which the first call makes.
+    /// Returns the wire of this process. The first call creates it.
     pub fn of_process() -> Result<Arc<Wire>> {
         static WIRE: PerProcess<OnceCell<Arc<Wire>>> = PerProcess::new();
         watch::install();
@@ -267,7 +270,7 @@ impl Wire {
         self.this.upgrade().expect("a wire that is used is alive")
     }
 
-    /// Number of connections that groups use.
+    /// How many connections groups use.
     pub fn open_connections(&self) -> usize {
         locked(&self.connections).len()
     }
@@ -345,14 +348,15 @@ impl Wire {
 
     /// Makes the background thread stop driving, so that a waiting thread can drive.
     fn take_over(&self) {
-        // One kick for each pass: a thread that polls while the pass ends would write again and again.
+        // At most one kick for each pass, because a thread that polls while the pass ends would otherwise write again
+        // and again.
         if self.in_background.load(Ordering::Relaxed) && self.in_background.swap(false, Ordering::Relaxed) {
             self.kick.kick();
         }
     }
 
-    /// Makes one pass, which sleeps for at most `sleep` if nothing is ready. Returns true if something advanced. Does
-    /// nothing if another thread drives.
+    /// Makes one pass. If nothing is ready, the pass sleeps for at most `sleep`. Returns true if something advanced.
+    /// Does nothing if another thread drives.
     fn poll(&self, sleep: Duration) -> bool {
         match self.driver.try_lock() {
             Ok(mut ready) => {
@@ -424,7 +428,7 @@ impl Wire {
         moved
     }
 
-    /// Checks from time to time which paths of connections of several advance.
+    /// If a connection consists of several paths, checks from time to time which paths advance.
     fn look(&self, events: &mut Events) {
         let now = clock::stamp();
         if now.saturating_sub(self.looked.load(Ordering::Relaxed)) < stripes::LOOK.as_nanos() as u64 {
@@ -445,7 +449,7 @@ impl Wire {
         }
     }
 
-    /// Queues events for the thread that drives, because the caller may hold locks under which they must not run.
+    /// Queues events for the thread that drives, because the caller may hold locks under which events must not run.
     fn defer(self: &Arc<Wire>, events: Events) {
         if events.ended {
             self.changed.ring();
@@ -470,7 +474,7 @@ impl Wire {
         self.pending.load(Ordering::Relaxed) > 0 && self.waiting.load(Ordering::Relaxed) == 0
     }
 
-    /// Starts the background thread unless it runs already.
+    /// Starts the background thread, unless it already runs.
     fn start(self: &Arc<Wire>) -> Result<()> {
         if self.started.swap(true, Ordering::Relaxed) {
             return Ok(());
@@ -486,7 +490,7 @@ impl Wire {
 
     fn drive_in_background(&self) {
         const ASLEEP: Duration = Duration::from_secs(1);
-        /// A thread that has begun a transfer usually waits at once, and then drives by itself.
+        /// A thread that has begun a transfer usually waits for it at once, and then that thread drives.
         const GRACE: Duration = Duration::from_micros(50);
         loop {
             if !self.is_needed() {
@@ -516,8 +520,8 @@ impl Wire {
 
     // ---------------------------------------------------------------------------------------------------- connections
 
-    /// Adds a connection whose peer has proved its identity. It replaces an earlier connection to the same process,
-    /// which the peer has given up.
+    /// Adds a connection whose peer has proved its identity. If there is an earlier connection to the same process, the
+    /// peer has given it up, and the new connection replaces it.
     fn add_connection(&self, connection: Arc<Connection>) -> io::Result<()> {
         let mut connections = locked(&self.connections);
         self.by_token.write().unwrap_or_else(PoisonError::into_inner).insert(connection.token, Arc::clone(&connection));
@@ -528,7 +532,7 @@ impl Wire {
         if connection.several().is_some() {
             self.of_several.store(true, Ordering::Relaxed);
         }
-        // Last: nothing may be read before the channels know the connection.
+        // This comes last, because nothing may be read before the channels know the connection.
         connection.sockets().into_iter().try_for_each(|(fd, token)| self.epoll.add(fd, token))
     }
 
@@ -552,7 +556,7 @@ impl Wire {
     }
 
     fn drop_connection(&self, connection: &Arc<Connection>, why: &str, events: &mut Events) {
-        // First: no path is added to it any more.
+        // This comes first, so that no path is added to the connection any more.
         let mut connections = locked(&self.connections);
         if connections.get(&connection.peer).is_some_and(|known| known.token == connection.token) {
             connections.remove(&connection.peer);
@@ -565,7 +569,8 @@ impl Wire {
         }
     }
 
-    /// Handles a frame without data whose channel was not found: this rank has not joined it yet, or has left it.
+    /// Handles a frame without data whose channel was not found, because this rank has not joined the channel yet or
+    /// has left it.
     fn of_no_channel(&self, from: &Connection, frame: Frame, events: &mut Events) -> std::result::Result<(), String> {
         const MOST: usize = 1 << 16; // beyond this number, entries are of groups that failed
         let channels = self.channels.read().unwrap_or_else(PoisonError::into_inner);
@@ -596,7 +601,7 @@ impl Wire {
         let connections = locked(&self.connections);
         // The write lock keeps other threads from finding the channel before it has its connections and knows who was
         // early. `connect` sends Hello to each peer, so every frame that a peer sends in answer finds the channel. A
-        // peer that was early may answer with all that it has to say, leave, and close its connection.
+        // peer that was early may answer with everything that it has to send, leave, and close its connection.
         let mut channels = self.channels.write().unwrap_or_else(PoisonError::into_inner);
         channels.insert(channel.id, Arc::clone(channel));
         connections.values().for_each(|connection| channel.connect(connection));
@@ -604,7 +609,7 @@ impl Wire {
         early.iter().for_each(|one| channel.was_early(one));
     }
 
-    /// Removes a channel that its group has left, and closes what no other channel uses.
+    /// Removes a channel that its group has left, and closes the connections that no other channel uses.
     fn close(self: &Arc<Wire>, channel: &Arc<Channel>) {
         let mut connections = locked(&self.connections);
         if self.channels.write().unwrap_or_else(PoisonError::into_inner).remove(&channel.id).is_none() {
@@ -615,8 +620,8 @@ impl Wire {
         self.close_unused();
     }
 
-    /// Closes the connections and listening sockets that no group uses. All stay while a group is being made, because
-    /// its channel, which would use them, may not exist yet.
+    /// Closes the connections and listening sockets that no group uses. While a group is being created, all stay open,
+    /// because the group's channel, which would use them, may not exist yet.
     fn close_unused(self: &Arc<Wire>) {
         let mut connections = locked(&self.connections);
         if !self.is_joining() {
@@ -647,8 +652,8 @@ impl Wire {
     }
 
     /// Ends connections that are no longer used. First the queued frames are sent, then the sending side is shut down.
-    /// The connection is closed when the peer has shut down its side too, or after `LINGER`. Closing a socket with
-    /// unread data would reset the connection and destroy data that the peer has not read yet.
+    /// The connection is closed when the peer has shut down its side too, or after `LINGER`: if a socket that has
+    /// unread data were closed, the connection would be reset, and data that the peer has not read yet would be lost.
     fn linger(&self) {
         let mut closing = locked(&self.closing);
         closing.retain_mut(|one| {

@@ -1,4 +1,4 @@
-//! Handles the frames of a stream that several paths carry, as `Connection` does for one.
+//! Handles the frames of a stream that several paths carry, like `Connection` for a single TCP connection.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::os::fault_points::FaultPoint;
 pub struct Parser {
     /// Everything before this offset of the stream was handled.
     pub position: u64,
-    /// The same for the sending side, which acknowledges it (`Stripes::ack`).
+    /// The same offset for the sending side, which acknowledges it (`Stripes::ack`).
     pub ack: Arc<AtomicU64>,
     head: [u8; FRAME_HEAD],
     filled: usize,
@@ -30,7 +30,7 @@ impl Parser {
     }
 }
 
-/// The parser, with what handles its frames.
+/// The parser, together with what handles its frames.
 pub struct Frames<'a> {
     pub parser: &'a mut Parser,
     pub wire: &'a Wire,

@@ -1,4 +1,4 @@
-//! One of the TCP connections that carry a stream of frames together, a *path*.
+//! A *path*: one of several TCP connections that together carry a stream of frames.
 
 #![allow(unsafe_code)] // sends memory for which the caller vouches
 
@@ -16,9 +16,9 @@ use crate::types::Span;
 /// What the system says about a path.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Progress {
-    /// Bytes that the peer's system has acknowledged, in all.
+    /// Total number of bytes that the peer's system has acknowledged.
     pub acked: u64,
-    /// Whether it has yet to acknowledge some, and has room for them.
+    /// Whether the peer's system still has to acknowledge bytes for which it has room.
     pub owes: bool,
     pub round_trip: Duration,
 }
@@ -37,7 +37,8 @@ pub trait Path {
 
 /// The socket of one path.
 pub struct Socket {
-    /// None if dropped in a forked child, whose copy of the descriptor was closed at the fork.
+    /// None only while this is dropped in a forked child, because the child's copy of the descriptor was closed at the
+    /// fork.
     fd: Option<OwnedFd>,
     pub token: u64,
     generation: u32,
@@ -82,7 +83,8 @@ impl Path for Arc<Socket> {
 
     fn progress(&self) -> Progress {
         let sent = sockets::sent(self.fd());
-        // A peer that is slow has no room, and no packet of ours is in flight. A dead network may let no packet out.
+        // If the peer is merely slow, it has no room and none of our packets is in flight. If the network is dead,
+        // perhaps no packet gets out, but the peer still has room.
         let has_room = sent.room.is_some_and(|room| room > 0);
         let owes = sent.in_flight > 0 || (has_room && self.backlog() > 0);
         Progress { acked: sent.acked, owes, round_trip: sent.round_trip }

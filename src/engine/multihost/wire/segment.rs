@@ -1,10 +1,12 @@
-//! Segments: the parts into which a connection of several paths cuts its stream of frames. Each begins with a header.
+//! Segments, into which a connection of several paths cuts its stream of frames. Each begins with a header.
 
 /// Size of a segment's header in bytes.
 pub const HEAD: usize = 24;
-/// Most bytes of a segment: short, so that paths of different speed end a message at about the same time.
+/// A segment has at most this many bytes. It is short, so that paths of different speed finish a message at about the
+/// same time.
 pub const SEGMENT: u64 = 64 << 10;
-/// Bytes of the stream that may be sent and not yet acknowledged. The receiver may have to keep as many.
+/// At most this many bytes of the stream may be sent but not yet acknowledged. The receiver may have to keep all of
+/// them.
 pub const WINDOW: u64 = 16 << 20;
 
 const MAGIC: u32 = 0x7361_6765;
@@ -15,7 +17,7 @@ pub struct Segment {
     /// Offset in the stream of the `bytes` bytes that follow.
     pub at: u64,
     pub bytes: u32,
-    /// The sender has the other direction's stream up to this offset.
+    /// The sender has received the other direction's stream up to this offset.
     pub ack: u64,
 }
 
@@ -27,7 +29,7 @@ impl Segment {
         out
     }
 
-    /// Parses a header. None if it is no header of a segment.
+    /// Parses a header. None if it is not the header of a segment.
     pub fn read(head: &[u8; HEAD]) -> Option<Segment> {
         let word = |at: usize| u64::from_le_bytes(head[at * 8..at * 8 + 8].try_into().expect("eight bytes"));
         let segment = Segment { at: word(1), bytes: word(0) as u32, ack: word(2) };

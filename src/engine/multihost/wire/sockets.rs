@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use crate::types::Span;
 
-/// Most pieces that one call accepts.
+/// One call accepts at most this many pieces.
 pub const MOST: usize = 32;
 
 /// Readiness of one descriptor.
@@ -172,8 +172,8 @@ pub fn set_up(fd: RawFd) {
     set(libc::IPPROTO_TCP, libc::TCP_KEEPCNT, 3);
 }
 
-/// Limits how many bytes the kernel buffers before it sends them. Without the limit, a slow connection of several would
-/// accept as many bytes as a fast one.
+/// Limits how many bytes the kernel buffers before it sends them. Without this limit, if there are several connections,
+/// a slow one would accept as many bytes as a fast one.
 pub fn limit_unsent(fd: RawFd, bytes: libc::c_int) {
     let length = size_of::<libc::c_int>() as libc::socklen_t;
     // SAFETY: the value is valid for the call. A failure is ignored: the connection works without the option.
@@ -193,17 +193,17 @@ pub fn backlog(fd: RawFd) -> usize {
 /// What the system says about a connection's sending side.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Sent {
-    /// Bytes that the peer's system has acknowledged, in all.
+    /// Total number of bytes that the peer's system has acknowledged.
     pub acked: u64,
-    /// Packets that it has not acknowledged.
+    /// Packets that the peer's system has not acknowledged.
     pub in_flight: u32,
-    /// Bytes for which it has room. `None` if this kernel does not say it.
+    /// Bytes for which the peer's system has room. `None` if this kernel does not report it.
     pub room: Option<u32>,
     pub round_trip: Duration,
 }
 
 pub fn sent(fd: RawFd) -> Sent {
-    // Offsets in the kernel's `struct tcp_info`, which only grows.
+    // Offsets in the kernel's `struct tcp_info`. They are stable, because the kernel only adds fields at its end.
     const UNACKED: usize = 24;
     const ROUND_TRIP: usize = 68;
     const ACKED: usize = 120;
@@ -241,7 +241,8 @@ pub fn shut(fd: RawFd) {
     unsafe { libc::shutdown(fd, libc::SHUT_WR) };
 }
 
-/// Starts a connection, from this local address if one is given. It is established when the socket becomes writable.
+/// Starts a connection, from the local address `from` if it is set. The connection is established when the socket
+/// becomes writable.
 pub fn connect(from: Option<&SocketAddr>, to: &SocketAddr) -> io::Result<OwnedFd> {
     let (family, address, length) = raw(to);
     let kind = libc::SOCK_STREAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
@@ -329,8 +330,9 @@ const KNOWN: usize = 1 << 16;
 static OPEN: [AtomicU64; KNOWN / 64] = [const { AtomicU64::new(0) }; KNOWN / 64];
 static INSTALLED: Once = Once::new();
 
-/// If `open`: makes every child forked from now on close this descriptor. Else ends that. Peers detect the end of this
-/// process by the end of its connections, and a child with copies of them would keep them open.
+/// If `open`, every child that is forked from now on closes this descriptor; otherwise children no longer close it.
+/// Peers detect the end of this process by the end of its connections, and a child with copies of the descriptors would
+/// keep the connections open.
 pub fn close_in_children(fd: RawFd, open: bool) {
     INSTALLED.call_once(|| {
         // SAFETY: the handler is a plain function, which is never unloaded and uses only atomics and `close`.

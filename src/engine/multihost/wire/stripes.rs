@@ -1,15 +1,16 @@
-//! The sending side of a stream of frames that several TCP connections carry, the *paths*.
+//! The sending side of a stream of frames that several TCP connections carry. Such a connection is a *path*.
 //!
-//! The stream is cut into segments. Each is sent on the path with the fewest bytes on their way, and begins with a
-//! header that says where in the stream it belongs (`Segment`). The receiver acknowledges the beginning of the stream
-//! that it has without a gap (`assembly`). A frame is kept, and its transfer continues, until it is acknowledged: the
-//! segments of a path that fails, or on which nothing advances, are sent again on others. So the stream ends only with
-//! its last path, and the order of frames is that of one connection.
+//! The stream is cut into segments. Each segment is sent on the path that has the fewest bytes in flight, and begins
+//! with a header that says where in the stream it belongs (`Segment`). The receiver acknowledges the stream up to the
+//! first gap (`assembly`). A frame is kept, and its transfer continues, until it is acknowledged: if a path fails or
+//! does not advance, its segments are sent again on other paths. So the stream ends only with its last path, and the
+//! order of frames is that of one connection.
 //!
-//! A path is suspected when the peer's system has acknowledged nothing on it for a while although bytes are on their
-//! way (`trust`). It gets nothing more, but stays open, because the network may drop packets without being dead. Once
-//! it has delivered what it had, it is used again, and has twice as much time before it is suspected again. Otherwise
-//! paths that drop packets would send everything again and again. If all paths are suspected, each keeps what it has.
+//! A path is suspected if the peer's system has acknowledged nothing on it for a while although bytes are in flight
+//! (`trust`). It gets no more segments, but stays open, because the network may drop packets without being dead. After
+//! the path has delivered what it had, it is used again, and it has twice as much time before it is suspected again;
+//! otherwise, if the network drops packets, everything would be sent again and again. If all paths are suspected, each
+//! keeps its segments.
 
 #![allow(unsafe_code)] // calls `Path::send`, for whose pieces this file vouches
 
@@ -31,10 +32,10 @@ use crate::types::Span;
 
 /// How often paths are checked.
 pub const LOOK: Duration = Duration::from_millis(20);
-/// A longer pause between two checks says more about this process than about its paths.
+/// If more time passes between two checks, this process was stopped, and nothing follows about its paths.
 const PAUSE: Duration = Duration::from_millis(80);
-/// How long the other paths have to advance after one has ended. A peer that ends closes all of them, but those whose
-/// network is dead do not say so.
+/// After a path has ended, another path must advance within this time. A peer that ends closes all of its paths, but if
+/// the network of a path is dead, this side does not see that path close.
 const SILENT: Duration = Duration::from_millis(500);
 /// Backlogs are compared in units of this size, so that short messages stay on the first path.
 const UNIT: usize = 64 << 10;
@@ -44,7 +45,7 @@ const UNIT: usize = 64 << 10;
 pub enum Change {
     Stalled(usize),
     Advances(usize),
-    /// A path has ended, and the others have been silent since.
+    /// A path has ended, and no other path has advanced since.
     Gone,
 }
 
@@ -66,24 +67,25 @@ struct Writing {
     range: Range<u64>,
     /// Bytes of header and data that were accepted.
     sent: usize,
-    /// A copy of the data behind this many bytes, from when its frames might not last until it is sent.
+    /// A copy of the data behind this many bytes. Made when the frames of the segment may end before the segment is
+    /// sent.
     copy: Option<(usize, Vec<u8>)>,
 }
 
 struct Lane<P> {
     path: P,
     writing: Option<Writing>,
-    /// What was sent, or begun, on this path and is not acknowledged.
+    /// What this path has sent or has begun to send, and what is not acknowledged yet.
     in_flight: VecDeque<Range<u64>>,
     /// The system accepts no more for now.
     blocked: bool,
     trust: Trust,
-    /// Its progress when the last other path ended.
+    /// How much the peer had acknowledged on this path (`Progress::acked`) when another path last ended.
     doubted_at: u64,
 }
 
 pub struct Stripes<P> {
-    /// Frames that are not acknowledged, and the offset behind them.
+    /// `frames`: the frames that are not acknowledged. `end`: the offset in the stream behind them.
     frames: VecDeque<Queued>,
     end: u64,
     /// Everything before this offset was sent.
@@ -92,11 +94,11 @@ pub struct Stripes<P> {
     /// What must be sent again, in the order of the stream.
     again: VecDeque<Range<u64>>,
     lanes: Vec<Option<Lane<P>>>,
-    /// The offset up to which this process has the other direction's stream. Written by the thread that reads, before
-    /// it ends a transfer (release); read when a segment is begun (acquire). So what is sent because of what was
-    /// received never overtakes its acknowledgement.
+    /// The offset up to which this process has received the other direction's stream. Written by the thread that reads,
+    /// before it ends a transfer (release); read when a segment is begun (acquire). So a frame that is sent in reaction
+    /// to received data never overtakes the acknowledgement of that data.
     ack: Arc<AtomicU64>,
-    /// Whether it must be acknowledged by an empty segment if nothing is sent.
+    /// Whether an empty segment must acknowledge it if no other segment is sent.
     ack_due: bool,
     /// When the last path ended, if no other has advanced since.
     doubted: Option<Instant>,
@@ -134,7 +136,8 @@ impl<P: Path> Stripes<P> {
         lanes.filter_map(|(number, lane)| lane.as_ref().map(|lane| (number, &lane.path, lane.blocked)))
     }
 
-    /// Whether everything was sent and acknowledged. What a suspected path has yet to send was sent on others, too.
+    /// Whether everything was sent and acknowledged. What a suspected path has not sent yet was sent on other paths as
+    /// well.
     pub fn is_flushed(&self) -> bool {
         let mut lanes = self.lanes.iter().flatten();
         self.frames.is_empty() && !self.ack_due && lanes.all(|lane| lane.trust.is_suspect() || lane.writing.is_none())
@@ -160,13 +163,14 @@ impl<P: Path> Stripes<P> {
         Arc::clone(&self.ack)
     }
 
-    /// Acknowledges to the peer, with the next segment or by an empty one.
+    /// Sends an acknowledgement to the peer, in the next segment or in an empty one.
     pub fn acknowledge(&mut self) {
         self.ack_due = true;
         self.pump();
     }
 
-    /// The peer has everything before this offset: ends the transfers of frames that it has as a whole.
+    /// Called when the peer has everything before this offset. Ends the transfers of the frames that the peer has
+    /// completely.
     pub fn acknowledged(&mut self, offset: u64, events: &mut Events) -> Result<(), String> {
         if offset > self.next {
             return Err("it acknowledged what was not sent".to_string());
@@ -175,7 +179,7 @@ impl<P: Path> Stripes<P> {
             return Ok(());
         }
         for number in 0..self.lanes.len() {
-            // Sent again and begun on this path, and then it came by the other one after all.
+            // The segment was sent again and begun on this path, and then it arrived on the first path after all.
             let begun = self.lanes[number].as_ref().and_then(|lane| lane.writing.as_ref());
             let done = |writing: &Writing| writing.range.start + writing.sent.saturating_sub(HEAD) as u64;
             if begun.is_some_and(|writing| done(writing) < offset) {
@@ -196,7 +200,7 @@ impl<P: Path> Stripes<P> {
 
     // --------------------------------------------------------------------------------------------------------- writing
 
-    /// Appends the pieces of this range of the stream, as many as fit. Returns the offset behind them.
+    /// Appends pieces for this range of the stream, as many as fit. Returns the offset behind the last one.
     fn pieces(&self, range: Range<u64>, into: &mut Pieces) -> u64 {
         let mut at = range.start;
         let first = self.frames.partition_point(|one| one.end() <= at);
@@ -329,7 +333,7 @@ impl<P: Path> Stripes<P> {
 
     // --------------------------------------------------------------------------------------------- what goes elsewhere
 
-    /// Copies what a path has yet to send of a segment, so that it no longer needs the frames.
+    /// Copies the part of a segment that a path has not sent yet, so that the path no longer needs the frames.
     fn copy_rest(&mut self, number: usize) {
         let Some(writing) = self.lanes[number].as_ref().and_then(|lane| lane.writing.as_ref()) else { return };
         if writing.copy.is_some() {
@@ -350,7 +354,7 @@ impl<P: Path> Stripes<P> {
         writing.copy = Some((done, rest));
     }
 
-    /// Has everything sent again that was sent on this path and not acknowledged.
+    /// Adds everything that was sent on this path and not acknowledged to `again`, so that it is sent again.
     fn take_back(&mut self, number: usize) {
         let Some(lane) = &mut self.lanes[number] else { return };
         let back = std::mem::take(&mut lane.in_flight);
@@ -358,7 +362,7 @@ impl<P: Path> Stripes<P> {
         self.again.make_contiguous().sort_by_key(|range| range.start);
     }
 
-    /// Gives up a path that has ended. Returns whether another one is left.
+    /// Gives up a path that has ended. Returns whether a path is left.
     pub fn lose(&mut self, number: usize, now: Instant) -> bool {
         self.take_back(number);
         self.lanes[number] = None;
@@ -366,23 +370,23 @@ impl<P: Path> Stripes<P> {
             lane.doubted_at = lane.path.progress().acked;
         }
         self.doubted = Some(now);
-        self.ack_due = true; // the last one may have been lost with the path; and one of the others must advance
+        self.ack_due = true; // the last acknowledgement may have been lost; and a path must advance
         self.pump();
         self.lanes.iter().any(Option::is_some)
     }
 
-    /// Whether a path is not suspected.
+    /// Whether there is a path that is not suspected.
     pub fn is_any_trusted(&self) -> bool {
         self.lanes.iter().flatten().any(|lane| !lane.trust.is_suspect())
     }
 
-    /// Whether no path has advanced since one ended.
+    /// Whether a path has ended and no other path has advanced since.
     pub fn is_doubted(&self) -> bool {
         self.doubted.is_some()
     }
 
-    /// Checks which paths advance. Queues the bytes of the other paths to be sent again on those that advance. Returns
-    /// what has changed; a path that is suspected several times is returned only the first time.
+    /// Checks which paths advance. If a path does not, its bytes are queued to be sent again on paths that do. Returns
+    /// what has changed; if a path is suspected several times, it is returned only the first time.
     pub fn look(&mut self, now: Instant) -> Vec<Change> {
         let paused = now.duration_since(self.looked) > PAUSE;
         self.looked = now;
@@ -391,7 +395,7 @@ impl<P: Path> Stripes<P> {
         for (number, lane) in self.lanes.iter_mut().enumerate() {
             let Some(lane) = lane else { continue };
             let progress = lane.path.progress();
-            // A peer that has no room for what waits says so.
+            // If bytes wait because the peer has no room, the peer has said so and is alive.
             lives |= progress.acked != lane.doubted_at || (!progress.owes && lane.path.backlog() > 0);
             longest = longest.max(progress.round_trip * 4);
             if let Some(Turned { suspect, first }) = lane.trust.look(&progress, now, paused) {
@@ -415,7 +419,7 @@ impl<P: Path> Stripes<P> {
                     self.take_back(number);
                 }
             }
-            self.ack_due |= changed; // the last one may be on such a path
+            self.ack_due |= changed; // the last acknowledgement may be on such a path
         }
         self.pump();
         changes
@@ -428,7 +432,7 @@ impl<P: Path> Stripes<P> {
         one.start < next
     }
 
-    /// Removes the frames that are not begun and that `is_it` selects, and calls `begun` for the others of them.
+    /// Among the frames that `is_it` selects, removes those that are not begun, and calls `begun` for the rest.
     pub fn remove(
         &mut self,
         is_it: impl Fn(&Outgoing) -> bool,
@@ -456,7 +460,7 @@ impl<P: Path> Stripes<P> {
         gone
     }
 
-    /// Gives everything up: the transfers that have not ended, and the paths.
+    /// Gives up the paths and the transfers that have not ended. Returns the transfers.
     pub fn take_all(&mut self) -> Vec<(End, Memory)> {
         self.lanes.clear();
         self.again.clear();

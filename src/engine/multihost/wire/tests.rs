@@ -1,4 +1,5 @@
-//! A race that only the locks of this module make certain. `tests/it/multihost_wire.rs` has the other tests.
+//! Tests a race that can be forced only with the locks of this module. `tests/it/multihost_wire.rs` has the other
+//! tests.
 
 use std::collections::HashMap;
 use std::sync::atomic::AtomicBool;
@@ -29,8 +30,8 @@ fn place(store: &Hiding, group: u8, rank: usize) -> Place<'_> {
     Place { store, id: [group; 16], rank, size: 2, address: "127.0.0.1", paths: &[], timeout: Duration::from_secs(5) }
 }
 
-/// Rank 0 says that it has joined before rank 1 has the channel; when rank 1 has it, rank 0 is complete, leaves, and
-/// closes the connection. Rank 1 must not see the end before the beginning.
+/// Rank 0 says that it has joined before rank 1 has the channel. When rank 1 has it, rank 0 is complete, leaves, and
+/// closes the connection. Rank 1 must not see that rank 0 leaves before it sees that rank 0 has joined.
 #[test]
 fn a_rank_that_was_early_and_leaves_at_once_had_joined() {
     let (first, second) = (Wire::new().unwrap(), Wire::new().unwrap());
@@ -51,7 +52,7 @@ fn a_rank_that_was_early_and_leaves_at_once_had_joined() {
             assert!(Instant::now() < until, "rank 0 has not said that it has joined");
             std::thread::sleep(Duration::from_millis(1));
         }
-        // Stops rank 1 where it is to learn who was early.
+        // Stops rank 1 at the place where it reads which peers were early.
         let early = locked(&second.early);
         store.shows.store(true, Ordering::Relaxed);
         rank_0.join().unwrap();

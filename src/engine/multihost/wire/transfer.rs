@@ -1,4 +1,4 @@
-//! The end of a transfer: its result, and the callbacks that run outside the locks of connections and channels.
+//! Ends transfers: their results, and the callbacks that run outside the locks of connections and channels.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -82,13 +82,13 @@ impl Outgoing {
 /// Where the data of a frame is stored.
 pub enum Target {
     Discard,
-    /// A message for which no receive is posted, or mail. The buffer has the size of the data.
+    /// For mail, or for a message that has no posted receive. The buffer has the size of the data.
     Fresh(Vec<u8>),
     Posted(Memory, End),
 }
 
 impl Target {
-    /// Appends the pieces of the range of `bytes` bytes at offset `from`, as many as fit. None if the data is discarded.
+    /// Appends pieces for the `bytes` bytes at offset `from`, as many as fit. Appends none if the data is discarded.
     pub fn pieces(&mut self, from: usize, bytes: usize, into: &mut Pieces) {
         match self {
             Target::Discard => (),

@@ -1,13 +1,14 @@
-//! Whether a path is suspected to be dead, by what the system says about its progress.
+//! Decides whether a path is suspected to be dead, from what the system says about its progress.
 
 use std::time::{Duration, Instant};
 
 use super::path::Progress;
 
-/// How long a path may owe acknowledgements before others take over. The kernel sends again after 200 ms at the
-/// earliest.
+/// If a path owes acknowledgements for longer than this, other paths take over. The kernel sends again after 200 ms at
+/// the earliest.
 const STALL: Duration = Duration::from_millis(110);
-/// Longest time before a path that was suspected wrongly is suspected again, and how long it keeps that time.
+/// `PATIENT`: the largest `patience` of a path that was suspected wrongly. `FORGIVEN`: after this long without a new
+/// suspicion, the path has the patience `STALL` again.
 const PATIENT: Duration = Duration::from_secs(2);
 const FORGIVEN: Duration = Duration::from_secs(30);
 /// A suspected path that has delivered this much is used again, even if it has more.
@@ -18,18 +19,18 @@ pub struct Trust {
     /// The last progress that was seen, and when.
     acked: u64,
     since: Instant,
-    /// The progress when it was suspected.
+    /// The value of `acked` when the path was suspected.
     suspected_at: u64,
-    /// How long it may owe acknowledgements.
+    /// How long the path may owe acknowledgements.
     patience: Duration,
-    /// When it was last used again.
+    /// When the path was last used again after a suspicion.
     forgiven: Instant,
 }
 
-/// A path is suspected from now on, or no more.
+/// Whether a path is suspected has changed.
 pub struct Turned {
     pub suspect: bool,
-    /// Whether the log says so: of a path that is suspected again and again, only the first time.
+    /// Whether the change is logged. If a path is suspected again and again, only the first time is.
     pub first: bool,
 }
 
@@ -42,7 +43,7 @@ impl Trust {
         self.suspect
     }
 
-    /// Takes note of the progress. `paused`: this process was stopped, so the time that has passed says nothing.
+    /// Checks the progress. `paused`: this process was stopped, so nothing follows from the time that has passed.
     pub fn look(&mut self, progress: &Progress, now: Instant, paused: bool) -> Option<Turned> {
         let first = self.patience == STALL;
         if progress.acked != self.acked || !progress.owes {

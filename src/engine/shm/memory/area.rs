@@ -1,6 +1,6 @@
 //! Typed access to a group's segment: its words, headers and buffers. All addresses come from `Layout`, and `Segment`
-//! checks each against its length. So no index, length or offset read from shared memory becomes part of a pointer
-//! unchecked.
+//! checks each against the segment's length. So no index, length or offset that was read from shared memory becomes
+//! part of a pointer unchecked.
 
 #![allow(unsafe_code)] // returns pointers into the segment as the protocol allows
 
@@ -20,14 +20,14 @@ use crate::os::fault_points;
 use crate::os::fault_points::FaultPoint;
 use crate::os::topology;
 
-/// Indices of `Layout::control_word`: the control words of a rank for `protocol::Word`, and others.
+/// Indices for `Layout::control_word`: a rank's control words for `protocol::Word`, and its other control words.
 const DONE: usize = 0;
 const STAGE_READY: usize = 1;
 const STAGE_DRAINED: usize = 2;
 const RESULT_READY: usize = 3;
 const RESULT_DRAINED: usize = 4;
 const DOOR: usize = 5;
-/// Set by its rank when it leaves. Peers read it only after they have waited for long.
+/// Set by its rank when that rank leaves. Peers read it only after they have waited for long.
 const LIFE: usize = 6;
 const MONITOR: usize = 7;
 /// One bit for each rank that has sent to this rank. Senders set bits, this rank clears them; see `protocol::post`.
@@ -38,15 +38,15 @@ const QUESTION: usize = 9;
 /// The signatures of this rank's last device launches, by number.
 const LAUNCHES: usize = 10;
 
-/// Most ranks of a group in which the sizes of an all_to_all on a device are published: as many as fit behind the
+/// In groups of at most this many ranks, the sizes of an all_to_all on a device are published. They must fit behind the
 /// outcomes of monitored barriers.
 const MOST_SIZED: usize = (PAIR_OF_LINES - 80) / 4;
 
 /// Indices of `Layout::group_word`.
 const ABORT: usize = 0;
 const SLEEPERS: usize = 1;
-/// Number of ranks that left. A leaving rank increments it after it has set its own word. Drivers with nothing to move
-/// read it (relaxed: they then read the ranks' own words, and check again later).
+/// Number of ranks that left. A leaving rank increments it after it has set its own word. A driver that has nothing to
+/// move reads it (relaxed: the driver then reads the ranks' own words, and checks again later).
 const LEAVERS: usize = 2;
 
 pub struct Area {
@@ -61,7 +61,7 @@ pub struct Area {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     pub signature: u64,
-    /// Hash of this signature and all earlier ones of the group, see `chain`.
+    /// Hash of this signature and all earlier signatures of the group; see `chain`.
     pub chain: u64,
     /// Depends on the operation: the size of this rank's data, the hash of its list of tensors, the bits of a
     /// PREMUL_SUM factor, or whether the blocks of an all_to_all are in the slot.
@@ -69,8 +69,8 @@ pub struct Header {
 }
 
 /// Extends the chain by one operation: its signature, and its list if it has one. Two ranks with equal chains have
-/// called the same operations. That includes operations in which neither reads the other's header, for instance a
-/// broadcast of which both believe to be the root. So the large operations of both ranks use the same rounds
+/// called the same operations. That includes operations in which neither rank reads the other's header, for instance a
+/// broadcast in which each believes that it is the root. So the large operations of both ranks use the same rounds
 /// (`bulk::Bases`).
 pub fn chain(before: u64, op: &Op) -> u64 {
     let mix = |before: u64, word: u64| (before.rotate_left(5) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -89,8 +89,8 @@ impl Area {
         Area { presence: Presence::new(headroom), ..self }
     }
 
-    /// Populates parts of this rank's memory unless they are populated. Must be called before this rank writes them or
-    /// lets a peer write them. The error says that there is too little memory.
+    /// Populates parts of this rank's memory, if they are not populated yet. Must be called before this rank writes the
+    /// parts or lets a peer write them. Fails if there is too little memory.
     pub fn make_present(&self, parts: impl IntoIterator<Item = Part>) -> Result<()> {
         self.presence.make(&self.segment, &self.layout, self.me, parts)
     }
@@ -125,8 +125,8 @@ impl Area {
     pub fn futex_word(&self, rank: usize) -> &AtomicU32 {
         self.word32(self.layout.control_word(rank, DOOR))
     }
-    /// Number of sleeping threads of `rank`, which change it. Publishing threads read it. Relaxed, ordered by the
-    /// fences of `os/event_count.rs`.
+    /// Number of sleeping threads of `rank`. These threads change it; publishing threads read it. Relaxed, ordered by
+    /// the fences of `os/event_count.rs`.
     fn asleep_word(&self, rank: usize) -> &AtomicU32 {
         self.word32(self.layout.control_word(rank, DOOR) + 4)
     }
@@ -150,8 +150,8 @@ impl Area {
         }
     }
 
-    // Offers (`mapped/offer.rs`) are in the header line, where operations in rounds have no payload, and behind it.
-    // They are written before the tag (relaxed) and read after the tag was acquired.
+    // An offer (`mapped/offer.rs`) is in the header line, which has no payload if the operation runs in rounds, and
+    // behind it. Offers are written before the tag (relaxed) and read after the tag was acquired.
 
     /// Stores the offer's first word, and clears the word for `Moved`.
     pub fn set_offer(&self, n: u64, word: u64) {
@@ -175,8 +175,8 @@ impl Area {
         self.word64(self.layout.slot(rank, n) + 64 + index * 8)
     }
 
-    /// Publishes the identity of this process's arena. Written once by the thread that drives the group. The size is
-    /// stored last (release), and readers acquire it first.
+    /// Publishes the identity of this process's arena. The thread that drives the group calls this once. The size is
+    /// stored last (release), and readers load it first (acquire).
     pub fn set_arena(&self, arena: Identity) {
         let at = self.layout.control_word(self.me, QUESTION) + 64;
         self.word64(at + 8).store(arena.inode, Ordering::Relaxed);
@@ -190,7 +190,7 @@ impl Area {
         (bytes != 0).then_some(Identity { descriptor, inode, bytes })
     }
 
-    /// Address of a slot's payload of `bytes` bytes: in the header line if it fits, else behind it.
+    /// Address of a slot's payload of `bytes` bytes: in the header line if it fits there, otherwise behind it.
     pub fn payload(&self, rank: usize, n: u64, bytes: usize) -> *mut u8 {
         assert!(bytes <= SLOT_BYTES, "sagellm: a slot payload of {bytes} bytes");
         let at = self.layout.slot(rank, n);
@@ -241,8 +241,8 @@ impl Area {
     pub fn issued(&self, rank: usize) -> u64 {
         (0..self.layout.depth).map(|n| self.load(Word::Tag { rank, n })).max().unwrap_or(0)
     }
-    /// Publishes that this rank leaves in order (shutdown or exit), with a release store after everything it published.
-    /// Wakes the others.
+    /// Publishes that this rank leaves in order (shutdown or exit), with a release store after everything else that it
+    /// published. Wakes the other ranks.
     pub fn leave(&self) {
         fault_points::reached(FaultPoint::Leaving);
         self.word64(self.layout.control_word(self.me, LIFE)).store(1, Ordering::Release);
@@ -261,7 +261,7 @@ impl Area {
     /// of the rank at a time, with consecutive numbers.
     pub fn set_launched(&self, number: u64, signed: Signed) {
         let (signature, lists) = self.launch_words(self.me, number);
-        // Release: a reader that sees these values also sees the previous number, and so can tell that the place may
+        // Release: a reader that sees these values also sees the previous number, so it can tell that the place may
         // have been reused.
         signature.store(signed.signature, Ordering::Release);
         lists.store(signed.lists, Ordering::Release);
@@ -273,16 +273,16 @@ impl Area {
         let word = self.word64(self.layout.control_word(rank, LIFE) + 16).load(Ordering::Acquire);
         (word >> 8, word as u8)
     }
-    /// What `rank` signed for launch `number`. `None` before that launch, and after later launches have overwritten the
-    /// place.
+    /// What `rank` signed for launch `number`. `None` before that launch, and after a later launch may have overwritten
+    /// the place.
     pub fn signed(&self, rank: usize, number: u64) -> Option<Signed> {
         if self.launched(rank).0 < number {
             return None;
         }
         let (signature, lists) = self.launch_words(rank, number);
         let signed = Signed { signature: signature.load(Ordering::Acquire), lists: lists.load(Ordering::Acquire) };
-        // Launch `number + LAUNCHES_KEPT` overwrites this place, after launch `number + LAUNCHES_KEPT - 1` was
-        // published. If that one is not published yet, the values read above were not overwritten.
+        // Launch `number + LAUNCHES_KEPT` overwrites this place after launch `number + LAUNCHES_KEPT - 1` was
+        // published. If the latter is not published yet, the values read above were not overwritten.
         (self.launched(rank).0 < number + LAUNCHES_KEPT - 1).then_some(signed)
     }
     /// The two words of a launch. The smaller one is in the second half of the pair of lines of `LIFE`.
@@ -292,11 +292,11 @@ impl Area {
         (self.word64(self.layout.control_word(rank, LAUNCHES) + at * 8), self.word32(lists))
     }
 
-    /// Publishes the sizes of this rank's last all_to_all on a device, for the error of a mismatch. Only groups of up to
-    /// `MOST_SIZED` ranks have room for them: behind the outcomes of monitored barriers, and behind the number of
-    /// questions. A size that does not fit into 32 bits is stored as the largest number, and is not read. A seqlock: the
-    /// number is 0 while the sizes change, and a reader accepts sizes only if it read the same number before and after.
-    /// Called by one thread of the rank at a time.
+    /// Publishes the sizes of this rank's last all_to_all on a device, for the error of a mismatch. Only groups of up
+    /// to `MOST_SIZED` ranks have room for them: behind the outcomes of monitored barriers, and behind the number of
+    /// questions. If a size does not fit into 32 bits, the largest number is stored instead, which readers ignore. This
+    /// is a seqlock: the number is 0 while the sizes change, and a reader accepts sizes only if it read the same number
+    /// before and after. Called by one thread of the rank at a time.
     pub fn set_block_sizes(&self, number: u64, sizes: &BlockSizes<'_>) {
         if self.ranks > MOST_SIZED {
             return;
@@ -312,7 +312,8 @@ impl Area {
         }
         known.store(number, Ordering::Release);
     }
-    /// What `rank` sends to `peer`, and what it expects from it, if its last all_to_all has this number.
+    /// How many bytes `rank` sends to `peer` and how many it expects from `peer`, if the last all_to_all of `rank` has
+    /// this number.
     pub fn block_sizes(&self, rank: usize, number: u64, peer: usize) -> Option<[u64; 2]> {
         if self.ranks > MOST_SIZED || self.sized_number(rank).load(Ordering::Acquire) != number {
             return None;
@@ -341,8 +342,8 @@ impl Area {
         word.checked_sub(1).and_then(|cpu| u32::try_from(cpu).ok())
     }
 
-    /// Number of the last monitored barrier that `rank` has entered. `monitor_outcome`: on rank 0's lines, the last
-    /// eight outcomes.
+    /// Number of the last monitored barrier that `rank` has entered. `monitor_outcome` has the last eight outcomes;
+    /// they are in rank 0's lines.
     pub fn monitor(&self, rank: usize) -> &AtomicU64 {
         self.word64(self.layout.control_word(rank, MONITOR))
     }
@@ -356,9 +357,9 @@ impl Area {
         self.word32(self.layout.control_word(rank, QUESTION))
     }
 
-    /// Writes this rank's answer; only its answering thread calls this. A seqlock: the first word is odd while the text
-    /// changes, and a reader accepts a text only if it read the same even value before and after. Length and text are
-    /// also atomic words, relaxed, ordered by the fences on both sides.
+    /// Writes this rank's answer; only its answering thread calls this. This is a seqlock: the first word is odd while
+    /// the text changes, and a reader accepts a text only if it read the same even value before and after. Length and
+    /// text are atomic words too (relaxed); the fences on both sides order them.
     pub fn write_answer(&self, text: &str) {
         let at = self.layout.answer_text(self.me);
         let version = self.word64(at).load(Ordering::Relaxed) | 1;
@@ -401,13 +402,14 @@ impl Area {
         let bytes = fault.encode(ROOM);
         let at = self.layout.fault_text(self.me);
         for (i, byte) in bytes.iter().enumerate() {
-            // SAFETY: within the bounds that `ptr` checks. Volatile, because peers may read while this rank writes a
+            // SAFETY: within the bounds that `ptr` checks. Volatile, because a peer may read while this rank writes a
             // second time.
             unsafe { self.segment.ptr(at + 8 + i, 1).write_volatile(*byte) };
         }
         self.word64(at).store(bytes.len() as u64, Ordering::Relaxed);
         let word = self.me as u64 + 1;
-        // Release: the fault is visible before the word that refers to it. Only the first of several ranks succeeds.
+        // Release: the fault is visible before the word that refers to it. If several ranks do this, only the first
+        // succeeds.
         let _ =
             self.word64(self.layout.group_word(ABORT)).compare_exchange(0, word, Ordering::AcqRel, Ordering::Acquire);
     }

@@ -1,19 +1,19 @@
-//! Tensors that peers can reach. Each process has one memory file, which its peers map (`reach.rs`), so that a
-//! collective reads and writes the tensors directly (`mapped`).
+//! Allocates tensors that peers can reach. Each process has one memory file, which its peers map (`reach.rs`), so that
+//! a collective can read and write the tensors directly (`mapped`).
 //!
-//! The file has a fixed size from the start but no pages; a page is allocated at its first access. The file is sealed
-//! against shrinking and growing, so an access of a peer cannot fault. Tensors are ranges of whole pages
-//! (`extents.rs`), and nothing else is on these pages.
+//! The file has a fixed size but no pages at first; a page is allocated at its first access. The file is sealed against
+//! shrinking and growing, so an access of a peer cannot fault. A tensor is a range of whole pages (`extents.rs`), and
+//! nothing else is on these pages.
 //!
 //! **Late writes.** In an all_reduce or reduce, peers write into this process's outputs. A peer that was stopped may
 //! continue after the operation has failed here, when the program uses the memory again. So before the program receives
 //! the error, [`Lease::take_out`] makes the pages of the outputs private. It moves a private mapping of the same file
 //! pages over them, and writes each page once, so that the kernel copies it. The tensor keeps its address and contents,
-//! and late writes go to file pages that nothing reads. Threads of this process may access the memory during this, and
-//! no write of theirs is lost. The range of the file is never reused.
+//! and late writes go to file pages that nothing reads. Meanwhile, threads of this process may access the memory, and
+//! none of their writes is lost. The range of the file is never reused.
 //!
-//! **Forks.** A child's mapping is replaced by a private one of the same file (`forks.rs`). The child allocates nothing
-//! here, and its frees have no effect, because it shares the file with its parent.
+//! **Forks.** In a child the mapping is replaced by a private one of the same file (`forks.rs`). The child allocates
+//! nothing here, and when it frees a tensor, nothing happens, because it shares the file with its parent.
 
 #![allow(unsafe_code)] // maps memory and returns addresses in it
 
@@ -33,9 +33,9 @@ use crate::json;
 use crate::os::topology;
 use crate::types::Span;
 
-/// Most bytes of filled pages of freed tensors that are kept for reuse. A small arena keeps less.
+/// At most this many bytes in filled pages of freed tensors are kept for reuse. A small arena keeps less.
 const KEPT: usize = 1 << 30;
-/// Bytes that are made private at a time: at most this much is in memory twice.
+/// This many bytes are made private at a time, so at most this much is in memory twice.
 const STEP: usize = 32 << 20;
 
 struct Arena {
@@ -46,22 +46,22 @@ struct Arena {
     extents: Mutex<Extents>,
 }
 
-// SAFETY: an address range that is never unmapped. It is changed only under the lock of `extents`.
+// SAFETY: this is an address range that is never unmapped. It is changed only under the lock of `extents`.
 unsafe impl Send for Arena {}
 // SAFETY: as above.
 unsafe impl Sync for Arena {}
 
-/// Set by the one thread that makes the arena, which `MAKER` elects. A forked child does not wait for it, because it
-/// may lack that thread.
+/// Set by the thread that makes the arena; `MAKER` elects it. A forked child does not wait for this, because the child
+/// may not have that thread.
 static ARENA: OnceCell<Result<Arena, String>> = OnceCell::new();
 
-/// The process whose thread makes or has made the arena; 0 before. Relaxed: the arena itself is read from `ARENA`.
+/// The process whose thread makes or has made the arena; 0 before that. Relaxed: the arena itself is read from `ARENA`.
 static MAKER: AtomicU32 = AtomicU32::new(0);
-/// Counters of this process (relaxed): refused allocations, and bytes made private.
+/// Counters of this process (relaxed): allocations that were refused, and bytes that were made private.
 static REFUSED: AtomicU64 = AtomicU64::new(0);
 static TAKEN_OUT: AtomicU64 = AtomicU64::new(0);
 
-/// The use of the arena, in bytes unless said otherwise. All zero before the first allocation.
+/// How much of the arena is used. Sizes are in bytes. All zero before the first allocation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     pub limit: u64,
@@ -72,7 +72,7 @@ pub struct Usage {
     pub extents: u64,
     /// Number of allocations for which the arena had no room.
     pub refused: u64,
-    /// Bytes made private after an operation had failed.
+    /// Bytes that were made private after an operation had failed.
     pub taken_out: u64,
 }
 
@@ -95,8 +95,8 @@ pub struct Identity {
     pub bytes: u64,
 }
 
-/// Allocates a tensor's memory in whole pages, with undefined contents. None if there is no room, if the arena could
-/// not be made (`why_not`), or in a forked child.
+/// Allocates a tensor's memory in whole pages; their contents are undefined. None if there is no room, if the arena
+/// could not be made (`why_not`), or in a forked child.
 pub fn allocate(bytes: usize) -> Option<NonNull<u8>> {
     if forks::is_child() {
         return None;
@@ -184,8 +184,8 @@ pub struct Lease {
 }
 
 /// Leases `span` for an operation of `group`. None if the memory is not in the arena, if pages of its tensor were made
-/// private (`Lease::take_out`), or if an operation of another group uses it: two groups fail at different times, and
-/// making pages private affects all operations on them. Also None in a forked child, and if too many ranges are
+/// private (`Lease::take_out`), or if an operation of another group uses it: two groups fail at different times, but if
+/// pages are made private, all operations on them are affected. Also None in a forked child, and if too many ranges are
 /// private.
 pub fn lease(group: u64, span: Span) -> Option<Lease> {
     if !owns(span.addr as *const u8) || forks::is_child() {
@@ -210,7 +210,7 @@ impl Drop for Lease {
     fn drop(&mut self) {
         let Some(arena) = made() else { return };
         if forks::is_child() {
-            return; // a thread that this child lacks may hold the lock
+            return; // a thread that the child does not have may hold the lock
         }
         if let Some(extent) = arena.extents().starting_at(self.start) {
             extent.holder = extent.holder.and_then(|(group, count)| (count > 1).then(|| (group, count - 1)));
@@ -220,14 +220,14 @@ impl Drop for Lease {
 
 impl Lease {
     /// Makes the pages of this memory private: their address and contents stay, and no other process can change them
-    /// any more. Other threads of this process may access them during the call. The error says that the system refused.
+    /// any more. Other threads of this process may access the pages during the call. Fails if the system refuses.
     pub fn take_out(&self) -> io::Result<()> {
         let Some(arena) = made() else { return Ok(()) };
         let mut extents = arena.extents();
         let Some(extent) = extents.starting_at(self.start) else { return Ok(()) };
         let page = segment::page_size();
         let pages = self.offset / page * page..(self.offset + self.bytes).next_multiple_of(page);
-        // A page that two pieces share was made private for the first piece; the file no longer has its contents.
+        // If two pieces share a page, it was made private for the first piece, and the file no longer has its contents.
         for pages in extent.not_private(pages) {
             for from in pages.clone().step_by(STEP) {
                 let part = from..pages.end.min(from + STEP);
@@ -240,7 +240,7 @@ impl Lease {
     }
 }
 
-/// The arena, which the first call makes.
+/// Returns the arena. The first call makes it.
 fn arena() -> Option<&'static Arena> {
     if ARENA.get().is_some() {
         return made();
@@ -251,7 +251,7 @@ fn arena() -> Option<&'static Arena> {
         if let Err(why) = &arena {
             log::warn!("tensors are ordinary memory, which peers cannot reach: {why}");
         }
-        // This thread was elected, so no other thread sets it.
+        // This thread was elected, so no other thread sets `ARENA`.
         let _ = ARENA.set(arena);
     }
     while ARENA.get().is_none() && MAKER.load(Ordering::Relaxed) == me {
@@ -264,8 +264,8 @@ fn made() -> Option<&'static Arena> {
     ARENA.get().and_then(|made| made.as_ref().ok())
 }
 
-/// The size of the file. Its pages count against the same limits as other memory of the process, so this only bounds
-/// how much memory is allocated here instead of elsewhere.
+/// The size of the file. Its pages count against the same limits as the rest of the process's memory, so the size only
+/// bounds how much memory is allocated here instead of elsewhere.
 fn size() -> Result<usize, String> {
     let bytes = match config::shared_bytes() {
         Some(bytes) => bytes,
@@ -318,7 +318,7 @@ impl Arena {
         segment::inode_and_size(&self.file).is_ok_and(|found| found == (self.inode, self.bytes as u64))
     }
 
-    /// Frees the pages of a range of the file. A process that reads them afterwards finds zeros.
+    /// Frees the pages of a range of the file. A process that reads the range afterwards finds zeros.
     fn give_back(&self, offset: usize, bytes: usize) {
         if !self.has_its_file() {
             return;
@@ -331,7 +331,7 @@ impl Arena {
         }
     }
 
-    /// Makes pages private as described at the top of this file. Called with the lock held, for pages that are not
+    /// Makes pages private, like the head of this file describes. Called with the lock held, for pages that are not
     /// private. If the system refuses, nothing has changed.
     fn make_private(&self, pages: Range<usize>) -> io::Result<()> {
         if !self.has_its_file() {
@@ -341,7 +341,7 @@ impl Arena {
         let private = segment::map_pages_at(bytes, libc::MAP_PRIVATE, self.file.as_raw_fd(), pages.start)?;
         let _changing = forks::Changing::begin();
         // SAFETY: moves an unused mapping over our own pages, which have the same contents. The kernel does this in one
-        // step for all threads: an access finds the old mapping or the new one.
+        // step for all threads: each access finds either the old mapping or the new one.
         let moved = unsafe {
             let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
             libc::mremap(private.as_ptr().cast(), bytes, bytes, flags, address.cast::<libc::c_void>())
@@ -357,7 +357,7 @@ impl Arena {
             segment::write_in_place(unsafe { AtomicU8::from_ptr(address.add(page)) });
         }
         forks::add_private(address as usize, bytes);
-        // Now every page of the mapping is a copy. What peers still write fills new file pages, until the tensor is
+        // Now every page of the mapping is a copy. If peers still write, they fill new file pages, until the tensor is
         // freed.
         self.give_back(pages.start, bytes);
         Ok(())
@@ -382,7 +382,7 @@ mod tests {
 
     const MIB: usize = 1 << 20;
 
-    /// A tensor in the arena, with a second mapping of it, such as a peer has.
+    /// A tensor in the arena, and a second mapping of it, like a peer's.
     struct Tensor {
         own: usize,
         bytes: usize,

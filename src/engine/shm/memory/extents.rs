@@ -1,8 +1,9 @@
-//! Which pages of the arena are in use. `Extents` works on page ranges as offsets and touches no memory. It allocates
-//! the smallest free range that fits, at the lowest offset among equal ones, and merges adjacent free ranges.
+//! Records which pages of the arena are in use. `Extents` works with offsets of page ranges and touches no memory. It
+//! allocates the smallest free range that fits; among ranges of equal size it takes the one with the lowest offset. It
+//! merges adjacent free ranges.
 //!
-//! Pages that were used stay filled when their range is freed, because filling a page costs far more than reusing it.
-//! `to_give_back` returns the free ranges that exceed what is kept.
+//! When a range is freed, its used pages stay filled, because filling a page costs far more than reusing it. If more
+//! filled pages are free than should be kept, `to_give_back` returns ranges to empty.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -11,9 +12,9 @@ use std::ops::Range;
 #[derive(Debug)]
 pub struct Extent {
     pub bytes: usize,
-    /// The group whose operations let peers access this memory, and the number of these operations.
+    /// The group whose operations let peers access this memory, and how many such operations there are.
     pub holder: Option<(u64, usize)>,
-    /// Pages that were made private after an operation had failed, as offsets. If there are any, peers can no longer
+    /// Offsets of the pages that were made private after an operation had failed. If there are any, peers can no longer
     /// reach the range, and it is not reused.
     pub private: Vec<Range<usize>>,
 }
@@ -129,8 +130,8 @@ impl Extents {
         Some(extent)
     }
 
-    /// If more than `kept` bytes are filled: the free range with the most filled pages, as offset and length. The
-    /// caller must return its pages to the system; the range counts as empty from now on.
+    /// If more than `kept` bytes of free ranges are filled, returns offset and length of the free range with the most
+    /// filled pages. The caller must return these pages to the system; the range counts as empty from now on.
     pub fn to_give_back(&mut self, kept: usize) -> Option<(usize, usize)> {
         if self.bytes_filled <= kept {
             return None;
@@ -142,7 +143,7 @@ impl Extents {
         Some((at, bytes))
     }
 
-    /// The range in use that contains all bytes from `offset` to `offset + bytes`, and its start.
+    /// The range in use that contains all bytes from `offset` to `offset + bytes`, together with its start.
     pub fn holding(&mut self, offset: usize, bytes: usize) -> Option<(usize, &mut Extent)> {
         let (&start, extent) = self.used.range_mut(..=offset).next_back()?;
         let inside = offset - start <= extent.bytes && bytes <= extent.bytes - (offset - start);
@@ -196,7 +197,7 @@ mod tests {
         for at in [held[0], held[2], held[4]] {
             extents.release(at);
         }
-        // The last range was merged with the free rest, which was never filled.
+        // The last range was merged with the remaining free range, which was never filled.
         assert_eq!(extents.bytes_filled(), 35 * PAGE);
         assert_eq!(extents.to_give_back(35 * PAGE), None);
         assert_eq!(extents.to_give_back(10 * PAGE), Some((11 * PAGE, 20 * PAGE)));

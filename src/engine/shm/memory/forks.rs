@@ -1,9 +1,9 @@
-//! What a forked child does with the memory for tensors (`arena.rs`). Before the child's first instruction, a fork
-//! handler replaces the mapping by a private one of the same file, so no other process sees what the child writes.
-//! Ranges that are private already stay.
+//! Protects the memory for tensors (`arena.rs`) in a forked child. Before the child's first instruction, a fork handler
+//! replaces the mapping by a private one of the same file, so no other process sees what the child writes. Ranges that
+//! are already private stay.
 //!
-//! When the handler runs, any lock may be held by a thread that the child does not have. So all that it needs is in
-//! atomics, and it makes only system calls.
+//! When the handler runs, a thread that the child does not have may hold any lock. So everything that the handler needs
+//! is in atomics, and it makes only system calls.
 
 #![allow(unsafe_code)] // replaces mappings, and registers the handler
 
@@ -11,23 +11,23 @@ use std::io;
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-/// Most private ranges that the handler knows. If there are more, a child finds zeros in the others.
+/// The handler knows at most this many private ranges. If there are more, a child finds zeros in the remaining ones.
 const MOST_PRIVATE: usize = 1024;
 
 struct Record {
     /// Whether this process is a forked child of the process that made the arena. The handler writes it (relaxed: the
-    /// child has one thread then). Threads read it before each use of the arena.
+    /// child has only one thread at that time). Threads read it before each use of the arena.
     is_child: AtomicBool,
-    /// A spin lock, held while a thread changes the mapping (acquired with the arena's lock held), and during `fork`,
-    /// which must not copy the mapping in the middle of a change.
+    /// A spin lock. A thread holds it while it changes the mapping; it acquires the arena's lock first. It is also held
+    /// during `fork`, which must not copy the mapping in the middle of a change.
     changing: AtomicBool,
-    /// Address of the arena, 0 while there is none. Written once by the thread that made it (release, after `bytes` and
-    /// `file`); any thread reads it (acquire).
+    /// Address of the arena; 0 while there is none. The thread that made the arena writes it once (release, after
+    /// `bytes` and `file`); any thread reads it (acquire).
     base: AtomicUsize,
     bytes: AtomicUsize,
     file: AtomicUsize,
-    /// Address and length of the private ranges. Written under the arena's lock, the count last (release); the handler
-    /// reads them (acquire).
+    /// Address and length of each private range. Written under the arena's lock, and the count last (release); the
+    /// handler reads them (acquire).
     private: [(AtomicUsize, AtomicUsize); MOST_PRIVATE],
     private_count: AtomicUsize,
 }
@@ -42,7 +42,7 @@ static RECORD: Record = Record {
     private_count: AtomicUsize::new(0),
 };
 
-/// Registers the handlers and the arena's address. Called once per process. The error says that the system refused.
+/// Registers the handlers and the arena's address. Called once per process. Fails if the system refuses.
 pub fn register(base: usize, bytes: usize, file: RawFd) -> io::Result<()> {
     // SAFETY: the handlers are plain functions that are never unloaded.
     let rc = unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(in_forked_child)) };
@@ -65,8 +65,8 @@ pub fn owns(address: usize) -> bool {
     base != 0 && address.wrapping_sub(base) < RECORD.bytes.load(Ordering::Relaxed)
 }
 
-/// False when half of the entries are used. Then no further leases are made, which leaves the other half for operations
-/// in flight.
+/// False when half of the entries are used. Then no further leases are granted, so the other half is left for
+/// operations in flight.
 pub fn has_room_for_private() -> bool {
     RECORD.private_count.load(Ordering::Relaxed) < MOST_PRIVATE / 2
 }

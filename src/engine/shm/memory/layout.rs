@@ -1,4 +1,5 @@
-//! Offsets of everything in a group's segment. Pure arithmetic from the rank count; the same on every rank.
+//! Computes the offsets of everything in a group's segment. The sizes follow from the number of ranks and the size of
+//! the stage buffers, so they are the same on every rank.
 //!
 //! ```text
 //! hello     64 B a rank, rounded up to a page: the handshake that proves the segment is shared (rendezvous)
@@ -13,13 +14,13 @@
 //!
 //! **Memory for messages.** Every ordered pair of ranks has its own envelopes, so that an unmatched message blocks no
 //! other pair. This memory grows with the square of the number of ranks, so envelopes are smaller in larger groups. A
-//! large message needs memory only after a receive has matched it, and from then on only copying delays it. So a
-//! receiver needs only a few channels, which it lends to one sender after another, and every channel is returned.
+//! large message needs memory only after a receive has matched it, and from then on nothing but the copying delays it.
+//! So a receiver needs only a few channels, which it lends to one sender after another, and every channel is returned.
 //!
-//! **Memory that every group uses is populated when the group is made** (`early_ranges`). The rest, most of the
-//! segment, is divided into parts (`Part`). A part's owner populates it when an operation first needs it, and no rank
-//! touches it before (`presence.rs`). Filling shared memory past a memory limit kills the process, so the limits are
-//! read first (rule 24).
+//! **Memory that every group uses is populated when the group is created** (`early_ranges`). The rest, which is most of
+//! the segment, is divided into parts (`Part`). A part's owner populates it when an operation first needs it, and no
+//! rank touches it before (`presence.rs`). Filling shared memory past a memory limit kills the process, so the limits
+//! are read first (rule 24).
 
 use std::ops::Range;
 
@@ -29,28 +30,30 @@ use crate::select::GroupShape;
 pub const SLOT_BYTES: usize = 4096;
 /// Bytes of payload that fit into the header line, behind tag, signature, chain and aux.
 pub const INLINE_BYTES: usize = 32;
-/// Most pieces that a mapped operation may have in its inputs, and in its outputs.
+/// A mapped operation may have at most this many pieces in its inputs, and at most this many in its outputs.
 pub const MOST_PIECES: usize = 16;
-/// Bytes in a slot for the offsets and lengths of these pieces, which follow the table of an all_to_all.
+/// Bytes in a slot for the offsets and lengths of these pieces. They follow the table of an all_to_all.
 pub const OFFER_BYTES: usize = 2 * MOST_PIECES * 16;
 /// Size of two cache lines: x86 prefetches lines in pairs, and some aarch64 CPUs have lines of this size.
 pub const PAIR_OF_LINES: usize = 128;
 /// Number of control words of a rank, each on its own pair of lines.
 pub const CONTROL_WORDS: usize = 11;
 pub const FAULT_BYTES: usize = 1408;
-/// Bytes for a rank's answer to another rank's question. With the control words and the fault text it fills a page.
+/// Bytes for a rank's answer to another rank's question. Together with the control words and the fault text they fill a
+/// page.
 pub const ANSWER_BYTES: usize = 1280;
 /// Bytes of payload that fit into an envelope's first line, behind tag and size.
 pub const SHORT_BYTES: usize = 48;
-/// Most ranks per segment: a slot's table has eight bytes per rank, mail words and `RankSet` have one bit per rank.
+/// Largest number of ranks per segment: a slot's table has eight bytes per rank, and mail words and `RankSet` have one
+/// bit per rank.
 pub const MAX_RANKS: usize = 256;
 /// Largest segment, unless that leaves less than `RANK_SHARE` per rank.
 pub const CEILING: usize = 64 << 20;
 pub const RANK_SHARE: usize = 512 << 10;
-/// Largest stage buffer, which ranks with several threads have: each thread copies and reduces its part of it.
+/// Largest stage buffer. Only ranks with several threads have it: each thread copies and reduces its part.
 const LARGEST_STAGE: usize = 4 << 20;
 
-/// Number of results whose hashes a rank keeps, for each of its slots.
+/// For each of its slots, a rank keeps the hashes of this many results.
 pub const HASHES: u64 = 4;
 
 const PAGE: usize = 4096;
@@ -64,7 +67,7 @@ pub enum Part {
     Result,
     /// Words, grants and envelopes of the rank's messages to all others.
     Envelopes,
-    /// The buffers of one channel, through which the rank receives.
+    /// The buffers of one channel through which the rank receives.
     Channel(usize),
 }
 
@@ -75,11 +78,11 @@ pub struct Layout {
     pub depth: u64,
     pub stage_bytes: usize,
     pub result_bytes: usize,
-    /// Number of envelopes, and of grants, of an ordered pair; a power of two.
+    /// Number of envelopes of an ordered pair, and also of grants; a power of two.
     pub envelopes: u64,
     /// Largest message that is sent inside its envelope.
     pub eager_bytes: usize,
-    /// Number of senders from which a rank can receive larger messages at the same time.
+    /// From how many senders a rank can receive larger messages at the same time.
     pub channels: usize,
     pub body_bytes: usize,
     group: usize,
@@ -121,8 +124,8 @@ impl Sizes {
 }
 
 impl Layout {
-    /// The layout for `ranks` ranks of `threads` threads with at most `budget` bytes, or `None` if the smallest one does
-    /// not fit.
+    /// The layout for `ranks` ranks with `threads` threads each, which has at most `budget` bytes. `None` if even the
+    /// smallest layout does not fit.
     pub fn new(ranks: usize, threads: usize, budget: usize) -> Option<Layout> {
         let wanted = Sizes::of(ranks).largest_stage * threads.max(1);
         Layout::possible(ranks).find(|layout| layout.stage_bytes <= wanted && layout.total <= budget)
@@ -154,7 +157,7 @@ impl Layout {
 
     fn with(ranks: usize, stage_bytes: usize) -> Layout {
         let Sizes { depth, envelopes, eager_bytes, channels, body_bytes, .. } = Sizes::of(ranks);
-        // A slice is a rank's share of a chunk, rounded up to cache lines; see bulk.rs.
+        // A slice is a rank's share of a chunk, rounded up to cache lines (`bulk.rs`).
         let result_bytes = up(stage_bytes.div_ceil(ranks) + 64, PAGE);
         let mut layout = Layout {
             ranks,
@@ -230,7 +233,7 @@ impl Layout {
     fn word_stride(&self) -> usize {
         if self.ranks <= 16 { PAIR_OF_LINES } else { 8 }
     }
-    /// Bytes of the three words of the sender, or of the receiver.
+    /// Bytes of the three words that the sender writes; the receiver's three words have the same size.
     fn side_bytes(&self) -> usize {
         up(3 * self.word_stride(), PAIR_OF_LINES)
     }
@@ -282,7 +285,7 @@ impl Layout {
         debug_assert!(from < self.ranks && to < self.ranks && from != to);
         self.pairs + from * self.row_bytes() + (to - usize::from(to > from)) * self.pair_bytes()
     }
-    /// Words with even numbers are the sender's, words with odd numbers the receiver's.
+    /// Words with even numbers are written by the sender, words with odd numbers by the receiver.
     pub fn pair_word(&self, from: usize, to: usize, index: usize) -> usize {
         debug_assert!(index < 6);
         self.pair(from, to) + index % 2 * self.side_bytes() + index / 2 * self.word_stride()
@@ -290,7 +293,7 @@ impl Layout {
     pub fn grant(&self, from: usize, to: usize, index: u64) -> usize {
         self.pair(from, to) + self.grants_offset() + (index & (self.envelopes - 1)) as usize * 8
     }
-    /// Offset of an envelope: tag and size of a message. The payload is at `payload_offset`.
+    /// Offset of an envelope. It begins with tag and size of the message; the payload is at `payload_offset`.
     pub fn envelope(&self, from: usize, to: usize, number: u64) -> usize {
         let index = (number & (self.envelopes - 1)) as usize;
         self.pair(from, to) + self.envelopes_offset() + index * self.envelope_stride()
@@ -304,7 +307,8 @@ impl Layout {
         self.bodies + to * self.channels_bytes() + (channel * 2 + (round % 2) as usize) * self.body_bytes
     }
 
-    /// The ranges that `rank` populates when the group is made: its words and slots, and on rank 0 the group's words.
+    /// The ranges that `rank` populates when the group is created: its words and slots, and on rank 0 the group's
+    /// words.
     pub fn early_ranges(&self, rank: usize) -> Vec<Range<usize>> {
         let own = |area: usize, bytes: usize| area + rank * bytes..area + (rank + 1) * bytes;
         let mut ranges = vec![own(self.control, self.control_bytes()), own(self.slots, self.slots_bytes())];
@@ -314,8 +318,8 @@ impl Layout {
         ranges
     }
 
-    /// The range of a part of `rank`, which populates it. `rank` is the writer of the part, because the first touch
-    /// places pages on that rank's NUMA node. For a channel it is the reader, because the senders change.
+    /// The range of a part of `rank`. `rank` populates the part and is its writer, because the first touch places pages
+    /// on that rank's NUMA node. For a channel, `rank` is the reader, because the senders change.
     pub fn part(&self, rank: usize, part: Part) -> Range<usize> {
         let (start, bytes) = match part {
             Part::Stage => (self.stage(rank, 0), 2 * self.stage_bytes),
@@ -408,7 +412,7 @@ mod tests {
         }
     }
 
-    /// The memory of a group is as docs/design.md states it.
+    /// A group needs as much memory as docs/design.md states.
     #[test]
     fn memory_is_bounded_per_rank_and_in_all() {
         for ranks in 2..=if cfg!(miri) { 9 } else { MAX_RANKS } {

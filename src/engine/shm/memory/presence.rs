@@ -1,7 +1,7 @@
-//! Memory that is populated at its first use: most of a segment, because most groups use little of it.
+//! Populates memory at its first use. This is most of a segment, because most groups use little of it.
 //!
 //! **Which rank populates a part, and why its peers may rely on it.** A part belongs to one rank, which populates it
-//! before any rank touches it. The existing release and acquire pairs order the peers' accesses after that:
+//! before any rank touches it. Release and acquire pairs that exist anyway order the peers' accesses after that:
 //!
 //! | part | populated | peers touch it after |
 //! | --- | --- | --- |
@@ -13,10 +13,10 @@
 //! mapped the memory, and no rank gets its group before all have reported (`rendezvous`).
 //!
 //! **The limits.** Filling memory past the limit of a control group kills the process, and memory that was free when
-//! the group was made may be in use now. So the limits are read again. If they leave too little, the operation fails
-//! before anything is written: on this rank with the amounts, on the others with the same text, as with any fault of a
-//! group. A part may use half of the free memory, counted for all ranks, because they may all be about to do the same.
-//! The other half is for other groups and for what the programs allocate at the same time.
+//! the group was created may be in use now. So the limits are read again. If they leave too little, the operation fails
+//! before anything is written: on this rank with the amounts, on the other ranks with the same text, like for any fault
+//! of a group. The new parts, times the number of ranks, may use half of the free memory, because all ranks may be
+//! about to do the same. The other half is left for other groups and for what the programs allocate at the same time.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -72,7 +72,7 @@ impl Presence {
         Ok(())
     }
 
-    /// Fails if the limits leave too little for `bytes` more on every rank.
+    /// Fails if the limits leave too little memory for `bytes` more bytes on every rank.
     fn look_for_room(&self, bytes: usize, me: usize, ranks: usize) -> Result<()> {
         let needed = (bytes * ranks) as u64;
         match (self.headroom)() {

@@ -1,8 +1,8 @@
-//! The arenas of other processes (`arena.rs`), each mapped once into this process, for all groups.
+//! Maps the arenas of other processes (`arena.rs`) into this process, each only once for all groups.
 //!
-//! A peer publishes its file as process, descriptor and inode. This process opens it through /proc, which only requires
-//! the same user, so ranks exchange no descriptors. In another pid namespace, with a process that is not dumpable, or
-//! without /proc, a peer's memory cannot be reached; then operations are staged.
+//! A peer publishes its process, descriptor and inode. This process opens the peer's file through /proc, which requires
+//! only that both have the same user, so ranks exchange no descriptors. A peer's memory cannot be reached if the peer
+//! is in another pid namespace or is not dumpable, or if there is no /proc; then operations are staged.
 
 #![allow(unsafe_code)] // maps the memory of peers
 
@@ -28,25 +28,25 @@ pub struct Reach {
     generation: u32,
 }
 
-// SAFETY: an address range that stays mapped for its lifetime. `mapped` orders the accesses.
+// SAFETY: this is an address range that stays mapped as long as the object lives. `mapped` orders the accesses.
 unsafe impl Send for Reach {}
 // SAFETY: as above.
 unsafe impl Sync for Reach {}
 
 type Mapped = HashMap<(i32, u64), Weak<Reach>>;
 
-/// The arenas mapped by this process, by pid and inode. Weak, because the groups own them.
+/// The arenas that this process has mapped, by pid and inode. Weak, because the groups own them.
 static MAPPED: PerProcess<Mutex<Mapped>> = PerProcess::new();
 
 impl Reach {
-    /// Maps the arena `identity` of process `pid`, unless it is mapped already. The error is a text for the log.
+    /// Maps the arena `identity` of process `pid`, unless it is already mapped. The error is a text for the log.
     pub fn new(pid: i32, identity: Identity) -> Result<Arc<Reach>, String> {
         let mut mapped = MAPPED.get().lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(known) = mapped.get(&(pid, identity.inode)).and_then(Weak::upgrade) {
             return Ok(known);
         }
-        // Also maps the process's own file, for ranks that are threads: pages made private are visible only at the
-        // tensor's own address.
+        // This also maps the process's own file, for ranks that are threads, because pages that were made private are
+        // visible only at the tensor's own address.
         let reach = Arc::new(Reach::map(pid, identity)?);
         mapped.retain(|_, weak| weak.strong_count() > 0);
         mapped.insert((pid, identity.inode), Arc::downgrade(&reach));
@@ -58,7 +58,8 @@ impl Reach {
             return Err("its process is in another pid namespace".to_string());
         }
         let path = format!("/proc/{pid}/fd/{}", identity.descriptor);
-        // Checked before opening, because opening something that is not a regular file may have side effects.
+        // Checked before the file is opened, because opening something that is not a regular file may have side
+        // effects.
         let found = fs::metadata(&path).map_err(|error| format!("{path}: {error}"))?;
         if (found.ino(), found.len()) != (identity.inode, identity.bytes) {
             return Err(format!("{path} is another file"));

@@ -26,8 +26,8 @@ pub enum Backing {
     Anonymous,
 }
 
-/// A shared mapping, unmapped on drop. In a forked child its addresses map private memory (`Mapped`). So the child
-/// cannot write the memory of its parent and the parent's peers, whatever it does with inherited objects.
+/// A shared mapping, unmapped on drop. In a forked child its addresses map private memory (`Mapped`). So whatever the
+/// child does with inherited objects, it cannot write the memory that its parent shares with its peers.
 #[derive(Debug)]
 pub struct Segment {
     base: NonNull<u8>,
@@ -37,11 +37,11 @@ pub struct Segment {
 }
 
 /// An entry of the list of mapped segments, which the fork handler reads. Entries are never freed, because the handler
-/// may take no lock. An entry whose segment was dropped is reused.
+/// must not acquire a lock. When a segment is dropped, its entry can be reused.
 #[derive(Debug)]
 struct Mapped {
-    /// Address of the mapping, 0 while unused. Written by the thread that makes (release, after `len`) or drops a
-    /// segment. A forked child, which has no other threads, reads it.
+    /// Address of the mapping; 0 while unused. Written by the thread that makes a segment (release, after `len`) or
+    /// drops it. A forked child, which has no other threads, reads it.
     base: AtomicUsize,
     len: AtomicUsize,
     next: AtomicPtr<Mapped>,
@@ -49,8 +49,8 @@ struct Mapped {
 
 /// The list of all mappings of this process.
 struct Mappings {
-    /// First entry of the list, which only grows. New entries are pushed with a release store. Threads that make a
-    /// segment, and forked children, read it (acquire).
+    /// The first entry of the list, which only grows. New entries are pushed with a release store. Threads that make a
+    /// segment read it (acquire), and forked children too.
     first: AtomicPtr<Mapped>,
     /// Installs the fork handler.
     installed: Once,
@@ -69,7 +69,7 @@ fn mapped() -> impl Iterator<Item = &'static Mapped> {
     })
 }
 
-/// Registers a mapping, so that it is replaced in forked children.
+/// Registers a mapping, so that a forked child replaces it.
 fn enter(base: NonNull<u8>, len: usize) -> &'static Mapped {
     MAPPINGS.installed.call_once(|| {
         // SAFETY: the handler is a plain function that is never unloaded.
@@ -96,8 +96,8 @@ fn enter(base: NonNull<u8>, len: usize) -> &'static Mapped {
     entry
 }
 
-/// Runs in the child before its first own instruction: replaces every segment by private, empty memory. Uses only
-/// atomics and system calls, because a thread that the child does not have may hold a lock.
+/// Runs in the child before the child's first own instruction, and replaces every segment by private, empty memory.
+/// Uses only atomics and system calls, because a thread that the child does not have may hold a lock.
 extern "C" fn in_forked_child() {
     for one in mapped() {
         let (base, len) = (one.base.load(Ordering::Acquire), one.len.load(Ordering::Relaxed));
@@ -114,8 +114,8 @@ extern "C" fn in_forked_child() {
     }
 }
 
-// SAFETY: a segment is an address range that stays mapped for its lifetime. Its methods return only raw pointers; the
-// protocol orders the accesses, whichever thread makes them.
+// SAFETY: a segment is an address range that stays mapped as long as the object lives. Its methods return only raw
+// pointers; the protocol orders the accesses, whichever thread makes them.
 unsafe impl Send for Segment {}
 // SAFETY: as above; no method changes the segment itself.
 unsafe impl Sync for Segment {}
@@ -138,8 +138,7 @@ fn checked(rc: i32) -> io::Result<()> {
 
 fn memfd() -> io::Result<OwnedFd> {
     let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
-    // Kernels before 6.3 do not know MFD_NOEXEC_SEAL. Kernels that are configured to require it refuse calls without
-    // it.
+    // Kernels before 6.3 do not know MFD_NOEXEC_SEAL. Newer kernels can be configured to refuse calls without it.
     let mut result = Err(io::Error::from_raw_os_error(libc::EINVAL));
     for flags in [flags | libc::MFD_NOEXEC_SEAL, flags] {
         // SAFETY: the name ends in NUL; the flags are plain numbers.
@@ -166,8 +165,8 @@ pub fn sealed_memfd(len: usize) -> io::Result<OwnedFd> {
     Ok(fd)
 }
 
-/// A file in /dev/shm that never has a name. Its pages are reserved now, so that a full /dev/shm is an error here and
-/// not a SIGBUS at the first touch.
+/// A file in /dev/shm that never has a name. Its pages are reserved now, so that if /dev/shm is full, this is an error
+/// here and not a SIGBUS at the first touch.
 fn nameless_file(len: usize) -> io::Result<OwnedFd> {
     let flags = libc::O_TMPFILE | libc::O_EXCL | libc::O_RDWR | libc::O_CLOEXEC;
     // SAFETY: the path ends in NUL; the rest are plain numbers.
@@ -182,7 +181,7 @@ fn nameless_file(len: usize) -> io::Result<OwnedFd> {
 }
 
 impl Segment {
-    /// Makes a segment of `len` zero bytes, and the descriptor by which peers map it.
+    /// Makes a segment of `len` zero bytes. Also returns the descriptor by which peers map it.
     pub fn create(len: usize) -> Result<(Segment, OwnedFd)> {
         let (fd, backing) = match sealed_memfd(len) {
             Ok(fd) => (fd, Backing::Sealed),
@@ -202,8 +201,8 @@ impl Segment {
         Ok((Segment { base, len, backing, entry: enter(base, len) }, fd))
     }
 
-    /// Maps a segment that another rank made. Its length must be the announced one, and it must be sealed. An unsealed
-    /// descriptor is accepted only if that rank announced one (`backing`).
+    /// Maps a segment that another rank made. The segment must have the announced length and must be sealed. An
+    /// unsealed descriptor is accepted only if that rank announced one (`backing`).
     pub fn map(fd: BorrowedFd<'_>, expected_len: usize, backing: Backing) -> Result<Segment> {
         if backing == Backing::Sealed && !is_sealed(&fd) {
             return Err(Error::system("sagellm: the shared memory that rank 0 sent is not sealed against shrinking"));
@@ -221,7 +220,7 @@ impl Segment {
 
     /// Memory for ranks that are threads of one process.
     pub fn anonymous(len: usize) -> Result<Segment> {
-        // Miri maps nothing that processes share, and has no pages.
+        // Miri supports neither mappings that processes share nor pages.
         let shared = if cfg!(miri) { libc::MAP_PRIVATE } else { libc::MAP_SHARED };
         let base = map_pages(len, shared | libc::MAP_ANONYMOUS, -1)
             .map_err(|error| refused(&format!("cannot map {len} bytes of memory"), error))?;
@@ -253,8 +252,8 @@ impl Segment {
         unsafe { self.base.as_ptr().add(offset) }
     }
 
-    /// Makes the pages of a range present and writable now. Peers may write to the range meanwhile: the contents do not
-    /// change.
+    /// Makes the pages of a range present and writable now. Peers may write to the range at the same time, because
+    /// populating does not change the contents.
     pub fn populate(&self, range: Range<usize>) -> Result<()> {
         let page = page_size();
         let start = range.start / page * page;
@@ -297,7 +296,7 @@ pub fn map_pages(len: usize, flags: i32, fd: i32) -> io::Result<NonNull<u8>> {
     map_pages_at(len, flags, fd, 0)
 }
 
-/// Maps `len` bytes of a file from `offset` on.
+/// Maps `len` bytes of a file, beginning at `offset`.
 pub fn map_pages_at(len: usize, flags: i32, fd: i32, offset: usize) -> io::Result<NonNull<u8>> {
     let access = libc::PROT_READ | libc::PROT_WRITE;
     // SAFETY: a new mapping at an address that the kernel chooses touches none of our memory.
@@ -308,8 +307,8 @@ pub fn map_pages_at(len: usize, flags: i32, fd: i32, offset: usize) -> io::Resul
     NonNull::new(base.cast()).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))
 }
 
-/// Writes a byte's current value to it, so that the kernel makes the page present and writable; no concurrent write is
-/// lost. A fetch_add of 0 would not do, because compilers turn it into a load.
+/// Writes a byte's current value to the byte, so that the kernel makes the page present and writable. No concurrent
+/// write is lost. A fetch_add of 0 would not suffice, because compilers turn it into a load.
 pub fn write_in_place(byte: &AtomicU8) {
     let mut value = byte.load(Ordering::Relaxed);
     while let Err(now) = byte.compare_exchange(value, value, Ordering::SeqCst, Ordering::Relaxed) {

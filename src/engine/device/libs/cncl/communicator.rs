@@ -1,5 +1,5 @@
-//! CNCL. Communicators are made one at a time and outside any CNCL group, because a communicator that is made inside a
-//! group is usable only after the group has ended.
+//! Communicators of CNCL. They are made one at a time and outside any CNCL group, because a communicator that is made
+//! inside a group is usable only after the group has ended.
 
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
@@ -180,8 +180,8 @@ impl Calls for Cncl {
             return self.exchange(own, messages, comm, queue).map(|()| None);
         }
         let Arguments { send, recv, count, dtype, op, root } = NUMBERS.arguments(call, None, &self.able)?;
-        // The library ignores the receive buffer on ranks other than the root. Null keeps it from writing to the input
-        // there.
+        // The library ignores the receive buffer on ranks other than the root. Null prevents it from writing to the
+        // input there.
         let at_root = if root == own.rank { recv } else { std::ptr::null_mut() };
         let root = root as c_int;
         // SAFETY: each function below is declared as the vendor declares it. The caller's addresses point to memory of
@@ -229,7 +229,7 @@ impl Calls for Cncl {
         })
     }
 
-    /// All ranks of a clique must call this together: a rank that calls it alone would wait for the others.
+    /// All ranks of a clique must call this together: if a rank called it alone, it would wait for the others.
     fn close(comm: &Arc<Joined<Cncl>>, deadline: Duration) -> Result<()> {
         comm.end(("closed", deadline), ("the end of a CNCL communicator", deadline), |own, handle| {
             let destroy = own.api.table.destroy_comms.of(&own.api.library)?;

@@ -1,5 +1,6 @@
-//! Cambricon's runtime (cnrt.h 6). Two result codes mean "still running", and each also leaves an error behind that
-//! must be cleared. Events are called notifiers and streams queues. The order of arguments differs from other runtimes.
+//! Cambricon's runtime (cnrt.h 6). Two result codes mean "still running"; each also leaves an error behind, which must
+//! be cleared. Events are called notifiers, and streams are called queues. The order of arguments differs from other
+//! runtimes.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::sync::Arc;
@@ -22,7 +23,7 @@ pub static KNOWN: Known = Known {
 type Code = c_int;
 type Handle = *mut c_void;
 const SUCCESS: Code = 0;
-/// cnrtErrorNotReady and cnrtErrorBusy; the runtime's version decides which of them is returned.
+/// cnrtErrorNotReady and cnrtErrorBusy. Which of them is returned depends on the runtime's version.
 const RUNNING: [Code; 2] = [1, 632014];
 /// CNRT_NOTIFIER_DISABLE_TIMING_ALL
 const UNTIMED: c_uint = 4;
@@ -84,8 +85,8 @@ impl Cnrt {
         Err(Error::system(format!("sagellm: the Cambricon runtime failed in {what}: {words} (cnrtRet_t {code})")))
     }
 
-    /// True for success, false for "still running". The runtime keeps the latter as the thread's last error, so this
-    /// clears it.
+    /// True for success, false for "still running". In the second case the runtime keeps the code as the thread's last
+    /// error, and this function clears it.
     fn ready(&self, what: &str, code: Code) -> Result<bool> {
         if !RUNNING.contains(&code) {
             return self.check(what, code).map(|()| true);

@@ -1,6 +1,6 @@
-//! HCCL. CANN 9 has it in two libraries, older versions in one. Its groups are not used, because one group may not mix
-//! kinds and may not contain a batch of messages. It has no abort and no gather: see `lowering` and
-//! docs/internals/vendors.md.
+//! Communicators of HCCL. In CANN 9 it consists of two libraries, in older versions of one. Its groups are not used,
+//! because a group must not mix kinds and must not contain a batch of messages. It has no abort and no gather: see
+//! `lowering` and docs/internals/vendors.md.
 
 use std::collections::HashMap;
 use std::ffi::{c_int, c_void};
@@ -39,8 +39,8 @@ pub static KNOWN: Known = Known {
     fix: "It is a part of CANN: run `source .../ascend-toolkit/set_env.sh` in this shell first.",
 };
 
-/// The documented values for A2 and A3. No unsigned integers and no 64-bit floats; PROD supports neither int16 nor
-/// bfloat16.
+/// The documented values for A2 and A3. They include no unsigned integers and no 64-bit floats; PROD supports neither
+/// int16 nor bfloat16.
 const REDUCES: [(Dtype, Ops); 7] = [
     (Dtype::I8, Ops::BASIC),
     (Dtype::I16, Ops::NO_PRODUCT),
@@ -55,8 +55,8 @@ pub struct Hccl {
     library: Library,
     table: sys::Table,
     able: Capabilities,
-    /// A lock for each device: communicators of one device must not be made concurrently; those of different devices
-    /// may.
+    /// A lock for each device: communicators of the same device must not be made concurrently, but communicators of
+    /// different devices may.
     making: Mutex<HashMap<i32, Arc<Mutex<()>>>>,
 }
 
@@ -194,7 +194,7 @@ impl Api for Hccl {
 }
 
 pub struct Own {
-    /// Whether this communicator was made out of another one. The library makes none out of such a communicator.
+    /// Whether this communicator was split off another one. The library cannot split such a communicator again.
     child: bool,
 }
 
@@ -236,7 +236,7 @@ impl Hccl {
     }
 
     /// On the stream, a send waits for its receive, so several messages are passed to the library as one batch. If the
-    /// library has no batches, it gets the messages one by one, in an order that cannot deadlock.
+    /// library has no batches, the messages are passed to it one by one, in an order that cannot deadlock.
     fn exchange(
         &self,
         own: &Joined<Hccl>,
@@ -272,8 +272,8 @@ impl Hccl {
         Ok((sys::SUCCESS, None))
     }
 
-    /// Calls the library's destroy function until it no longer reports that the communicator is busy. HCCL has no other
-    /// way to end a communicator. If the library can, it makes stuck operations fail.
+    /// Calls the library's destroy function until the function no longer reports that the communicator is busy. HCCL
+    /// has no other way to end a communicator. If the library can make stuck operations fail, it does so here.
     fn destroy(comm: &Arc<Joined<Hccl>>, why: &'static str, grace: Duration, deadline: Duration) -> Result<()> {
         comm.end((why, grace), ("the end of an HCCL communicator", deadline + GRACE), move |own, handle| {
             let destroy = own.api.table.destroy.of(&own.api.library)?;
@@ -358,7 +358,7 @@ impl Calls for Hccl {
         Ok(())
     }
 
-    /// The library requires members in ascending order, and a parent that was not itself made by a split.
+    /// The library requires that members are in ascending order, and that the parent itself was not made by a split.
     fn can_split(&self, own: &Joined<Hccl>, members: &[u32]) -> bool {
         self.able.split && !own.own.child && members.is_sorted()
     }

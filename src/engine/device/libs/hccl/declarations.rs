@@ -1,4 +1,4 @@
-//! The part of HCCL's C interface that we use (hccl.h, hccl_types.h, hccl_comm.h of CANN; in CANN 9 split over libhccl
+//! The part of HCCL's C interface that we use (hccl.h, hccl_types.h, hccl_comm.h of CANN; CANN 9 splits it into libhccl
 //! and libhcomm). Enums are integers.
 
 use std::ffi::{c_char, c_int, c_void};

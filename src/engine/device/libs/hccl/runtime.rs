@@ -1,6 +1,7 @@
-//! Ascend's runtime (acl_rt.h). It has two kinds of events. The newer ("Ex") may be recorded again directly. The older
-//! must be reset on a stream before it is recorded again, and is used only if the runtime lacks the newer. In the
-//! status of a recorded event 1 means complete, while in the other statuses 0 does.
+//! Ascend's runtime (acl_rt.h). It has two kinds of events. An event of the newer kind ("Ex") may be recorded again
+//! directly. An event of the older kind must be reset on a stream before it is recorded again; this kind is used only
+//! if the runtime does not have the newer. In the status of a recorded event, 1 means complete; in the other statuses,
+//! 0 does.
 
 use std::collections::HashSet;
 use std::ffi::{c_char, c_int, c_void};
@@ -28,7 +29,7 @@ const SUCCESS: Code = 0;
 const INITIALISED_BEFORE: Code = 100002;
 /// Value of aclrtStreamStatus.
 const STREAM_COMPLETE: c_int = 0;
-/// Value of aclrtEventRecordedStatus, where 1 means complete, unlike in aclrtStreamStatus.
+/// Value of aclrtEventRecordedStatus. There 1 means complete, unlike in aclrtStreamStatus.
 const EVENT_COMPLETE: c_int = 1;
 /// ACL_EVENT_SYNC and ACL_EVENT_TIME_LINE.
 const FLAG_SYNC: u32 = 1;

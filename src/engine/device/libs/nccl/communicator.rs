@@ -1,6 +1,6 @@
-//! NCCL. Communicators are blocking, because for non-blocking ones the library starts a thread for every launched group
-//! (NVIDIA/nccl, src/group.cc), which costs more than the launch. A separate thread joins a communicator, so that the
-//! wait for it has a deadline.
+//! Communicators of NCCL. They are blocking, because if they were not, the library would start a thread for every
+//! launched group (NVIDIA/nccl, src/group.cc), which costs more than the launch. A separate thread joins a
+//! communicator, so that the wait for it has a deadline.
 
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::sync::Arc;
@@ -49,7 +49,7 @@ const REDUCES: [(Dtype, Ops); 12] = [
     (Dtype::F8E5M2, Ops::BASIC_AVG),
 ];
 
-/// The same list for libraries that lack scaled sums.
+/// The same list for libraries without scaled sums.
 const REDUCES_UNSCALED: [(Dtype, Ops); 12] = {
     let mut list = REDUCES;
     let mut at = 0;
@@ -121,9 +121,9 @@ impl Nccl {
         Ok(Arc::new(Nccl { library, table, able }))
     }
 
-    /// Like `check`, for a call on a communicator that may still be in progress. We make blocking communicators, but
-    /// the variable `NCCL_COMM_BLOCKING=0` overrides that inside the library. Then a call may still be in progress when
-    /// it returns, and no other call is allowed before it is complete.
+    /// Like `check`, for a call that may still be in progress. We make blocking communicators, but the variable
+    /// `NCCL_COMM_BLOCKING=0` overrides that inside the library. Then a call may still be in progress when it returns,
+    /// and no other call on the communicator is allowed before it is complete.
     fn settle(&self, what: &str, code: c_int, comm: Comm, patience: Duration) -> Result<()> {
         if code != sys::IN_PROGRESS {
             return self.check(what, code, comm);
@@ -252,7 +252,7 @@ impl Nccl {
             self.check(what, code, std::ptr::null_mut())?;
         }
         let (guard, patience) = (HandleGuard::new(comm as usize), own.patience);
-        // Aborted on drop, even if it does not become ready.
+        // Aborted on drop, even if the communicator does not become ready.
         let made = LibraryComm(Arc::new(Joined { api: self.clone(), guard, rank, ranks, device, runtime, own }));
         self.settle(what, code, comm, patience)?;
         Ok(Arc::new(made))
@@ -382,7 +382,7 @@ impl Nccl {
         })
     }
 
-    /// Makes a communicator out of another one by `make`; `None` if this rank is in no new communicator.
+    /// Makes a communicator out of another one by calling `make`. `None` if this rank is in no new communicator.
     fn child(
         own: &Arc<Joined<Nccl>>,
         what: &'static str,

@@ -1,11 +1,11 @@
-//! The profiler plugin, to which NCCL reports every collective that it runs, exported as `ncclProfiler_v5` and `_v6`
-//! (NVIDIA/nccl, src/include/plugin/profiler). For each communicator, kind and size class it keeps the algorithm, the
-//! protocol and the number of channels of the last collective, and a count. It uses a fixed amount of memory. `explain`
-//! reports what it keeps.
+//! The profiler plugin. NCCL reports every collective that it runs to this plugin, which is exported as
+//! `ncclProfiler_v5` and `_v6` (NVIDIA/nccl, src/include/plugin/profiler). For each communicator, kind and size class
+//! the plugin records the algorithm, the protocol and the number of channels of the last collective, and a count, in a
+//! fixed amount of memory. `explain` reports these records.
 //!
 //! NCCL calls the plugin when a collective is launched, on the launching thread. The plugin never waits there: if
-//! another thread holds the lock, the collective is not recorded. It also learns the names of communicators, for the
-//! tuner.
+//! another thread holds the lock, the collective is not recorded. NCCL also reports the names of communicators to the
+//! plugin; the tuner uses them.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::Mutex;
@@ -22,7 +22,7 @@ pub struct Ran {
     /// NCCL's name of the protocol: "LL", "LL128" or "SIMPLE".
     pub protocol: Word,
     pub channels: u8,
-    /// Number of collectives since the algorithm last changed or the entry was reused.
+    /// How many collectives ran since the algorithm last changed or the entry was reused.
     pub times: u64,
 }
 
@@ -47,7 +47,7 @@ struct Line {
     communicator: u64,
     kind: Kind,
     class: u8,
-    /// `Seen::clock` at the last write of the entry. If all entries are in use, the one with the lowest value is
+    /// `Seen::clock` when the entry was last written. If all entries are in use, the one with the lowest value is
     /// replaced.
     last: u64,
     ran: Ran,
@@ -80,9 +80,9 @@ impl Seen {
     }
 }
 
-/// How the last collective of this kind and about this size ran, in communicators of that name. `None` if NCCL has
-/// reported none: the plugin is not loaded, the operation consists of sends and receives or runs another kernel, or
-/// none has run yet. `bytes` are counted as in `select`.
+/// How the last collective of this kind and about this size ran, in communicators of this name. `None` if NCCL has
+/// reported no such collective: the plugin is not loaded, the operation consists of sends and receives or runs another
+/// kernel, or none has run yet. `bytes` are counted as in `select`.
 pub fn ran(name: &str, kind: Kind, bytes: u64) -> Option<Ran> {
     let numbers = numbers_of(name);
     let class = stats::class(bytes);

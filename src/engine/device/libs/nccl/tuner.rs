@@ -1,11 +1,11 @@
-//! The tuner plugin, through which our rules and tables steer NCCL: before each collective, NCCL asks it which
-//! algorithm to use. It is data that our own library exports as `ncclTunerPlugin_v5` and `_v6` (NVIDIA/nccl,
+//! The tuner plugin. Our rules and tables steer NCCL through it: before each collective, NCCL asks it which algorithm
+//! to use. It is data that our own library exports as `ncclTunerPlugin_v5` and `_v6` (NVIDIA/nccl,
 //! src/include/plugin/tuner).
 //!
 //! NCCL finds the tuner by the variable `NCCL_TUNER_PLUGIN` and the profiler (`profiler.rs`) by `NCCL_PROFILER_PLUGIN`;
-//! each contains the absolute path of our library. We set them before a communicator is made for a group that has a
-//! topology, or a rule or table line for NCCL, or if `SAGELLM_EXPLAIN=1`. Otherwise we never set them, because every
-//! communicator of the process and of its children then calls the plugin, including communicators that are not ours.
+//! each contains the absolute path of our library. We set them if `SAGELLM_EXPLAIN=1`, or before a communicator is made
+//! for a group that has a topology, or a rule or table line for NCCL. Otherwise we never set them: if they are set,
+//! every communicator of the process and of its children calls the plugin, including communicators that are not ours.
 //! The plugin recognizes ours by name: NCCL passes the name to the profiler together with a number, and the same number
 //! to the tuner. For all other communicators, and if no rule or line fits, the plugin changes nothing.
 //!
@@ -62,17 +62,17 @@ fn kind_of(function: c_int) -> Option<Kind> {
     })
 }
 
-/// NCCL's algorithm for an operation. The first rule that fits decides, else the first line of the table, else the
-/// start rules if the user gave a topology. `None` leaves the choice to NCCL. `bytes` are counted as in `select`;
-/// `nodes` is NCCL's number of hosts.
+/// NCCL's algorithm for an operation. The first rule that fits decides, otherwise the first line of the table that
+/// fits, otherwise the start rules if the user has set a topology. `None` leaves the choice to NCCL. `bytes` are
+/// counted as in `select`; `nodes` is NCCL's number of hosts.
 fn algorithm(policy: &Policy, kind: Kind, bytes: u64, ranks: usize, nodes: usize) -> Option<usize> {
     match rules::named(policy, kind, bytes) {
         Some(AlgorithmChoice::Hosts { algorithm: Algorithm::Ring, .. }) => Some(RING),
         Some(AlgorithmChoice::Hosts { algorithm: Algorithm::DoubleTree | Algorithm::Binomial, .. }) => Some(TREE),
         Some(AlgorithmChoice::Hierarchical { .. }) => Some(TREE),
         None if kind == Kind::AllReduce => policy.topology.map(|topology| {
-            // The user's topology may count several hosts that NVLink joins as one host. And a group may be on fewer
-            // hosts than the job.
+            // If NVLink joins several hosts, the user's topology may count them as one host. And a group may be on
+            // fewer hosts than the job.
             let start = Start::of(bytes, ranks, nodes.min(topology.hosts), topology.full_nvlink);
             if !start.hierarchical && start.algorithm == Algorithm::Ring { RING } else { TREE }
         }),
@@ -97,13 +97,14 @@ fn steers(policy: &Policy) -> bool {
 struct Registry {
     /// Policies by communicator name. Written by `steer`.
     policies: Vec<(String, Arc<Policy>)>,
-    /// Number and name of the communicators made last. Written by the profiler.
+    /// Numbers and names of the communicators that were made last. Written by the profiler.
     names: VecDeque<(u64, String)>,
     /// Whether `announce` has run.
     announced: bool,
 }
 
-/// Limit of `Registry::names`, larger than the number of communicators in any process. The oldest are dropped first.
+/// `Registry::names` has at most this many entries, which is more than any process has communicators. The oldest are
+/// dropped first.
 const MOST_NAMES: usize = 1024;
 
 fn registry() -> MutexGuard<'static, Registry> {
@@ -112,8 +113,8 @@ fn registry() -> MutexGuard<'static, Registry> {
     REGISTRY.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-/// While this lives, communicators of this name use the policy given to `steer`. All ranks must steer in the same way,
-/// as with every policy.
+/// While this lives, communicators of this name use the policy that was passed to `steer`. Like for every policy, all
+/// ranks must steer in the same way.
 pub struct Steered {
     name: String,
     /// Whether NCCL is expected to call the plugins for this communicator.
@@ -138,7 +139,7 @@ impl Drop for Steered {
 
 impl Steering for Steered {
     fn problem(&self) -> Option<String> {
-        let told = !self.asks || !numbers_of(&self.name).is_empty(); // made ones were reported to the profiler
+        let told = !self.asks || !numbers_of(&self.name).is_empty(); // NCCL reports each to the profiler
         let file = || {
             own_file()
                 .map_or_else(|| "the extension module of sagellm".into(), |file| file.to_string_lossy().into_owned())
@@ -164,7 +165,7 @@ pub(super) fn communicator_is(number: u64, name: &str) {
     registry.names.push_back((number, name.to_string()));
 }
 
-/// The numbers of this process's communicators with that name.
+/// The numbers of this process's communicators that have this name.
 pub(super) fn numbers_of(name: &str) -> Vec<u64> {
     registry().names.iter().filter(|(_, own)| own == name).map(|(number, _)| *number).collect()
 }
@@ -181,17 +182,18 @@ struct Context {
     ranks: usize,
     /// Number of hosts, as NCCL counts them.
     nodes: usize,
-    /// Looked up at the first collective, because by then NCCL has reported the name to the profiler.
+    /// Looked up at the first collective, because only then is it certain that NCCL has reported the name to the
+    /// profiler.
     policy: OnceCell<Option<Arc<Policy>>>,
 }
 
 impl Context {
-    /// Steers one collective. `times` has NCCL's expected times by algorithm and protocol; a negative time means
+    /// Steers one collective. `times` has the times that NCCL expects, by algorithm and protocol; a negative time means
     /// impossible.
     fn choose(&self, function: c_int, bytes: usize, times: &mut [f32], protocols: usize) {
         let policy = self.policy.get_or_init(|| policy_of(self.number));
         let (Some(policy), Some(kind)) = (policy, kind_of(function)) else { return };
-        // For an all_gather, NCCL counts the blocks of all ranks, while our rules count one block.
+        // For an all_gather, NCCL counts the blocks of all ranks, but our rules count one block.
         let bytes = if kind == Kind::AllGather { bytes / self.ranks.max(1) } else { bytes };
         let Some(algorithm) = algorithm(policy, kind, bytes as u64, self.ranks, self.nodes) else { return };
         let Some(row) = times.get_mut(algorithm * protocols..(algorithm + 1) * protocols) else { return };
@@ -250,11 +252,11 @@ pub static ncclTunerPlugin_v5: TunerV5 = TunerV5 { name: NAME, init, get_coll_in
 pub static ncclTunerPlugin_v6: TunerV6 =
     TunerV6 { name: NAME, init, get_coll_info, finalize, get_chunk_size: std::ptr::null() };
 
-/// Sets the variables by which NCCL finds its plugins to the file of this code, if that file is a library that exports
-/// the plugins (the extension module, but not a test program). Variables that the user has set keep their values. Runs
-/// once in a process, before a communicator is made.
+/// Sets the variables by which NCCL finds its plugins to the file that contains this code, if that file is a library
+/// that exports the plugins (the extension module, but not a test program). If the user has set a variable, it keeps
+/// its value. Runs once in a process, before a communicator is made.
 fn announce() {
-    // Locked until the end, so that no other thread makes a communicator before the variables are set.
+    // Locked until this function ends, so that no other thread makes a communicator before the variables are set.
     let mut registry = registry();
     if std::mem::replace(&mut registry.announced, true) {
         return;
@@ -265,7 +267,7 @@ fn announce() {
     }
 }
 
-/// The file that this code was loaded from, if NCCL would find the plugins in it.
+/// The file from which this code was loaded, if NCCL would find the plugins in it.
 fn own_file() -> Option<CString> {
     const NAME: &CStr = c"ncclTunerPlugin_v5";
     // The address of `init`, not of the plugin: the loader may have bound the plugin's name to another library.
@@ -404,7 +406,7 @@ mod tests {
         for (number, function, bytes) in [(11, 4, 100 << 10), (11, 1, 8), (11, 77, 8), (12, 4, 4096), (13, 4, 4096)] {
             assert_eq!(ask(v6, number, function, bytes), times(), "{number} {function} {bytes}: left alone");
         }
-        // With 8 ranks, NCCL's 8 KiB for all blocks are 1 KiB for one block.
+        // If there are 8 ranks, NCCL's 8 KiB for all blocks are 1 KiB for one block.
         assert_eq!(chosen(ask(v6, 11, 2, 8 << 10)), Some((RING, 2)));
         assert_eq!(chosen(ask(v6, 11, 2, 9 << 10)), None);
     }
@@ -441,7 +443,8 @@ mod tests {
             assert_eq!(algorithm(&one, Kind::Broadcast, bytes, 8, 1), None);
             assert_eq!(algorithm(&given(1, "*:0-=start"), Kind::AllReduce, bytes, 8, 1), Some(expected));
         }
-        // NVLink joins the hosts that NCCL counts, or the group is on one of the hosts of the job.
+        // In the first case NVLink joins the two hosts that NCCL counts; in the second the group is on only one of the
+        // job's hosts.
         assert_eq!(algorithm(&one, Kind::AllReduce, 1 << 30, 8, 2), Some(RING));
         assert_eq!(algorithm(&given(2, ""), Kind::AllReduce, 1 << 30, 8, 1), Some(RING));
         assert_eq!(algorithm(&given(2, ""), Kind::AllReduce, 1 << 30, 8, 2), Some(TREE), "hierarchical");

@@ -1,4 +1,4 @@
-//! Several paths of a network that the test drives.
+//! Tests several paths of a network that the test itself drives.
 
 use std::cell::RefCell;
 use std::io;
@@ -11,7 +11,7 @@ use super::super::path::Progress;
 use super::super::transfer::Slot;
 use super::*;
 
-/// A path of a network that the test drives: what was sent and has not arrived.
+/// A path of a network that the test itself drives. It holds the bytes that were sent and have not arrived.
 #[derive(Default)]
 struct Cable {
     bytes: VecDeque<u8>,
@@ -47,7 +47,7 @@ impl Path for Shared {
     }
 }
 
-/// Frames in order; the data of the current one may be stored before its turn.
+/// The receiver of the frames, in order. Data of the current frame may be stored before its turn.
 #[derive(Default)]
 struct Frames {
     position: u64,
@@ -108,7 +108,7 @@ impl Sink for Frames {
 struct Network {
     cables: Vec<Shared>,
     stripes: Stripes<Shared>,
-    /// The segment that arrives on each cable: its offset, and the bytes that are missing.
+    /// For each cable, the segment that is arriving: its offset, and how many of its bytes are missing.
     arriving: Vec<(u64, usize)>,
     assembly: Assembly,
     frames: Frames,
@@ -136,7 +136,7 @@ impl Network {
         slot
     }
 
-    /// Has up to `bytes` bytes arrive on one path.
+    /// Lets up to `bytes` bytes arrive on one path.
     fn carry(&mut self, number: usize, bytes: usize) {
         let mut came: Vec<u8> = {
             let mut cable = self.cables[number].borrow_mut();
@@ -144,7 +144,7 @@ impl Network {
             cable.acked += bytes as u64;
             cable.bytes.drain(..bytes).collect()
         };
-        // A header that arrives in part waits for the rest.
+        // If a header has arrived only in part, it waits for the rest.
         while !came.is_empty() {
             let (at, left) = &mut self.arriving[number];
             if *left == 0 {
@@ -225,11 +225,11 @@ fn a_path_that_stalls_is_taken_over_and_used_again_when_it_advances() {
     assert_eq!(network.pass_time(Duration::from_millis(40)), [Change::Stalled(0)]);
     network.carry(1, usize::MAX);
     assert!(slot.has_ended(), "within 140 ms, by the other path");
-    // Short frames avoid it, too.
+    // Short frames avoid that path, too.
     network.push(8, data(10, 0));
     network.carry(1, usize::MAX);
     assert_eq!(network.frames.ended.len(), 2);
-    // What it still carries arrives late and harms nobody; the segment that was begun is completed from a copy.
+    // What that path still carries arrives late and does no harm; the segment that was begun is completed from a copy.
     network.open(0, 1 << 30);
     network.carry(0, usize::MAX);
     assert_eq!(network.arriving[0].1, 0);
@@ -264,23 +264,23 @@ fn when_a_path_ends_and_the_others_are_silent_the_peer_is_gone() {
     network.push(1, data(300_000, 3));
     (0..3).for_each(|number| network.carry(number, usize::MAX));
     network.pass_time(LOOK);
-    // One ends, and the others still carry what is sent.
+    // One path ends, and the others still carry what is sent.
     let begin = network.now;
     assert!(network.stripes.lose(2, begin) && network.stripes.is_doubted());
     (0..2).for_each(|number| network.carry(number, usize::MAX));
     assert_eq!(network.pass_time(SILENT * 2), []);
     assert!(!network.stripes.is_doubted());
-    // The next one ends, and nothing arrives on the last one.
+    // The next path ends, and nothing arrives on the last one.
     let begin = network.now;
     assert!(network.stripes.lose(1, begin));
     let changes = network.pass_time(SILENT);
     assert_eq!(changes, [Change::Stalled(0), Change::Gone]);
-    // A process that was stopped knows nothing about its peer.
+    // If this process was stopped, it knows nothing about its peer.
     network.now += SILENT * 3;
     assert_eq!(network.pass_time(SILENT - LOOK * 2), []);
 }
 
-/// A frame of the test below, whose owner writes to its memory once it may.
+/// A frame of the test below. Its owner writes to its memory as soon as this is allowed.
 struct Given {
     slot: Arc<Slot>,
     sent: Vec<u8>,
@@ -300,8 +300,8 @@ impl Given {
     }
 }
 
-/// Random frames, of which some are given up, and paths that stall, fail and come back, in any order: each frame
-/// arrives once, in order, as sent. Its memory is not used after the end of its transfer.
+/// Frames are random, and some are given up; paths stall, fail and come back in any order. Each frame must arrive once,
+/// in order, as sent, and its memory must not be used after its transfer has ended.
 #[test]
 fn frames_arrive_once_and_in_order_whatever_happens_to_the_paths() {
     let mut seed = 0x9e37_79b9_7f4a_7c15u64;
