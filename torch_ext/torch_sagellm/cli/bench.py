@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch_sagellm._private.units import show_size
 from torch_sagellm.cli import arguments, chart, collectives
 from torch_sagellm.cli import ranks as processes
-from torch_sagellm.cli.show import Bar, paint
+from torch_sagellm.cli.show import Bar, complain, paint
 from torch_sagellm.cli.simulate import parse_sizes
 
 HELP = "measure collectives: size, time, algbw, busbw, wrong values; compare with gloo"
@@ -270,7 +270,7 @@ def _with_own_ranks(job: Job, count: int) -> list[Row] | None:
     ended, store = processes.run("bench", count, words, seconds=LIMIT, environment=environment, shown=sys.stdout)
     failed = [f"rank {rank} {one.failure}" for rank, one in enumerate(ended) if one.failure]
     if failed:
-        print(f"torch-sagellm bench: {', '.join(failed)}", file=sys.stderr)
+        complain(f"torch-sagellm bench: {', '.join(failed)}")
         return None
     return [Row(**row) for row in json.loads(store.get("rows"))]
 

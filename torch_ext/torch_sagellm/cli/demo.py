@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from torch_sagellm.cli import arguments, ranks
+from torch_sagellm.cli import arguments, ranks, show
 
 HELP = "shows a training beside gloo, or a hang and what is said about it"
 DESCRIPTION = """`demo train` trains a small GPT on the source code of Python's library with DistributedDataParallel,
@@ -77,5 +77,5 @@ def run(parsed: argparse.Namespace) -> int:
     ended = ranks.run_program(module, words, count, LIMIT)
     failed = [f"rank {rank} {one.failure}" for rank, one in enumerate(ended) if one.failure]
     if failed:
-        print(f"torch-sagellm demo: {', '.join(failed)}", file=sys.stderr)
+        show.complain(f"torch-sagellm demo: {', '.join(failed)}")
     return 1 if failed else 0

@@ -22,7 +22,7 @@ from typing import Any
 from torch_sagellm._private.units import parse_size, show_time, size_text
 from torch_sagellm.cli import arguments
 from torch_sagellm.cli import ranks as processes
-from torch_sagellm.cli.show import Bar, fit
+from torch_sagellm.cli.show import Bar, complain, fit
 from torch_sagellm.observe import explain
 
 HELP = "measure the fastest algorithm of each operation and save the table"
@@ -166,7 +166,7 @@ def tune(budget: float, ranks: int, dry_run: bool, largest: int = SIZES[-1], for
     document = {"ranks": ranks, "spread": spread, "measured": [asdict(cell) for cell in found], "table": None}
     if spread > USELESS and not force:
         what = f"two equal groups differed by {spread * 100:.0f} %, so these times say nothing; no table was written"
-        print(f"torch-sagellm tune: {what}. Measure when nothing else runs, or pass --force", file=sys.stderr)
+        complain(f"torch-sagellm tune: {what}. Measure when nothing else runs, or pass --force")
         return 1, document
     from torch_sagellm._private import load
 
@@ -265,15 +265,15 @@ def _run_ranks(budget: float, ranks: int, largest: int) -> list[Cell] | None:
             "tune", ranks, budget, largest, seconds=limit, environment=environment, shown=sys.stdout
         )
     except KeyboardInterrupt:
-        print("torch-sagellm tune: no table was written", file=sys.stderr)
+        complain("torch-sagellm tune: no table was written")
         raise
     failed = [f"rank {rank} {one.failure}" for rank, one in enumerate(ended) if one.failure]
     if failed:
-        print(f"torch-sagellm tune: {', '.join(failed)}; no table was written", file=sys.stderr)
+        complain(f"torch-sagellm tune: {', '.join(failed)}; no table was written")
         return None
     found = [Cell(**cell) for cell in json.loads(store.get("found"))]
     if not found:
-        print("torch-sagellm tune: the budget was too short for a single size; no table was written", file=sys.stderr)
+        complain("torch-sagellm tune: the budget was too short for a single size; no table was written")
     return found or None
 
 
