@@ -335,6 +335,33 @@ def test_what_is_printed_fits_into_the_terminal_and_is_not_cut_elsewhere(
             assert said[0] == said[1], each  # numbers such as the free memory may differ between two runs
 
 
+def test_findings_fit_into_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("SAGELLM_RING", "x")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(show, "is_terminal", lambda _: True)
+    for words, text in (("--no-self-test", "operations\n  fix: "), ("--peer=127.0.0.1:1", "listens at port 1 of")):
+        run("doctor", words)
+        said = re.sub("\x1b\\[[0-9;]*m", "", capsys.readouterr().out)
+        assert text in said and not [line for line in said.splitlines() if len(line) > 80 and " " in line.strip()], said
+
+
+def test_a_narrow_terminal_shows_every_figure_of_the_wide_table() -> None:
+    """Only the number of elements is left out, which follows from the size and the type."""
+    job = bench.Job(["reduce_scatter"], [1 << 33], "bfloat16", "prod", 5, 20, ["sagellm", "gloo"], "cpu")
+    names = ("sagellm", "gloo")
+    rows = [
+        bench.Row("reduce_scatter", each, 1 << 33, 1 << 32, "bfloat16", "prod", 3.5, 2.25, 4.5, 7) for each in names
+    ]
+    for head, lines, most in (
+        (bench._head(job, 2, ""), bench.line(rows), 135),
+        (bench._head(job, 2, "", True), "", 80),
+    ):
+        text = lines or bench.line(rows, narrow=True)
+        assert max(map(len, [*head, *text.splitlines()])) <= most, (head, text)
+        assert len(text.splitlines()[0]) == len(head[-1]) and text.count("3500000.00") == 2 and "1.00x" in text, text
+        assert ("4294967296" in text) == bool(lines)
+
+
 def test_a_model_says_one_digit() -> None:
     found = torch_sagellm.explain("all_reduce", "1MiB", ranks=2)
     for other in found.rejected:

@@ -14,7 +14,7 @@ from typing import Any
 
 import _torch_sagellm_autoload
 from torch_sagellm.cli import arguments, checks, peer, ranks
-from torch_sagellm.cli.show import fact, paint
+from torch_sagellm.cli.show import fact, fit, paint
 
 HELP = "facts about this machine, what to mend, and a self-test of two ranks"
 DESCRIPTION = """Prints versions, usable cores, memory limits and kernel features, judges settings that often go
@@ -140,8 +140,9 @@ def _extension() -> tuple[ModuleType | None, list[checks.Finding]]:
 
 def _show(found: list[checks.Finding]) -> None:
     for each in found:
-        print(paint(each.level, "red" if each.level == checks.ERROR else "yellow") + f": {each.what}")
-        print(f"  fix: {each.fix}", flush=True)
+        colour = "red" if each.level == checks.ERROR else "yellow"
+        print(paint(each.level, colour) + fit(f"{each.level}: {each.what}", 2).removeprefix(each.level))
+        print(fit(f"  fix: {each.fix}", 7), flush=True)
     if not found:
         fact("findings", paint("none", "green"))
 

@@ -25,7 +25,7 @@ from typing import Any
 from torch_sagellm._private.units import show_size, show_time, size_text
 from torch_sagellm.cli import ranks as processes
 from torch_sagellm.cli.predict import TWO_LEVELS, Link, Machine, Prediction, predict
-from torch_sagellm.cli.show import complain
+from torch_sagellm.cli.show import complain, fit
 
 MOST_RANKS, MOST_BYTES = 8, 16 << 20
 START_SECONDS = 60.0
@@ -270,7 +270,8 @@ def check(
     fitting = list(sizes or SIZES)
     cores = len(os.sched_getaffinity(0))
     many = ", ".join(map(str, counts))
-    print(f"{op} by gloo messages over loopback, {cores} usable cores; {many} ranks, {len(fitting)} sizes")
+    sizes_text = f"{len(fitting)} size{'s' * (len(fitting) > 1)}"
+    print(fit(f"{op} by gloo messages over loopback, {cores} usable cores; {many} ranks, {sizes_text}", 2))
     groups = []
     for ranks in counts:
         job = json.dumps({"op": op, "algorithms": list(names), "sizes": fitting})
@@ -280,7 +281,8 @@ def check(
             complain(f"torch-sagellm simulate: {error}")
             return None
         alpha, overhead, beta, gamma = found["machine"]
-        print(f"\n{ranks} ranks; measured links: {Link(alpha, overhead, beta)}; combining {1e-9 / gamma:.3g} GB/s")
+        links = f"measured links: {Link(alpha, overhead, beta)}; combining {1e-9 / gamma:.3g} GB/s"
+        print("\n" + fit(f"{ranks} ranks; {links}", 2))
         print(f"{'bytes':>10}  {'algorithm':<20} {'predicted':>10} {'measured':>10} {'error':>7}")
         errors, runs = [], []
         for name, size, segments, predicted, measured in found["lines"]:
@@ -296,7 +298,6 @@ def check(
             f"error of the model, {ranks} ranks: median {statistics.median(map(abs, errors)):.0%}, worst {worst:+.0%}"
         )
         if ranks > cores:
-            print(
-                f"{ranks} ranks share {cores} cores here; the model accounts for that only through the measured links."
-            )
+            what = f"{ranks} ranks share {cores} cores here"
+            print(fit(f"{what}; the model accounts for that only through the measured links.", 2))
     return {"op": op, "groups": groups}
