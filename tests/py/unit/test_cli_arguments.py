@@ -134,6 +134,9 @@ def test_under_a_launcher_its_number_of_ranks_counts(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert run("bench", "--ranks", "4") == 2 and "a launcher has started 2 ranks" in capsys.readouterr().err
+    for name in ("MASTER_PORT", "LOCAL_RANK", "WORLD_SIZE", "RANK"):
+        monkeypatch.setenv(name, "x")
+        assert run("bench") == 2 and f"{name}='x' is no whole number" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["bench", "tune"])
@@ -209,6 +212,7 @@ def test_a_variable_that_every_group_refuses_is_refused_before_ranks_start(
         (ValueError("sagellm: the option fusion is 3"), "the option fusion is 3"),
         (RuntimeError("sagellm all_reduce: rank 1 ended"), "rank 1 ended"),
         (MemoryError(), "out of memory: no reason was given"),
+        (OSError(28, "No space left on device"), "[Errno 28] No space left on device"),
         (
             RuntimeError("[enforce fail] can't allocate memory: 8\nframe #0"),
             "out of memory: [enforce fail] can't allocate",
@@ -222,6 +226,7 @@ def test_a_rank_says_in_one_line_what_it_knows_the_cause_of(
         raise error
 
     monkeypatch.setattr(ranks, "end_with_parent", lambda: None)
+    monkeypatch.setattr("torch_sagellm.cli.main._close_stdout", lambda: None)
     monkeypatch.setattr("torch_sagellm.cli.main._run_rank", failing)
     assert main(["_rank", "bench", "1"]) == 1
     err = capsys.readouterr().err

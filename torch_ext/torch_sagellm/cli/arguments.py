@@ -52,7 +52,7 @@ def seconds(text: str) -> float:
     except ValueError:
         found = math.nan
     if not 0 < found < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds over 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds over 0 and below 1e9")
     return found
 
 

@@ -159,7 +159,7 @@ def run(parsed: argparse.Namespace) -> int:
         rows = _run(parsed)
     if rows is None:
         return 1
-    if int(os.environ.get("RANK", 0)) == 0 and parsed.json:
+    if parsed.json and int(os.environ.get("RANK", 0)) == 0:
         text = json.dumps([asdict(row) for row in rows], indent=1)
         print(text) if parsed.json == arguments.HERE else parsed.json.write_text(text)
     return 1 if any(row.wrong for row in rows) else 0
@@ -173,6 +173,7 @@ def _run(parsed: argparse.Namespace) -> list[Row] | None:
     _check_rival(job)
     _check_average(job)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        _check_launcher()
         if parsed.ranks:
             raise ValueError(
                 f"--ranks {parsed.ranks}: a launcher has started {os.environ['WORLD_SIZE']} ranks; leave it out"
@@ -190,6 +191,14 @@ def _run(parsed: argparse.Namespace) -> list[Row] | None:
         if parsed.plot:
             chart.plot(parsed.plot, _series(rows))
     return rows
+
+
+def _check_launcher() -> None:
+    """Checks the numbers that a launcher passes, because torch's error for a wrong one does not name the variable."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+        text = os.environ.get(name, "0")
+        if not (text.isascii() and text.isdecimal()):
+            raise ValueError(f"{name}={text!r} is no whole number; a launcher sets it, else unset it")
 
 
 def _check_device(job: Job) -> None:

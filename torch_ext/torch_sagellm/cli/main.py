@@ -208,6 +208,10 @@ def _rank(words: Sequence[str]) -> int:
         os._exit(INTERRUPTED)  # the peers are ending too, so leaving the group would wait for them
     except BrokenPipeError:
         ranks.nobody_reads()
+    except OSError as error:  # for example a full disk
+        _close_stdout()
+        complain(f"torch-sagellm {words[0]}, rank {words[1]}: {_plain(error)}")
+        return 1
     except (MemoryError, RuntimeError, ValueError) as error:
         what = str(error)
         if isinstance(error, MemoryError) or "allocate memory" in what:
