@@ -183,7 +183,8 @@ def test_times_are_those_of_the_cost_model() -> None:
 @pytest.mark.quick
 def test_the_command_prints_every_strategy(capsys: pytest.CaptureFixture[str]) -> None:
     for name in strategies.STRATEGIES:
-        assert main(["simulate", "--strategy", name, "--ranks", "2,4", "--params", "1.5M", "--layers", "8"]) == 0
+        model = ["--params", "1.5M"] if name == "dp" else ["--layers", "8"]
+        assert main(["simulate", "--strategy", name, "--ranks", "2,4", *model]) == 0
         text = capsys.readouterr().out
         assert text.count("each in one step") == 2 and text.count("\nall ") == 2, text
 
@@ -206,6 +207,37 @@ def test_what_does_not_fit_is_refused(words: list[str], expected: str, capsys: p
     except SystemExit as end:
         code = end.code
     assert code == 2 and expected in capsys.readouterr().err
+
+
+#: For each option of the mode a value other than its default.
+OTHER = {"params": "8B", "layers": "16", "hidden": "8192", "kv_hidden": "1024", "sequence": "8192", "batch": "16"}
+OTHER |= {"item": "4", "microbatches": "4", "experts": "128", "experts_per_token": "4", "bucket": "1MiB"}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("strategy", strategies.STRATEGIES)
+def test_every_option_changes_the_figures_or_is_refused(strategy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also with the value of the default. The layers of pp only limit the number of its stages."""
+    command = ["simulate", "--strategy", strategy, "--ranks", "4", "--json"]
+    assert main(command) == 0 and set(OTHER) == set(strategies.DEFAULTS)
+    usual = capsys.readouterr().out
+    for name, value in OTHER.items():
+        option = f"--{name.replace('_', '-')}"
+        code = main([*command, option, value])
+        said = capsys.readouterr()
+        if name in strategies.USES[strategy]:
+            assert code == 0 and (said.out != usual or (strategy, name) == ("pp", "layers")), (option, said)
+            continue
+        for given in (value, str(strategies.DEFAULTS[name] or value)):
+            assert main([*command, option, given]) == 2, (option, given)
+            said = capsys.readouterr()
+            assert said.err == f"torch-sagellm simulate: {option} has no effect with --strategy {strategy}\n", said
+
+
+@pytest.mark.quick
+def test_the_features_of_keys_take_the_place_of_those_of_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--strategy", "cp", "--hidden", "8", "--kv-hidden", "4"]) == 2
+    assert "--hidden has no effect with --strategy cp" in capsys.readouterr().err
 
 
 @pytest.mark.quick

@@ -84,6 +84,9 @@ def test_without_a_command_all_are_named_and_the_version_is_told(capsys: pytest.
     assert found["extension"].startswith("_C.") and found["kernels"] in ("portable", "avx2", "avx512"), found
     assert [line.split()[0] for line in others] == list(found)[1:]
     with pytest.raises(SystemExit) as end:
+        main(["--version", "info"])
+    assert end.value.code == 2 and "--version stands alone, without info" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
         main(["--json"])
     assert end.value.code == 2 and "--json stands after --version" in capsys.readouterr().err
     with pytest.raises(SystemExit) as end:

@@ -4,9 +4,12 @@ traceback."""
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
+import threading
+import warnings
 from pathlib import Path
 
 import pytest
@@ -131,6 +134,9 @@ def test_under_a_launcher_its_number_of_ranks_counts(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert run("bench", "--ranks", "4") == 2 and "a launcher has started 2 ranks" in capsys.readouterr().err
+    for name in ("MASTER_PORT", "LOCAL_RANK", "WORLD_SIZE", "RANK"):
+        monkeypatch.setenv(name, "x")
+        assert run("bench") == 2 and f"{name}='x' is no whole number" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["bench", "tune"])
@@ -178,6 +184,92 @@ def test_what_a_model_says_is_called_predicted(capsys: pytest.CaptureFixture[str
     assert "by constants of another machine" in line, line
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("SAGELLM_FUSION", "maybe", "SAGELLM_FUSION=maybe: expected 1 or 0"),
+        ("SAGELLM_ALGORITHM", "foo", 'SAGELLM_ALGORITHM: rule "foo": there is no'),
+    ],
+)
+def test_a_variable_that_every_group_refuses_is_refused_before_ranks_start(
+    variable: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(ranks, "start", lambda *_: pytest.fail("ranks were started"))
+    commands = [("bench",), ("demo",), ("demo", "hang"), ("certify", "--report", "-"), ("simulate", "--check")]
+    for words in [*commands, *([("tune",)] if variable != "SAGELLM_ALGORITHM" else [])]:  # tune sets its own rules
+        assert run(*words) == 2, words
+        err = capsys.readouterr().err
+        assert err.startswith(f"torch-sagellm {words[0]}: {said}") and len(err.splitlines()) == 1, err
+    assert run("doctor") == 1
+    found = capsys.readouterr()
+    assert "not run: no group can be made" in found.out and f"error: {variable}=" in found.out and not found.err
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("sagellm: the option fusion is 3"), "the option fusion is 3"),
+        (RuntimeError("sagellm all_reduce: rank 1 ended"), "rank 1 ended"),
+        (MemoryError(), "out of memory: no reason was given"),
+        (OSError(28, "No space left on device"), "[Errno 28] No space left on device"),
+        (
+            RuntimeError("[enforce fail] can't allocate memory: 8\nframe #0"),
+            "out of memory: [enforce fail] can't allocate",
+        ),
+    ],
+)
+def test_a_rank_says_in_one_line_what_it_knows_the_cause_of(
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing(*_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(ranks, "end_with_parent", lambda: None)
+    monkeypatch.setattr("torch_sagellm.cli.main._close_stdout", lambda: None)
+    monkeypatch.setattr("torch_sagellm.cli.main._run_rank", failing)
+    assert main(["_rank", "bench", "1"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"torch-sagellm bench, rank 1: {said}") and len(err.splitlines()) == 1, err
+    # Under a launcher the command itself is the rank. A bug of ours keeps its traceback.
+    monkeypatch.setattr(COMMANDS["bench"], "run", failing)
+    if str(error).startswith("sagellm"):
+        assert run("bench") in (1, 2) and capsys.readouterr().err == f"torch-sagellm bench: {said}\n"
+    monkeypatch.setattr(COMMANDS["bench"], "run", lambda _: exec("raise RuntimeError('sagellm: internal error: x')"))
+    with pytest.raises(RuntimeError, match="internal error"):
+        run("bench")
+
+
+def test_a_warning_of_the_package_is_one_line_and_others_are_as_usual(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def warns(_: object) -> int:
+        warnings.warn("sagellm: half of it works", RuntimeWarning, stacklevel=2)
+        warnings.warn("sagellm: x. Until then groups of this backend are refused", RuntimeWarning, stacklevel=2)
+        warnings.warn("of another package", RuntimeWarning, stacklevel=2)
+        return 0
+
+    usual: list[str] = []
+    monkeypatch.setattr(warnings, "showwarning", lambda message, *_, **__: usual.append(str(message)))
+    monkeypatch.setattr(COMMANDS["table"], "run", warns)
+    before = warnings.showwarning
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = before  # pytest records instead
+        assert run("table") == 0 and warnings.showwarning is before
+    assert capsys.readouterr().err == "torch-sagellm table: warning: half of it works\n"
+    assert usual == ["of another package"]
+
+
+def test_a_name_that_only_gloo_lets_ours_serve_ends_commands_that_use_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package's own report, and a line of the command instead of a warning with the line of code."""
+    environment = {**os.environ, "SAGELLM_AS": "garbage"}
+    words = [sys.executable, "-m", "torch_sagellm", "table"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    said = "torch-sagellm table: SAGELLM_AS='garbage', expected one of gloo, or unset\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+
+
 def test_sizes_are_exact_and_bounded() -> None:
     assert arguments.size(str((1 << 60) + 1)) == (1 << 60) + 1
     for text in ("-1", "1e6", "4EiB", str(1 << 62)):
@@ -192,15 +284,20 @@ def test_no_processes_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixtu
 
     folder = ("--dir", str(tmp_path))
     assert run("health", *folder) == 1 and "no process has written its status" in capsys.readouterr().out
-    watch.leave_in_order(tmp_path)
-    watch.leave_in_order(tmp_path)
-    assert run("health", *folder) == 1 and "2 processes have ended in order" in capsys.readouterr().out
+    together = [threading.Thread(target=watch.leave_in_order, args=(tmp_path,)) for _ in range(20)]
+    for each in together:
+        each.start()
+    for each in together:
+        each.join()
+    assert run("health", *folder) == 1 and "20 processes have ended in order" in capsys.readouterr().out
+    assert run("top", *folder, "--once") == 1 and "20 processes have ended in order" in capsys.readouterr().out
     (tmp_path / f"{watch.PREFIX}elsewhere-1.json").write_text(
         '{"format": 1, "written": 9e9, "every": 1, "groups": [], "process": {"rank": 3, "pid": 1, "host": "elsewhere", '
         '"boot_id": "b", "pid_namespace": "n", "began": 1}}'
     )
     assert run("health", *folder) == 1 and "1 of elsewhere have: --all-hosts" in capsys.readouterr().out
-    assert run("health", *folder, "--rank", "2") == 1 and "there are those of 3" in capsys.readouterr().out
+    for command in (("health",), ("top", "--once")):
+        assert run(*command, *folder, "--rank", "2") == 1 and "there are those of 3" in capsys.readouterr().out
 
 
 def test_every_command_is_covered() -> None:
@@ -241,6 +338,33 @@ def test_what_is_printed_fits_into_the_terminal_and_is_not_cut_elsewhere(
                 sorted(word for word in text.split() if not word.isdecimal()) for text in (" ".join(lines), plain[each])
             ]
             assert said[0] == said[1], each  # numbers such as the free memory may differ between two runs
+
+
+def test_findings_fit_into_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("SAGELLM_RING", "x")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(show, "is_terminal", lambda _: True)
+    for words, text in (("--no-self-test", "operations\n  fix: "), ("--peer=127.0.0.1:1", "listens at port 1 of")):
+        run("doctor", words)
+        said = re.sub("\x1b\\[[0-9;]*m", "", capsys.readouterr().out)
+        assert text in said and not [line for line in said.splitlines() if len(line) > 80 and " " in line.strip()], said
+
+
+def test_a_narrow_terminal_shows_every_figure_of_the_wide_table() -> None:
+    """Only the number of elements is left out, which follows from the size and the type."""
+    job = bench.Job(["reduce_scatter"], [1 << 33], "bfloat16", "prod", 5, 20, ["sagellm", "gloo"], "cpu")
+    names = ("sagellm", "gloo")
+    rows = [
+        bench.Row("reduce_scatter", each, 1 << 33, 1 << 32, "bfloat16", "prod", 3.5, 2.25, 4.5, 7) for each in names
+    ]
+    for head, lines, most in (
+        (bench._head(job, 2, ""), bench.line(rows), 135),
+        (bench._head(job, 2, "", True), "", 80),
+    ):
+        text = lines or bench.line(rows, narrow=True)
+        assert max(map(len, [*head, *text.splitlines()])) <= most, (head, text)
+        assert len(text.splitlines()[0]) == len(head[-1]) and text.count("3500000.00") == 2 and "1.00x" in text, text
+        assert ("4294967296" in text) == bool(lines)
 
 
 def test_a_model_says_one_digit() -> None:

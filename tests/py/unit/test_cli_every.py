@@ -69,6 +69,9 @@ TABLE: dict[str, Row] = {
             ("trai", 2, "did you mean 'train'?"),
             ("hang --steps 3", 2, "belongs to"),
             ("hang --kind stp", 2, "did you mean 'stop'?"),
+            ("hang --timeout 1e-9", 2, "too short"),
+            ("--save {folder}/none/x.pt", 2, "there is no folder"),
+            ("--save /proc/x.pt", 2, "cannot be written"),
             ("--save ''", 2, "the name is empty"),
             ("--save {folder}", 2, "this is a folder"),
             ("--ranks 1", 2, "number of ranks from 2"),
@@ -179,7 +182,9 @@ TABLE: dict[str, Row] = {
             ("all_reduce ''", 2, "is no size"),
             ("all_reduce -1", 2, "'-1' is no size"),
             ("all_reduce 8 --dtype ''", 2, "no type of elements"),
-            ("all_reduce", 2, "arguments are required: bytes"),
+            ("all_reduce", 2, "the bytes are missing"),
+            ("barrier 8", 2, "have no effect"),
+            ("AllToAll 1MiB", 2, "have no effect"),
         ],
         "all_reduce 8 --json",
     ),
@@ -304,7 +309,65 @@ def test_wrong_input_is_refused_in_one_line(
         assert got == code, (words, got, said)
         assert expected in said.err + (said.out if code == 1 else ""), (words, said)
         assert code == 1 or (len(said.err.splitlines()) == 1 and not said.out), (words, said)
+        assert code == 1 or said.err.startswith(f"torch-sagellm {command}: "), (words, said)
         assert not (files["folder"] / "o.json").exists(), "nothing is written where nothing was merged"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_errors_fit_into_a_terminal_of_80_columns(
+    command: str, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for words, code, _ in TABLE[command].wrong:
+        said = []
+        for terminal in (False, True):
+            monkeypatch.setattr(show, "is_terminal", lambda _, answer=terminal: answer)
+            assert run(command, words, files) == code
+            said.append(capsys.readouterr().err)
+        # A single word that is longer than the line, such as a path, is not broken.
+        assert not [line for line in said[1].splitlines() if len(line) > 80 and " " in line.strip()], said
+        assert said[0].split() == said[1].split(), said
+
+
+#: For each mode of a command: the options that have an effect in it. All others are refused there.
+MODES: dict[str, set[str]] = {
+    "doctor --listen 29512": {"json"},
+    "doctor --peer 127.0.0.1:1": {"json"},
+    "demo train": {"ranks", "steps", "shared", "save", "yes"},
+    "demo hang": {"ranks", "kind", "timeout", "yes"},
+    "health --live --dir {status}": {"dir", "rank", "all_hosts", "json"},
+    "top --once --dir {status}": {"dir", "rank", "json"},
+    "top --json --dir {status}": {"dir", "rank", "once"},
+    "simulate --sizes 8": {"op", "ranks", "ranks_per_host", "link", "host", "reduce", "algorithms", "plot", "check"}
+    | {"json", "strategy"},
+    "simulate --check": {"op", "ranks", "sizes", "algorithms", "json", "strategy"},
+    "simulate --strategy tp": {"ranks", "ranks_per_host", "link", "host", "reduce", "json"}
+    | {"layers", "hidden", "sequence", "batch", "item"},
+}
+#: A valid value of each option that is refused in some mode.
+VALUES = {"expect": "1", "stall": "1", "every": "1", "group_timeout": "1", "rdzv_conf": "timeout=1", "peer": "a"}
+VALUES |= {"steps": "1", "save": "x", "kind": "stop", "timeout": "1", "op": "all_reduce", "sizes": "8", "plot": "x.png"}
+VALUES |= {"algorithms": "ring", "link": "1us,1GB", "host": "1us,1GB", "reduce": "1GB", "ranks_per_host": "1"}
+VALUES |= {"params": "7B", "kv_hidden": "1", "bucket": "1MiB", "listen": "1"}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_option_without_an_effect_is_refused(
+    mode: str, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor.peer, "listen", lambda _: pytest.fail("it listened"))
+    name, *own = mode.split()
+    parser = argparse.ArgumentParser()
+    COMMANDS[name].add_arguments(parser)
+    for action in parser._actions:
+        option = next((each for each in action.option_strings if each.startswith("--")), "")
+        if not option or option == "--help" or option in own or action.dest in MODES[mode]:
+            continue
+        value = [] if action.nargs == 0 else [VALUES.get(action.dest, "1")]
+        assert run(name, shlex.join([*own, option, *value]), files) == 2, option
+        said = capsys.readouterr()
+        words = ("no effect with", "an effect with", "belongs to", "not allowed with")
+        assert option in said.err and any(each in said.err for each in words) and not said.out, (option, said)
 
 
 @pytest.mark.parametrize("command", [name for name, row in TABLE.items() if row.as_json])
@@ -336,6 +399,24 @@ def test_what_ends_a_command_ends_it_in_order(
     assert main([command, *words]) == code
     found = capsys.readouterr().err
     assert said in found and len(found.splitlines()) == bool(said), found
+
+
+def test_a_pipe_a_device_and_a_link_stay_what_they_are(tmp_path: Path, files: dict[str, Path]) -> None:
+    """The trace goes into the pipe; a link to a file that is not there yet makes that file."""
+    pipe, link = tmp_path / "named", tmp_path / "link.json"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    link.symlink_to("behind.json")
+    try:
+        assert run("trace", "{trace} -o {folder}/named", files) == 0 and pipe.is_fifo()
+        assert b"traceEvents" in os.read(reader, 1 << 16)
+    finally:
+        os.close(reader)
+    arguments.check_output("--json", link)
+    assert link.is_symlink() and not (tmp_path / "behind.json").exists()
+    for _ in range(2):
+        assert run("trace", "{trace} -o {folder}/link.json", files) == 0
+        assert link.is_symlink() and "traceEvents" in (tmp_path / "behind.json").read_text()
 
 
 def test_an_output_is_tried_before_anything_is_measured(tmp_path: Path) -> None:

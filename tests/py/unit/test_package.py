@@ -151,6 +151,14 @@ def test_a_wrong_option_is_refused_where_it_is_written() -> None:
     ):
         with pytest.raises(TypeError, match=f"^sagellm Options: .*{re.escape(said)}"):
             Options(**given)  # type: ignore[arg-type]
+    for given, said in (
+        ({"algorithm": "foo"}, "the option algorithm: rule \"foo\": there is no ':'"),
+        ({"topology": "foo"}, 'the option topology is "foo"'),
+        ({"engine": "foo"}, "the option engine is 'foo'"),
+        ({"soft_timeout": -1}, "the option soft_timeout is -1 s"),
+    ):
+        with pytest.raises(ValueError, match=f"^sagellm: {re.escape(said)}"):
+            Options(**given)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="'gloo' has no name"):
         Options("gloo")  # type: ignore[call-arg]
     made = Options(fusion=0, soft_timeout=5, algorithm="*:0-=ring")  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
-from torch_sagellm._private import delegate, nearest, variables
+from torch_sagellm._private import delegate, load, nearest, variables
 
 #: The options of a group, and the type of each. Their defaults are in cpp/c10d/options.hpp.
 OPTIONS: dict[str, type] = {
@@ -28,7 +28,7 @@ OPTIONS: dict[str, type] = {
     "on_device_failure": str,
     "blocking_wait": bool,
 }
-#: Checks of some options' values. The core checks rules of algorithms and topologies when a group is created.
+#: Checks of some options' values. The core checks rules of algorithms and topologies; see ``_judge``.
 _JUDGES: dict[str, Callable[[str], str | None]] = {
     "engine": variables.words("auto", "delegate"),
     "vendor": variables.RULES["SAGELLM_VENDOR"].judge,
@@ -70,6 +70,14 @@ def _judge(name: str, value: Any) -> None:
         raise ValueError(f"sagellm: the option links is {value}, expected 1 to {variables.MOST_LINKS}")
     if name == "delegate":
         delegate.check(value)
+    # The core's own parsers, which would refuse the text again when a group is created.
+    if name == "algorithm" and value:
+        load.extension().explain_without_group("barrier", 0, "float32", 2, value)
+    if name == "topology" and value:
+        try:
+            load.extension().start_rule("all_reduce", 0, 2, value)
+        except ValueError as error:
+            raise ValueError(str(error).replace("the topology is", "the option topology is", 1)) from None
 
 
 def shown(options: Any) -> str:

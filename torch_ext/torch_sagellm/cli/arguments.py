@@ -52,7 +52,7 @@ def seconds(text: str) -> float:
     except ValueError:
         found = math.nan
     if not 0 < found < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds over 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds over 0 and below 1e9")
     return found
 
 
@@ -96,21 +96,36 @@ def path(text: str) -> Path:
     return Path(text)
 
 
-def check_output(option: str, target: Path) -> None:
-    """Raises a ValueError, before anything is measured, if the file that ``option`` names cannot be written."""
-    if target.is_dir():
-        raise ValueError(f"{option} {target}: this is a folder; expected the name of a file")
-    if not target.parent.is_dir():
-        raise ValueError(f"{option} {target}: there is no folder {target.parent}")
-    there = target.exists()
-    if there and not target.is_file():
+def check_output(named: str, target: Path) -> None:
+    """Raises a ValueError, before anything is measured, if the file that the option ``named`` gives cannot be made."""
+    # A link may lead to a file that is not there yet; then the file is tried, and the link is kept.
+    file = Path(os.path.realpath(target))
+    if file.is_dir():
+        raise ValueError(f"{named} {target}: this is a folder; expected the name of a file")
+    if not file.parent.is_dir():
+        where = file.parent if target.is_symlink() else target.parent
+        raise ValueError(f"{named} {target}: there is no folder {where}")
+    there = file.exists()
+    if there and not file.is_file():
         return  # opening a pipe would wait for its reader
     try:
-        target.open("ab").close()
+        file.open("ab").close()
         if not there:
-            target.unlink()
+            file.unlink()
     except OSError as error:
-        raise ValueError(f"{option} {target}: it cannot be written: {error.strerror}") from None
+        raise ValueError(f"{named} {target}: it cannot be written: {error.strerror}") from None
+
+
+def option(name: str) -> str:
+    """An option as it is typed, from its name among the parsed arguments."""
+    return "--" + name.replace("_", "-")
+
+
+def refuse(parsed: argparse.Namespace, beside: str, names: Iterable[str]) -> None:
+    """Raises a ValueError if one of these options was given: ``beside`` others it would be ignored."""
+    for name in names:
+        if getattr(parsed, name) is not None and getattr(parsed, name) is not False:
+            raise ValueError(f"{option(name)} has no effect with {beside}")
 
 
 def add_json(parser: argparse.ArgumentParser, what: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch_sagellm._private.units import show_size
 from torch_sagellm.cli import arguments, chart, collectives
 from torch_sagellm.cli import ranks as processes
-from torch_sagellm.cli.show import Bar, paint
+from torch_sagellm.cli.show import Bar, columns, complain, fit, is_terminal, paint
 from torch_sagellm.cli.simulate import parse_sizes
 
 HELP = "measure collectives: size, time, algbw, busbw, wrong values; compare with gloo"
@@ -159,7 +159,7 @@ def run(parsed: argparse.Namespace) -> int:
         rows = _run(parsed)
     if rows is None:
         return 1
-    if int(os.environ.get("RANK", 0)) == 0 and parsed.json:
+    if parsed.json and int(os.environ.get("RANK", 0)) == 0:
         text = json.dumps([asdict(row) for row in rows], indent=1)
         print(text) if parsed.json == arguments.HERE else parsed.json.write_text(text)
     return 1 if any(row.wrong for row in rows) else 0
@@ -173,6 +173,7 @@ def _run(parsed: argparse.Namespace) -> list[Row] | None:
     _check_rival(job)
     _check_average(job)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        _check_launcher()
         if parsed.ranks:
             raise ValueError(
                 f"--ranks {parsed.ranks}: a launcher has started {os.environ['WORLD_SIZE']} ranks; leave it out"
@@ -190,6 +191,14 @@ def _run(parsed: argparse.Namespace) -> list[Row] | None:
         if parsed.plot:
             chart.plot(parsed.plot, _series(rows))
     return rows
+
+
+def _check_launcher() -> None:
+    """Checks the numbers that a launcher passes, because torch's error for a wrong one does not name the variable."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+        text = os.environ.get(name, "0")
+        if not (text.isascii() and text.isdecimal()):
+            raise ValueError(f"{name}={text!r} is no whole number; a launcher sets it, else unset it")
 
 
 def _check_device(job: Job) -> None:
@@ -270,7 +279,7 @@ def _with_own_ranks(job: Job, count: int) -> list[Row] | None:
     ended, store = processes.run("bench", count, words, seconds=LIMIT, environment=environment, shown=sys.stdout)
     failed = [f"rank {rank} {one.failure}" for rank, one in enumerate(ended) if one.failure]
     if failed:
-        print(f"torch-sagellm bench: {', '.join(failed)}", file=sys.stderr)
+        complain(f"torch-sagellm bench: {', '.join(failed)}")
         return None
     return [Row(**row) for row in json.loads(store.get("rows"))]
 
@@ -329,15 +338,16 @@ def measure(job: Job) -> list[Row]:
     bar = Bar(len(cells), visible=rank == 0)
     rows: list[Row] = []
     carrier = _carrier(job)
+    narrow = is_terminal(sys.stdout) and columns(sys.stdout) < max(map(len, _head(job, ranks, carrier)[-2:]))
     if rank == 0:
-        print("\n".join(_head(job, ranks, carrier)), flush=True)
+        print("\n".join(_head(job, ranks, carrier, narrow)), flush=True)
     for at, (op, size) in enumerate(cells):
         bar.show(at, f"{op} {show_size(size)}")
         found = _measure_cell(job, groups, collectives.make(op, size, job.dtype, job.redop, job.device), carrier)
         rows += found
         bar.end()
         if rank == 0:
-            print(line(found), flush=True)
+            print(line(found, narrow), flush=True)
     return rows
 
 
@@ -378,16 +388,18 @@ def _row(case: collectives.Case, job: Job, backend: str, seconds: float, wrong: 
     return Row(case.op, backend, case.size, case.count, job.dtype, redop, *figures, job.device, carrier, simulated)
 
 
-def _head(job: Job, ranks: int, carrier: str) -> list[str]:
-    other = job.backends[1:]
-    names = f"{'size':>12} {'count':>12} {'type':>9} {'redop':>6} {'time':>11} {'algbw':>8} {'busbw':>8} {'wrong':>6}"
-    units = f"{'(B)':>12} {'(elements)':>12} {'':>9} {'':>6} {'(us)':>11} {'(GB/s)':>8} {'(GB/s)':>8} {'':>6}"
+def _head(job: Job, ranks: int, carrier: str, narrow: bool = False) -> list[str]:
+    other = [] if narrow else job.backends[1:]
+    names = f"{'type':>9} {'redop':>6} {'time':>11} {'algbw':>8} {'busbw':>8} {'wrong':>6}"
+    units = f"{'':>9} {'':>6} {'(us)':>11} {'(GB/s)':>8} {'(GB/s)':>8} {'':>6}"
+    names = f"{'size':>10} {names}" if narrow else f"{'size':>12} {'count':>12} {names}"
+    units = f"{'(B)':>10} {units}" if narrow else f"{'(B)':>12} {'(elements)':>12} {units}"
     for name in other:
         names += f" {name + ' time':>11} {'busbw':>8} {'wrong':>6} {'ratio':>7}"
         units += f" {'(us)':>11} {'(GB/s)':>8} {'':>6} {'':>7}"
     many = "1 rank" if ranks == 1 else f"{ranks} ranks"
     who = f"# {', '.join(job.ops)}; {many}; {job.warmup} warm-ups, {job.iterations} iterations; checked"
-    heads = [who, f"#{'op':<15}{names}", f"#{'':<15}{units}"]
+    heads = [fit(who, 2), f"#{'op':<15}{names}", f"#{'':<15}{units}"]
     if job.device != CPU:
         heads.insert(1, f"# {job.device} tensors {carrier}")
     if SIMULATOR in carrier:
@@ -395,9 +407,18 @@ def _head(job: Job, ranks: int, carrier: str) -> list[str]:
     return heads
 
 
-def line(found: list[Row]) -> str:
-    """One line of the table: the first backend's row, and the columns of the other backends."""
+def line(found: list[Row], narrow: bool = False) -> str:
+    """One line of the table: the first backend's row, and the columns of the other backends.
+
+    On a ``narrow`` terminal the number of elements is left out, and each other backend has a line below.
+    """
     own = found[0]
+    if narrow:
+        text = f" {own.op:<15}{own.size:>10} {own.dtype:>9} {own.redop:>6} {_figures(own)}"
+        for other in found[1:]:
+            label = f"   {other.backend}, ratio {other.seconds / own.seconds:.2f}x"
+            text += f"\n{label:<43} {_figures(other)}"
+        return text + ("\n   simulator" if own.simulated else "")
     text = f" {own.op:<15}{own.size:>12} {own.count:>12} {own.dtype:>9} {own.redop:>6} {_figures(own)}"
     for other in found[1:]:
         text += f" {_figures(other, False)} {other.seconds / own.seconds:>6.2f}x"

@@ -161,7 +161,8 @@ def _run_stage(name: str, device: str, rival: str, count: int, seconds: float, q
     failed = [f"rank {rank} {one.failure}" for rank, one in enumerate(ended) if one.failure and rank not in gone]
     if failed:
         output = "\n".join(one.output.rstrip() for one in ended if one.output.strip())
-        print(output, file=sys.stderr)
+        if output:
+            print(output, file=sys.stderr)
         return Stage(name, ", ".join(failed))
     found: dict[str, Any] = json.loads(store.get("found"))
     return Stage(name, found.pop("failure", ""), found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from torch_sagellm.cli import arguments, ranks
+from torch_sagellm.cli import arguments, ranks, show
 
 HELP = "shows a training beside gloo, or a hang and what is said about it"
 DESCRIPTION = """`demo train` trains a small GPT on the source code of Python's library with DistributedDataParallel,
@@ -24,8 +24,17 @@ EXAMPLES = """examples:
 TRAIN, HANG = "train", "hang"
 #: Seconds after which ranks are killed, so that a hanging training ends.
 LIMIT = 6 * 3600.0
+#: Seconds. The timeout of a group also limits the time in which its ranks meet.
+LEAST_TIMEOUT = 1.0
 RANKS = {TRAIN: 2, HANG: 3}
 MODULES = {TRAIN: "torch_sagellm.demos.train_gpt", HANG: "torch_sagellm.demos.hang"}
+
+
+def _timeout(text: str) -> float:
+    found = arguments.seconds(text)
+    if found < LEAST_TIMEOUT:
+        raise argparse.ArgumentTypeError(f"{text!r} is too short: the ranks need {LEAST_TIMEOUT:g} s to meet")
+    return found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     train.add_argument("--save", type=arguments.path, metavar="FILE", help="where the weights go (nowhere)")
     hang = parser.add_argument_group("demo hang")
     hang.add_argument("--kind", choices=("python", "stop", "skip"), help="why the last rank does not come (python)")
-    hang.add_argument("--timeout", type=arguments.seconds, help="seconds that the others wait (5)")
+    hang.add_argument("--timeout", type=_timeout, help="seconds that the others wait (5)")
     arguments.add_yes(parser)
 
 
@@ -69,13 +78,13 @@ def command(parsed: argparse.Namespace) -> list[str]:
 
 def run(parsed: argparse.Namespace) -> int:
     module, *words = command(parsed)
-    if parsed.save and parsed.save.is_dir():
-        raise ValueError(f"--save {parsed.save}: this is a folder; expected the name of a file")
+    if parsed.save:
+        arguments.check_output("--save", parsed.save)
     count = parsed.ranks or RANKS[parsed.what]
     arguments.agree(count, parsed.yes)
     sys.stdout.flush()
     ended = ranks.run_program(module, words, count, LIMIT)
     failed = [f"rank {rank} {one.failure}" for rank, one in enumerate(ended) if one.failure]
     if failed:
-        print(f"torch-sagellm demo: {', '.join(failed)}", file=sys.stderr)
+        show.complain(f"torch-sagellm demo: {', '.join(failed)}")
     return 1 if failed else 0

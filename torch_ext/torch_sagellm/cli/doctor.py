@@ -14,7 +14,7 @@ from typing import Any
 
 import _torch_sagellm_autoload
 from torch_sagellm.cli import arguments, checks, peer, ranks
-from torch_sagellm.cli.show import fact, paint
+from torch_sagellm.cli.show import fact, fit, paint
 
 HELP = "facts about this machine, what to mend, and a self-test of two ranks"
 DESCRIPTION = """Prints versions, usable cores, memory limits and kernel features, judges settings that often go
@@ -58,12 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     judged.add_argument(
         "--group-timeout",
         type=arguments.seconds,
-        default=checks.GROUP_TIMEOUT,
         help="of init_process_group (1800, torch's)",
     )
-    judged.add_argument(
-        "--rdzv-conf", type=_rendezvous, default={}, metavar="KEY=VALUE,...", help="what torchrun is given"
-    )
+    judged.add_argument("--rdzv-conf", type=_rendezvous, metavar="KEY=VALUE,...", help="what torchrun is given")
     judged.add_argument("--stall", type=arguments.seconds, help="what `torch-sagellm health --stall` is given")
 
 
@@ -92,6 +89,8 @@ def run(parsed: argparse.Namespace) -> int:
 def _examine(parsed: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Returns the exit code, and the content of the JSON document."""
     if parsed.peer or parsed.listen is not None:
+        beside = "--peer" if parsed.peer else "--listen"
+        arguments.refuse(parsed, beside, ("no_self_test", "group_timeout", "rdzv_conf", "stall"))
         found = peer.connect(*parsed.peer) if parsed.peer else peer.listen(parsed.listen)
         _show(found)
         failed = any(each.level == checks.ERROR for each in found)
@@ -100,7 +99,7 @@ def _examine(parsed: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     named = _facts(extension)
     for name, value in named.items():
         fact(name, value)
-    times = checks.Timeouts(parsed.group_timeout, parsed.rdzv_conf, parsed.stall)
+    times = checks.Timeouts(parsed.group_timeout or checks.GROUP_TIMEOUT, parsed.rdzv_conf or {}, parsed.stall)
     facts = checks.gather({} if extension is None else extension.doctor(), times)
     named["address for other hosts"] = facts.addresses.problem or " or ".join(facts.addresses.chosen("")) or "none"
     fact("address for other hosts", named["address for other hosts"])
@@ -109,7 +108,13 @@ def _examine(parsed: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     if unusable and not parsed.no_self_test:
         fact("self-test", "not run: no group can be made")
     runs = not parsed.no_self_test and not unusable
-    tested = self_test() if runs else 0
+    tested = 0
+    if runs:
+        try:
+            tested = self_test()
+        except ValueError:  # a variable, which is among the findings
+            runs = False
+            fact("self-test", "not run: no group can be made")
     failed = bool(tested) or any(each.level == checks.ERROR for each in found)
     test = ("failed" if tested else "passed") if runs else "not run"
     document = {"passed": not failed, "facts": named, "findings": [vars(each) for each in found], "self_test": test}
@@ -135,8 +140,9 @@ def _extension() -> tuple[ModuleType | None, list[checks.Finding]]:
 
 def _show(found: list[checks.Finding]) -> None:
     for each in found:
-        print(paint(each.level, "red" if each.level == checks.ERROR else "yellow") + f": {each.what}")
-        print(f"  fix: {each.fix}", flush=True)
+        colour = "red" if each.level == checks.ERROR else "yellow"
+        print(paint(each.level, colour) + fit(f"{each.level}: {each.what}", 2).removeprefix(each.level))
+        print(fit(f"  fix: {each.fix}", 7), flush=True)
     if not found:
         fact("findings", paint("none", "green"))
 

@@ -23,7 +23,12 @@ EXAMPLES = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("op", help="all_reduce, broadcast, ...")
-    parser.add_argument("bytes", type=arguments.size, help="bytes that one rank contributes: 4096, 64KiB, 1MiB")
+    parser.add_argument(
+        "bytes",
+        type=arguments.size,
+        nargs="?",
+        help="bytes that one rank contributes: 4096, 64KiB, 1MiB; none for barrier and all_to_all",
+    )
     parser.add_argument("--dtype", default="float32", help="element type (default: float32)")
     parser.add_argument(
         "--ranks", type=arguments.ranks(), default=2, help="ranks of the group, all on this host (default: 2)"
@@ -32,6 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    kind = explain.kind_name(parsed.op)
+    if parsed.bytes and kind in explain.WITHOUT_SIZE:
+        raise ValueError(f"{parsed.bytes} bytes have no effect: a choice for {kind} is one for all sizes")
+    if parsed.bytes is None and kind not in explain.WITHOUT_SIZE:
+        raise ValueError(f"the bytes are missing; how large is the {kind}? For example 1MiB")
     found = explain.explain(parsed.op, parsed.bytes, dtype=parsed.dtype, ranks=parsed.ranks)
     print(json.dumps(asdict(found), indent=1) if parsed.json else fit(str(found), 14))
     return 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import socket
-from pathlib import Path
 
 from torch_sagellm.cli import arguments
 from torch_sagellm.cli.show import paint
@@ -50,6 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    if parsed.live:
+        arguments.refuse(parsed, "--live, which asks only whether processes live", ("expect", "stall"))
     folder = watch.folder_of(parsed.dir)
     watch.check_folder(folder)
     missing = f"there is no folder {folder}: the first group that is made with SAGELLM_STATUS_DIR makes it"
@@ -63,12 +64,11 @@ def run(parsed: argparse.Namespace) -> int:
     elif not parsed.all_hosts:
         host = socket.gethostname()
         processes = [each for each in processes if each.raw["process"]["host"] == host]
-    expected = len(parsed.rank) if parsed.rank and parsed.expect is None else parsed.expect
+    expected = len(set(parsed.rank)) if parsed.rank and parsed.expect is None else parsed.expect
     found = watch.health(processes, expected, parsed.stall)
     if not processes:
-        found = watch.Health(
-            found.code, [f"{watch.NAMES[found.code]}: {_none(parsed, folder, every) if folder.is_dir() else missing}"]
-        )
+        why = watch.nobody(folder, every, parsed.rank) if folder.is_dir() else missing
+        found = watch.Health(found.code, [f"{watch.NAMES[found.code]}: {why}"])
     code = found.code
     if parsed.live and code != watch.DEAD:
         code = watch.READY
@@ -81,18 +81,3 @@ def run(parsed: argparse.Namespace) -> int:
     for finding in found.findings:
         print(f"  {finding}")
     return code
-
-
-def _none(parsed: argparse.Namespace, folder: Path, every: list[watch.Process]) -> str:
-    """The reason why there is no process to judge."""
-    if every and parsed.rank:
-        ranks = ", ".join(str(each.rank) for each in every)
-        return f"none of the ranks that were named has written its status; there are those of {ranks}"
-    if every:
-        hosts = ", ".join(sorted({str(each.raw["process"]["host"]) for each in every}))
-        here = f"no process of this host, {socket.gethostname()}, has written its status"
-        return f"{here}; {len(every)} of {hosts} have: --all-hosts"
-    ended = watch.ended_in_order(folder)
-    if ended:
-        return f"{ended} process{' has' if ended == 1 else 'es have'} ended in order, and none has come since"
-    return "no process has written its status"

@@ -8,7 +8,8 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol
 
 from torch_sagellm._private import load, nearest
@@ -28,6 +29,7 @@ from torch_sagellm.cli import (
     tune,
     version,
 )
+from torch_sagellm.cli.show import complain
 
 #: If a remark has fewer columns than this, it is printed below what it describes.
 MOST_OF_A_REMARK = 34
@@ -118,7 +120,8 @@ class Parser(argparse.ArgumentParser):
     """Prints an error in one line, with the nearest known word; the usage is only in the help."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        complain(f"{self.prog}: {message} (see {self.prog} --help)")
+        self.exit(2)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -162,6 +165,8 @@ def _parse(given: Sequence[str]) -> argparse.Namespace:
     parsed, unknown = parser.parse_known_args(given)
     if parsed.version_json and not parsed.version:
         parser.error("--json stands after --version, or after a command that has it")
+    if parsed.version and parsed.command is not None:
+        parser.error(f"--version stands alone, without {parsed.command}")
     if parsed.command is None and not unknown and not parsed.version:
         parser.error(f"which command? One of {', '.join(COMMANDS)}")
     if unknown:
@@ -203,17 +208,25 @@ def _rank(words: Sequence[str]) -> int:
         os._exit(INTERRUPTED)  # the peers are ending too, so leaving the group would wait for them
     except BrokenPipeError:
         ranks.nobody_reads()
-    except (MemoryError, RuntimeError) as error:
-        if "allocate memory" not in str(error) and not isinstance(error, MemoryError):
+    except OSError as error:  # for example a full disk
+        _close_stdout()
+        complain(f"torch-sagellm {words[0]}, rank {words[1]}: {_plain(error)}")
+        return 1
+    except (MemoryError, RuntimeError, ValueError) as error:
+        what = str(error)
+        if isinstance(error, MemoryError) or "allocate memory" in what:
+            what = f"out of memory: {what.partition(chr(10))[0] or 'no reason was given'}"
+        elif not _is_told(error):
             raise
-        print(
-            f"torch-sagellm {words[0]}, rank {words[1]}: out of memory: {str(error).splitlines()[0]}", file=sys.stderr
-        )
+        complain(f"torch-sagellm {words[0]}, rank {words[1]}: {_plain(what)}")
         return 1
 
 
 def _prepare(command: str) -> None:
-    """Prepares commands that use torch: registers the backend's name, and sets the log level."""
+    """Prepares commands that use torch: registers the backend's name, and sets the log level.
+
+    Raises the error of a package that can make no group, except for commands that report it.
+    """
     if command in WITHOUT_TORCH:
         return
     import _torch_sagellm_autoload
@@ -222,7 +235,8 @@ def _prepare(command: str) -> None:
     _torch_sagellm_autoload.register()
     try:
         log.configure(load.extension())
-    except _torch_sagellm_autoload.Unusable:
+        _torch_sagellm_autoload.look()
+    except Exception:
         if command not in ALWAYS:
             raise
 
@@ -235,28 +249,36 @@ def main(arguments: list[str] | None = None) -> int:
         return _rank(given[1:])
     _open_streams()
     command = " ".join(["torch-sagellm", *(word for word in given[:1] if word in COMMANDS)])
+    with _own_warnings(command):
+        return _guarded(command, given)
+
+
+def _guarded(command: str, given: Sequence[str]) -> int:
+    """Runs a command; an error that its user or the machine caused becomes one line and an exit code."""
     try:
         return _run(given)
     except ImportError as error:
-        print(_said(command, str(error)), file=sys.stderr)
+        complain(f"{command}: {_plain(error)}")
         return 1
-    except ValueError as error:
-        print(_said(command, str(error)), file=sys.stderr)
-        return 2
-    except argparse.ArgumentTypeError as error:
-        print(_said(command, str(error)), file=sys.stderr)
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        complain(f"{command}: {_plain(error)}")
         return 2
     except KeyboardInterrupt:
-        print(f"{command}: interrupted", file=sys.stderr)
+        complain(f"{command}: interrupted")
         return INTERRUPTED
     except BrokenPipeError:
         # The reader of a pipe, for example `head`, has closed it.
         _close_stdout()
         return 0
+    except RuntimeError as error:
+        if not _is_told(error):
+            raise
+        complain(f"{command}: {_plain(error)}")
+        return 1
     except OSError as error:
         # For example a full disk, or a folder that cannot be written.
         _close_stdout()
-        print(_said(command, str(error)), file=sys.stderr)
+        complain(f"{command}: {_plain(error)}")
         return 1
 
 
@@ -288,5 +310,33 @@ def _close_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _said(command: str, text: str) -> str:
-    return text if text.startswith("sagellm") else f"{command}: {text}"
+def _is_told(error: Exception) -> bool:
+    """Whether an error of the library names its cause, so that a traceback would add nothing: it is no bug of ours."""
+    return str(error).startswith("sagellm") and "internal error" not in str(error)
+
+
+def _plain(message: object) -> str:
+    """An error or warning without the name that the library begins it with, because the command's own is before it."""
+    return re.sub(r"^(\[Errno \d+\] )?sagellm(?: \w+)?: ", lambda found: found[1] or "", str(message))
+
+
+@contextlib.contextmanager
+def _own_warnings(command: str) -> Iterator[None]:
+    """Prints warnings of this package like the errors of the command, without the line of code that gave them.
+
+    The warning that no group can be made is dropped: the commands that use torch report the reason themselves.
+    """
+    usual = warnings.showwarning
+
+    def show(message: Warning | str, *where: Any, **options: Any) -> None:
+        text = str(message)
+        if not text.startswith("sagellm"):
+            usual(message, *where, **options)
+        elif "groups of this backend are refused" not in text or command == "torch-sagellm":
+            complain(f"{command}: warning: {_plain(text)}")
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = usual

@@ -16,16 +16,16 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from torch_sagellm._private.units import show_size, show_time
+from torch_sagellm._private.units import show_size, show_time, size_text
 from torch_sagellm.cli import ranks as processes
 from torch_sagellm.cli.predict import TWO_LEVELS, Link, Machine, Prediction, predict
+from torch_sagellm.cli.show import complain, fit
 
 MOST_RANKS, MOST_BYTES = 8, 16 << 20
 START_SECONDS = 60.0
@@ -35,6 +35,8 @@ CASE_SECONDS = 60.0
 #: One schedule at one size is repeated for RUN_SECONDS, but at least `LEAST_TIMES` times.
 RUN_SECONDS, LEAST_TIMES = 0.2, 5
 BYTES_OF_A_NUMBER = 4
+#: Sizes in bytes if none were named.
+SIZES = (8, 64, 512, 4 << 10, 32 << 10, 256 << 10, 2 << 20, 16 << 20)
 #: Size in bytes of a large message, and number of messages in a burst, for measuring the links.
 LARGE, BURST = 1 << 20, 8
 
@@ -256,26 +258,33 @@ def _ranks_at_work(ranks: int, cases: int, job: str) -> dict[str, Any]:
     return found
 
 
-def check(op: str, names: Sequence[str], asked: Sequence[int] | None, sizes: Sequence[int]) -> dict[str, Any] | None:
+def check(
+    op: str, names: Sequence[str], asked: Sequence[int] | None, sizes: Sequence[int] | None
+) -> dict[str, Any] | None:
     """Runs schedules on this machine, prints predicted and measured times and the error; None if a rank fails."""
     names = [name for name in names if name != TWO_LEVELS]
     counts = list(asked or (2, 4))
     if wrong := [ranks for ranks in counts if not 2 <= ranks <= MOST_RANKS]:
         raise ValueError(f"--ranks {wrong[0]}: --check starts from 2 to {MOST_RANKS} ranks on this machine")
-    fitting = [size for size in sizes if BYTES_OF_A_NUMBER <= size <= MOST_BYTES] or [8, 64 << 10, 1 << 20]
+    if wrong := [size for size in sizes or () if not BYTES_OF_A_NUMBER <= size <= MOST_BYTES]:
+        least, most = size_text(BYTES_OF_A_NUMBER), size_text(MOST_BYTES)
+        raise ValueError(f"--sizes {size_text(wrong[0])}: --check runs sizes from {least} to {most}")
+    fitting = list(sizes or SIZES)
     cores = len(os.sched_getaffinity(0))
     many = ", ".join(map(str, counts))
-    print(f"{op} by gloo messages over loopback, {cores} usable cores; {many} ranks, {len(fitting)} sizes")
+    sizes_text = f"{len(fitting)} size{'s' * (len(fitting) > 1)}"
+    print(fit(f"{op} by gloo messages over loopback, {cores} usable cores; {many} ranks, {sizes_text}", 2))
     groups = []
     for ranks in counts:
         job = json.dumps({"op": op, "algorithms": list(names), "sizes": fitting})
         try:
             found = _ranks_at_work(ranks, len(names) * len(fitting), job)
         except RuntimeError as error:
-            print(f"torch-sagellm simulate: {error}", file=sys.stderr)
+            complain(f"torch-sagellm simulate: {error}")
             return None
         alpha, overhead, beta, gamma = found["machine"]
-        print(f"\n{ranks} ranks; measured links: {Link(alpha, overhead, beta)}; combining {1e-9 / gamma:.3g} GB/s")
+        links = f"measured links: {Link(alpha, overhead, beta)}; combining {1e-9 / gamma:.3g} GB/s"
+        print("\n" + fit(f"{ranks} ranks; {links}", 2))
         print(f"{'bytes':>10}  {'algorithm':<20} {'predicted':>10} {'measured':>10} {'error':>7}")
         errors, runs = [], []
         for name, size, segments, predicted, measured in found["lines"]:
@@ -291,7 +300,6 @@ def check(op: str, names: Sequence[str], asked: Sequence[int] | None, sizes: Seq
             f"error of the model, {ranks} ranks: median {statistics.median(map(abs, errors)):.0%}, worst {worst:+.0%}"
         )
         if ranks > cores:
-            print(
-                f"{ranks} ranks share {cores} cores here; the model accounts for that only through the measured links."
-            )
+            what = f"{ranks} ranks share {cores} cores here"
+            print(fit(f"{what}; the model accounts for that only through the measured links.", 2))
     return {"op": op, "groups": groups}

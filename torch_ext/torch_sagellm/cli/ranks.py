@@ -49,10 +49,11 @@ def run(
     """
     from torch.distributed import TCPStore
 
+    common = dict(os.environ if environment is None else environment)
+    check_variables(common)
     # The system chooses the port, because a port that is free now may be in use when the ranks connect.
     store = TCPStore(LOOPBACK, 0, None, True, timedelta(seconds=seconds), wait_for_workers=False)
     calls = [["_rank", command, *map(str, (rank, count, store.port, *words))] for rank in range(count)]
-    common = dict(os.environ if environment is None else environment)
     return start(calls, [common] * count, seconds, shown), store
 
 
@@ -63,12 +64,27 @@ def run_program(module: str, words: Sequence[str], count: int, seconds: float) -
     """
     from torch.distributed import TCPStore
 
+    check_variables(os.environ)
     store = TCPStore(LOOPBACK, 0, None, True, timedelta(seconds=seconds), wait_for_workers=False)
     common = {"OMP_NUM_THREADS": "1", **os.environ, "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     common |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     common["TORCHELASTIC_RESTART_COUNT"] = "0"
     each = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
     return start([["_rank", PROGRAM, module, *words]] * count, each, seconds, sys.stdout)
+
+
+def check_variables(environment: Mapping[str, str]) -> None:
+    """Raises a ValueError, before ranks are started, for a variable because of which each would refuse its group."""
+    from torch_sagellm._private import load, variables
+
+    for found in variables.wrong(environment):
+        if found.is_refused:
+            raise ValueError(f"{found.what}; {found.fix}")
+    if rules := environment.get("SAGELLM_ALGORITHM", ""):
+        try:
+            load.extension().explain_without_group("barrier", 0, "float32", 2, rules)
+        except ValueError as error:
+            raise ValueError(str(error).replace("the option algorithm", "SAGELLM_ALGORITHM")) from None
 
 
 def start(

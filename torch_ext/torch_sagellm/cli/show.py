@@ -5,6 +5,7 @@ Colours and redrawn lines are used only on a terminal; ``NO_COLOR`` disables col
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -41,18 +42,31 @@ def clip(line: str, width: int) -> str:
     return "".join(shown)
 
 
-def fit(text: str, hanging: int) -> str:
+def columns(stream: TextIO) -> int:
+    """The width of the terminal that the stream writes to; ``COLUMNS`` has priority."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(os.environ.get("COLUMNS", 0)) or os.get_terminal_size(stream.fileno()).columns or 80
+    return shutil.get_terminal_size().columns
+
+
+def fit(text: str, hanging: int, stream: TextIO | None = None) -> str:
     """On a terminal wraps a text to its width, with ``hanging`` columns of indentation.
 
     Elsewhere returns it unchanged.
     """
-    if not is_terminal(sys.stdout):
+    stream = stream or sys.stdout
+    if not is_terminal(stream):
         return text
-    width = max(40, shutil.get_terminal_size().columns)
+    width = max(40, columns(stream))
     indent = " " * min(hanging, width // 2)
     wrapper = textwrap.TextWrapper(width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     lines = (line if len(line) <= width else wrapper.fill(line) for line in text.splitlines())
     return "\n".join(lines)
+
+
+def complain(text: str) -> None:
+    """Prints an error or a warning on stderr: in one line, which a terminal's width breaks."""
+    print(fit(text, 2, sys.stderr), file=sys.stderr, flush=True)
 
 
 def fact(name: str, value: object) -> None:

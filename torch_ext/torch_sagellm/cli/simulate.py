@@ -179,20 +179,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks-per-host",
         type=checked.whole(1, MOST_RANKS),
-        default=8,
         metavar="N",
         help="ranks on one host (default: 8)",
     )
-    parser.add_argument("--sizes", type=parse_sizes, default=parse_sizes("8..1GiB:8"), help="default: 8..1GiB:8")
-    parser.add_argument(
-        "--link", type=parse_link, default=parse_link("30us,10Gbit"), help="between hosts (30us,10Gbit)"
-    )
-    parser.add_argument(
-        "--host", type=parse_link, default=parse_link("1us,10GB,0.2us"), help="inside a host (1us,10GB,0.2us)"
-    )
-    parser.add_argument(
-        "--reduce", type=parse_speed, default=parse_speed("10GB"), metavar="SPEED", help="combining numbers (10GB)"
-    )
+    parser.add_argument("--sizes", type=parse_sizes, help="default: 8..1GiB:8, with --check up to 16MiB")
+    parser.add_argument("--link", type=parse_link, help="between hosts (30us,10Gbit)")
+    parser.add_argument("--host", type=parse_link, help="inside a host (1us,10GB,0.2us)")
+    parser.add_argument("--reduce", type=parse_speed, metavar="SPEED", help="combining numbers (10GB)")
     parser.add_argument(
         "--algorithms", metavar="NAMES", help="only these, with commas (default: all that serve the op)"
     )
@@ -231,7 +224,15 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.op = checked.one_of([kind for kind in core.KINDS if kind not in ("send", "recv")])(
         "all_reduce" if arguments.op is None else arguments.op
     )
-    machine = Machine(arguments.host, arguments.link, arguments.reduce, arguments.ranks_per_host)
+    if arguments.op == "barrier":
+        checked.refuse(arguments, "--op barrier, which moves no bytes", ("sizes",))
+        arguments.sizes = [8] if arguments.check else [0]
+    machine = Machine(
+        arguments.host or parse_link("1us,10GB,0.2us"),
+        arguments.link or parse_link("30us,10Gbit"),
+        arguments.reduce or parse_speed("10GB"),
+        arguments.ranks_per_host or 8,
+    )
     with checked.text_beside(arguments.json, dropped=not arguments.check):
         found = _find(core, arguments, machine)
     if arguments.json and found is not None:
@@ -254,11 +255,12 @@ def _find(core: Any, arguments: argparse.Namespace, machine: Machine) -> dict[st
         chart.check_picture(arguments.plot)
     ranks = arguments.ranks or [8, 64, 1024]
     if arguments.check:
-        if names == [TWO_LEVELS]:
+        if arguments.algorithms and TWO_LEVELS in names:
             raise ValueError(f"--check runs single schedules, and {TWO_LEVELS} is several")
         from torch_sagellm.cli import measure
 
         return measure.check(arguments.op, names, arguments.ranks, arguments.sizes)
+    arguments.sizes = arguments.sizes or parse_sizes("8..1GiB:8")
     show_machine(machine)
     print(
         "* fastest; (n) segments of a pipeline. Predicted, not measured:\n--check tells how far off the model is here."
@@ -267,17 +269,17 @@ def _find(core: Any, arguments: argparse.Namespace, machine: Machine) -> dict[st
 
 
 def _check_mode(arguments: argparse.Namespace) -> None:
-    """Refuses options of the other mode, because they would have no effect."""
+    """Refuses options of another mode, because they would have no effect."""
     from torch_sagellm.cli import strategies
 
+    unused = strategies.unused(arguments)
     if arguments.strategy:
-        unused = [name for name in ("op", "algorithms", "plot", "check") if getattr(arguments, name)]
-        if unused:
-            raise ValueError(f"--{unused[0]} has no effect with --strategy")
-    else:
-        unused = [name for name, default in strategies.DEFAULTS.items() if getattr(arguments, name) != default]
-        if unused:
-            raise ValueError(f"--{unused[0].replace('_', '-')} has an effect with --strategy alone")
+        checked.refuse(arguments, "--strategy", ("op", "sizes", "algorithms", "plot", "check"))
+        checked.refuse(arguments, f"--strategy {arguments.strategy}", unused)
+    elif unused:
+        raise ValueError(f"{checked.option(unused[0])} has an effect with --strategy alone")
+    elif arguments.check:
+        checked.refuse(arguments, "--check", ("ranks_per_host", "link", "host", "reduce", "plot"))
 
 
 def _about(machine: Machine) -> dict[str, Any]:

@@ -193,6 +193,15 @@ DEFAULTS: dict[str, int | None] = {
     "experts_per_token": 2,
     "bucket": 25 << 20,
 }
+#: The options by which the figures of a strategy change. The others are refused, because they would have no effect.
+USES: dict[str, tuple[str, ...]] = {
+    "dp": ("params", "item", "bucket"),
+    "fsdp": ("params", "layers", "item"),
+    "tp": ("layers", "hidden", "sequence", "batch", "item"),
+    "pp": ("layers", "hidden", "sequence", "batch", "item", "microbatches"),
+    "cp": ("layers", "hidden", "kv_hidden", "sequence", "batch", "item"),
+    "ep": ("layers", "hidden", "sequence", "batch", "item", "experts", "experts_per_token"),
+}
 
 
 def _bucket(text: str) -> int:
@@ -205,34 +214,33 @@ def _bucket(text: str) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     found = parser.add_argument_group("with --strategy")
     found.add_argument("--strategy", choices=list(STRATEGIES), help="what a training step communicates")
-    found.add_argument("--params", type=parse_count, default=parse_count("7B"), help="parameters: 350M, 7B (7B)")
-    found.add_argument("--layers", type=_from_one, default=32, help="layers (32)")
-    found.add_argument("--hidden", type=_from_one, default=4096, help="features of a token (4096)")
+    found.add_argument("--params", type=parse_count, help="dp, fsdp: parameters: 350M, 7B (7B)")
+    found.add_argument("--layers", type=_from_one, help="all but dp: layers (32)")
+    found.add_argument("--hidden", type=_from_one, help="tp, pp, cp, ep: features of a token (4096)")
     found.add_argument("--kv-hidden", type=_from_one, help="cp: features of the keys of a layer (as --hidden)")
-    found.add_argument("--sequence", type=_from_one, default=4096, help="tokens of a sequence (4096)")
-    found.add_argument("--batch", type=_from_one, default=8, help="sequences of a step; with dp and ep of one rank (8)")
-    found.add_argument("--item", type=_from_one, default=2, metavar="BYTES", help="bytes of a number (2)")
-    found.add_argument("--microbatches", type=_from_one, default=8, help="pp: parts of a batch (8)")
-    found.add_argument("--experts", type=_from_one, default=64, help="ep: experts of a layer, on all ranks (64)")
-    found.add_argument("--experts-per-token", type=_from_one, default=2, help="ep: experts of a token (2)")
-    found.add_argument("--bucket", type=_bucket, default=25 << 20, help="dp: bytes summed at a time (25MiB)")
+    found.add_argument("--sequence", type=_from_one, help="tp, pp, cp, ep: tokens of a sequence (4096)")
+    found.add_argument("--batch", type=_from_one, help="tp, pp, cp, ep: sequences of a step; with ep of one rank (8)")
+    found.add_argument("--item", type=_from_one, metavar="BYTES", help="bytes of a number (2)")
+    found.add_argument("--microbatches", type=_from_one, help="pp: parts of a batch (8)")
+    found.add_argument("--experts", type=_from_one, help="ep: experts of a layer, on all ranks (64)")
+    found.add_argument("--experts-per-token", type=_from_one, help="ep: experts of a token (2)")
+    found.add_argument("--bucket", type=_bucket, help="dp: bytes summed at a time (25MiB)")
+
+
+def unused(parsed: argparse.Namespace) -> list[str]:
+    """The given options of this mode that have no effect on the figures of the strategy."""
+    given = [name for name in DEFAULTS if getattr(parsed, name) is not None]
+    used = USES.get(parsed.strategy, ())
+    # A ring sends keys and values only, whose features --kv-hidden gives instead of --hidden.
+    return [name for name in given if name not in used or (name == "hidden" and "kv_hidden" in given)]
 
 
 def model_of(parsed: argparse.Namespace) -> Model:
     """The model that the arguments describe."""
-    return Model(
-        parameters=parsed.params,
-        layers=parsed.layers,
-        hidden=parsed.hidden,
-        kv_hidden=parsed.kv_hidden or parsed.hidden,
-        sequence=parsed.sequence,
-        batch=parsed.batch,
-        item=parsed.item,
-        microbatches=parsed.microbatches,
-        experts=parsed.experts,
-        experts_per_token=parsed.experts_per_token,
-        bucket=parsed.bucket,
-    )
+    given = {name: getattr(parsed, name) for name in DEFAULTS}
+    values: dict[str, Any] = {name: DEFAULTS[name] if one is None else one for name, one in given.items()}
+    values["parameters"] = values.pop("params")
+    return Model(**{**values, "kv_hidden": values["kv_hidden"] or values["hidden"]})
 
 
 def seconds(core: Any, traffic: Traffic, ranks: int, machine: Machine) -> float:

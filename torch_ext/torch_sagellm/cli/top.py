@@ -13,7 +13,7 @@ from typing import Any
 
 from torch_sagellm._private.units import show_size, show_time
 from torch_sagellm.cli import arguments
-from torch_sagellm.cli.show import CLEAR_BELOW, HOME, clip, is_terminal, paint, table
+from torch_sagellm.cli.show import CLEAR_BELOW, HOME, clip, complain, is_terminal, paint, table
 from torch_sagellm.observe import ras, watch
 
 HELP = "live view of a running job: last operation, rates and waits by rank and group"
@@ -45,7 +45,7 @@ def _interval(text: str) -> float:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dir", type=arguments.path, help="the folder of the status files (SAGELLM_STATUS_DIR)")
     parser.add_argument("--once", action="store_true", help="print one table and end")
-    parser.add_argument("--every", type=_interval, default=1.0, metavar="SECONDS", help="time between two tables (1)")
+    parser.add_argument("--every", type=_interval, metavar="SECONDS", help="time between two tables (1)")
     parser.add_argument(
         "--rank", type=arguments.whole(0, 10**6), action="append", help="show this global rank alone; may be repeated"
     )
@@ -55,6 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     folder = watch.folder_of(parsed.dir)
     watch.check_folder(folder)
+    if parsed.json or parsed.once:
+        arguments.refuse(parsed, "--json" if parsed.json else "--once", ("every",))
     if parsed.json:
         began = time.monotonic()
         found = _read(folder, parsed.rank)
@@ -65,7 +67,7 @@ def run(parsed: argparse.Namespace) -> int:
         print("\x1b[2J", end="")
     while True:
         found = _read(folder, parsed.rank)
-        lines = view(folder, found, time.time())
+        lines = view(folder, found, time.time(), parsed.rank)
         if redraw:
             width = shutil.get_terminal_size((200, 50)).columns
             print(HOME + "\n".join(f"{clip(line, width)}\x1b[K" for line in lines), CLEAR_BELOW, flush=True)
@@ -73,22 +75,23 @@ def run(parsed: argparse.Namespace) -> int:
             print("\n".join(lines), flush=True)
         if parsed.once:
             if not found and not folder.is_dir():
-                print(f"torch-sagellm top: there is no folder {folder}", file=sys.stderr)
+                complain(f"torch-sagellm top: there is no folder {folder}")
             return 0 if found else 1
-        time.sleep(parsed.every)
+        time.sleep(parsed.every or 1.0)
 
 
 def _read(folder: Path, ranks: Sequence[int] | None) -> list[watch.Process]:
     return [each for each in watch.read(folder) if not ranks or each.rank in ranks]
 
 
-def view(folder: Path, processes: Sequence[watch.Process], now: float) -> list[str]:
-    """The lines of one table, with totals above it and faults below it."""
+def view(folder: Path, processes: Sequence[watch.Process], now: float, ranks: Sequence[int] | None = None) -> list[str]:
+    """The lines of one table, with totals above it and faults below it; ``ranks`` are those that were asked for."""
     found = watch.health(processes)
+    findings = found.findings if processes else [watch.nobody(folder, watch.read(folder), ranks)]
     state = paint(watch.NAMES[found.code], "green" if found.code == watch.READY else "red")
     lines = [
         f"torch-sagellm top  {time.strftime('%H:%M:%S', time.localtime(now))}  {folder}  "
-        f"{len(processes)} processes, {state}"
+        f"{len(processes)} process{'' if len(processes) == 1 else 'es'}, {state}"
     ]
     rows, colours = [], []
     for process in processes:
@@ -100,7 +103,7 @@ def view(folder: Path, processes: Sequence[watch.Process], now: float) -> list[s
     head, *text = table(HEAD, rows, LEFT)
     lines.append(paint(head, "bold"))
     lines += [paint(line, colour) for line, colour in zip(text, colours, strict=True)]
-    return lines + [paint(finding, "red") for finding in found.findings]
+    return lines + [paint(finding, "red") for finding in findings]
 
 
 def _row(process: watch.Process, group: dict[str, Any] | None, now: float) -> list[str]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 from torch_sagellm._private.units import show_time
 from torch_sagellm.cli import arguments
+from torch_sagellm.cli.show import complain
 from torch_sagellm.observe import timeline
 
 HELP = "merge the dumps of all ranks into one trace for Perfetto"
@@ -43,7 +43,7 @@ def run(parsed: argparse.Namespace) -> int:
         if shift:
             print(f"rank {rank} was shifted by {'-' if shift < 0 else ''}{show_time(abs(shift) / 1e9)}")
     if not merged.operations:
-        print("torch-sagellm trace: the files hold no operations; nothing was written", file=sys.stderr)
+        complain("torch-sagellm trace: the files hold no operations; nothing was written")
         return 1
     ranks = ", ".join(map(str, merged.ranks))
     print(f"{merged.operations} operations of ranks {ranks} in {parsed.output}; open it in https://ui.perfetto.dev")

@@ -22,7 +22,7 @@ from typing import Any
 from torch_sagellm._private.units import parse_size, show_time, size_text
 from torch_sagellm.cli import arguments
 from torch_sagellm.cli import ranks as processes
-from torch_sagellm.cli.show import Bar, fit
+from torch_sagellm.cli.show import Bar, complain, fit
 from torch_sagellm.observe import explain
 
 HELP = "measure the fastest algorithm of each operation and save the table"
@@ -154,7 +154,8 @@ def tune(budget: float, ranks: int, dry_run: bool, largest: int = SIZES[-1], for
         for op, nbytes, start, rivals in cells:
             others = ", ".join(rivals) or "nothing"
             print(fit(f"{op:<15} {size_text(nbytes):>8}  {start} against {others}", 26))
-        print(f"{len(cells)} operations and sizes in about {budget:.0f} s; nothing was measured, nothing was written")
+        what = f"{len(cells)} operations and sizes in about {budget:.0f} s"
+        print(fit(f"{what}; nothing was measured, nothing was written", 2))
         names = ("op", "size", "default", "rivals")
         return 0, {"ranks": ranks, "planned": [dict(zip(names, cell, strict=True)) for cell in cells]}
     found = _run_ranks(budget, ranks, largest)
@@ -166,13 +167,13 @@ def tune(budget: float, ranks: int, dry_run: bool, largest: int = SIZES[-1], for
     document = {"ranks": ranks, "spread": spread, "measured": [asdict(cell) for cell in found], "table": None}
     if spread > USELESS and not force:
         what = f"two equal groups differed by {spread * 100:.0f} %, so these times say nothing; no table was written"
-        print(f"torch-sagellm tune: {what}. Measure when nothing else runs, or pass --force", file=sys.stderr)
+        complain(f"torch-sagellm tune: {what}. Measure when nothing else runs, or pass --force")
         return 1, document
     from torch_sagellm._private import load
 
     made = f"{time.strftime('%Y-%m-%d')}, {len(found)} sizes in {budget:.0f} s, A/A spread {spread * 100:.1f} %"
     document["table"] = load.extension().save_table(ranks, made, text)
-    print(f"written to {document['table']}; groups of {ranks} ranks use it from now on")
+    print(fit(f"written to {document['table']}; groups of {ranks} ranks use it from now on", 2))
     return 0, document
 
 
@@ -245,13 +246,14 @@ def _for_all_sizes(cells: list[Cell], spread: float) -> tuple[str, float, float]
 def _show(cells: list[Cell], spread: float) -> None:
     print(f"A/A spread of equal groups: {spread * 100:.1f} % (nine of ten sizes)")
     if spread > BUSY:
-        print("the machine was busy, so only large differences are significant. Measure again when nothing else runs")
+        print(fit("the machine was busy: only large differences are significant. Measure when nothing else runs", 2))
     for cell in cells:
         way, start = winner(cell, spread), cell.medians[START]
         median = cell.medians.get(way, start)
         gain = "" if way == cell.start else f", {start / median:.2f}x"
         size = size_text(cell.nbytes)
-        print(f"{cell.op:<15} {size:>8}  {way} {show_time(median)} (default {cell.start} {show_time(start)}{gain})")
+        times = f"{way} {show_time(median)} (default {cell.start} {show_time(start)}{gain})"
+        print(fit(f"{cell.op:<15} {size:>8}  {times}", 26))
 
 
 # --------------------------------------------------------------------------------------------- processes and ranks
@@ -266,15 +268,15 @@ def _run_ranks(budget: float, ranks: int, largest: int) -> list[Cell] | None:
             "tune", ranks, budget, largest, seconds=limit, environment=environment, shown=sys.stdout
         )
     except KeyboardInterrupt:
-        print("torch-sagellm tune: no table was written", file=sys.stderr)
+        complain("torch-sagellm tune: no table was written")
         raise
     failed = [f"rank {rank} {one.failure}" for rank, one in enumerate(ended) if one.failure]
     if failed:
-        print(f"torch-sagellm tune: {', '.join(failed)}; no table was written", file=sys.stderr)
+        complain(f"torch-sagellm tune: {', '.join(failed)}; no table was written")
         return None
     found = [Cell(**cell) for cell in json.loads(store.get("found"))]
     if not found:
-        print("torch-sagellm tune: the budget was too short for a single size; no table was written", file=sys.stderr)
+        complain("torch-sagellm tune: the budget was too short for a single size; no table was written")
     return found or None
 
 

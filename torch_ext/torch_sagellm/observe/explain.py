@@ -27,6 +27,8 @@ ALIASES = {
     "isend": "send",
     "irecv": "recv",
 }
+#: Operations with one choice for all sizes: a barrier has no bytes, and no rank alone knows those of an all_to_all.
+WITHOUT_SIZE = ("barrier", "all_to_all")
 #: Remarks on predictions: the first for several hosts; the second for one host, because its constants were measured on
 #: another machine.
 MODEL = "by a model with fixed constants, not measured here"
@@ -141,7 +143,7 @@ class Explanation:
     def __str__(self) -> str:
         where = "one rank" if self.ranks == 1 else f"{self.ranks} ranks"
         where += f" on {self.hosts} hosts" if self.hosts > 1 else ""
-        size = "" if self.op in ("barrier", "all_to_all") else f" of {size_text(self.nbytes)}"
+        size = "" if self.op in WITHOUT_SIZE else f" of {size_text(self.nbytes)}"
         number = "" if self.sequence is None else f" number {self.sequence}"
         lines = [f"{self.op}{number}{size} on {where}: {self.choice}", f"  decided by  {self.decided}"]
         lines.append(f"  path        {self.path}")
@@ -253,7 +255,7 @@ def explain(
         return read(backend._explain_number(sequence), delegate=_delegate_of(backend))
     if isinstance(what, str):
         kind = kind_name(what)
-        if nbytes is None and kind not in ("barrier", "all_to_all"):
+        if nbytes is None and kind not in WITHOUT_SIZE:
             raise ValueError(f"sagellm explain: nbytes is missing; how large is the {what}?")
         size, name = _bytes_of(nbytes), dtype_name(dtype)
         if ranks is not None:

@@ -101,12 +101,19 @@ def _histogram(lines: Lines, labels: dict[str, object], cells: list[_C.Cell]) ->
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
-    """Writes a file atomically: readers see the old file or the complete new one. An OSError names the file."""
-    target = Path(path)
+    """Writes a file atomically: readers see the old file or the complete new one. An OSError names the file.
+
+    A link stays a link to the file. A pipe or a device, such as /dev/stdout, is written to and not replaced.
+    """
+    target = Path(os.path.realpath(path))
     try:
+        if target.exists() and not target.is_file():
+            with target.open("wb") as there:
+                there.write(data)
+            return
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     except OSError as error:
-        raise _named(error, f"sagellm: {target} cannot be written") from None
+        raise _named(error, f"sagellm: {path} cannot be written") from None
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)

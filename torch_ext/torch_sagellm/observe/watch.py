@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 VARIABLE = "SAGELLM_STATUS_DIR"
 FORMAT = 1
 PREFIX = "sagellm-"
-#: The file that counts the processes that ended in order; these have removed their own files.
+#: The file with a character for each process that ended in order; these have removed their own files.
 LEFT = "ended-in-order"
 #: A file is too old if it is older than INTERVALS of its write intervals, and also older than LEAST_SECONDS.
 INTERVALS, LEAST_SECONDS = 5, 5.0
@@ -141,16 +142,30 @@ def check_folder(folder: Path) -> None:
 def ended_in_order(folder: str | os.PathLike[str]) -> int:
     """How many processes that wrote a status into the folder have ended in order."""
     try:
-        return int((Path(folder) / LEFT).read_text())
-    except (OSError, ValueError):
+        return len((Path(folder) / LEFT).read_bytes())
+    except OSError:
         return 0
 
 
-def leave_in_order(folder: Path) -> None:
-    """Counts this process as ended in order. Two processes that end at the same moment may be counted as one."""
-    from torch_sagellm.observe import export
+def nobody(folder: Path, every: Sequence[Process], ranks: Sequence[int] | None) -> str:
+    """The reason why there is no process to judge: ``every`` has those of the folder, of other ranks or hosts."""
+    if every and ranks:
+        there = ", ".join(str(each.rank) for each in every)
+        return f"none of the ranks that were named has written its status; there are those of {there}"
+    if every:
+        hosts = ", ".join(sorted({str(each.raw["process"]["host"]) for each in every}))
+        here = f"no process of this host, {socket.gethostname()}, has written its status"
+        return f"{here}; {len(every)} of {hosts} have: --all-hosts"
+    ended = ended_in_order(folder)
+    if ended:
+        return f"{ended} process{' has' if ended == 1 else 'es have'} ended in order, and none has come since"
+    return "no process has written its status"
 
-    export.write_atomically(folder / LEFT, str(ended_in_order(folder) + 1).encode())
+
+def leave_in_order(folder: Path) -> None:
+    """Counts this process as ended in order: appends a character, which is atomic, because ranks end together."""
+    with (folder / LEFT).open("ab", buffering=0) as file:
+        file.write(b".")
 
 
 def _condition(raw: dict[str, Any], age: float, own: Here) -> str:
