@@ -337,9 +337,9 @@ pub trait Inquiry: Send + Sync {
     /// The number of the last question to this rank, on which its answering thread sleeps.
     fn question(&self) -> &AtomicU32;
     /// Publishes this rank's answer, cut if it is too long. Only the answering thread calls this.
-    fn answer(&self, text: &str);
+    fn answer(&self, answer: &[u8]);
     /// The last answer of a rank. Empty before its first answer.
-    fn heard(&self, rank: usize) -> String;
+    fn heard(&self, rank: usize) -> Vec<u8>;
 }
 
 /// Functions of the group that an engine's threads call. Never called with a lock of the engine held.

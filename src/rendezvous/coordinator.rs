@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use super::addresses::{self, Network};
-use super::messages::{Answer, Body, DecisionMessage, Mode, Nonce, PROTOCOL, Record, clip};
+use super::messages::{Answer, Body, DecisionMessage, Mode, Nonce, PROTOCOL, Record};
 use super::peers::GroupPeers;
 use super::{
     DECISION_KEY, Met, Outcome, SegmentBytes, Session, WAITS, answer_key, hello_bytes, record_key, unix_socket,
@@ -13,6 +13,7 @@ use super::{
 use crate::config::Config;
 use crate::engine::shm::memory::segment::Segment;
 use crate::error::{Error, Result};
+use crate::fields::clip;
 use crate::os::random;
 use crate::os::topology;
 use crate::threads;

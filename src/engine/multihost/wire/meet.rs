@@ -28,7 +28,8 @@ use super::channel::{Channel, WireLink};
 use super::connection::Connection;
 use super::path::Socket;
 use super::{Counted, ProcessId, Wire, locked, sockets};
-use crate::error::{Error, Result, cleaned};
+use crate::error::{Error, Result};
+use crate::fields::cleaned;
 use crate::host::Store;
 use crate::os::topology;
 
