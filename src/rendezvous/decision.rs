@@ -158,10 +158,6 @@ impl Rendezvous {
     }
 }
 
-/// Part of a reason if a rank has no descriptor left: it is in the text of EMFILE and ENFILE, and in the text for a
-/// message whose descriptors were lost (`unix_socket`).
-const OPEN_FILES: &str = "open files";
-
 /// Meets the other ranks and decides with them.
 fn decide(
     config: &Config,
@@ -172,12 +168,6 @@ fn decide(
     let fitting =
         |threads: usize, headroom: usize| layout_within(config.size, threads, headroom).map(|layout| layout.total());
     match meet(config, store, &**host, &fitting)? {
-        // gloo would need more descriptors. Its thread ends the process if it cannot accept a connection (observed).
-        Outcome::Delegate { reason, .. } if reason.contains(OPEN_FILES) => Err(Error::system(format!(
-            "sagellm: group '{}' cannot be made: {reason}. Raise the limit of open files of every rank (ulimit -n); gloo \
-             would need more of them than shared memory does",
-            config.name
-        ))),
         Outcome::Delegate { reason, id, network } => {
             Ok((Decision::Delegate(reason), id, not_exchanged(config, own), network))
         }

@@ -4,7 +4,10 @@
 //! it does not fully understand. The first fields of [`Record`] and [`DecisionMessage`] never change, so that different
 //! versions can report that they differ.
 
+use std::io;
+
 use super::addresses::{Addresses, Network, Rank, Way};
+use super::unix_socket;
 use crate::config::Threads;
 use crate::engine::shm::memory::segment::Backing;
 use crate::fields::{MAX_LIST, Reader, Writer};
@@ -255,21 +258,55 @@ impl DecisionMessage {
     }
 }
 
-/// Key `a/<rank>`: the answer to the decision `id`. An empty reason means agreement. Also sent over the socket.
+/// Why ranks cannot share memory, as text. Only the kind decides anything.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Reason {
+    /// A process has no descriptor left.
+    OpenFiles(String),
+    Other(String),
+}
+
+impl Reason {
+    /// A call of the system failed; `text` shows its error.
+    pub fn of(error: &io::Error, text: String) -> Reason {
+        if unix_socket::is_out_of_files(error) { Reason::OpenFiles(text) } else { Reason::Other(text) }
+    }
+
+    pub fn text(&self) -> &str {
+        match self {
+            Reason::OpenFiles(text) | Reason::Other(text) => text,
+        }
+    }
+}
+
+impl From<String> for Reason {
+    fn from(text: String) -> Reason {
+        Reason::Other(text)
+    }
+}
+
+/// Key `a/<rank>`: the answer to the decision `id`. No reason means agreement. Also sent over the socket.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Answer {
     pub id: Nonce,
-    pub reason: String,
+    pub reason: Option<Reason>,
 }
 
 impl Answer {
     pub fn write(&self) -> Vec<u8> {
-        begin(ANSWER_MAGIC).raw(&self.id).text(&self.reason).0
+        let reason =
+            |to: Writer, reason: &Reason| to.u8(u8::from(matches!(reason, Reason::OpenFiles(_)))).text(reason.text());
+        begin(ANSWER_MAGIC).raw(&self.id).list(&self.reason, reason).0
     }
 
     pub fn read(bytes: &[u8]) -> Option<Answer> {
         let mut from = after(bytes, ANSWER_MAGIC)?;
-        Some(Answer { id: from.array()?, reason: from.text()? })
+        let id = from.array()?;
+        let reason = |from: &mut Reader| {
+            let kind = if from.u8()? == 0 { Reason::Other } else { Reason::OpenFiles };
+            from.text().map(kind)
+        };
+        Some(Answer { id, reason: from.list(reason)?.pop() })
     }
 }
 

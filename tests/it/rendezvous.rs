@@ -22,7 +22,9 @@ use sagellm::host::{Host, Store};
 use sagellm::os::watch;
 use sagellm::os::watch::{End, Source};
 use sagellm::rendezvous::addresses::{Addresses, Network, Way};
-use sagellm::rendezvous::messages::{Answer, Body, DecisionMessage, Hello, Identity, Mode, Offer, PROTOCOL, Record};
+use sagellm::rendezvous::messages::{
+    Answer, Body, DecisionMessage, Hello, Identity, Mode, Offer, PROTOCOL, Reason, Record,
+};
 use sagellm::rendezvous::peers::Following;
 use sagellm::rendezvous::unix_socket;
 use sagellm::rendezvous::{Met, Outcome, hello_bytes, meet, meet_as};
@@ -919,7 +921,7 @@ fn read_all(bytes: &[u8]) {
         }
     }
     texts.extend(DecisionMessage::read(bytes).map(|decision| decision.text));
-    texts.extend(Answer::read(bytes).map(|answer| answer.reason));
+    texts.extend(Answer::read(bytes).and_then(|answer| answer.reason).map(|reason| reason.text().to_string()));
     texts.extend(Offer::read(bytes).into_iter().flat_map(|offer| offer.ranks).map(|(_, host)| host));
     let _ = Hello::read(bytes);
     assert!(texts.iter().all(|text| !text.contains(char::is_control)), "{texts:?}");
@@ -951,9 +953,9 @@ proptest! {
             ranks: vec![(1, "host".into()); ranks], process_of: vec![1, 2],
         };
         let hello = Hello { id, nonce: id, rank: 3 };
-        let answer = Answer { id, reason: "because".into() };
-        let hostile = Answer { id, reason: "\u{1b}[2J\n\u{7}".into() };
-        prop_assert_eq!(Answer::read(&hostile.write()).unwrap().reason, "?[2J ?");
+        let answer = Answer { id, reason: Some(Reason::OpenFiles("because".into())) };
+        let hostile = Answer { id, reason: Some(Reason::Other("\u{1b}[2J\n\u{7}".into())) };
+        prop_assert_eq!(Answer::read(&hostile.write()).unwrap().reason, Some(Reason::Other("?[2J ?".into())));
         prop_assert_eq!(DecisionMessage::read(&decision.write()), Some(decision.clone()));
         prop_assert_eq!(Offer::read(&offer.write()), Some(offer.clone()));
         prop_assert_eq!(Hello::read(&hello.write()), Some(hello.clone()));
