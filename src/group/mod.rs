@@ -84,6 +84,8 @@ pub struct Group {
     domain: Arc<Domain>,
     /// Random, equal on all ranks; zeros if the ranks held no rendezvous.
     id: [u8; 16],
+    /// The keys in the store that this rank has set while the group was made, and that no rank reads any more.
+    keys: Vec<String>,
     /// Number of forks of the process before this group was made. In a forked child the current number differs, and the
     /// child must not use the group.
     generation: u32,

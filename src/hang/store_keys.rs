@@ -9,6 +9,12 @@
 //! | `said/<rank>` | a rank's last answer (`status`) |
 //! | `found/<question>` | the result of all answers (`QueryResult`), written by the rank that collected them |
 //! | `fault` | why the group failed, written by the first rank that failed |
+//! | `left` | a counter: how many ranks have left the group for good |
+//!
+//! While the group lives, each rank keeps the keys of the last few questions that it has collected (`queries`). A rank
+//! that leaves removes these, and the last one all other keys, because no rank of the group is there to read them
+//! (`leave`). They stay if a rank has died, so that `left` never counts all ranks, and if no other group of a rank uses
+//! the same connection to the store, because that store may be gone before the ranks have left (`store_threads`).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -214,6 +220,32 @@ impl StoreKeys {
     /// Publishes the result for the other ranks that wait.
     pub fn publish(&self, question: u32, found: &QueryResult) -> Result<()> {
         self.put(&format!("found/{question}"), &found.encode())
+    }
+
+    /// Removes the claim and the result of a question.
+    pub fn forget(&self, question: u32) -> Result<()> {
+        self.remove(&format!("claimed/{question}"))?;
+        self.remove(&format!("found/{question}"))
+    }
+
+    fn remove(&self, key: &str) -> Result<()> {
+        self.store.remove(&self.key(key))
+    }
+
+    /// Called once by each of the `ranks` ranks, after it has left the group. Each removes its `own` keys, which no
+    /// rank reads any more; the last one removes all keys of this file.
+    pub fn leave(&self, ranks: usize, own: &[String]) -> Result<()> {
+        own.iter().try_for_each(|key| self.store.remove(key))?;
+        if self.store.add(&self.key("left"), 1)? < ranks as i64 {
+            return Ok(());
+        }
+        (0..ranks).try_for_each(|rank| self.remove(&format!("who/{rank}")))?;
+        if self.question()?.is_some() {
+            (0..ranks).try_for_each(|rank| self.remove(&format!("said/{rank}")))?;
+            self.remove("fault")?;
+            self.remove("count")?;
+        }
+        self.remove("left")
     }
 
     pub fn result(&self, question: u32, ranks: usize) -> Result<Option<QueryResult>> {

@@ -153,6 +153,11 @@ pub(super) struct Other {
     who: String,
 }
 
+/// The key in the store under which a rank says where it listens. No rank reads it after all have joined the group.
+pub fn key(id: &[u8; 16], rank: usize) -> String {
+    format!("wire/{:032x}/{rank}", u128::from_be_bytes(*id))
+}
+
 /// Makes a group's channel after all its ranks have called this. Blocks for at most the timeout.
 pub fn join(wire: &Arc<Wire>, place: &Place) -> Result<WireLink> {
     let deadline = Instant::now().checked_add(place.timeout);
@@ -165,7 +170,7 @@ pub fn join(wire: &Arc<Wire>, place: &Place) -> Result<WireLink> {
     wire.start()?;
     let _driven = Counted::new(wire); // other ranks connect while this one reads the store
     wire.wake_for_pending();
-    let key = |rank: usize| format!("wire/{:032x}/{rank}", u128::from_be_bytes(place.id));
+    let key = |rank: usize| key(&place.id, rank);
     let (pid, host) = (std::process::id(), topology::hostname());
     let own = format!("{:032x} {port} {} {pid} {host}{paths}", wire.id, place.address);
     place.store.set(&key(place.rank), own.as_bytes())?;
