@@ -6,6 +6,8 @@
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+use crate::fields::{Reader, Writer, cleaned};
+
 /// An error as facts: its kind, the rank that it is about, the rank that reported it, what a rank was doing, and
 /// further text. The facts become one text only where the error is shown ([`Error::text`]), and no code parses that
 /// text. Ranks are numbered as in the group that failed; a group inside a host uses the numbers of the whole group.
@@ -168,22 +170,22 @@ impl Error {
     /// Encodes the error for another rank (`decode`), in at most `room` bytes: the letter, the two ranks plus one (0:
     /// none), and the text without its layout, shortened if it does not fit.
     pub fn encode(&self, room: usize) -> Vec<u8> {
-        let number = |rank: Option<usize>| rank.map_or(0, |rank| rank as u32 + 1).to_le_bytes();
-        let begin = [&[self.kind() as u8][..], &number(self.0.rank), &number(self.0.reporter)].concat();
-        let rest = self.whole_text().joined(room.saturating_sub(begin.len()));
-        [&begin[..], rest.as_bytes()].concat()
+        let number = |rank: Option<usize>| rank.map_or(0, |rank| rank as u32 + 1);
+        let begin = Writer::default().u8(self.kind() as u8).u32(number(self.0.rank)).u32(number(self.0.reporter));
+        let room = room.saturating_sub(begin.0.len());
+        begin.raw(self.whole_text().joined(room).as_bytes()).0
     }
 
     /// Decodes an error that another rank has encoded. `None` if the bytes are not an error. The bytes may have been
     /// changed on the way.
     pub fn decode(bytes: &[u8]) -> Option<Error> {
-        let (code, rest) = bytes.split_first()?;
-        let kind = ErrorKind::ALL.into_iter().find(|kind| *kind as u8 == *code)?;
-        let (rank, rest) = rest.split_first_chunk()?;
-        let (reporter, text) = rest.split_first_chunk()?;
-        let number = |rank: [u8; 4]| u32::from_le_bytes(rank).checked_sub(1).map(|rank| rank as usize);
-        let mut error = Error::new(kind, Text::from_elsewhere(&String::from_utf8_lossy(text)));
-        (error.0.rank, error.0.reporter) = (number(*rank), number(*reporter));
+        let mut from = Reader(bytes);
+        let code = from.u8()?;
+        let kind = ErrorKind::ALL.into_iter().find(|kind| *kind as u8 == code)?;
+        let mut number = || Some(from.u32()?.checked_sub(1).map(|rank| rank as usize));
+        let (rank, reporter) = (number()?, number()?);
+        let mut error = Error::new(kind, Text::from_elsewhere(&String::from_utf8_lossy(from.0)));
+        (error.0.rank, error.0.reporter) = (rank, reporter);
         Some(error)
     }
 
@@ -281,18 +283,6 @@ impl fmt::Display for Text {
         let mut rest = self.lines.iter().chain([&self.advice]).filter(|line| !line.is_empty());
         rest.try_for_each(|line| write!(f, "\n  {line}"))
     }
-}
-
-/// A text from outside this process, for example from the store, which anyone with access can write. Replaces control
-/// characters, so that the text can neither steer a terminal nor end a log line. Characters in `kept` stay.
-pub fn cleaned(text: &str, kept: &[char]) -> String {
-    let clean = |c: char| match c {
-        _ if kept.contains(&c) => c,
-        '\n' | '\t' => ' ',
-        _ if c.is_control() => '?',
-        _ => c,
-    };
-    text.chars().map(clean).collect()
 }
 
 /// Advice for a group that has failed, if the remaining ranks can go on without the lost ones.
@@ -404,6 +394,16 @@ mod tests {
         let text = Text { advice: "Wait".into(), ..long.into() };
         let text = short(&Error::system(text), BEGIN + 60);
         assert!(text.starts_with("sagellm: ü") && text.ends_with("ü\n  (more was left out here)\n  Wait"), "{text}");
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn random_bytes_are_no_error_or_one_that_is_encoded_as_it_was_read(bytes in proptest::prelude::any::<Vec<u8>>()) {
+            for bytes in [&bytes[..], &[b"T", &bytes[..]].concat()] {
+                let Some(error) = Error::decode(bytes) else { continue };
+                proptest::prop_assert_eq!(Error::decode(&error.encode(usize::MAX)), Some(error));
+            }
+        }
     }
 
     #[test]

@@ -51,6 +51,7 @@
 //! config host   settings; what the core needs from its caller (store, signals, completions, threads)
 //! os            watching processes, cores and caches, clock, futex; fault points for tests
 //! error types json  used by all
+//! fields        the bytes of what ranks tell each other (pure)
 //! ```
 //!
 //! `docs/words.md` defines our words; `docs/design.md` has the rules by number.
@@ -76,6 +77,7 @@ pub mod stats;
 
 pub mod config;
 pub mod error;
+pub mod fields;
 pub mod host;
 pub mod json;
 pub mod op;

@@ -342,9 +342,9 @@ pub trait Inquiry: Send + Sync {
     /// The number of the last question to this rank. Its answering thread sleeps on this word.
     fn question(&self) -> &AtomicU32;
     /// Publishes this rank's answer. If it is too long, it is cut. Only the answering thread calls this.
-    fn answer(&self, text: &str);
+    fn answer(&self, answer: &[u8]);
     /// The last answer of a rank. Empty before its first answer.
-    fn heard(&self, rank: usize) -> String;
+    fn heard(&self, rank: usize) -> Vec<u8>;
 }
 
 /// Functions of the group that an engine's threads call. A caller must hold no lock of the engine.

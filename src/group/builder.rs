@@ -16,7 +16,7 @@ use crate::config::Config;
 use crate::engine::delegate::Delegate;
 use crate::engine::multihost::host_map::HostMap;
 use crate::engine::multihost::link::Link;
-use crate::engine::multihost::{HostGroup, MultiHost, Opened};
+use crate::engine::multihost::{HostGroup, MultiHost, Opened, wire};
 use crate::engine::shm::Shm;
 use crate::engine::solo::Solo;
 use crate::engine::{Engine, Report};
@@ -41,6 +41,8 @@ pub(super) struct Parts {
     /// See `Group::id`.
     pub id: [u8; 16],
     pub policy: Arc<Policy>,
+    /// See `Group::keys`.
+    pub keys: Vec<String>,
     /// Number of the group's domain (`Group::domain`).
     pub domain: u64,
     pub spin_policy: SpinPolicy,
@@ -70,7 +72,8 @@ impl Group {
         let (policy, ranks) = (Arc::new(policy), config.size);
         let theirs = Arc::clone(&policy);
         let (spin_policy, peers, mates) = (SpinPolicy::none(), Vec::new(), Vec::new());
-        let parts = Parts { config, id, policy, domain: 0, spin_policy, threads: 1, peers, mates, role, host };
+        let keys = Vec::new();
+        let parts = Parts { config, id, policy, keys, domain: 0, spin_policy, threads: 1, peers, mates, role, host };
         match (decision, link) {
             (Decision::Alone, None) => Ok(parts.group(|_| Box::new(Solo::new(theirs)))),
             (Decision::Delegate(reason), None) => {
@@ -105,7 +108,9 @@ impl Group {
                 Ok(group)
             }
             (Decision::Hosts(hosts), Some(link)) => {
-                let Hosts { host_map, insides, reason } = hosts;
+                let Hosts { host_map, insides, reason, keys } = hosts;
+                let keys = keys.into_iter().chain([wire::key(&parts.id, parts.config.rank)]).collect();
+                let parts = Parts { keys, ..parts };
                 let role = Role::Inside(host_map.local_ranks().to_vec());
                 let build = |met| Group::build_as(met, None, role.clone());
                 let insides = insides.into_iter().map(|inside| inside.map(build).transpose());
@@ -149,7 +154,7 @@ pub(super) fn over_hosts(
 impl Parts {
     /// Makes the group with the engine that `engine` returns. The engine's threads call the given `Report`.
     pub fn group(self, engine: impl FnOnce(Arc<dyn Report>) -> Box<dyn Engine>) -> Arc<Group> {
-        let Parts { config, id, policy, domain: number, spin_policy, threads, peers, mates, role, host } = self;
+        let Parts { config, id, policy, keys, domain: number, spin_policy, threads, peers, mates, role, host } = self;
         let (ranks, domain) = (config.size, Domain::numbered(number));
         let group = Arc::new_cyclic(|this| {
             let engine = engine(Arc::new(LaneReport { group: Weak::clone(this), domain: Arc::clone(&domain) }));
@@ -177,6 +182,7 @@ impl Parts {
             Group {
                 domain,
                 id,
+                keys,
                 generation: watch::generation(),
                 spin_policy,
                 helpers: (threads > 1).then(|| Helpers { host: Arc::clone(&host), threads }),

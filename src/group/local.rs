@@ -140,5 +140,18 @@ fn local_parts((rank, size): (usize, usize), timeout: Duration, policy: Policy, 
     };
     let (policy, host) = (Arc::new(policy), Arc::new(NoSignals));
     let (spin_policy, peers, mates) = (SpinPolicy::none(), Vec::new(), Vec::new());
-    Parts { config, id: [0; 16], policy, domain, spin_policy, threads: 1, peers, mates, role: Role::Program, host }
+    let keys = Vec::new();
+    Parts {
+        config,
+        id: [0; 16],
+        policy,
+        keys,
+        domain,
+        spin_policy,
+        threads: 1,
+        peers,
+        mates,
+        role: Role::Program,
+        host,
+    }
 }

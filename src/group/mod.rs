@@ -84,8 +84,10 @@ pub struct Group {
     domain: Arc<Domain>,
     /// A random number that is equal on all ranks; zeros if the ranks held no rendezvous.
     id: [u8; 16],
-    /// How many forks preceded the creation of this group in its process. In a forked child the current number differs,
-    /// and the child must not use the group.
+    /// The keys in the store that this rank has set while the group was made, and that no rank reads any more.
+    keys: Vec<String>,
+    /// Number of forks of the process before this group was made. In a forked child the current number differs, and the
+    /// child must not use the group.
     generation: u32,
     spin_policy: SpinPolicy,
     /// The threads that copy and combine for a thread that waits for this group. If `None`, the waiting thread does

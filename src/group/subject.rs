@@ -124,7 +124,7 @@ impl Group {
         // Without the id on which the ranks agree at the rendezvous, the keys of two groups would collide.
         let needs_one = self.config.size > 1 && self.watch.channel().is_none() && self.id != [0; 16];
         let (connection, responder) = (store.connection(), self.watch.responder());
-        if needs_one && self.watch.set_channel(StoreChannel::over(store, &self.id(), responder)) {
+        if needs_one && self.watch.set_channel(StoreChannel::over(store, &self.id(), responder, self.keys.clone())) {
             store_threads::start(responder, connection);
         }
     }

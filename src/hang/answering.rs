@@ -117,6 +117,7 @@ mod tests {
         owed: Mutex<Option<Asked>>,
         answered: AtomicU32,
         looks: AtomicU32,
+        left: AtomicU32,
     }
 
     impl Words {
@@ -169,6 +170,9 @@ mod tests {
         fn connection(&self) -> Option<usize> {
             Some(self.trouble as usize)
         }
+        fn leave(&self, _: usize) {
+            self.left.fetch_add(1, Ordering::Relaxed);
+        }
         fn look(&self, _: &dyn Member) -> Option<Duration> {
             self.looks.fetch_add(1, Ordering::Relaxed);
             assert!(self.trouble != Trouble::Panics, "a bug in one group");
@@ -218,9 +222,9 @@ mod tests {
     impl Group {
         fn new(responder: &Arc<Responder>, program: &Arc<Program>, trouble: Trouble) -> Arc<Group> {
             let (host, responder_of): (Arc<dyn Host>, _) = (Arc::<Program>::clone(program), Arc::clone(responder));
-            let (question, answered, looks) = (AtomicU32::new(0), AtomicU32::new(0), AtomicU32::new(0));
+            let [question, answered, looks, left] = [0; 4].map(AtomicU32::new);
             let (said, owed) = (Mutex::default(), Mutex::default());
-            let words = Words { trouble, host, responder: responder_of, question, said, owed, answered, looks };
+            let words = Words { trouble, host, responder: responder_of, question, said, owed, answered, looks, left };
             let group = Arc::new(Group(Arc::new(words)));
             let member: Arc<dyn Member> = Arc::<Group>::clone(&group);
             responder.add(&member);
@@ -276,6 +280,31 @@ mod tests {
         fn has_ended(&self) -> bool {
             false
         }
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "starts a thread that blocks signals, which Miri lacks")]
+    fn the_keys_of_a_group_are_removed_after_its_end_while_another_group_uses_the_store() {
+        let (responder, program) = (Arc::new(Responder::default()), Arc::new(Program::default()));
+        let groups = [(); 3].map(|()| Group::new(&responder, &program, Trouble::None));
+        store_threads::start(&responder, Trouble::None as usize);
+        let remove = |group: &Arc<Group>| responder.remove(&(Arc::<Group>::clone(group) as Arc<dyn Member>));
+        let left = || groups.each_ref().map(|group| group.0.left.load(Ordering::Relaxed));
+        let wait = |holds: &dyn Fn() -> bool| {
+            let until = Instant::now() + Duration::from_secs(20);
+            while !holds() {
+                assert!(Instant::now() < until, "{:?}", left());
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        };
+        remove(&groups[0]);
+        wait(&|| left()[0] == 1);
+        // The last groups end together, as at the end of a program.
+        remove(&groups[1]);
+        remove(&groups[2]);
+        wait(&|| responder.store_threads.lock().unwrap().is_empty());
+        assert_eq!(left(), [1, 0, 0]);
+        assert!(groups.iter().all(|group| Arc::strong_count(&group.0) == 1), "nothing keeps a store alive");
     }
 
     #[test]

@@ -71,6 +71,10 @@ pub trait Channel: Send + Sync {
         None
     }
 
+    /// This rank has left the group of `_ranks` ranks for good: removes what the group has stored, after the last rank
+    /// has left. Waits for the store, but for nothing else.
+    fn leave(&self, _ranks: usize) {}
+
     /// Reads the store if it is time. Returns how long to wait until the next call; `None` if no further call is
     /// needed. Waits for the store, but for nothing else.
     fn look(&self, _me: &dyn Member) -> Option<Duration> {
@@ -94,8 +98,12 @@ pub trait Member: Speaker + Participant + Send + Sync {
     /// Number of this watch, unique in the process.
     fn id(&self) -> u64;
     fn channel(&self) -> Option<Arc<dyn Channel>>;
-    /// What a thread waits for in the group. If no thread is passed (`None`): a device operation that has been pending
-    /// for long.
+    /// The connection of the group's channel to a store.
+    fn connection(&self) -> Option<usize> {
+        self.channel()?.connection()
+    }
+    /// What a thread waits for in the group. Without a thread (`None`): a device operation that has been pending for
+    /// long.
     fn waits(&self, wait: Option<&LongWait>) -> Option<Waits>;
     /// Whether an operation has been pending for long.
     fn waits_long(&self) -> bool;

@@ -11,7 +11,7 @@
 //! answers, and the collecting rank reads every answer. So the number of requests grows linearly with the number of
 //! ranks.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
@@ -22,6 +22,10 @@ use super::waiting::nanoseconds;
 use super::{SHORTEST, SILENCE};
 use crate::engine::Told;
 use crate::error::{Error, Result};
+
+/// A rank removes the keys of older questions that it has collected. A rank that still waits for such a result does not
+/// find it and collects the answers itself.
+const KEPT: usize = 4;
 
 /// This rank, as a participant in queries.
 pub trait Participant {
@@ -53,6 +57,8 @@ struct State {
     answered_at: u64,
     reply: Reply,
     query: Option<Query>,
+    /// The questions that this rank has collected and whose keys are in the store, oldest first.
+    collected: VecDeque<u32>,
     /// Whether this rank has published its process.
     introduced: bool,
     /// Time of the next check.
@@ -102,6 +108,17 @@ impl Queries {
             let told = self.keys.publish_fault(rank, fault);
             state.ended |=
                 told.inspect_err(|error| log::debug!("the fault was not told over the store: {error}")).is_err();
+        }
+    }
+
+    /// This rank has left the group of `ranks` ranks: removes `own` keys, and if it is the last rank, those that all
+    /// ranks read.
+    pub fn leave(&self, ranks: usize, own: &[String]) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if !state.ended {
+            let forgotten = state.collected.drain(..).try_for_each(|question| self.keys.forget(question));
+            let left = forgotten.and_then(|()| self.keys.leave(ranks, own));
+            let _ = left.inspect_err(|error| log::debug!("keys of a group stay in the store: {error}"));
         }
     }
 
@@ -189,7 +206,13 @@ impl State {
         if !query.done {
             query.go_on(keys, me, self.answered, now, nanoseconds(pause + SILENCE))?;
         }
-        Ok(if query.done { pause } else { SHORTEST / 2 })
+        let next = if query.done { pause } else { SHORTEST / 2 };
+        if query.collects && self.collected.back() != Some(&query.question) {
+            self.collected.push_back(query.question);
+            let old = if self.collected.len() > KEPT { self.collected.pop_front() } else { None };
+            old.map_or(Ok(()), |question| keys.forget(question))?;
+        }
+        Ok(next)
     }
 
     fn answer(&mut self, keys: &StoreKeys, me: &dyn Participant, question: u32, now: u64) -> Result<()> {
@@ -602,6 +625,32 @@ mod tests {
                 assert!(learned.iter().all(|found| found.silent.is_empty() && found.behind.len() == 1), "{learned:?}");
             }
         }
+    }
+
+    #[test]
+    fn keys_are_bounded_while_the_group_lives_and_gone_after_its_last_rank_has_left() {
+        let store = Memory::default();
+        let all = ranks(&store, &[5, 4, 5], works);
+        look(&all, 0);
+        let processes = ["hang/test/who/0", "hang/test/who/1", "hang/test/who/2"];
+        let kept = |begin: &str| store.keys(&format!("hang/test/{begin}"));
+        (0..3).for_each(|rank| store.set(&format!("wire/{rank}"), b"127.0.0.1").unwrap());
+        for query in 0..40 {
+            let begin = 1 + query * nanoseconds(PAUSE * 3);
+            (0..4).for_each(|turn| look(&all, begin + turn * TICK));
+            assert_eq!(all[0].learned.borrow().len() as u64, query + 1);
+            assert!(kept("claimed").len() <= 2 * KEPT && kept("found").len() <= 2 * KEPT, "{:?}", store.keys(""));
+        }
+        all[1].queries.publish_fault(1, &Error::system("sagellm: late"));
+        assert!(matches!(all[0].queries.fault(true), FaultRead::Told(_)));
+        assert_eq!((kept("who"), kept("said").len()), (processes.map(String::from).to_vec(), 3));
+        for rank in [2, 0] {
+            all[rank].queries.leave(3, &[format!("wire/{rank}")]);
+            assert!(matches!(all[1].queries.fault(true), FaultRead::Told(_)), "rank 1 has not left");
+        }
+        assert_eq!(store.keys("wire"), ["wire/1"]);
+        all[1].queries.leave(3, &["wire/1".to_string()]);
+        assert_eq!(store.keys(""), Vec::<String>::new());
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::channel::{LongWait, Member};
+use super::channel::{Channel, LongWait, Member};
 use super::cycle::Edge;
 use super::places::{self, Asked, Places};
 use crate::host::Host;
@@ -18,6 +18,17 @@ use crate::progress::domain::EventCount;
 
 /// A group that ends waits at most this long for the answering thread to drop its reference to the group's memory.
 const RELEASE: Duration = Duration::from_millis(50);
+
+/// How long after its end a group's keys stay in the store. All groups of a program that ends have ended by then, so the
+/// end of a program makes no request: its store may be gone.
+pub(super) const KEYS_STAY: Duration = Duration::from_secs(2);
+
+/// A group that this rank has left, and whose keys are still in the store.
+pub(super) struct LeftGroup {
+    pub(super) channel: Arc<dyn Channel>,
+    pub(super) ranks: usize,
+    since: Instant,
+}
 
 #[derive(Default)]
 pub struct Responder {
@@ -38,6 +49,9 @@ pub struct Responder {
     /// each with its connection.
     pub(super) stores_changed: EventCount,
     pub(super) store_threads: Mutex<Vec<(usize, JoinHandle<()>)>>,
+    /// In the order of their ends. Groups whose connection no other group uses are left out, so that this list keeps no
+    /// store alive.
+    left: Mutex<Vec<LeftGroup>>,
     /// Number of groups that were removed. `remove` increments it (release); the answering thread reads it (acquire)
     /// before it lists the groups.
     pub(super) removed: AtomicU64,
@@ -77,6 +91,7 @@ impl Responder {
         let mut members = self.members.write().unwrap_or_else(PoisonError::into_inner);
         members.retain(|weak| !std::ptr::addr_eq(weak.as_ptr(), Arc::as_ptr(member)));
         drop(members);
+        self.remember_left(member);
         let removed = self.removed.fetch_add(1, Ordering::Release) + 1;
         self.look_again();
         // Waits, so that the group's memory is unmapped when this returns. The wait may time out if the thread is
@@ -85,6 +100,28 @@ impl Responder {
         while self.answers() && self.released.load(Ordering::Acquire) < removed && Instant::now() < until {
             std::thread::sleep(Duration::from_micros(50));
         }
+    }
+
+    fn remember_left(&self, member: &Arc<dyn Member>) {
+        let used: Vec<Option<usize>> = self.members().iter().map(|other| other.connection()).collect();
+        let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
+        let of = |channel| LeftGroup { channel, ranks: member.ranks(), since: Instant::now() };
+        left.extend(member.channel().map(of));
+        let unused =
+            |one: &mut LeftGroup| one.channel.connection().is_none_or(|used_by| !used.contains(&Some(used_by)));
+        let gone: Vec<LeftGroup> = left.extract_if(.., unused).collect();
+        drop(left);
+        drop(gone); // may close a connection
+    }
+
+    /// The groups of a connection that this rank left at least `after` ago, which are forgotten here, and how long until
+    /// the next one.
+    pub(super) fn take_left(&self, connection: usize, after: Duration) -> (Vec<LeftGroup>, Option<Duration>) {
+        let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
+        let of_it = |one: &LeftGroup| one.channel.connection() == Some(connection);
+        let due = left.extract_if(.., |one| of_it(one) && one.since.elapsed() >= after).collect();
+        let next = left.iter().find(|one| of_it(one)).map(|one| after.saturating_sub(one.since.elapsed()));
+        (due, next)
     }
 
     /// Whether the answering thread runs.

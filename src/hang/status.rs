@@ -1,10 +1,12 @@
-//! A rank's answer to a question (`Status`), and its text form. Each line is one fact, with tabs between its fields. A
-//! reader skips lines that it does not understand, because the text may be truncated, or comes from shared memory that
-//! another process wrote.
+//! A rank's answer to a question (`Status`), and its form as bytes. A reader keeps the fields before the first that it
+//! cannot read, because an answer in shared memory is cut if it is too long.
+
+use std::borrow::Cow;
 
 use super::cycle::Edge;
 use super::difference::Launch;
 use crate::engine::Signed;
+use crate::fields::{Reader, Writer};
 
 /// Largest size of a place or name in an answer, in bytes. A longer text loses its beginning, because the end of a path
 /// says more.
@@ -61,70 +63,63 @@ pub struct Status {
 }
 
 impl Status {
-    pub fn encode(&self) -> String {
-        let mut lines = vec![format!("question\t{}", self.question), format!("issued\t{}", self.issued)];
-        lines.extend(self.last.as_ref().map(|last| format!("last\t{}", field(last))));
-        lines.push(format!("launched\t{}", self.launched));
-        lines.extend(self.launched_last.as_ref().map(|last| format!("launched_last\t{}", field(last))));
-        let signed = |(number, Signed { signature, lists }): &Launch| format!("signed\t{number}\t{signature}\t{lists}");
-        lines.extend(self.signed.iter().map(signed));
-        lines.push(format!("who\t{}", field(&self.who)));
-        lines.extend(self.stopped.iter().map(|rank| format!("stopped\t{rank}")));
-        lines.extend(self.idle.map(|idle| format!("idle\t{idle}")));
-        match &self.place {
-            Place::Unknown => (),
-            Place::Locked => lines.push("locked".to_string()),
-            Place::At(place) => lines.push(format!("at\t{}", field(place))),
-        }
-        if let Some(Waits { group, what, milliseconds, .. }) = &self.waits {
-            lines.push(format!("waits\t{}\t{}\t{milliseconds}", field(group), field(what)));
-        }
-        for (Edge { from, to, group, what }, age) in &self.edges {
-            lines.push(format!("edge\t{from}\t{to}\t{age}\t{}\t{}", field(group), field(what)));
-        }
-        lines.into_iter().map(|line| line + "\n").collect()
+    pub fn encode(&self) -> Vec<u8> {
+        let text = |to: Writer, text: &String| to.text(&shortened(text));
+        let to = Writer::default().u32(self.question).u64(self.issued).list(&self.last, text);
+        let to = to.u64(self.launched).list(&self.launched_last, text);
+        let to = to.list(&self.signed, |to, (number, Signed { signature, lists })| {
+            to.u64(*number).u64(*signature).u32(*lists)
+        });
+        let to = text(to, &self.who).list(&self.stopped, |to, rank| to.u32(*rank as u32));
+        let to = to.list(&self.idle, |to, time| to.u64(*time));
+        let to = match &self.place {
+            Place::Unknown => to.u8(0),
+            Place::Locked => to.u8(1),
+            Place::At(place) => text(to.u8(2), place),
+        };
+        let to = to.list(&self.waits, |to, waits| text(text(to, &waits.group), &waits.what).u64(waits.milliseconds));
+        self.edges
+            .iter()
+            .fold(to, |to, (edge, age)| {
+                let to = to.u32(edge.from).u32(edge.to).u32(u32::try_from(*age).unwrap_or(u32::MAX));
+                text(text(to, &edge.group), &edge.what)
+            })
+            .0
     }
 
-    /// Reads an answer; `None` if the text is not one. A last line without a line end was truncated and is skipped.
-    pub fn decode(text: &str) -> Option<Status> {
-        let mut status = Status::default();
-        let mut answers = false;
-        for line in text.split_inclusive('\n').filter_map(|line| line.strip_suffix('\n')) {
-            let fields: Vec<&str> = line.split('\t').collect();
-            match fields[..] {
-                ["question", number] => {
-                    status.question = number.parse().ok()?;
-                    answers = true;
-                }
-                ["issued", number] => status.issued = number.parse().ok()?,
-                ["last", call] => status.last = Some(call.to_string()),
-                ["launched", number] => status.launched = number.parse().ok()?,
-                ["launched_last", call] => status.launched_last = Some(call.to_string()),
-                ["signed", number, signature, lists] => {
-                    if let (Ok(number), Ok(signature), Ok(lists)) = (number.parse(), signature.parse(), lists.parse()) {
-                        status.signed.push((number, Signed { signature, lists }));
-                    }
-                }
-                ["who", process] => status.who = process.to_string(),
-                ["stopped", rank] => status.stopped.extend(rank.parse::<usize>().ok()),
-                ["idle", time] => status.idle = time.parse().ok(),
-                ["locked"] => status.place = Place::Locked,
-                ["at", place] => status.place = Place::At(place.to_string()),
-                ["waits", group, what, time] => {
-                    let (group, what) = (group.to_string(), what.to_string());
-                    let milliseconds = time.parse().unwrap_or(0);
-                    status.waits = Some(Waits { group, what, milliseconds, edges: Vec::new() });
-                }
-                ["edge", from, to, age, group, what] => {
-                    if let (Ok(from), Ok(to), Ok(age)) = (from.parse(), to.parse(), age.parse()) {
-                        let (group, what) = (group.to_string(), what.to_string());
-                        status.edges.push((Edge { from, to, group, what }, age));
-                    }
-                }
-                _ => (),
-            }
+    /// Reads an answer; `None` if the bytes are not one.
+    pub fn decode(bytes: &[u8]) -> Option<Status> {
+        let mut from = Reader(bytes);
+        let mut status = Status { question: from.u32()?, ..Status::default() };
+        let _ = status.read(&mut from);
+        Some(status)
+    }
+
+    /// Reads fields until one is missing.
+    fn read(&mut self, from: &mut Reader) -> Option<()> {
+        self.issued = from.u64()?;
+        self.last = from.list(Reader::text)?.pop();
+        self.launched = from.u64()?;
+        self.launched_last = from.list(Reader::text)?.pop();
+        let signed = |from: &mut Reader| Some(Signed { signature: from.u64()?, lists: from.u32()? });
+        self.signed = from.list(|from| Some((from.u64()?, signed(from)?)))?;
+        self.who = from.text()?;
+        self.stopped = from.list(|from| Some(from.u32()? as usize))?;
+        self.idle = from.list(Reader::u64)?.pop();
+        self.place = match from.u8()? {
+            1 => Place::Locked,
+            2 => Place::At(from.text()?),
+            _ => Place::Unknown,
+        };
+        let waits = |from: &mut Reader| {
+            let (group, what, milliseconds) = (from.text()?, from.text()?, from.u64()?);
+            Some(Waits { group, what, milliseconds, edges: Vec::new() })
+        };
+        self.waits = from.list(waits)?.pop();
+        loop {
+            let (rank, to, age) = (from.u32()?, from.u32()?, from.u32()?);
+            self.edges.push((Edge { from: rank, to, group: from.text()?, what: from.text()? }, age.into()));
         }
-        answers.then_some(status)
     }
 
     /// Whether this answers `question` or a later one. A rank that waits for the interpreter's lock keeps an older
@@ -139,14 +134,13 @@ pub fn is_since(question: u32, this: u32) -> bool {
     question.wrapping_sub(this) < u32::MAX / 2
 }
 
-/// The text as one field: control characters become spaces, and a long text loses its beginning.
-fn field(text: &str) -> String {
-    let clean: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
-    if clean.len() <= LONGEST {
-        return clean;
+/// The end of a text that is too long.
+fn shortened(text: &str) -> Cow<'_, str> {
+    if text.len() <= LONGEST {
+        return text.into();
     }
-    let cut = (clean.len() - LONGEST..).find(|at| clean.is_char_boundary(*at)).unwrap_or(clean.len());
-    format!("...{}", &clean[cut..])
+    let cut = (text.len() - LONGEST..).find(|at| text.is_char_boundary(*at)).unwrap_or(text.len());
+    format!("...{}", &text[cut..]).into()
 }
 
 #[cfg(test)]
@@ -184,20 +178,23 @@ mod tests {
     }
 
     #[test]
-    fn a_text_that_was_cut_or_is_none_gives_what_is_whole() {
-        let text = example().encode();
-        for end in 0..text.len() {
-            let Some(read) = Status::decode(&text[..end]) else { continue };
-            assert!(read.question == 7 && read.edges.iter().all(|edge| example().edges.contains(edge)), "{end}");
+    fn an_answer_that_was_cut_gives_what_is_whole() {
+        let (whole, bytes) = (example(), example().encode());
+        for end in 4..bytes.len() {
+            let read = Status::decode(&bytes[..end]).unwrap();
+            assert!(read.question == 7 && read.edges.iter().all(|edge| whole.edges.contains(edge)), "{end}");
+            assert!(
+                [&None, &whole.last].contains(&&read.last) && [&None, &whole.waits].contains(&&read.waits),
+                "{end}"
+            );
         }
-        assert_eq!(Status::decode(&text[..text.len() - 1]).unwrap().edges.len(), 1, "the last line was cut");
-        for text in ["", "\n", "nonsense", "question\tx\n", "issued\t3\n", "\u{0}\u{0}\t\t\n"] {
-            assert_eq!(Status::decode(text), None, "{text:?}");
-        }
+        let edges = whole.edges[..1].to_vec();
+        assert_eq!(Status::decode(&bytes[..bytes.len() - 1]), Some(Status { edges, ..whole }), "the last edge was cut");
+        assert_eq!(Status::decode(&bytes[..3]), None);
     }
 
     #[test]
-    fn fields_hold_no_separators_and_keep_their_end() {
+    fn texts_hold_no_control_characters_and_keep_their_end() {
         let long = "ä".repeat(LONGEST) + "/end.py:3";
         let status = Status { place: Place::At(long), ..example() };
         let Some(Place::At(read)) = Status::decode(&status.encode()).map(|status| status.place) else { panic!() };

@@ -23,6 +23,8 @@ const WHY: Duration = Duration::from_millis(25);
 
 pub struct StoreChannel {
     queries: Queries,
+    /// Keys that this rank has set, and that no rank reads any more.
+    keys: Vec<String>,
     responder: Arc<Responder>,
     /// Set by a thread of this rank that wants to know whether another rank has failed the group, and why. Read by the
     /// thread that reads the store. Relaxed, because it guards no other data.
@@ -42,11 +44,13 @@ pub struct StoreChannel {
 }
 
 impl StoreChannel {
-    /// `id` is unique to this attempt to create the group.
-    pub fn over(store: SharedStore, id: &str, responder: &Arc<Responder>) -> Arc<dyn Channel> {
+    /// `id` is unique to this attempt to make the group. `keys`: further keys of this rank, to be removed after the
+    /// group has ended.
+    pub fn over(store: SharedStore, id: &str, responder: &Arc<Responder>, keys: Vec<String>) -> Arc<dyn Channel> {
         let (queries, responder) = (Queries::new(store, id), Arc::clone(responder));
         Arc::new(StoreChannel {
             queries,
+            keys,
             responder,
             asks_why: AtomicBool::new(false),
             told: OnceCell::new(),
@@ -110,6 +114,10 @@ impl Channel for StoreChannel {
 
     fn connection(&self) -> Option<usize> {
         Some(self.queries.connection())
+    }
+
+    fn leave(&self, ranks: usize) {
+        self.queries.leave(ranks, &self.keys);
     }
 
     fn look(&self, me: &dyn Member) -> Option<Duration> {

@@ -9,6 +9,12 @@
 //! | `said/<rank>` | a rank's last answer (`status`) |
 //! | `found/<question>` | the result of all answers (`QueryResult`), written by the rank that collected them |
 //! | `fault` | why the group failed, written by the first rank that failed |
+//! | `left` | a counter: how many ranks have left the group for good |
+//!
+//! While the group lives, each rank keeps the keys of the last few questions that it has collected (`queries`). A rank
+//! that leaves removes these, and the last one all other keys, because no rank of the group is there to read them
+//! (`leave`). They stay if a rank has died, so that `left` never counts all ranks, and if no other group of a rank uses
+//! the same connection to the store, because that store may be gone before the ranks have left (`store_threads`).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -17,7 +23,8 @@ use std::time::Duration;
 use super::difference::Difference;
 use super::status::Status;
 use crate::engine::{Signed, Told};
-use crate::error::{Error, Result, cleaned};
+use crate::error::{Error, Result};
+use crate::fields::{Reader, Writer};
 use crate::host::Counting;
 use crate::os::topology;
 
@@ -57,15 +64,13 @@ impl Process {
         (self.place == here.place && !topology::boot_id().is_empty()).then_some(self.pid)
     }
 
-    fn encode(&self) -> String {
-        format!("{}\t{}\t{}", self.pid, self.place, self.who)
+    fn encode(&self) -> Vec<u8> {
+        Writer::default().u32(self.pid as u32).text(&self.place).text(&self.who).0
     }
 
-    fn decode(text: &str) -> Option<Process> {
-        let text = cleaned(text, &['\t']);
-        let fields: Vec<&str> = text.split('\t').collect();
-        let [pid, place, who] = fields[..] else { return None };
-        Some(Process { pid: pid.parse().ok()?, place: place.to_string(), who: who.to_string() })
+    fn decode(bytes: &[u8]) -> Option<Process> {
+        let mut from = Reader(bytes);
+        Some(Process { pid: from.u32()? as i32, place: from.text()?, who: from.text()? })
     }
 }
 
@@ -103,42 +108,34 @@ impl QueryResult {
         }
     }
 
-    fn encode(&self) -> String {
-        let behind =
-            self.behind.iter().map(|(rank, (issued, launched))| format!("behind\t{rank}\t{issued}\t{launched}\n"));
-        let silent = self.silent.iter().map(|rank| format!("silent\t{rank}\n"));
-        let stopped = self.stopped.iter().map(|rank| format!("stopped\t{rank}\n"));
-        let difference = self.difference.iter().map(|Difference { number, ranks: [a, b], signed: [one, other] }| {
-            let words = [one, other].map(|signed| format!("{}\t{}", signed.signature, signed.lists));
-            format!("differs\t{number}\t{a}\t{}\t{b}\t{}\n", words[0], words[1])
-        });
-        behind.chain(silent).chain(stopped).chain(difference).collect()
+    fn encode(&self) -> Vec<u8> {
+        let rank = |to: Writer, rank: &usize| to.u32(*rank as u32);
+        let behind = |to, (late, (issued, launched)): (_, &(u64, u64))| rank(to, late).u64(*issued).u64(*launched);
+        let to = Writer::default().list(&self.behind, behind).list(&self.silent, rank).list(&self.stopped, rank);
+        let side = |to, (of, signed): (&usize, &Signed)| rank(to, of).u64(signed.signature).u32(signed.lists);
+        to.list(&self.difference, |to, found| found.ranks.iter().zip(&found.signed).fold(to.u64(found.number), side)).0
     }
 
-    /// Entries for ranks outside `0..ranks` are skipped, because anyone with access to the store can write them.
-    fn decode(text: &str, ranks: usize) -> QueryResult {
-        let in_group = |rank: u64| usize::try_from(rank).ok().filter(|rank| *rank < ranks);
-        let mut found = QueryResult::default();
-        for line in text.lines() {
-            let mut fields = line.split('\t');
-            let kind = fields.next();
-            let numbers: Option<Vec<u64>> = fields.map(|field| field.parse().ok()).collect();
-            match (kind, numbers.as_deref()) {
-                (Some("behind"), Some([rank, issued, launched])) => {
-                    found.behind.extend(in_group(*rank).map(|rank| (rank, (*issued, *launched))));
-                }
-                (Some("silent"), Some([rank])) => found.silent.extend(in_group(*rank)),
-                (Some("differs"), Some([number, a, one, one_lists, b, other, other_lists])) => {
-                    let signed = |signature: u64, lists: u64| Signed { signature, lists: lists as u32 };
-                    let signed = [signed(*one, *one_lists), signed(*other, *other_lists)];
-                    let both = in_group(*a).zip(in_group(*b));
-                    found.difference = both.map(|(a, b)| Difference { number: *number, ranks: [a, b], signed });
-                }
-                (Some("stopped"), Some([rank])) => found.stopped.extend(in_group(*rank)),
-                _ => (),
-            }
-        }
-        found
+    /// Ranks outside `0..ranks` are skipped, because anyone with access to the store can write them.
+    fn decode(bytes: &[u8], ranks: usize) -> Option<QueryResult> {
+        let mut from = Reader(bytes);
+        let rank = |from: &mut Reader| Some(from.u32()? as usize);
+        let in_group = |rank: &usize| *rank < ranks;
+        let behind = from.list(|from| Some((rank(from)?, (from.u64()?, from.u64()?))))?;
+        let (silent, stopped) = (from.list(rank)?, from.list(rank)?);
+        let side = |from: &mut Reader| Some((rank(from)?, Signed { signature: from.u64()?, lists: from.u32()? }));
+        let differ = from.list(|from| Some((from.u64()?, side(from)?, side(from)?)))?;
+        let mut differ = differ.into_iter().map(|(number, one, other)| Difference {
+            number,
+            ranks: [one.0, other.0],
+            signed: [one.1, other.1],
+        });
+        Some(QueryResult {
+            behind: behind.into_iter().filter(|(rank, _)| in_group(rank)).collect(),
+            silent: silent.into_iter().filter(in_group).collect(),
+            stopped: stopped.into_iter().filter(in_group).collect(),
+            difference: differ.find(|found| found.ranks.iter().all(in_group)),
+        })
     }
 }
 
@@ -168,29 +165,28 @@ impl StoreKeys {
         format!("{}/{key}", self.prefix)
     }
 
-    fn text(&self, key: &str) -> Result<Option<String>> {
-        let value = self.store.try_get(&self.key(key))?;
-        // Keeps tabs and line ends, which separate the fields and lines of a status; a field contains neither.
-        Ok(value.map(|bytes| cleaned(&String::from_utf8_lossy(&bytes), &['\t', '\n'])))
+    fn get(&self, key: &str) -> Result<Option<Vec<u8>>> {
+        self.store.try_get(&self.key(key))
     }
 
-    fn put(&self, key: &str, text: &str) -> Result<()> {
-        self.store.set(&self.key(key), text.as_bytes())
+    fn put(&self, key: &str, bytes: &[u8]) -> Result<()> {
+        self.store.set(&self.key(key), bytes)
     }
 
     /// Number of the last question; `None` before the first.
     pub fn question(&self) -> Result<Option<u32>> {
-        Ok(self.text("count")?.and_then(|text| text.parse::<i64>().ok()).map(|count| count as u32))
+        let count = |bytes: Vec<u8>| Some(String::from_utf8(bytes).ok()?.parse::<i64>().ok()? as u32);
+        Ok(self.get("count")?.and_then(count))
     }
 
     /// Claims the question with this number. Returns how many ranks have claimed it, including this one.
     pub fn claim(&self, question: u32) -> Result<u32> {
-        Ok(self.store.add(&format!("{}/claimed/{question}", self.prefix), 1)? as u32)
+        Ok(self.store.add(&self.key(&format!("claimed/{question}")), 1)? as u32)
     }
 
     /// Asks all ranks the next question.
     pub fn ask(&self) -> Result<()> {
-        self.store.add(&format!("{}/count", self.prefix), 1).map(drop)
+        self.store.add(&self.key("count"), 1).map(drop)
     }
 
     pub fn introduce(&self, rank: usize) -> Result<()> {
@@ -201,7 +197,7 @@ impl StoreKeys {
     pub fn processes(&self, ranks: impl Iterator<Item = usize>) -> Result<BTreeMap<usize, Process>> {
         let mut found = BTreeMap::new();
         for rank in ranks {
-            let process = self.text(&format!("who/{rank}"))?.and_then(|text| Process::decode(&text));
+            let process = self.get(&format!("who/{rank}"))?.and_then(|bytes| Process::decode(&bytes));
             found.extend(process.map(|process| (rank, process)));
         }
         Ok(found)
@@ -215,9 +211,8 @@ impl StoreKeys {
     pub fn answers(&self, question: u32, ranks: impl Iterator<Item = usize>) -> Result<BTreeMap<usize, Status>> {
         let mut found = BTreeMap::new();
         for rank in ranks {
-            let text = self.text(&format!("said/{rank}"))?;
-            let status = text.and_then(|text| Status::decode(&text)).filter(|status| status.answers(question));
-            found.extend(status.map(|status| (rank, status)));
+            let status = self.get(&format!("said/{rank}"))?.and_then(|bytes| Status::decode(&bytes));
+            found.extend(status.filter(|status| status.answers(question)).map(|status| (rank, status)));
         }
         Ok(found)
     }
@@ -227,8 +222,35 @@ impl StoreKeys {
         self.put(&format!("found/{question}"), &found.encode())
     }
 
+    /// Removes the claim and the result of a question.
+    pub fn forget(&self, question: u32) -> Result<()> {
+        self.remove(&format!("claimed/{question}"))?;
+        self.remove(&format!("found/{question}"))
+    }
+
+    fn remove(&self, key: &str) -> Result<()> {
+        self.store.remove(&self.key(key))
+    }
+
+    /// Called once by each of the `ranks` ranks, after it has left the group. Each removes its `own` keys, which no
+    /// rank reads any more; the last one removes all keys of this file.
+    pub fn leave(&self, ranks: usize, own: &[String]) -> Result<()> {
+        own.iter().try_for_each(|key| self.store.remove(key))?;
+        if self.store.add(&self.key("left"), 1)? < ranks as i64 {
+            return Ok(());
+        }
+        (0..ranks).try_for_each(|rank| self.remove(&format!("who/{rank}")))?;
+        if self.question()?.is_some() {
+            (0..ranks).try_for_each(|rank| self.remove(&format!("said/{rank}")))?;
+            self.remove("fault")?;
+            self.remove("count")?;
+        }
+        self.remove("left")
+    }
+
     pub fn result(&self, question: u32, ranks: usize) -> Result<Option<QueryResult>> {
-        Ok(self.text(&format!("found/{question}"))?.map(|text| QueryResult::decode(&text, ranks)))
+        let found = self.get(&format!("found/{question}"))?;
+        Ok(found.map(|bytes| QueryResult::decode(&bytes, ranks).unwrap_or_default()))
     }
 
     /// Publishes why the group failed on this rank, unless another rank has already published a fault. Then asks a
@@ -237,8 +259,7 @@ impl StoreKeys {
         match self.fault()? {
             Some(_) => Ok(()),
             None => {
-                let bytes = [&(rank as u32).to_le_bytes()[..], &fault.encode(LONGEST_FAULT)].concat();
-                self.store.set(&self.key("fault"), &bytes)?;
+                self.put("fault", &Writer::default().u32(rank as u32).raw(&fault.encode(LONGEST_FAULT)).0)?;
                 self.ask()
             }
         }
@@ -246,41 +267,60 @@ impl StoreKeys {
 
     /// The published fault, and the rank that published it.
     pub fn fault(&self) -> Result<Option<Told>> {
-        let stored = self.store.try_get(&self.key("fault"))?;
         let read = |bytes: Vec<u8>| {
-            let (rank, fault) = bytes.split_first_chunk()?;
-            Some((u32::from_le_bytes(*rank) as usize, Error::decode(fault)?))
+            let mut from = Reader(&bytes);
+            Some((from.u32()? as usize, Error::decode(from.0)?))
         };
-        Ok(stored.and_then(read))
+        Ok(self.get("fault")?.and_then(read))
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
     use crate::hang::status::Place;
 
-    proptest::proptest! {
-        /// Anyone with access to the store can write this key.
+    proptest! {
+        /// Anyone with access to the store can write these keys.
         #[test]
         fn random_bytes_in_the_store_are_read_without_panic_or_control_characters(
-            kind in 0..6usize, bytes in proptest::prelude::any::<Vec<u8>>()
+            kind in 0..3usize, bytes in any::<Vec<u8>>(), at in any::<prop::sample::Index>()
         ) {
-            let kinds = ["", "who\t", "question\t1\nat\t", "question\t1\nwaits\t", "behind\t", "7\tplace\t"];
-            let store: SharedStore = std::sync::Arc::new(crate::host::Memory::default());
-            let keys = StoreKeys::new(store.clone(), "x");
-            store.set("hang/x/key", &[kinds[kind].as_bytes(), &bytes].concat()).unwrap();
-            let text = keys.text("key").unwrap().unwrap();
+            let status = Status { place: Place::At("a.py:3".into()), who: "pid 5".into(), ..Status::default() };
+            let found = QueryResult { silent: [3].into(), ..QueryResult::default() };
+            let mut written = [status.encode(), found.encode(), Process::own().encode()][kind].clone();
+            written.truncate(at.index(written.len() + 1));
+            let bytes = [written, bytes].concat();
             let plain = |text: &str| !text.contains(char::is_control);
-            let _ = QueryResult::decode(&text, 4);
-            let process = Process::decode(&text).map(|process| format!("{}{}", process.place, process.who));
-            proptest::prop_assert!(plain(&process.unwrap_or_default()));
-            if let Some(status) = Status::decode(&text) {
-                proptest::prop_assert!(plain(&status.who));
-                proptest::prop_assert!(!matches!(&status.place, Place::At(place) if !plain(place)));
-                proptest::prop_assert!(status.waits.iter().all(|waits| plain(&waits.group) && plain(&waits.what)));
-                proptest::prop_assert!(status.edges.iter().all(|(edge, _)| plain(&edge.group) && plain(&edge.what)));
+            let _ = QueryResult::decode(&bytes, 4);
+            let process = Process::decode(&bytes).map(|process| format!("{}{}", process.place, process.who));
+            prop_assert!(plain(&process.unwrap_or_default()));
+            if let Some(status) = Status::decode(&bytes) {
+                prop_assert!(plain(&status.who));
+                prop_assert!(!matches!(&status.place, Place::At(place) if !plain(place)));
+                prop_assert!(status.waits.iter().all(|waits| plain(&waits.group) && plain(&waits.what)));
+                prop_assert!(status.edges.iter().all(|(edge, _)| plain(&edge.group) && plain(&edge.what)));
             }
+        }
+
+        #[test]
+        fn the_result_of_a_question_is_read_as_it_was_written(
+            behind in any::<Vec<(u16, u64, u64)>>(), silent in any::<BTreeSet<u16>>(), stopped in any::<BTreeSet<u16>>(),
+            differ in any::<Option<(u64, [u16; 2], [(u64, u32); 2])>>(),
+        ) {
+            let all = |ranks: BTreeSet<u16>| ranks.into_iter().map(usize::from).collect();
+            let found = QueryResult {
+                behind: behind.into_iter().map(|(rank, one, other)| (rank.into(), (one, other))).collect(),
+                silent: all(silent),
+                stopped: all(stopped),
+                difference: differ.map(|(number, ranks, signed)| {
+                    let signed = signed.map(|(signature, lists)| Signed { signature, lists });
+                    Difference { number, ranks: ranks.map(usize::from), signed }
+                }),
+            };
+            prop_assert_eq!(QueryResult::decode(&found.encode(), 1 << 16), Some(found));
         }
     }
 
@@ -292,9 +332,8 @@ mod tests {
         assert_eq!(read.local_pid(), Some(std::process::id() as i32));
         let far = Process { place: "another boot/4026531836".into(), ..own };
         assert_eq!(Process::decode(&far.encode()).unwrap().local_pid(), None);
-        for text in ["", "7", "x\tplace\twho", "7\tplace"] {
-            assert_eq!(Process::decode(text), None, "{text:?}");
-        }
+        let bytes = far.encode();
+        assert!((0..bytes.len()).all(|end| Process::decode(&bytes[..end]).is_none()));
     }
 
     #[test]
@@ -308,28 +347,28 @@ mod tests {
         all.insert(4, Status { stopped: vec![4, 2], ..status(3, 1) });
         let all = QueryResult::of(5, &all);
         assert_eq!(all, QueryResult { stopped: BTreeSet::from([2, 4]), ..found });
-        assert_eq!(QueryResult::decode(&all.encode(), 5), all);
         let signed = |signature| Status { signed: vec![(5, Signed { signature, lists: 1 })], ..status(3, 1) };
         let differ = QueryResult::of(2, &BTreeMap::from([(0, signed(u64::MAX)), (1, signed(8))]));
         assert!(differ.difference.is_some_and(|difference| (difference.number, difference.ranks) == (5, [0, 1])));
-        assert_eq!(QueryResult::decode(&differ.encode(), 2), differ);
         assert_eq!(QueryResult::of(2, &BTreeMap::new()).silent, BTreeSet::from([0, 1]), "nobody has answered");
-        assert_eq!(QueryResult::decode("behind\t1\nsilent\tx\nnonsense\n\n", 2), QueryResult::default());
     }
 
     #[test]
     fn ranks_that_the_group_does_not_have_are_passed_over() {
-        for rank in [2, 1 << 32, u64::MAX] {
-            let text = format!(
-                "behind\t{rank}\t1\t1\nsilent\t{rank}\nstopped\t{rank}\n\
-                 differs\t5\t{rank}\t1\t0\t1\t2\t0\ndiffers\t5\t0\t1\t0\t{rank}\t2\t0\n"
-            );
-            assert_eq!(QueryResult::decode(&text, 2), QueryResult::default(), "{rank}");
-            let said = Status { stopped: vec![rank as usize, 1], ..Status::default() };
+        for rank in [2, u32::MAX as usize] {
+            let signed = [Signed { signature: 1, lists: 0 }; 2];
+            for ranks in [[0, rank], [rank, 0]] {
+                let difference = Some(Difference { number: 5, ranks, signed });
+                let behind = BTreeMap::from([(rank, (1, 1)), (1, (3, 1))]);
+                let (silent, stopped) = (BTreeSet::from([rank, 1]), BTreeSet::from([rank]));
+                let found = QueryResult { behind, silent, stopped, difference };
+                let read = QueryResult::decode(&found.encode(), 2).unwrap();
+                assert_eq!((read.behind.len(), read.silent.len(), read.stopped.len()), (1, 1, 0), "{rank}");
+                assert_eq!(read.difference, None, "{rank}");
+            }
+            let said = Status { stopped: vec![rank, 1], ..Status::default() };
             let found = QueryResult::of(2, &BTreeMap::from([(0, said.clone()), (1, said)]));
             assert_eq!(found.stopped, BTreeSet::from([1]), "{rank}");
         }
-        let found = QueryResult::decode("behind\t1\t3\t1\nsilent\t0\nstopped\t1\n", 2);
-        assert_eq!((found.behind.len(), found.silent.len(), found.stopped.len()), (1, 1, 1));
     }
 }

@@ -2,6 +2,9 @@
 //! its own thread, because a store that is stopped or slow blocks its caller for minutes. So such a store delays
 //! neither the answering thread (`responder`) nor the reads of other stores. Only the end of the process waits for
 //! these threads, and only for a limited time.
+//!
+//! The thread also removes the keys of groups that this rank has left, some time after their end and only while another
+//! group uses the connection (`responder`).
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError, Weak};
@@ -9,7 +12,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use super::channel::Member;
-use super::responder::Responder;
+use super::responder::{KEYS_STAY, Responder};
 use crate::error::contained;
 use crate::os::{futex, watch};
 
@@ -46,7 +49,8 @@ fn look(responder: &Responder, connection: usize) {
         // Weak references: while this thread waits for one group's store, it must not keep the memory of another group
         // that ends.
         let members = responder.members();
-        let users: Vec<_> = members.iter().filter(|group| uses(group, connection)).map(Arc::downgrade).collect();
+        let uses = |group: &&Arc<dyn Member>| group.connection() == Some(connection);
+        let users: Vec<_> = members.iter().filter(uses).map(Arc::downgrade).collect();
         drop(members);
         for group in users.iter().filter_map(Weak::upgrade) {
             let looked = contained(|| Ok(group.channel().and_then(|channel| channel.look(&*group))));
@@ -57,21 +61,27 @@ fn look(responder: &Responder, connection: usize) {
             pause = next.map_or(pause, |next| next.min(pause));
         }
         if users.is_empty() && leaves(responder, connection) {
+            drop(responder.take_left(connection, Duration::ZERO));
             return;
         }
+        let (left, next) = responder.take_left(connection, KEYS_STAY);
+        for group in left {
+            let removed = contained(|| {
+                group.channel.leave(group.ranks);
+                Ok(())
+            });
+            removed.unwrap_or_else(|bug| log::error!("{bug}"));
+        }
+        pause = next.map_or(pause, |next| next.min(pause));
         futex::wait(&[(responder.stores_changed.word(), changed)], pause);
     }
-}
-
-fn uses(member: &Arc<dyn Member>, connection: usize) -> bool {
-    member.channel().and_then(|channel| channel.connection()) == Some(connection)
 }
 
 /// Removes the thread of a connection, if no group uses the connection. Holds the lock under which `start` starts it,
 /// so a group that is added later finds no thread and starts one.
 fn leaves(responder: &Responder, connection: usize) -> bool {
     let mut threads = responder.store_threads.lock().unwrap_or_else(PoisonError::into_inner);
-    if responder.members().iter().any(|group| uses(group, connection)) {
+    if responder.members().iter().any(|group| group.connection() == Some(connection)) {
         return false;
     }
     threads.retain(|(known, _)| *known != connection);

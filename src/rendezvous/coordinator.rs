@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use super::addresses::{self, Network};
-use super::messages::{Answer, Body, DecisionMessage, Mode, Nonce, PROTOCOL, Record, clip};
+use super::messages::{Answer, Body, DecisionMessage, Mode, Nonce, PROTOCOL, Reason, Record};
 use super::peers::GroupPeers;
 use super::{
     DECISION_KEY, Met, Outcome, SegmentBytes, Session, WAITS, answer_key, hello_bytes, record_key, unix_socket,
@@ -13,6 +13,7 @@ use super::{
 use crate::config::Config;
 use crate::engine::shm::memory::segment::Segment;
 use crate::error::{Error, Result};
+use crate::fields::clip;
 use crate::os::random;
 use crate::os::topology;
 use crate::threads;
@@ -23,8 +24,8 @@ pub(super) enum Step {
     Met(Box<Met>),
     /// A rank has a new nonce. Its record was replaced.
     Changed,
-    /// Sharing is impossible. The text is the reason.
-    Impossible(String),
+    /// Sharing is impossible, for the given reason.
+    Impossible(Reason),
 }
 
 pub(super) struct Coordinator<'t, 'a> {
@@ -70,19 +71,17 @@ impl Coordinator<'_, '_> {
     fn run(&mut self, segment_bytes: &SegmentBytes) -> Result<Outcome> {
         self.session.publish_record()?;
         self.gather()?;
-        let mut forced: Option<String> = None;
+        let mut forced: Option<Reason> = None;
         loop {
             let id: Nonce = random()?;
             let to_share = match forced.clone() {
                 Some(reason) => Err(reason),
                 None => self.memory_to_share(segment_bytes)?,
             };
-            // All ranks must report the same reason, so it is cut to what fits into the message.
-            let to_share = to_share.map_err(|reason| clip(&reason).to_string());
             let step = match to_share {
                 Err(reason) => {
                     let hosts = if forced.is_none() { hosts(&self.records) } else { None };
-                    if self.all_confirm(id, &reason)? {
+                    if self.all_confirm(id, reason.text())? {
                         return self.decide_without_memory(id, reason, hosts);
                     }
                     Step::Changed
@@ -219,10 +218,10 @@ impl Coordinator<'_, '_> {
     }
 
     /// Makes the memory to share, or returns the reason why there is none.
-    fn memory_to_share(&self, segment_bytes: &SegmentBytes) -> Result<std::result::Result<MemoryToShare, String>> {
+    fn memory_to_share(&self, segment_bytes: &SegmentBytes) -> Result<std::result::Result<MemoryToShare, Reason>> {
         let bodies = match agreeable(&self.records) {
             Ok(bodies) => bodies,
-            Err(reason) => return Ok(Err(reason)),
+            Err(reason) => return Ok(Err(reason.into())),
         };
         let headroom = bodies.iter().filter_map(|body| body.identity.headroom).min();
         let headroom = headroom.map_or(usize::MAX, |bytes| usize::try_from(bytes).unwrap_or(usize::MAX));
@@ -233,7 +232,7 @@ impl Coordinator<'_, '_> {
         let threads = threads::agreed(&wishes, local_cores);
         let bytes = match segment_bytes(threads, headroom) {
             Ok(bytes) => bytes,
-            Err(reason) => return Ok(Err(reason)),
+            Err(reason) => return Ok(Err(reason.into())),
         };
         if bytes < hello_bytes(self.size()) {
             return Err(Error::bug(format!("sagellm: a segment of {bytes} bytes for {} ranks", self.size())));
@@ -242,7 +241,7 @@ impl Coordinator<'_, '_> {
             Ok((segment, memory)) => {
                 Ok(MemoryToShare { segment, memory, local_cores, threads, group_peers: self.group_peers() })
             }
-            Err(error) => Err(error.reason()),
+            Err((error, text)) => Err(Reason::of(&error, text)),
         })
     }
 
@@ -290,8 +289,18 @@ impl Coordinator<'_, '_> {
     }
 
     /// The final decision for ranks that cannot share memory: the group spans `hosts`, or a delegate serves it.
-    fn decide_without_memory(&self, id: Nonce, reason: String, hosts: Option<Vec<usize>>) -> Result<Outcome> {
+    fn decide_without_memory(&self, id: Nonce, reason: Reason, hosts: Option<Vec<usize>>) -> Result<Outcome> {
         one_delegate(&self.records)?; // messages between hosts use the delegate too
+        // gloo would need more descriptors. Its thread ends the process if it cannot accept a connection (observed).
+        if let Reason::OpenFiles(reason) = &reason {
+            return Err(Error::system(format!(
+                "sagellm: group '{}' cannot be made: {reason}. Raise the limit of open files of every rank (ulimit -n); gloo \
+                 would need more of them than shared memory does",
+                self.session.config.name
+            )));
+        }
+        // All ranks report the same reason, so it is cut to what fits into the message.
+        let reason = clip(reason.text()).to_string();
         let network = self.network(&reason)?;
         match hosts {
             Some(hosts) => {
@@ -323,7 +332,7 @@ impl Coordinator<'_, '_> {
     }
 
     /// A rank's answer to decision `id` in the store. None if there is no answer yet.
-    pub(super) fn answered(&self, rank: usize, id: Nonce) -> Result<Option<String>> {
+    pub(super) fn answered(&self, rank: usize, id: Nonce) -> Result<Option<Option<Reason>>> {
         let answer = self.session.store.try_get(&answer_key(rank))?.and_then(|bytes| Answer::read(&bytes));
         Ok(answer.filter(|answer| answer.id == id).map(|answer| answer.reason))
     }

@@ -5,6 +5,8 @@
 //! If the ranks are on several hosts, the ranks of each host run a second rendezvous for the shared memory there. Then
 //! all ranks learn which hosts have shared memory.
 
+use std::cell::RefCell;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -16,7 +18,8 @@ use crate::config::Config;
 use crate::engine::multihost::host_map::HostMap;
 use crate::engine::shm::memory::area::Area;
 use crate::engine::shm::memory::layout::{Layout, MAX_RANKS, SLOT_BYTES};
-use crate::error::{Error, Result, cleaned};
+use crate::error::{Error, Result};
+use crate::fields::cleaned;
 use crate::fusion::planner::LANES;
 use crate::host::{Host, Store, first_time};
 use crate::os::watch::Alive;
@@ -158,10 +161,6 @@ impl Rendezvous {
     }
 }
 
-/// If a rank has no descriptor left, the reason contains this: it is in the text of EMFILE and ENFILE, and in the text
-/// for a message whose descriptors were lost (`unix_socket`).
-const OPEN_FILES: &str = "open files";
-
 /// Meets the other ranks and decides with them.
 fn decide(
     config: &Config,
@@ -172,12 +171,6 @@ fn decide(
     let fitting =
         |threads: usize, headroom: usize| layout_within(config.size, threads, headroom).map(|layout| layout.total());
     match meet(config, store, &**host, &fitting)? {
-        // gloo would need more descriptors. Its thread ends the process if it cannot accept a connection (observed).
-        Outcome::Delegate { reason, .. } if reason.contains(OPEN_FILES) => Err(Error::system(format!(
-            "sagellm: group '{}' cannot be made: {reason}. Raise the limit of open files of every rank (ulimit -n); gloo \
-             would need more of them than shared memory does",
-            config.name
-        ))),
         Outcome::Delegate { reason, id, network } => {
             Ok((Decision::Delegate(reason), id, not_exchanged(config, own), network))
         }
@@ -207,17 +200,25 @@ pub struct Hosts {
     pub insides: Vec<Option<Rendezvous>>,
     /// Why the ranks count as several hosts.
     pub reason: String,
+    /// The keys that this rank has set in the store under the id of this attempt. No rank reads them after all ranks
+    /// have joined the group.
+    pub keys: BTreeSet<String>,
 }
 
 /// A store that adds a prefix to its keys. A group inside one host uses it within the store of the whole group.
 struct Prefixed<'a> {
     store: &'a dyn Store,
     prefix: String,
+    /// Collects the keys that are set.
+    set: &'a RefCell<BTreeSet<String>>,
 }
 
 impl Store for Prefixed<'_> {
     fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.store.set(&format!("{}/{key}", self.prefix), value)
+        let key = format!("{}/{key}", self.prefix);
+        self.store.set(&key, value)?;
+        self.set.borrow_mut().insert(key);
+        Ok(())
     }
     fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
         self.store.try_get(&format!("{}/{key}", self.prefix))
@@ -239,7 +240,7 @@ impl Hosts {
         let id: String = id.iter().map(|byte| format!("{byte:02x}")).collect();
         let host_map = HostMap::new(host_of.to_vec(), config.rank);
         let mut insides: Vec<Option<Rendezvous>> = (0..LANES).map(|_| None).collect();
-        let mut problem = String::new();
+        let (mut problem, set) = (String::new(), RefCell::default());
         if host_map.local_ranks().len() > 1 {
             for (lane, inside) in insides.iter_mut().enumerate() {
                 let inner = Config {
@@ -255,7 +256,7 @@ impl Hosts {
                 let (size, leads) = (inner.size, inner.rank == 0);
                 let tabled = select::policy::decide(("", "", policy.measure_link), size, SLOT_BYTES, leads)?;
                 let own = Policy { rules: policy.rules.clone(), ..tabled };
-                let keys = Prefixed { store, prefix: format!("inside/{id}/{}/{lane}", host_map.host) };
+                let keys = Prefixed { store, prefix: format!("inside/{id}/{}/{lane}", host_map.host), set: &set };
                 let met = Rendezvous::with_policy(inner, (own, Alive::default()), &keys, Arc::clone(host))?;
                 match &met.decision {
                     Decision::Delegate(reason) => problem.clone_from(reason),
@@ -263,13 +264,13 @@ impl Hosts {
                 }
             }
         }
-        let shares =
-            sharing_hosts(config, &host_map, &problem, &Prefixed { store, prefix: format!("hosts/{id}") }, &**host)?;
+        let keys = Prefixed { store, prefix: format!("hosts/{id}"), set: &set };
+        let shares = sharing_hosts(config, &host_map, &problem, &keys, &**host)?;
         let host_map = HostMap::new(HostMap::split_hosts(host_of, |host| shares[host]), config.rank);
         if host_map.local_ranks().len() == 1 {
             insides = (0..LANES).map(|_| None).collect();
         }
-        Ok(Hosts { host_map, insides, reason })
+        Ok(Hosts { host_map, insides, reason, keys: set.into_inner() })
     }
 }
 
@@ -428,6 +429,42 @@ fn too_many(ranks: usize) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::Settings;
+    use crate::host::{Memory, NoSignals};
+
+    /// They are removed after the group has ended.
+    #[test]
+    #[cfg_attr(miri, ignore = "maps memory that processes share")]
+    fn each_key_with_the_id_of_the_attempt_is_known_to_the_rank_that_set_it() {
+        let store = Memory::default();
+        let host: Arc<dyn Host> = Arc::new(NoSignals);
+        let decided = &|rank| {
+            let config = Config {
+                rank,
+                size: 3,
+                timeout: Duration::from_secs(20),
+                name: "test".into(),
+                delegate_reason: None,
+                delegate: Config::LINK.to_string(),
+                algorithm: String::new(),
+                topology: String::new(),
+                policy: String::new(),
+                settings: Settings::default(),
+                threads: Default::default(),
+                soft_timeout: None,
+                addresses: String::new(),
+            };
+            let policy = select::policy::decide(("", "", false), 3, SLOT_BYTES, false).unwrap();
+            Hosts::decide(&config, &policy, &[0, 0, 1], ([7; 16], "two hosts".into()), &store, &host).unwrap().keys
+        };
+        let keys: Vec<BTreeSet<String>> = std::thread::scope(|scope| {
+            let ranks: Vec<_> = (0..3).map(|rank| scope.spawn(move || decided(rank))).collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        });
+        let all: Vec<String> = keys.into_iter().flatten().collect::<BTreeSet<_>>().into_iter().collect();
+        assert_eq!(all, store.keys(""));
+        assert!(all.iter().all(|key| key.contains("07070707")) && all.len() == 2 + 2 * LANES, "{all:?}");
+    }
 
     #[test]
     fn memory_for_every_number_of_ranks_or_the_true_reason() {

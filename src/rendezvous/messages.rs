@@ -1,18 +1,21 @@
 //! The messages of the rendezvous, as bytes. Pure.
 //!
-//! Any message may be garbage, or from an earlier incarnation or another version. So reading never panics, checks every
-//! length, and returns `None` for anything it does not fully understand. The first fields of [`Record`] and
-//! [`DecisionMessage`] never change, so that different versions can report that they differ.
+//! Any message may be garbage, or from an earlier incarnation or another version. So reading returns `None` for anything
+//! it does not fully understand. The first fields of [`Record`] and [`DecisionMessage`] never change, so that different
+//! versions can report that they differ.
+
+use std::io;
 
 use super::addresses::{Addresses, Network, Rank, Way};
+use super::unix_socket;
 use crate::config::Threads;
 use crate::engine::shm::memory::segment::Backing;
-use crate::error::cleaned;
+use crate::fields::{MAX_LIST, Reader, Writer};
 use crate::os::topology;
 use crate::select;
 
-/// Must change whenever the messages or their order change.
-pub const PROTOCOL: u32 = 11;
+/// Must change whenever these messages or their order change, or other bytes that ranks tell each other.
+pub const PROTOCOL: u32 = 12;
 
 /// Random and new for every attempt. Distinguishes live processes from keys of earlier incarnations.
 pub type Nonce = [u8; 16];
@@ -23,106 +26,15 @@ const ANSWER_MAGIC: &[u8; 8] = b"sgllmANS";
 const HELLO_MAGIC: &[u8; 8] = b"sgllmHLO";
 const OFFER_MAGIC: &[u8; 8] = b"sgllmOFR";
 
-/// Longest text in a message. Longer ones are cut.
-const MAX_TEXT: usize = 1024;
 /// Longest policy that is accepted.
 const MAX_POLICY: usize = select::policy::MAX_BYTES;
-/// Limit for lists in messages, one entry per rank. Far above the size of any group.
-pub const MAX_RANKS: usize = 1 << 16;
 
-/// The longest prefix of a text that fits into a message.
-pub fn clip(text: &str) -> &str {
-    let mut end = text.len().min(MAX_TEXT);
-    while !text.is_char_boundary(end) {
-        end -= 1;
-    }
-    &text[..end]
+fn begin(magic: &[u8]) -> Writer {
+    Writer::default().raw(magic)
 }
 
-#[derive(Default)]
-struct Writer(Vec<u8>);
-
-impl Writer {
-    fn new(magic: &[u8; 8]) -> Writer {
-        Writer(magic.to_vec())
-    }
-    fn u8(mut self, value: u8) -> Writer {
-        self.0.push(value);
-        self
-    }
-    fn u32(mut self, value: u32) -> Writer {
-        self.0.extend(value.to_le_bytes());
-        self
-    }
-    fn u64(mut self, value: u64) -> Writer {
-        self.0.extend(value.to_le_bytes());
-        self
-    }
-    fn bytes(mut self, value: &[u8]) -> Writer {
-        self.0.extend(value);
-        self
-    }
-    fn text(self, value: &str) -> Writer {
-        let value = clip(value);
-        self.u32(value.len() as u32).bytes(value.as_bytes())
-    }
-    /// A text that is never cut, because half of a policy would mean something else.
-    fn whole(self, value: &str) -> Writer {
-        self.u32(value.len() as u32).bytes(value.as_bytes())
-    }
-    fn list<T>(self, items: &[T], write: impl Fn(Writer, &T) -> Writer) -> Writer {
-        items.iter().fold(self.u32(items.len() as u32), write)
-    }
-}
-
-struct Reader<'a>(&'a [u8]);
-
-impl<'a> Reader<'a> {
-    fn new(bytes: &'a [u8], magic: &[u8; 8]) -> Option<Reader<'a>> {
-        Some(Reader(bytes.strip_prefix(magic)?))
-    }
-    fn bytes(&mut self, count: usize) -> Option<&'a [u8]> {
-        let (head, tail) = self.0.split_at_checked(count)?;
-        self.0 = tail;
-        Some(head)
-    }
-    fn array<const N: usize>(&mut self) -> Option<[u8; N]> {
-        self.bytes(N)?.try_into().ok()
-    }
-    fn u8(&mut self) -> Option<u8> {
-        self.array::<1>().map(|[byte]| byte)
-    }
-    fn u32(&mut self) -> Option<u32> {
-        self.array().map(u32::from_le_bytes)
-    }
-    fn u64(&mut self) -> Option<u64> {
-        self.array().map(u64::from_le_bytes)
-    }
-    fn text(&mut self) -> Option<String> {
-        self.cleaned(&[])
-    }
-    /// A text of several lines.
-    fn lines(&mut self) -> Option<String> {
-        self.cleaned(&['\n'])
-    }
-    fn cleaned(&mut self, kept: &[char]) -> Option<String> {
-        let length = self.u32()? as usize;
-        Some(cleaned(&String::from_utf8_lossy(self.bytes((length <= MAX_TEXT).then_some(length)?)?), kept))
-    }
-    fn whole(&mut self, most: usize) -> Option<String> {
-        let length = self.u32()? as usize;
-        String::from_utf8(self.bytes((length <= most).then_some(length)?)?.to_vec()).ok()
-    }
-    fn list<T>(&mut self, read: impl Fn(&mut Reader<'a>) -> Option<T>) -> Option<Vec<T>> {
-        let count = self.u32()? as usize;
-        // Does not allocate for a count that may be garbage: the list grows as its items are read.
-        (count <= MAX_RANKS).then_some(())?;
-        let mut items = Vec::new();
-        for _ in 0..count {
-            items.push(read(self)?);
-        }
-        Some(items)
-    }
+fn after<'a>(bytes: &'a [u8], magic: &[u8]) -> Option<Reader<'a>> {
+    bytes.strip_prefix(magic).map(Reader)
 }
 
 /// The host, user and namespaces of a rank's process.
@@ -191,7 +103,7 @@ impl Body {
 
 impl Record {
     pub fn write(&self) -> Vec<u8> {
-        let writer = Writer::new(RECORD_MAGIC).bytes(&self.nonce).u32(self.protocol).text(&self.version);
+        let writer = begin(RECORD_MAGIC).raw(&self.nonce).u32(self.protocol).text(&self.version);
         let Some(Body { size, identity, wish, delegate, known, mailbox, addresses, threads }) = &self.body else {
             return writer.0;
         };
@@ -202,16 +114,14 @@ impl Record {
             .u64(identity.netns)
             .u64(identity.pidns)
             .text(&identity.hostname)
-            .list(&identity.affinity, |writer, word| writer.u64(*word))
+            .list(&identity.affinity, |to, word| to.u64(*word))
             .u64(identity.quota_millicores.unwrap_or(u64::MAX))
             .u64(identity.headroom.unwrap_or(u64::MAX))
             .text(wish)
             .text(delegate)
-            .list(known, |writer, (id, place)| writer.bytes(id).u32(*place))
-            .list(mailbox, |writer, byte| writer.u8(*byte))
-            .list(&addresses.ways, |writer, (way, places)| {
-                writer.u8(*way as u8).list(places, |writer, place| writer.text(place))
-            })
+            .list(known, |to, (id, place)| to.raw(id).u32(*place))
+            .bytes(mailbox)
+            .list(&addresses.ways, |to, (way, places)| to.u8(*way as u8).list(places, |to, place| to.text(place)))
             .text(&addresses.problem)
             .u32(threads.most)
             .u8(u8::from(threads.named))
@@ -219,7 +129,7 @@ impl Record {
     }
 
     pub fn read(bytes: &[u8]) -> Option<Record> {
-        let mut from = Reader::new(bytes, RECORD_MAGIC)?;
+        let mut from = after(bytes, RECORD_MAGIC)?;
         let (nonce, protocol, version) = (from.array()?, from.u32()?, from.text()?);
         let body = if protocol == PROTOCOL { Some(Record::read_body(&mut from)?) } else { None };
         Some(Record { nonce, protocol, version, body })
@@ -240,7 +150,7 @@ impl Record {
         };
         let (wish, delegate) = (from.text()?, from.text()?);
         let known = from.list(|from| Some((from.array()?, from.u32()?)))?;
-        let mailbox = from.list(Reader::u8)?;
+        let mailbox = from.bytes(MAX_LIST)?.to_vec();
         let ways = from.list(|from| Some((Way::from_code(from.u8()?)?, from.list(Reader::text)?)))?;
         let addresses = Addresses { ways, problem: from.text()? };
         let threads = Threads { most: from.u32()?, named: from.u8()? != 0 };
@@ -306,22 +216,22 @@ impl DecisionMessage {
     }
 
     pub fn write(&self) -> Vec<u8> {
-        Writer::new(DECISION_MAGIC)
-            .bytes(&self.id)
-            .list(&self.nonces, |writer, nonce| writer.bytes(nonce))
+        begin(DECISION_MAGIC)
+            .raw(&self.id)
+            .list(&self.nonces, |to, nonce| to.raw(nonce))
             .u8(self.mode as u8)
             .text(&self.text)
-            .list(&self.detail, |writer, byte| writer.u8(*byte))
-            .whole(&self.policy)
-            .bytes(&self.known.0)
-            .list(&self.known.1, |writer, place| writer.u32(*place))
+            .bytes(&self.detail)
+            .bytes(self.policy.as_bytes())
+            .raw(&self.known.0)
+            .list(&self.known.1, |to, place| to.u32(*place))
             .u8(self.network.map_or(0, |network| network.way as u8))
             .u32(self.network.map_or(0, |network| network.places as u32))
             .0
     }
 
     pub fn read(bytes: &[u8]) -> Option<DecisionMessage> {
-        let mut from = Reader::new(bytes, DECISION_MAGIC)?;
+        let mut from = after(bytes, DECISION_MAGIC)?;
         let (id, nonces) = (from.array()?, from.list(Reader::array)?);
         let mode = match from.u8()? {
             1 => Mode::Share,
@@ -336,8 +246,8 @@ impl DecisionMessage {
             nonces,
             mode,
             text: if mode == Mode::Failed { from.lines()? } else { from.text()? },
-            detail: from.list(Reader::u8)?,
-            policy: from.whole(MAX_POLICY)?,
+            detail: from.bytes(MAX_LIST)?.to_vec(),
+            policy: String::from_utf8(from.bytes(MAX_POLICY)?.to_vec()).ok()?,
             known: (from.array()?, from.list(Reader::u32)?),
             network: match (from.u8()?, from.u32()? as usize) {
                 (0, 0) => None,
@@ -348,21 +258,55 @@ impl DecisionMessage {
     }
 }
 
-/// Key `a/<rank>`: the answer to the decision `id`. An empty reason means agreement. Also sent over the socket.
+/// Why ranks cannot share memory, as text. Only the kind decides anything.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Reason {
+    /// A process has no descriptor left.
+    OpenFiles(String),
+    Other(String),
+}
+
+impl Reason {
+    /// A call of the system failed; `text` shows its error.
+    pub fn of(error: &io::Error, text: String) -> Reason {
+        if unix_socket::is_out_of_files(error) { Reason::OpenFiles(text) } else { Reason::Other(text) }
+    }
+
+    pub fn text(&self) -> &str {
+        match self {
+            Reason::OpenFiles(text) | Reason::Other(text) => text,
+        }
+    }
+}
+
+impl From<String> for Reason {
+    fn from(text: String) -> Reason {
+        Reason::Other(text)
+    }
+}
+
+/// Key `a/<rank>`: the answer to the decision `id`. No reason means agreement. Also sent over the socket.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Answer {
     pub id: Nonce,
-    pub reason: String,
+    pub reason: Option<Reason>,
 }
 
 impl Answer {
     pub fn write(&self) -> Vec<u8> {
-        Writer::new(ANSWER_MAGIC).bytes(&self.id).text(&self.reason).0
+        let reason =
+            |to: Writer, reason: &Reason| to.u8(u8::from(matches!(reason, Reason::OpenFiles(_)))).text(reason.text());
+        begin(ANSWER_MAGIC).raw(&self.id).list(&self.reason, reason).0
     }
 
     pub fn read(bytes: &[u8]) -> Option<Answer> {
-        let mut from = Reader::new(bytes, ANSWER_MAGIC)?;
-        Some(Answer { id: from.array()?, reason: from.text()? })
+        let mut from = after(bytes, ANSWER_MAGIC)?;
+        let id = from.array()?;
+        let reason = |from: &mut Reader| {
+            let kind = if from.u8()? == 0 { Reason::Other } else { Reason::OpenFiles };
+            from.text().map(kind)
+        };
+        Some(Answer { id, reason: from.list(reason)?.pop() })
     }
 }
 
@@ -376,11 +320,11 @@ pub struct Hello {
 
 impl Hello {
     pub fn write(&self) -> Vec<u8> {
-        Writer::new(HELLO_MAGIC).bytes(&self.id).bytes(&self.nonce).u32(self.rank).0
+        begin(HELLO_MAGIC).raw(&self.id).raw(&self.nonce).u32(self.rank).0
     }
 
     pub fn read(bytes: &[u8]) -> Option<Hello> {
-        let mut from = Reader::new(bytes, HELLO_MAGIC)?;
+        let mut from = after(bytes, HELLO_MAGIC)?;
         Some(Hello { id: from.array()?, nonce: from.array()?, rank: from.u32()? })
     }
 }
@@ -406,8 +350,8 @@ pub struct Offer {
 
 impl Offer {
     pub fn write(&self) -> Vec<u8> {
-        Writer::new(OFFER_MAGIC)
-            .bytes(&self.id)
+        begin(OFFER_MAGIC)
+            .raw(&self.id)
             .u32(self.part)
             .u32(self.parts)
             .u64(self.segment_len)
@@ -415,13 +359,13 @@ impl Offer {
             .u32(self.local_cores)
             .u32(self.threads)
             .u64(self.pidns)
-            .list(&self.ranks, |writer, (pid, host)| writer.u32(*pid as u32).text(host))
-            .list(&self.process_of, |writer, rank| writer.u32(*rank))
+            .list(&self.ranks, |to, (pid, host)| to.u32(*pid as u32).text(host))
+            .list(&self.process_of, |to, rank| to.u32(*rank))
             .0
     }
 
     pub fn read(bytes: &[u8]) -> Option<Offer> {
-        let mut from = Reader::new(bytes, OFFER_MAGIC)?;
+        let mut from = after(bytes, OFFER_MAGIC)?;
         Some(Offer {
             id: from.array()?,
             part: from.u32()?,

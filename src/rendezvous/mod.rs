@@ -23,6 +23,10 @@
 //! decision to connect is written to the store only if a rank is late. Neither a mail nor a key in the store is trusted
 //! by itself: both must name this rank's nonce, which only readers of the store know.
 //!
+//! The keys `r/`, `a/`, `verdict` and `waits` stay after the group has ended: two for each rank and two more, small, in a
+//! prefix of the group's own. A later attempt may use the same names, and to delete its keys would stop it. Keys with an
+//! attempt's id in their names (`inside/`, `hosts/`) are removed (`Hosts::keys`).
+//!
 //! `coordinator.rs` and `serve.rs` are rank 0's part, `participant.rs` is the other ranks' part. `decision.rs` has the
 //! result: one decision, equal on all ranks, and the resources that this rank has opened for it. No rank has a group
 //! before that.

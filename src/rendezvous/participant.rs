@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::messages::{Answer, DecisionMessage, Hello, Mode, Nonce, Offer, Record};
+use super::messages::{Answer, DecisionMessage, Hello, Mode, Nonce, Offer, Reason, Record};
 use super::peers::{GroupPeers, Process};
 use super::{DECISION_KEY, Met, Outcome, Session, WAITS, answer_key, hello_bytes, record_key, unix_socket};
 use super::{acquaint, has_signed, make_ready, rank_list, seconds, sign};
@@ -19,8 +19,8 @@ enum Joined {
     Met(Box<Met>),
     /// Rank 0 closed the connection and will publish another decision.
     Dropped,
-    /// Sharing is impossible. The text is the reason.
-    Impossible(String),
+    /// Sharing is impossible, for the given reason.
+    Impossible(Reason),
 }
 
 pub(super) fn join(session: &mut Session) -> Result<Outcome> {
@@ -43,7 +43,7 @@ pub(super) fn join(session: &mut Session) -> Result<Outcome> {
                 }
                 Mode::Failed => return Err(told(&decision.text)),
                 Mode::Ask if done_with != Some(decision.id) => {
-                    answer(session, decision.id, "")?;
+                    answer(session, decision.id, None)?;
                     done_with = Some(decision.id);
                     session.backoff.refresh();
                 }
@@ -52,7 +52,7 @@ pub(super) fn join(session: &mut Session) -> Result<Outcome> {
                     match visit(session, &decision)? {
                         Joined::Met(met) => return Ok(Outcome::Shared(*met)),
                         Joined::Dropped => {}
-                        Joined::Impossible(reason) => answer(session, decision.id, &reason)?,
+                        Joined::Impossible(reason) => answer(session, decision.id, Some(reason))?,
                     }
                     session.backoff.refresh();
                 }
@@ -90,8 +90,8 @@ fn names(decision: &DecisionMessage, session: &Session) -> bool {
     decision.nonces.len() == session.config.size && decision.nonces[session.config.rank] == session.own.nonce
 }
 
-fn answer(session: &Session, id: Nonce, reason: &str) -> Result<()> {
-    session.store.set(&answer_key(session.config.rank), &Answer { id, reason: reason.into() }.write())
+fn answer(session: &Session, id: Nonce, reason: Option<Reason>) -> Result<()> {
+    session.store.set(&answer_key(session.config.rank), &Answer { id, reason }.write())
 }
 
 /// Parses the error that ended rank 0. It is sent as its code letter followed by its text.
@@ -174,7 +174,7 @@ fn visit(session: &mut Session, decision: &DecisionMessage) -> Result<Joined> {
     let rank = session.config.rank;
     let group_peers = match group_peers(session, &decision.known) {
         Ok(group_peers) => group_peers,
-        Err(what) => return Ok(Joined::Impossible(format!("rank {rank}: {what}"))),
+        Err(what) => return Ok(Joined::Impossible(format!("rank {rank}: {what}").into())),
     };
     let socket = loop {
         match unix_socket::connect(&decision.detail) {
@@ -185,9 +185,10 @@ fn visit(session: &mut Session, decision: &DecisionMessage) -> Result<Joined> {
                 }
             }
             Err(error) => {
-                return Ok(Joined::Impossible(format!(
+                let text = format!(
                     "rank {rank} cannot connect to rank 0's socket ({error}), though both seem to be on one host"
-                )));
+                );
+                return Ok(Joined::Impossible(Reason::of(&error, text)));
             }
         }
     };
@@ -205,7 +206,7 @@ fn introduce(
     group_peers: Option<&GroupPeers>,
 ) -> Result<std::result::Result<Accepted, Joined>> {
     let rank = session.config.rank;
-    let impossible = |what: String| Ok(Err(Joined::Impossible(format!("rank {rank}: {what}"))));
+    let impossible = |what: String| Ok(Err(Joined::Impossible(format!("rank {rank}: {what}").into())));
     match unix_socket::peer(socket) {
         Ok((uid, pid)) if uid == session.identity().uid => {
             if let Some(group_peers) = group_peers.filter(|group_peers| !group_peers.may_be(0, pid)) {
@@ -225,7 +226,10 @@ fn introduce(
         let (message, descriptors) = match next_message(session, socket)? {
             Ok(Some(received)) => received,
             Ok(None) => return Ok(Err(Joined::Dropped)),
-            Err(error) => return impossible(format!("descriptors cannot be received ({error})")),
+            Err(error) => {
+                let text = format!("rank {rank}: descriptors cannot be received ({error})");
+                return Ok(Err(Joined::Impossible(Reason::of(&error, text))));
+            }
         };
         session.backoff.refresh();
         let Some(offer) = Offer::read(&message).filter(|offer| offer.id == decision.id) else {
@@ -314,7 +318,7 @@ fn await_go(
     accepted: Accepted,
     group_peers: Option<GroupPeers>,
 ) -> Result<Joined> {
-    if unix_socket::send(&socket, &Answer { id: decision.id, reason: String::new() }.write(), &[]).is_err() {
+    if unix_socket::send(&socket, &Answer { id: decision.id, reason: None }.write(), &[]).is_err() {
         return Ok(Joined::Dropped);
     }
     let answer = next_message(session, &socket);

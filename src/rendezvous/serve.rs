@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Instant;
 
 use super::coordinator::{Coordinator, MemoryToShare, Step};
-use super::messages::{Answer, Hello, Mode, Nonce, Offer, Record};
+use super::messages::{Answer, Hello, Mode, Nonce, Offer, Reason, Record};
 use super::peers::{GroupPeers, Process};
 use super::{Met, acquaint, has_signed, make_ready, sign, unix_socket};
 use crate::error::Result;
@@ -70,7 +70,10 @@ impl Coordinator<'_, '_> {
         let name: Vec<u8> = format!("sagellm-{:032x}", u128::from_le_bytes(random()?)).into_bytes();
         let listener = match unix_socket::listen(&name, self.size()) {
             Ok(listener) => listener,
-            Err(error) => return Ok(Step::Impossible(format!("rank 0 cannot open a unix socket ({error})"))),
+            Err(error) => {
+                let text = format!("rank 0 cannot open a unix socket ({error})");
+                return Ok(Step::Impossible(Reason::of(&error, text)));
+            }
         };
         sign(&to_share.segment, 0, &self.nonce(0), &id);
         let mut serving = Serving::new(listener, self.size());
@@ -109,9 +112,9 @@ impl Coordinator<'_, '_> {
         }
     }
 
-    /// Makes one pass over the connections: sends the memory to ranks that have connected, and reads their answers. The
-    /// error is a reason not to share memory.
-    fn serve(&mut self, id: Nonce, to_share: &MemoryToShare, serving: &mut Serving) -> std::result::Result<(), String> {
+    /// One pass over the connections: sends the memory to ranks that have connected, and reads their answers. The error
+    /// is a reason not to share memory.
+    fn serve(&mut self, id: Nonce, to_share: &MemoryToShare, serving: &mut Serving) -> std::result::Result<(), Reason> {
         self.welcome((id, to_share.group_peers.as_ref()), serving)?;
         // Ranks that meet for the first time receive the descriptors of all other processes, so all must have
         // connected. Known peers receive only the memory.
@@ -121,7 +124,7 @@ impl Coordinator<'_, '_> {
         }
         // Rank 0 populates its part at the same time as the other ranks.
         if all_came && !serving.ready {
-            make_ready(&to_share.segment, self.size(), 0).map_err(|error| error.reason())?;
+            make_ready(&to_share.segment, self.size(), 0).map_err(|error| Reason::Other(error.reason()))?;
             serving.ready = true;
         }
         hear(id, &mut serving.participants)?;
@@ -137,7 +140,7 @@ impl Coordinator<'_, '_> {
             if self.look(*rank)? {
                 return Ok(Some(Step::Changed));
             }
-            if let Some(reason) = self.answered(*rank, id)?.filter(|reason| !reason.is_empty()) {
+            if let Some(reason) = self.answered(*rank, id)?.flatten() {
                 return Ok(Some(Step::Impossible(reason)));
             }
         }
@@ -150,10 +153,10 @@ impl Coordinator<'_, '_> {
         &mut self,
         (id, group_peers): (Nonce, Option<&GroupPeers>),
         serving: &mut Serving,
-    ) -> std::result::Result<(), String> {
+    ) -> std::result::Result<(), Reason> {
         let Serving { listener, strangers, participants, .. } = serving;
-        while let Some(socket) =
-            unix_socket::accept(listener).map_err(|error| format!("rank 0 cannot accept connections ({error})"))?
+        while let Some(socket) = unix_socket::accept(listener)
+            .map_err(|error| Reason::of(&error, format!("rank 0 cannot accept connections ({error})")))?
         {
             // If connections stay silent, they must not exhaust this process's descriptors.
             if strangers.len() > 2 * participants.len() + 64 {
@@ -193,7 +196,7 @@ impl Coordinator<'_, '_> {
         rank: usize,
         socket: OwnedFd,
         group_peers: Option<&GroupPeers>,
-    ) -> std::result::Result<Option<Participant>, String> {
+    ) -> std::result::Result<Option<Participant>, Reason> {
         let (uid, pid) = unix_socket::peer(&socket)
             .map_err(|error| format!("rank {rank}'s connection does not say who it is ({error})"))?;
         let own = self.session.identity().uid;
@@ -206,7 +209,7 @@ impl Coordinator<'_, '_> {
         }
         if let Some(group_peers) = group_peers.filter(|group_peers| !group_peers.may_be(rank, pid)) {
             let before = group_peers.peer(rank).pid;
-            return Err(format!("rank {rank} is process {pid}, and was process {before} in an earlier group"));
+            return Err(format!("rank {rank} is process {pid}, and was process {before} in an earlier group").into());
         }
         let pidfd = match topology::peer_pidfd(&socket) {
             _ if group_peers.is_some() => None,
@@ -223,7 +226,7 @@ impl Coordinator<'_, '_> {
         id: Nonce,
         to_share: &MemoryToShare,
         participants: &mut [Option<Participant>],
-    ) -> std::result::Result<(), String> {
+    ) -> std::result::Result<(), Reason> {
         if participants.iter().flatten().all(|participant| participant.parts_sent == usize::MAX) {
             return Ok(());
         }
@@ -265,7 +268,8 @@ impl Coordinator<'_, '_> {
                         break;
                     }
                     Err(error) => {
-                        return Err(format!("rank 0 cannot pass descriptors to rank {rank} ({error})"));
+                        let text = format!("rank 0 cannot pass descriptors to rank {rank} ({error})");
+                        return Err(Reason::of(&error, text));
                     }
                 }
             }
@@ -281,10 +285,11 @@ impl Coordinator<'_, '_> {
     fn conclude(&self, id: Nonce, to_share: MemoryToShare, participants: Vec<Option<Participant>>) -> Result<Step> {
         for rank in 1..self.size() {
             if !has_signed(&to_share.segment, rank, &self.nonce(rank), &id) {
-                return Ok(Step::Impossible(format!("rank {rank} does not see the same memory as rank 0")));
+                let text = format!("rank {rank} does not see the same memory as rank 0");
+                return Ok(Step::Impossible(text.into()));
             }
         }
-        let go = Answer { id, reason: String::new() }.write();
+        let go = Answer { id, reason: None }.write();
         let mut peers = Vec::new();
         let mut sockets = Vec::new();
         for (rank, (participant, record)) in participants.into_iter().zip(&self.records).enumerate() {
@@ -331,17 +336,17 @@ fn late_ranks(participants: &[Option<Participant>], came: &[bool]) -> (Vec<usize
     (unmapped.collect(), "rank 0 waits for the word that the shared memory is mapped")
 }
 
-/// Reads the participants' answers: "mapped", or why they cannot map the memory. If a rank's connection was closed, the
-/// rank counts as missing again.
-fn hear(id: Nonce, participants: &mut [Option<Participant>]) -> std::result::Result<(), String> {
+/// Reads the participants' answers: "mapped", or why they cannot. A rank whose connection was closed counts as missing
+/// again.
+fn hear(id: Nonce, participants: &mut [Option<Participant>]) -> std::result::Result<(), Reason> {
     for place in participants.iter_mut() {
         let Some(participant) = place.as_mut().filter(|participant| !participant.mapped) else { continue };
         match unix_socket::receive(&participant.socket) {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
             Ok((message, _)) if !message.is_empty() => {
                 if let Some(answer) = Answer::read(&message).filter(|answer| answer.id == id) {
-                    if !answer.reason.is_empty() {
-                        return Err(answer.reason);
+                    if let Some(reason) = answer.reason {
+                        return Err(reason);
                     }
                     participant.mapped = true;
                 }

@@ -3,6 +3,7 @@
 
 #![allow(unsafe_code)] // system calls that pass descriptors
 
+use std::fmt;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::time::Duration;
@@ -183,6 +184,24 @@ fn next_length(socket: &OwnedFd) -> io::Result<usize> {
 /// A message and the descriptors that came with it.
 pub type Message = (Vec<u8>, Vec<OwnedFd>);
 
+/// The kernel has cut a message, because there was no room for its descriptors.
+#[derive(Debug)]
+struct CutShort;
+
+impl fmt::Display for CutShort {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a message came cut short (the limit of open files is reached?)")
+    }
+}
+
+impl std::error::Error for CutShort {}
+
+/// Whether a call failed because this process, or its host, has no descriptor left.
+pub fn is_out_of_files(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE))
+        || error.get_ref().is_some_and(|inner| inner.is::<CutShort>())
+}
+
 /// Receives one message and its descriptors. An empty message means that the peer has closed the connection. Fails with
 /// `WouldBlock` if there is no message now.
 pub fn receive(socket: &OwnedFd) -> io::Result<Message> {
@@ -215,7 +234,7 @@ pub fn receive(socket: &OwnedFd) -> io::Result<Message> {
         (length, header.msg_flags)
     };
     if flags & (libc::MSG_TRUNC | libc::MSG_CTRUNC) != 0 {
-        return Err(io::Error::other("a message came cut short (the limit of open files is reached?)"));
+        return Err(io::Error::other(CutShort));
     }
     message.truncate(length);
     Ok((message, descriptors))

@@ -74,6 +74,7 @@ fn a_link_is_taken_where_the_group_spans_hosts_and_nowhere_else() {
     assert!(error.text().contains("takes no link"), "{error}");
 
     let hosts = |rank| Hosts {
+        keys: Default::default(),
         host_map: HostMap::new(vec![0, 1], rank),
         insides: vec![None, None],
         reason: "the test says so".to_string(),

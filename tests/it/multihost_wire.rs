@@ -2,7 +2,6 @@
 
 #![allow(unsafe_code)] // bodies use memory of the tests through raw pointers
 
-use std::collections::HashMap;
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -16,18 +15,7 @@ use sagellm::error::Result;
 use sagellm::host::Store;
 use sagellm::types::Span;
 
-#[derive(Clone, Default)]
-struct Memory(Arc<Mutex<HashMap<String, Vec<u8>>>>);
-
-impl Store for Memory {
-    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.0.lock().unwrap().insert(key.into(), value.into());
-        Ok(())
-    }
-    fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
-        Ok(self.0.lock().unwrap().get(key).cloned())
-    }
-}
+use crate::common::host::Memory;
 
 const PATIENT: Duration = Duration::from_secs(20);
 

@@ -16,12 +16,15 @@ use crate::common::test_name;
 use proptest::prelude::*;
 use sagellm::config::{Config, Threads};
 use sagellm::engine::shm::memory::segment::Backing;
-use sagellm::error::{ErrorKind, Result, cleaned};
+use sagellm::error::{ErrorKind, Result};
+use sagellm::fields::cleaned;
 use sagellm::host::{Host, Store};
 use sagellm::os::watch;
 use sagellm::os::watch::{End, Source};
 use sagellm::rendezvous::addresses::{Addresses, Network, Way};
-use sagellm::rendezvous::messages::{Answer, Body, DecisionMessage, Hello, Identity, Mode, Offer, PROTOCOL, Record};
+use sagellm::rendezvous::messages::{
+    Answer, Body, DecisionMessage, Hello, Identity, Mode, Offer, PROTOCOL, Reason, Record,
+};
 use sagellm::rendezvous::peers::Following;
 use sagellm::rendezvous::unix_socket;
 use sagellm::rendezvous::{Met, Outcome, hello_bytes, meet, meet_as};
@@ -277,24 +280,35 @@ fn ranks_that_would_go_to_different_delegates_are_told_so_on_every_rank() {
 
 /// Replaces the socket name in rank 2's copy of the decision by a name on which no process listens. Rank 2 is the rank
 /// whose thread has this id.
-struct Misleading(Memory, std::thread::ThreadId);
+struct Misleading {
+    store: Memory,
+    thread: std::thread::ThreadId,
+    /// Rank 2 answers that it has no descriptor left.
+    without_files: bool,
+}
 
 impl Store for Misleading {
     fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         // Also removes the mailbox from rank 2's record, so that rank 2 can read the decision only from this store.
         match Record::read(value) {
-            Some(Record { body: Some(body), .. }) if std::thread::current().id() == self.1 => {
+            Some(Record { body: Some(body), .. }) if std::thread::current().id() == self.thread => {
                 let body = Some(Body { mailbox: Vec::new(), ..body });
-                self.0.set(key, &Record { body, ..Record::read(value).unwrap() }.write())
+                self.store.set(key, &Record { body, ..Record::read(value).unwrap() }.write())
             }
-            _ => self.0.set(key, value),
+            _ => match Answer::read(value) {
+                Some(Answer { id, reason: Some(reason) }) if self.without_files => {
+                    let reason = Some(Reason::OpenFiles(reason.text().to_string()));
+                    self.store.set(key, &Answer { id, reason }.write())
+                }
+                _ => self.store.set(key, value),
+            },
         }
     }
     fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
-        let value = self.0.try_get(key)?;
+        let value = self.store.try_get(key)?;
         let decision = value.as_deref().and_then(DecisionMessage::read).filter(|decision| decision.mode == Mode::Share);
         match decision {
-            Some(decision) if std::thread::current().id() == self.1 => {
+            Some(decision) if std::thread::current().id() == self.thread => {
                 Ok(Some(DecisionMessage { detail: b"sagellm nobody".into(), ..decision }.write()))
             }
             _ => Ok(value),
@@ -342,12 +356,11 @@ fn a_stranger_who_knows_a_nonce_does_not_keep_the_ranks_from_sharing_memory() {
     assert_one_memory(&outcomes.into_iter().map(shared).collect::<Vec<Met>>());
 }
 
-#[test]
-fn a_rank_that_cannot_connect_makes_all_delegate() {
+fn misled(without_files: bool) -> Vec<Result<Outcome>> {
     let (tell, told) = channel();
     let shared: Arc<Mutex<Option<Arc<Misleading>>>> = Arc::default();
     let start = Barrier::new(3);
-    let outcomes: Vec<_> = std::thread::scope(|scope| {
+    std::thread::scope(|scope| {
         let threads: Vec<_> = (0..3)
             .map(|rank| {
                 let (tell, shared, start) = (tell.clone(), Arc::clone(&shared), &start);
@@ -365,10 +378,24 @@ fn a_rank_that_cannot_connect_makes_all_delegate() {
             })
             .collect();
         let ids: HashMap<_, _> = (0..3).map(|_| told.recv().unwrap()).collect();
-        *shared.lock().unwrap() = Some(Arc::new(Misleading(Memory::default(), ids[&2])));
+        *shared.lock().unwrap() =
+            Some(Arc::new(Misleading { store: Memory::default(), thread: ids[&2], without_files }));
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-    });
-    let reasons = reasons(outcomes);
+    })
+}
+
+#[test]
+fn a_rank_without_descriptors_has_the_group_refused_on_all() {
+    let errors = misled(true).into_iter().map(|outcome| outcome.expect_err("gloo would need more of them"));
+    let texts: Vec<String> = errors.map(|error| error.text()).collect();
+    let expected = ["group 'test' cannot be made: rank 2 cannot connect to rank 0's socket", "ulimit -n"];
+    assert!(expected.iter().all(|part| texts[0].contains(part)), "{}", texts[0]);
+    assert!(texts.iter().all(|text| *text == texts[0]), "{texts:?}");
+}
+
+#[test]
+fn a_rank_that_cannot_connect_makes_all_delegate() {
+    let reasons = reasons(misled(false));
     assert!(reasons[0].contains("rank 2 cannot connect to rank 0's socket"), "{}", reasons[0]);
     assert!(reasons.iter().all(|reason| *reason == reasons[0]), "{reasons:?}");
 }
@@ -918,7 +945,7 @@ fn read_all(bytes: &[u8]) {
         }
     }
     texts.extend(DecisionMessage::read(bytes).map(|decision| decision.text));
-    texts.extend(Answer::read(bytes).map(|answer| answer.reason));
+    texts.extend(Answer::read(bytes).and_then(|answer| answer.reason).map(|reason| reason.text().to_string()));
     texts.extend(Offer::read(bytes).into_iter().flat_map(|offer| offer.ranks).map(|(_, host)| host));
     let _ = Hello::read(bytes);
     assert!(texts.iter().all(|text| !text.contains(char::is_control)), "{texts:?}");
@@ -950,9 +977,9 @@ proptest! {
             ranks: vec![(1, "host".into()); ranks], process_of: vec![1, 2],
         };
         let hello = Hello { id, nonce: id, rank: 3 };
-        let answer = Answer { id, reason: "because".into() };
-        let hostile = Answer { id, reason: "\u{1b}[2J\n\u{7}".into() };
-        prop_assert_eq!(Answer::read(&hostile.write()).unwrap().reason, "?[2J ?");
+        let answer = Answer { id, reason: Some(Reason::OpenFiles("because".into())) };
+        let hostile = Answer { id, reason: Some(Reason::Other("\u{1b}[2J\n\u{7}".into())) };
+        prop_assert_eq!(Answer::read(&hostile.write()).unwrap().reason, Some(Reason::Other("?[2J ?".into())));
         prop_assert_eq!(DecisionMessage::read(&decision.write()), Some(decision.clone()));
         prop_assert_eq!(Offer::read(&offer.write()), Some(offer.clone()));
         prop_assert_eq!(Hello::read(&hello.write()), Some(hello.clone()));

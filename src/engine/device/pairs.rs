@@ -21,6 +21,9 @@
 //! | `pair/<low>-<high>/asked` | counter: the rank with an odd value asked first and invites; its peer gets the next |
 //! | `mail/<rank>/count`, `mail/<rank>/<n>` | invitations to a rank, deleted by it: inviter, number of the making |
 //! | `pair/<low>-<high>/<making>` | set when the invitation to this making was accepted |
+//!
+//! All but the invitations stay after the group has ended: two or three for each pair of ranks that sent a message on a
+//! device. A rank cannot know whether its peer's wait, which an interrupt may have ended, will be taken up again.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -1,9 +1,11 @@
-//! The format of mail between ranks: a first byte for the kind of letter, then its fields, little-endian.
+//! The format of mail between ranks: a first byte for the kind of letter, then its fields.
 
 use std::borrow::Cow;
+use std::mem::take;
 
 use super::ready::Ready;
 use crate::error::{Error, Result};
+use crate::fields::{Reader, Writer};
 
 /// A message of at most this many bytes is always sent inside its letter.
 pub const EAGER: usize = 16 << 10;
@@ -52,45 +54,27 @@ const READY: u8 = 10;
 
 impl<'a> Letter<'a> {
     pub fn encode(&self) -> Vec<u8> {
-        let put = |kind: u8, words: &[&[u8]]| {
-            let mut bytes = Vec::with_capacity(1 + words.iter().map(|word| word.len()).sum::<usize>());
-            bytes.push(kind);
-            words.iter().for_each(|word| bytes.extend_from_slice(word));
-            bytes
-        };
-        match self {
-            Letter::Eager { tag, taken, data } => {
-                let mut bytes = Letter::eager_head(*tag, *taken, data.len());
-                bytes.extend_from_slice(data);
-                bytes
-            }
-            Letter::Large { tag, taken, bytes, number } => {
-                let words = [taken, bytes, number].map(|word| word.to_le_bytes());
-                put(LARGE, &[&tag.to_le_bytes(), &words.concat()])
-            }
-            Letter::Granted { number, taken, body } => {
-                put(GRANTED, &[&[number, taken, body].map(|word| word.to_le_bytes()).concat()])
-            }
+        let kind = |kind: u8| Writer(Vec::with_capacity(40)).u8(kind); // fits all but `Fault`
+        let letter = match self {
+            Letter::Eager { tag, taken, data } => Writer(Letter::eager_head(*tag, *taken, data.len())).raw(data),
+            Letter::Large { tag, taken, bytes, number } => kind(LARGE).u32(*tag).u64(*taken).u64(*bytes).u64(*number),
+            Letter::Granted { number, taken, body } => kind(GRANTED).u64(*number).u64(*taken).u64(*body),
             Letter::Ready(Ready { tag, bytes, seen, ahead, body }) => {
-                let words = [bytes, seen, ahead, body].map(|word| word.to_le_bytes());
-                put(READY, &[&tag.to_le_bytes(), &words.concat()])
+                kind(READY).u32(*tag).u64(*bytes).u64(*seen).u64(*ahead).u64(*body)
             }
-            Letter::Refused { number } => put(REFUSED, &[&number.to_le_bytes()]),
-            Letter::Bye => put(BYE, &[]),
-            Letter::Heard => put(HEARD, &[]),
-            Letter::Fault(fault) => put(FAULT, &[fault]),
-            Letter::Come { turn } => put(COME, &[&turn.to_le_bytes()]),
-            Letter::Decided { turn, failed } => put(DECIDED, &[&turn.to_le_bytes(), &[u8::from(*failed)]]),
-        }
+            Letter::Refused { number } => kind(REFUSED).u64(*number),
+            Letter::Bye => kind(BYE),
+            Letter::Heard => kind(HEARD),
+            Letter::Fault(fault) => kind(FAULT).raw(fault),
+            Letter::Come { turn } => kind(COME).u64(*turn),
+            Letter::Decided { turn, failed } => kind(DECIDED).u64(*turn).u8(u8::from(*failed)),
+        };
+        letter.0
     }
 
     /// The start of an encoded `Eager`, to which the caller appends `bytes` bytes of data.
     pub fn eager_head(tag: u32, taken: u64, bytes: usize) -> Vec<u8> {
-        let mut head = Vec::with_capacity(13 + bytes);
-        head.push(EAGER_MESSAGE);
-        head.extend_from_slice(&tag.to_le_bytes());
-        head.extend_from_slice(&taken.to_le_bytes());
-        head
+        Writer(Vec::with_capacity(13 + bytes)).u8(EAGER_MESSAGE).u32(tag).u64(taken).0
     }
 
     /// Decodes a letter of `peer`. Fails if the mail is not a letter.
@@ -108,26 +92,24 @@ impl<'a> Letter<'a> {
     }
 
     fn read(mail: &'a [u8]) -> Option<Letter<'a>> {
-        let (kind, rest) = mail.split_first()?;
-        let half = |at: usize| Some(u32::from_le_bytes(rest.get(at..at + 4)?.try_into().ok()?));
-        let word = |at: usize| Some(u64::from_le_bytes(rest.get(at..at + 8)?.try_into().ok()?));
-        let (letter, bytes) = match *kind {
-            EAGER_MESSAGE => (Letter::Eager { tag: half(0)?, taken: word(4)?, data: &rest[12..] }, rest.len()),
-            LARGE => (Letter::Large { tag: half(0)?, taken: word(4)?, bytes: word(12)?, number: word(20)? }, 28),
-            GRANTED => (Letter::Granted { number: word(0)?, taken: word(8)?, body: word(16)? }, 24),
+        let mut from = Reader(mail);
+        let letter = match from.u8()? {
+            EAGER_MESSAGE => Letter::Eager { tag: from.u32()?, taken: from.u64()?, data: take(&mut from.0) },
+            LARGE => Letter::Large { tag: from.u32()?, taken: from.u64()?, bytes: from.u64()?, number: from.u64()? },
+            GRANTED => Letter::Granted { number: from.u64()?, taken: from.u64()?, body: from.u64()? },
             READY => {
-                let (tag, bytes, seen, ahead, body) = (half(0)?, word(4)?, word(12)?, word(20)?, word(28)?);
-                (Letter::Ready(Ready { tag, bytes, seen, ahead, body }), 36)
+                let (tag, bytes, seen) = (from.u32()?, from.u64()?, from.u64()?);
+                Letter::Ready(Ready { tag, bytes, seen, ahead: from.u64()?, body: from.u64()? })
             }
-            REFUSED => (Letter::Refused { number: word(0)? }, 8),
-            BYE => (Letter::Bye, 0),
-            HEARD => (Letter::Heard, 0),
-            FAULT => (Letter::Fault(rest.into()), rest.len()),
-            COME => (Letter::Come { turn: word(0)? }, 8),
-            DECIDED => (Letter::Decided { turn: word(0)?, failed: *rest.get(8)? != 0 }, 9),
+            REFUSED => Letter::Refused { number: from.u64()? },
+            BYE => Letter::Bye,
+            HEARD => Letter::Heard,
+            FAULT => Letter::Fault(take(&mut from.0).into()),
+            COME => Letter::Come { turn: from.u64()? },
+            DECIDED => Letter::Decided { turn: from.u64()?, failed: from.u8()? != 0 },
             _ => return None,
         };
-        (rest.len() == bytes).then_some(letter)
+        from.0.is_empty().then_some(letter)
     }
 }
 

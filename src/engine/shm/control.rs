@@ -83,11 +83,11 @@ impl Inquiry for Area {
         self.question_word(self.me)
     }
 
-    fn answer(&self, text: &str) {
-        self.write_answer(text);
+    fn answer(&self, answer: &[u8]) {
+        self.write_answer(answer);
     }
 
-    fn heard(&self, rank: usize) -> String {
+    fn heard(&self, rank: usize) -> Vec<u8> {
         self.read_answer(rank)
     }
 }

@@ -30,7 +30,8 @@ use super::channel::{Channel, WireLink};
 use super::connection::Connection;
 use super::path::Socket;
 use super::{Counted, ProcessId, Wire, locked, sockets};
-use crate::error::{Error, Result, cleaned};
+use crate::error::{Error, Result};
+use crate::fields::cleaned;
 use crate::host::Store;
 use crate::os::topology;
 
@@ -155,7 +156,12 @@ pub(super) struct Other {
     who: String,
 }
 
-/// Creates a group's channel, when all its ranks have called this. Blocks for at most the timeout.
+/// The key in the store under which a rank says where it listens. No rank reads it after all have joined the group.
+pub fn key(id: &[u8; 16], rank: usize) -> String {
+    format!("wire/{:032x}/{rank}", u128::from_be_bytes(*id))
+}
+
+/// Makes a group's channel after all its ranks have called this. Blocks for at most the timeout.
 pub fn join(wire: &Arc<Wire>, place: &Place) -> Result<WireLink> {
     let deadline = Instant::now().checked_add(place.timeout);
     let until = || deadline.map_or(Duration::MAX, |deadline| deadline.saturating_duration_since(Instant::now()));
@@ -167,7 +173,7 @@ pub fn join(wire: &Arc<Wire>, place: &Place) -> Result<WireLink> {
     wire.start()?;
     let _driven = Counted::new(wire); // other ranks connect while this one reads the store
     wire.wake_for_pending();
-    let key = |rank: usize| format!("wire/{:032x}/{rank}", u128::from_be_bytes(place.id));
+    let key = |rank: usize| key(&place.id, rank);
     let (pid, host) = (std::process::id(), topology::hostname());
     let own = format!("{:032x} {port} {} {pid} {host}{paths}", wire.id, place.address);
     place.store.set(&key(place.rank), own.as_bytes())?;

@@ -61,7 +61,7 @@ pub use self::channel::WireLink;
 use self::connection::{Connection, Incoming, Receiver, Turn};
 use self::frame::{Frame, Kind};
 use self::meet::Doors;
-pub use self::meet::{Place, join};
+pub use self::meet::{Place, join, key};
 use self::path::Socket;
 use self::sockets::{Epoll, Kick, Ready};
 use self::transfer::{Event, Events};

@@ -198,7 +198,7 @@ impl Several {
         let number = inn.paths.iter().position(|path| path.as_ref().is_some_and(|path| path.socket.token == token));
         let Some(number) = number else { return Turn::Nothing };
         let before = inn.parser.position;
-        let turn = inn.read(number, self, wire, connection, events);
+        let turn = Reading { inn: &mut inn, number, several: self, wire, connection, events }.turn();
         let position = inn.parser.position;
         if position > before {
             inn.parser.ack.store(position, Ordering::Release);
@@ -292,27 +292,31 @@ impl From<String> for Failure {
     }
 }
 
-impl Inn {
-    fn read(
-        &mut self,
-        number: usize,
-        several: &Several,
-        wire: &Wire,
-        connection: &Connection,
-        events: &mut Events,
-    ) -> Result<Turn, Failure> {
+/// One turn of reading one path.
+struct Reading<'a> {
+    inn: &'a mut Inn,
+    /// The path's number.
+    number: usize,
+    several: &'a Several,
+    wire: &'a Wire,
+    connection: &'a Connection,
+    events: &'a mut Events,
+}
+
+impl Reading<'_> {
+    fn turn(mut self) -> Result<Turn, Failure> {
         let mut moved = 0;
         loop {
-            self.handle_buffered(number, several, wire, connection, events)?;
+            self.handle_buffered()?;
             if moved >= TURN {
                 return Ok(Turn::Moved);
             }
-            match self.receive(number, wire, connection, events)? {
+            match self.receive()? {
                 Some((0, _)) => return Err(Failure::Path(CLOSED.to_string())),
                 Some((got, true)) => moved += got,
                 Some((_, false)) => {
                     // The system had no more data, so another call would find nothing.
-                    self.handle_buffered(number, several, wire, connection, events)?;
+                    self.handle_buffered()?;
                     return Ok(Turn::Moved);
                 }
                 None => return Ok(if moved > 0 { Turn::Moved } else { Turn::Nothing }),
@@ -320,15 +324,9 @@ impl Inn {
         }
     }
 
-    fn handle_buffered(
-        &mut self,
-        number: usize,
-        several: &Several,
-        wire: &Wire,
-        connection: &Connection,
-        events: &mut Events,
-    ) -> Result<(), String> {
-        let Inn { parser, assembly, paths, acknowledged, .. } = self;
+    fn handle_buffered(&mut self) -> Result<(), String> {
+        let Reading { number, several, wire, connection, ref mut events, .. } = *self;
+        let Inn { parser, assembly, paths, acknowledged, .. } = &mut *self.inn;
         let path = paths[number].as_mut().expect("it is read");
         let mut frames = Frames { parser, wire, connection, events };
         loop {
@@ -361,14 +359,9 @@ impl Inn {
 
     /// Makes one system call. It reads into the memory of the current frame if much of the segment belongs there, else
     /// into the buffer. Returns the number of bytes read, and whether they filled all the space.
-    fn receive(
-        &mut self,
-        number: usize,
-        wire: &Wire,
-        connection: &Connection,
-        events: &mut Events,
-    ) -> Result<Option<(usize, bool)>, Failure> {
-        let Inn { parser, assembly, paths, .. } = self;
+    fn receive(&mut self) -> Result<Option<(usize, bool)>, Failure> {
+        let Reading { number, wire, connection, ref mut events, .. } = *self;
+        let Inn { parser, assembly, paths, .. } = &mut *self.inn;
         let path = paths[number].as_mut().expect("it is read");
         let mut pieces = Pieces::default();
         // What belongs before the current frame came before. Its memory is not ours any more.

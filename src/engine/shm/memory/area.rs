@@ -357,20 +357,17 @@ impl Area {
         self.word32(self.layout.control_word(rank, QUESTION))
     }
 
-    /// Writes this rank's answer; only its answering thread calls this. This is a seqlock: the first word is odd while
-    /// the text changes, and a reader accepts a text only if it read the same even value before and after. Length and
-    /// text are atomic words too (relaxed); the fences on both sides order them.
-    pub fn write_answer(&self, text: &str) {
-        let at = self.layout.answer_text(self.me);
+    /// Writes this rank's answer; if it is too long, it is cut. Only its answering thread calls this. This is a seqlock:
+    /// the first word is odd while the answer changes, and a reader accepts an answer only if it read the same even value
+    /// before and after. Length and answer are atomic words too (relaxed); the fences on both sides order them.
+    pub fn write_answer(&self, answer: &[u8]) {
+        let at = self.layout.answer(self.me);
         let version = self.word64(at).load(Ordering::Relaxed) | 1;
         self.word64(at).store(version, Ordering::Relaxed);
         fence(Ordering::Release);
-        let mut end = text.len().min(ANSWER_BYTES - 16);
-        while !text.is_char_boundary(end) {
-            end -= 1;
-        }
-        self.word64(at + 8).store(end as u64, Ordering::Relaxed);
-        for (i, bytes) in text.as_bytes()[..end].chunks(8).enumerate() {
+        let answer = &answer[..answer.len().min(ANSWER_BYTES - 16)];
+        self.word64(at + 8).store(answer.len() as u64, Ordering::Relaxed);
+        for (i, bytes) in answer.chunks(8).enumerate() {
             let mut word = [0; 8];
             word[..bytes.len()].copy_from_slice(bytes);
             self.word64(at + 16 + i * 8).store(u64::from_ne_bytes(word), Ordering::Relaxed);
@@ -379,21 +376,21 @@ impl Area {
     }
 
     /// The last answer of `rank`. Empty before its first answer, and if the answer keeps changing.
-    pub fn read_answer(&self, rank: usize) -> String {
-        let at = self.layout.answer_text(rank);
+    pub fn read_answer(&self, rank: usize) -> Vec<u8> {
+        let at = self.layout.answer(rank);
         for _ in 0..100 {
             let version = self.word64(at).load(Ordering::Acquire);
             let bytes = (self.word64(at + 8).load(Ordering::Relaxed) as usize).min(ANSWER_BYTES - 16);
             let words = (0..bytes.div_ceil(8)).map(|i| self.word64(at + 16 + i * 8).load(Ordering::Relaxed));
-            let mut text: Vec<u8> = words.flat_map(u64::to_ne_bytes).collect();
-            text.truncate(bytes);
+            let mut answer: Vec<u8> = words.flat_map(u64::to_ne_bytes).collect();
+            answer.truncate(bytes);
             fence(Ordering::Acquire);
             if version.is_multiple_of(2) && self.word64(at).load(Ordering::Relaxed) == version {
-                return String::from_utf8_lossy(&text).into_owned();
+                return answer;
             }
             std::thread::yield_now();
         }
-        String::new()
+        Vec::new()
     }
 
     /// Poisons the group for all ranks. The first fault wins.

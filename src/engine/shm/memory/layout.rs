@@ -248,7 +248,7 @@ impl Layout {
     pub fn fault_text(&self, rank: usize) -> usize {
         self.control + rank * self.control_bytes() + CONTROL_WORDS * PAIR_OF_LINES
     }
-    pub fn answer_text(&self, rank: usize) -> usize {
+    pub fn answer(&self, rank: usize) -> usize {
         self.fault_text(rank) + FAULT_BYTES
     }
     /// Offset of a slot's header line. The payload follows 64 bytes later.
@@ -346,7 +346,7 @@ mod tests {
         for r in 0..l.ranks {
             areas.extend((0..CONTROL_WORDS).map(|i| (l.control_word(r, i), PAIR_OF_LINES)));
             areas.push((l.fault_text(r), FAULT_BYTES));
-            areas.push((l.answer_text(r), ANSWER_BYTES));
+            areas.push((l.answer(r), ANSWER_BYTES));
             areas.extend((0..l.depth).map(|n| (l.slot(r, n), 64 + SLOT_BYTES)));
             areas.extend((0..l.hashes()).map(|n| (l.hash_word(r, n), 8)));
             for round in 0..2 {

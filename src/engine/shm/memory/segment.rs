@@ -181,23 +181,26 @@ fn nameless_file(len: usize) -> io::Result<OwnedFd> {
 }
 
 impl Segment {
-    /// Makes a segment of `len` zero bytes. Also returns the descriptor by which peers map it.
-    pub fn create(len: usize) -> Result<(Segment, OwnedFd)> {
+    /// Makes a segment of `len` zero bytes, and the descriptor by which peers map it. An error comes with its text.
+    pub fn create(len: usize) -> std::result::Result<(Segment, OwnedFd), (io::Error, String)> {
         let (fd, backing) = match sealed_memfd(len) {
             Ok(fd) => (fd, Backing::Sealed),
             Err(denied) => {
                 log::warn!("memfd is not available ({denied}); using a nameless file in /dev/shm");
                 let fd = nameless_file(len).map_err(|error| {
-                    Error::system(format!(
-                        "sagellm: no shared memory of {len} bytes: memfd failed ({denied}) and /dev/shm too ({error}). \
-                         Allow memfd_create in the seccomp profile, or enlarge /dev/shm."
-                    ))
+                    let text = format!(
+                        "no shared memory of {len} bytes: memfd failed ({denied}) and /dev/shm too ({error}). Allow \
+                         memfd_create in the seccomp profile, or enlarge /dev/shm."
+                    );
+                    (error, text)
                 })?;
                 (fd, Backing::Unsealed)
             }
         };
-        let base = map_pages(len, libc::MAP_SHARED, fd.as_raw_fd())
-            .map_err(|error| refused(&format!("cannot map {len} bytes of shared memory"), error))?;
+        let base = map_pages(len, libc::MAP_SHARED, fd.as_raw_fd()).map_err(|error| {
+            let text = format!("cannot map {len} bytes of shared memory: {error}");
+            (error, text)
+        })?;
         Ok((Segment { base, len, backing, entry: enter(base, len) }, fd))
     }
 
