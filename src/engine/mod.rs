@@ -119,6 +119,8 @@ pub enum PeerProgress {
     NotEntered(Option<LastCall>),
     /// The rank has entered the operation and has not finished its part.
     Entered,
+    /// The rank waits in another operation, which has the number of this one or a later one.
+    CalledOther,
     /// Nothing is known of the rank.
     Unknown,
     /// The rank has not taken part in the message. Holds its last collective as text, if there is one.

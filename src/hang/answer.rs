@@ -87,7 +87,10 @@ impl Participant for Watch {
             if waiting.kind.is_p2p() {
                 return waiting.peers(ranks, me).take(MOST).collect();
             }
-            late_for(waiting, result, &none, me).into_iter().map(|(rank, _)| rank).take(MOST).collect()
+            let late = late_for(waiting, result, &none, me);
+            let late: Vec<usize> = late.into_iter().map(|(rank, _)| rank).take(MOST).collect();
+            // If all have called a collective with this number, some may have called another one.
+            if late.is_empty() { (0..ranks).filter(|rank| *rank != me).take(MOST).collect() } else { late }
         };
         let mut concerned: Vec<usize> = self.pending().iter().flat_map(of_one).collect();
         concerned.sort_unstable();

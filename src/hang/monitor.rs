@@ -170,7 +170,8 @@ impl Monitor {
             };
             waiting.peers(ranks, me).map(|rank| (rank, progress(rank))).collect()
         } else {
-            late_for(waiting, &watched.result, &watched.statuses, me)
+            let late = late_for(waiting, &watched.result, &watched.statuses, me);
+            if late.is_empty() { elsewhere(waiting, &watched.statuses, me) } else { late }
         };
         if found.is_empty() { seen } else { Blockers::Ranks(found) }
     }
@@ -204,6 +205,15 @@ pub fn late_for(
         Some((rank, progress))
     };
     all.filter(|(rank, _)| *rank != me).filter_map(progress).collect()
+}
+
+/// If every rank has called a collective with the number of this one: the ranks that wait in another operation,
+/// according to their answers. Engines compare calls by the data that they exchange, but no data arrives if, for
+/// instance, each rank believes that another one is the root of a broadcast.
+fn elsewhere(waiting: &Waiting, statuses: &BTreeMap<usize, Status>, me: usize) -> Vec<(usize, PeerProgress)> {
+    let others = statuses.iter().filter(|(rank, _)| **rank != me);
+    let waits = others.filter(|(_, status)| status.waits.as_ref().is_some_and(|waits| waits.what != waiting.what));
+    waits.map(|(rank, _)| (*rank, PeerProgress::CalledOther)).collect()
 }
 
 /// Time (`clock::now`) of the next question about an operation that has been pending for `age`. Ranks are asked

@@ -167,6 +167,7 @@ impl MissingRank {
             PeerProgress::Unknown if !complete => "has not said what it does".to_string(),
             PeerProgress::Unknown => format!("{silent}: its process is stopped, or the store cannot be reached"),
             PeerProgress::Entered => "entered it and stopped inside it".to_string(),
+            PeerProgress::CalledOther => "has made another call under this number or a later one".to_string(),
             PeerProgress::NotEntered(None) => "has not entered it, and nothing before it in this group".to_string(),
             PeerProgress::NotEntered(Some(last)) => {
                 format!("has not entered it, its last collective is {}{ended}", last.text)
