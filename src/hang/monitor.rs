@@ -208,9 +208,13 @@ pub fn late_for(
 }
 
 /// If every rank has called a collective with the number of this one: the ranks that wait in another operation,
-/// according to their answers. Engines compare calls by the data that they exchange, but no data arrives if, for
-/// instance, each rank believes that another one is the root of a broadcast.
+/// according to their answers. An engine compares calls by the data that the ranks exchange, but no data arrives if, for
+/// instance, each rank believes that another one is the root of a broadcast. The text of an engine's operation comes
+/// from the signature that it compares, so ranks that made the same call have the same text.
 fn elsewhere(waiting: &Waiting, statuses: &BTreeMap<usize, Status>, me: usize) -> Vec<(usize, PeerProgress)> {
+    if !matches!(waiting.which, Which::Engine(_)) {
+        return Vec::new();
+    }
     let others = statuses.iter().filter(|(rank, _)| **rank != me);
     let waits = others.filter(|(_, status)| status.waits.as_ref().is_some_and(|waits| waits.what != waiting.what));
     waits.map(|(rank, _)| (*rank, PeerProgress::CalledOther)).collect()
@@ -231,7 +235,10 @@ fn next_question(now: u64, age: u64, timeout: Duration) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Weak;
+
     use super::*;
+    use crate::hang::status::Waits;
     use crate::types::Kind;
 
     const SECOND: u64 = 1_000_000_000;
@@ -249,6 +256,23 @@ mod tests {
             age,
             on_device: false,
         }
+    }
+
+    #[test]
+    fn a_rank_that_waits_in_another_call_of_the_same_number_is_named() {
+        let waits = |what: &str| Waits { what: what.into(), ..Waits::default() };
+        let status = |what: Option<&str>| Status { issued: 3, waits: what.map(waits), ..Status::default() };
+        let statuses: BTreeMap<usize, Status> = [
+            (0, status(Some("all_reduce(4 bytes) number 3"))),
+            (1, status(Some("all_reduce(8 bytes) number 3"))),
+            (2, status(Some("all_reduce(4 bytes) number 3"))),
+            (3, status(None)),
+        ]
+        .into();
+        let of_an_engine = Waiting { which: Which::Engine(Weak::new()), ..all_reduce(3, 0, Duration::ZERO) };
+        assert_eq!(elsewhere(&of_an_engine, &statuses, 0), [(1, PeerProgress::CalledOther)]);
+        assert_eq!(elsewhere(&of_an_engine, &statuses, 1), [], "a rank does not name itself");
+        assert_eq!(elsewhere(&all_reduce(3, 0, Duration::ZERO), &statuses, 0), [], "its text may differ between ranks");
     }
 
     #[test]

@@ -239,6 +239,31 @@ def test_calls_that_do_not_match_are_shown(case: str, over_hosts: bool, request:
     compare(f"hang_over_hosts_{case}" if over_hosts else f"hang_{case}", text)
 
 
+def other_roots(ctx: Context, names: list[str]) -> str | None:
+    """Each rank waits for the data of a broadcast whose root, it believes, is the other rank."""
+    begin(ctx, names)
+    text = told(lambda: dist.broadcast(torch.ones(20_000), 1 - ctx.rank))[1]
+    ctx.tell("done")
+    ctx.listen()
+    return text
+
+
+def test_ranks_that_wait_for_each_others_data_over_hosts_are_named(hosts: list[str]) -> None:
+    """No data is exchanged, so nothing but the answers shows that the calls differ."""
+    with launch(other_roots, 2, hosts, env=ENV) as job:
+        start(job)
+        for rank in range(2):
+            job.hear(rank)
+        for rank in range(2):
+            job.say(rank, "go")
+        texts = [job.wait_rank(rank, 20).value for rank in range(2)]
+    for text in texts:
+        other = 1 if "broadcast(80000 bytes, root 1) number 2\n" in text else 0
+        assert re.search(rf"(?m)^  rank {other} .* has made another call under this number or a later one", text), text
+        assert f"and it waits in broadcast(80000 bytes, root {1 - other}) number 2 of group" in text, text
+        assert "\n  deadlock: rank" in text, text
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_that_wait_for_each_other_in_different_groups_are_named(ranks: int) -> None:
     """Rank 0 waits for rank 1 in one group, rank 1 for the next rank in another group, and so on round to rank 0."""
