@@ -135,7 +135,9 @@ def pattern(line: str) -> str:
 
 def compare(where: str, expected: str, printed: str, *, in_order: bool = True) -> None:
     lines = [pattern(line) for line in expected.splitlines() if line.strip()]
-    found = "".join(f"{line.strip()}\n" for line in printed.splitlines() if line.strip())
+    # torch logs this line if the machine's name service does not answer.
+    said = [line.strip() for line in printed.splitlines() if "hostname of the client socket cannot" not in line]
+    found = "".join(f"{line}\n" for line in said if line)
     if in_order:
         assert re.fullmatch("".join(lines), found), f"{where} prints\n{found}\nand the page says\n{expected}"
     for line in lines:  # ranks may write into each other's lines
