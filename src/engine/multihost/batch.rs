@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::time::Duration;
 
 use super::host_map::HostMap;
-use super::transport::{Arrived, FrameHeader, Incoming, Outgoing, Transport};
+use super::transport::{AFTER_DEADLINE, Arrived, FrameHeader, Incoming, Outgoing, Transport};
 use super::vector::{Vector, copy_in, cut, span, whole, written};
 use crate::algorithms::{Algorithm, How, Schedule};
 use crate::engine::Told;
@@ -79,7 +79,7 @@ impl BatchRun<'_> {
         // which outlive the call. `run` returns only when the operation has ended.
         let mut request = unsafe { Request::new(call.kind, call.inputs, call.outputs) };
         (request.dtype, request.op, request.root) = (call.dtype, call.op, call.root as u32);
-        request.timeout_ms = Some(left.as_millis() as u64 + 500); // the operation's own deadline is reported first
+        request.timeout_ms = Some((left + AFTER_DEADLINE).as_millis() as u64);
         (request.in_blocks, request.out_blocks) = (call.in_blocks, call.out_blocks);
         inside.run(request).map_err(|error| match error.rank() {
             // If this rank found the failure itself, the error uses the names of the whole group.

@@ -195,6 +195,9 @@ pub struct Transport {
 
 /// The value of `waiting_for` while the lane waits for no rank.
 pub const NOBODY: usize = usize::MAX;
+/// How long after its operation's deadline a wait of a lane ends by itself. The check of that deadline ends the wait
+/// earlier, with a text that says what the other ranks do, unless the machine is so busy that the check is late.
+pub const AFTER_DEADLINE: Duration = Duration::from_secs(2);
 
 /// What a step sends to one peer: the bytes of `pieces`, in order.
 pub struct Outgoing {
@@ -314,9 +317,7 @@ impl Transport {
     fn finish(&mut self, peer: usize, transfer: Box<dyn Transfer>, deadline: u64) -> Result<Vec<u8>> {
         self.waiting_for.store(peer, Ordering::Relaxed);
         let left = Duration::from_nanos(deadline.saturating_sub(clock::now()));
-        // This waits until a little after the operation's deadline, because the check of that deadline has a better
-        // error text.
-        let result = transfer.wait(left + Duration::from_millis(500));
+        let result = transfer.wait(left + AFTER_DEADLINE);
         self.waiting_for.store(NOBODY, Ordering::Relaxed);
         result.map_err(|broken| self.lost(peer, &broken))
     }
