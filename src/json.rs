@@ -1,5 +1,5 @@
-//! Writes JSON: the answers to Python's queries, and the file of a failed group. An answer is a single text, so a new
-//! field must be added in the core and in the package's types, but not in the bridge between them.
+//! Writes JSON: answers to Python's queries, and the dump of a failed group. An answer crosses the bridge as one string,
+//! so a new field changes the core and the package's types, but not the bridge.
 
 use std::fmt::{Display, Write as _};
 

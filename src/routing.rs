@@ -118,8 +118,8 @@ impl<'a> Table<'a> {
         Ok(())
     }
 
-    /// Received rows are stored in the order of the ranks that sent them. `sorting` lists their places sorted by expert
-    /// and then by rank. `unsorted` is the inverse: for each received row, its place in that sorted order.
+    /// Received rows are stored by sending rank, in the order of `order()`. `sorting[i]` is the place of the row that
+    /// comes i-th by expert, then by rank. `unsorted` is the inverse permutation.
     pub fn coming(&self, sorting: &mut [i64], unsorted: &mut [i64]) -> Result<()> {
         let total: i64 = (0..self.ranks()).map(|from| self.counts(from, self.rank).iter().sum::<i64>()).sum();
         sizes("sorting", sorting.len(), total as usize)?;

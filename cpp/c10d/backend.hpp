@@ -242,7 +242,7 @@ class SageBackend final : public c10d::Backend {
   // The delegate carries the call; this function also records the call in the statistics and watches it.
   WorkPtr by_delegate(const CallDesc& call, bool host_staged = false);
 
-  // Passes the requests of a call to the core. The inputs are kept alive until an asynchronous call has ended.
+  // Passes the requests of a call to the core. An asynchronous call keeps its inputs alive until it has ended.
   WorkPtr submit(Plans& plans, const CallDesc& call);
   WorkPtr submit_async(Plans& plans, const CallDesc& call, bool async);
   void run(Plan& plan, const Label& label, TensorView inputs);

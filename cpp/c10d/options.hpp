@@ -29,9 +29,9 @@ struct BackendOptions final : c10d::Backend::Options {
   std::string algorithm;
   // The user's description of the machines, as `Topology` of src/select/start.rs parses it; empty if there is none.
   std::string topology;
-  // These two have an effect if the ranks live on several hosts, and must be the same on all ranks. `fusion`: small
-  // operations that are pending at the same time are sent together. `strict`: every element is combined in the order of
-  // the ranks, which gives the bits of one host.
+  // Must be equal on all ranks of a group over several hosts. `fusion`: small operations that are pending at the same
+  // time are sent together. `strict`: between hosts, elements are combined in rank order, so results equal those on one
+  // host bit for bit.
   bool fusion = true;
   bool strict = false;
   // Whether the link between hosts is measured when the group is made. If not, the start rules of src/select/start.rs

@@ -27,9 +27,9 @@ class Rendezvous {
   // How the ranks of the group reach each other; see src/rendezvous/addresses.rs.
   std::string network() const { return std::string(decided_.network); }
 
-  // While the ranks connect or make the delegate, a rank that fails publishes its error in the store. All ranks report
-  // the text of the first rank that failed. Both functions return that text; it is empty until that rank has written
-  // it. Both functions send requests to the store: call them without the GIL.
+  // For a rank that fails while the ranks connect or make the delegate. The first one publishes its error text in the
+  // store, and all ranks report that text. Both functions return it, or an empty text until it is written. They send
+  // requests to the store: call them without the GIL.
   std::string tell_failure(const std::string& text);
   std::string told_failure();
 

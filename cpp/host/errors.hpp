@@ -18,7 +18,7 @@ namespace sagellm {
 inline constexpr const char* kInherited =
     "sagellm: a forked child cannot wait for an operation of its parent. Wait for it in the parent";
 
-// Makes such an error text from a kind and a text.
+// Makes a coded error text from a kind and a text.
 std::string coded(ErrorKind kind, const std::string& text);
 
 // The kind of an error text. No value if the text is empty, which means that there is no error.

@@ -79,8 +79,8 @@ class Plan {
   // Makes this a call that combines numbers, of the type of `tensor`.
   void combine(const at::Tensor& tensor, const c10d::ReduceOp& reduce_op);
 
-  // Append a tensor to the inputs, to the outputs, or to both as the same memory. `stage` asks for a temporary even if
-  // the tensor is contiguous, because it overlaps another piece in a way that the core does not allow.
+  // Append a tensor to the inputs, to the outputs, or to both as the same memory. `stage` forces a temporary, even for
+  // a contiguous tensor: set if it overlaps another piece in a way that the core forbids.
   void read(const at::Tensor& tensor, bool stage = false);
   void write(const at::Tensor& tensor, bool stage = false);
   // Appends the tensors of a list to the outputs. If tensors share memory, their results are stored one after the other

@@ -19,8 +19,8 @@ pub mod ffi {
     extern "Rust" {
         /// Fills `encoded` with blocks. A block is a scale and `block` numbers. Numbers after the last value are 0.
         fn int8_encode(values: &[f32], block: usize, encoded: &mut [u8]) -> Result<()>;
-        /// Adds the addends. Each has the size of `summed`; they are stored one after the other. First their scales are
-        /// divided by `divisor`.
+        /// Adds encoded arrays of the size of `summed`, stored one after another, after dividing their scales by
+        /// `divisor`.
         fn int8_sum(addends: &[u8], block: usize, divisor: f32, summed: &mut [u8]) -> Result<()>;
         fn int8_decode(encoded: &[u8], block: usize, values: &mut [f32]) -> Result<()>;
         /// Indices of the `places.len()` elements with the largest magnitudes, in ascending order.

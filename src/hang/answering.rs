@@ -69,8 +69,8 @@ fn answer(responder: &Responder) {
     }
 }
 
-/// Reads the last question to one group and answers it. Returns that question. Contains a panic, so that the other
-/// groups are still served.
+/// Reads the last question to one group, answers it and returns it. Catches a panic, so that the other groups are still
+/// served.
 fn serve(me: &dyn Member) -> Option<Question> {
     let channel = me.channel()?;
     let question = channel.question()?.load(Ordering::Acquire);

@@ -3,7 +3,6 @@
 //! the list is also part of the chain of calls (rule 5). A call with a list gets every error that separate calls would
 //! get.
 
-use super::words::UNTOUCHED;
 use crate::error::{Error, laid_out};
 use crate::types::{Dtype, Kind, Listed, ReduceOp, Request};
 
@@ -95,8 +94,14 @@ pub struct Place {
 
 /// The error of two ranks whose lists of tensors differ in operation `number`. `call` is its signature as text. `own`
 /// and `theirs` are each a rank and its hash. If the rank passed only one tensor, the hash is not that of a list of
-/// tensors.
-pub fn differ(call: &str, number: u64, own: (usize, u64), theirs: (usize, u64), place: Option<Place>) -> Error {
+/// tensors. `data` says what happened to the data.
+pub fn differ(
+    call: &str,
+    number: u64,
+    own: (usize, u64),
+    theirs: (usize, u64),
+    (place, data): (Option<Place>, &str),
+) -> Error {
     let passed = |(rank, hash): (usize, u64)| {
         let tensors = match count(hash) as u64 {
             0 => "one tensor and no list".to_string(),
@@ -110,7 +115,7 @@ pub fn differ(call: &str, number: u64, own: (usize, u64), theirs: (usize, u64), 
         format!("tensor {} has {ours} on rank {} and {others} on rank {}", place.at, own.0, theirs.0)
     });
     let head = format!("ranks passed different lists of tensors to {call}, number {number} of their group");
-    let lines = [passed(own), passed(theirs), place, UNTOUCHED.to_string()];
+    let lines = [passed(own), passed(theirs), place, data.to_string()];
     let advice = "Every rank must pass as many tensors, with the same sizes and types in the same order";
     Error::mismatch(laid_out(&head, &lines, advice))
 }

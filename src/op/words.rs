@@ -1,4 +1,4 @@
-//! Error texts about operations: one operation, and two ranks whose operations differ.
+//! Error texts that name an operation, or two ranks' operations that differ.
 
 use super::{Op, describe};
 use crate::error::{Error, SAME_CALLS, laid_out};

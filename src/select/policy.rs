@@ -27,7 +27,7 @@ pub struct Policy {
     pub table: Option<Table>,
     /// The user's description of the machines. If it is set and no rule and no table line decides, the start rules do.
     pub topology: Option<Topology>,
-    /// Whether the link between hosts is measured. If not, the start rules decide like they do if there is a topology.
+    /// Whether the link between hosts is measured. If not, the start rules decide, as they do with a `topology`.
     pub measure_link: bool,
     /// How much of each result the ranks compare.
     pub verify: Verify,

@@ -96,7 +96,7 @@ fn each_operation_knows_with_whom_it_ended() {
     let mut stats = Stats::new(2, 8);
     let ops: Vec<_> = (1..=5).map(|n| issue(&mut stats, request(Kind::AllReduce, 8, 8), n)).collect();
     let message = issue(&mut stats, request(Kind::Send, 8, 0), 9);
-    // The batch of an operation between hosts was recorded before its end, and must stay.
+    // Between hosts the batch is recorded before the end; `ended` must not replace it.
     ops[4].set_fused_with(FusedWith::new(5, (2, 5), 4));
     let failed = (Arc::clone(&ops[0]), Err(Error::aborted("over")));
     let well = [2, 3, 4].map(|at: usize| (Arc::clone(&ops[at]), Ok(())));

@@ -634,7 +634,7 @@ class Warm:
 
 
 def warm_python() -> str:
-    """An executable that runs like this Python with torch imported, unless `warm.py` has a reason against it."""
+    """A Python that starts with torch imported, or the real one if `cold_because` of `warm.py` says so."""
     return str(Warm.get().python)
 
 

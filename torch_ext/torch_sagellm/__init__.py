@@ -75,8 +75,8 @@ def _is_command_line() -> bool:
     return os.path.basename(sys.argv[0] if sys.argv else "") == "torch-sagellm"
 
 
-# `import torch_sagellm` registers the backend if torch's autoloading is off. `register` may import torch, which then
-# calls it again in the middle of this line, so it must be the last line. The command line does not register here: a
-# command that needs no torch, such as a probe that runs every few seconds, must not wait for its import.
+# `import torch_sagellm` registers the backend if torch's autoloading is off. `register` may import torch, which
+# calls `register` again before it returns, so this must be the last line. The command line does not register here: a
+# command that needs no torch, such as a probe that runs every few seconds, must not wait for torch.
 if not _is_command_line():
     _torch_sagellm_autoload.register()

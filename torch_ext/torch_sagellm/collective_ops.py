@@ -256,7 +256,7 @@ class BenchmarkResult:
         """Bus bandwidth, as in ``torch_sagellm.get_stats``: the traffic on the link of a rank, in GB/s.
 
         It is ``algbw_gbs`` times 2(n-1)/n for all_reduce, (n-1)/n for all_gather and reduce_scatter, 1 for broadcast,
-        for n ranks. So it is 0 for one rank, which sends nothing.
+        for n ranks. So except for broadcast it is 0 for one rank.
         """
         factor = BUS_FACTORS.get(self.op)
         return self.algbw_gbs * (1.0 if factor is None else factor(self.world_size))

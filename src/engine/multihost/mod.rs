@@ -1,9 +1,9 @@
 //! A group whose ranks are on several hosts. Collectives run in batches on two lanes, which use shared memory inside
 //! each host and a link between the hosts. Messages between any two ranks use the link without a lane.
 //!
-//! `submit` queues a collective and never blocks. Each lane has a thread that takes the batches of its turn (`fusion`)
-//! and runs them (`collectives`). The lanes need threads because a lane's waits on the link block. The caller must not
-//! block in such a wait, because it has to notice signals and deadlines. Each lane has its own shared-memory group
+//! `submit` queues a collective and never blocks. Each lane has a thread that takes every second batch (`fusion`) and
+//! runs it (`collectives`). A lane needs a thread because it blocks while it waits for the link. The caller must not
+//! block there, because it has to notice signals and deadlines. Each lane has its own shared-memory group
 //! inside the host and its own tags on the link, so the two lanes never match or order each other's messages.
 //!
 //! | file | |

@@ -148,8 +148,8 @@ impl Probe<'_> {
         both
     }
 
-    /// Average nanoseconds of a round with the ranks `with`. If there are none, it only counts the rounds, so that the
-    /// message numbers stay equal on all hosts.
+    /// Average nanoseconds of a round with the ranks `with`. If `with` is empty, rounds only advance `number`, which must
+    /// stay equal on all hosts.
     fn rounds(&mut self, with: &[usize], bytes: usize, times: usize) -> Result<u64> {
         let data = vec![1; bytes];
         let begin = Instant::now();

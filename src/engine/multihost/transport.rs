@@ -110,7 +110,7 @@ impl FrameHeader {
     pub fn other_list(&self, me: usize, peer: usize, theirs: u64) -> Option<Error> {
         let differ = theirs != self.lists && (lists::is_of_tensors(theirs) || lists::is_of_tensors(self.lists));
         let call = || op::describe(self.signature);
-        differ.then(|| lists::differ(&call(), self.number, (me, self.lists), (peer, theirs), None))
+        differ.then(|| lists::differ(&call(), self.number, (me, self.lists), (peer, theirs), (None, MOVED)))
     }
 }
 

@@ -187,7 +187,7 @@ fn other_list(area: &Area, op: &Op, (peer, theirs): (usize, u64), own: u64) -> O
         lists::Place { at, own, theirs }
     });
     let place = pairs.find(|place| place.own != place.theirs);
-    Some(lists::differ(&op::describe(op.signature), op.number, (area.me, own), (peer, theirs), place))
+    Some(lists::differ(&op::describe(op.signature), op.number, (area.me, own), (peer, theirs), (place, UNTOUCHED)))
 }
 
 /// Called if the signatures of this operation agree but the chains differ. Then either the lists of sizes of this

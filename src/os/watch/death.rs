@@ -120,7 +120,7 @@ impl Watcher {
         Ok(watcher)
     }
 
-    /// Ignores poisoning, because if a callback panics, the watches of all other groups must not end.
+    /// Ignores poisoning: a panic in one callback must not end the watches of other groups.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

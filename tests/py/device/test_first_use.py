@@ -27,7 +27,7 @@ from simulated import VENDORS, environment, start
 #: The first test builds the simulators, which takes minutes on a busy machine; every job has its own deadline.
 pytestmark = pytest.mark.timeout(900)
 
-#: Timeout in seconds of groups that must time out, and of groups whose first calls must time out, one by one.
+#: Timeouts in seconds: for a launch that hangs, and for first calls, each of which must time out in turn.
 TIMEOUT = 3
 SHORT = 1
 #: The library itself would wait for far longer than any test.

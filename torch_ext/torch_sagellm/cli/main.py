@@ -64,7 +64,7 @@ COMMANDS: dict[str, Any] = {
 }
 #: A shell's exit code for Ctrl-C.
 INTERRUPTED = 130
-#: Commands that only read files: a probe that runs every few seconds must not import torch.
+#: Commands that need only files: a probe that runs every few seconds must not import torch.
 WITHOUT_TORCH = ("health", "top", "trace")
 #: Commands that work even if the extension cannot be used, and report the reason.
 ALWAYS = ("info", "doctor")

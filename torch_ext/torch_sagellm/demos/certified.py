@@ -67,7 +67,7 @@ def _sum(numbers: list[float]) -> list[float]:
 
 
 def values(words: Found, _: Any) -> Found:
-    """Known values in every collective, dtype, reduction and size; messages; equal bits on all ranks."""
+    """Checks all collectives, dtypes, reductions and sizes, then messages, then bits across ranks."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-//! Transfers the messages, mail and bodies of one group, by the rank of the peer.
+//! Transfers one group's messages, mail and bodies; peers are named by rank.
 //!
 //! A short message of a lane is sent at once, if the receiver has consumed enough of the earlier ones (`WINDOW`). The
 //! receiver keeps it until a receive is posted. A longer message is a body: when its receive is posted, the receiver

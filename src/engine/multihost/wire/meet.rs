@@ -229,8 +229,8 @@ fn late(place: &Place, what: &str) -> Error {
 }
 
 impl Other {
-    /// Parses a rank's entry in the store. Link-local addresses of other hosts get the interfaces of this process's
-    /// addresses.
+    /// Parses a rank's entry in the store. A link-local address gets the interface (scope) of this process's
+    /// own address.
     fn read(text: &[u8], own: &Place) -> Option<Other> {
         let text = std::str::from_utf8(text).ok()?;
         let (first, paths) = text.split_once('\n').unwrap_or((text, ""));

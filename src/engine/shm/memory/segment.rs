@@ -181,7 +181,7 @@ fn nameless_file(len: usize) -> io::Result<OwnedFd> {
 }
 
 impl Segment {
-    /// Makes a segment of `len` zero bytes, and the descriptor by which peers map it. An error comes with its text.
+    /// Makes a segment of `len` zero bytes, and the descriptor by which peers map it. The String is the error's text.
     pub fn create(len: usize) -> std::result::Result<(Segment, OwnedFd), (io::Error, String)> {
         let (fd, backing) = match sealed_memfd(len) {
             Ok(fd) => (fd, Backing::Sealed),
