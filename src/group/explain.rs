@@ -93,6 +93,7 @@ impl Group {
         let known = well || choice.is_some_and(|choice| matches!(choice.path, Path::Hosts { .. }));
         let batch = Batch { count, first, last, bytes: batched.then_some(desc.bytes) };
         let past = Past { number, choice, batch: known.then_some(batch), host_staged };
+        let found = if choice == Some(Choice::MAPPED) { mapped(found) } else { found };
         Explanation { desc: own, past: Some(past), ..found }
     }
 
@@ -125,6 +126,14 @@ impl Group {
     fn explain_op(&self, desc: OpDesc, batched: bool) -> Explanation {
         self.lock().engine.explain(desc, batched)
     }
+}
+
+/// The explanation of an operation that was mapped. Where the tensors lie, which decides that, is not part of the
+/// description from which the choice is computed again.
+fn mapped(staged: Explanation) -> Explanation {
+    let decided = Choice::MAPPED.reason.text().to_string();
+    let (predicted_ns, measured_ns) = (0, None);
+    Explanation { choice: Choice::MAPPED, decided, predicted_ns, measured_ns, rejected: Vec::new(), ..staged }
 }
 
 /// What was recorded about a call.

@@ -19,6 +19,12 @@ fn last_path(group: &Group) -> String {
     past.choice.expect("it has ended").path.to_string()
 }
 
+/// Whether the explanation of this rank's last collective says what was recorded.
+fn explains_its_record(group: &Group) -> bool {
+    let found = group.explain_number(group.sequence()).expect("a collective was called");
+    Some(found.choice) == found.past.expect("it has ended").choice
+}
+
 fn spec(kind: Kind, count: usize, seed: u64, ranks: usize) -> Spec {
     Spec {
         kind,
@@ -56,6 +62,7 @@ fn rule_36_every_kind_has_the_bits_of_the_reference_and_is_mapped() {
                     let large = !rooted || count * spec.dtype.size() >= 1 << 20;
                     let mapped = kind != Kind::Barrier && large && seed > 1001;
                     assert_eq!(last_path(&groups[me]) == "mapped", mapped, "{spec:?}: {}", last_path(&groups[me]));
+                    assert!(explains_its_record(&groups[me]), "{spec:?}");
                 }
             }
         });
