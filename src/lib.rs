@@ -9,7 +9,7 @@
 //! (`group/check.rs`), turns a valid call into an [`op`] with a sequence number, signature and deadline, and submits
 //! the op to the group's [`crate::engine::Engine`]. [`crate::engine::shm`] enqueues, publishes and advances it
 //! (`engine/shm/engine.rs`): it asks [`select`] whether to use slots or rounds, writes the rank's slot in shared memory
-//! (`small.rs`, `bulk.rs`, messages in `p2p.rs`), and reduces the ranks' data with [`reduce`], in the order of the
+//! (`small.rs`, `bulk.rs`, messages in `p2p`), and reduces the ranks' data with [`reduce`], in the order of the
 //! ranks. Finally [`group`] records the op's end in [`stats`] and reports it to its owner (`Op::end`). If a peer has
 //! not entered the op yet, [`progress`] drives the groups of this process: on the thread that waits, or on the progress
 //! thread if no thread waits. `docs/internals/calls.md` lists the files of this path in order.

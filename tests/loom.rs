@@ -9,7 +9,7 @@ use loom::sync::atomic::{AtomicU32, AtomicU64, fence};
 use loom::sync::{Arc, Condvar, Mutex};
 use loom::thread;
 
-use sagellm::engine::shm::channels::Channels;
+use sagellm::engine::shm::p2p::channels::Channels;
 use sagellm::engine::shm::protocol;
 use sagellm::engine::shm::protocol::{Ends, Mail, Region, Slots, Word, Words};
 use sagellm::os::event_count;
@@ -211,6 +211,39 @@ fn a_tensor_that_a_rank_changed_after_it_gave_up_is_never_taken_for_its_input() 
             if protocol::was_whole(memory) {
                 assert_eq!(found, 7, "what rank 1 wrote after it had given up");
             }
+        }
+    });
+}
+
+/// Rank 0 sends two messages that rank 1 reads in place, and gives the second one up at any time. It changes the tensor when
+/// rank 1 has drained the round, or after it gave up; in that case, rank 1 finds that out.
+#[test]
+fn a_message_read_in_place_ends_before_its_tensor_changes() {
+    run(2, 2, 3, |memory, me| {
+        let (ready, drained) = (Word::Ready(Region::Stage, 0), Word::Drained(Region::Stage, 1));
+        // The tensor is a word, because the accesses race if rank 0 gives up.
+        let tensor = &memory.tags[0];
+        if me == 0 {
+            tensor.store(7, Relaxed);
+            memory.store(ready, 1);
+            until(|| memory.load(drained) >= 1);
+            tensor.store(8, Relaxed);
+            memory.store(ready, 2);
+            if !a_few_times(|| memory.load(drained) >= 2) {
+                memory.over.store(1, Release);
+                fence(SeqCst);
+            }
+            tensor.store(9, Relaxed);
+            return;
+        }
+        for round in 1..=2 {
+            until(|| memory.load(ready) >= round);
+            let found = tensor.load(Relaxed);
+            if !protocol::was_whole(memory) {
+                return;
+            }
+            assert_eq!(found, 6 + round, "what rank 0 wrote after the message");
+            memory.store(drained, round);
         }
     });
 }

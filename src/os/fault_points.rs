@@ -33,7 +33,7 @@ enumeration! {
         PartBegun = 12, "before a part is done";
         PartDone = 13, "before a part is published";
         PartPublished = 14, "after a part is published";
-        // Messages on one host (`engine/shm/p2p.rs`).
+        // Messages on one host (`engine/shm/p2p`).
         EnvelopeWritten = 15, "before an envelope is published";
         EnvelopeSent = 16, "after an envelope is published";
         EnvelopeSeen = 17, "before an envelope is read";

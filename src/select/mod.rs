@@ -47,7 +47,7 @@ pub enum Path {
     Unknown,
     /// A group of one rank: a local copy.
     Alone,
-    /// A send or a receive (`engine/shm/p2p.rs`).
+    /// A send or a receive (`engine/shm/p2p`).
     Message,
     /// One exchange of tagged slots (`engine/shm/small.rs`).
     Slots,

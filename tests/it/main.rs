@@ -36,6 +36,7 @@ mod shm_many_ranks;
 mod shm_mapped;
 mod shm_memory_presence;
 mod shm_p2p;
+mod shm_p2p_in_place;
 mod shm_protocol;
 mod shm_results;
 mod shm_threads;

@@ -1,4 +1,4 @@
-//! Tests the protocol of the shared memory with 4 and 8 ranks under random schedules: `protocol.rs`, `channels.rs` and
+//! Tests the protocol of the shared memory with 4 and 8 ranks under random schedules: `protocol.rs`, `p2p/channels.rs` and
 //! `event_count.rs` themselves. At each access to one of their words a different rank may run.
 //!
 //! What this does not show: shuttle runs all accesses in one order, so this test does not find an access that is
@@ -14,7 +14,7 @@ use shuttle::sync::{Condvar, Mutex};
 use shuttle::thread::yield_now;
 
 use crate::common::schedules::{ranks, under_schedules};
-use sagellm::engine::shm::channels::Channels;
+use sagellm::engine::shm::p2p::channels::Channels;
 use sagellm::engine::shm::protocol;
 use sagellm::engine::shm::protocol::{Mail, Region, Slots, Word, Words};
 use sagellm::os::event_count;

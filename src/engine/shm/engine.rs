@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
 
 use super::bulk::{Bases, Bulk, Rounds, Step};
 use super::mapped::{Arenas, Mapped, Outcome};
@@ -134,7 +135,7 @@ impl Shm {
         self.continue_from_copies(&mut predecessors);
         match self.order.hold(op, self.turns, predecessors) {
             true => Ok(()),
-            false => self.p2p.issue(&self.area, Arc::clone(op), ended),
+            false => self.p2p.issue(&self.area, &mut self.arenas, Arc::clone(op), ended),
         }
     }
 
@@ -152,12 +153,13 @@ impl Shm {
     }
 
     /// Removes the predecessors for which no operation needs to wait. A send that `p2p` has accepted continues from a
-    /// copy of its data, because its peer may receive it only after the operation that waits here.
+    /// copy of its data, because its peer may receive it only after the operation that waits here. If the peer already
+    /// reads the send's tensor, it completes that whatever else it waits for.
     fn continue_from_copies(&mut self, predecessors: &mut Vec<Arc<Op>>) {
         predecessors.retain(|earlier| {
             let sends =
                 earlier.request.kind == Kind::Send && !earlier.is_released() && self.order.find(earlier).is_none();
-            if sends {
+            if sends && !self.p2p.is_lent(earlier) {
                 copy_inputs(earlier);
                 self.order.released(earlier);
             }
@@ -169,7 +171,7 @@ impl Shm {
     fn hand_over_held(&mut self, ended: &mut Ended) -> Result<bool> {
         let mut moved = false;
         while let Some(op) = self.order.next_ready() {
-            self.p2p.issue(&self.area, Arc::clone(&op), ended)?;
+            self.p2p.issue(&self.area, &mut self.arenas, Arc::clone(&op), ended)?;
             if has_left_its_memory(&op) {
                 op.release();
             } else if op.request.kind == Kind::Send && !op.is_released() && self.order.is_awaited(&op) {
@@ -305,7 +307,7 @@ impl Shm {
             moved |= self.hand_over_held(ended)?;
         }
         let before = ended.len();
-        moved |= self.p2p.poll(&self.area, ended)?;
+        moved |= self.p2p.poll(&self.area, &mut self.arenas, ended)?;
         ended[before..].iter().for_each(|(op, _)| self.order.released(op));
         if moved {
             event_count::announce(&*self.area, self.area.ranks);
@@ -473,12 +475,18 @@ impl Engine for Shm {
 
     fn take_pending(&mut self, error: &Error) -> Vec<Arc<Op>> {
         self.queued = 0;
-        let exposed = self.entries.iter().any(|entry| matches!(entry.phase, Phase::Mapped(_)));
+        let mapped = self.entries.iter().any(|entry| matches!(entry.phase, Phase::Mapped(_)));
+        let exposed = mapped || self.p2p.lends_some();
         if exposed && !self.area.is_poisoned() && !self.area.left(self.area.me) {
             // If another thread of this rank has found the fault, that thread may not have stored it yet. The peers
             // must be able to see the fault before the program changes a tensor (`mapped`). Both threads store the same
             // text.
             self.area.poison(error);
+        }
+        if exposed {
+            // This rank has stored the fault, or that it leaves. Later writes of the program must not be ordered before
+            // that store.
+            fence(Ordering::SeqCst);
         }
         let collectives = self.entries.drain(..).map(|entry| {
             if let Phase::Mapped(mapped) = entry.phase {

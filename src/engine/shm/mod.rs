@@ -15,14 +15,13 @@
 //! | `small`, `bulk`, `mapped`, `p2p` | the four ways to move data |
 //! | `results` | compares the ranks' results, if the group asks for it |
 //! | `memory/arena`, `reach`, `extents` | tensors that peers can reach: this process's, the peers', pages in use |
-//! | `channels`, `rank_set` | which sender uses which channel of a receiver; sets of ranks |
+//! | `rank_set` | sets of ranks |
 //! | `memory/presence` | memory that is populated at its first use |
 //! | `memory/segment` | the memory itself |
 //! | `engine` | the queue: `Shm`, the group's `Engine` |
 //! | `control` | what any thread may use without the group's lock |
 
 pub mod bulk;
-pub mod channels;
 mod control;
 mod engine;
 pub mod mapped;

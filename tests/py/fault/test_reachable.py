@@ -24,11 +24,12 @@ pytestmark = beyond_gloo("gloo writes into no peer's memory")
 #: Repetitions of each case; `make test-long` sets more.
 TURNS = int(os.environ.get("SAGELLM_TEST_REACHABLE", "2"))
 COUNT = 12 << 20  # 48 MiB: one call takes some milliseconds, in which a rank can be stopped
-KINDS = ("all_reduce", "reduce", "all_gather", "broadcast", "reduce_scatter", "all_to_all", "scatter", "gather")
+KINDS = ("all_reduce", "reduce", "all_gather", "broadcast", "reduce_scatter", "all_to_all", "scatter", "gather", "send")
 
 
 def call(kind: str, mine: torch.Tensor, result: torch.Tensor) -> None:
-    """Calls one collective. Its result is in `result`; for all_reduce, reduce and broadcast it is in `mine`."""
+    """Calls one collective, or sends a block to the next rank and receives one from the rank before. The result is in
+    `result`; for all_reduce, reduce and broadcast it is in `mine`."""
     if kind == "all_reduce":
         dist.all_reduce(mine)
     elif kind == "reduce":
@@ -45,6 +46,12 @@ def call(kind: str, mine: torch.Tensor, result: torch.Tensor) -> None:
     elif kind == "gather":
         blocks = list(result.chunk(dist.get_world_size())) if dist.get_rank() == 0 else None
         dist.gather(mine[: COUNT // dist.get_world_size()], blocks)
+    elif kind == "send":
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        sends = dist.P2POp(dist.isend, mine[: COUNT // ranks], (rank + 1) % ranks)
+        receives = dist.P2POp(dist.irecv, result[: COUNT // ranks], (rank - 1) % ranks)
+        for work in dist.batch_isend_irecv([sends, receives]):
+            work.wait()
     else:
         dist.all_to_all_single(result, mine)
 
@@ -61,6 +68,8 @@ def right(kind: str, mine: torch.Tensor, result: torch.Tensor) -> bool:
         return bool((result[:part] == total).all())
     if kind == "scatter":
         return bool((result[:part] == 1).all())
+    if kind == "send":
+        return bool((result[:part] == (dist.get_rank() - 1) % ranks + 1).all())
     if kind == "gather" and dist.get_rank() != 0:
         return True
     return all(bool((result[rank * part : (rank + 1) * part] == rank + 1).all()) for rank in range(ranks))

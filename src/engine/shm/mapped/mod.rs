@@ -57,7 +57,7 @@ use crate::threads;
 /// Bytes that are read or combined, then written to all outputs, while they are in the nearest cache.
 const FOLD_BYTES: usize = 32 << 10;
 /// Bytes of one step for each thread that works on it. Between steps, a waiting thread checks for signals, deadlines and ended peers.
-const STEP_BYTES: usize = 1 << 20;
+pub const STEP_BYTES: usize = 1 << 20;
 
 /// The progress of an operation whose tensors this rank offers.
 pub struct Mapped {
@@ -160,12 +160,9 @@ impl Mapped {
         !protocol::has_moved(area, peer, op.number) || !self.told && area.left(peer)
     }
 
-    /// Called when the operation fails here and the group has failed. Keeps peers that continue later from writing into
-    /// the outputs.
+    /// Called when the operation fails here, after this rank has stored the fault or that it leaves. Keeps peers that
+    /// continue later from writing into the outputs.
     pub fn withdraw(self) {
-        // This rank has already stored the fault, or that it leaves. Later writes of the program must not be ordered
-        // before that store.
-        fence(Ordering::SeqCst);
         for lease in self.offer.targets() {
             if let Err(error) = lease.take_out() {
                 log::error!(
@@ -215,7 +212,8 @@ fn in_cache(at: usize, bytes: usize) -> impl Iterator<Item = (usize, usize)> {
     (at..at + bytes).step_by(FOLD_BYTES).map(move |next| (next, FOLD_BYTES.min(at + bytes - next)))
 }
 
-fn impossible(op: &Op, rank: usize) -> Error {
+/// The error if a rank offers memory that is not in its arena.
+pub fn impossible(op: &Op, rank: usize) -> Error {
     let head = format!("rank {rank} offers memory for {} that does not lie in its file or is too short", op.what());
     Error::bug(laid_out(&head, &[], "Please report this"))
 }

@@ -18,6 +18,9 @@ use crate::engine::shm::small::{is_inline, table_bytes};
 use crate::op::Op;
 use crate::types::{Request, Span};
 
+/// Messages of at least this size are read in place if possible.
+const MESSAGE_FROM: usize = 64 << 10;
+
 /// Value of the output count if the outputs are the inputs.
 const SAME: u64 = 0xff;
 
@@ -113,11 +116,36 @@ impl Arenas {
         let written = part::exposes_outputs(kind, me, root);
         let outputs =
             if written && request.outputs() != request.inputs() { lease(request.outputs())? } else { Vec::new() };
-        if let Some(own) = arena::identity().filter(|own| area.arena(me) != Some(*own)) {
-            area.set_arena(own);
-        }
+        publish_arena(area);
         let reached = (0..area.ranks).filter(|q| *q != me).all(|q| self.reach(area, q).is_some());
         reached.then_some(Offer { inputs, outputs, written })
+    }
+
+    /// Whether `rank` can be read in place. It must have published its arena's identity.
+    pub fn reaches(&mut self, area: &Area, rank: usize) -> bool {
+        self.reach(area, rank).is_some()
+    }
+
+    /// The address in this process of a piece of `rank`'s arena. None if the arena is not mapped or has no such piece.
+    pub fn at(&self, rank: usize, offset: usize, bytes: usize) -> Option<usize> {
+        self.reached[rank].as_ref()?.at(offset, bytes)
+    }
+
+    /// Whether the receiver of this send may read it in place, as far as this rank knows. If so, this rank has
+    /// published its arena's identity.
+    pub fn announce(&self, area: &Area, send: &Op) -> bool {
+        let [span] = send.sent() else { return false };
+        let found = span.bytes >= MESSAGE_FROM && arena::reaches(span.addr as *const u8);
+        if found {
+            publish_arena(area);
+        }
+        found
+    }
+
+    /// Leases the tensor of a send. None if the receiver cannot read it in place any more.
+    pub fn lend(&self, send: &Op) -> Option<Lease> {
+        let [span] = send.sent() else { return None };
+        arena::lease(self.group, *span)
     }
 
     /// Writes an offer into this rank's slot, before it is published.
@@ -158,6 +186,12 @@ impl Arenas {
         let separate = pieces.split_off(inputs);
         let outputs = if outputs == SAME { pieces.clone() } else { separate };
         Some(Theirs { inputs: pieces, outputs })
+    }
+}
+
+fn publish_arena(area: &Area) {
+    if let Some(own) = arena::identity().filter(|own| area.arena(area.me) != Some(*own)) {
+        area.set_arena(own);
     }
 }
 

@@ -214,7 +214,7 @@ impl Area {
         self.segment.ptr(self.layout.result(rank, round), bytes)
     }
 
-    // Words of ordered pairs, see p2p.rs.
+    // Words of ordered pairs, see `p2p`.
 
     pub fn pair_word(&self, from: usize, to: usize, index: usize) -> &AtomicU64 {
         self.word64(self.layout.pair_word(from, to, index))
@@ -233,6 +233,22 @@ impl Area {
         assert!(bytes <= self.layout.body_bytes, "sagellm: a body part of {bytes} bytes");
         assert!(channel < self.layout.channels, "sagellm: channel {channel} of {}", self.layout.channels);
         self.segment.ptr(self.layout.body(to, channel, round), bytes)
+    }
+
+    // The first word of a body buffer says where the sender's tensor is, if a message can be read in place (p2p).
+    // Written before READY (relaxed), read after READY was acquired.
+
+    /// `offset`: where the tensor begins in the sender's arena. None if the message is staged.
+    pub fn set_place(&self, to: usize, channel: usize, round: u64, offset: Option<usize>) {
+        self.place_word(to, channel, round).store(offset.map_or(0, |offset| offset as u64 + 1), Ordering::Relaxed);
+    }
+    pub fn place(&self, channel: usize, round: u64) -> Option<usize> {
+        let word = self.place_word(self.me, channel, round).load(Ordering::Relaxed);
+        word.checked_sub(1).and_then(|offset| usize::try_from(offset).ok())
+    }
+    fn place_word(&self, to: usize, channel: usize, round: u64) -> &AtomicU64 {
+        assert!(channel < self.layout.channels, "sagellm: channel {channel} of {}", self.layout.channels);
+        self.word64(self.layout.body(to, channel, round))
     }
 
     // Leaving and faults.

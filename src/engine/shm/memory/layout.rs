@@ -8,8 +8,8 @@
 //! slots     per rank: `depth` slots of one header line and SLOT_BYTES of payload; the hashes of its last results
 //! stage     per rank: 2 buffers that the rank fills for its peers
 //! result    per rank: 2 buffers that hold the slice the rank has reduced
-//! pairs     per sender, for each of the others: words, grants and a few envelopes of a message each (p2p.rs)
-//! channels     per receiver: 2 buffers each, through which messages too large for an envelope move (channels.rs)
+//! pairs     per sender, for each of the others: words, grants and a few envelopes of a message each (`p2p`)
+//! channels     per receiver: 2 buffers each, through which messages too large for an envelope move (`p2p/channels.rs`)
 //! ```
 //!
 //! **Memory for messages.** Every ordered pair of ranks has its own envelopes, so that an unmatched message blocks no

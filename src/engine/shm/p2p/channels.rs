@@ -6,7 +6,7 @@
 //! returned. Senders that find no free channel get one in the order in which they asked. As long as no other sender
 //! waits, a sender keeps its channel for its next messages.
 //!
-//! Only the receiver has this state. A sender reads the number of its channel from the grant (`p2p.rs`).
+//! Only the receiver has this state. A sender reads the number of its channel from the grant (`outgoing.rs`).
 
 use std::collections::VecDeque;
 

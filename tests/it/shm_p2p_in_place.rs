@@ -1,0 +1,197 @@
+//! Messages whose sender's tensor the receiver can map: they are read in place, with the same result as staged ones, and
+//! a sender that fails meanwhile is noticed. Ranks are threads; `tests/py/fault/test_reachable.py` stops and kills
+//! processes.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::common::{Memory, Random, on_memory, on_ranks};
+use sagellm::group::{Group, Op};
+use sagellm::os::fault_points::{FaultPoint, on_this_thread};
+use sagellm::select::Choice;
+use sagellm::types::{ANY_RANK, Kind};
+
+fn groups(ranks: usize) -> Vec<Arc<Group>> {
+    Group::local(ranks, Duration::from_secs(60)).unwrap()
+}
+
+fn message(group: &Group, kind: Kind, peer: u32, tag: u32, memory: &mut [u8]) -> Arc<Op> {
+    let mut request = on_memory(kind, peer, memory);
+    request.tag = tag;
+    group.issue(request, None).unwrap()
+}
+
+fn filled(bytes: usize, seed: u64) -> Vec<u8> {
+    let mut random = Random::new(seed);
+    let first = random.next();
+    (0..bytes as u64).map(|at| (first.wrapping_add(at).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8).collect()
+}
+
+fn memory(bytes: Vec<u8>, shared: bool) -> Memory {
+    if shared { Memory::shared(&bytes) } else { Memory::Own(bytes) }
+}
+
+/// The messages of this rank that ended, in the order of issue: whether each was read in place.
+fn in_place(group: &Group) -> Vec<bool> {
+    let records = group.records();
+    let messages = records.iter().filter(|record| record.kind.is_p2p());
+    messages.map(|record| Choice::from_code(record.route.choice) == Choice::MAPPED).collect()
+}
+
+#[test]
+fn rule_36_a_message_is_read_in_place_if_the_senders_tensor_can_be_reached() {
+    let groups = groups(2);
+    for (shared, bytes, expected) in
+        [(true, 3_000_001, true), (true, 64 << 10, true), (true, 60_000, false), (false, 3_000_001, false)]
+    {
+        on_ranks(2, |me| {
+            let mut mine = memory(if me == 0 { filled(bytes, 5) } else { vec![0; bytes] }, shared && me == 0);
+            let kind = [Kind::Send, Kind::Recv][me];
+            message(&groups[me], kind, 1 - me as u32, 0, &mut mine).wait(None).unwrap();
+            assert!(mine[..] == filled(bytes, 5)[..], "rank {me}, {bytes} bytes");
+            assert_eq!(in_place(&groups[me]).last(), Some(&expected), "rank {me}, {bytes} bytes, shared: {shared}");
+        });
+    }
+}
+
+#[test]
+fn rule_20_staged_messages_and_messages_in_place_keep_their_order() {
+    for ranks in [2, 3, 5] {
+        let groups = groups(ranks);
+        on_ranks(ranks, |me| {
+            let mut own = Random::new(me as u64);
+            let plan = |from: usize, to: usize| {
+                let mut random = Random::new((from * 10 + to) as u64);
+                (0..40)
+                    .map(|_| (random.pick(&[0usize, 100, 5000, 65_536, 70_001, 400_000, 2_500_000]), random.below(3)))
+                    .collect::<Vec<_>>()
+            };
+            let peers: Vec<usize> = (0..ranks).filter(|peer| *peer != me).collect();
+            let mut sent = Vec::new();
+            let mut got = Vec::new();
+            for at in 0..40 {
+                for &peer in &peers {
+                    let (bytes, tag) = plan(me, peer)[at];
+                    let mut data = memory(filled(bytes, (me * 100 + at) as u64), bytes > 0 && own.below(3) > 0);
+                    sent.push((message(&groups[me], Kind::Send, peer as u32, tag as u32, &mut data), data));
+                    let (bytes, tag) = plan(peer, me)[at];
+                    let mut data = memory(vec![0; bytes], bytes > 0 && own.below(2) > 0);
+                    let op = message(&groups[me], Kind::Recv, peer as u32, tag as u32, &mut data);
+                    got.push((op, data, filled(bytes, (peer * 100 + at) as u64)));
+                }
+                if own.below(8) == 0 {
+                    std::thread::sleep(Duration::from_micros(300));
+                }
+            }
+            sent.iter().for_each(|(op, _)| op.wait(None).unwrap());
+            for (op, data, expected) in &got {
+                op.wait(None).unwrap();
+                assert!(data[..] == expected[..], "rank {me}");
+            }
+            let ways = in_place(&groups[me]);
+            assert!(ways.contains(&true) && ways.contains(&false), "{ways:?}");
+        });
+    }
+}
+
+/// The send continues from a copy if a later operation needs its tensor before the receiver has granted it.
+#[test]
+fn rule_04_an_operation_after_the_send_does_not_change_the_message() {
+    let groups = groups(2);
+    for turn in 0..20u64 {
+        on_ranks(2, |me| {
+            let mut data = Memory::shared(&filled(200_000, turn));
+            let mut sum = Memory::shared(&vec![1; 200_000]);
+            let (send, peer) = (Kind::Send, 1 - me as u32);
+            if me == 0 {
+                let sent = message(&groups[0], send, peer, 0, &mut data);
+                std::thread::sleep(Duration::from_micros(turn * 40));
+                groups[0].run(on_memory(Kind::AllReduce, 0, &mut data), None).unwrap();
+                sent.wait(None).unwrap();
+            } else {
+                // In half of the turns, the receive is posted only after the all_reduce.
+                let mut got = vec![0; 200_000];
+                let early = turn.is_multiple_of(2).then(|| message(&groups[1], Kind::Recv, peer, 0, &mut got));
+                groups[1].run(on_memory(Kind::AllReduce, 0, &mut sum), None).unwrap();
+                let op = early.unwrap_or_else(|| message(&groups[1], Kind::Recv, peer, 0, &mut got));
+                op.wait(None).unwrap();
+                assert!(got == filled(200_000, turn), "turn {turn}");
+            }
+            let after = if me == 0 { &data } else { &sum };
+            assert!(after.iter().zip(filled(200_000, turn)).all(|(now, before)| *now == before.wrapping_add(1)));
+        });
+    }
+}
+
+#[test]
+fn rule_20_a_message_in_place_of_another_size_fails_both_sides_and_nothing_else() {
+    let groups = groups(2);
+    on_ranks(2, |me| {
+        let mut data = Memory::shared(&vec![0; if me == 0 { 100_000 } else { 90_000 }]);
+        let kind = [Kind::Send, Kind::Recv][me];
+        let error = message(&groups[me], kind, 1 - me as u32, 0, &mut data).wait(None).unwrap_err();
+        assert!(error.text().contains("100000 bytes"), "{error}");
+        groups[me].run(on_memory(Kind::Barrier, 0, &mut []), None).unwrap();
+    });
+}
+
+#[test]
+fn rule_20_a_receive_from_any_rank_reads_in_place() {
+    let groups = groups(3);
+    on_ranks(3, |me| {
+        if me > 0 {
+            let mut data = Memory::shared(&filled(300_000, me as u64));
+            message(&groups[me], Kind::Send, 0, 4, &mut data).wait(None).unwrap();
+            return;
+        }
+        let mut seen = Vec::new();
+        for _ in 0..2 {
+            let mut data = vec![0; 300_000];
+            let op = message(&groups[0], Kind::Recv, ANY_RANK, 4, &mut data);
+            op.wait(None).unwrap();
+            assert!(data == filled(300_000, op.source() as u64));
+            seen.push(op.source());
+        }
+        seen.sort_unstable();
+        assert_eq!(seen, [1, 2]);
+        assert_eq!(in_place(&groups[0]), [true, true]);
+    });
+}
+
+/// The sender gives up while the receiver copies, and its program overwrites the tensor: the receive fails, or has the
+/// data as they were sent.
+#[test]
+fn rule_36_a_tensor_that_changes_after_its_send_has_failed_is_never_taken_for_the_message() {
+    let mut failed = 0;
+    for turn in 0..40u64 {
+        let groups = groups(2);
+        let ends = on_ranks(2, |me| {
+            let mut data = Memory::shared(&vec![if me == 0 { 7 } else { 0 }; 8 << 20]);
+            let kind = [Kind::Send, Kind::Recv][me];
+            // The receiver reaches this point before each part that it copies, and then is slow.
+            let _slow = on_this_thread(move |point| {
+                if me == 1 && point == FaultPoint::BodySeen {
+                    std::thread::sleep(Duration::from_micros(100));
+                }
+            });
+            groups[me].run(on_memory(Kind::Barrier, 0, &mut []), None).unwrap();
+            let Ok(op) = groups[me].issue(on_memory(kind, 1 - me as u32, &mut data), None) else { return false };
+            if me == 0 {
+                std::thread::sleep(Duration::from_micros(turn * 60));
+                match turn % 2 {
+                    0 => groups[0].abort("the test gives up"),
+                    _ => groups[0].shutdown(),
+                }
+                let ended = op.wait(None).is_ok();
+                data.fill(9);
+                return ended;
+            }
+            let ended = op.wait(None).is_ok();
+            assert!(!ended || data.iter().all(|byte| *byte == 7), "a success with other data");
+            ended
+        });
+        failed += usize::from(!ends[1]);
+        assert!(!ends[0] || ends[1], "the send has ended, but the message was not received");
+    }
+    assert!(failed > 5, "only {failed} of 40 were given up in time");
+}
