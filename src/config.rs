@@ -96,7 +96,7 @@ impl Verify {
         if self.is_on() { format!(", results compared ({self})") } else { String::new() }
     }
 
-    /// Parses the option. None if it has another text.
+    /// Parses the option. None if the text is not valid.
     pub fn parse(text: &str) -> Option<Verify> {
         let (part, rest) = text.split_once(':').map_or((text, None), |(part, rest)| (part, Some(rest)));
         let part = match (part, rest) {

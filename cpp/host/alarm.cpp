@@ -62,7 +62,8 @@ void Alarm::take_back(uint64_t group) {
     return slot != slots_.end() && slot->second.groups.count(group) > 0;
   };
   if (!is_raised() || !python_alive()) return;
-  // While this thread holds the GIL, no other thread raises anything in it, and it runs no bytecode.
+  // While this thread holds the GIL, no other thread raises an exception in it, and none becomes active, because it
+  // runs no bytecode.
   const py::gil_scoped_acquire gil;
   const std::lock_guard<std::mutex> lock(mutex_);
   Slot& slot = slots_[me];

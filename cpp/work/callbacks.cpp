@@ -23,7 +23,7 @@ void run_logged(const std::function<void()>& job) {
   } catch (const std::exception& error) {
     log_line(1, std::string("a callback of an operation failed: ") + error.what());
   } catch (const abi::__forced_unwind&) {
-    // By this exception the interpreter ends a thread that asks for the GIL too late. The unwinding must not be
+    // The interpreter throws this exception to end a thread that asks for the GIL too late. Its unwinding must not be
     // stopped.
     throw;
   } catch (...) {

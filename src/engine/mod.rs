@@ -137,7 +137,7 @@ pub struct LastCall {
 }
 
 impl PeerProgress {
-    /// Whether the rank still has to make a call, which this rank cannot cause.
+    /// Whether the program of that rank must first make a call. This rank can do nothing to cause that.
     pub fn is_absent(&self) -> bool {
         !matches!(self, PeerProgress::Entered)
     }
@@ -281,7 +281,8 @@ impl Signed {
 pub struct BlockSizes<'a> {
     pub rank: usize,
     pub ranks: usize,
-    /// For each: the bytes for each rank (empty if all blocks are equal), and the sum of these bytes.
+    /// Both fields: the size of the block to or from each rank (empty if all blocks are equal), and the sum of the
+    /// sizes.
     pub sent: (&'a [usize], u64),
     pub received: (&'a [usize], u64),
 }

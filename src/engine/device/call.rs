@@ -251,7 +251,7 @@ impl DeviceCall {
         }
     }
 
-    /// The watchdog's input as long as the device has not completed the calls.
+    /// What the watchdog checks while the device has not completed the calls.
     fn seen(&self) -> Seen {
         // `under_way` includes this call, unless it is a barrier, which launches nothing.
         let own = u64::from(self.stage.is_under_way());

@@ -55,7 +55,7 @@ class Routing:
 
 
 class _Rows(NamedTuple):
-    """What ``_by_core`` and ``_by_torch`` return for a ``Routing``; each field has the same meaning as in it."""
+    """The result of ``_by_core`` and ``_by_torch``; each field has the same meaning as in ``Routing``."""
 
     sent: list[int]
     received: list[int]
