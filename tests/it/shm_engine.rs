@@ -185,13 +185,13 @@ struct Death {
     after: u64,
 }
 
-/// What all ranks of one schedule see at once.
+/// The state that all ranks of one schedule share.
 struct House {
     /// The rank that has ended, plus 1.
     dead: AtomicUsize,
     /// Counts what moved, in all ranks.
     moves: AtomicU64,
-    /// By rank: the value of `moves`, plus 1, when the rank last found nothing to move.
+    /// For each rank: the value of `moves` plus 1 at the moment when the rank last found nothing to move.
     quiet: Vec<AtomicU64>,
 }
 

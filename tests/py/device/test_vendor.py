@@ -274,7 +274,7 @@ def test_rule_31_a_captured_call_is_played_again(
 ) -> None:
     """A graph of two calls gives correct numbers at every launch, even with an operation in flight at the same time.
 
-    `told`: torch's part of the device reports the capture, else only the runtime does.
+    If `told`, torch's part of the device reports the capture; otherwise only the runtime does.
     """
     run_fresh(captured, 2, asynchronous, pending, told, env=environment("nccl", libraries))
 

@@ -338,7 +338,7 @@ def order_over_hosts(ctx: Context, names: list[str]) -> str:
     dist.barrier()
     time.sleep(0.3)
     sizes = [size] * n
-    # The sum of the sizes is the same, but this rank's block has not the size that its peers expect.
+    # The sum of the sizes is the same, but this rank's block does not have the size that its peers expect.
     sizes[me - 1] += 1000
     text = expect_raises(
         RuntimeError, lambda: dist.all_gather([torch.empty(each) for each in sizes], torch.ones(sizes[me]))

@@ -734,8 +734,7 @@ def test_a_rank_may_be_late_by_an_ephemeral_timeout() -> None:
 
 
 def alive_after_a_barrier(ctx: Context) -> list[int]:
-    """In each of five turns, the number of tensors of dropped Works that are alive after the barrier that ended
-    them."""
+    """For each of five turns: how many tensors of dropped Works are alive after the barrier that ended these Works."""
     from torch.multiprocessing.reductions import StorageWeakRef
 
     found = []

@@ -16,7 +16,8 @@ pytestmark = [needs_card, pytest.mark.timeout(120)]
 
 
 def test_every_collective_gives_the_numbers_of_the_cpu() -> None:
-    """Synchronous and asynchronous, contiguous and strided, lists, regions; and all calls are counted."""
+    """Calls work in every form (synchronous and asynchronous, contiguous and strided, lists, regions), and all are
+    counted."""
     on_card(1, on_device.every_call)
 
 
@@ -26,7 +27,8 @@ def test_every_type_and_op_gives_the_numbers_of_the_cpu() -> None:
 
 
 def test_rule_32_kernels_of_both_sides_keep_their_order() -> None:
-    """After a late kernel, on a side stream, by the future. Freed memory is not reused too early."""
+    """Results are right after a late kernel, on a side stream, and through a future. Freed memory is not reused too
+    early."""
     on_card(1, on_device.order)
 
 
