@@ -55,7 +55,7 @@ def layouts(text: str, cores: int) -> list[tuple[int, int]]:
 
 
 def ways(count: int, dtype: torch.dtype, groups: dict[str, Any]) -> dict[str, tuple[torch.Tensor, Callable[[], Any]]]:
-    """By label: the tensor that this rank writes before each call, and the call."""
+    """For each label: the tensor that this rank writes before each call, and the call."""
     import torch_sagellm
 
     def reduces(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, Callable[[], Any]]:

@@ -91,7 +91,7 @@ impl Verify {
         self.part != Part::Nothing
     }
 
-    /// How the description of a group says that its results are compared.
+    /// The part of a group's description that says that its results are compared.
     pub fn described(self) -> String {
         if self.is_on() { format!(", results compared ({self})") } else { String::new() }
     }

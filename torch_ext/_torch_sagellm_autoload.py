@@ -138,7 +138,7 @@ def _register() -> None:
     backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
     # ... but a group that names sagellm is also served on accelerators.
     backend.backend_capability[NAME] = Devices()
-    # As early as possible, before a program imports torch's own function by name.
+    # Done as early as possible, before a program imports torch's own function by name.
     _replace_manager()
     asked = os.environ.get(AS, "").strip().lower()
     if not asked:

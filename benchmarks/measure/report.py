@@ -22,7 +22,7 @@ def ops_of(results: Iterable[Result]) -> list[str]:
 
 
 def speedups(result: Result, reference: str = REFERENCE) -> dict[str, tuple[float, float]]:
-    """By backend: the reference's p10 divided by the backend's median, and divided by the backend's p10.
+    """For each backend: the reference's p10 divided by the backend's median, and divided by the backend's p10.
 
     The first comparison favours the reference.
     """

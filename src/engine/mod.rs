@@ -108,7 +108,7 @@ pub enum Blockers {
     Ranks(Vec<(usize, PeerProgress)>),
     /// An earlier operation of this rank, which it must follow.
     Earlier(Arc<Op>),
-    /// It is not known which operation or which ranks. The text says what is known.
+    /// It is not known which operation or which ranks it waits for. The text says what is known.
     Unknown(String),
 }
 
@@ -338,7 +338,7 @@ pub trait Monitor {
 }
 
 /// The channel on which a rank asks another rank what its program is doing. Questions are counted, because several
-/// ranks may ask at once and one answer serves all of them.
+/// ranks may ask at the same time, and one answer serves all of them.
 pub trait Inquiry: Send + Sync {
     /// Asks a rank and wakes its answering thread. Returns the number of the question.
     fn ask(&self, rank: usize) -> u32;

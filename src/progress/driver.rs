@@ -275,7 +275,7 @@ fn progress(domain: &Arc<Domain>) {
             continue;
         }
         grace = GRACE;
-        // If a group did not contain a panic, that is our own bug. The operations of all groups still need a driver.
+        // A panic that no group has caught is our own bug. The operations of all groups still need a driver afterwards.
         if catch_unwind(AssertUnwindSafe(|| drive_while_needed(domain))).is_err() {
             log::error!("internal error in the progress thread, please report it with the text above");
         }

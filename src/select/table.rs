@@ -184,7 +184,7 @@ pub fn path(directory: &Path, key: &Key) -> PathBuf {
 /// The result of loading a table.
 pub enum Found {
     Table(Table, PathBuf),
-    /// There is no table, which is usual. The text says that there is none.
+    /// There is no table, as usual. The text says so.
     Missing(String),
     /// There is a table that must not be used. The text says why.
     Refused(String),

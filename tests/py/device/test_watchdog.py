@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(900)
 
 #: Timeout in seconds of an operation that one rank does not issue.
 ABSENT = 8
-#: The same timeout on ranks that must get the error from the rank whose deadline passes first.
+#: The timeout of ranks that must get the error from another rank, whose deadline passes first.
 LATER = 600
 #: Longest wait for a Work on the host, in seconds. A test that comes near it has failed.
 PATIENCE = 40

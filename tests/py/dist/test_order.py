@@ -211,7 +211,8 @@ def test_rule_04_holds_nothing_back_that_only_lies_near(exchange: Callable[..., 
 
 
 def lists_that_share_memory(ctx: Context, size: int) -> None:
-    """Such a list is refused before anything is sent, at every size, so the group stays usable."""
+    """A list that contains the same memory twice is refused before anything is sent, at every size, so the group stays
+    usable."""
     warnings.simplefilter("ignore", FutureWarning)
     n = ctx.world_size
     one, wide, whole = torch.ones(size), torch.ones(n * size), torch.ones(3, size)

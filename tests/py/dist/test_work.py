@@ -393,7 +393,7 @@ def set_timeout(ctx: Context) -> float:
 
 @pytest.mark.skipif(not hasattr(dist, "set_timeout"), reason="this torch has no set_timeout")
 def test_set_timeout_applies_to_later_operations() -> None:
-    """Also pitfall 15: the future has the error."""
+    """The future has the error too (pitfall 15)."""
     with launch(set_timeout, 2) as job:
         job.hear(0)
         job.hear(1)

@@ -33,7 +33,7 @@ def test_rule_32_kernels_of_both_sides_keep_their_order() -> None:
 
 
 def test_lists_of_any_length() -> None:
-    """Several types at once; a thousand small tensors by a list, by a region and one by one."""
+    """Several types in one list; a thousand small tensors as a list, in a region and one by one."""
     on_card(1, on_device.lists)
 
 
@@ -175,7 +175,7 @@ BEYOND_NCCL = {"all_reduce of several types", "all_reduce of a transposed tensor
 
 
 def test_every_collective_gives_the_numbers_of_nccl() -> None:
-    """The same calls over torch's own backend, bit for bit."""
+    """The same calls give the same bits over torch's own backend."""
     (ours,), (theirs,) = on_card(1, results), on_card(1, results, backend="nccl")
     assert ours.keys() == theirs.keys()
     for what in ours:

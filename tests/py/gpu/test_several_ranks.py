@@ -91,5 +91,5 @@ def alike(ctx: Context, device: str, program: Any) -> list[Any]:
 
 @pytest.mark.parametrize("program", [on_device.ddp, on_device.fsdp], ids=["ddp", "fsdp2"])
 def test_four_ranks_train_alike(program: Any) -> None:
-    """The same parameters on all ranks, and losses near those of the CPU."""
+    """All ranks have the same parameters, and their losses are near those of the CPU."""
     assert len(on_card(4, alike, program)) == 4

@@ -325,7 +325,8 @@ def _parts(key: Any, numel: int) -> list[tuple[Any, int]]:
     return list(zip(key, sizes, strict=True))
 
 
-#: By group: the hosts of its ranks, and how they are summed first. Filled in the group's first compressed call.
+#: For each group: the hosts of its ranks, and how the ranks of a host are summed first. Filled in the group's first
+#: compressed call.
 _places: Any = WeakKeyDictionary()
 
 

@@ -97,7 +97,7 @@ def path(text: str) -> Path:
 
 
 def check_output(named: str, target: Path) -> None:
-    """Raises a ValueError, before anything is measured, if the file that the option ``named`` gives cannot be made."""
+    """Raises a ValueError, before anything is measured, if the file of the option ``named`` cannot be written."""
     # A link may lead to a file that is not there yet; then the file is tried, and the link is kept.
     file = Path(os.path.realpath(target))
     if file.is_dir():

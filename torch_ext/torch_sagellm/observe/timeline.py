@@ -172,7 +172,7 @@ class Merged(NamedTuple):
 
     ranks: list[int]
     operations: int
-    #: By rank: the nanoseconds that were added to its times, if clocks were aligned.
+    #: For each rank: the nanoseconds that were added to its times, if clocks were aligned.
     shifts: dict[int, int]
 
 

@@ -15,8 +15,8 @@ from torch_sagellm.api.arguments import checked_dense, checked_written
 from torch_sagellm.parallel import packing
 from torch_sagellm.parallel.transfer import WINDOW
 
-#: The header before each layer begins with these bytes, and a description of the layer follows them; then the header's
-#: size.
+#: The header before each layer begins with these bytes; a description of the layer follows them. The next constant is
+#: the size of the header.
 MAGIC = b"sagepgs1"
 HEADER_BYTES = 256
 
