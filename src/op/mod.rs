@@ -104,8 +104,8 @@ impl FusedWith {
 pub struct Route {
     /// `select::Choice::code`. 0 before the operation has started.
     pub choice: u64,
-    /// `select::OpDesc::load` of the description for which the choice was made, which is that of the operation or of
-    /// its whole batch.
+    /// `select::OpDesc::load` of the description from which the choice was made: the operation's, or that of its whole
+    /// batch.
     pub load: u64,
     pub fused_with: FusedWith,
 }

@@ -160,7 +160,7 @@ mod tests {
 
     #[test]
     fn strided_tensors_that_lie_between_each_other_are_apart() {
-        // A matrix of 5 planes of 6 rows of 7 numbers of 4 bytes.
+        // A tensor of 5 x 6 x 7 numbers of 4 bytes.
         let (planes, rows, size) = (5, 6, 4);
         let face = |addr, run, counts: [usize; 2], strides: [usize; 2]| Strided {
             addr,

@@ -16,8 +16,7 @@
 //! probability of about 2^-60.
 //!
 //! Source: the sums of products of NH (Black et al., UMAC, 1999) and of the accumulators of XXH3 (Collet, 2019), which
-//! also add each word itself in addition to the product. The keys that grow with the position and the two halves of the
-//! hash are ours.
+//! also add the words themselves. The keys that grow with the position and the two halves of the hash are ours.
 
 use super::Level;
 
