@@ -126,7 +126,7 @@ def main() -> int:
 
 
 def _register() -> None:
-    # Imported here, because this may run in the middle of `import torch`, or `import torch_sagellm` may import torch.
+    # Imported here and not above, because this may run in the middle of `import torch`.
     from torch import distributed
 
     if not distributed.is_available():

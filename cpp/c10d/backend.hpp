@@ -121,8 +121,8 @@ class SageBackend final : public c10d::Backend {
   // that costs little, because issuing never waits for a peer. It also frees the program from the rules of regions.
   bool supportsCoalescing() const override;
   void startCoalescing() override { region_.start(); }
-  // If the launch fails, the returned Work has the error. If no region is open, throws the error of the call that
-  // closed it.
+  // If the launch fails, the returned Work has the error. If a call has closed the region before, throws the error of
+  // that call.
   WorkPtr endCoalescing() override;
   // Call this when the program leaves the region by an exception.
   void drop_region() { region_.drop(); }

@@ -13,7 +13,8 @@ namespace sagellm {
 
 namespace {
 
-// After a thread has got the failure of one group, other groups' failures count as having the same cause for this long.
+// For this long after a thread has got the failure of one group, failures of other groups count as having the same
+// cause.
 constexpr auto kSameCause = std::chrono::seconds(2);
 
 // The system id of the thread that the caller named, then the system id and Python's identifier of the thread that gets

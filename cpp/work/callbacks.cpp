@@ -34,7 +34,7 @@ void run_logged(const std::function<void()>& job) {
 // Number of the job that this pool thread runs, until it gives up its turn. 0 on all other threads.
 thread_local uint64_t current_turn = 0;
 
-// For a job that will not run: it may own Python objects, which can no longer be dropped.
+// Leaks a job that will not run: it may own Python objects, which can no longer be dropped.
 void leak(std::function<void()> job) {
   new std::function<void()>(std::move(job));
 }

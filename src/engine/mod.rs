@@ -106,9 +106,9 @@ pub trait Engine: Send {
 pub enum Blockers {
     /// Other ranks, by rank; never empty.
     Ranks(Vec<(usize, PeerProgress)>),
-    /// An earlier operation of this rank, which it must follow.
+    /// An earlier operation of this rank, which must come first.
     Earlier(Arc<Op>),
-    /// It is not known which operation or which ranks it waits for. The text says what is known.
+    /// It is not known for which operation or ranks the operation waits. The text says what is known.
     Unknown(String),
 }
 
@@ -119,7 +119,7 @@ pub enum PeerProgress {
     NotEntered(Option<LastCall>),
     /// The rank has entered the operation and has not finished its part.
     Entered,
-    /// The rank waits in another operation, which has the number of this one or a later one.
+    /// The rank waits in another operation, whose number is the same as that of this one, or higher.
     CalledOther,
     /// Nothing is known of the rank.
     Unknown,
@@ -244,7 +244,7 @@ pub trait Control: Send + Sync {
 /// The signatures of this many device launches of each rank are kept.
 pub const LAUNCHES_KEPT: u64 = 16;
 
-/// On what all ranks must agree for a launch on devices. Several calls with one number have one signature.
+/// The values on which all ranks must agree for a launch on devices. Several calls with one number have one signature.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Signed {
     /// `op::signature` of the call. For several calls, that of the first one, but with the sum of all calls' bytes.

@@ -19,8 +19,8 @@ const FEW: usize = 16;
 #[derive(Default)]
 pub struct PendingOps {
     few: Vec<Arc<Op>>,
-    /// The outer key is the number of bits in the length of the operations' extent; the inner key is the extent's first
-    /// address and its length.
+    /// The operations by their extent. The outer key is the number of bits in the extent's length; the inner key is the
+    /// extent's first address and its length.
     by_length: BTreeMap<u32, BTreeMap<(usize, usize), Place>>,
 }
 

@@ -154,7 +154,8 @@ fn headroom(dir: &Path, limit: &str, usage: &str, reclaimable: &str) -> Option<u
 
 /// The directories of this process's control groups.
 struct ControlGroups {
-    /// For each: the controller (empty for v2), its mount point, and this process's directory below that.
+    /// One entry for each group: its controller (empty for v2), the mount point, and this process's directory below the
+    /// mount point.
     places: Vec<(String, PathBuf, PathBuf)>,
 }
 

@@ -60,7 +60,7 @@ struct Load {
 /// A schedule together with the loads of its steps. They hold for any size and any links.
 pub struct Priced {
     pub schedule: Schedule,
-    /// How many steps have the same loads. A key has the loads of the busiest ranks in a step. Only the sum of the
+    /// For each combination of loads of the busiest ranks: the number of steps with these loads. Only the sum of the
     /// steps is needed, so their order is not kept.
     steps: BTreeMap<Vec<Load>, usize>,
 }

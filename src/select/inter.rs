@@ -163,9 +163,8 @@ pub fn between_hosts(desc: OpDesc, batched: bool, hosts: &Hosts, menu: &Menu, po
 }
 
 /// The choice if no rule and no table line names a schedule: the schedule, the reason, and the predicted time (0 if the
-/// link was not measured). Strict mode is ignored here. A topology has priority over the measured link, because the
-/// user has set it: all ranks then decide by rank 0's topology, whatever was measured. If the link measurement is
-/// turned off, the start rules decide too.
+/// link was not measured). Strict mode is ignored here. If the user has set a topology, all ranks decide by rank 0's
+/// topology and ignore the measured link. If the link measurement is turned off, the start rules decide.
 pub(crate) fn without_rules(
     desc: OpDesc,
     batched: bool,

@@ -128,8 +128,8 @@ pub struct Fused {
     pub largest: u64,
 }
 
-/// Records in each operation which operations ended without an error in the same pass over the group. Messages have
-/// separate numbers. An operation between hosts already has its batch, which stays.
+/// The operations of `ended` without an error ended in the same pass over the group. Records this in each of them.
+/// Messages have separate numbers. An operation between hosts already has its batch, which stays.
 #[inline(never)]
 fn introduce(ended: &[(Arc<Op>, Result<()>)]) {
     let well = || ended.iter().filter(|(_, outcome)| outcome.is_ok()).map(|(op, _)| op);

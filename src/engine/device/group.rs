@@ -61,7 +61,8 @@ pub trait DeviceGroup: Send + Sync {
     /// Compares this rank's signatures for the numbers `first` to `last` with those of other ranks, if both are still
     /// kept. Never waits.
     fn compare(&self, first: u64, last: u64) -> Agreed;
-    /// If an operation has been pending for long, asks the ranks for which it waits what they do. Cheap if none has.
+    /// If an operation has been pending for long, asks the ranks for which it waits what they do. Cheap if no operation
+    /// has been.
     fn look_at_long_waits(&self);
     /// The error at an operation's deadline. It says which ranks have not issued the operation, what they do, and where
     /// they are.

@@ -326,7 +326,8 @@ def test_the_shrinker_keeps_what_a_defect_needs() -> None:
             judge(short)
             assert fails(short)
             kinds = sorted(step["do"] for step in short.steps if step["do"] != "wait")
-            # The dropped call needs another call that shows its end: a barrier, or an operation on its memory.
+            # Another call must show that the call without a Work has ended: a barrier, or an operation on the same
+            # memory.
             assert kinds.count("broadcast") == 1 and len(kinds) <= 3, kinds
             if tried == 6:
                 break

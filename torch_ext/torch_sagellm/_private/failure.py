@@ -36,7 +36,7 @@ def _error(text: str) -> Any:
     from torch_sagellm._private import load
 
     class DistBackendError(dist.DistBackendError):  # type: ignore[misc]  # torch's class has no annotations
-        #: Marks the exception: if it interrupts code of ours, that code raises it again.
+        #: Marks our exceptions: code of ours that catches one raises it again.
         of_sagellm = True
 
         def __init__(self, *given: Any) -> None:

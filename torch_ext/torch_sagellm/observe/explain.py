@@ -125,7 +125,7 @@ class Explanation:
     #: The decision table's file, or the reason why there is none.
     table: str
     #: Choice and reason as one number: as computed now, and, for a past operation, as recorded when it started. The
-    #: recorded one is None for a hypothetical operation, and before the start. They are equal.
+    #: recorded one is None for a hypothetical operation, and before the start. If both exist, they are equal.
     code: int
     recorded: int | None = None
     #: Number of the operation in its group, for a past operation.

@@ -113,8 +113,8 @@ fn registry() -> MutexGuard<'static, Registry> {
     REGISTRY.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-/// While this lives, communicators of this name use the policy that was passed to `steer`. Like for every policy, all
-/// ranks must steer in the same way.
+/// While this lives, communicators of this name use the policy that was passed to `steer`. All ranks must steer in the
+/// same way, as for every policy.
 pub struct Steered {
     name: String,
     /// Whether NCCL is expected to call the plugins for this communicator.
