@@ -296,7 +296,7 @@ class Topology:
         for call in calls:
             call.done = True
             self._pending.remove(call)
-        # In call order, so that each call reads the results of the calls before it.
+        # Taken in the order of the calls, so that each call reads the results of the calls before it.
         for call in self._pending:
             if not call.taken and all(earlier.done for earlier in call.after):
                 call.take()
