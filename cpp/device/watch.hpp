@@ -50,7 +50,7 @@ class DeviceWatch {
    private:
     const Launch launch_;
   };
-  // True if the thread has stopped. It then detects the end of no further call.
+  // True if the thread has stopped. It then detects no further ends of calls.
   bool stopped() {
     const std::lock_guard<std::mutex> lock(mutex_);
     return stopped_;

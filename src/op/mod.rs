@@ -128,8 +128,8 @@ pub struct Op {
     pub deadline: u64,
     /// The address range that contains all its memory: `overlap::extent`.
     extent: (usize, usize),
-    /// All its memory in detail. Computed at the first comparison with another operation that is not short enough for
-    /// `overlap::conflict_in_pairs`.
+    /// All its memory in detail. Computed when it is first needed: in a comparison with another operation for which
+    /// `overlap::conflict_in_pairs` does not suffice.
     reach: OnceCell<Box<Reach>>,
     /// The copy that a send reads instead of its inputs: see `send_copy`.
     copy: OnceCell<Box<(Vec<u8>, [Span; 1])>>,

@@ -209,7 +209,8 @@ def test_an_abort_ends_what_is_under_way(vendor: str, waits: bool, libraries: di
     """The waiting Work fails at once and not at the deadline, although the peer lives and has not issued it."""
     env = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000")
     with launch(aborts, 2, vendor, waits, env=env) as job:
-        # An abort fails operations that a peer still waits for, so the peer must have passed the first one.
+        # An abort would also fail the first operation if the peer still waited for it, so wait until the peer has
+        # passed it.
         assert job.hear(1, PATIENCE) == "past the first operation"
         job.say(0, "go")
         text, took, later = job.hear(0, PATIENCE)

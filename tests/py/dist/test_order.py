@@ -168,7 +168,7 @@ def strided_relay(ctx: Context, size: int) -> None:
 @beyond_gloo("it orders nothing by memory")
 @pytest.mark.parametrize("size", SIZES)
 def test_rule_04_messages_on_the_same_memory_run_in_order(size: int) -> None:
-    """Rule 4 between two messages on one memory."""
+    """Rule 4 between two messages that use the same memory."""
     run_ranks(strided_relay, 2, size)
 
 
