@@ -196,9 +196,9 @@ pub trait Control: Send + Sync {
         false
     }
 
-    /// Advances the work that threads of the program drive although the engine has threads, and ends operations. Must
-    /// be called without the group's lock. Sleeps for at most `sleep` if nothing can advance. Returns true if something
-    /// advanced.
+    /// Advances work that threads of the program must drive even if the engine has its own threads, and ends
+    /// operations. Must be called without the group's lock. Sleeps for at most `sleep` if nothing can advance. Returns
+    /// true if something advanced.
     fn poll(&self, _sleep: Duration) -> bool {
         false
     }

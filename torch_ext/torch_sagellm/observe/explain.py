@@ -167,7 +167,8 @@ class Explanation:
 
 
 def operation_name(op: str, known: Iterable[str]) -> str | None:
-    """Finds the operation that a word means, however its parts are joined; None if it means none of ``known``."""
+    """Finds the operation that a word means, in any spelling (``all_reduce``, ``AllReduce``); None if it means none of
+    ``known``."""
     plain = op.lower().replace("-", "_")
     plain = ALIASES.get(plain, plain).replace("_", "")
     return next((name for name in known if name.replace("_", "") == plain), None)
