@@ -46,8 +46,8 @@ SIZES = "8,512,4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 QUICK_SIZES = "8,4KiB,64KiB,1MiB,16MiB"
 MOST_SAMPLES = 2000
 LAST_LEVEL_CACHE = 64 << 20  # smallest total size of the buffers that --cold uses in turn, per rank
-#: By device: the reference backend. A device also has a clock that differs from the CPU's, because the host does not
-#: wait for its results.
+#: For each type of device: the reference backend. A device also has a clock that differs from the CPU's, because the
+#: host does not wait for its results.
 REFERENCES = {"cpu": report.REFERENCE, "cuda": "nccl", "npu": "hccl", "mlu": "cncl"}
 Calls = Sequence[Callable[[], object]]
 

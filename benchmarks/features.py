@@ -2,11 +2,12 @@
 """What each feature costs or saves compared with not using it: one table with a row for each case.
 
 The feature and the compared calls take turns in the same ranks (A B, then B A), each after a barrier. A sample is the
-time of the slowest rank, and each row checks once that both give the same numbers. The ratio is the feature's time over
-the compared calls' time: below 1 the feature is faster. It is computed from the 10th percentiles, because other work on
-the machine affects the medians first. Next to it is the ratio of the shortest times, which is more reliable on a busy
-machine. The goal of a row is the largest ratio that is good enough. The verdict is "met" if the ratio is at most the
-goal, "lost" if it is more than both the goal and 1, otherwise "missed". The table contains the rows of every verdict.
+time of the slowest rank, and each row checks once that both give the same numbers. The ratio is the feature's time
+divided by the compared calls' time: below 1 the feature is faster. It is computed from the 10th percentiles, because
+other work on the machine affects the medians first. Next to it is the ratio of the shortest times, which is more
+reliable on a busy machine. The goal of a row is the largest ratio that is good enough. The verdict is "met" if the
+ratio is at most the goal, "lost" if it is more than both the goal and 1, otherwise "missed". The table contains the
+rows of every verdict.
 
     python benchmarks/features.py --only moe,transfer
     python benchmarks/features.py --json features.json

@@ -20,7 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 HERE = Path(__file__).resolve().parent
 CALLS = 200
-#: Prefixes of libraries whose allocations are not counted, because with a real device the host does not make these.
+#: Prefixes of libraries whose allocations are not counted, because with a real device the host does not make these
+#: allocations.
 LEFT_OUT = ("libsagellm_sim_", "simdevice-")
 
 

@@ -271,7 +271,7 @@ def missing() -> str:
 
 
 def link_of(name: str) -> tuple[str, float]:
-    """Rate, and delay in milliseconds, of a link's name."""
+    """The rate of the link with this name, and its delay in milliseconds."""
     if name == "none":
         return "", 0.0
     delay = re.fullmatch(r"([\d.]+)ms", name)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How long after kill -9 the survivors have the next good all_reduce, by `torch_sagellm.recover`.
+"""Measures the time from a kill -9 until the survivors have the next good all_reduce after `torch_sagellm.recover`.
 
 In each trial new ranks run all_reduces without a pause until some of them are killed. The survivors get the error, call
 `recover`, and all_reduce in the new group; the result is checked. The times begin just before the signal is sent and

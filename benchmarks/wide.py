@@ -3,9 +3,10 @@
 
 The ranks share the cores evenly, and torch's intra-op threads of each rank fill its share. Five ways take turns in the
 same processes: ours on tensors that peers can reach, ours on ordinary tensors, both of these with one thread a rank,
-and gloo. The limit in the same turns is a plain copy: all ranks copy their tensor at the same time, with as many
-threads. An all_reduce moves at least as much, because each rank reads its share of all tensors and writes it into all
-of them. Each rank writes its tensor before each call, as a program does, and every result is checked once per size.
+and gloo. The limit in the same turns is a plain copy: all ranks copy their tensor at the same time, with the same
+number of threads. An all_reduce moves at least as much, because each rank reads its share of all tensors and writes it
+into all of them. Each rank writes its tensor before each call, as a program does, and every result is checked once per
+size.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def layouts(text: str, cores: int) -> list[tuple[int, int]]:
 
 
 def ways(count: int, dtype: torch.dtype, groups: dict[str, Any]) -> dict[str, tuple[torch.Tensor, Callable[[], Any]]]:
-    """By label: the tensor that this rank writes before each call, and the call."""
+    """For each label: the tensor that this rank writes before each call, and the call."""
     import torch_sagellm
 
     def reduces(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, Callable[[], Any]]:

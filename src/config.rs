@@ -91,12 +91,12 @@ impl Verify {
         self.part != Part::Nothing
     }
 
-    /// How the description of a group says that its results are compared.
+    /// The part of a group's description that says that its results are compared.
     pub fn described(self) -> String {
         if self.is_on() { format!(", results compared ({self})") } else { String::new() }
     }
 
-    /// Parses the option. None if it has another text.
+    /// Parses the option. None if the text is not valid.
     pub fn parse(text: &str) -> Option<Verify> {
         let (part, rest) = text.split_once(':').map_or((text, None), |(part, rest)| (part, Some(rest)));
         let part = match (part, rest) {

@@ -261,7 +261,7 @@ impl Text {
         text + &end
     }
 
-    /// Reads on another rank what `joined` has made there. Removes control characters, so that the text can neither
+    /// Reads a text that `joined` has made on another rank. Removes control characters, so that the text can neither
     /// steer a terminal nor forge a line of the log: all lines except the first are indented when shown.
     fn from_elsewhere(joined: &str) -> Text {
         let text = cleaned(joined, &['\n']);

@@ -1,9 +1,9 @@
-//! What ranks tell each other through a store, shared memory and letters, as bytes: integers, bytes, texts and lists,
-//! one after the other, little-endian, each length before what it counts. Pure.
+//! Encodes as bytes what ranks tell each other through a store, shared memory and letters. The fields (integers, bytes,
+//! texts and lists) follow one another, little-endian; a length precedes the data that it counts. Pure.
 //!
 //! Any process with access may have written what is read. So a [`Reader`] never panics, returns `None` for a field that
-//! is missing or too long, and allocates for the bytes that are there, never for a length that they claim. A field that
-//! need not be there is a list of at most one.
+//! is missing or too long, and allocates memory only for bytes that are present, never for a length that was read. An
+//! optional field is a list with at most one entry.
 
 /// Longest text, in bytes. Longer ones are cut.
 const MAX_TEXT: usize = 1024;
@@ -25,7 +25,7 @@ impl Writer {
     pub fn u64(self, value: u64) -> Writer {
         self.raw(&value.to_le_bytes())
     }
-    /// Bytes whose number the reader knows, or that nothing follows.
+    /// Bytes without a length: the reader knows the length, or no field follows.
     pub fn raw(mut self, value: &[u8]) -> Writer {
         self.0.extend_from_slice(value);
         self

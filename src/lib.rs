@@ -41,7 +41,7 @@
 //! progress      which thread drives the groups of a process, and which event wakes it
 //! engine        what runs operations: solo, delegate, shm, multihost, device; none uses another
 //! fusion        what is sent together: lists, batches (pure)
-//! select        which algorithm, and why (pure but for the file of a measured table)
+//! select        which algorithm, and why (pure except for the file of a measured table)
 //! algorithms    schedules of sends and receives, as data (pure)
 //! routing       where the rows of a mixture of experts go (pure)
 //! reduce        the arithmetic

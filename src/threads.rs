@@ -57,8 +57,8 @@ struct Patience {
 }
 
 impl Patience {
-    /// After a late region, the pause is this many times as long as the region. If the last pause has ended no longer
-    /// ago than it lasted, the new pause is also at least twice as long as that one.
+    /// After a late region, the pause is this many times as long as the region. If less time has passed since the last
+    /// pause than that pause lasted, the new pause is at least twice as long.
     const PAUSE: u64 = 25;
     const LONGEST: u64 = 1_000_000_000;
 

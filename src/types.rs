@@ -441,7 +441,7 @@ impl Request {
 pub struct CallNote {
     /// False for every operation of a split call except the first.
     pub counts: bool,
-    /// How many tensors of the call's list are in this operation. 1 if the call takes no list, 0 if no caller requested
+    /// Number of tensors of the call's list in this operation. 1 if the call takes no list, 0 if no caller requested
     /// the operation.
     pub tensors: u32,
     /// torch's number for the element type of the caller's tensors; `CallNote::NO_TYPE` if unknown.

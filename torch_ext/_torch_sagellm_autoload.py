@@ -126,7 +126,7 @@ def main() -> int:
 
 
 def _register() -> None:
-    # Imported here, because this may run in the middle of `import torch`, or `import torch_sagellm` may import torch.
+    # Imported here and not above, because this may run in the middle of `import torch`.
     from torch import distributed
 
     if not distributed.is_available():
@@ -138,7 +138,7 @@ def _register() -> None:
     backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
     # ... but a group that names sagellm is also served on accelerators.
     backend.backend_capability[NAME] = Devices()
-    # As early as possible, before a program imports torch's own function by name.
+    # Done as early as possible, before a program imports torch's own function by name.
     _replace_manager()
     asked = os.environ.get(AS, "").strip().lower()
     if not asked:

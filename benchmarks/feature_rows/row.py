@@ -35,7 +35,7 @@ class Row:
     case: str
     against: str
     place: Place
-    #: The largest ratio that is good enough: of the feature's time to the compared time.
+    #: The largest ratio of the feature's time to the compared time that is good enough.
     goal: float
     make: Callable[[], Made]
     #: The smallest number of samples.

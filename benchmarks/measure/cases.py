@@ -32,10 +32,10 @@ OPS = (
     "region_x1000",
     "barrier",
 )
-# Many operations in flight at once: asynchronous calls one by one, one call of fused_all_reduce for a list, and calls
-# within torch's coalescing manager. The tensors of `fused` are slices of one tensor, which are contiguous and need no
-# packing. The tensors of `apart` were allocated one by one with other allocations between them, like a program's
-# gradients.
+# Many operations in flight at the same time: asynchronous calls one by one, one call of fused_all_reduce for a list,
+# and calls within torch's coalescing manager. The tensors of `fused` are slices of one tensor, which are contiguous and
+# need no packing. The tensors of `apart` were allocated one by one with other allocations between them, like a
+# program's gradients.
 BURSTS = {"all_reduce_x10": 10, "all_reduce_x1000": 1000}
 APART = {"apart_x10": 10, "apart_x1000": 1000}
 LISTS = {"fused_x10": 10, "fused_x1000": 1000} | APART
@@ -227,7 +227,7 @@ def total(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def burst(parts: tuple[torch.Tensor, ...], group: dist.ProcessGroup) -> None:
-    """Many operations in flight at once, like in a program with many small gradients."""
+    """Many operations in flight at the same time, like in a program with many small gradients."""
     works = [dist.all_reduce(part, group=group, async_op=True) for part in parts]
     for work in works:
         work.wait()

@@ -18,7 +18,7 @@ TOGETHER = 20
 
 
 def each(calls: Calls, count: int, start: int) -> list[float]:
-    """Times `count` calls individually, in microseconds. The operation itself keeps the ranks in step."""
+    """Measures each of `count` calls, in microseconds. The operation itself keeps the ranks in step."""
     clock = time.perf_counter_ns
     taken = []
     for i in range(start, start + count):
@@ -30,7 +30,7 @@ def each(calls: Calls, count: int, start: int) -> list[float]:
 
 
 def issue(calls: Calls, count: int, start: int, queued: int = QUEUED) -> list[float]:
-    """Times each call until it returns. The device's queue is never so full that the host must wait."""
+    """Measures each call until it returns. The device's queue is never so full that the host must wait."""
     taken = []
     for first in range(start, start + count, queued):
         torch.accelerator.synchronize()
@@ -40,7 +40,8 @@ def issue(calls: Calls, count: int, start: int, queued: int = QUEUED) -> list[fl
 
 
 def series(calls: Calls, count: int, start: int, finish: Callable[[], object] = lambda: None) -> list[float]:
-    """Times consecutive calls until `finish` has returned: one sample per series, divided by its number of calls.
+    """Measures series of calls, each until `finish` has returned. A sample is the time of a series divided by its
+    number of calls.
 
     Over a slow link a single call is less meaningful: a rank that calls earlier than its peer waits longer in this
     call, and the peer's next call is shorter by the same time.
@@ -58,7 +59,7 @@ def series(calls: Calls, count: int, start: int, finish: Callable[[], object] = 
 
 
 def device(calls: Calls, count: int, start: int) -> list[float]:
-    """Times series of calls until the device has completed them."""
+    """Measures series of calls, each until the device has completed it."""
     return series(calls, count, start, torch.accelerator.synchronize)
 
 

@@ -22,7 +22,7 @@ def ops_of(results: Iterable[Result]) -> list[str]:
 
 
 def speedups(result: Result, reference: str = REFERENCE) -> dict[str, tuple[float, float]]:
-    """By backend: the reference's p10 divided by the backend's median, and divided by the backend's p10.
+    """For each backend: the reference's p10 divided by the backend's median, and divided by the backend's p10.
 
     The first comparison favours the reference.
     """
@@ -99,7 +99,7 @@ def _where(run: Result) -> str:
 
 
 def _has_bandwidth(row: Result, run: Result, label: str) -> bool:
-    """Whether to show a bandwidth: not if no data was moved, or if the host did not wait for the data."""
+    """Whether to show a bandwidth. False if no data was moved, or if the host did not wait for the data."""
     return bool(row["size"]) and label != FLOOR and run.get("clock") != "issue"
 
 

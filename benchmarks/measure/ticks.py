@@ -1,4 +1,4 @@
-"""Times calls that take turns in the ranks of the default group."""
+"""Measures calls that take turns in the ranks of the default group."""
 
 from __future__ import annotations
 

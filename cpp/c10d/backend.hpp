@@ -121,8 +121,8 @@ class SageBackend final : public c10d::Backend {
   // that costs little, because issuing never waits for a peer. It also frees the program from the rules of regions.
   bool supportsCoalescing() const override;
   void startCoalescing() override { region_.start(); }
-  // If the launch fails, the returned Work has the error. If no region is open, throws the error of the call that
-  // closed it.
+  // If the launch fails, the returned Work has the error. If a call has closed the region before, throws the error of
+  // that call.
   WorkPtr endCoalescing() override;
   // Call this when the program leaves the region by an exception.
   void drop_region() { region_.drop(); }
@@ -220,7 +220,8 @@ class SageBackend final : public c10d::Backend {
   // Called at the end of every override. A synchronous call is finished on this thread and returns no Work, if no hook
   // is registered and the call is one request. c10d takes a null Work as "done", and this is the cheapest path.
   WorkPtr dispatch(CallDesc& call, CallDesc::Delegate delegate);
-  // The same. A delegate's `method` is called with the tensors of the description, and with `rest` after them.
+  // Like the function above. If a delegate carries the call, its `method` is called with the tensors of the
+  // description, and with `rest` after them.
   template <class... Params, class... Rest>
   WorkPtr dispatch(CallDesc& call, WorkPtr (c10d::Backend::*method)(Params...), Rest&... rest) {
     return dispatch(call, [&](c10d::Backend& other, const CallDesc& with) {

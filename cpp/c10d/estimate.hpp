@@ -34,8 +34,8 @@ class TimeEstimate {
   }
 
  private:
-  // True from the beginning of an estimation to its end. The thread that sets it (acquire) sees everything that the
-  // thread which cleared it last (release) had written.
+  // True from the beginning of an estimation to its end. It is set with acquire and cleared with release, so a thread
+  // that sets it sees everything that the previous thread had written.
   std::atomic<bool> begun_{false};
   // Like `begun_`, but set after `thread_`. The estimating thread writes it, and every thread that makes a call reads
   // it (acquire). So a thread that reads true also reads the estimating thread's id.

@@ -20,7 +20,7 @@ struct BackendOptions final : c10d::Backend::Options {
   c10::intrusive_ptr<c10d::Backend::Options> clone() const override { return copy(); }
 #endif
 
-  // "auto", or "delegate" to have torch's own backend serve the group although shared memory would do.
+  // "auto", or "delegate" to have torch's own backend serve the group even if shared memory could.
   std::string engine = "auto";
   // torch's built-in backend that serves what the engine cannot. The Python package reads it and makes the delegate.
   std::string delegate = "gloo";

@@ -42,7 +42,8 @@ class Region {
   void add(WorkPtr work) { content_.works.push_back(std::move(work)); }
   // Adds calls on a device. All calls of a region must be on the same device.
   void add(c10::ArrayRef<Plan> plans, const Label& label, Tensors keep, Tensors outputs, c10::Device device);
-  // Throws if no region is open on this thread: the error that closed it, or a ValueError.
+  // Throws if no region is open on this thread: the error of the call that closed the region or, if there is none, a
+  // ValueError.
   Content end();
   // A call in the region threw `why`: closes the region, and drops the calls on a device that it has collected.
   void refuse(std::exception_ptr why);

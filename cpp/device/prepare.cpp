@@ -86,8 +86,8 @@ at::Tensor divided(const at::Tensor& tensor, int64_t count) {
 // Multiplies by `factor`, a tensor that stays on the device, or by `number` if `factor` is undefined.
 at::Tensor scaled(const at::Tensor& tensor, const at::Tensor& factor, double number) {
   return in_signed(tensor, [&](const at::Tensor& numbers) {
-    // The factor of integers loses its fraction. `factor` has no dimensions, so it does not widen the type of
-    // `numbers`.
+    // If the tensor has integers, the factor's fraction is dropped. `factor` has no dimensions, so it does not widen
+    // the type of `numbers`.
     const bool whole = is_integral(numbers);
     if (factor.defined()) return numbers * (whole ? factor.to(numbers.scalar_type()) : factor);
     return whole ? numbers * static_cast<int64_t>(number) : numbers * number;

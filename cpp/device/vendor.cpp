@@ -322,7 +322,7 @@ void VendorDevices::close(std::chrono::milliseconds timeout) {
   // A forked child inherits neither the works nor the device.
   if (::getpid() != process_) return;
   const auto until = std::chrono::steady_clock::now() + timeout;
-  // A work fails if its communicator is ended before it, so first wait for all works.
+  // A work fails if its communicator ends before the work, so first wait for all works.
   bool drained = false;
   try {
     drained = drain(timeout);

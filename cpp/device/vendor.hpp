@@ -56,11 +56,12 @@ class VendorDevices final {
   std::string describe() const { return std::string(opened_.description); }
 
   // Enqueues calls on a stream of the device; several calls are one launch. It waits for peers only in a barrier and in
-  // the first call that needs a communicator: there until all ranks of that communicator have reached the call. Returns
-  // null for a synchronous call without hooks: all its work is on the caller's stream, which keeps its tensors in
-  // order. `region`: all ranks take part in the calls, messages included, so messages need no communicator of their
-  // own. The pieces of the calls are addresses on the device. A temporary replaces each of the caller's tensors that is
-  // not contiguous or overlaps another. Temporaries are filled before the call, and results are copied back after it.
+  // the first call that needs a communicator: in that call it waits until all ranks of the communicator have reached
+  // it. Returns null for a synchronous call without hooks: all its work is on the caller's stream, which keeps its
+  // tensors in order. `region`: all ranks take part in the calls, messages included, so messages need no communicator
+  // of their own. The pieces of the calls are addresses on the device. A temporary replaces each of the caller's
+  // tensors that is not contiguous or overlaps another. Temporaries are filled before the call, and results are copied
+  // back after it.
   c10::intrusive_ptr<DeviceWork> submit(c10::ArrayRef<Plan> calls, const Label& label, Tensors keep, Tensors outputs,
                                         c10::Device device, bool async, bool region = false);
   // Returns a work whose `wait` returns when all collectives issued before have ended; null if there are none.

@@ -34,9 +34,9 @@ class DeviceWatch {
     std::shared_ptr<Failure> failure;
     Alarm::Thread thread{Alarm::this_thread(), Alarm::Clock::now()};
   };
-  // Registers a launch with the watch for the lifetime of this object. So a launch that does not return also has a
-  // deadline, and so has one after which the next steps cannot be enqueued. Registering holds the lock briefly, twice.
-  // The watching thread wakes for the launch, and so need not wake for the call that follows.
+  // Registers a launch with the watch for the lifetime of this object. So its deadline applies even if the launch does
+  // not return, or if the next steps cannot be enqueued after it. The lock is held briefly at the beginning and at the
+  // end. The watching thread wakes for the launch, and so need not wake for the call that follows.
   class Launching {
    public:
     Launching(std::shared_ptr<DeviceCall> call, std::shared_ptr<Failure> failure)
@@ -50,7 +50,7 @@ class DeviceWatch {
    private:
     const Launch launch_;
   };
-  // True if the thread has stopped. It then detects the end of no further call.
+  // True if the thread has stopped. It then detects no further ends of calls.
   bool stopped() {
     const std::lock_guard<std::mutex> lock(mutex_);
     return stopped_;

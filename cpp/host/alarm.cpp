@@ -13,7 +13,8 @@ namespace sagellm {
 
 namespace {
 
-// After a thread has got the failure of one group, other groups' failures count as having the same cause for this long.
+// For this long after a thread has got the failure of one group, failures of other groups count as having the same
+// cause.
 constexpr auto kSameCause = std::chrono::seconds(2);
 
 // The system id of the thread that the caller named, then the system id and Python's identifier of the thread that gets
@@ -62,7 +63,8 @@ void Alarm::take_back(uint64_t group) {
     return slot != slots_.end() && slot->second.groups.count(group) > 0;
   };
   if (!is_raised() || !python_alive()) return;
-  // While this thread holds the GIL, no other thread raises anything in it, and it runs no bytecode.
+  // While this thread holds the GIL, no other thread raises an exception in it, and none becomes active, because it
+  // runs no bytecode.
   const py::gil_scoped_acquire gil;
   const std::lock_guard<std::mutex> lock(mutex_);
   Slot& slot = slots_[me];

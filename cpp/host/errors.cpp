@@ -8,7 +8,7 @@ namespace sagellm {
 
 namespace {
 
-// Without a backtrace: the text is for the user, and some code of torch prints all of `what()`.
+// The text has no backtrace: it is for the user, and some code of torch prints all of `what()`.
 template <class Kind>
 std::exception_ptr make(const std::string& text) {
   return std::make_exception_ptr(Kind(text, nullptr));

@@ -133,7 +133,8 @@ class C10dStore final : public Store {
       static const std::vector<uint8_t> nothing{'n', 'o', 't', ' ', 's', 'e', 't'};
       const std::vector<uint8_t> bytes = use([&](c10d::Store& store) {
         if (connection_) return store.compareSet(name, nothing, nothing);
-        // `get` waits for a missing key, so check first. Only the one rank that reads a key deletes it.
+        // `get` waits for a missing key, so check first whether the key exists. It cannot vanish in between, because
+        // only the rank that reads a key deletes it.
         return store.check({name}) ? store.get(name) : nothing;
       });
       if (bytes == nothing) return false;

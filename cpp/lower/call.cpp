@@ -28,7 +28,7 @@ bool collides(const at::Tensor& part, const at::Tensor& whole, int rank) {
   return overlap(part, whole) && !is_block(part, whole, rank);
 }
 
-// The same for ranks' blocks that are a list of tensors.
+// The same, if the ranks' blocks are a list of tensors.
 bool collides(const at::Tensor& part, View blocks, int rank) {
   for (size_t i = 0; i < blocks.size(); ++i) {
     const bool own = i == static_cast<size_t>(rank);

@@ -290,7 +290,7 @@ void message(const CallDesc& call, const Carrier& carrier) {
 
 void call(const CallDesc& call, const Carrier& carrier) {
   if (call.coalesced) return check_lists(call, carrier);
-  // First, because the root decides which ranks may pass a list.
+  // The root is checked first, because it decides which ranks may pass a list.
   if (call.has_root()) root(call.op, call.root, call.root_tensor, carrier.size);
   check_argument(call, call.inputs, carrier);
   check_argument(call, call.outputs, carrier);

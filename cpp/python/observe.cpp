@@ -93,7 +93,7 @@ py::object doctor() {
   return parsed(facts);
 }
 
-// Uses Python's C API, because pybind11's conversions would take most of a step's cost.
+// Uses Python's C API, because with pybind11's conversions most of a step's cost would be conversion.
 PyObject* begin_step(PyObject* /*module*/, PyObject* /*nothing*/) {
   StepMeter::begin();
   Py_RETURN_NONE;

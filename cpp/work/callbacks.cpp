@@ -23,7 +23,7 @@ void run_logged(const std::function<void()>& job) {
   } catch (const std::exception& error) {
     log_line(1, std::string("a callback of an operation failed: ") + error.what());
   } catch (const abi::__forced_unwind&) {
-    // By this exception the interpreter ends a thread that asks for the GIL too late. The unwinding must not be
+    // The interpreter throws this exception to end a thread that asks for the GIL too late. Its unwinding must not be
     // stopped.
     throw;
   } catch (...) {
@@ -34,7 +34,7 @@ void run_logged(const std::function<void()>& job) {
 // Number of the job that this pool thread runs, until it gives up its turn. 0 on all other threads.
 thread_local uint64_t current_turn = 0;
 
-// For a job that will not run: it may own Python objects, which can no longer be dropped.
+// Leaks a job that will not run: it may own Python objects, which can no longer be dropped.
 void leak(std::function<void()> job) {
   new std::function<void()>(std::move(job));
 }

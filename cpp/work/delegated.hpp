@@ -39,7 +39,7 @@ class DroppedMessages : public std::enable_shared_from_this<DroppedMessages> {
 
   std::mutex mutex_;
   std::condition_variable served_;
-  // The thread, if there is one, waits for the first.
+  // The kept Works. The thread, if there is one, waits for the first of them.
   std::deque<WorkPtr> works_;
   bool serving_ = false;
   bool ended_ = false;

@@ -22,7 +22,7 @@ class ToldFailure final : public torch::PyTorchError {
 
   PyObject* python_type() override {
     events_->told();
-    // torch exports no pointer to it. Its module keeps it.
+    // torch exports no pointer to the class. Its module keeps the class alive.
     return py::module_::import("torch.distributed").attr("DistBackendError").ptr();
   }
 

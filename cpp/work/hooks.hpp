@@ -86,8 +86,8 @@ class Events : public std::enable_shared_from_this<Events> {
   void told();
   // Whether the thread with this system id has got the group's failure as the error of a call.
   bool knows(pid_t thread) const;
-  // Returns `failure` in the form that a future stores. Threads can wait for a future without calling this package, so
-  // the returned exception calls `told` on the thread that gets it in Python.
+  // Returns `failure` in the form that a future stores. A thread can wait for a future without calling this package, so
+  // the returned exception itself calls `told` when Python raises it in a thread.
   std::exception_ptr told_where_raised(const std::exception_ptr& failure);
   // Number that identifies this group in its process.
   uint64_t key() const { return key_; }

@@ -40,7 +40,7 @@ class StepMeter {
   }
   // Opens a step on this thread. Steps that are opened inside it are part of it.
   static void begin();
-  // Closes the step that this thread opened last. If it is not `well`, the step is not counted.
+  // Closes the step that this thread opened last. The step is counted only if `well` is true.
   static void end(bool well);
 
   // The thread enters and leaves a call of ours; calls may be nested.

@@ -94,7 +94,7 @@ class SageWork : public c10d::Work {
   std::vector<at::Tensor> result() override { return outputs_; }
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override { wait(kNoTimeout); }
-  // On the CPU the current stream is the calling thread.
+  // Waits for the end: on the CPU the calling thread counts as the current stream.
   void blockCurrentStream() override { synchronize(); }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override;

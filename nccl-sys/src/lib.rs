@@ -109,7 +109,7 @@ impl Config {
     }
 }
 
-/// A function that the library perhaps does not have.
+/// A function that the library may lack.
 #[derive(Clone, Copy, Debug)]
 pub struct Symbol<F> {
     pub function: Option<F>,

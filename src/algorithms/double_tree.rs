@@ -85,8 +85,8 @@ struct Tree {
 }
 
 impl Tree {
-    /// The second tree is the first tree with other numbers: this is the number of a place in the first tree. `place`
-    /// is the inverse.
+    /// The second tree is the first tree with its places renumbered. Returns the number that a place has in the first
+    /// tree. `place` is the inverse.
     fn label(self, place: usize) -> usize {
         match (self.second, self.nodes % 2) {
             (false, _) => place,

@@ -56,7 +56,8 @@ impl Pattern for Doubling {
                 Volume { sent: each, received: each }
             }
             Kind::AllGather if power.extra > 0 => {
-                // Rank 0 sends the data of its group, which grows, and then all parts except its partner's.
+                // In each step rank 0 sends the data that it has so far. In the last step it sends its partner all
+                // parts except the partner's own.
                 let grown: usize = (0..power.bits).map(|bit| power.ranks(0..1 << bit).len()).sum();
                 Volume { sent: grown + s.ranks - 1, received: s.ranks - 1 }
             }

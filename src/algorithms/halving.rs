@@ -13,7 +13,7 @@
 //! The nearest ranks exchange the most data, which is good if ranks are numbered host by host. Order of summation: that
 //! of recursive doubling, for every element, because both use the distances in the same order. So it does not depend on
 //! an element's position in the vector. Source: Rabenseifner, "Optimization of collective reduction operations" (2004);
-//! MPICH. Both start with the largest distance, which gives a different order of summation.
+//! MPICH. In both of these the largest distance comes first, which gives a different order of summation.
 
 use std::ops::Range;
 
@@ -75,8 +75,8 @@ impl Pattern for Halving {
         Volume { sent, received }
     }
 
-    /// It takes time to list the parts of blocks, so only a few ranks are examined, including those at the end of the
-    /// pairs.
+    /// Listing the parts of a rank takes time if they are blocks, so only a few ranks are examined, including the last
+    /// rank of the pairs and the rank after it.
     fn busiest(&self, s: &Schedule, _k: usize) -> Vec<usize> {
         const SOME: usize = 64;
         if s.kind == Kind::AllReduce || s.ranks < SOME {
@@ -91,7 +91,7 @@ fn exchanges(kind: Kind, power: Power) -> usize {
     if kind == Kind::AllReduce { 2 * power.bits } else { power.bits }
 }
 
-/// After `halvings` halvings: the parts that the rank with this index still reduces.
+/// The parts that the rank with this index still reduces after `halvings` halvings.
 fn kept(kind: Kind, power: Power, index: usize, halvings: usize) -> Vec<Range<usize>> {
     if kind == Kind::AllReduce {
         // In all_reduce parts belong to no rank, so each rank keeps one contiguous range: the half that its bit

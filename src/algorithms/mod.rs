@@ -179,13 +179,12 @@ trait Pattern: Sync {
     fn step(&self, s: &Schedule, rank: usize, k: usize) -> Step;
     /// The number of parts, computed with the formula in the head of the algorithm's file.
     fn volume(&self, s: &Schedule) -> Volume;
-    /// How many steps, beginning with `k`, are alike: every rank has the same peers and counts of parts in each of
-    /// them.
+    /// Number of steps, beginning with `k`, in which every rank has the same peers and the same counts of parts.
     fn alike(&self, _s: &Schedule, _k: usize) -> usize {
         1
     }
-    /// A selection of ranks: at least one of them, or its neighbour, does as much in step `k` as any other rank. If
-    /// there are not too many ranks to examine, these are all ranks.
+    /// The ranks to examine in step `k`: no rank does more in it than one of these or a neighbour of one. All ranks,
+    /// unless there are too many.
     fn busiest(&self, s: &Schedule, _k: usize) -> Vec<usize> {
         (0..s.ranks).collect()
     }
@@ -229,14 +228,13 @@ impl Schedule {
         if self.ranks == 1 { Volume { sent: 0, received: 0 } } else { self.algorithm.pattern().volume(self) }
     }
 
-    /// How many steps, beginning with `k`, are alike (at least 1): every rank has the same peers and counts of parts in
-    /// each of them. So the cost model does not have to examine each of 200,000 steps.
+    /// Number of steps (at least 1), beginning with `k`, in which every rank has the same peers and the same counts of
+    /// parts. So the cost model does not have to examine each of 200,000 steps.
     pub fn alike(&self, k: usize) -> usize {
         self.algorithm.pattern().alike(self, k)
     }
 
-    /// A selection of ranks: at least one of them, or a rank on its host, does as much in step `k` as any other rank,
-    /// or nearly as much.
+    /// The ranks to examine in step `k`: no rank does much more in it than one of these or a rank on the same host.
     pub fn busiest(&self, k: usize) -> Vec<usize> {
         self.algorithm.pattern().busiest(self, k)
     }

@@ -16,7 +16,7 @@ pub(super) struct Power {
 pub(super) enum Role {
     /// Takes part, with this index.
     Active(usize),
-    /// Pauses. The rank before it acts for both.
+    /// Does nothing: the rank before it acts for both.
     Resting,
 }
 
@@ -67,7 +67,7 @@ impl Power {
         if index < self.extra { 2 * index } else { index + self.extra }
     }
 
-    /// The ranks for which the ranks that have the indices `of` act.
+    /// The ranks of the indices `of`, and the ranks for which these act.
     pub fn ranks(self, of: Range<usize>) -> Range<usize> {
         self.rank(of.start)..self.rank(of.end)
     }

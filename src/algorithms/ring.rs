@@ -63,7 +63,8 @@ impl Pattern for Ring {
         if self.pipelines(s.kind) { 1 } else { circle - k % circle }
     }
 
-    /// In a chain, the busy ranks are consecutive, one for each segment in flight. Examine the ranks at both ends.
+    /// In a chain, the busy ranks are consecutive, one for each segment in flight. The first and the last of them are
+    /// examined.
     fn busiest(&self, s: &Schedule, k: usize) -> Vec<usize> {
         let wave = match s.kind {
             Kind::Broadcast => [(k + 1).saturating_sub(s.segments), k.min(s.ranks - 1)],

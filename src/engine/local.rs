@@ -226,7 +226,7 @@ enum LocalTransfer {
     Awaited { post: Arc<Post>, address: Address, buffer: Vec<u8>, bytes: usize },
 }
 
-/// A receive whose message `wait` copies into memory that consists of pieces.
+/// A receive into memory that consists of pieces; `wait` copies the message into it.
 struct LocalInto {
     received: Box<dyn Transfer>,
     pieces: Vec<Span>,

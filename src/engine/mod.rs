@@ -106,9 +106,9 @@ pub trait Engine: Send {
 pub enum Blockers {
     /// Other ranks, by rank; never empty.
     Ranks(Vec<(usize, PeerProgress)>),
-    /// An earlier operation of this rank, which it must follow.
+    /// An earlier operation of this rank, which must come first.
     Earlier(Arc<Op>),
-    /// It is not known which operation or which ranks. The text says what is known.
+    /// It is not known for which operation or ranks the operation waits. The text says what is known.
     Unknown(String),
 }
 
@@ -119,7 +119,7 @@ pub enum PeerProgress {
     NotEntered(Option<LastCall>),
     /// The rank has entered the operation and has not finished its part.
     Entered,
-    /// The rank waits in another operation, which has the number of this one or a later one.
+    /// The rank waits in another operation, whose number is the same as that of this one, or higher.
     CalledOther,
     /// Nothing is known of the rank.
     Unknown,
@@ -137,7 +137,7 @@ pub struct LastCall {
 }
 
 impl PeerProgress {
-    /// Whether the rank still has to make a call, which this rank cannot cause.
+    /// Whether the program of that rank must first make a call. This rank can do nothing to cause that.
     pub fn is_absent(&self) -> bool {
         !matches!(self, PeerProgress::Entered)
     }
@@ -196,9 +196,9 @@ pub trait Control: Send + Sync {
         false
     }
 
-    /// Advances the work that threads of the program drive although the engine has threads, and ends operations. Must
-    /// be called without the group's lock. Sleeps for at most `sleep` if nothing can advance. Returns true if something
-    /// advanced.
+    /// Advances work that threads of the program must drive even if the engine has its own threads, and ends
+    /// operations. Must be called without the group's lock. Sleeps for at most `sleep` if nothing can advance. Returns
+    /// true if something advanced.
     fn poll(&self, _sleep: Duration) -> bool {
         false
     }
@@ -244,7 +244,7 @@ pub trait Control: Send + Sync {
 /// The signatures of this many device launches of each rank are kept.
 pub const LAUNCHES_KEPT: u64 = 16;
 
-/// On what all ranks must agree for a launch on devices. Several calls with one number have one signature.
+/// The values on which all ranks must agree for a launch on devices. Several calls with one number have one signature.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Signed {
     /// `op::signature` of the call. For several calls, that of the first one, but with the sum of all calls' bytes.
@@ -281,7 +281,8 @@ impl Signed {
 pub struct BlockSizes<'a> {
     pub rank: usize,
     pub ranks: usize,
-    /// For each: the bytes for each rank (empty if all blocks are equal), and the sum of these bytes.
+    /// Both fields: the size of the block to or from each rank (empty if all blocks are equal), and the sum of the
+    /// sizes.
     pub sent: (&'a [usize], u64),
     pub received: (&'a [usize], u64),
 }
@@ -337,7 +338,7 @@ pub trait Monitor {
 }
 
 /// The channel on which a rank asks another rank what its program is doing. Questions are counted, because several
-/// ranks may ask at once and one answer serves all of them.
+/// ranks may ask at the same time, and one answer serves all of them.
 pub trait Inquiry: Send + Sync {
     /// Asks a rank and wakes its answering thread. Returns the number of the question.
     fn ask(&self, rank: usize) -> u32;

@@ -22,8 +22,8 @@ pub struct Held {
     turn: u64,
     /// Earlier operations whose memory overlaps the memory of `op`.
     pub predecessors: Vec<Arc<Op>>,
-    /// Number of predecessors whose memory the engine still uses, plus the number of earlier held messages that `op`
-    /// must not overtake and that have not started.
+    /// Number of predecessors whose memory the engine still uses, plus the number of earlier held messages that have
+    /// not started and must not be overtaken by `op`.
     waits_for: usize,
     /// Later held messages that must not overtake this one.
     followers: Vec<usize>,
@@ -57,7 +57,7 @@ impl Order {
         self.in_use.is_empty() && self.held.is_empty()
     }
 
-    /// Earlier operations that use memory of `op`, that is, operations that were added and not released yet.
+    /// Earlier operations that use memory of `op`: those that were added and not released yet.
     pub fn before(&self, op: &Op) -> Vec<Arc<Op>> {
         self.in_use.before(op)
     }

@@ -1,5 +1,5 @@
-//! Finds ranks whose results differ although they are equal by contract, which means that a processor, memory or a
-//! kernel has silently corrupted data. The option `verify` turns this on.
+//! Finds ranks whose results differ although they must be equal by contract. Then a processor, memory or a kernel has
+//! silently corrupted data. The option `verify` turns this on.
 //!
 //! Each rank hashes its result of an all_reduce, broadcast or all_gather before the program learns that the operation
 //! has ended, because the program may then change the result. Ranks compare the hashes of an operation while later

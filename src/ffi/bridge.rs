@@ -333,7 +333,7 @@ pub mod ffi {
         sequence: u64,
         /// The group's fault with its code letter, or empty.
         fault: String,
-        /// Whether the group has a fault or a call of its delegate failed.
+        /// True if the group has a fault, or if a call of its delegate has failed.
         failed: bool,
         /// `watched`: the other ranks that this rank watches. `gone`: those of them that have ended or left.
         watched: Vec<u32>,
@@ -531,7 +531,7 @@ pub mod ffi {
         /// operations are aborted.
         fn shrink(self: &RustRetired, child: &RustDevices, excluded: &[u32]) -> Result<()>;
 
-        /// `fusion::lists::operations` for our engines.
+        /// Calls `fusion::lists::operations` for a list that one of our engines runs.
         #[Self = "RustGroup"]
         fn list_operations(kind: Kind, elements: &[u8], bytes: &[usize]) -> Result<Vec<u32>>;
         /// The same for a vendor's library.

@@ -9,8 +9,8 @@
 //!   operations that do not wait for each other's memory; the batch carries the minimum. A rank that has finished batch
 //!   j knows that all ranks have issued the operations up to that number.
 //! - Batch j + 2 ends at the number that was agreed in batch j, or earlier because of the limits of bytes and count or
-//!   because keys differ. If that adds nothing, it is the next single operation, sent at issue like without fusion.
-//!   There is no timer and no waiting.
+//!   because keys differ. If that leaves no operation, the batch is the next single operation, which is sent at issue
+//!   as if there were no fusion. There is no timer and no waiting.
 //! - Two batches are in flight at a time, one on each lane. A lane is strictly sequential.
 //!
 //! If an operation is too large to gain from fusion, it is cut into segments, each of which counts as a batch. So the
@@ -105,7 +105,7 @@ impl Planner {
         self.agreed[batch.lane()] = highest;
     }
 
-    /// The next batch. None if its first operation was not issued on this rank yet.
+    /// The next batch. None if this rank has not issued its first operation yet.
     pub fn next_batch(&mut self) -> Option<Batch> {
         let first = *self.items.front()?;
         let mut batch = Batch {

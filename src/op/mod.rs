@@ -38,8 +38,8 @@ pub struct OpTiming {
     pub record: AtomicU64,
     /// 1 if the operation did not end in the pass that issued it.
     blocked: AtomicU32,
-    /// One more than the rank for which the operation waited: longest if that is known, otherwise last. 0 if it waited
-    /// for no rank.
+    /// One more than the rank for which the operation waited longest or, if that is unknown, for which it waited last.
+    /// 0 if it waited for no rank.
     late: AtomicU32,
     /// Nanoseconds that copying took. `reducing`: nanoseconds that reducing took.
     pub copying: AtomicU64,
@@ -80,7 +80,7 @@ pub struct FusedWith(u64);
 impl FusedWith {
     pub const ALONE: FusedWith = FusedWith(0);
 
-    /// For operation `number`, which is one of `count` operations with the numbers `first` to `last`.
+    /// The value for operation `number`, which is one of `count` operations with the numbers `first` to `last`.
     pub fn new(number: u64, (first, last): (u64, u64), count: usize) -> FusedWith {
         let near = |distance: u64| distance.min((1 << 24) - 1);
         let others = count.saturating_sub(1).min(usize::from(u16::MAX)) as u64;
@@ -104,8 +104,8 @@ impl FusedWith {
 pub struct Route {
     /// `select::Choice::code`. 0 before the operation has started.
     pub choice: u64,
-    /// `select::OpDesc::load` of the description for which the choice was made, which is that of the operation or of
-    /// its whole batch.
+    /// `select::OpDesc::load` of the description from which the choice was made: the operation's, or that of its whole
+    /// batch.
     pub load: u64,
     pub fused_with: FusedWith,
 }
@@ -128,8 +128,8 @@ pub struct Op {
     pub deadline: u64,
     /// The address range that contains all its memory: `overlap::extent`.
     extent: (usize, usize),
-    /// All its memory in detail. Computed when the operation is first compared with another one and the short
-    /// comparison does not apply.
+    /// All its memory in detail. Computed when it is first needed: in a comparison with another operation for which
+    /// `overlap::conflict_in_pairs` does not suffice.
     reach: OnceCell<Box<Reach>>,
     /// The copy that a send reads instead of its inputs: see `send_copy`.
     copy: OnceCell<Box<(Vec<u8>, [Span; 1])>>,

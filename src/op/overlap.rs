@@ -85,8 +85,8 @@ fn sorted(mut all: Vec<Span>) -> Vec<Span> {
 }
 
 /// Whether two sorted lists have a byte in common. Checks each span of the shorter list once, and finds the span's
-/// position in the longer list by steps of doubling length. In total this takes about as many steps as both lists have
-/// spans, and far fewer if one list is short.
+/// position in the longer list by steps of doubling length. In total this takes at most about as many steps as there
+/// are spans in both lists, and far fewer if one list is short.
 fn meet(one: &[Span], other: &[Span]) -> bool {
     let (few, mut rest) = if one.len() <= other.len() { (one, other) } else { (other, one) };
     for span in few {
@@ -160,7 +160,7 @@ mod tests {
 
     #[test]
     fn strided_tensors_that_lie_between_each_other_are_apart() {
-        // A matrix of 5 planes of 6 rows of 7 numbers of 4 bytes.
+        // A tensor of 5 x 6 x 7 numbers of 4 bytes.
         let (planes, rows, size) = (5, 6, 4);
         let face = |addr, run, counts: [usize; 2], strides: [usize; 2]| Strided {
             addr,
@@ -189,7 +189,8 @@ mod tests {
         }
     }
 
-    /// Twenty lists of a thousand interleaved tensors. Every list is compared with every other list.
+    /// Twenty lists, each of a thousand tensors; the lists are interleaved in memory. Every list is compared with every
+    /// other list.
     #[test]
     fn rule_04_long_lists_are_compared_in_about_as_many_steps_as_they_have_pieces() {
         let (lists, tensors) = (20, 1000);

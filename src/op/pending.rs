@@ -1,5 +1,5 @@
 //! Keeps pending operations by the memory that they use, and finds those that a later operation must follow (rule 4)
-//! without a look at all of them.
+//! without checking each of them.
 //!
 //! An operation is found by its extent, which is the address range that contains all its memory. There is one map for
 //! each power of two; an extent is in the map for its length, sorted by address. A range can overlap an extent in a map
@@ -19,8 +19,8 @@ const FEW: usize = 16;
 #[derive(Default)]
 pub struct PendingOps {
     few: Vec<Arc<Op>>,
-    /// The outer key is the number of bits in the length of the operations' extent; the inner key is the extent's first
-    /// address and its length.
+    /// The operations by their extent. The outer key is the number of bits in the extent's length; the inner key is the
+    /// extent's first address and its length.
     by_length: BTreeMap<u32, BTreeMap<(usize, usize), Place>>,
 }
 
@@ -39,7 +39,7 @@ impl Place {
     }
 }
 
-/// Identifies an operation, as long as a reference to it exists.
+/// Identifies an operation as long as a reference to the operation exists.
 pub fn key(op: &Op) -> usize {
     std::ptr::from_ref(op) as usize
 }
@@ -137,7 +137,7 @@ mod tests {
         }
     }
 
-    /// A random operation: reads or writes one piece, or two, or the columns of a matrix, or nothing.
+    /// A random operation. It uses one piece, two pieces, columns of a matrix, or no memory.
     fn drawn(numbers: &mut Numbers) -> Arc<Op> {
         // Half of the pieces are at a few fixed addresses, so that many are equal.
         let piece = |numbers: &mut Numbers| match numbers.below(2) {

@@ -4,7 +4,7 @@ use super::{Op, describe};
 use crate::error::{Error, SAME_CALLS, laid_out};
 use crate::types::{ANY_RANK, Kind};
 
-/// For operations between hosts or on a device: they may have moved data before the mismatch of two ranks is found.
+/// For operations between hosts or on a device, which may have moved data before a mismatch is found.
 pub const MOVED: &str = "What was received in it is undefined";
 /// For operations on one host: their signatures are compared before data is moved.
 pub const UNTOUCHED: &str = "No data was exchanged";

@@ -56,7 +56,7 @@ impl Readings {
         if time.saturating_sub(last) > GAP {
             self.lose(time);
         } else if time > last {
-            // If it fails, another thread has stored its reading.
+            // If the exchange fails, another thread has stored its own reading.
             let _ = self.last.compare_exchange(last, time, Ordering::Release, Ordering::Relaxed);
         }
         // If the stamp is older than `last`, it may be from before a gap that is now in `lost`, so `last` is used

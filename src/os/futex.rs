@@ -19,7 +19,7 @@ pub fn wake_all(word: &AtomicU32) {
     }
 }
 
-/// If only the first of several words can be watched, a sleep lasts at most this long.
+/// Longest sleep if the kernel can watch only the first of several words.
 const LOOK_AGAIN: Duration = Duration::from_millis(1);
 
 const SYS_FUTEX_WAITV: libc::c_long = 449;
@@ -40,7 +40,7 @@ pub fn watches_several() -> bool {
     *HAS_WAITV
 }
 
-/// Sleeps until a word in `words` differs from its value or is woken, or `timeout` passes. May return early without a
+/// Sleeps until a word in `words` differs from its value or is woken, or `timeout` passes. May also return early for no
 /// reason. If the kernel can watch only one word, it watches the first, and the sleep ends after a millisecond so that
 /// the caller can check the others.
 pub fn wait(words: &[(&AtomicU32, u32)], timeout: Duration) {

@@ -56,8 +56,8 @@ pub fn usable_cores() -> usize {
     agreed_cores(&[affinity_mask()], quota_millicores())
 }
 
-/// How many cores processes with these masks can keep busy together if the smallest of their quotas applies. At least
-/// 1.
+/// How many cores the processes with these masks can keep busy together. The smallest of their quotas applies to all.
+/// At least 1.
 pub fn agreed_cores(masks: &[Vec<u64>], smallest_quota_millicores: Option<u64>) -> usize {
     let words = masks.iter().map(Vec::len).max().unwrap_or(0);
     let mut union = vec![0u64; words];
@@ -154,7 +154,8 @@ fn headroom(dir: &Path, limit: &str, usage: &str, reclaimable: &str) -> Option<u
 
 /// The directories of this process's control groups.
 struct ControlGroups {
-    /// For each: the controller (empty for v2), its mount point, and this process's directory below that.
+    /// One entry for each group: its controller (empty for v2), the mount point, and this process's directory below the
+    /// mount point.
     places: Vec<(String, PathBuf, PathBuf)>,
 }
 
@@ -190,7 +191,7 @@ fn control_group_places(cgroup: &str, mounts: &str) -> Vec<(String, PathBuf, Pat
     for line in cgroup.lines() {
         let mut parts = line.splitn(3, ':');
         let (Some(_), Some(controllers), Some(path)) = (parts.next(), parts.next(), parts.next()) else { continue };
-        // Only CPU and memory are needed here. In v2 all controllers have one tree, and its name is empty.
+        // Only CPU and memory are needed. In v2 all controllers share one tree, whose name is empty.
         for controller in controllers.split(',').filter(|name| matches!(*name, "cpu" | "memory" | "")) {
             for (root, mount) in mounts.lines().filter_map(|line| control_group_mount(line, controller)) {
                 // In a container the mount may show only a part of the tree. Then the root of that part is this
@@ -355,7 +356,7 @@ fn processor_in(cpuinfo: &str) -> String {
         let lines = cpuinfo.lines().filter_map(|line| line.split_once(':'));
         lines.filter(|(found, _)| found.trim() == name).map(|(_, value)| value.trim().to_string()).next()
     };
-    // Arm has no model name, but numbers for implementer and part.
+    // On Arm there is no model name; there are numbers for implementer and part.
     let part = || Some(format!("CPU {} part {}", field("CPU implementer")?, field("CPU part")?));
     field("model name").or_else(part).unwrap_or_else(|| std::env::consts::ARCH.to_string())
 }

@@ -10,9 +10,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::clock;
 
-/// If a yield takes at least this long (in nanoseconds), a thread that computes shares the core; a thread that waits
-/// would yield back within microseconds. A rank that moves megabytes takes this long too, but then sleeping costs
-/// little.
+/// If a yield takes at least this long (in nanoseconds), a thread that computes shares the core; a thread that only
+/// waits would yield in turn within microseconds. A rank that moves megabytes takes this long too, but then sleeping
+/// costs little.
 const LONG: u64 = 1_000_000;
 /// After the first long yield, threads do not yield for this many nanoseconds. `MOST`: the longest such period.
 const FIRST: u64 = 20_000_000;
@@ -64,13 +64,13 @@ mod tests {
     fn after_a_long_yield_waits_sleep_for_a_while_that_grows_while_yields_stay_long() {
         let yielding = Yielding::default();
         assert!(yielding.pays());
-        // This is in the future, so that the test does not depend on how long it takes on this machine.
+        // This time is in the future, so that the test's own duration does not matter.
         let mut now = clock::stamp() + 60 * MOST;
         yielding.took_long(now);
         assert!(!yielding.pays());
         let pause = |yielding: &Yielding, now: u64| yielding.off_until.load(Ordering::Relaxed) - now;
         assert_eq!(pause(&yielding, now), FIRST);
-        // Each time, the first yield after the period is long again.
+        // Each time, the first yield after a period without yields is long again.
         for doubled in [2, 4, 8, 16, 32] {
             now = yielding.off_until.load(Ordering::Relaxed);
             yielding.took_long(now);
@@ -81,7 +81,7 @@ mod tests {
             yielding.took_long(now);
         }
         assert_eq!(pause(&yielding, now), MOST);
-        // After a time of short yields, a long yield starts with the first period again.
+        // If yields were short for a while, the next long yield starts a period of the first length.
         now = yielding.off_until.load(Ordering::Relaxed) + 2 * MOST;
         yielding.took_long(now);
         assert_eq!(pause(&yielding, now), FIRST);

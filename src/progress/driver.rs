@@ -121,7 +121,7 @@ fn look_around(group: &dyn Driven, host: &dyn Host, driving: &roles::Driving<'_,
         return false;
     }
     group.check_deadlines_and_peers();
-    // This includes the other groups, because the progress thread checks no deadlines while a thread waits.
+    // The other groups are checked too, because the progress thread checks no deadlines while a thread waits.
     group.domain().busy().iter().for_each(|other| other.check_deadlines_and_peers());
     true
 }
@@ -136,7 +136,8 @@ fn yield_core(group: &dyn Driven, done: &impl Fn() -> bool) {
     }
 }
 
-/// While this lives, the group counts this thread as one that has waited for long. Shorter waits avoid this cost.
+/// While this lives, the group counts this thread as one that has waited for long. It is created only late in a wait,
+/// so short waits do not pay for it.
 struct Registered<'a>(&'a dyn Driven, u64);
 
 impl<'a> Registered<'a> {
@@ -185,7 +186,7 @@ fn sleep(domain: &Arc<Domain>, own: Option<&dyn Driven>, pause: Duration, stop: 
     let busy = domain.busy();
     let others =
         busy.iter().map(|group| &**group).filter(|group| !own.is_some_and(|own| std::ptr::addr_eq(*group, own)));
-    // The word of `own` comes first, because it must be watched even if only one word can be.
+    // The word of `own` comes first: if only one word can be watched, it must be this one.
     let groups: Vec<&dyn Driven> = own.into_iter().chain(others).collect();
     let addresses = groups.iter().filter_map(|group| group.wake_address());
     let doors: Vec<(&AtomicU32, Listening<dyn WakeWords>)> =
@@ -267,14 +268,14 @@ fn progress(domain: &Arc<Domain>) {
         let waits = domain.waits();
         std::thread::sleep(grace);
         look();
-        // If a thread has waited meanwhile, it has driven everything, and it usually waits again soon. Operations that
+        // If a thread has waited meanwhile, it has driven all groups, and it usually waits again soon. Operations that
         // are pending now were issued after its wait.
         if domain.waits() != waits || !roles::needs_progress(&**domain) {
             grace = (grace * 2).min(LONGEST_GRACE);
             continue;
         }
         grace = GRACE;
-        // If a group did not contain a panic, that is our own bug. The operations of all groups still need a driver.
+        // A panic that no group has caught is our own bug. The operations of all groups still need a driver afterwards.
         if catch_unwind(AssertUnwindSafe(|| drive_while_needed(domain))).is_err() {
             log::error!("internal error in the progress thread, please report it with the text above");
         }

@@ -27,7 +27,7 @@ pub trait Words {
     /// Number of threads that wait and therefore drive.
     fn drivers(&self) -> usize;
     fn count_driver(&self, more: bool);
-    /// Whether the process ends, so that the progress thread must end.
+    /// Whether the progress thread must end, because the process ends.
     fn stopping(&self) -> bool;
 }
 

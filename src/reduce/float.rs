@@ -28,7 +28,7 @@ const F16_NAN: u32 = 0x7e00;
 const F32_INFINITY: u32 = 0x7f80_0000;
 /// The smallest normal f16 as f32: 2^-14.
 const F16_MIN_NORMAL: u32 = 0x3880_0000;
-/// 2^16 as f32. From this value on, f16 has only infinity, even before rounding.
+/// 2^16 as f32. f16 has no finite value of this size or above, even before rounding.
 const F16_BEYOND: u32 = 0x4780_0000;
 
 /// Widens exactly.

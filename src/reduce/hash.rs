@@ -11,13 +11,12 @@
 //! its parts hashed in any order, for instance each part while it is in the cache.
 //!
 //! A single flipped bit always changes the hash. It changes one plain sum by ±2^b. The plain sums are combined with odd
-//! factors, and the upper half of the result is the upper half of the hash. No factor times ±2^b is so small that this
-//! half could stay the same (a test checks all cases). Other differences, for instance several flipped bits, are missed
-//! with a probability of about 2^-60.
+//! factors, and the upper half of the result is the upper half of the hash. Every factor times ±2^b is large enough to
+//! change this half (a test checks all cases). Other differences, for instance several flipped bits, are missed with a
+//! probability of about 2^-60.
 //!
 //! Source: the sums of products of NH (Black et al., UMAC, 1999) and of the accumulators of XXH3 (Collet, 2019), which
-//! also add each word itself in addition to the product. The keys that grow with the position and the two halves of the
-//! hash are ours.
+//! also add the words themselves. The keys that grow with the position and the two halves of the hash are ours.
 
 use super::Level;
 

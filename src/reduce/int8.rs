@@ -188,8 +188,8 @@ fn encode_block(values: &[f32], into: &mut [u8]) {
     }
 }
 
-/// The nearest integer from -127 to 127, as a byte. If the scale is a denormal, it is rounded coarsely, so the quotient
-/// can be outside that range.
+/// The nearest integer from -127 to 127, as a byte. A denormal scale is rounded coarsely, so then the quotient can be
+/// outside that range.
 #[inline(always)]
 fn nearest(value: f32) -> u8 {
     let held = if value > 127.0 { 127.0 } else { value };

@@ -112,7 +112,7 @@ impl Level {
 pub struct Kernel {
     run: Run,
     element_size: usize,
-    /// How many units `run` counts for each element: 2 if a complex number is processed as two parts, the size in bytes
+    /// How many units of the kernel an element has: 2 if a complex number is processed as two parts, the size in bytes
     /// for bit operations, otherwise 1.
     units: usize,
     ranks: usize,

@@ -98,7 +98,7 @@ pub trait Format {
     fn widen(stored: Self::Stored) -> Self::Number;
     fn narrow(number: Self::Number) -> Self::Stored;
 
-    /// The same for several elements. A format with a conversion instruction overrides these.
+    /// The next two functions do the same for several elements. A format with a conversion instruction overrides them.
     ///
     /// # Safety
     /// The processor must have the features of the instruction set to which the format belongs (`Isa`).

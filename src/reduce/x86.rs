@@ -52,7 +52,7 @@ impl Format for HalfF16c {
             // SAFETY: as in `widen_all`.
             unsafe {
                 let eight = _mm256_loadu_ps(numbers.as_ptr().add(i));
-                // The conversion instruction would keep a part of a NaN's payload.
+                // The instruction would keep a part of a NaN's payload.
                 let nan = _mm256_set1_ps(f32::from_bits(float::F32_NAN));
                 let eight = _mm256_blendv_ps(eight, nan, _mm256_cmp_ps::<_CMP_UNORD_Q>(eight, eight));
                 _mm_storeu_si128(

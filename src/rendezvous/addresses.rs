@@ -74,7 +74,7 @@ pub struct Network {
 }
 
 impl Network {
-    /// The code of the way and the number of addresses, for the caller. The caller knows its own addresses.
+    /// The code of `way` and the number `places`, for the caller, who knows its own addresses.
     pub fn text(&self) -> String {
         format!("{} {}", self.way as u8, self.places)
     }

@@ -91,7 +91,7 @@ impl Coordinator<'_, '_> {
             self.session.backoff.refresh();
             match step {
                 Step::Met(met) => return Ok(Outcome::Shared(*met)),
-                // The rank's new process may succeed, so the next attempt starts without this reason.
+                // The failure may be over with the rank's new process, so the next attempt starts without this reason.
                 Step::Changed => forced = None,
                 Step::Impossible(reason) => forced = Some(reason),
             }
@@ -461,7 +461,7 @@ mod tests {
         assert_eq!(one_delegate(&[same(), far(), None]), Ok(()));
         let text = one_delegate(&[same(), far(), record(|_, body| body.delegate = "mpi".into())]).unwrap_err();
         assert!(text.text().contains("'gloo' on rank 0 and 'mpi' on rank 2"), "{text}");
-        // An unknown boot id proves nothing, even if it is unknown on both ranks.
+        // An unknown boot id proves nothing, even if both ranks' are unknown.
         let unknown = || record(|_, body| body.identity.boot_id.clear());
         assert!(agreeable(&[unknown(), unknown()]).is_err());
     }

@@ -432,7 +432,7 @@ mod tests {
     use crate::config::Settings;
     use crate::host::{Memory, NoSignals};
 
-    /// They are removed after the group has ended.
+    /// These keys are removed after the group has ended.
     #[test]
     #[cfg_attr(miri, ignore = "maps memory that processes share")]
     fn each_key_with_the_id_of_the_attempt_is_known_to_the_rank_that_set_it() {

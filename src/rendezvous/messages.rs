@@ -14,7 +14,7 @@ use crate::fields::{MAX_LIST, Reader, Writer};
 use crate::os::topology;
 use crate::select;
 
-/// Must change whenever these messages or their order change, or other bytes that ranks tell each other.
+/// Must change whenever these messages, their order, or other bytes that ranks tell each other change.
 pub const PROTOCOL: u32 = 12;
 
 /// Random and new for every attempt. Distinguishes live processes from keys of earlier incarnations.
@@ -80,11 +80,11 @@ pub struct Record {
 pub struct Body {
     pub size: u32,
     pub identity: Identity,
-    /// Why this rank does not want shared memory. Empty if it does.
+    /// Why this rank does not want shared memory. Empty if it wants shared memory.
     pub wish: String,
     /// Name of the backend that would then serve the group.
     pub delegate: String,
-    /// Known peers from earlier groups: their id, and this rank's place among them.
+    /// For each set of known peers from earlier groups: its id, and this rank's place in it.
     pub known: Vec<(Nonce, u32)>,
     /// Name of this rank's mailbox, which rank 0 uses if it is on the same host. Empty if the rank has none.
     pub mailbox: Vec<u8>,
@@ -178,7 +178,7 @@ pub enum Mode {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DecisionMessage {
     pub id: Nonce,
-    /// By rank. All zeros for a rank without a record.
+    /// The nonce of each rank. All zeros for a rank without a record.
     pub nonces: Vec<Nonce>,
     pub mode: Mode,
     /// The reason, or for `Failed` the error.

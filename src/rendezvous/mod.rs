@@ -23,9 +23,9 @@
 //! decision to connect is written to the store only if a rank is late. Neither a mail nor a key in the store is trusted
 //! by itself: both must name this rank's nonce, which only readers of the store know.
 //!
-//! The keys `r/`, `a/`, `verdict` and `waits` stay after the group has ended: two for each rank and two more, small, in a
-//! prefix of the group's own. A later attempt may use the same names, and to delete its keys would stop it. Keys with an
-//! attempt's id in their names (`inside/`, `hosts/`) are removed (`Hosts::keys`).
+//! The keys `r/`, `a/`, `verdict` and `waits` stay after the group has ended: two for each rank and two more, all
+//! small, under a prefix that only this group has. A later attempt may use the same names, and deleting its keys would
+//! stop that attempt. Keys with an attempt's id in their names (`inside/`, `hosts/`) are removed (`Hosts::keys`).
 //!
 //! `coordinator.rs` and `serve.rs` are rank 0's part, `participant.rs` is the other ranks' part. `decision.rs` has the
 //! result: one decision, equal on all ranks, and the resources that this rank has opened for it. No rank has a group
@@ -153,7 +153,8 @@ pub fn meet_as(
     };
     let own =
         Record { nonce: random()?, protocol: PROTOCOL, version: env!("CARGO_PKG_VERSION").into(), body: Some(body) };
-    // If a rank has a mailbox, it polls the store only in case rank 0 is on another host or a mail was lost.
+    // A rank that has a mailbox polls the store too, because rank 0 may be on another host, or a mail may have been
+    // lost.
     let first_pause = if mailbox.is_some() { FIRST_PAUSE * 20 } else { FIRST_PAUSE };
     let backoff = Backoff::new(host, config.timeout, config.size, first_pause);
     let mut session = Session { config, store, own, known_peers, mailbox, backoff };
@@ -283,7 +284,7 @@ impl<'a> Backoff<'a> {
         Backoff { host, start, deadline: start + timeout.min(far), asked: start, first, pause: first, longest }
     }
 
-    /// Resets the pause after an event, to poll often again.
+    /// After an event, makes the next pause short again.
     fn refresh(&mut self) {
         self.pause = self.first;
     }

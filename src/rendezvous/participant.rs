@@ -58,7 +58,7 @@ pub(super) fn join(session: &mut Session) -> Result<Outcome> {
                 }
                 _ => {}
             },
-            // A process of an earlier incarnation may have overwritten this rank's record late.
+            // A late process of an earlier incarnation may have overwritten this rank's record.
             None if published.elapsed() > Duration::from_millis(250) => {
                 session.publish_record()?;
                 published = Instant::now();
@@ -71,7 +71,7 @@ pub(super) fn join(session: &mut Session) -> Result<Outcome> {
 /// The latest decision that names this rank: the last one in the mailbox or, if the mailbox has none, the one in the
 /// store. If the store still has an older decision, this rank answers that one, and later answers the newer one again.
 fn next_decision(session: &Session) -> Result<Option<DecisionMessage>> {
-    // Rank 0 sends fewer mails than this. Flooding the mailbox only costs this rank sleep.
+    // Rank 0 sends fewer mails than this. If a stranger floods the mailbox, this rank only sleeps less.
     const MOST: usize = 16;
     let messages =
         session.mailbox.iter().flat_map(|mailbox| (0..MOST).map_while(|_| unix_socket::receive(mailbox).ok()));
@@ -151,7 +151,7 @@ struct Accepted {
     segment: Segment,
     local_cores: usize,
     threads: usize,
-    /// By rank. Empty if the ranks are known peers.
+    /// The process of each rank. Empty if the ranks are known peers.
     peers: Vec<(Process, Option<OwnedFd>)>,
 }
 

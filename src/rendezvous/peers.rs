@@ -30,7 +30,7 @@ pub struct Process {
 pub struct KnownPeers {
     /// The id of the rendezvous in which these processes met.
     id: Nonce,
-    /// This process's place among them: its rank in the group for which they met.
+    /// This process's place among these processes: its rank in the group for which they met.
     place: usize,
     /// By place.
     processes: Vec<Process>,
@@ -169,7 +169,7 @@ impl GroupPeers {
 
     /// Calls `told(rank, reason)` at most once per rank: on the watch's thread when the rank's process ends, or during
     /// this call if the process has already ended. `told` may still be running while the guard is dropped, so it must
-    /// not own anything for which that would be wrong.
+    /// not own anything that the drop of the guard is meant to protect.
     pub fn follow(&self, told: impl Fn(usize, &'static str) + Send + Sync + 'static) -> Following {
         let follower = Arc::new(Follower { places: self.places.clone(), told: Box::new(told) });
         let mut news = self.known_peers.news();

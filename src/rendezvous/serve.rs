@@ -85,7 +85,7 @@ impl Coordinator<'_, '_> {
         if stored {
             self.store(&decision)?;
         }
-        // If the ranks start together, they have connected long before the first check of the store.
+        // Ranks that start together have connected long before the first check of the store.
         self.looked = Instant::now();
         loop {
             if let Err(reason) = self.serve(id, &to_share, &mut serving) {

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 /// The kernel accepts at most this many descriptors in one message (SCM_MAX_FD).
 pub const MAX_DESCRIPTORS: usize = 253;
-/// Longest message. A longer one is not read but fails, because its rest would be lost.
+/// Longest message. Reading a longer one fails, because its rest would be lost.
 const MAX_MESSAGE: usize = 192 << 10;
 
 fn descriptor(rc: i32) -> io::Result<OwnedFd> {

@@ -16,7 +16,7 @@
 //! there is one leader per host, the phases are reduce, all_reduce between leaders, broadcast. If every rank is a
 //! leader, they are reduce_scatter, exchange of each rank's share, all_gather; then the leaders share the host's link.
 //! Segments pass through the phases as a pipeline, so the slowest phase counts once for each segment and the others
-//! count only once. All hosts count like the largest one.
+//! count only once. The model treats every host as if it had as many ranks as the largest one.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -60,7 +60,7 @@ struct Load {
 /// A schedule together with the loads of its steps. They hold for any size and any links.
 pub struct Priced {
     pub schedule: Schedule,
-    /// How many steps have the same loads. A key has the loads of the busiest ranks in a step. Only the sum of the
+    /// For each combination of loads of the busiest ranks: the number of steps with these loads. Only the sum of the
     /// steps is needed, so their order is not kept.
     steps: BTreeMap<Vec<Load>, usize>,
 }
@@ -155,7 +155,7 @@ fn host_loads(s: &Schedule, host: usize, ranks_per_host: usize, k: usize) -> Vec
     loads
 }
 
-/// Returns the numbers of messages and parts inside the host, then those to other hosts.
+/// Returns the numbers of messages and of parts inside the host, and then the same numbers to other hosts.
 fn sorted<'a>(transfers: impl Iterator<Item = (bool, &'a Vec<Range<usize>>)>) -> (usize, usize, usize, usize) {
     transfers.fold(
         (0, 0, 0, 0),
@@ -273,7 +273,7 @@ mod tests {
         (a - b).abs() <= 1e-9 * b.abs()
     }
 
-    /// Compares with the closed formulas of textbooks, for ranks that all have the same kind of link.
+    /// Compares the model with the closed formulas of textbooks, for ranks that all have the same kind of link.
     #[test]
     fn known_formulas() {
         let flat = Model { host: link(3.0, 0.5), network: link(3.0, 0.5), gamma: 0.25, ranks_per_host: 64 };

@@ -55,7 +55,7 @@ pub struct Past {
     pub choice: Option<Choice>,
     /// The operations with which it was fused. `None` while this is not known.
     pub batch: Option<Batch>,
-    /// Whether its tensors were on a device, and copies of them in host memory were moved.
+    /// Whether its tensors were on a device and were moved as copies in host memory.
     pub host_staged: bool,
 }
 
@@ -153,7 +153,8 @@ pub fn between(
     }
 }
 
-/// Says why a start rule decides: the rule, and the topology or missing measurement because of which it decides.
+/// The reason why a start rule decides, as text: the rule, and the topology or the missing measurement that makes it
+/// apply.
 pub fn by_start_rule(start: Start, policy: &Policy) -> String {
     let first = if start.hierarchical { "hosts of several ranks combine inside each host first; " } else { "" };
     let because = match policy.topology {

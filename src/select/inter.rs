@@ -40,7 +40,7 @@ impl LinkFacts {
     }
 }
 
-/// The facts about a group's hosts that all ranks know.
+/// Facts about a group's hosts; all ranks know them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hosts {
     pub hosts: usize,
@@ -75,7 +75,8 @@ impl HostsChoice {
 
 /// Above this size, if an operation moves blocks, it is split over all ranks of a host (`leaders`).
 const LARGE: u64 = 1 << 20;
-/// Up to this size an operation may be fused and is never cut. A second leader would cost more messages than it saves.
+/// Up to this size an operation may be fused and is never cut. It has one leader, because a second one would cost more
+/// messages than it saves.
 pub const SMALL: u64 = 64 << 10;
 const MOST_OVERHEAD_NS: u64 = 20_000;
 /// Segment size in bytes if the link was not measured. `LEAST_SEGMENT`: the smallest segment size if it was.
@@ -161,10 +162,9 @@ pub fn between_hosts(desc: OpDesc, batched: bool, hosts: &Hosts, menu: &Menu, po
     choice
 }
 
-/// If no rule and no table line names a schedule: the schedule, the reason, and the predicted time (0 if the link was
-/// not measured). Strict mode is ignored here. A topology has priority over the measured link, because the user has set
-/// it: all ranks then decide by rank 0's topology, whatever was measured. If the link measurement is turned off, the
-/// start rules decide too.
+/// The choice if no rule and no table line names a schedule: the schedule, the reason, and the predicted time (0 if the
+/// link was not measured). Strict mode is ignored here. If the user has set a topology, all ranks decide by rank 0's
+/// topology and ignore the measured link. If the link measurement is turned off, the start rules decide.
 pub(crate) fn without_rules(
     desc: OpDesc,
     batched: bool,
@@ -207,7 +207,7 @@ pub fn predict(desc: OpDesc, algorithm: Algorithm, hosts: &Hosts, menu: &Menu) -
 }
 
 /// Whether the operation is a small sum of floats, or a batch that contains such sums. They always use one order,
-/// whatever else is in the batch and whatever was measured on the link, so that their bits are equal in every run.
+/// whatever else is in the batch and whatever was measured on the link, so their bits are equal in every run.
 fn one_order(desc: OpDesc, batched: bool) -> bool {
     desc.kind == Kind::AllReduce && order_shows(desc) && (batched || desc.bytes <= SMALL)
 }

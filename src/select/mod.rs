@@ -60,7 +60,7 @@ pub enum Path {
     Hosts { algorithm: Algorithm, leaders: u8, segment: usize },
     /// One of torch's built-in backends.
     Delegate,
-    /// Several of our operations, each with its own record.
+    /// The call consists of several of our operations, each with its own record.
     Composed,
     /// The library of a device's vendor.
     Device,

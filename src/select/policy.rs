@@ -190,7 +190,7 @@ mod tests {
         for at in 0..text.len() {
             let mut bytes = text.clone().into_bytes();
             bytes[at] ^= 0x15;
-            // If the rules are changed, they may still be valid rules. The chain of signatures detects that.
+            // Changed rules may still be valid rules. The chain of signatures detects such a change.
             if let Ok(other) = std::str::from_utf8(&bytes).map_err(|_| String::new()).and_then(Policy::parse) {
                 assert_ne!(other.hash(), full().hash());
             }

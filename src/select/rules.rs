@@ -20,7 +20,7 @@ use crate::types::Kind;
 
 pub const SYNTAX: &str =
     "rules are OP:FROM-TO=ALGORITHM, separated by ';', for example \"all_reduce:0-4KiB=slots;*:1MiB-=rounds(128KiB)\"";
-/// The longest list of rules in bytes. It is limited so that rank 0's list fits into rank 0's rendezvous message.
+/// The longest list of rules in bytes. The limit makes rank 0's list fit into its rendezvous message.
 pub const MAX_BYTES: usize = 4096;
 /// Smallest chunk. Chunks are multiples of a cache line.
 pub const LEAST_CHUNK: usize = 1024;

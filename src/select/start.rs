@@ -3,7 +3,7 @@
 //!
 //! - below [`LARGE`] bytes the number of steps dominates: recursive doubling, or a tree if NVLink joins all devices;
 //! - from that size on the number of bytes dominates: a ring. If the number of ranks is not a power of two, the ring is
-//!   used from [`MIDDLE`] on, because recursive doubling then sends all data of the extra ranks once more;
+//!   used from [`MIDDLE`] on, because recursive doubling sends the data of the extra ranks once more;
 //! - if hosts have several ranks each, `hierarchical`: first the ranks of each host combine, then the hosts by the two
 //!   rules above.
 //!
@@ -16,10 +16,10 @@ use super::{OpDesc, Reason};
 use crate::algorithms::Algorithm;
 use crate::types::Kind;
 
-/// From this size in bytes on, the number of bytes dominates; below it, the number of steps does.
+/// From this size in bytes on, the number of bytes dominates the time; below it, the number of steps.
 pub const LARGE: u64 = 1_000_000;
-/// If the number of ranks is not a power of two: from this size on, recursive doubling loses more by bytes than it
-/// gains by steps. This equals the size up to which sums of floats have one order (`inter`).
+/// If the number of ranks is not a power of two: from this size on, the additional bytes of recursive doubling cost
+/// more than its fewer steps save. This equals the size up to which sums of floats have one order (`inter`).
 pub const MIDDLE: u64 = 64 << 10;
 /// Name of two-level algorithms in rules and answers.
 pub const HIERARCHICAL: &str = "hierarchical";

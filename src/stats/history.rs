@@ -27,7 +27,7 @@ impl State {
 
 #[derive(Clone, Copy, Debug)]
 pub struct Record {
-    /// How many operations the group issued before this one.
+    /// Number of operations that the group had issued before this one.
     pub id: u64,
     /// Number in the group, or in the ordered pair of ranks for point to point (0 for a receive from `ANY_RANK`).
     pub number: u64,

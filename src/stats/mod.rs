@@ -37,7 +37,7 @@ const PATHS: usize = 32;
 const CLASSES: usize = 48;
 /// At most this many combinations get their own counts. Later combinations share one entry per kind.
 const CELLS: usize = 128;
-/// At most this many operations have ended and are not counted yet.
+/// Largest number of operations that have ended and are not counted yet.
 const APART: usize = 64;
 /// A median counts as a usual time only if at least this many calls were timed.
 const ENOUGH: u64 = 5;
@@ -112,7 +112,7 @@ pub struct Typical {
 /// This rank's waits for one peer.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Wait {
-    /// Number of operations in which this peer was last or delayed this rank longest.
+    /// Number of operations that this rank counts against this peer: it came last, or delayed this rank longest.
     pub count: u64,
     /// Nanoseconds that these operations took from issue to end, without copying and reducing.
     pub total: u64,
@@ -128,8 +128,8 @@ pub struct Fused {
     pub largest: u64,
 }
 
-/// Records in each operation which operations ended without an error in the same pass over the group. Messages have
-/// separate numbers. If a batch is already recorded for an operation, because it was between hosts, that batch stays.
+/// The operations of `ended` without an error ended in the same pass over the group. Records this in each of them.
+/// Messages have separate numbers. An operation between hosts already has its batch, which stays.
 #[inline(never)]
 fn introduce(ended: &[(Arc<Op>, Result<()>)]) {
     let well = || ended.iter().filter(|(_, outcome)| outcome.is_ok()).map(|(op, _)| op);

@@ -51,8 +51,8 @@ impl Expressions {
         }
     }
 
-    /// The tree over consecutive values in which each left subtree has as many leaves as the largest power of two below
-    /// the number of values.
+    /// The sum of consecutive values in a tree: the left subtree takes the first p values, where p is the largest power
+    /// of two below their number, and each subtree is divided in the same way.
     fn tree(&mut self, values: &[usize]) -> usize {
         if values.len() == 1 {
             return values[0];

@@ -473,7 +473,8 @@ fn split() {
         check(&*part);
         part.close(MINUTE).unwrap();
     }
-    // All ranks abort at the same time, after every rank has finished with the part, whether it is a member or not.
+    // All ranks abort at the same time, when no rank uses the communicator `part` any more. Rank 1 waits too, although
+    // it is not a member.
     std::fs::write(world.folder.join(format!("done-{}", world.rank)), "").unwrap();
     (0..world.ranks).for_each(|rank| world.wait_for(&world.folder.join(format!("done-{rank}"))));
     communicator.abort().unwrap();

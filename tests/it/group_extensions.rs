@@ -1,4 +1,4 @@
-//! Ephemeral timeouts: an addition applies to all operations from the addition until the first later operation has
+//! Ephemeral timeouts: an addition applies to all operations that are issued after it until the first of them has
 //! ended.
 
 use std::sync::Arc;

@@ -1,6 +1,5 @@
 //! A panic inside the core is a bug of ours. It fails the group, ends every operation, and no pointer to the caller's
-//! memory stays in use. The test's hooks panic while the core calls them with its lock held: in the copies of staged
-//! tensors.
+//! memory stays in use. The hooks panic while the core, with its lock held, calls them to copy staged tensors.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};

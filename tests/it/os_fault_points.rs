@@ -110,9 +110,9 @@ fn signal_self(signal: i32) {
 /// The program's current turn, which `delay` reads.
 static TURN: AtomicUsize = AtomicUsize::new(0);
 
-/// Returns the hook that acts at the points. `kill N` acts at point N, the second time that it is reached, so that
-/// there are calls before and after it, or the first time at points that are reached only once. `stop` acts once at
-/// each point, `delay` at one point in each turn and at no other.
+/// Returns the hook that acts at the points. `kill N` acts when point N is reached for the second time, so that there
+/// are calls before and after it; if a point is reached only once, it acts then. `stop` acts once at each point,
+/// `delay` at one point in each turn and at no other.
 fn set_hook(act: &str, over: Over) -> fault_points::Hook {
     let (act, at) = act.split_once(' ').unwrap_or((act, "0"));
     let (act, at) = (act.to_string(), at.parse::<usize>().unwrap());

@@ -185,13 +185,13 @@ struct Death {
     after: u64,
 }
 
-/// What all ranks of one schedule see at once.
+/// The state that all ranks of one schedule share.
 struct House {
     /// The rank that has ended, plus 1.
     dead: AtomicUsize,
     /// Counts what moved, in all ranks.
     moves: AtomicU64,
-    /// By rank: the value of `moves`, plus 1, when the rank last found nothing to move.
+    /// For each rank: the value of `moves` plus 1 at the moment when the rank last found nothing to move.
     quiet: Vec<AtomicU64>,
 }
 
@@ -301,7 +301,8 @@ fn check_reasons(rank: &Rank, dead: usize) {
     assert!(rank.pending.is_empty() || waits_for_others, "rank {}: calls that wait for nobody", rank.me);
 }
 
-/// The same on threads, without hooks, for machines and for Miri, which checks every access and the memory model.
+/// Runs such programs on threads, without hooks: natively, and under Miri, which checks every access and the memory
+/// model.
 #[test]
 fn random_programs_of_ranks_that_poll_on_threads_give_the_reference() {
     const SMALL: Sizes = Sizes { messages: &[0, 8, 5000], elements: &[0, 1, 100, 600], reachable: &[] };

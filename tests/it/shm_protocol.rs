@@ -27,7 +27,7 @@ const ORDER: Ordering = Ordering::SeqCst; // the only order that shuttle has
 #[derive(Default)]
 struct Cell {
     value: AtomicU64,
-    /// Number of ranks that read the payload now, or -1 while one writes it.
+    /// Number of ranks that read the payload now, or -1 while a rank writes it.
     users: AtomicI64,
     middle: Shared,
 }

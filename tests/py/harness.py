@@ -58,7 +58,8 @@ TIMES_WORKS = hasattr(torch._C._distributed_c10d.Backend, "_enable_collectives_t
 
 
 def torch_at_least(major: int, minor: int) -> bool:
-    """True for at least this version of torch; for features that older versions lack or do differently."""
+    """Whether torch has at least this version; for tests of features that older versions lack or implement
+    differently."""
     return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (major, minor)
 
 

@@ -39,7 +39,7 @@ AT_START = (
     *("ATEN_", "CUDA_", "DNNL_", "GOMP_", "KINETO_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTORCH_"),
     *("TORCH_", "ASAN_", "UBSAN_", "LSAN_", "TSAN_", "SAGELLM_AS"),
 )
-#: Variables with such a prefix that torchrun sets for its ranks. torch reads them when a group is made, if at all. Only
+#: Exceptions: torchrun sets these variables for its ranks. torch reads them when a group is made, if at all. Only
 #: torchrun reads PYTHON_EXEC, and no test depends on how much Kineto logs.
 LATER = ("PYTHON_EXEC", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "KINETO_LOG_LEVEL")
 SPACES = ("ipc", "user", "uts")

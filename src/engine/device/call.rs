@@ -218,11 +218,11 @@ impl DeviceCall {
         self.met_a_launch_that_was_let_go().map_or(Ok(()), Err)
     }
 
-    /// The group's fault, if these calls connected ranks. When a signal or the deadline ends such a launch, the
-    /// launch's caller returns, but the library continues until the abort. Until then the library uses memory that the
-    /// caller may already write again. If a rank launches later, its launch can match the abandoned one and receive
-    /// wrong data. A caller returns early only after its group has failed, so the fault tells this rank not to trust
-    /// its result.
+    /// If these calls connected ranks, returns the fault of the group. When a signal or the deadline ends such a launch
+    /// on another rank, the launch's caller returns, but the library continues until the abort. Until then the library
+    /// uses memory that the caller may already write again. If this rank launches later, its launch can match the
+    /// abandoned one and receive wrong data. That caller returns only after the group has failed, so the fault tells
+    /// this rank not to trust its result.
     fn met_a_launch_that_was_let_go(&self) -> Option<Error> {
         if self.connects.load(Ordering::Relaxed) { self.fault() } else { None }
     }
@@ -251,7 +251,7 @@ impl DeviceCall {
         }
     }
 
-    /// The watchdog's input as long as the device has not completed the calls.
+    /// What the watchdog checks while the device has not completed the calls.
     fn seen(&self) -> Seen {
         // `under_way` includes this call, unless it is a barrier, which launches nothing.
         let own = u64::from(self.stage.is_under_way());

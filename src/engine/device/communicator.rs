@@ -42,7 +42,7 @@ pub trait Api: Send + Sync {
     fn steer(&self, _name: &str, _policy: &Arc<Policy>) -> Option<Box<dyn Steering>> {
         None
     }
-    /// Whether the library asks us for an algorithm if the user has set a topology.
+    /// Whether `steer` works for a communicator if the user has set a topology.
     fn takes_topologies(&self) -> bool {
         false
     }

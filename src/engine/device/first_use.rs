@@ -35,7 +35,8 @@ pub(super) struct Connected {
     /// effect is that a launch gets a separate thread without need.
     kinds: [AtomicU32; Kind::ALL.len() + 1],
     ways: Mutex<BTreeSet<Way>>,
-    /// All ways are connected, so `ways` does not have to be locked. Relaxed for the same reason as `kinds`.
+    /// Every direction to every peer is connected, so `ways` does not have to be locked. Relaxed for the same reason as
+    /// `kinds`.
     whole: AtomicBool,
 }
 

@@ -37,8 +37,8 @@ pub trait DeviceGroup: Send + Sync {
     /// If `fault` does not see reports of other ranks by itself, starts to look whether another rank has reported why
     /// it failed. Returns how long that may take. Never waits.
     fn ask_for_fault(&self) -> Duration;
-    /// Whether this rank knows that no other rank had reported a failure at this time. If it does not know and `fault`
-    /// does not see such reports by itself, it begins to look for them. Never waits.
+    /// Whether this rank knows that no other rank had reported a failure at the time `at`. If this is unknown and
+    /// `fault` does not see such reports by itself, this rank begins to look for them. Never waits.
     fn had_no_fault_at(&self, at: Instant) -> bool;
     /// Waits for at most a second until the other ranks can read why the group failed on this rank.
     fn await_report(&self);
@@ -61,7 +61,8 @@ pub trait DeviceGroup: Send + Sync {
     /// Compares this rank's signatures for the numbers `first` to `last` with those of other ranks, if both are still
     /// kept. Never waits.
     fn compare(&self, first: u64, last: u64) -> Agreed;
-    /// If an operation has been pending for long, asks the ranks for which it waits what they do. Cheap if none has.
+    /// If an operation has been pending for long, asks the ranks for which it waits what they do. Cheap if no operation
+    /// has been.
     fn look_at_long_waits(&self);
     /// The error at an operation's deadline. It says which ranks have not issued the operation, what they do, and where
     /// they are.

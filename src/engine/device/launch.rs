@@ -149,7 +149,7 @@ fn native(job: &Job<'_>, run: &mut dyn FnMut(&Call<'_>) -> Result<()>) -> Result
     let (send, recv, root) = (sent.addr, received.addr, job.root);
     let at_root = job.rank == root;
     let ranks = job.ranks as usize;
-    // The bytes of the smaller side, and whether the size of the other side matches.
+    // The size of the smaller of input and output, and whether the size of the larger one fits to it.
     let (bytes, fits) = match kind {
         Kind::AllReduce => (sent.bytes, received.bytes == sent.bytes),
         Kind::Reduce => (sent.bytes, !at_root || received.bytes == sent.bytes),

@@ -261,7 +261,7 @@ mod tests {
         let wide = layout(Vendor::Nccl, short, &[(64, 8)], &[(128, 4)], &[]);
         assert_eq!(*wide.send.at(0), spans(&[(0, 8), (8, 8)])[..]);
         assert_eq!((wide.recv.temporary, &*wide.received(0, 32)), (Some(8), &spans(&[(32, 8)])[..]));
-        // This is composed of an all_gather and local steps.
+        // This operation is composed of an all_gather and local steps.
         let fold = (Kind::AllReduce, Dtype::I32, ReduceOp::Band);
         assert_eq!(layout(Vendor::Nccl, fold, &[(64, 8)], &[(64, 8)], &[]).recv.temporary, Some(16));
     }

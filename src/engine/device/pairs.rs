@@ -11,8 +11,9 @@
 //!   So in a circle of waiting ranks each pair would precede the previous one, which is impossible. (If the inviter's
 //!   wait was interrupted, the inviter is not in the call. Then the rank that accepted waits until the inviter begins a
 //!   first message with any rank, or until its own deadline.)
-//! - No rank waits for ever, if its peer also begins a first message with it. Consider the first in the order of all
-//!   pairs for which ranks wait: its second rank accepts that pair, for whichever pair that rank itself waits.
+//! - No rank waits for ever, if its peer also begins a first message with it. Of all pairs for which ranks wait,
+//!   consider the first in the order: the second of its ranks accepts the invitation, whichever pair it waits for
+//!   itself.
 //!
 //! Keys in the store. All have a prefix that is unique to this attempt to create the group:
 //!
@@ -23,7 +24,8 @@
 //! | `pair/<low>-<high>/<making>` | set when the invitation to this making was accepted |
 //!
 //! All but the invitations stay after the group has ended: two or three for each pair of ranks that sent a message on a
-//! device. A rank cannot know whether its peer's wait, which an interrupt may have ended, will be taken up again.
+//! device. An interrupt may have ended the wait of a rank's peer, and the rank cannot know whether the peer will wait
+//! again.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -45,7 +47,8 @@ pub struct Pairs {
     rank: usize,
     /// Number of invitations that were read from this rank's mail.
     read: i64,
-    /// Invitations that this rank has not accepted yet: the inviter, and the number of the making.
+    /// Invitations that this rank has not accepted yet: the inviter, and the number of the making (1 when the pair
+    /// first makes its communicators, 2 when it does so for its second device, ...).
     invited: BTreeMap<Pair, (usize, i64)>,
     /// Pairs for which this rank has asked and that are not made yet: for each, the number of the making, and whether
     /// this rank asked first and is therefore the inviter. An entry stays if the wait is interrupted.

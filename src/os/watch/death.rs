@@ -132,7 +132,7 @@ impl Watcher {
         if rc == 0 { Ok(()) } else { Err(refused("epoll_ctl")) }
     }
 
-    /// Stops watching a descriptor. One report per end is enough.
+    /// Stops watching a descriptor, because one report of an end is enough.
     fn forget(&self, end: &End) {
         // SAFETY: both descriptors are open. For a descriptor that is not in the set the call fails without effect.
         unsafe {
@@ -173,8 +173,8 @@ impl Watcher {
             };
             // SAFETY: the pointer and count describe `events`.
             let count = unsafe { libc::epoll_wait(self.epoll.as_raw_fd(), events.as_mut_ptr(), 64, timeout) };
-            // Processes come first, so that if both signs of one death arrived together, the pidfd's reason is
-            // reported.
+            // Pidfds are handled first, so that the pidfd's reason is reported if both signs of a death arrive
+            // together.
             let (mut sockets, mut ended) = (Vec::new(), Vec::new());
             for event in &events[..count.max(0) as usize] {
                 match event.u64 {

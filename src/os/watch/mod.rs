@@ -51,8 +51,8 @@ extern "C" fn in_forked_child() {
     PROCESS.watcher.store(ptr::null_mut(), Ordering::Release);
 }
 
-/// Installs the fork handler, before a fork that [`generation`] must count. Cheap to repeat; `watch` and the rendezvous
-/// call it.
+/// Installs the fork handler. Must be called before any fork that [`generation`] must count. Cheap to repeat; `watch`
+/// and the rendezvous call it.
 pub fn install() {
     PROCESS.installed.call_once(|| {
         // SAFETY: the handler is a plain function that is never unloaded, and touches only atomics.
@@ -90,7 +90,7 @@ impl Default for Alive {
 
 impl Drop for Alive {
     fn drop(&mut self) {
-        // In a forked child the parent's objects were not counted.
+        // A forked child has not counted the objects of its parent.
         if self.generation == generation() {
             PROCESS.alive.fetch_sub(1, Ordering::Relaxed);
         }

@@ -104,8 +104,8 @@ class Device:
 
     @contextmanager
     def capturing(self, told: bool = True) -> Iterator[None]:
-        """Within the block the streams are being captured into a graph. `told`: torch's part of the device reports the
-        capture, else only the runtime does."""
+        """Within the block the streams are being captured into a graph. If `told`, torch's part of the device reports
+        the capture; otherwise only the runtime does."""
         self.library.sim_set_capturing(1, int(told))
         try:
             yield

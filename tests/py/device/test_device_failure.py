@@ -317,7 +317,8 @@ def beside_the_watch(ctx: Context) -> None:
 
 
 def test_rule_34_a_call_that_fails_beside_the_watch_is_told_once(libraries: dict[str, Path]) -> None:
-    """This holds whether the call or the watch comes first. A pending exception of a different origin is not lost."""
+    """The thread gets the failure once, whether the call or the watch reports it first. A pending exception of a
+    different origin is not lost."""
     with launch(beside_the_watch, 2, env=environment("nccl", libraries, SAGELLM_SIM_TIMEOUT_MS="300000")) as job:
         assert job.hear(0, 120) == "fine"
         for rank in range(2):

@@ -1,4 +1,4 @@
-"""How long calls hold their tensors: until the caller's stream waits for them, and not until the next call."""
+"""Calls hold their tensors until the caller's stream waits for them, and not longer (not until the next call)."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def every(ctx: Context, name: str) -> dict[str, Callable[[], list[Any]]]:
 
 def settled(device: Any) -> int:
     """Returns the number of allocations in use when no operation is in flight. The count must be stable for longer than
-    the list of `comes_back_to` keeps an allocation: if this count were one too high, an allocation that is freed too
-    early later would not be noticed."""
+    the list of `comes_back_to` keeps an allocation: if this count were one too high, the test would miss an allocation
+    that is freed too early."""
     torch.accelerator.synchronize()
     gc.collect()
     dist.all_reduce(torch.ones(1))  # any call of this package drops the references of ended operations
@@ -118,7 +118,7 @@ def holds_nothing(ctx: Context, vendor: str, native: bool) -> None:
     # The Work is dropped without a wait: the tensor is held while the call runs, and not until the next call.
     dist.all_reduce(torch.ones(64, device=name), async_op=True)
     assert comes_back_to(device, before), device.blocks() - before
-    # If the program waits on another stream than the tensor's, the tensor is held until the call ends.
+    # If the program waits on a stream other than the tensor's, the tensor is held until the call ends.
     value = torch.ones(64, device=name)
     with device.held():
         work = dist.all_reduce(value, async_op=True)
@@ -143,5 +143,6 @@ def holds_nothing(ctx: Context, vendor: str, native: bool) -> None:
 def test_an_asynchronous_call_holds_no_tensor_beyond_wait(
     vendor: str, native: bool, libraries: dict[str, Path]
 ) -> None:
-    """Every kind of call, a list, a batch, a region. Soon after the end nothing is held, even without another call."""
+    """Soon after a call of any kind, a list, a batch or a region has ended, nothing is held, even without another
+    call."""
     run_fresh(holds_nothing, 2, vendor, native, env=environment(vendor, libraries), timeout=120)

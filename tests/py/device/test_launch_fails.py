@@ -85,8 +85,8 @@ def fails_once(ctx: Context, vendor: str, what: str, how: str) -> None:
             dist.send(value, 1) if ctx.rank == 0 else dist.recv(value, 0)
     torch.accelerator.synchronize()
     dist.barrier()
-    # If a rank sees only after another rank has failed that the device has passed a call, the call counts as failed. So
-    # does the barrier.
+    # A call counts as failed if the rank sees only after another rank's failure that the device has passed it. The
+    # barrier counts as failed too.
     ctx.tell("past the barrier")
     ctx.listen()
     own = ""

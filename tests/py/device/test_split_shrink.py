@@ -59,7 +59,7 @@ def splits(ctx: Context, vendor: str) -> None:
         alone = dist.new_group([0, 1], use_local_synchronization=True)
         adds(alone, name, [0, 1])
         dist.destroy_process_group(alone)
-    # The same split twice: a rank outside has no new group that would distinguish the two calls.
+    # The same split twice. Rank 1 gets no new group, so nothing of its own tells the two calls apart.
     for turn in range(2):
         pairs = dist.split_group(split_ranks=[[0, 2]])
         assert calls(trace, native) == (turn + 1) * (native is not None)
@@ -67,7 +67,7 @@ def splits(ctx: Context, vendor: str) -> None:
             assert pairs in (None, dist.GroupMember.NON_GROUP_MEMBER)
         else:
             adds(pairs, name, [0, 2])
-    # Two groups at the same time, and a part of a part, which HCCL cannot split.
+    # Two groups from one split; then a split of such a group, whose communicator HCCL cannot split.
     apart = dist.split_group(split_ranks=[[0, 1], [2]])
     assert calls(trace, native) == 3 * (native is not None)
     adds(apart, name, [2] if ctx.rank == 2 else [0, 1])

@@ -553,7 +553,7 @@ def registered(ctx: Context, name: str, backend: str | None) -> None:
     dist.all_gather_object(gathered, {"rank": ctx.rank})
     assert gathered == [{"rank": 0}, {"rank": 1}]
     assert dist.distributed_c10d._get_object_coll_device(group) == "cpu"
-    # A part of the group, and one made by a split.
+    # A group of some of the ranks, and a group made by a split.
     alone = [dist.new_group([rank]) for rank in range(2)][ctx.rank]
     dist.all_reduce(device, group=alone)
     holds(device, 21)
@@ -568,7 +568,8 @@ def registered(ctx: Context, name: str, backend: str | None) -> None:
     "name,backend", [("npu", None), ("mlu", None), ("simcuda", "cpu:sagellm,simcuda:sagellm")], ids=str
 )
 def test_one_backend_serves_the_cpu_and_the_device(name: str, backend: str | None) -> None:
-    """Selected by the short name and by the long form. Objects travel by the CPU; subgroups work; rules 1 and 25."""
+    """The backend is selected by the short name and by the long form. Objects are sent over the CPU, and subgroups work
+    (rules 1 and 25)."""
     run_fresh(registered, 2, name, backend)
 
 

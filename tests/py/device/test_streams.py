@@ -195,7 +195,7 @@ def test_raw_events_are_used_again_only_when_no_stream_waits_for_them(
 
 
 def many_streams(ctx: Context) -> None:
-    """Makes calls on many streams of the program, then barriers until these no longer wait for calls that have
+    """Makes calls on many streams of the program. Then calls barriers until they no longer wait for calls that have
     ended."""
     start(ctx, True, None)
     trace = Path(f"{os.environ['SAGELLM_SIM_TRACE']}.{os.getpid()}")

@@ -103,7 +103,7 @@ def test_lists_of_tensors_travel_from_rank_to_rank(vendor: str, libraries: dict[
 
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_lists_of_tensors_need_no_rank_but_their_two(vendor: str, libraries: dict[str, Path]) -> None:
-    """This holds even if it is the group's first call on its device."""
+    """Only the two ranks take part, even if this is the group's first call on its device."""
     run_fresh(on_simulator, 3, vendor, on_device.lists_of_two, (), {}, env=environment(vendor, libraries))
 
 
@@ -193,7 +193,7 @@ def internal_format(ctx: Context) -> None:
     _, name = start(ctx, "hccl")
     library = torch.library.Library("npu", "DEF")
     library.define("get_npu_format(Tensor self) -> int")
-    # Like torch_npu's operator of this name: ND, and FRACTAL_NZ for a tensor that was cast to that format.
+    # Like torch_npu's operator of this name, returns ND, or FRACTAL_NZ for a tensor that was cast to that format.
     library.impl("get_npu_format", lambda tensor: 29 if tensor.numel() == 77 else 2, "PrivateUse1")
     text = expect_raises(ValueError, lambda: dist.all_reduce(torch.ones(77, device=name)))
     assert "internal format" in text and "npu_format_cast" in text, text
@@ -274,7 +274,7 @@ def test_rule_31_a_captured_call_is_played_again(
 ) -> None:
     """A graph of two calls gives correct numbers at every launch, even with an operation in flight at the same time.
 
-    `told`: torch's part of the device reports the capture, else only the runtime does.
+    If `told`, torch's part of the device reports the capture; otherwise only the runtime does.
     """
     run_fresh(captured, 2, asynchronous, pending, told, env=environment("nccl", libraries))
 

@@ -359,7 +359,8 @@ def refused_on_rank_0(ctx: Context, vendor: str, sort: str) -> None:
 def test_a_communicator_that_one_rank_cannot_make_fails_the_group_on_all(
     vendor: str, sort: str, libraries: dict[str, Path]
 ) -> None:
-    """Both ranks get the library's error, and the other rank long before the group's timeout of five minutes."""
+    """Both ranks get the library's error; the rank that did not cause it gets it long before the group's timeout of
+    five minutes."""
     env = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000")
     with launch(refused_on_rank_0, 2, vendor, sort, env=env) as job:
         for rank in range(2):
@@ -537,5 +538,5 @@ def to_oneself(ctx: Context, vendor: str) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_a_batch_may_hold_messages_to_oneself(vendor: str, world_size: int, libraries: dict[str, Path]) -> None:
-    """Such messages are copies inside the device, matched in the order of the list."""
+    """Messages of a rank to itself are copies inside the device, matched in the order of the list."""
     run_fresh(to_oneself, world_size, vendor, env=environment(vendor, libraries))

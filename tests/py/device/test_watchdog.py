@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(900)
 
 #: Timeout in seconds of an operation that one rank does not issue.
 ABSENT = 8
-#: The same timeout on ranks that must get the error from the rank whose deadline passes first.
+#: The timeout of ranks that must get the error from another rank, whose deadline passes first.
 LATER = 600
 #: Longest wait for a Work on the host, in seconds. A test that comes near it has failed.
 PATIENCE = 40
@@ -70,7 +70,7 @@ def test_what_hangs_inside_the_library_fails_at_the_groups_timeout(
         for rank in range(2):
             name, text, took, later = job.hear(rank)
             assert f"Timed out after 3.0 s in all_reduce number 2 on {name}:0" in text, text
-            # Either this rank's own check, or that of the other rank, whose deadline passed first.
+            # The text is of this rank's own check, or of the other rank's if the other deadline passed first.
             issued = {each: f"rank {each} (pid {job.pid(each)}) has issued it" for each in range(2)}
             other = f"(reported by rank {1 - rank})" in text
             assert issued[rank if other else 1 - rank] in text, text
@@ -115,8 +115,7 @@ def absent(ctx: Context, vendor: str, hosts: list[str] | None = None, first: int
 def test_a_rank_that_has_not_issued_an_operation_is_named_with_its_line(
     vendor: str, over_hosts: bool, ranks: int, libraries: dict[str, Path], request: pytest.FixtureRequest
 ) -> None:
-    """Every rank that waits gets the error within a tenth of the deadline, even if rank 1 is asked through the
-    store."""
+    """Every rank that waits gets the error at most a tenth late, even if rank 1 is asked through the store."""
     env = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000")
     names = request.getfixturevalue("hosts") if over_hosts else None
     if over_hosts:
@@ -150,7 +149,8 @@ def test_the_rank_whose_deadline_passes_first_tells_the_others_who_is_missing(
     vendor: str, silent: bool, over_hosts: bool, first: int, libraries: dict[str, Path], request: pytest.FixtureRequest
 ) -> None:
     """The first rank aborts its communicators. The other waiting rank's library reports that long before its own
-    deadline. If it is ``silent``, the operation passes there instead, without an error and without its data."""
+    deadline. If that library is ``silent``, the operation passes there instead, without an error and without its
+    data."""
     env = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000")
     if silent:
         env["SAGELLM_SIM_PEER_ABORT"] = "passes"
@@ -209,7 +209,8 @@ def test_an_abort_ends_what_is_under_way(vendor: str, waits: bool, libraries: di
     """The waiting Work fails at once and not at the deadline, although the peer lives and has not issued it."""
     env = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000")
     with launch(aborts, 2, vendor, waits, env=env) as job:
-        # An abort fails operations that a peer still waits for, so the peer must have passed the first one.
+        # An abort would also fail the first operation if the peer still waited for it, so wait until the peer has
+        # passed it.
         assert job.hear(1, PATIENCE) == "past the first operation"
         job.say(0, "go")
         text, took, later = job.hear(0, PATIENCE)

@@ -18,7 +18,7 @@ TORCHS_OTHERS = {
     "new_group", "new_subgroups", "new_subgroups_by_enumeration", "record_comm", "set_timeout", "shrink_group",
     "split_group", "supports_complex",
 }  # fmt: skip
-#: Further names in torch.distributed of a function, or of one that only calls it.
+#: Names in torch.distributed that mean another function, or a function that only calls the other one.
 SAME = {
     "all_gather_single": "all_gather_into_tensor",
     "gather_into_tensor": "gather_single",

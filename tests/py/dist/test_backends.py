@@ -404,7 +404,7 @@ def meets_late(ctx: Context, port: int, first: int, retry: int, seconds: float) 
     except RuntimeError as error:
         ctx.tell(f"failed: {error}")
         return "failed"
-    # The group has the name that the first attempt would have used.
+    # The group of the second attempt has the name that the group of the first would have had.
     found = f"{comm.all_reduce(torch.ones(2)).tolist()} in {comm.group.group_name}"
     assert comm is not torch_sagellm.create_comm_backend("cpu", retry=2), "made by its class"
     again = torch_sagellm.create_comm_backend("cpu", timeout=seconds)

@@ -217,7 +217,7 @@ OTHER |= {"item": "4", "microbatches": "4", "experts": "128", "experts_per_token
 @pytest.mark.quick
 @pytest.mark.parametrize("strategy", strategies.STRATEGIES)
 def test_every_option_changes_the_figures_or_is_refused(strategy: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also with the value of the default. The layers of pp only limit the number of its stages."""
+    """A refused option is refused even with its default value. The layers of pp only limit the number of its stages."""
     command = ["simulate", "--strategy", strategy, "--ranks", "4", "--json"]
     assert main(command) == 0 and set(OTHER) == set(strategies.DEFAULTS)
     usual = capsys.readouterr().out

@@ -19,8 +19,8 @@ pytestmark = beyond_gloo("this is about the package's own choice")
 
 
 def mixed(context: Context, group: Any) -> None:
-    """Makes calls of every kind (single, many at once, lists, uneven blocks, sparse tensors), with messages between
-    them."""
+    """Makes calls of every kind, with messages between them: one by one, several in flight, lists, uneven blocks,
+    sparse tensors."""
     ranks, me = context.world_size, context.rank
     for count in (0, 1, 1000, 5000, 300_000):
         own, many = torch.ones(count), [torch.ones(count) for _ in range(ranks)]

@@ -145,7 +145,7 @@ def methods(ctx: Context) -> None:
 
 
 def late(ctx: Context) -> None:
-    """Uses every kind of wait for a rank that makes no call, each in a new group."""
+    """Waits in every possible way for a rank that makes no call, each time in a new group."""
     import torch_sagellm
 
     ctx.init()

@@ -338,7 +338,7 @@ def order_over_hosts(ctx: Context, names: list[str]) -> str:
     dist.barrier()
     time.sleep(0.3)
     sizes = [size] * n
-    # The sum of the sizes is the same, but this rank's block has not the size that its peers expect.
+    # The sum of the sizes is the same, but this rank's block does not have the size that its peers expect.
     sizes[me - 1] += 1000
     text = expect_raises(
         RuntimeError, lambda: dist.all_gather([torch.empty(each) for each in sizes], torch.ones(sizes[me]))
@@ -416,7 +416,7 @@ def test_rules_04_10_and_20_messages_are_over_hosts_what_they_are_on_one(hosts: 
 @beyond_gloo("it orders nothing by memory and compares no lists")
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_rules_04_05_and_33_hold_over_hosts(hosts: list[str], world_size: int) -> None:
-    """A barrier ends last, messages keep the order on one memory, and lists of sizes must agree."""
+    """A barrier ends last, messages on the same memory keep their order, and lists of sizes must agree."""
     for text in run_fresh(order_over_hosts, world_size, hosts, env=ENV):
         assert "sizes" in text, text
 

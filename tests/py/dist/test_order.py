@@ -168,7 +168,7 @@ def strided_relay(ctx: Context, size: int) -> None:
 @beyond_gloo("it orders nothing by memory")
 @pytest.mark.parametrize("size", SIZES)
 def test_rule_04_messages_on_the_same_memory_run_in_order(size: int) -> None:
-    """Rule 4 between two messages on one memory."""
+    """Rule 4 between two messages that use the same memory."""
     run_ranks(strided_relay, 2, size)
 
 
@@ -211,7 +211,8 @@ def test_rule_04_holds_nothing_back_that_only_lies_near(exchange: Callable[..., 
 
 
 def lists_that_share_memory(ctx: Context, size: int) -> None:
-    """Such a list is refused before anything is sent, at every size, so the group stays usable."""
+    """A list that contains the same memory twice is refused before anything is sent, at every size, so the group stays
+    usable."""
     warnings.simplefilter("ignore", FutureWarning)
     n = ctx.world_size
     one, wide, whole = torch.ones(size), torch.ones(n * size), torch.ones(3, size)

@@ -138,7 +138,8 @@ def test_lists_of_tensors_are_what_they_are_in_gloo(world_size: int) -> None:
 
 
 def what_gloo_gets_wrong(ctx: Context) -> None:
-    """Strided tensors, of which gloo reads wrong elements, and operations on one memory, which gloo does not order."""
+    """Strided tensors, of which gloo reads wrong elements, and several operations on the same memory, which gloo does
+    not order."""
     import torch_sagellm
 
     torch_sagellm.serve_as("gloo")

@@ -632,7 +632,8 @@ def steps_wait(ctx: Context) -> None:
 
 @pytest.mark.quick
 def test_a_step_counts_what_its_thread_waits_for() -> None:
-    """In calls and for futures, but not while it computes; steps that fail are not counted."""
+    """Time counts while the thread is in a call or waits for a future, but not while it computes; failed steps do not
+    count."""
     run_ranks(steps_wait, 2)
 
 

@@ -393,7 +393,7 @@ def set_timeout(ctx: Context) -> float:
 
 @pytest.mark.skipif(not hasattr(dist, "set_timeout"), reason="this torch has no set_timeout")
 def test_set_timeout_applies_to_later_operations() -> None:
-    """Also pitfall 15: the future has the error."""
+    """The future has the error too (pitfall 15)."""
     with launch(set_timeout, 2) as job:
         job.hear(0)
         job.hear(1)
@@ -734,8 +734,7 @@ def test_a_rank_may_be_late_by_an_ephemeral_timeout() -> None:
 
 
 def alive_after_a_barrier(ctx: Context) -> list[int]:
-    """In each of five turns, the number of tensors of dropped Works that are alive after the barrier that ended
-    them."""
+    """For each of five turns: how many tensors of dropped Works are alive after the barrier that ended these Works."""
     from torch.multiprocessing.reductions import StorageWeakRef
 
     found = []

@@ -178,7 +178,7 @@ def expected(name: str, kind: Kind, call: Call, role: str, place: Place) -> tupl
 
 
 def ordinary(me: int, group: Any, number: int, device: str = "cpu") -> None:
-    """A collective and a message each way, which must not find anything of a refused call."""
+    """A collective and a message in each direction. They must not receive anything that a refused call has sent."""
     total = torch.full((3,), float(me + number), device=device)
     dist.all_reduce(total, group=group)
     assert total.tolist() == [2.0 * number + 1] * 3, f"the next all_reduce gave {total.tolist()}"

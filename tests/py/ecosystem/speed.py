@@ -2,9 +2,9 @@
 
     python tests/py/ecosystem/speed.py vllm_tokens.py tensor --starts 9
 
-Run it in the environment that has the program, on a machine that does nothing else. One start of each rival after the
-other, so that drift meets all. gloo runs twice: what its two rows differ by is what the comparison cannot see. vLLM has
-a further rival, its own path over shared memory, with the groups of sagellm beside it.
+Run it in the environment that has the program, on a machine that does nothing else. The rivals are started in turns, so
+that a drift of the machine affects all. gloo runs twice: a difference no larger than that of its two rows means
+nothing. For vLLM there is a further rival: vLLM's own path over shared memory, next to groups of sagellm.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from test_ecosystem import PROGRAMS, Program, run
 
-#: The rivals by name: whether sagellm serves, and the variables.
+#: By name of a rival: whether sagellm serves its groups, and the environment variables that it needs.
 RIVALS = {"gloo": (False, {}), "sagellm": (True, {}), "gloo again": (False, {})}
 PRIVATE = {"its own path": (True, {"ECOSYSTEM_PRIVATE_PATH": "1"})}
 

@@ -200,7 +200,7 @@ def exit_once(moment: str, turn: int) -> None:
 
 
 def skip_what_gloo_cannot(moment: str) -> None:
-    """Skips moments that gloo fails, when the suite checks itself with gloo."""
+    """Skips moments at which gloo fails, if the suite itself is being checked with gloo."""
     if IS_GLOO and moment in GLOO_CANNOT:
         pytest.skip("gloo: may hang, or lose the race of a fast destroy")
 

@@ -27,7 +27,7 @@ pytestmark = beyond_gloo("it does not say")
 
 #: Seconds until the operations here fail. After half of this time the ranks are asked what they do.
 TIMEOUT = 4
-#: The same over several hosts: longer, because ranks answer only when they next poll the store.
+#: The timeout over several hosts. It is longer, because ranks answer only when they next poll the store.
 HOSTS_TIMEOUT = 8
 ENV = {"GLOO_SOCKET_IFNAME": net.INTERFACE}
 HANG = (RuntimeError,)
@@ -444,7 +444,7 @@ def late_on_hosts(
 
 @pytest.mark.parametrize(("ranks", "victim"), [(2, 1), (4, 3), (4, 1)])
 def test_a_late_rank_on_another_host_is_named_with_its_line(hosts: list[str], ranks: int, victim: int) -> None:
-    """This holds even if the late rank is not the one that connects its host to the others."""
+    """The late rank is named even if it is not the rank that connects its host to the others."""
     with launch(late_on_hosts, ranks, hosts, "asleep", victim, env=ENV) as job:
         start(job)
         texts = survivors(job, [rank for rank in range(ranks) if rank != victim], HOSTS_TIMEOUT)

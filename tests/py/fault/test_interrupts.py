@@ -27,7 +27,7 @@ SOON = 10.0
 
 
 def interrupted(ctx: Context, call: Callable[[], Any]) -> float:
-    """Reports that it calls now. Returns the time at which the call raised KeyboardInterrupt."""
+    """Tells the test that the call begins now. Returns the time at which the call raised KeyboardInterrupt."""
     ctx.tell("calling")
     try:
         call()

@@ -112,7 +112,7 @@ def many(ranks: int, limit: float) -> None:
             _, failed, text = outcome.value
             assert f"rank {victim} " in text, text
             late = max(late, failed - killed)
-        # This takes less than a second if each rank has a core, but here many ranks share two cores.
+        # The report takes less than a second if each rank has a core, but here many ranks share two cores.
         print(f"the last of {ranks - 1} heard of the death after {late:.2f} s")
         assert late < limit / 4
 

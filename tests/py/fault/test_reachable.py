@@ -91,8 +91,8 @@ def until_it_fails(ctx: Context, kind: str, victim: int) -> str:
         assert right(kind, mine, result), f"wrong numbers in call {turn}"
         turn += 1
         if turn == 3:
-            # Not earlier, because the first calls populate the memory, which takes long if many tests run at the same
-            # time.
+            # The timeout is not shortened earlier, because the first calls populate the memory, which takes long if
+            # many tests run at the same time.
             dist.distributed_c10d._get_default_group().set_timeout(timedelta(seconds=1))
             ctx.tell("running")
     if ctx.rank != victim:

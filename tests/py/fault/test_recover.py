@@ -134,7 +134,7 @@ def test_a_rank_without_a_port_is_left_out_only_where_the_caller_says_so() -> No
 
 
 def dies_meanwhile(ctx: Context, at: str) -> None:
-    """Rank 1 dies while the survivors of rank 3's death recover, in the step `at`."""
+    """Rank 3 has died and the other ranks recover; rank 1 dies in the step `at` of this recovery."""
     import torch_sagellm
     from torch_sagellm.api import recovery
 

@@ -163,7 +163,7 @@ def fails(ctx: Context, why: str) -> None:
 
 @pytest.mark.parametrize("why", ["deadline", "abort"])
 def test_rule_34_no_statement_runs_on_what_a_failed_call_has_left(why: str) -> None:
-    """This holds for every form of the call. Afterwards another group of the process still works."""
+    """No form of the call lets a later statement run. Afterwards another group of the process still works."""
     with launch(fails, 2, why, env=SHARED_CARD) as job:
         found = job.hear(0, 100)
         print("seconds:", {way: round(took, 2) for way, _, _, took in found})

@@ -16,7 +16,8 @@ pytestmark = [needs_card, pytest.mark.timeout(120)]
 
 
 def test_every_collective_gives_the_numbers_of_the_cpu() -> None:
-    """Synchronous and asynchronous, contiguous and strided, lists, regions; and all calls are counted."""
+    """Calls work in every form (synchronous and asynchronous, contiguous and strided, lists, regions), and all are
+    counted."""
     on_card(1, on_device.every_call)
 
 
@@ -26,12 +27,13 @@ def test_every_type_and_op_gives_the_numbers_of_the_cpu() -> None:
 
 
 def test_rule_32_kernels_of_both_sides_keep_their_order() -> None:
-    """After a late kernel, on a side stream, by the future. Freed memory is not reused too early."""
+    """Results are right after a late kernel, on a side stream, and through a future. Freed memory is not reused too
+    early."""
     on_card(1, on_device.order)
 
 
 def test_lists_of_any_length() -> None:
-    """Several types at once; a thousand small tensors by a list, by a region and one by one."""
+    """Several types in one list; a thousand small tensors as a list, in a region and one by one."""
     on_card(1, on_device.lists)
 
 
@@ -173,7 +175,7 @@ BEYOND_NCCL = {"all_reduce of several types", "all_reduce of a transposed tensor
 
 
 def test_every_collective_gives_the_numbers_of_nccl() -> None:
-    """The same calls over torch's own backend, bit for bit."""
+    """The same calls give the same bits over torch's own backend."""
     (ours,), (theirs,) = on_card(1, results), on_card(1, results, backend="nccl")
     assert ours.keys() == theirs.keys()
     for what in ours:

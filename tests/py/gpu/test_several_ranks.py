@@ -21,13 +21,13 @@ both = pytest.mark.parametrize("ranks", [2, 4])
 
 @both
 def test_every_collective_gives_the_numbers_of_the_cpu(ranks: int) -> None:
-    """Bit for bit with two ranks; with four the library adds them in its own order."""
+    """With two ranks, results are equal bit for bit; with four, the library adds numbers in its own order."""
     on_card(ranks, on_device.every_call, (), ranks == 2)
 
 
 @both
 def test_rule_20_messages_of_all_ranks_do_not_wait_for_each_other(ranks: int) -> None:
-    """One by one (two ranks both send first), then as a batch. A receive from any rank is refused."""
+    """Messages are sent one by one (two ranks both send first), then as a batch. A receive from any rank is refused."""
     on_card(ranks, on_device.messages)
 
 
@@ -45,7 +45,7 @@ def test_tensors_of_the_host_and_the_device_are_under_way_together(ranks: int) -
 
 @both
 def test_the_path_is_told_and_counted(ranks: int) -> None:
-    """What NCCL lacks is combined by each rank."""
+    """Each rank itself combines what NCCL cannot combine."""
     on_card(ranks, on_device.path_taken, "nccl")
 
 
@@ -91,5 +91,5 @@ def alike(ctx: Context, device: str, program: Any) -> list[Any]:
 
 @pytest.mark.parametrize("program", [on_device.ddp, on_device.fsdp], ids=["ddp", "fsdp2"])
 def test_four_ranks_train_alike(program: Any) -> None:
-    """The same parameters on all ranks, and losses near those of the CPU."""
+    """All ranks have the same parameters, and their losses are near those of the CPU."""
     assert len(on_card(4, alike, program)) == 4

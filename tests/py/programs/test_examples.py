@@ -21,7 +21,8 @@ DEMOS = {"09_hang.py": "hang.py", "train_gpt.py": "train_gpt.py"}
 SECONDS = 60  # time limit of an example on an idle machine with two cores
 #: Arguments that make the demo, which trains for minutes, a short one.
 SHORT = ["--steps", "12", "--rounds", "2", "--profile-steps", "2", "--data-mib", "0.5"]
-#: Examples in which torchrun's process runs its rank as a child: the child's arguments, and the rank that is killed.
+#: Examples in which each process of torchrun runs its rank as a child process: the child's arguments, and the rank that
+#: is killed.
 AS_CHILD = {"08_recovery.py": (["--rank"], 1)}
 NAMES = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name != "train_gpt.py")
 

@@ -177,7 +177,7 @@ def mesh_2d() -> Any:
 
 
 def test_two_dimensional_mesh_fsdp2_and_tensor_parallel() -> None:
-    """Both at once, each in the groups of its dimension."""
+    """Both together, each in the groups of its dimension."""
     same_as_gloo(mesh_2d, 4)
 
 

@@ -227,7 +227,7 @@ class Draw:
         most = min(self.largest // size, room)
         if self.rng.random() < 0.5:
             fitting = [b // size for b in BORDERS if b // size <= most]
-            # Mostly the largest borders, because a program's scale is meant for them.
+            # Mostly the largest limits that fit, because a program's scale was drawn to reach these.
             return fitting[-1 - min(int(self.rng.expovariate(0.5)), len(fitting) - 1)]
         return self.rng.randint(0, most)
 
@@ -453,8 +453,8 @@ class Draw:
                 for view, writes in touched[rank]
                 for other, wrote in taken[rank]
             )
-            # Calls share no memory: numbers grow with each call on it, and `account` counts them only after the region
-            # is drawn.
+            # Calls share no memory: each call on a memory makes its numbers larger, but `account` counts that only
+            # after the region is drawn.
             if shared or any(not self.may_follow(node, g, True) for node in earlier):
                 continue
             for rank in members:
@@ -476,7 +476,7 @@ class Draw:
         return self.taste.interrupts and self.rng.random() < chance
 
     def cause(self, members: int) -> str:
-        """Draws a cause. A group of one rank rejects no call."""
+        """Draws what ends the region early. In a group of one rank no call is rejected."""
         return self.rng.choice(CAUSES if members > 1 else CAUSES[1:])
 
     def moment(self) -> int:

@@ -71,7 +71,7 @@ class Node:
     collective: bool
     missing: set[Any]
     after: set[Node] = field(default_factory=set)
-    #: By rank: earlier operations on the same memory. They have ended on that rank if this one has.
+    #: For each rank: earlier operations on the same memory. They have ended on that rank if this one has.
     same_memory: dict[int, set[Node]] = field(default_factory=dict)
     touched: dict[int, list[tuple[View, bool]]] = field(default_factory=dict)
     #: For a message: rank and memory of its "send" and of its "recv" half.
@@ -109,9 +109,9 @@ class Model:
         self.queues: list[deque[tuple[int, Step]]] = [deque() for _ in ranks]
         self.blocked: list[tuple[list[Node], int] | None] = [None for _ in ranks]
         self.gone: set[int] = set()
-        #: By step: what the memory of the rank `own` must hold right after it.
+        #: For each step: what the memory of the rank `own` must hold right after the step.
         self.checks: dict[int, list[Check]] = {}
-        #: By step and sender: the contents of the sender's messages to a rank that receives from any rank.
+        #: For each step and sender: the contents of the sender's messages to a rank that receives from any rank.
         self.parcels: dict[int, dict[int, list[torch.Tensor]]] = {}
         self.count = 0
 

@@ -74,7 +74,7 @@ def test_random_programs(ranks: Ranks, block: int) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(3500)
 def test_many_random_programs(ranks: Ranks, say: Callable[[str], None]) -> None:
-    """The same for hours, if asked for. Variables set the seed and the number of programs."""
+    """Runs such programs for hours, if requested. Variables set the seed and the number of programs."""
     first = FIRST + 1_000_000
     count = int(os.environ.get("SAGELLM_TEST_RANDOM_PROGRAMS", "20000"))
     play(ranks, range(first, first + count), say=say)
@@ -133,7 +133,8 @@ ELSEWHERE: dict[str, Callable[[range, Say | None], None]] = {
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("where", ELSEWHERE)
 def test_random_programs_elsewhere(where: str) -> None:
-    """The same over two and three hosts, on every simulated device, and while a rank is struck by a signal."""
+    """Runs random programs over two and three hosts, on every simulated device, and while a signal is sent to a
+    rank."""
     count = int(os.environ.get("SAGELLM_TEST_RANDOM_ELSEWHERE", "20"))
     ELSEWHERE[where](range(FIRST, FIRST + count), None)
 
@@ -325,7 +326,8 @@ def test_the_shrinker_keeps_what_a_defect_needs() -> None:
             judge(short)
             assert fails(short)
             kinds = sorted(step["do"] for step in short.steps if step["do"] != "wait")
-            # The dropped call needs another call that shows its end: a barrier, or an operation on its memory.
+            # Another call must show that the call without a Work has ended: a barrier, or an operation on the same
+            # memory.
             assert kinds.count("broadcast") == 1 and len(kinds) <= 3, kinds
             if tried == 6:
                 break

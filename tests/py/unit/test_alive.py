@@ -63,7 +63,7 @@ def test_a_process_that_runs_or_is_stopped_is_alive_until_it_ends() -> None:
 
 @pytest.mark.parametrize("place", ["", alive.UNKNOWN, "127.0.0.1", "127.0.0.1 x", "host 1", "\x1b[2J\0 99999999999"])
 def test_a_rank_that_announced_no_place_is_not_known(place: str) -> None:
-    """Such a rank is asked again, but not at once."""
+    """A rank that has announced no place is asked again, but not at once."""
     with alive.Watch() as watch:
         watch.follow(1, place)
         watch.look()
@@ -160,7 +160,7 @@ FAMILIES = {
 @pytest.mark.parametrize("looks", [1, 30])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_killed_is_found_and_busy_and_stopped_are_never_gone(family: str, looks: int) -> None:
-    """This holds for all kinds of addresses, even if the polls of a busy process have filled the queue of its port (a
+    """All kinds of addresses are tested, also after the polls of a busy process have filled the queue of its port (a
     backlog of 8)."""
     families, variable = FAMILIES[family]
     try:

@@ -33,7 +33,7 @@ def overridden(path: Path) -> set[str]:
 
 
 def notes(path: Path) -> dict[str, str]:
-    """For each function that a header leaves to the base class: its note about the consequence."""
+    """For each function that a header leaves to the base class: the header's note about what that means."""
     return {name: text for _, _, name, text in NOTE.findall(path.read_text())}
 
 

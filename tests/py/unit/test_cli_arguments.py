@@ -351,7 +351,7 @@ def test_findings_fit_into_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def test_a_narrow_terminal_shows_every_figure_of_the_wide_table() -> None:
-    """Only the number of elements is left out, which follows from the size and the type."""
+    """A narrow table leaves out only the number of elements, which follows from the size and the type."""
     job = bench.Job(["reduce_scatter"], [1 << 33], "bfloat16", "prod", 5, 20, ["sagellm", "gloo"], "cpu")
     names = ("sagellm", "gloo")
     rows = [

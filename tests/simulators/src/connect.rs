@@ -119,7 +119,7 @@ impl Connecting<'_> {
     }
 }
 
-/// Also false if the store's process has ended: neither its store nor a peer that has ended answers.
+/// Also returns false if the store's process has ended: its store does not answer then, like a peer that has ended.
 fn has(store: Option<&Client>, key: &str) -> bool {
     matches!(store.map(|store| store.try_get(key)), Some(Ok(Some(_))))
 }

@@ -25,7 +25,7 @@ struct Inner {
 pub struct Event {
     pub device: i32,
     pub flags: u32,
-    /// A wait for an event that has no record waits for the next record; if false, for nothing.
+    /// If true, a wait for an event that has no record waits for the next record. If false, it waits for nothing.
     pub patient: bool,
     inner: Mutex<Inner>,
     changed: Condvar,

@@ -15,8 +15,8 @@ pub struct Settings {
     pub slow: Duration,
     /// Delay of records on every stream, which go through a host queue; 0 for no queue.
     pub host_queue: Duration,
-    /// `error_at`: number of this process's operation, from 1, that ends with an asynchronous error. `hang_at`: of the
-    /// one that never ends. 0 for none.
+    /// `error_at`: the number, counted from 1, of the operation of this process that ends with an asynchronous error.
+    /// `hang_at`: the number of the one that never ends. 0 means no operation.
     pub error_at: usize,
     pub hang_at: usize,
     /// Number of the call of this process, from 1, that is rejected with an error although it would issue an operation;

@@ -100,7 +100,7 @@ def check(name: str) -> str:
 
 @dataclass(frozen=True)
 class Facts:
-    """Of the struct in which torch describes a group: the fields that this package uses."""
+    """The fields that this package reads of the struct in which torch describes a group."""
 
     store: Any
     group_rank: int
@@ -199,8 +199,8 @@ class Making:
     def _listen(self) -> None:
         """Checks whether another rank has failed.
 
-        Publishes a failure when the timeout is over, because gloo does not notice it if no peer answers. All ranks ask
-        one store, so in a large group each rank asks less often.
+        Publishes a failure when the timeout is over, because gloo does not notice the timeout if no peer answers. All
+        ranks ask one store, so in a large group each rank asks less often.
         """
         load.extension()._outlive_python()
         pause = LOOK * max(1.0, self.options.group_size / 32)

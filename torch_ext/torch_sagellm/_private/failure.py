@@ -10,9 +10,9 @@ from typing import Any
 def prepare(threads: list[int], text: str) -> tuple[list[tuple[int, int, int]], Any]:
     """Selects the threads in which to raise the error, and creates its class.
 
-    ``threads`` are system thread ids. The first value has a tuple for each of them: the given id, the target's system
-    id, the target's Python ident. If Python does not know the given thread, the target is the main thread: the given
-    one has ended, or is one of autograd's threads, which run no code of the program. The second value is the
+    ``threads`` are system thread ids. Returns two values. The first has a tuple for each id: this id, the target's
+    system id, the target's Python ident. If Python does not know the given thread, the target is the main thread: the
+    given one has ended, or is one of autograd's threads, which run no code of the program. The second is the
     exception's class, because in another thread Python can raise only a class, not an object.
     """
     main = threading.main_thread()
@@ -36,7 +36,7 @@ def _error(text: str) -> Any:
     from torch_sagellm._private import load
 
     class DistBackendError(dist.DistBackendError):  # type: ignore[misc]  # torch's class has no annotations
-        #: Marks the exception: if it interrupts code of ours, that code raises it again.
+        #: Marks our exceptions: code of ours that catches one raises it again.
         of_sagellm = True
 
         def __init__(self, *given: Any) -> None:

@@ -116,8 +116,8 @@ def _refuse_mpi(group: str, reason: str) -> NoReturn:
     )
 
 
-#: Switches for a whole process, see docs/fusion.md, determinism.md and choosing.md: variable and option. If two
-#: variables set one option, the later one in this table wins.
+#: Switches for a whole process: each variable and the option that it sets; see docs/fusion.md, determinism.md and
+#: choosing.md. If two variables set one option, the later one in this table wins.
 SWITCHES = {
     "SAGELLM_FUSION": "fusion",
     "SAGELLM_STRICT": "strict",

@@ -220,8 +220,8 @@ class CommReport:
 class monitor_communication:  # named like a function, because it is used like one
     """Counts the communication of this process while a block or a function runs, and prints it as one line.
 
-    All groups of ours are counted: process groups, and ranks of one process, each of which counts its own calls. As a
-    context manager it returns a ``CommReport``, which is filled at the end of the block. As a decorator of functions
+    All groups of this package are counted, and also ranks that are objects of this process, each with its own calls. As
+    a context manager it returns a ``CommReport``, which is filled at the end of the block. As a decorator of functions
     and methods, asynchronous ones included, it stores the report of the call that ended last in the function's
     attribute ``report``.
 

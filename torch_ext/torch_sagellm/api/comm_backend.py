@@ -216,7 +216,7 @@ class CommBackend(CommBackendProtocol):
     def _compressed(
         self, tensor: torch.Tensor, op: Op, async_op: bool, timeout: Any, how: str | Compression, key: Any
     ) -> torch.Tensor | CommFuture:
-        # One object for each name, because "topk" keeps the elements that it left out.
+        # Each name keeps its object, because a "topk" object stores the elements that it has not sent yet.
         method = compression(how) if not isinstance(how, str) or how not in self._methods else self._methods[how]
         check_compressible(tensor, op, method, key)
         if timeout is not None:

@@ -124,7 +124,7 @@ def compressed_all_reduce(
     check_compressible(tensor, op, method, key)
     with torch.no_grad():
         own = tensor.detach()
-        # In place if possible. Methods compute with dense numbers of at least 16 bits.
+        # In place if possible. The methods need dense numbers of at least 16 bits.
         direct = own.is_contiguous() and own.element_size() > 1 and not own.is_neg() and not own.is_inference()
         work = own if direct else _dense(own)
         reduce = method.all_reduce if checked_op("compressed_all_reduce", op) == "SUM" else method.average

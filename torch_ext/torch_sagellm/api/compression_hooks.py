@@ -145,7 +145,8 @@ class PowerSGDHook(CompressionHook):
         gradients = bucket.buffer()
         before = self.state.total_numel_after_compression
         result: torch.Tensor = powerSGD_hook(self.state, bucket).wait()
-        # torch adds the elements that it sends for a bucket; it adds 0 for a bucket that it does not compress yet.
+        # torch has added the number of elements that it sent for this bucket, or 0 if it does not compress the bucket
+        # yet.
         elements = self.state.total_numel_after_compression - before or gradients.numel()
         self.stats.calls += 1
         self.stats.plain_bytes += gradients.nbytes

@@ -33,8 +33,8 @@ def encoded(flat: Tensor, block: int, blocks: int) -> Tensor:
 def mark(encoded: Tensor, ranks: int, divisor: int) -> None:
     """Marks the part for each of ``ranks`` ranks as part of an average; a ``divisor`` of 1 means a sum, without a mark.
 
-    The mark is the sign of the part's first scale; scales have none. Tensors on devices are not marked, because the
-    host would have to wait for the device to read a mark.
+    The mark is a negative sign of the part's first scale; unmarked scales are never negative. Tensors on devices are
+    not marked, because the host would have to wait for the device to read a mark.
     """
     if encoded.is_cpu and encoded.numel() and divisor > 1:
         encoded.view(ranks, -1)[:, _SIGN] |= 0x80

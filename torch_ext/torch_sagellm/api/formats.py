@@ -169,7 +169,8 @@ class Int8(Compression):
 
 
 class TopK(Compression):
-    """Sends the elements of largest magnitude, the share ``ratio``, and adds the others to the next call's elements.
+    """Sends the share ``ratio`` of the elements, the largest in magnitude; adds the others to the elements of the next
+    call.
 
     No element is lost, only delayed: the sum over all calls equals that of plain calls, except for the remainder at the
     end, which ``residual(key)`` returns. With several hosts that have the same number of ranks each (at least two),
@@ -257,7 +258,8 @@ class TopK(Compression):
         # Rank by rank, so that all ranks add in the same order.
         for place, value in zip(every_place.chunk(ranks), every_value.chunk(ranks), strict=True):
             total.index_add_(0, place, value / divisor)
-        # Each rank's elements are sent to all other ranks. A plain all_reduce sends 2 / ranks of the tensor to each.
+        # Each rank's elements are sent to all other ranks. A plain all_reduce sends each of them 2 / ranks of the
+        # tensor.
         return total, int(places.nbytes + values.nbytes) * ranks // 2, called
 
     def _with_remainder(self, flat: torch.Tensor, parts: list[tuple[Any, int]]) -> torch.Tensor:
@@ -323,7 +325,8 @@ def _parts(key: Any, numel: int) -> list[tuple[Any, int]]:
     return list(zip(key, sizes, strict=True))
 
 
-#: By group: the hosts of its ranks, and how they are summed first. Filled in the group's first compressed call.
+#: For each group: the hosts of its ranks, and how the ranks of a host are summed first. Filled in the group's first
+#: compressed call.
 _places: Any = WeakKeyDictionary()
 
 

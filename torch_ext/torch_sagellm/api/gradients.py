@@ -26,8 +26,8 @@ def crossed(member: Any, kind: str, tensor: torch.Tensor, op: Op = "sum") -> tor
     """Calls all_reduce, all_gather or reduce_scatter (``kind``) with a tensor that autograd follows."""
     name = checked_op(kind, op)
     if isinstance(member, Member) and member.topology.made_here:
-        # An edge of the graph would pass the gradient on at once, so an empty token replaces the tensor and there is no
-        # edge.
+        # Along an edge of the graph, autograd would pass the gradient on at once. So the graph gets an empty token
+        # instead of the tensor, and has no edge to the tensor.
         token = torch.empty(0, dtype=tensor.dtype, requires_grad=True)
         result: torch.Tensor = _Later.apply(token, tensor.detach(), _Upstream(tensor), member, kind, name)
     else:

@@ -77,7 +77,7 @@ def exchange(rows: Tensor, sent: list[int], received: list[int], hosts: Hosts) -
     counts = torch.tensor([sent[rank] for rank in by_host], device=rows.device)
     theirs = torch.empty_like(counts)
     dist.all_to_all_single(theirs, counts, group=hosts.across)
-    # For each rank of the column: the number of rows that it has for each place on this host.
+    # For each rank of `column` (the ranks with this place): the number of rows that it has for each place on this host.
     table = theirs.view(len(column), -1).tolist()
     parts = rows.split(sent)
     sizes = [sum(sent[rank] for rank in hosts.host_of[other]) for other in column]

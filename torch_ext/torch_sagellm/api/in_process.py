@@ -42,7 +42,7 @@ MOST_RANKS = 256
 #: The live topologies of this process, and the counts of those that were garbage-collected, for `totals`.
 _alive: weakref.WeakSet[Topology] = weakref.WeakSet()
 _gone: deque[Totals] = deque()
-#: By kind: number of operations, bytes and nanoseconds of waiting.
+#: For each kind: number of operations, bytes and nanoseconds of waiting.
 Totals = dict[str, tuple[int, int, int]]
 
 
@@ -107,7 +107,7 @@ class Topology:
         self.alone = _meet(1, self._timeout)[0]
         #: Guards the tensors of all calls, even while an operation runs, and all fields below. Notified when calls end.
         self.changed = threading.Condition()
-        #: By rank: the number of collectives that it has called.
+        #: For each rank: the number of collectives that it has called.
         self._counts = [0] * world_size
         #: Collectives that some rank has not called yet, by number; messages with only one side called, by their ranks
         #: and tag; operations that all their ranks have called.
@@ -296,7 +296,7 @@ class Topology:
         for call in calls:
             call.done = True
             self._pending.remove(call)
-        # In call order, so that each call reads the results of the calls before it.
+        # Taken in the order of the calls, so that each call reads the results of the calls before it.
         for call in self._pending:
             if not call.taken and all(earlier.done for earlier in call.after):
                 call.take()

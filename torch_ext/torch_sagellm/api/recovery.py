@@ -191,7 +191,7 @@ class _Heard:
     sees: dict[int, set[int]] = field(default_factory=dict)
     #: Whether some rank's group has failed.
     faulty: bool = False
-    #: By rank: why it could not build its group.
+    #: For each rank: why it could not build its group.
     failed: dict[int, str] = field(default_factory=dict)
 
     def alive(self) -> set[int]:

@@ -234,7 +234,8 @@ def share_buckets(model: DistributedDataParallel) -> DistributedDataParallel:
 
 
 class _NewBuckets:
-    """Opens a block when a replica is called, until its model begins: in this time torch creates the buckets.
+    """Keeps a block open from the call of a replica until its model begins, because torch creates the buckets in this
+    time.
 
 
     Copies of the model have its hooks too; the hooks of a copy do nothing.
@@ -258,7 +259,7 @@ class _NewBuckets:
             self._block.__enter__()
 
     def _leave(self, model: torch.nn.Module, inputs: Any) -> None:
-        # If it was not entered, the model is called without its replica, or a second time within the replica's call.
+        # If no block is open, the model was called without its replica, or a second time within the replica's call.
         if self._block.entered:
             self._block.__exit__(None, None, None)
 

@@ -97,7 +97,7 @@ def path(text: str) -> Path:
 
 
 def check_output(named: str, target: Path) -> None:
-    """Raises a ValueError, before anything is measured, if the file that the option ``named`` gives cannot be made."""
+    """Raises a ValueError, before anything is measured, if the file of the option ``named`` cannot be written."""
     # A link may lead to a file that is not there yet; then the file is tried, and the link is kept.
     file = Path(os.path.realpath(target))
     if file.is_dir():
@@ -122,7 +122,7 @@ def option(name: str) -> str:
 
 
 def refuse(parsed: argparse.Namespace, beside: str, names: Iterable[str]) -> None:
-    """Raises a ValueError if one of these options was given: ``beside`` others it would be ignored."""
+    """Raises a ValueError if one of these options was given; together with the option ``beside`` it has no effect."""
     for name in names:
         if getattr(parsed, name) is not None and getattr(parsed, name) is not False:
             raise ValueError(f"{option(name)} has no effect with {beside}")

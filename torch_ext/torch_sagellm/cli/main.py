@@ -316,7 +316,8 @@ def _is_told(error: Exception) -> bool:
 
 
 def _plain(message: object) -> str:
-    """An error or warning without the name that the library begins it with, because the command's own is before it."""
+    """The text of a library error or warning without its leading name, because the command prints its own name
+    there."""
     return re.sub(r"^(\[Errno \d+\] )?sagellm(?: \w+)?: ", lambda found: found[1] or "", str(message))
 
 

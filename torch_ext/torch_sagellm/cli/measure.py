@@ -1,9 +1,9 @@
 """``python -m torch_sagellm simulate --check``: runs the schedules on this machine and prints the model's error.
 
 Ranks are processes that exchange messages through torch's gloo over loopback. First all ranks together measure the
-parameters of the model, by messages around a ring: small ones, large ones, many at once, and ones that the receiver
-copies or adds. Then they run the schedules, check the results, and print the predicted and the measured time. The
-executor is simple Python code; its cost is part of both the measured parameters and the runs.
+parameters of the model, by messages around a ring: small ones, large ones, many at the same time, and ones that the
+receiver copies or adds. Then they run the schedules, check the results, and print the predicted and the measured time.
+The executor is simple Python code; its cost is part of both the measured parameters and the runs.
 
 The core has another executor, `src/engine/multihost`, and links between threads for its tests, `src/engine/local.rs`.
 Neither can replace this executor. A link between threads is a copy under a lock inside one process, and has neither the
@@ -189,7 +189,8 @@ def _seconds(body: Callable[[], object]) -> float:
 
 
 def _measured_machine(rank: int, ranks: int) -> Machine:
-    """Measures the model's parameters: messages around a ring in which every rank sends and receives at once."""
+    """Measures the model's parameters: messages around a ring in which every rank sends and receives at the same
+    time."""
     import torch
 
     after, before = (rank + 1) % ranks, (rank - 1) % ranks

@@ -170,7 +170,8 @@ def _try(theirs: Side, one_network: bool) -> dict[str, str]:
 
 
 def _on_this_host(address: str) -> str:
-    """A link-local address with this host's interface that reaches it: the first that the variables name."""
+    """A link-local address, with the interface of this host that reaches it: the first interface that the variables
+    name."""
     bare, scope, _ = address.partition("%")
     names = os.environ.get(_address.OURS) or os.environ.get(_address.VARIABLE, "")
     name = names.split(",")[0].strip()

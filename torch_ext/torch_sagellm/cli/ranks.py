@@ -74,7 +74,8 @@ def run_program(module: str, words: Sequence[str], count: int, seconds: float) -
 
 
 def check_variables(environment: Mapping[str, str]) -> None:
-    """Raises a ValueError, before ranks are started, for a variable because of which each would refuse its group."""
+    """Raises a ValueError, before ranks are started, if the value of a variable would make each rank refuse its
+    group."""
     from torch_sagellm._private import load, variables
 
     for found in variables.wrong(environment):

@@ -85,7 +85,8 @@ def chunk_of(way: str) -> int:
 
 def plan(ranks: int, largest: int) -> list[tuple[str, int, str, list[str]]]:
     """Operation, bytes, default and alternatives for everything that is measured."""
-    # In a gather every rank contributes a block. Their largest size is a quarter, so that the total is about the same.
+    # In a gather every rank contributes a block. The largest block is a quarter of the largest size, so that the total
+    # is about the same.
     tops = {"all_gather": largest // 4, "gather": largest // 4}
     cells = [(op, nbytes) for op in OPS for nbytes in SIZES if nbytes <= tops.get(op, largest)]
     return [(op, nbytes, *ways(op, nbytes, ranks)) for op, nbytes in cells]

@@ -187,7 +187,8 @@ def killed(words: Found, store: Any) -> Found:
 
 
 def bandwidth(words: Found, _: Any) -> Found:
-    """The rows of `torch-sagellm bench`, and the bandwidth in GB/s of plain copies that all ranks make at once."""
+    """The rows of `torch-sagellm bench`, and the bandwidth in GB/s of plain copies that all ranks make at the same
+    time."""
     job = _job(words)
     rows = bench.measure(job)
     wrong = sum(row.wrong for row in rows)
@@ -217,7 +218,8 @@ def _copies(job: bench.Job) -> float:
 
 
 def overlap(words: Found, _: Any) -> Found:
-    """By backend: the share of an all_reduce that is hidden behind a computation which does not need its result."""
+    """For each backend: the share of an all_reduce that is hidden behind a computation which does not need its
+    result."""
     import torch
     import torch.distributed as dist
 

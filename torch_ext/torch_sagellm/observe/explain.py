@@ -125,7 +125,7 @@ class Explanation:
     #: The decision table's file, or the reason why there is none.
     table: str
     #: Choice and reason as one number: as computed now, and, for a past operation, as recorded when it started. The
-    #: recorded one is None for a hypothetical operation, and before the start. They are equal.
+    #: recorded one is None for a hypothetical operation, and before the start. If both exist, they are equal.
     code: int
     recorded: int | None = None
     #: Number of the operation in its group, for a past operation.
@@ -167,7 +167,8 @@ class Explanation:
 
 
 def operation_name(op: str, known: Iterable[str]) -> str | None:
-    """Finds the operation that a word means, however its parts are joined; None if it means none of ``known``."""
+    """Finds the operation that a word means, in any spelling (``all_reduce``, ``AllReduce``); None if it means none of
+    ``known``."""
     plain = op.lower().replace("-", "_")
     plain = ALIASES.get(plain, plain).replace("_", "")
     return next((name for name in known if name.replace("_", "") == plain), None)

@@ -2,7 +2,8 @@
 
 Another rank asks for the place of a thread while it waits for this rank.
 
-C++ asks for the number at each call only with ``SAGELLM_CALL_SITES=1``, because it acquires the interpreter's lock.
+With ``SAGELLM_CALL_SITES=1`` C++ asks for the number at each call; otherwise never, because this acquires the
+interpreter's lock.
 """
 
 from __future__ import annotations

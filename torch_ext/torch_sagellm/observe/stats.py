@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 if TYPE_CHECKING:
     from torch_sagellm import _C
 
-#: By kind and number of ranks: bytes on a rank's bus for each byte of the tensor, as nccl-tests defines them; 1 for
-#: other kinds. The benchmarks use the same factors.
+#: For a kind, as a function of the number of ranks: bytes on a rank's bus for each byte of the tensor, as nccl-tests
+#: defines them; 1 for other kinds. The benchmarks use the same factors.
 BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,

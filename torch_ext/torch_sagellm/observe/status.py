@@ -68,7 +68,7 @@ class Writer:
         self._process = _process()
         self._stop = threading.Event()
         self._warned = False
-        #: By group: time and sums of the previous file, from which rates are computed.
+        #: For each group: the time and the sums of the previous file, from which rates are computed.
         self._before: dict[str, tuple[int, dict[str, int]]] = {}
         self._thread = threading.Thread(target=self._run, name="sagellm-status", daemon=True)
         self._thread.start()

@@ -38,7 +38,8 @@ DETAILS = (
 #: The rows of each group begin at a multiple of this, so that two groups never share a row.
 ROWS = 1000
 MESSAGES = ("send", "recv")
-#: Collectives that no rank ends before every rank has begun them, so their ends show how clocks differ.
+#: No rank ends one of these collectives before every rank has begun it. So the times of their ends show how the clocks
+#: of hosts differ.
 TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 
 #: Nanoseconds by which the start of one operation may differ between two files, because a trace has microseconds as a
@@ -171,7 +172,7 @@ class Merged(NamedTuple):
 
     ranks: list[int]
     operations: int
-    #: By rank: the nanoseconds that were added to its times, if clocks were aligned.
+    #: For each rank: the nanoseconds that were added to its times, if clocks were aligned.
     shifts: dict[int, int]
 
 
@@ -276,7 +277,7 @@ def _files(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
 
 
 def _once(slices: Iterable[Slice]) -> list[Slice]:
-    """Each operation once, because two files may contain it; its record at the end is preferred to a pending one."""
+    """Each operation once, because two files may contain it; a record that was written after its end is preferred."""
     found: list[Slice] = []
     last: dict[tuple[int, str, str, int], int] = {}
     for each in sorted(slices, key=lambda each: (each.start, each.end is None)):
@@ -292,7 +293,8 @@ def _once(slices: Iterable[Slice]) -> list[Slice]:
 
 
 def _aligned(slices: list[Slice]) -> tuple[list[Slice], dict[int, int]]:
-    """Shifts every rank's times so that its collectives end together with those of the lowest rank that shares some."""
+    """Shifts every rank's times so that its collectives end when they end on the lowest rank that took part in some of
+    them."""
     ends: dict[int, dict[tuple[str, str, int], int]] = {}
     for each in slices:
         if each.end is not None and each.number and each.kind in TOGETHER:

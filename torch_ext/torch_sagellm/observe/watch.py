@@ -148,7 +148,8 @@ def ended_in_order(folder: str | os.PathLike[str]) -> int:
 
 
 def nobody(folder: Path, every: Sequence[Process], ranks: Sequence[int] | None) -> str:
-    """The reason why there is no process to judge: ``every`` has those of the folder, of other ranks or hosts."""
+    """The reason why there is no process to judge. ``every``: all processes of the folder, on any host and of any
+    rank."""
     if every and ranks:
         there = ", ".join(str(each.rank) for each in every)
         return f"none of the ranks that were named has written its status; there are those of {there}"

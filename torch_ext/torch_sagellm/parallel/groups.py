@@ -14,8 +14,8 @@ from torch_sagellm.api.arguments import checked_number
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-#: The dimensions, ordered by how far apart the ranks of neighbours are: farthest along the first dimension, 1 along the
-#: last.
+#: The dimensions, ordered by the difference between the ranks of two neighbours: largest in the first dimension, 1 in
+#: the last.
 DIMENSIONS = ("dp", "pp", "cp", "tp")
 #: The groups that every rank is in.
 GROUPS = ("tp", "cp", "pp", "dp", "cp_dp", "pp_dp", "ep")

@@ -15,8 +15,8 @@ from torch_sagellm.api.arguments import checked_dense, checked_written
 from torch_sagellm.parallel import packing
 from torch_sagellm.parallel.transfer import WINDOW
 
-#: The header before each layer begins with these bytes, and a description of the layer follows them; then the header's
-#: size.
+#: The header before each layer begins with these bytes; a description of the layer follows them. The next constant is
+#: the size of the header.
 MAGIC = b"sagepgs1"
 HEADER_BYTES = 256
 
@@ -38,8 +38,8 @@ def send_pages(
     generator. Pages with consecutive numbers are sent from their memory; others are copied together first. It returns
     when all pages may be changed again; pages in flight must not change before.
 
-    It raises a ValueError before a layer is sent that is not dense or not on the CPU, or for which a block is not a
-    page. If a layer is not a tensor, it raises a TypeError.
+    If a layer is not dense or not on the CPU, or has no page for a block, it raises a ValueError before it sends the
+    layer. If a layer is not a tensor, it raises a TypeError.
 
     Example::
 
@@ -91,9 +91,9 @@ def recv_pages(
     number may occur once on this side. ``ready(n)`` is called when layer n has been received, so that it can be used
     while the next ones are in flight.
 
-    It raises a ValueError if the sender has other layers, pages or types. It first receives everything, so that later
-    messages arrive, but stores nothing from the layer on that differs. It raises a RuntimeError if the sender has
-    stopped with an error, or if the data from ``src`` is not a message of ``send_pages``.
+    It raises a ValueError if the sender has other layers, pages or types. Even then it receives everything, so that
+    later messages arrive; it stores neither the layer that differs nor later ones. It raises a RuntimeError if the
+    sender has stopped with an error, or if the data from ``src`` is not a message of ``send_pages``.
 
     Example::
 

@@ -32,7 +32,7 @@ class Routing:
     #: Number of tokens of the call, and number of experts for each token.
     tokens: int
     choices: int
-    #: By rank: number of rows sent to it, and number of rows received from it.
+    #: For each rank: number of rows sent to it, and number of rows received from it.
     sent: list[int]
     received: list[int]
     #: Number of rows for each expert of this rank, including padding; the received rows are sorted by expert.
@@ -55,7 +55,7 @@ class Routing:
 
 
 class _Rows(NamedTuple):
-    """What ``_by_core`` and ``_by_torch`` return for a ``Routing``; each field has the same meaning as in it."""
+    """The result of ``_by_core`` and ``_by_torch``; each field has the same meaning as in ``Routing``."""
 
     sent: list[int]
     received: list[int]

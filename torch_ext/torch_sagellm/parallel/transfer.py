@@ -87,7 +87,7 @@ def _send(listed: Listed, dst: int, group: Any, tag: int, window: int) -> None:
 
 
 def _most(packed_by: int) -> int:
-    """The largest message of small tensors on the CPU, in bytes, if the sender has this window."""
+    """Largest size in bytes of a message into which small CPU tensors are packed, for the sender's window."""
     return min(packing.PACK, max(1, packed_by // 2))
 
 

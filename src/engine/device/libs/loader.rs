@@ -122,7 +122,7 @@ impl Library {
     }
 }
 
-/// A function that the library perhaps does not have.
+/// A function that the library may lack.
 #[derive(Clone, Copy, Debug)]
 pub struct Symbol<F> {
     function: Option<F>,
@@ -138,7 +138,7 @@ impl<F: Copy> Symbol<F> {
         self.function
     }
 
-    /// The function. If the library does not have it, an error that names it.
+    /// Returns the function, or an error that names it if the library does not have it.
     pub fn of(&self, library: &Library) -> Result<F> {
         self.function.ok_or_else(|| library.lacks(self.name))
     }
@@ -146,7 +146,7 @@ impl<F: Copy> Symbol<F> {
 
 /// `Symbol::of` for a function of `nccl_sys`.
 pub trait Needed<F> {
-    /// The function. If the library does not have it, an error that names it.
+    /// Returns the function, or an error that names it if the library does not have it.
     fn of(&self, library: &Library) -> Result<F>;
 }
 

@@ -277,7 +277,7 @@ impl Hccl {
     fn destroy(comm: &Arc<Joined<Hccl>>, why: &'static str, grace: Duration, deadline: Duration) -> Result<()> {
         comm.end((why, grace), ("the end of an HCCL communicator", deadline + GRACE), move |own, handle| {
             let destroy = own.api.table.destroy.of(&own.api.library)?;
-            // Ends before `comm.end` gives up and leaves this thread behind.
+            // Earlier than the time at which `comm.end` gives up and leaves this thread behind.
             let until = Instant::now() + deadline;
             loop {
                 // SAFETY: the guard is shut, and this is the last use of the handle when the library accepts the call.

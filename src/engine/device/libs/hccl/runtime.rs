@@ -1,7 +1,7 @@
 //! Ascend's runtime (acl_rt.h). It has two kinds of events. An event of the newer kind ("Ex") may be recorded again
 //! directly. An event of the older kind must be reset on a stream before it is recorded again; this kind is used only
-//! if the runtime does not have the newer. In the status of a recorded event, 1 means complete; in the other statuses,
-//! 0 does.
+//! if the runtime does not have the newer. The status of a recorded event is 1 if it is complete; the other statuses
+//! are 0 if complete.
 
 use std::collections::HashSet;
 use std::ffi::{c_char, c_int, c_void};

@@ -113,8 +113,8 @@ fn registry() -> MutexGuard<'static, Registry> {
     REGISTRY.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-/// While this lives, communicators of this name use the policy that was passed to `steer`. Like for every policy, all
-/// ranks must steer in the same way.
+/// While this lives, communicators of this name use the policy that was passed to `steer`. All ranks must steer in the
+/// same way, as for every policy.
 pub struct Steered {
     name: String,
     /// Whether NCCL is expected to call the plugins for this communicator.
@@ -252,8 +252,8 @@ pub static ncclTunerPlugin_v5: TunerV5 = TunerV5 { name: NAME, init, get_coll_in
 pub static ncclTunerPlugin_v6: TunerV6 =
     TunerV6 { name: NAME, init, get_coll_info, finalize, get_chunk_size: std::ptr::null() };
 
-/// Sets the variables by which NCCL finds its plugins to the file that contains this code, if that file is a library
-/// that exports the plugins (the extension module, but not a test program). If the user has set a variable, it keeps
+/// Sets the variables by which NCCL finds its plugins to the file that contains this code. Does so only if this file
+/// exports the plugins (the extension module does, a test program does not). If the user has set a variable, it keeps
 /// its value. Runs once in a process, before a communicator is made.
 fn announce() {
     // Locked until this function ends, so that no other thread makes a communicator before the variables are set.
