@@ -103,7 +103,7 @@ impl Shm {
             queued: 0,
             bases: Bases::default(),
             results: policy.verify.is_on().then(|| Box::new(Results::new(policy.verify, &layout, pids.clone()))),
-            arenas: Arenas::new(pids, Arc::as_ptr(&area) as u64),
+            arenas: Arenas::new(pids, Arc::as_ptr(&area) as u64, shape.oversubscribed()),
             chain: policy.hash(),
             scratch: Vec::new(),
             fusion,

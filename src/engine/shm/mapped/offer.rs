@@ -67,13 +67,15 @@ pub struct Arenas {
     refused: Vec<Option<Identity>>,
     /// The group's id for `arena::lease`, unique to the group and this rank.
     group: u64,
+    /// Whether the host has fewer cores than ranks; equal on all ranks.
+    crowded: bool,
 }
 
 impl Arenas {
     /// `pids` has the process of each rank, 0 if unknown. `group` must be unique in this process while the group lives.
-    pub fn new(pids: Vec<i32>, group: u64) -> Arenas {
+    pub fn new(pids: Vec<i32>, group: u64, crowded: bool) -> Arenas {
         let ranks = pids.len();
-        Arenas { pids, reached: vec![None; ranks], refused: vec![None; ranks], group }
+        Arenas { pids, reached: vec![None; ranks], refused: vec![None; ranks], group, crowded }
     }
 
     /// The mapping of `rank`'s arena. It is made after `rank` has published its arena's identity.
@@ -100,7 +102,7 @@ impl Arenas {
     pub fn offer(&mut self, area: &Area, op: &Op) -> Option<Offer> {
         let request = &op.request;
         let (kind, me, root) = (request.kind, area.me, request.root as usize);
-        if !part::is_mapped(kind, Pieces(request.inputs()).bytes(), Pieces(request.outputs()).bytes()) {
+        if !part::is_mapped(kind, Pieces(request.inputs()).bytes(), Pieces(request.outputs()).bytes(), self.crowded) {
             return None;
         }
         let lease = |spans: &[Span]| -> Option<Vec<Lease>> {

@@ -49,14 +49,19 @@ const FROM: usize = 16 << 10;
 /// The same for a broadcast, and for a rank's block in a scatter or gather. Of smaller ones, a rank that only sends may
 /// return as soon as its data is staged, before the other ranks have called.
 const ROOTED_FROM: usize = 1 << 20;
+/// The same for a broadcast or gather if the host has fewer cores than ranks, because then a rank that waits for the
+/// others waits longer (docs/internals/benchmarks.md).
+const CROWDED_FROM: usize = 2 << 20;
 
 /// Whether an operation of this kind, with so many bytes of inputs and outputs on one rank, is mapped if possible.
-pub fn is_mapped(kind: Kind, inputs: usize, outputs: usize) -> bool {
+/// `crowded`: the host has fewer cores than ranks.
+pub fn is_mapped(kind: Kind, inputs: usize, outputs: usize, crowded: bool) -> bool {
+    let from = if crowded { CROWDED_FROM } else { ROOTED_FROM };
     match kind {
         Kind::Barrier | Kind::Send | Kind::Recv => false,
-        Kind::Broadcast => inputs.max(outputs) >= ROOTED_FROM,
+        Kind::Broadcast => inputs.max(outputs) >= from,
+        Kind::Gather => inputs >= from,
         Kind::Scatter => outputs >= ROOTED_FROM,
-        Kind::Gather => inputs >= ROOTED_FROM,
         Kind::AllReduce | Kind::Reduce | Kind::AllGather | Kind::ReduceScatter | Kind::AllToAll => {
             inputs.max(outputs) >= FROM
         }
