@@ -36,6 +36,14 @@ def everywhere(ctx: Context) -> None:
     assert torch_sagellm.is_reachable(found[0])
     dist.all_reduce(late)
     assert bool((late == 3).all())
+    described = torch_sagellm.create_comm_backend("auto").describe()
+    assert described.endswith("; 8192 KiB of tensors in memory that peers can reach"), described
+    # The receiver reads the sender's tensor in place.
+    if ctx.rank == 0:
+        dist.send(late, 1)
+    else:
+        dist.recv(early, 0)
+        assert bool((early == 3).all())
     dist.destroy_process_group()
 
 

@@ -139,8 +139,11 @@ class CommBackend(CommBackendProtocol):
         return f"<{type(self).__name__} ({self.reason}) {where}: {self.describe()}>"
 
     def describe(self) -> str:
-        """Describes the engine that serves the group and its configuration, in one line."""
-        return str(our_backend(self.group).describe())
+        """Describes the engine that serves the group and its configuration, in one line. Also says how much memory this
+        process uses for tensors that peers can reach, if any."""
+        described = str(our_backend(self.group).describe())
+        used = load.extension()._shared_usage()["used"]
+        return f"{described}; {used >> 10} KiB of tensors in memory that peers can reach" if used else described
 
     # ------------------------------------------------------------------------------------------- reductions
 
