@@ -4,23 +4,10 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use super::link::{Broken, Transfer};
+use super::link::{Ended, Transfer};
 
 /// How many receives are posted ahead for each peer. With two, one is still posted while the other is read.
 const AHEAD: usize = 2;
-
-/// A transfer whose frame has arrived.
-struct Came(Vec<u8>);
-
-impl Transfer for Came {
-    fn wait(self: Box<Self>, _timeout: Duration) -> std::result::Result<Vec<u8>, Broken> {
-        Ok(self.0)
-    }
-
-    fn ends_within(&self, _timeout: Duration) -> bool {
-        true
-    }
-}
 
 /// The messages of one lane to and from one peer.
 #[derive(Default)]
@@ -63,7 +50,7 @@ impl Peer {
     }
 
     pub fn put_back(&mut self, frame: Vec<u8>) {
-        self.ahead.push_front(Box::new(Came(frame)));
+        self.ahead.push_front(Box::new(Ended(frame)));
     }
 
     pub fn add_send(&mut self, send: Box<dyn Transfer>) {
