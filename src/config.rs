@@ -129,6 +129,26 @@ impl Config {
     pub fn served_by(&self) -> &str {
         if self.delegate.is_empty() { Config::LINK } else { &self.delegate }
     }
+
+    /// A group without options, for tests.
+    #[cfg(any(test, feature = "testing"))]
+    pub fn without_options(rank: usize, size: usize, timeout: Duration) -> Config {
+        Config {
+            rank,
+            size,
+            timeout,
+            name: "test".to_string(),
+            delegate_reason: None,
+            delegate: Config::LINK.to_string(),
+            algorithm: String::new(),
+            topology: String::new(),
+            policy: String::new(),
+            settings: Settings::default(),
+            threads: Threads::default(),
+            soft_timeout: None,
+            addresses: String::new(),
+        }
+    }
 }
 
 impl Default for Settings {

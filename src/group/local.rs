@@ -123,21 +123,7 @@ fn over_in(
 }
 
 fn local_parts((rank, size): (usize, usize), timeout: Duration, policy: Policy, domain: u64) -> Parts {
-    let config = Config {
-        rank,
-        size,
-        timeout,
-        name: "local".to_string(),
-        delegate_reason: None,
-        delegate: Config::LINK.to_string(),
-        algorithm: String::new(),
-        topology: String::new(),
-        policy: String::new(),
-        settings: Settings::default(),
-        threads: Default::default(),
-        soft_timeout: None,
-        addresses: String::new(),
-    };
+    let config = Config { name: "local".to_string(), ..Config::without_options(rank, size, timeout) };
     let (policy, host) = (Arc::new(policy), Arc::new(NoSignals));
     let (spin_policy, peers, mates) = (SpinPolicy::none(), Vec::new(), Vec::new());
     let keys = Vec::new();

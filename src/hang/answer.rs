@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::channel::{Channel, LongWait, Member};
 use super::monitor::late_for;
 use super::places::Asked;
-use super::queries::Participant;
+use super::query::Participant;
 use super::reply::Speaker;
 use super::report::{Life, life_of};
 use super::status::{Place, Status, Waits};

@@ -92,7 +92,7 @@ mod tests {
     use crate::hang::channel::LongWait;
     use crate::hang::monitor::Watched;
     use crate::hang::places::Asked;
-    use crate::hang::queries::Participant;
+    use crate::hang::query::Participant;
     use crate::hang::reply::Speaker;
     use crate::hang::status::{Status, Waits};
     use crate::hang::store_keys::{Outcome, QueryResult};

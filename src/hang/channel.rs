@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicU32;
 use std::time::{Duration, Instant};
 
 use super::monitor::Watched;
-use super::queries::Participant;
+use super::query::Participant;
 use super::reply::Speaker;
 use super::status::{Status, Waits};
 use crate::engine::Told;

@@ -5,9 +5,9 @@
 //! A group has one [`Watch`] and implements [`Subject`], which is all that this layer knows of it. `monitor` decides
 //! when to ask and when to log, and keeps what is known (it is pure); `waiting` describes an operation. A `channel`
 //! carries questions and answers, through shared memory (`shm_channel`) or through the store (`store_channel`). For the
-//! store, `queries` decides which rank asks and which collects, and `store_keys` has the keys. `report` holds what is
-//! known as data and formats it as text; this includes the `cycle` of ranks that wait for each other. `answer` makes a
-//! rank's answers; `status` is one answer, and `reply` gives it in two steps.
+//! store, `queries` decides which rank asks and which collects, `query` is one question, and `store_keys` has the keys.
+//! `report` holds what is known as data and formats it as text; this includes the `cycle` of ranks that wait for each
+//! other. `answer` makes a rank's answers; `status` is one answer, and `reply` gives it in two steps.
 //!
 //! The groups of a process share the `responder` and its threads. One thread answers questions in shared memory
 //! (`answering`), one reads each store (`store_threads`), and one finds where the program is (`places`). So if one
@@ -24,6 +24,7 @@ pub mod difference;
 pub mod monitor;
 pub mod places;
 pub mod queries;
+pub mod query;
 pub mod reply;
 pub mod report;
 pub mod responder;

@@ -429,7 +429,6 @@ fn too_many(ranks: usize) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::Settings;
     use crate::host::{Memory, NoSignals};
 
     /// These keys are removed after the group has ended.
@@ -439,21 +438,7 @@ mod tests {
         let store = Memory::default();
         let host: Arc<dyn Host> = Arc::new(NoSignals);
         let decided = &|rank| {
-            let config = Config {
-                rank,
-                size: 3,
-                timeout: Duration::from_secs(20),
-                name: "test".into(),
-                delegate_reason: None,
-                delegate: Config::LINK.to_string(),
-                algorithm: String::new(),
-                topology: String::new(),
-                policy: String::new(),
-                settings: Settings::default(),
-                threads: Default::default(),
-                soft_timeout: None,
-                addresses: String::new(),
-            };
+            let config = Config::without_options(rank, 3, Duration::from_secs(20));
             let policy = select::policy::decide(("", "", false), 3, SLOT_BYTES, false).unwrap();
             Hosts::decide(&config, &policy, &[0, 0, 1], ([7; 16], "two hosts".into()), &store, &host).unwrap().keys
         };

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::common::host::{Memory, Quiet};
-use sagellm::config::{Config, Settings};
+use sagellm::config::Config;
 use sagellm::engine::local;
 use sagellm::engine::multihost::host_map::HostMap;
 use sagellm::error::ErrorKind;
@@ -21,21 +21,7 @@ fn decided() -> [Rendezvous; 2] {
         let store = &store;
         let ranks = [0, 1].map(|rank| {
             scope.spawn(move || {
-                let config = Config {
-                    rank,
-                    size: 2,
-                    timeout: TIMEOUT,
-                    name: "test".into(),
-                    delegate_reason: None,
-                    delegate: Config::LINK.to_string(),
-                    algorithm: String::new(),
-                    topology: String::new(),
-                    policy: String::new(),
-                    settings: Settings::default(),
-                    threads: Default::default(),
-                    soft_timeout: None,
-                    addresses: String::new(),
-                };
+                let config = Config::without_options(rank, 2, TIMEOUT);
                 Rendezvous::new(config, store, Arc::new(Quiet)).unwrap()
             })
         });

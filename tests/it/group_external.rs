@@ -4,7 +4,7 @@ use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use crate::common::host::{Memory, Quiet};
-use sagellm::config::{Config, Settings};
+use sagellm::config::Config;
 use sagellm::group::{Carrier, ExternalOp, Group};
 use sagellm::rendezvous::Rendezvous;
 use sagellm::stats::history::State;
@@ -13,19 +13,8 @@ use sagellm::types::{ANY_RANK, CallNote, Kind};
 /// A group of one rank that a delegate serves.
 fn group() -> Arc<Group> {
     let config = Config {
-        rank: 0,
-        size: 1,
-        timeout: Duration::from_secs(30),
-        name: "test".into(),
         delegate_reason: Some("the test says so".into()),
-        delegate: Config::LINK.to_string(),
-        algorithm: String::new(),
-        topology: String::new(),
-        policy: String::new(),
-        settings: Settings::default(),
-        threads: Default::default(),
-        soft_timeout: None,
-        addresses: String::new(),
+        ..Config::without_options(0, 1, Duration::from_secs(30))
     };
     Group::build(Rendezvous::new(config, &Memory::default(), Arc::new(Quiet)).unwrap(), None).unwrap()
 }

@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
 use crate::common::host::Memory;
-use sagellm::config::{Config, Settings};
+use sagellm::config::Config;
 use sagellm::group::Group;
 use sagellm::host::Host;
 use sagellm::progress::domain::Driven;
@@ -49,19 +49,8 @@ fn an_operation_that_ends_while_the_text_of_its_deadline_is_made_has_ended_well(
         let ranks = [0, 1].map(|rank| {
             scope.spawn(move || {
                 let config = Config {
-                    rank,
-                    size: 2,
-                    timeout: Duration::from_secs(30),
-                    name: "test".into(),
-                    delegate_reason: None,
-                    delegate: Config::LINK.to_string(),
-                    algorithm: String::new(),
-                    topology: String::new(),
-                    policy: String::new(),
-                    settings: Settings::default(),
-                    threads: Default::default(),
                     soft_timeout: Some(Duration::ZERO),
-                    addresses: String::new(),
+                    ..Config::without_options(rank, 2, Duration::from_secs(30))
                 };
                 let host: Arc<dyn Host> = Arc::<Late>::clone(host);
                 Group::build(Rendezvous::new(config, store, host).unwrap(), None).unwrap()

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::common::{Random, cut, on_ranks, plain};
-use sagellm::config::{Config, Settings};
+use sagellm::config::Config;
 use sagellm::engine::shm::memory::layout::{Layout, MAX_RANKS};
 use sagellm::error::Result;
 use sagellm::group::{Group, Op};
@@ -285,19 +285,9 @@ fn rank_0_warns_of_a_delegate_that_no_option_asked_for() {
     log::set_max_level(log::LevelFilter::Warn);
     for (rank, asked) in [(0, None), (1, None), (0, Some("the test asks for it".to_string()))] {
         let config = Config {
-            rank,
-            size: MAX_RANKS + 1,
-            timeout: Duration::from_secs(5),
             name: format!("of rank {rank}"),
             delegate_reason: asked,
-            delegate: Config::LINK.to_string(),
-            algorithm: String::new(),
-            topology: String::new(),
-            policy: String::new(),
-            settings: Settings::default(),
-            threads: Default::default(),
-            soft_timeout: None,
-            addresses: String::new(),
+            ..Config::without_options(rank, MAX_RANKS + 1, Duration::from_secs(5))
         };
         let group = Group::connect(config, &Alone, Arc::new(Alone)).unwrap();
         assert!(group.delegate_reason().unwrap().contains("serves up to 256"));

@@ -7,8 +7,10 @@
 use std::ops::Range;
 use std::time::Duration;
 
+use super::frames::FrameHeader;
 use super::host_map::HostMap;
-use super::transport::{AFTER_DEADLINE, Arrived, FrameHeader, Incoming, Outgoing, Transport};
+use super::step::{Arrived, Incoming, Outgoing};
+use super::transport::{AFTER_DEADLINE, Transport};
 use super::vector::{Vector, copy_in, cut, span, whole, written};
 use crate::algorithms::{Algorithm, How, Schedule};
 use crate::engine::Told;

@@ -23,7 +23,7 @@
 use std::ops::Range;
 
 use super::batch::{BatchRun, HostCall};
-use super::transport::{Arrived, Incoming, Outgoing};
+use super::step::{Arrived, Incoming, Outgoing};
 use super::vector::{Vector, copy_across, copy_in, copy_out, cut, partial, span, whole, written};
 use crate::algorithms::{Algorithm, Schedule};
 use crate::error::{Error, Result};

@@ -8,12 +8,13 @@ use once_cell::sync::OnceCell;
 use std::time::{Duration, Instant};
 
 use super::batch::{BatchRun, ChosenAlgorithm, HostGroup};
+use super::frames::{FrameHeader, tell_fault};
 use super::host_map::HostMap;
 use super::link::Link;
 use super::queue::State;
 use super::results;
 use super::results::Ledger;
-use super::transport::{FrameHeader, Transport, tell_fault};
+use super::transport::Transport;
 use crate::config::Settings;
 use crate::engine::{Control, Ended, Monitor, Report, Told};
 use crate::error::{Error, Result, contained};

@@ -23,25 +23,33 @@
 //! | `rails` | the same for large operations, in which several ranks of a host talk to other hosts |
 //! | `results` | compares the ranks' results, if the group asks for it |
 //! | `transport` | the steps of a schedule as frames on the link |
+//! | `frames` | the header of a frame, and the error for two that differ |
+//! | `step` | what a rank sends and receives in one step |
+//! | `peer` | a lane's transfers to and from one rank |
+//! | `buffers` | the buffers that a lane uses again |
 //! | `link` | what carries bytes between hosts |
 //! | `names` | how error texts name ranks, and the errors of lost ranks |
 
 pub mod batch;
+mod buffers;
 mod collectives;
 mod dispatch;
 mod engine;
+mod frames;
 pub mod host_map;
 mod lanes;
 mod letters;
 pub mod link;
 mod messages;
 mod names;
+mod peer;
 mod post;
 mod probe;
 mod queue;
 pub mod rails;
 mod ready;
 mod results;
+mod step;
 mod talk;
 pub mod transport;
 mod vector;

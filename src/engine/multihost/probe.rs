@@ -21,8 +21,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::batch::HostGroup;
+use super::frames::FrameHeader;
 use super::host_map::HostMap;
-use super::transport::{Arrived, FrameHeader, Incoming, Outgoing, Transport};
+use super::step::{Arrived, Incoming, Outgoing};
+use super::transport::Transport;
 use super::vector::{span, written};
 use crate::error::{Error, ErrorKind, Result, laid_out};
 use crate::os::clock;

@@ -7,7 +7,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use sagellm::config::{Config, Settings};
+use sagellm::config::Config;
 use sagellm::error::Result;
 use sagellm::host::{Host, Store};
 
@@ -63,19 +63,5 @@ impl Store for Files {
 
 /// The configuration of a group without options.
 pub fn config(rank: usize, size: usize, timeout: Duration) -> Config {
-    Config {
-        rank,
-        size,
-        timeout,
-        name: "test".into(),
-        delegate_reason: None,
-        delegate: Config::LINK.to_string(),
-        algorithm: String::new(),
-        topology: String::new(),
-        policy: format!("rank {rank}'s"),
-        settings: Settings::default(),
-        threads: Default::default(),
-        soft_timeout: None,
-        addresses: String::new(),
-    }
+    Config { policy: format!("rank {rank}'s"), ..Config::without_options(rank, size, timeout) }
 }

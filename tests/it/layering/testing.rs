@@ -7,7 +7,8 @@ use super::{files, files_that_end};
 use sagellm::os::fault_points::FaultPoint;
 
 /// The files of `src/` that have code for tests. The product is compiled without that code.
-const WITH_THE_FEATURE: [&str; 4] = ["engine/mod.rs", "engine/verify.rs", "group/mod.rs", "os/fault_points.rs"];
+const WITH_THE_FEATURE: [&str; 5] =
+    ["config.rs", "engine/mod.rs", "engine/verify.rs", "group/mod.rs", "os/fault_points.rs"];
 
 fn sources() -> Vec<(String, String)> {
     let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");

@@ -26,8 +26,9 @@ use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::channel::{Channel, WireLink};
+use super::channel::Channel;
 use super::connection::Connection;
+use super::link::WireLink;
 use super::path::Socket;
 use super::{Counted, ProcessId, Wire, locked, sockets};
 use crate::error::{Error, Result};

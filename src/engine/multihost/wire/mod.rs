@@ -12,7 +12,10 @@
 //! | `memory` | the memory from which data is sent and into which it is received |
 //! | `transfer` | the end of a transfer: its result, its callback |
 //! | `connection` | one connection: writes frames, reads them |
-//! | `channel` | one group: its messages, mail and bodies; implements `Link` and `Mail` |
+//! | `channel` | one group: its messages, mail and bodies |
+//! | `peer` | those in flight between a rank of a group and one peer |
+//! | `link` | a group's channel as its engine holds it; implements `Link` and `Mail` |
+//! | `lane` | the transfers of a lane |
 //! | `several` | one connection that consists of several TCP connections, the paths |
 //! | `path` | one of them |
 //! | `segment` | the parts of the stream of frames that paths carry |
@@ -34,10 +37,13 @@ mod calls;
 mod channel;
 mod connection;
 mod frame;
+mod lane;
+mod link;
 mod meet;
 mod memory;
 mod parser;
 mod path;
+mod peer;
 mod segment;
 mod several;
 mod sockets;
@@ -57,9 +63,9 @@ use std::time::{Duration, Instant};
 use once_cell::sync::OnceCell;
 
 use self::channel::Channel;
-pub use self::channel::WireLink;
 use self::connection::{Connection, Incoming, Receiver, Turn};
 use self::frame::{Frame, Kind};
+pub use self::link::WireLink;
 use self::meet::Doors;
 pub use self::meet::{Place, join, key};
 use self::path::Socket;

@@ -1,0 +1,171 @@
+//! The frames of a lane: the header (which batch a frame belongs to, what the sender has issued), its bytes, the error
+//! for two headers that differ, and frames that say that the sender's group has failed or was left.
+
+use std::time::{Duration, Instant};
+
+use super::link::Link;
+use super::names::Names;
+use crate::error::{Error, SAME_CALLS, laid_out};
+use crate::op;
+use crate::op::lists;
+use crate::op::words::{Called, MOVED, different};
+
+/// Longest frame.
+pub const FRAME: usize = 16 << 10;
+/// Size of a frame's header in bytes.
+pub const HEADER: usize = 56;
+/// The largest amount of data that fits into a frame.
+pub const INLINE: usize = FRAME - HEADER;
+/// The header of every frame.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FrameHeader {
+    /// Signature of the batch's first operation. `lists` is the hash of its list (`Op::lists`).
+    pub signature: u64,
+    pub lists: u64,
+    /// Hash of all batches so far, including this one.
+    pub chain: u64,
+    /// Number of the batch's first operation.
+    pub number: u64,
+    /// Highest operation number that is issued and may be fused (`State::promised`): the minimum over all ranks whose
+    /// number the sender has received in this batch, including its own.
+    pub issued: u64,
+    /// The sender's factor of PREMUL_SUM. In other operations, a word of `results` or 0.
+    pub factor: u64,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Word {
+    Data = 1,
+    /// The sender's group failed; the encoded fault follows.
+    Fault = 2,
+    /// The sender has left the group in order.
+    Bye = 3,
+}
+
+/// Identifies the first operation of a batch by its signature and number.
+#[derive(Clone, Copy, Default)]
+pub struct Step(u64, u64);
+
+impl Step {
+    /// Describes what a rank in this operation does, for error texts.
+    pub fn during(self) -> String {
+        match self {
+            Step(0, _) => "meets the other hosts".to_string(), // the messages that measure the link
+            Step(signature, number) => format!("is in {} number {number}", op::describe(signature)),
+        }
+    }
+}
+
+impl FrameHeader {
+    pub fn step(&self) -> Step {
+        Step(self.signature, self.number)
+    }
+
+    /// Describes what the sending rank was doing, for error texts.
+    pub fn during(&self) -> String {
+        self.step().during()
+    }
+
+    /// The call of the rank that sent this header.
+    pub fn called_by(&self, rank: usize) -> Called {
+        Called { rank, signature: self.signature, number: self.number }
+    }
+
+    /// The error if two ranks agree about the first operation of a batch, but not about the rest of it.
+    pub fn differs_in_part(&self, me: usize, peer: usize, came: String) -> Error {
+        let (call, number) = (op::describe(self.signature), self.number);
+        let head = format!(
+            "rank {me} and rank {peer} agree about {call} number {number} of their group, but not about all of it"
+        );
+        let what =
+            "its list of sizes, an operation before it, one that travels with it, or the options of the group differ";
+        Error::mismatch(laid_out(&head, &[what.to_string(), came, MOVED.to_string()], SAME_CALLS))
+    }
+
+    /// The error if two ranks passed different lists of tensors to the first operation of the batch. None if the lists
+    /// agree.
+    pub fn other_list(&self, me: usize, peer: usize, theirs: u64) -> Option<Error> {
+        let differ = theirs != self.lists && (lists::is_of_tensors(theirs) || lists::is_of_tensors(self.lists));
+        let call = || op::describe(self.signature);
+        differ.then(|| lists::differ(&call(), self.number, (me, self.lists), (peer, theirs), (None, MOVED)))
+    }
+
+    /// The error if `peer` does not run the same batch as this rank, whose header this is.
+    pub fn disagreement(&self, me: usize, peer: usize, theirs: &FrameHeader) -> Option<Error> {
+        if theirs.signature != self.signature || theirs.number != self.number {
+            return Some(different(self.called_by(me), theirs.called_by(peer), MOVED));
+        }
+        let in_part = || self.differs_in_part(me, peer, "what was agreed before it differs".to_string());
+        self.other_list(me, peer, theirs.lists).or_else(|| (theirs.chain != self.chain).then(in_part))
+    }
+
+    /// The tag of a data message of this batch. Bit 30 marks a data message. The next two bits are the lane, the next
+    /// two distinguish consecutive messages, and the rest is a hash of the batch.
+    pub fn data_tag(&self, lane: u32, bytes: usize, count: u32) -> u32 {
+        let mixed = (self.chain ^ bytes as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        1 << 30 | lane << 28 | (count & 3) << 26 | (mixed >> 38) as u32
+    }
+}
+
+/// The header of a frame that has `bytes` bytes of data.
+pub fn frame(word: Word, header: &FrameHeader, bytes: usize) -> [u8; HEADER] {
+    let mut out = [0; HEADER];
+    let first = (word as u64) << 56 | bytes as u64;
+    let words = [first, header.signature, header.chain, header.number, header.issued, header.factor, header.lists];
+    for (at, value) in out.chunks_exact_mut(8).zip(words) {
+        at.copy_from_slice(&value.to_le_bytes());
+    }
+    out
+}
+
+/// The word of a frame, the bytes of its data, and its header.
+pub fn unframe(frame: &[u8]) -> (u64, usize, FrameHeader) {
+    let word = |at: usize| u64::from_le_bytes(frame[at * 8..at * 8 + 8].try_into().expect("eight bytes"));
+    let (first, header) = (
+        word(0),
+        FrameHeader {
+            signature: word(1),
+            chain: word(2),
+            number: word(3),
+            issued: word(4),
+            factor: word(5),
+            lists: word(6),
+        },
+    );
+    (first >> 56, (first & ((1 << 56) - 1)) as usize, header)
+}
+
+/// The error for a Fault or Bye frame of `peer`. None for a Data frame. `own`: the header of this rank's batch.
+pub fn refusal(names: &Names, peer: usize, own: &FrameHeader, frame: &[u8]) -> Option<Error> {
+    let (word, length, _) = unframe(frame);
+    if word == Word::Fault as u64 {
+        return Some(told(frame, length));
+    }
+    (word == Word::Bye as u64).then(|| names.left(peer, &own.during()))
+}
+
+/// The fault that a peer sent, as this rank's error.
+fn told(frame: &[u8], length: usize) -> Error {
+    let fault = Error::decode(&frame[HEADER..HEADER + length.min(INLINE)]);
+    fault.map_or_else(|| Error::aborted("sagellm: the group failed on another host"), Error::as_told)
+}
+
+/// Sends this rank's fault to `peers` on all lanes. Takes a short time; delivery is not guaranteed, because a lane may
+/// be in the middle of a message or the peer may be gone.
+pub fn tell_fault(link: &dyn Link, lanes: usize, peers: &[usize], error: &Error) {
+    let text = error.encode(INLINE);
+    let mut telling = Vec::new();
+    for lane in 0..lanes as u32 {
+        for peer in peers {
+            let mut buffer = frame(Word::Fault, &FrameHeader::default(), text.len()).to_vec();
+            buffer.extend(&text);
+            let bytes = buffer.len();
+            telling.extend(link.send(*peer, lane, buffer, bytes));
+        }
+    }
+    // A message that the system does not accept in this time is lost.
+    let until = Instant::now() + Duration::from_millis(20);
+    for transfer in telling {
+        let _ = transfer.wait(until.saturating_duration_since(Instant::now()));
+    }
+}

@@ -1,0 +1,165 @@
+//! A group's channel as its engine holds it: implements `Link` for the lanes and `Mail` for messages of programs.
+
+#![allow(unsafe_code)] // the caller vouches for the memory of bodies
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::Counted;
+use super::channel::Channel;
+use super::lane::{Lane, ShortInto};
+use super::memory::Memory;
+use super::peer::{SHORT, Waiting};
+use super::transfer::{End, Events, Slot};
+use crate::engine::multihost::link::{Done, Ended, LONGEST_MAIL, Link, Mail, Mailbox, Transfer};
+use crate::error::Result;
+use crate::types::Span;
+
+/// Set in the number of a lane's body; the rest of the number is the tag. Messages of programs do not use this range.
+const OF_LANE: u64 = 1 << 63;
+
+/// When this is dropped, the rank leaves the channel.
+pub struct WireLink(pub Arc<Channel>);
+
+impl WireLink {
+    /// A transfer of a lane. `is_send`: the wire must be driven for it even while no thread waits.
+    fn waiting(&self, slot: &Arc<Slot>, memory: Memory, bytes: usize, is_send: bool) -> Waiting {
+        let counted = is_send.then(|| Counted::new(self.0.wire()));
+        Waiting { memory, bytes, end: End::Slot(Arc::clone(slot)), counted }
+    }
+
+    fn lane(&self, peer: usize, slot: Arc<Slot>, borrows: bool) -> Box<dyn Transfer> {
+        Box::new(Lane::new(&self.0, peer, slot, borrows))
+    }
+
+    /// A body of a program, whose end is reported to `done`.
+    fn body(&self, pieces: Vec<Span>, done: Done) -> Waiting {
+        let bytes = pieces.iter().map(|piece| piece.bytes).sum();
+        let counted = Some(Counted::new(self.0.wire()));
+        Waiting { memory: Memory::Borrowed(pieces), bytes, end: End::Done(done), counted }
+    }
+
+    /// Runs what a call for a body has ended, on the thread that drives.
+    fn defer(&self, events: Events) {
+        self.0.wire().defer(events);
+        self.0.wire().wake_for_pending();
+    }
+}
+
+impl Link for WireLink {
+    fn process(&self, peer: usize) -> String {
+        self.0.who(peer)
+    }
+
+    fn receive(&self, peer: usize, tag: u32, buffer: Vec<u8>, bytes: usize) -> Result<Box<dyn Transfer>> {
+        assert!(bytes <= buffer.len(), "a receive of {bytes} bytes into {}", buffer.len());
+        let slot = Arc::new(Slot::default());
+        let waiting = self.waiting(&slot, Memory::Owned(buffer), bytes, false);
+        if bytes > SHORT {
+            self.0.receive_body(peer, OF_LANE | u64::from(tag), waiting, &mut Events::default())?;
+        } else if let Some(buffer) = self.0.receive_short(peer, tag, waiting)? {
+            return Ok(Box::new(Ended(buffer)));
+        }
+        Ok(self.lane(peer, slot, false))
+    }
+
+    fn send(&self, peer: usize, tag: u32, buffer: Vec<u8>, bytes: usize) -> Result<Box<dyn Transfer>> {
+        assert!(bytes <= buffer.len(), "a send of {bytes} bytes from {}", buffer.len());
+        let slot = Arc::new(Slot::default());
+        let waiting = self.waiting(&slot, Memory::Owned(buffer), bytes, true);
+        if bytes > SHORT {
+            self.0.send_body(peer, OF_LANE | u64::from(tag), waiting, &mut Events::default())?;
+        } else {
+            self.0.send_short(peer, tag, waiting)?;
+        }
+        Ok(self.lane(peer, slot, false))
+    }
+
+    unsafe fn receive_into(&self, peer: usize, tag: u32, pieces: Vec<Span>) -> Result<Box<dyn Transfer>> {
+        let bytes = pieces.iter().map(|piece| piece.bytes).sum();
+        if bytes <= SHORT {
+            let received = self.receive(peer, tag, vec![0; bytes], bytes)?;
+            return Ok(Box::new(ShortInto { received, pieces }));
+        }
+        let slot = Arc::new(Slot::default());
+        let waiting = self.waiting(&slot, Memory::Borrowed(pieces), bytes, false);
+        self.0.receive_body(peer, OF_LANE | u64::from(tag), waiting, &mut Events::default())?;
+        Ok(self.lane(peer, slot, true))
+    }
+
+    unsafe fn send_from(&self, peer: usize, tag: u32, pieces: Vec<Span>) -> Result<Box<dyn Transfer>> {
+        let bytes = pieces.iter().map(|piece| piece.bytes).sum();
+        let mut memory = Memory::Borrowed(pieces);
+        if bytes <= SHORT {
+            memory.own(0);
+            let Memory::Owned(buffer) = memory else { unreachable!("just copied") };
+            return self.send(peer, tag, buffer, bytes);
+        }
+        let slot = Arc::new(Slot::default());
+        let waiting = self.waiting(&slot, memory, bytes, true);
+        self.0.send_body(peer, OF_LANE | u64::from(tag), waiting, &mut Events::default())?;
+        Ok(self.lane(peer, slot, true))
+    }
+
+    fn hand_over(&self) {
+        self.0.wire().wake_for_pending();
+    }
+
+    fn cut(&self) {
+        if !self.0.wire().is_inherited() {
+            self.0.leave("the group has ended on this rank");
+        }
+    }
+
+    fn close(&self) {
+        if !self.0.wire().is_inherited() {
+            self.cut();
+            self.0.wire().close(&self.0);
+        }
+    }
+}
+
+impl Mail for WireLink {
+    fn open_mailbox(&self, mailbox: Arc<dyn Mailbox>) {
+        self.0.open_mailbox(mailbox);
+    }
+
+    fn mail(&self, peer: usize, message: Vec<u8>) -> Result<()> {
+        assert!(message.len() <= LONGEST_MAIL, "mail of {} bytes", message.len());
+        self.0.send_mail(peer, message)
+    }
+
+    unsafe fn send_body(&self, peer: usize, number: u64, pieces: Vec<Span>, done: Done) -> Result<()> {
+        let mut events = Events::default();
+        self.0.send_body(peer, number, self.body(pieces, done), &mut events)?;
+        self.defer(events);
+        Ok(())
+    }
+
+    unsafe fn receive_body(&self, peer: usize, number: u64, pieces: Vec<Span>, done: Done) -> Result<()> {
+        let mut events = Events::default();
+        self.0.receive_body(peer, number, self.body(pieces, done), &mut events)?;
+        self.defer(events);
+        Ok(())
+    }
+
+    fn abandon_body(&self, peer: usize, number: u64) {
+        self.0.abandon_body(peer, number);
+    }
+
+    fn await_mail(&self) -> Box<dyn Send> {
+        let counted = Counted::new(self.0.wire());
+        self.0.wire().wake_for_pending();
+        Box::new(counted)
+    }
+
+    fn poll(&self, sleep: Duration) -> bool {
+        self.0.wire().poll(sleep)
+    }
+}
+
+impl Drop for WireLink {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
