@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import busy
-import latency
+import pictures
 import wide
 from measure import report
 from measure.stats import format_ratio, format_time
@@ -27,7 +27,7 @@ from torch_sagellm._private.units import show_size
 
 RUNS = Path(__file__).resolve().parent / "runs"
 PAGE = RUNS.parent.parent / "docs/internals/benchmarks.md"
-PICTURE = RUNS.parent.parent / "docs/latency.svg"
+DOCS = RUNS.parent.parent / "docs"
 OURS, UNFUSED = "sagellm", "sagellm:unfused"
 ONE_LEADER = "sagellm:*:0-=direct(leaders=1)"
 
@@ -50,8 +50,9 @@ HOSTS = [
     f"{EPYC}/hosts-00001111-1ms-series", f"{EPYC}/hosts-00001111-1ms", f"{XEON}/hosts-00001111-1ms",
     f"{EPYC}/hosts-0011-1gbit", f"{EPYC}/hosts-0101-1gbit",
 ]  # fmt: skip
-#: What benchmarks/wide.py wrote.
+#: What benchmarks/wide.py wrote: on a machine with 16 cores, and on one with 2.
 THREADS = f"{SIXTEEN}/threads"
+ONE_THREAD = "2026-11-26-amd-epyc-2c/wide"
 #: This file has the results of many starts of the ranks; the other files have one run each.
 BUSY = "2026-11-25-amd-epyc-2c/busy"
 LEADERS = [f"{EPYC}/columns-0011-10gbit-direct", f"{EPYC}/columns-0011-1gbit-direct"]
@@ -338,7 +339,7 @@ def markdown(table: Iterable[list[str]]) -> str:
 def filled(page: str) -> str:
     """The page with each of its tables replaced."""
     every = [str(path.relative_to(RUNS).with_suffix("")) for path in sorted(RUNS.glob("*/*.json"))]
-    every = [run for run in every if run not in (BUSY, THREADS)]
+    every = [run for run in every if run not in (BUSY, THREADS, ONE_THREAD)]
     for name, (write, names) in TABLES.items():
         begin, end = f"<!-- table: {name} -->", "<!-- end -->"
         text = markdown(write([load(run) for run in names or every]))
@@ -348,16 +349,27 @@ def filled(page: str) -> str:
     return page
 
 
-def picture() -> str:
+def latency() -> str:
     """The picture of time by size on two machines: the one that measured all sizes, and a slower one."""
     runs = [load(COLLECTIVES[0]), load(CLOSE[0])]
-    return latency.picture([(run, f"all_reduce, 2 ranks, {machine_of(run)}") for run in runs])
+    return pictures.latency([(run, f"all_reduce, 2 ranks, {machine_of(run)}") for run in runs])
+
+
+def bandwidth() -> str:
+    """The picture of bandwidth by size: 2 ranks with a core each, and 2 ranks with eight."""
+    found = []
+    for name in (ONE_THREAD, THREADS):
+        whole = load(name)
+        run = whole["runs"][0]
+        found.append((run, f"2 ranks x {run['threads']} threads, {machine_of(whole)}"))
+    return pictures.bandwidth(found)
 
 
 def main() -> int:
     PAGE.write_text(filled(PAGE.read_text()))
-    PICTURE.write_text(picture())
-    print(f"written: {PAGE}, {PICTURE}")
+    for name, text in (("latency", latency()), ("bandwidth", bandwidth())):
+        (DOCS / f"{name}.svg").write_text(text)
+    print(f"written: {PAGE}, {DOCS / 'latency.svg'}, {DOCS / 'bandwidth.svg'}")
     return 0
 
 

@@ -76,8 +76,8 @@ impl Faults {
         self.delegate_failed.store(true, Ordering::Relaxed);
     }
 
-    /// Whether the group has failed or a call of its delegate has. A failed delegate call sets no fault, because the
-    /// group's own engine may continue.
+    /// True if the group has failed, or if a call of its delegate has failed. A failed delegate call sets no fault,
+    /// because the group's own engine may continue.
     pub fn has_failed(&self) -> bool {
         self.first.get().is_some() || self.delegate_failed.load(Ordering::Relaxed)
     }

@@ -56,7 +56,7 @@ impl Launches {
         self.signed.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Those of this rank's signatures for the numbers `first` to `last` that are still kept, and their count.
+    /// This rank's signatures for the numbers `first` to `last`, as far as they are kept, and their count.
     fn of(&self, first: u64, last: u64) -> ([Launch; LAUNCHES_KEPT as usize], usize) {
         let (mut found, mut count) = ([Launch::default(); LAUNCHES_KEPT as usize], 0);
         let kept = self.signed.lock().unwrap_or_else(PoisonError::into_inner);

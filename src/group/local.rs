@@ -80,7 +80,7 @@ impl Group {
                 ranks.iter().zip(groups).for_each(|(rank, group)| insides[*rank].push(Some(group)));
             }
         }
-        // In parallel, because the ranks measure the link with each other.
+        // The groups are built in parallel, because the ranks measure the link with each other.
         std::thread::scope(|scope| {
             let ranks = insides.into_iter().zip(links).enumerate();
             let building: Vec<_> = ranks

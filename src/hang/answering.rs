@@ -54,7 +54,7 @@ type Question = (Arc<dyn Channel>, u32);
 fn answer(responder: &Responder) {
     loop {
         let changed = responder.changed.word().load(Ordering::Acquire);
-        // The last iteration's references to removed groups have been dropped by now.
+        // By now this thread has dropped the references to removed groups that the previous iteration held.
         responder.released.store(responder.removed.load(Ordering::Acquire), Ordering::Release);
         if responder.stopping.load(Ordering::Acquire) {
             return;

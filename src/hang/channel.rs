@@ -24,7 +24,7 @@ pub trait Channel: Send + Sync {
     /// Whether every answer about an operation has arrived.
     fn has_all(&self, watched: &Watched) -> bool;
 
-    /// For an operation with this timeout: how long the first answers may take.
+    /// How long the first answers may take, for an operation with this timeout.
     fn takes(&self, timeout: Duration) -> Duration;
 
     /// Whether answers contain the signatures of launches and say which processes are stopped. Ranks with shared memory

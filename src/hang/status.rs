@@ -55,7 +55,7 @@ pub struct Status {
     /// Milliseconds since the rank's last operation in that group ended; `None` if there was none or one is pending.
     pub idle: Option<u64>,
     pub place: Place,
-    /// What one of the rank's threads waits for, in any group. Its edges are in the field below.
+    /// What one of the rank's threads waits for, in any group. The next field has the edges of this wait.
     pub waits: Option<Waits>,
     /// Which rank waits for which, as far as this rank knows, each with its age in milliseconds. The rank's own waits
     /// come first.

@@ -77,8 +77,8 @@ impl Process {
 /// The result of a question, from all its answers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct QueryResult {
-    /// Ranks that have issued fewer collectives than another rank: the number of their last collective on the CPU, and
-    /// on a device.
+    /// For each rank that has issued fewer collectives than another rank: the number of its last collective on the CPU,
+    /// and of that on a device.
     pub behind: BTreeMap<usize, (u64, u64)>,
     /// The ranks that have not answered.
     pub silent: BTreeSet<usize>,

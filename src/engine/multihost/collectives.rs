@@ -458,7 +458,8 @@ impl BatchRun<'_> {
     #[allow(unsafe_code)] // sends from and receives into memory of an operation
     pub fn all_to_all(&mut self, inputs: &[Vec<Span>], outputs: &[Vec<Span>]) -> Result<()> {
         let bytes = |spans: &[Span]| spans.iter().map(|span| span.bytes).sum::<usize>();
-        // Messages between hosts first: they are in flight while the ranks of this host exchange theirs.
+        // The messages between hosts are started first, so that they are in flight while the ranks of this host
+        // exchange theirs.
         let far = |rank: &usize| self.host_map.host_of[*rank] != self.host_map.host;
         // Each rank starts with the next rank, so that the ranks do not all send to the same target first.
         let others: Vec<usize> = (1..self.host_map.ranks())

@@ -227,7 +227,7 @@ impl Lanes {
         complete.iter().for_each(|op| op.store_back());
         let mut state = self.lock();
         let ended = state.end_batch(lane, &task.ops);
-        // In separate lists, because the barriers were not part of the batch.
+        // Each barrier gets a separate list, because it was not part of the batch.
         let barriers = state.take_barriers().into_iter().map(|op| vec![(op, Ok(()))]);
         let ended = std::iter::once(ended).chain(barriers).collect();
         state.extend_promise();

@@ -151,7 +151,7 @@ impl Lanes {
         if let Some(error) = failure {
             report.failed(error); // before its operations end: a thread that sees them end sees the fault
         }
-        // One by one, because they were not a batch.
+        // Ended one by one, because these messages were not a batch.
         ended.into_iter().for_each(|one| report.ended(vec![one]));
     }
 

@@ -40,14 +40,14 @@ const SLOW_RATE: u64 = 8_000_000;
 /// After this many large messages, TCP's windows are wide enough to send the next one at once. The windows start at
 /// about 14 KiB and double with each round trip.
 const OPENS: u32 = 5;
-/// Those messages may take a total latency of this many nanoseconds. On an intercontinental link the measurement is not
-/// worth a longer start.
+/// The latencies of those large messages may add up to this many nanoseconds. On an intercontinental link the
+/// measurement is not worth a longer start.
 const OPENING: u64 = 10_000_000;
 
 pub struct Opening {
     /// A hash of the options and everything else that all ranks must agree on.
     pub chain: u64,
-    /// Whether the link is measured. If not, its facts are unknown. Equal on all ranks.
+    /// Whether the link is measured. If it is not, its latency and bandwidth are unknown. Equal on all ranks.
     pub measures: bool,
     /// The processes of the other hosts' first ranks as text, in the order of the hosts. Empty if one of them is
     /// unknown.

@@ -61,7 +61,7 @@ pub(super) struct State {
     turns: u64,
     pub messages: Messages,
     pub talk: Talk,
-    /// For each lane: numbers of the operations on which it works, once for each count in `active`.
+    /// For each lane: the numbers of the operations on which it works; a number occurs once for each count in `active`.
     taken: [Vec<u64>; LANES],
 }
 

@@ -77,8 +77,8 @@ impl Receives {
         letter.map(|(_, room, body)| (room, body))
     }
 
-    /// Adds a letter of the peer. If the message that takes the receive was already sent, returns the number of that
-    /// message.
+    /// Adds a Ready letter of the peer. If this rank has already sent the message that the announced receive will take,
+    /// returns the number of that message.
     pub fn add(&mut self, ready: Ready) -> Option<u64> {
         while self.last.front().is_some_and(|(number, _)| *number <= ready.seen) {
             self.last.pop_front();

@@ -87,8 +87,8 @@ impl Ledger {
         Ledger { verify, names, begun: 0, own, waiting, heard, undecided: 0, warned: 0 }
     }
 
-    /// The word for the header of the batch that begins; 0 if there is none. Removes words that are so old that their
-    /// batch bits could soon mean a newer batch.
+    /// The word for the header of the batch that begins; 0 if there is none. Also removes old words, before their batch
+    /// bits can be mistaken for those of a newer batch.
     pub fn next_word(&mut self, batch: u64) -> u64 {
         self.begun = self.begun.max(batch);
         let oldest = self.begun.saturating_sub(KEPT);

@@ -38,7 +38,7 @@ enum Phase {
     Rounds(Rounds),
     /// Its header is published and offers its tensors. If a rank offers none, the data is copied in rounds.
     Mapped(Box<Mapped>),
-    /// Its result is in the caller's memory, and the result's hash is published. Only if results are compared.
+    /// Used only if results are compared: the result is in the caller's memory, and its hash is published.
     Hashed,
 }
 

@@ -87,7 +87,7 @@ impl Assembly {
         Ok(())
     }
 
-    /// Stores what belongs to the current frame, and keeps the rest.
+    /// Writes the bytes of the current frame to its memory, and keeps a copy of the bytes of later frames.
     fn keep(&mut self, sink: &mut impl Sink, at: u64, data: &[u8]) {
         let current = sink.current().map_or(0, |current| current.end.saturating_sub(at)).min(data.len() as u64);
         let (now, later) = data.split_at(current as usize);

@@ -354,8 +354,8 @@ impl Wire {
 
     /// Makes the background thread stop driving, so that a waiting thread can drive.
     fn take_over(&self) {
-        // At most one kick for each pass, because a thread that polls while the pass ends would otherwise write again
-        // and again.
+        // Interrupts each pass at most once, because a thread that polls while the pass ends would otherwise write
+        // again and again.
         if self.in_background.load(Ordering::Relaxed) && self.in_background.swap(false, Ordering::Relaxed) {
             self.kick.kick();
         }

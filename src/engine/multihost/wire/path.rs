@@ -83,8 +83,8 @@ impl Path for Arc<Socket> {
 
     fn progress(&self) -> Progress {
         let sent = sockets::sent(self.fd());
-        // If the peer is merely slow, it has no room and none of our packets is in flight. If the network is dead,
-        // perhaps no packet gets out, but the peer still has room.
+        // A slow peer reports no room, and none of our packets is in flight. If the network is dead, the peer's last
+        // report still shows room, although perhaps no packet gets out.
         let has_room = sent.room.is_some_and(|room| room > 0);
         let owes = sent.in_flight > 0 || (has_room && self.backlog() > 0);
         Progress { acked: sent.acked, owes, round_trip: sent.round_trip }

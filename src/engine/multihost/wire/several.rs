@@ -282,7 +282,7 @@ impl Several {
 enum Failure {
     /// This path failed.
     Path(String),
-    /// What came is wrong, so the whole connection ends.
+    /// The received data violates the protocol, so the whole connection ends.
     Stream(String),
 }
 
@@ -339,7 +339,7 @@ impl Reading<'_> {
                 path.from += HEAD;
                 (path.at, path.left) = (segment.at, segment.bytes as usize);
                 if segment.ack > *acknowledged {
-                    // Before the data, which may be an answer to what is acknowledged.
+                    // The acknowledgement is applied before the data, because the data may answer what it acknowledges.
                     *acknowledged = segment.ack;
                     several.change(wire, |out| out.acknowledged(segment.ack, frames.events))?;
                 }
@@ -364,7 +364,7 @@ impl Reading<'_> {
         let Inn { parser, assembly, paths, .. } = &mut *self.inn;
         let path = paths[number].as_mut().expect("it is read");
         let mut pieces = Pieces::default();
-        // What belongs before the current frame came before. Its memory is not ours any more.
+        // Bytes of earlier frames have arrived before. The memory of those frames is no longer ours.
         let current = parser.current.as_mut().filter(|_| path.from == path.to && path.at >= parser.start);
         if let Some(current) = current {
             let from = (path.at - parser.start) as usize;

@@ -32,7 +32,7 @@ use crate::types::Span;
 
 /// How often paths are checked.
 pub const LOOK: Duration = Duration::from_millis(20);
-/// If more time passes between two checks, this process was stopped, and nothing follows about its paths.
+/// If more time passes between two checks, this process was stopped, and the check says nothing about the paths.
 const PAUSE: Duration = Duration::from_millis(80);
 /// After a path has ended, another path must advance within this time. A peer that ends closes all of its paths, but if
 /// the network of a path is dead, this side does not see that path close.
@@ -98,7 +98,7 @@ pub struct Stripes<P> {
     /// before it ends a transfer (release); read when a segment is begun (acquire). So a frame that is sent in reaction
     /// to received data never overtakes the acknowledgement of that data.
     ack: Arc<AtomicU64>,
-    /// Whether an empty segment must acknowledge it if no other segment is sent.
+    /// Whether received data must still be acknowledged: by an empty segment, if no other segment is sent.
     ack_due: bool,
     /// When the last path ended, if no other has advanced since.
     doubted: Option<Instant>,
@@ -179,7 +179,7 @@ impl<P: Path> Stripes<P> {
             return Ok(());
         }
         for number in 0..self.lanes.len() {
-            // The segment was sent again and begun on this path, and then it arrived on the first path after all.
+            // The segment was queued again and begun on this path; meanwhile it has arrived on the first path.
             let begun = self.lanes[number].as_ref().and_then(|lane| lane.writing.as_ref());
             let done = |writing: &Writing| writing.range.start + writing.sent.saturating_sub(HEAD) as u64;
             if begun.is_some_and(|writing| done(writing) < offset) {
@@ -395,7 +395,7 @@ impl<P: Path> Stripes<P> {
         for (number, lane) in self.lanes.iter_mut().enumerate() {
             let Some(lane) = lane else { continue };
             let progress = lane.path.progress();
-            // If bytes wait because the peer has no room, the peer has said so and is alive.
+            // Bytes that wait because the peer reports no room prove that the peer is alive.
             lives |= progress.acked != lane.doubted_at || (!progress.owes && lane.path.backlog() > 0);
             longest = longest.max(progress.round_trip * 4);
             if let Some(Turned { suspect, first }) = lane.trust.look(&progress, now, paused) {

@@ -120,7 +120,7 @@ pub enum Event {
     Call(Box<dyn FnOnce() + Send>),
 }
 
-/// What must run after all locks of connections and channels are released.
+/// Callbacks that must run after all locks of connections and channels are released.
 #[derive(Default)]
 pub struct Events {
     pub list: Vec<Event>,

@@ -11,7 +11,7 @@ const STALL: Duration = Duration::from_millis(110);
 /// suspicion, the path has the patience `STALL` again.
 const PATIENT: Duration = Duration::from_secs(2);
 const FORGIVEN: Duration = Duration::from_secs(30);
-/// A suspected path that has delivered this much is used again, even if it has more.
+/// A suspected path that has delivered this much is used again, even if it still has more to deliver.
 const ADVANCE: u64 = 256 << 10;
 
 pub struct Trust {
