@@ -281,7 +281,7 @@ fn a_broadcast_arrives_although_its_root_calls_nothing_more() {
     on_ranks(3, |me| groups[me].shutdown());
 }
 
-/// Messages of 16 to 64 KiB are sent as letters, of which a receiver stores at most 256 KiB for each sender.
+/// Messages of 16 to 128 KiB are sent as letters, of which a receiver stores at most 256 KiB for each sender.
 #[test]
 fn a_sender_waits_once_a_window_of_its_letters_awaits_receives() {
     const BYTES: usize = 64 << 10;
@@ -323,7 +323,7 @@ fn rule_21_who_leaves_in_order_has_still_sent_its_letters() {
         let mut memory = [me as u8; 100];
         if me > 0 {
             send(group, 0, 0, &mut memory).wait(None).unwrap();
-            let mut large = vec![7; 100_000];
+            let mut large = vec![7; 150_000];
             let kept = send(group, 0, 9, &mut large);
             if me == 2 {
                 // Until here there is still a rank that can send to rank 0's receive from `ANY_RANK`.

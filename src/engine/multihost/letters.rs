@@ -11,7 +11,7 @@ use crate::fields::{Reader, Writer};
 pub const EAGER: usize = 16 << 10;
 /// A message of at most this many bytes is sent inside its letter if the peer's `WINDOW` has room. For a larger
 /// message, the two copies cost more than the exchange that is saved.
-pub const LONGEST_EAGER: usize = 64 << 10;
+pub const LONGEST_EAGER: usize = 128 << 10;
 /// For each peer and direction: at most this many bytes of such messages may be waiting for their receives. This bounds
 /// what a receiver stores for a sender.
 pub const WINDOW: u64 = 256 << 10;

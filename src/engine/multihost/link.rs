@@ -92,7 +92,7 @@ impl Transfer for Ended {
 }
 
 /// Longest mail in bytes.
-pub const LONGEST_MAIL: usize = 80 << 10;
+pub const LONGEST_MAIL: usize = 144 << 10;
 
 /// Called once by any thread when a body has ended. The thread holds no lock of the link. An error is the link's text.
 pub type Done = Box<dyn FnOnce(std::result::Result<(), String>) + Send>;
