@@ -78,7 +78,7 @@ def bandwidth(runs: list[tuple[Run, str]]) -> str:
     def panel(run: Run, title: str) -> Panel:
         threads = f"{run['threads']} thread{'s' if run['threads'] > 1 else ''}"
         lines = (
-            ("limit", "limit", "the limit: all ranks copy their tensor"),
+            ("limit", "limit", "limit: a plain copy"),
             (f"reachable, {threads}", "ours", "sagellm, reachable tensors"),
             (f"ordinary, {threads}", "second", "ordinary tensors"),
             ("gloo", "gloo", "gloo"),
@@ -103,7 +103,7 @@ def picture(panels: list[Panel], sizes: dict[int, str], values: dict[Any, str]) 
     for curve in panels[0].curves:
         parts.append(f'<line class="line {curve.style}" x1="{at}" x2="{at + 26}" y1="18" y2="18"/>')
         parts.append(f'<text x="{at + 32}" y="22">{curve.words}</text>')
-        at += 50 + round(6.4 * len(curve.words))
+        at += 48 + 7 * len(curve.words)
     for number, panel in enumerate(panels):
         parts += drawn(panel, LEFT + number * (WIDTH + GAP), sizes, values)
     return "\n".join([*parts, "</svg>"]) + "\n"

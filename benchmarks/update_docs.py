@@ -361,7 +361,7 @@ def bandwidth() -> str:
     for name in (ONE_THREAD, THREADS):
         whole = load(name)
         run = whole["runs"][0]
-        found.append((run, f"2 ranks x {run['threads']} threads, {machine_of(whole)}"))
+        found.append((run, f"{run['ranks']} ranks, {machine_of(whole)}"))
     return pictures.bandwidth(found)
 
 
