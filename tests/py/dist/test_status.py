@@ -105,6 +105,9 @@ def test_a_job_is_ready_then_waits_then_has_a_fault(tmp_path: Path) -> None:
         code, text = command("top", "--dir", str(folder), "--once")
         row = next(line for line in text.splitlines() if line.strip().startswith("0 "))
         assert code == 0 and "all_reduce 2" in row and "pending" in row and "\x1b" not in text
+        narrow = top.view(folder, watch.read(folder), time.time(), width=80)
+        assert max(map(len, narrow[1:])) <= 80, narrow
+        assert narrow[-1].startswith("(hidden, the terminal is narrow: bytes/s") and "calls/s" not in narrow[1], narrow
 
         # Rank 1 is killed: its process is dead, and rank 0's group has failed. Rank 0 is live, but has a fault.
         job.signal(1, signal.SIGKILL)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch_sagellm._private.units import show_size
 from torch_sagellm.cli import arguments, chart, collectives
 from torch_sagellm.cli import ranks as processes
-from torch_sagellm.cli.show import Bar, columns, complain, fit, is_terminal, paint
+from torch_sagellm.cli.show import Bar, columns, complain, counted, fit, is_terminal, paint
 from torch_sagellm.cli.simulate import parse_sizes
 
 HELP = "measure collectives: size, time, algbw, busbw, wrong values; compare with gloo"
@@ -397,8 +397,8 @@ def _head(job: Job, ranks: int, carrier: str, narrow: bool = False) -> list[str]
     for name in other:
         names += f" {name + ' time':>11} {'busbw':>8} {'wrong':>6} {'ratio':>7}"
         units += f" {'(us)':>11} {'(GB/s)':>8} {'':>6} {'':>7}"
-    many = "1 rank" if ranks == 1 else f"{ranks} ranks"
-    who = f"# {', '.join(job.ops)}; {many}; {job.warmup} warm-ups, {job.iterations} iterations; checked"
+    calls = f"{counted(job.warmup, 'warm-up')}, {counted(job.iterations, 'iteration')}"
+    who = f"# {', '.join(job.ops)}; {counted(ranks, 'rank')}; {calls}; checked"
     heads = [fit(who, 2), f"#{'op':<15}{names}", f"#{'':<15}{units}"]
     if job.device != CPU:
         heads.insert(1, f"# {job.device} tensors {carrier}")

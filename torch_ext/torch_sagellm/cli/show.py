@@ -74,6 +74,11 @@ def fact(name: str, value: object) -> None:
     print(fit(f"{name:<28} {value}", 29), flush=True)
 
 
+def counted(count: int, noun: str) -> str:
+    """The count with its noun, such as "1 rank" or "2 ranks"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> list[str]:
     """Lines with aligned columns: the columns named in ``left`` are aligned left, the others right."""
     widths = [max(len(line[at]) for line in (head, *rows)) for at in range(len(head))]

@@ -19,7 +19,7 @@ from torch_sagellm._private.units import BINARY, DECIMAL, show_size, show_time
 from torch_sagellm.cli import arguments as checked
 from torch_sagellm.cli import chart
 from torch_sagellm.cli.predict import TWO_LEVELS, Link, Machine, Prediction, algorithms, predict, show_machine
-from torch_sagellm.cli.show import Bar
+from torch_sagellm.cli.show import Bar, counted
 
 HELP = "predicted times of collectives, by algorithm, size and number of ranks"
 DESCRIPTION = """Predicts the times of this package's schedules by a model of links (latency, time per byte) and of
@@ -306,7 +306,7 @@ def _show_times(
         drawn[ranks] = {name: found[len(arguments.sizes) :] for name, found in times.items()}
         hosts = -(-ranks // machine.ranks_per_host)
         many = "1 rank" if ranks == 1 else f"{ranks} ranks"
-        print(f"\n{arguments.op}, {many} on {hosts} host{'s' if hosts > 1 else ''}")
+        print(f"\n{arguments.op}, {many} on {counted(hosts, 'host')}")
         print("\n".join(table(exact, arguments.sizes)), flush=True)
         fastest = crossovers(drawn[ranks], fine) if ranks > 1 else []
         groups.append(

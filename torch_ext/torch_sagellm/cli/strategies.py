@@ -261,7 +261,7 @@ def run(core: Any, parsed: argparse.Namespace, ranks: list[int], machine: Machin
     show_machine(machine)
     for count, plan in plans.items():
         hosts = -(-count // machine.ranks_per_host)
-        print(f"\n{WHAT[parsed.strategy]}: {count} ranks on {hosts} host{'s' if hosts > 1 else ''}, each in one step")
+        print(f"\n{WHAT[parsed.strategy]}: {count} ranks on {show.counted(hosts, 'host')}, each in one step")
         print("\n".join(lines(core, plan, count, machine)), flush=True)
         calls = [
             {**vars(each), "sent": each.sent(count), "seconds": seconds(core, each, count, machine)} for each in plan

@@ -29,6 +29,8 @@ EXAMPLES = """examples:
 """
 HEAD = ("rank", "process", "group", "last operation", "state", "since", "calls/s", "bytes/s", "waiting", "waited for")
 LEFT = ("process", "group", "last operation", "state", "waited for")
+#: The columns that are hidden on a narrow terminal, the first one first.
+SPARE = ("bytes/s", "calls/s", "since", "waited for", "process")
 COLOURS = {watch.RUNNING: "", watch.STOPPED: "red", watch.SILENT: "red", watch.ENDED: "red"}
 
 
@@ -62,14 +64,15 @@ def run(parsed: argparse.Namespace) -> int:
         found = _read(folder, parsed.rank)
         print(json.dumps(ras.report(found, time.monotonic() - began), indent=2))
         return 0 if found else 1
-    redraw = not parsed.once and is_terminal(sys.stdout)
+    terminal = is_terminal(sys.stdout)
+    redraw = terminal and not parsed.once
     if redraw:
         print("\x1b[2J", end="")
     while True:
         found = _read(folder, parsed.rank)
-        lines = view(folder, found, time.time(), parsed.rank)
+        width = shutil.get_terminal_size((200, 50)).columns if terminal else 0
+        lines = view(folder, found, time.time(), parsed.rank, width)
         if redraw:
-            width = shutil.get_terminal_size((200, 50)).columns
             print(HOME + "\n".join(f"{clip(line, width)}\x1b[K" for line in lines), CLEAR_BELOW, flush=True)
         else:
             print("\n".join(lines), flush=True)
@@ -84,8 +87,15 @@ def _read(folder: Path, ranks: Sequence[int] | None) -> list[watch.Process]:
     return [each for each in watch.read(folder) if not ranks or each.rank in ranks]
 
 
-def view(folder: Path, processes: Sequence[watch.Process], now: float, ranks: Sequence[int] | None = None) -> list[str]:
-    """The lines of one table, with totals above it and faults below it; ``ranks`` are those that were asked for."""
+def view(
+    folder: Path,
+    processes: Sequence[watch.Process],
+    now: float,
+    ranks: Sequence[int] | None = None,
+    width: int = 0,
+) -> list[str]:
+    """The lines of one table, with totals above it and faults below it; ``ranks`` are those that were asked for. If
+    ``width`` is not 0 and the table is wider, columns of ``SPARE`` are hidden, and the last line names them."""
     found = watch.health(processes)
     findings = found.findings if processes else [watch.nobody(folder, watch.read(folder), ranks)]
     state = paint(watch.NAMES[found.code], "green" if found.code == watch.READY else "red")
@@ -100,10 +110,21 @@ def view(folder: Path, processes: Sequence[watch.Process], now: float, ranks: Se
             rows.append(_row(process, group, now))
             failed = bool(group and group["fault"])
             colours.append("red" if failed else COLOURS[process.condition])
-    head, *text = table(HEAD, rows, LEFT)
+    (head, *text), hidden = _fitted(rows, width)
     lines.append(paint(head, "bold"))
     lines += [paint(line, colour) for line, colour in zip(text, colours, strict=True)]
-    return lines + [paint(finding, "red") for finding in findings]
+    lines += [paint(finding, "red") for finding in findings]
+    return lines + ([f"(hidden, the terminal is narrow: {', '.join(hidden)})"] if hidden else [])
+
+
+def _fitted(rows: Sequence[Sequence[str]], width: int) -> tuple[list[str], list[str]]:
+    """The lines of the table, and the columns that were hidden to make it fit."""
+    for count in range(len(SPARE) + 1):
+        shown = [at for at, name in enumerate(HEAD) if name not in SPARE[:count]]
+        lines = table([HEAD[at] for at in shown], [[row[at] for at in shown] for row in rows], LEFT)
+        if not width or max(map(len, lines)) <= width:
+            break
+    return lines, list(SPARE[:count])
 
 
 def _row(process: watch.Process, group: dict[str, Any] | None, now: float) -> list[str]:
