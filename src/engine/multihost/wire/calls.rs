@@ -7,8 +7,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::connection::Connection;
-use super::meet::{ANSWER, Calling, MAGIC, MAGIC_OF_SEVERAL, Other, failed, read_up_to, socket_address};
+use super::doors::{ANSWER, MAGIC, MAGIC_OF_SEVERAL, read_up_to};
+use super::meet::{Calling, Other, failed};
 use super::path::Socket;
+use super::sockets::socket_address;
 use super::{ProcessId, Wire, sockets};
 use crate::error::Result;
 use crate::os::random;

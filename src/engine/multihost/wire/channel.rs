@@ -13,7 +13,7 @@ use super::frame::{Frame, Kind};
 use super::memory::Memory;
 use super::peer::{Peer, SHORT, Waiting};
 use super::transfer::{End, Event, Events, Slot, Target};
-use super::{Early, ProcessId, Wire};
+use super::{ProcessId, Wire};
 use crate::engine::multihost::link::{LONGEST_MAIL, Mailbox};
 use crate::error::{Error, Result};
 use crate::os::fault_points;
@@ -99,12 +99,13 @@ impl Channel {
     }
 
     /// Records that the peer had joined before this rank did, and that it has left again if `left` is set.
-    pub(super) fn was_early(&self, early: &Early) {
-        let Some(rank) = self.ranks.get(&early.peer) else { return };
+    /// `token`: the connection on which it said so.
+    pub fn was_early(&self, peer: ProcessId, token: u64, left: bool) {
+        let Some(rank) = self.ranks.get(&peer) else { return };
         let peer = &mut self.lock().peers[*rank];
-        if peer.leads_by(early.token) {
+        if peer.leads_by(token) {
             peer.join();
-            if early.left {
+            if left {
                 peer.lose(LEFT);
             }
         }
@@ -341,7 +342,7 @@ impl Channel {
         }
         left.into_iter().for_each(|one| one.end.tell(Err(why.to_string()), one.memory, &mut events));
         events.ended = true;
-        self.wire.defer(events);
+        self.wire.driving().defer(events);
     }
 }
 

@@ -334,11 +334,11 @@ impl Connection {
                 let frame = Frame::read(head).ok_or("it sent what is no frame")?;
                 inn.from += HEAD;
                 fault_points::reached(FaultPoint::FrameSeen);
-                let channel = wire.receiver(frame.channel);
+                let channel = wire.channels().receiver(frame.channel);
                 if frame.data() == 0 && !matches!(frame.kind, Kind::Message | Kind::Mail | Kind::Body) {
                     match channel {
                         Some(channel) => channel.control(wire, self, frame, events)?,
-                        None => wire.of_no_channel(self, frame, events)?,
+                        None => wire.channels().of_none(wire, self, frame, events)?,
                     }
                     continue;
                 }

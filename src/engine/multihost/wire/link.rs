@@ -5,8 +5,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::Counted;
 use super::channel::Channel;
+use super::driving::Counted;
 use super::lane::{Lane, ShortInto};
 use super::memory::Memory;
 use super::peer::{SHORT, Waiting};
@@ -24,7 +24,7 @@ pub struct WireLink(pub Arc<Channel>);
 impl WireLink {
     /// A transfer of a lane. `is_send`: the wire must be driven for it even while no thread waits.
     fn waiting(&self, slot: &Arc<Slot>, memory: Memory, bytes: usize, is_send: bool) -> Waiting {
-        let counted = is_send.then(|| Counted::new(self.0.wire()));
+        let counted = is_send.then(|| Counted::new(self.0.wire().driving()));
         Waiting { memory, bytes, end: End::Slot(Arc::clone(slot)), counted }
     }
 
@@ -35,14 +35,14 @@ impl WireLink {
     /// A body of a program, whose end is reported to `done`.
     fn body(&self, pieces: Vec<Span>, done: Done) -> Waiting {
         let bytes = pieces.iter().map(|piece| piece.bytes).sum();
-        let counted = Some(Counted::new(self.0.wire()));
+        let counted = Some(Counted::new(self.0.wire().driving()));
         Waiting { memory: Memory::Borrowed(pieces), bytes, end: End::Done(done), counted }
     }
 
     /// Runs what a call for a body has ended, on the thread that drives.
     fn defer(&self, events: Events) {
-        self.0.wire().defer(events);
-        self.0.wire().wake_for_pending();
+        self.0.wire().driving().defer(events);
+        self.0.wire().driving().wake_for_pending();
     }
 }
 
@@ -102,7 +102,7 @@ impl Link for WireLink {
     }
 
     fn hand_over(&self) {
-        self.0.wire().wake_for_pending();
+        self.0.wire().driving().wake_for_pending();
     }
 
     fn cut(&self) {
@@ -148,8 +148,8 @@ impl Mail for WireLink {
     }
 
     fn await_mail(&self) -> Box<dyn Send> {
-        let counted = Counted::new(self.0.wire());
-        self.0.wire().wake_for_pending();
+        let counted = Counted::new(self.0.wire().driving());
+        self.0.wire().driving().wake_for_pending();
         Box::new(counted)
     }
 

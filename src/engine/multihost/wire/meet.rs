@@ -19,38 +19,22 @@
 //! only one thread connects to a given process, for all of them (`Calling`): if there were two connections, the two
 //! processes might choose different ones.
 
-use std::collections::{HashMap, HashSet};
-use std::io::{self, Read, Write};
-use std::net::{IpAddr, SocketAddr, SocketAddrV6, TcpListener, TcpStream};
-use std::os::fd::AsRawFd;
+use std::collections::HashSet;
+use std::net::{IpAddr, SocketAddr, SocketAddrV6};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::channel::Channel;
-use super::connection::Connection;
+use super::driving::Counted;
 use super::link::WireLink;
-use super::path::Socket;
-use super::{Counted, ProcessId, Wire, locked, sockets};
+use super::path::MOST_PATHS;
+use super::sockets::socket_address;
+use super::{ProcessId, Wire, sockets};
 use crate::error::{Error, Result};
 use crate::fields::cleaned;
 use crate::host::Store;
 use crate::os::topology;
 
-pub(super) const MAGIC: &[u8; 8] = b"sagewir1";
-/// Length of what a connecting process sends: the magic number, the number of the process it wants, its own number.
-const CALL: usize = 8 + 16 + 16;
-/// The same for a process that opens several connections. Two numbers follow, eight bytes each: that of the connection
-/// between the processes, and the place of this TCP connection in it.
-pub(super) const MAGIC_OF_SEVERAL: &[u8; 8] = b"sagewirn";
-const CALL_OF_SEVERAL: usize = CALL + 8 + 8;
-/// Largest number of TCP connections between two processes.
-pub const MOST_PATHS: usize = 16;
-/// Length of the answer: the magic number, the number of the answering process.
-pub(super) const ANSWER: usize = 8 + 16;
-/// How long an accepted process may take to identify itself.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// At most this many accepted connections may be unidentified. If there are more, the oldest is closed.
-const MOST: usize = 1024;
 /// Interval between two reads of the store.
 const PAUSE: Duration = Duration::from_millis(1);
 
@@ -69,17 +53,6 @@ pub struct Place<'a> {
     pub timeout: Duration,
 }
 
-/// The listening sockets of this process, and accepted connections that have not identified themselves.
-#[derive(Default)]
-pub struct Doors {
-    listening: Vec<(String, u64, TcpListener)>,
-    strangers: HashMap<u64, Stranger>,
-    /// Number of groups that this process is joining.
-    joining: usize,
-    /// The processes to which a thread is connecting.
-    called: HashSet<ProcessId>,
-}
-
 /// A group that this process is joining in `join`. Keeps the listening sockets open, because the other ranks connect to
 /// them.
 struct Joining<'a> {
@@ -89,15 +62,15 @@ struct Joining<'a> {
 
 impl<'a> Joining<'a> {
     fn new(wire: &'a Arc<Wire>, channel: u64) -> Joining<'a> {
-        locked(&wire.doors).joining += 1;
+        wire.doors().begin_joining();
         Joining { wire, channel }
     }
 }
 
 impl Drop for Joining<'_> {
     fn drop(&mut self) {
-        locked(&self.wire.doors).joining -= 1;
-        locked(&self.wire.early).remove(&self.channel); // not needed any more if the channel was not created
+        self.wire.doors().end_joining();
+        self.wire.channels().forget_early(self.channel); // not needed any more if the channel was not created
         self.wire.close_unused();
     }
 }
@@ -113,18 +86,14 @@ impl<'a> Calling<'a> {
     fn new(wire: &'a Wire, channel: &Channel) -> Calling<'a> {
         // A thread that has connected passes the connection to all channels before it removes the process from
         // `called`. So `missing`, which is called under the lock of `called`, knows the connection.
-        let mut doors = locked(&wire.doors);
-        let left: Vec<_> = wire.to_call(&doors, channel).collect();
-        doors.called.extend(left.iter().map(|(_, process)| process));
+        let left = wire.doors().begin_calls(|called| to_call(wire, called, channel));
         Calling { wire, left }
     }
 
     /// Lets other threads connect to the process of this rank, to which this thread has connected.
     pub(super) fn made(&mut self, rank: usize) {
-        let mut doors = locked(&self.wire.doors);
-        for (_, process) in self.left.extract_if(.., |(known, _)| *known == rank) {
-            doors.called.remove(&process);
-        }
+        let made = self.left.extract_if(.., |(known, _)| *known == rank);
+        self.wire.doors().end_calls(made.map(|(_, process)| process));
     }
 }
 
@@ -133,17 +102,9 @@ impl Drop for Calling<'_> {
         if self.left.is_empty() {
             return;
         }
-        let mut doors = locked(&self.wire.doors);
-        doors.called.retain(|process| !self.left.iter().any(|(_, left)| left == process));
-        drop(doors);
-        self.wire.changed.ring(); // another group may need one of them after all
+        self.wire.doors().end_calls(self.left.iter().map(|(_, process)| *process));
+        self.wire.driving().ring(); // another group may need one of them after all
     }
-}
-
-struct Stranger {
-    stream: TcpStream,
-    said: Vec<u8>,
-    since: Instant,
 }
 
 /// Another rank, as read from the store.
@@ -170,10 +131,10 @@ pub fn join(wire: &Arc<Wire>, place: &Place) -> Result<WireLink> {
     let _joining = Joining::new(wire, number);
     let port =
         wire.listen(place.address).map_err(|error| failed(&format!("cannot listen at {}: {error}", place.address)))?;
-    let paths = wire.listen_at(&place.paths[..place.paths.len().min(MOST_PATHS)])?;
+    let paths = listen_at(wire, &place.paths[..place.paths.len().min(MOST_PATHS)])?;
     wire.start()?;
-    let _driven = Counted::new(wire); // other ranks connect while this one reads the store
-    wire.wake_for_pending();
+    let _driven = Counted::new(wire.driving()); // other ranks connect while this one reads the store
+    wire.driving().wake_for_pending();
     let key = |rank: usize| key(&place.id, rank);
     let (pid, host) = (std::process::id(), topology::hostname());
     let own = format!("{:032x} {port} {} {pid} {host}{paths}", wire.id, place.address);
@@ -216,7 +177,7 @@ pub fn join(wire: &Arc<Wire>, place: &Place) -> Result<WireLink> {
             wire.call(calling, place.paths, &others, until())?;
         }
         let before = missing.len();
-        let needs_call = || wire.to_call(&locked(&wire.doors), channel).next().is_some();
+        let needs_call = || wire.doors().with_called(|called| !to_call(wire, called, channel).is_empty());
         wire.wait(|| channel.missing().len() != before || needs_call(), until().min(PAUSE * 50));
     }
 }
@@ -264,184 +225,24 @@ fn reachable(address: SocketAddr, own: &str) -> SocketAddr {
     }
 }
 
-/// Parses an address, with the interface of a link-local one.
-pub(super) fn socket_address(text: &str, port: u16) -> Option<SocketAddr> {
-    let (address, interface) = text.split_once('%').map_or((text, None), |(address, name)| (address, Some(name)));
-    match address.parse().ok()? {
-        IpAddr::V4(address) => Some(SocketAddr::new(IpAddr::V4(address), port)),
-        IpAddr::V6(address) => {
-            let scope = interface.and_then(sockets::interface).unwrap_or(0);
-            Some(SocketAddr::V6(SocketAddrV6::new(address, port, 0, scope)))
-        }
+/// Listens at these addresses. Returns the line of the store's entry that lists them; an empty text if there are
+/// fewer than two.
+fn listen_at(wire: &Wire, paths: &[String]) -> Result<String> {
+    if paths.len() < 2 {
+        return Ok(String::new());
     }
+    let mut line = "\n".to_string();
+    for path in paths {
+        let port = wire.listen(path).map_err(|error| failed(&format!("cannot listen at {path}: {error}")))?;
+        line += &format!("{path}/{port} ");
+    }
+    Ok(line)
 }
 
-impl Wire {
-    /// Listens at this address unless the process already does. Returns the port.
-    fn listen(&self, address: &str) -> io::Result<u16> {
-        let mut doors = locked(&self.doors);
-        if let Some((_, _, listener)) = doors.listening.iter().find(|(known, ..)| known == address) {
-            return Ok(listener.local_addr()?.port());
-        }
-        let at = socket_address(address, 0).ok_or_else(|| io::Error::other("this is no address"))?;
-        let listener = TcpListener::bind(at)?;
-        listener.set_nonblocking(true)?;
-        let (token, port) = (self.token(), listener.local_addr()?.port());
-        sockets::close_in_children(listener.as_raw_fd(), true);
-        self.epoll.add(listener.as_raw_fd(), token)?;
-        doors.listening.push((address.to_string(), token, listener));
-        Ok(port)
-    }
-
-    /// Listens at these addresses. Returns the line of the store's entry that lists them; an empty text if there are
-    /// fewer than two.
-    fn listen_at(&self, paths: &[String]) -> Result<String> {
-        if paths.len() < 2 {
-            return Ok(String::new());
-        }
-        let mut line = "\n".to_string();
-        for path in paths {
-            let port = self.listen(path).map_err(|error| failed(&format!("cannot listen at {path}: {error}")))?;
-            line += &format!("{path}/{port} ");
-        }
-        Ok(line)
-    }
-
-    pub(super) fn is_joining(&self) -> bool {
-        locked(&self.doors).joining > 0
-    }
-
-    /// The ranks to which this process must connect, if no thread is already connecting to them. Each with its process.
-    fn to_call(&self, doors: &Doors, channel: &Channel) -> impl Iterator<Item = (usize, ProcessId)> {
-        let missing = channel.missing().into_iter();
-        let ours = missing.filter(|(_, process, connected)| !connected && self.id < *process);
-        ours.filter(|(_, process, _)| !doors.called.contains(process)).map(|(rank, process, _)| (rank, process))
-    }
-
-    /// Closes the listening sockets if there is no group left that needs a process to connect.
-    pub(super) fn close_doors(&self) {
-        let mut doors = locked(&self.doors);
-        if doors.joining > 0 || !self.all_channels().is_empty() {
-            return;
-        }
-        for (_, _, listener) in doors.listening.drain(..) {
-            self.epoll.remove(listener.as_raw_fd());
-            sockets::close_in_children(listener.as_raw_fd(), false);
-        }
-        for (_, stranger) in doors.strangers.drain() {
-            self.epoll.remove(stranger.stream.as_raw_fd());
-        }
-    }
-
-    /// Accepts a connection, or reads what an accepted process has sent. Returns true if something advanced.
-    pub(super) fn at_the_door(&self, token: u64) -> bool {
-        let mut doors = locked(&self.doors);
-        if let Some((_, _, listener)) = doors.listening.iter().find(|(_, known, _)| *known == token) {
-            let Ok((stream, from)) = listener.accept() else { return false };
-            log::debug!("a connection from {from}");
-            return self.let_in(&mut doors, stream).is_ok();
-        }
-        let Some(mut stranger) = doors.strangers.remove(&token) else { return false };
-        drop(doors);
-        match stranger.listen() {
-            Ok(false) => {
-                let mut doors = locked(&self.doors);
-                if doors.listening.is_empty() {
-                    self.epoll.remove(stranger.stream.as_raw_fd()); // the doors were closed meanwhile
-                } else {
-                    doors.strangers.insert(token, stranger);
-                }
-            }
-            Ok(true) => {
-                if let Err(error) = self.welcome(token, stranger) {
-                    log::debug!("a connection was turned away: {error}");
-                }
-            }
-            Err(error) => {
-                self.epoll.remove(stranger.stream.as_raw_fd());
-                log::debug!("a connection was turned away: {error}");
-            }
-        }
-        true
-    }
-
-    fn let_in(&self, doors: &mut Doors, stream: TcpStream) -> io::Result<()> {
-        doors.strangers.retain(|_, stranger| stranger.since.elapsed() < PATIENCE);
-        if doors.strangers.len() >= MOST
-            && let Some(oldest) = doors.strangers.iter().min_by_key(|(_, one)| one.since).map(|(token, _)| *token)
-        {
-            doors.strangers.remove(&oldest);
-        }
-        stream.set_nonblocking(true)?;
-        let token = self.token();
-        self.epoll.add(stream.as_raw_fd(), token)?;
-        doors.strangers.insert(token, Stranger { stream, said: Vec::new(), since: Instant::now() });
-        Ok(())
-    }
-
-    /// Answers a process that has named this one, and adds the connection.
-    fn welcome(&self, token: u64, mut stranger: Stranger) -> io::Result<()> {
-        let fd = stranger.stream.as_raw_fd();
-        self.epoll.remove(fd);
-        let number = |at: usize| u128::from_le_bytes(stranger.said[at..at + 16].try_into().expect("sixteen bytes"));
-        let short = |at: usize| u64::from_le_bytes(stranger.said[at..at + 8].try_into().expect("eight bytes"));
-        let (wanted, who) = (number(8), number(24));
-        let path = stranger.is_of_several().then(|| (short(CALL), short(CALL + 8)));
-        let is_ours = path.is_some() || &stranger.said[..8] == MAGIC;
-        if !is_ours || wanted != self.id || who == self.id {
-            return Err(io::Error::other("it did not name this process"));
-        }
-        let first = match path {
-            Some((connection, at)) if at > 0 => {
-                let known = locked(&self.connections).get(&who).cloned();
-                let known = known.filter(|one| one.several().is_some_and(|several| several.number == connection));
-                let known = known.filter(|_| at < MOST_PATHS as u64);
-                Some(known.ok_or_else(|| io::Error::other("it belongs to no connection"))?)
-            }
-            _ => None,
-        };
-        let mut answer = MAGIC.to_vec();
-        answer.extend(self.id.to_le_bytes());
-        stranger.stream.write_all(&answer)?; // a fresh connection has room for it
-        sockets::set_up(fd);
-        let Some((number, at)) = path else {
-            return self.add_connection(Arc::new(Connection::new(token, who, stranger.stream.into())));
-        };
-        let socket = Socket::new(token, stranger.stream.into());
-        match first {
-            Some(connection) => self.add_path(&connection, at as usize, &socket),
-            None => self.add_connection(Arc::new(Connection::of_several(&self.owned(), who, number, &socket))),
-        }
-    }
-}
-
-impl Stranger {
-    /// Returns true when the process has sent everything.
-    fn listen(&mut self) -> io::Result<bool> {
-        let said = read_up_to(&mut self.stream, &mut self.said, CALL)?;
-        if said && self.is_of_several() {
-            return read_up_to(&mut self.stream, &mut self.said, CALL_OF_SEVERAL);
-        }
-        Ok(said)
-    }
-
-    /// Whether the bytes received so far say that this is one of several connections.
-    fn is_of_several(&self) -> bool {
-        self.said.starts_with(MAGIC_OF_SEVERAL)
-    }
-}
-
-/// Reads what has arrived, until `said` has this length. Returns true when it has.
-pub(super) fn read_up_to(stream: &mut TcpStream, said: &mut Vec<u8>, length: usize) -> io::Result<bool> {
-    let mut buffer = [0; 64];
-    while said.len() < length {
-        match stream.read(&mut buffer[..length - said.len()]) {
-            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok(got) => said.extend_from_slice(&buffer[..got]),
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => (),
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(true)
+/// The ranks to which this process must connect, if no thread is already connecting to them (`called`). Each with its
+/// process.
+fn to_call(wire: &Wire, called: &HashSet<ProcessId>, channel: &Channel) -> Vec<(usize, ProcessId)> {
+    let missing = channel.missing().into_iter();
+    let ours = missing.filter(|(_, process, connected)| !connected && wire.id < *process);
+    ours.filter(|(_, process, _)| !called.contains(process)).map(|(rank, process, _)| (rank, process)).collect()
 }

@@ -4,10 +4,11 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use super::Wire;
 use super::assembly::Sink;
+use super::connection::{Connection, Incoming};
 use super::frame::{Frame, HEAD as FRAME_HEAD, Kind};
 use super::transfer::{Events, Target};
-use super::{Connection, Incoming, Wire};
 use crate::os::fault_points;
 use crate::os::fault_points::FaultPoint;
 
@@ -44,11 +45,11 @@ impl Frames<'_> {
         let frame = Frame::read(&self.parser.head).ok_or("it sent what is no frame")?;
         self.parser.filled = 0;
         fault_points::reached(FaultPoint::StreamSeen);
-        let channel = self.wire.receiver(frame.channel);
+        let channel = self.wire.channels().receiver(frame.channel);
         if frame.data() == 0 && !matches!(frame.kind, Kind::Message | Kind::Mail | Kind::Body) {
             return match channel {
                 Some(channel) => channel.control(self.wire, self.connection, frame, self.events),
-                None => self.wire.of_no_channel(self.connection, frame, self.events),
+                None => self.wire.channels().of_none(self.wire, self.connection, frame, self.events),
             };
         }
         let target = match &channel {

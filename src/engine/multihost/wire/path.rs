@@ -13,6 +13,9 @@ use super::sockets;
 use crate::os::watch;
 use crate::types::Span;
 
+/// Largest number of TCP connections between two processes.
+pub const MOST_PATHS: usize = 16;
+
 /// What the system says about a path.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Progress {

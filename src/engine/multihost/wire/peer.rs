@@ -5,11 +5,12 @@ use std::collections::{HashMap, VecDeque};
 use std::hash::Hash;
 use std::sync::Arc;
 
+use super::ProcessId;
 use super::connection::Connection;
+use super::driving::Counted;
 use super::frame::HEAD;
 use super::memory::Memory;
 use super::transfer::End;
-use super::{Counted, ProcessId};
 
 /// Longest message of a lane that is sent without a Want from the receiver.
 pub const SHORT: usize = 16 << 10;

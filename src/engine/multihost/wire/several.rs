@@ -11,13 +11,15 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use super::assembly::{Assembly, Came, Sink};
+use super::connection::{Connection, Incoming, Turn};
+use super::driving::Counted;
 use super::memory::{Memory, Pieces};
 use super::parser::{Frames, Parser};
 use super::path::Socket;
 use super::segment::{HEAD, Segment, WINDOW};
 use super::stripes::{Change, Stripes};
 use super::transfer::{End, Events, Outgoing, Target};
-use super::{Connection, Counted, Incoming, Turn, Wire, locked, sockets};
+use super::{Wire, locked, sockets};
 use crate::types::Span;
 
 /// Size of each path's buffer for headers and short data.
@@ -81,7 +83,7 @@ impl Several {
         let out = Stripes::new();
         let parser = Parser::new(out.ack());
         let inn = Inn { parser, assembly: Assembly::default(), paths: Vec::new(), made: 0, acknowledged: 0 };
-        let driven = Mutex::new(Some(Counted::new(wire)));
+        let driven = Mutex::new(Some(Counted::new(wire.driving())));
         Several { number, out: Mutex::new(out), inn: Mutex::new(inn), lost: Mutex::default(), driven }
     }
 
@@ -119,7 +121,7 @@ impl Several {
         let result = change(&mut out);
         for (_, socket, blocked) in out.paths() {
             if socket.watched.swap(blocked, Ordering::Relaxed) != blocked {
-                let _ = wire.epoll.watch_output(socket.fd(), socket.token, blocked); // reading finds closed ones
+                wire.watch_path(socket, blocked);
             }
         }
         result

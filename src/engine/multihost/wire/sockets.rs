@@ -3,7 +3,7 @@
 #![allow(unsafe_code)] // the callers vouch for the memory
 
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr, SocketAddrV6};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::Once;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -357,6 +357,18 @@ extern "C" fn in_forked_child() {
             // SAFETY: closes this child's copy of the descriptor, which nothing in the child uses (rule 26).
             unsafe { libc::close((at * 64) as libc::c_int + bits.trailing_zeros() as libc::c_int) };
             bits &= bits - 1;
+        }
+    }
+}
+
+/// Parses an address, with the interface of a link-local one.
+pub fn socket_address(text: &str, port: u16) -> Option<SocketAddr> {
+    let (address, scope) = text.split_once('%').map_or((text, None), |(address, name)| (address, Some(name)));
+    match address.parse().ok()? {
+        IpAddr::V4(address) => Some(SocketAddr::new(IpAddr::V4(address), port)),
+        IpAddr::V6(address) => {
+            let scope = scope.and_then(interface).unwrap_or(0);
+            Some(SocketAddr::V6(SocketAddrV6::new(address, port, 0, scope)))
         }
     }
 }

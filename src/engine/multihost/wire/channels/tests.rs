@@ -1,11 +1,14 @@
-//! Tests a race that can be forced only with the locks of this module. `tests/it/multihost_wire.rs` has the other
-//! tests.
+//! Tests a race of frames with a channel that is being added, which can be forced only with the lock of `early`.
+//! `tests/it/multihost_wire.rs` has the other tests.
 
 use std::collections::HashMap;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
+use super::super::{Place, join};
 use super::*;
 use crate::engine::multihost::link::Link;
+use crate::error::Result;
 use crate::host::Store;
 
 /// A store that hides the entry of rank 0 until `shows`.
@@ -48,12 +51,12 @@ fn a_rank_that_was_early_and_leaves_at_once_had_joined() {
         });
         let rank_1 = scope.spawn(|| join(&second, &place(&store, 2, 1)));
         let until = Instant::now() + Duration::from_secs(5);
-        while locked(&second.early).is_empty() {
+        while locked(&second.channels().early).is_empty() {
             assert!(Instant::now() < until, "rank 0 has not said that it has joined");
             std::thread::sleep(Duration::from_millis(1));
         }
         // Stops rank 1 at the place where it reads which peers were early.
-        let early = locked(&second.early);
+        let early = locked(&second.channels().early);
         store.shows.store(true, Ordering::Relaxed);
         rank_0.join().unwrap();
         std::thread::sleep(Duration::from_millis(50)); // the connections' thread reads what rank 0 said

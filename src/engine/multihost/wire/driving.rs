@@ -1,0 +1,256 @@
+//! Which thread drives the wire of this process: a thread that waits for a message, or the background thread if no
+//! thread waits and something is pending. The wire does the work, in passes (`Wire::pass`).
+
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, TryLockError};
+use std::time::{Duration, Instant};
+
+use super::bell::Bell;
+use super::locked;
+use super::sockets::{Epoll, Kick, Ready};
+use super::transfer::{Event, Events};
+use crate::error::{Error, Result};
+use crate::os::yielding::Yielding;
+use crate::os::{clock, watch};
+
+/// How long a waiting thread polls, yielding its core between polls, before it sleeps.
+const EAGER: Duration = Duration::from_micros(100);
+/// A waiting thread sleeps at most this long and then checks its deadline.
+const NAP: Duration = Duration::from_millis(50);
+
+pub struct Driving {
+    /// Wakes the thread that drives.
+    kick: Kick,
+    /// Held by the thread that drives, with its list of ready descriptors. Threads only try this lock.
+    driver: Mutex<Vec<Ready>>,
+    /// Rung when a transfer has ended or a thread has stopped driving.
+    changed: Bell,
+    /// Number of threads in `wait`, which change it themselves. The background thread and a thread that leaves `wait`
+    /// read it (relaxed: it is a hint, and sleeping threads check again after at most `NAP`).
+    waiting: AtomicUsize,
+    /// Number of things that must be driven even if no thread waits (`Counted`). Relaxed: a hint like `waiting`.
+    pending: AtomicUsize,
+    deferred: Mutex<Vec<(Event, Counted)>>,
+    /// Rung when the background thread may be needed.
+    background: Bell,
+    /// Whether the background thread drives now. That thread writes it; a thread that finds the driver's lock held
+    /// reads it (relaxed: a hint).
+    in_background: AtomicBool,
+    /// Time (`clock::stamp`) of the last `poll` by a thread of the program, or the end of its sleep in `poll`. The
+    /// polling threads write it, the background thread reads it (relaxed: a hint).
+    polled: AtomicU64,
+    started: AtomicBool,
+    /// Decides whether a waiting thread yields its core or sleeps.
+    yielding: Yielding,
+}
+
+/// One thing that the wire still has to do. While a `Counted` exists and no thread of the program waits, the background
+/// thread drives the wire.
+pub struct Counted(Arc<Driving>);
+
+impl Counted {
+    pub fn new(driving: &Arc<Driving>) -> Counted {
+        driving.count(true);
+        Counted(Arc::clone(driving))
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.count(false);
+    }
+}
+
+impl Driving {
+    /// `token`: the token of the kick in `epoll`.
+    pub fn new(epoll: &Epoll, token: u64) -> io::Result<Driving> {
+        let kick = Kick::new()?;
+        epoll.add(std::os::fd::AsRawFd::as_raw_fd(&kick), token)?;
+        Ok(Driving {
+            kick,
+            driver: Mutex::default(),
+            changed: Bell::default(),
+            waiting: AtomicUsize::new(0),
+            pending: AtomicUsize::new(0),
+            deferred: Mutex::default(),
+            background: Bell::default(),
+            in_background: AtomicBool::new(false),
+            polled: AtomicU64::new(0),
+            started: AtomicBool::new(false),
+            yielding: Yielding::default(),
+        })
+    }
+
+    /// Counts one more or one less thing that must be driven even if no thread waits.
+    pub fn count(&self, more: bool) {
+        match more {
+            true => self.pending.fetch_add(1, Ordering::Relaxed),
+            false => self.pending.fetch_sub(1, Ordering::Relaxed),
+        };
+    }
+
+    /// Tells the waiting threads that a transfer has ended.
+    pub fn ring(&self) {
+        self.changed.ring();
+    }
+
+    /// Called by the thread that drives after a kick.
+    pub fn clear_kick(&self) {
+        self.kick.clear();
+    }
+
+    /// The events that wait for the thread that drives.
+    pub fn take_deferred(&self) -> Vec<Event> {
+        let deferred = std::mem::take(&mut *locked(&self.deferred));
+        deferred.into_iter().map(|(event, _)| event).collect()
+    }
+
+    /// Drives the wire by `pass` until `done` returns true. Returns false if the deadline passes first.
+    pub fn wait(
+        &self,
+        pass: impl Fn(&mut Vec<Ready>, Duration) -> bool,
+        done: impl Fn() -> bool,
+        timeout: Duration,
+    ) -> bool {
+        // This clock excludes the time in which the process was stopped.
+        let deadline = clock::now().saturating_add(u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX));
+        let mut quiet = Instant::now();
+        self.waiting.fetch_add(1, Ordering::Relaxed);
+        let ended = loop {
+            if done() {
+                break true;
+            }
+            let left = Duration::from_nanos(deadline.saturating_sub(clock::now()));
+            if left.is_zero() {
+                break false;
+            }
+            match self.driver.try_lock() {
+                Ok(mut ready) => {
+                    let eager = quiet.elapsed() < EAGER && self.yielding.pays();
+                    let sleep = if eager { Duration::ZERO } else { left.min(NAP) };
+                    let moved = pass(&mut ready, sleep);
+                    drop(ready);
+                    if moved {
+                        quiet = Instant::now();
+                    } else if eager {
+                        self.yielding.yield_now();
+                    }
+                }
+                Err(TryLockError::Poisoned(_)) => self.driver.clear_poison(),
+                Err(TryLockError::WouldBlock) => {
+                    self.take_over();
+                    self.changed.sleep(left.min(NAP), || done() || self.driver.try_lock().is_ok());
+                }
+            }
+        };
+        let others = self.waiting.fetch_sub(1, Ordering::Relaxed) - 1;
+        if others > 0 {
+            self.changed.ring(); // a waiting thread drives from now on
+        } else {
+            self.wake_for_pending();
+        }
+        ended
+    }
+
+    /// Makes the background thread stop driving, so that a waiting thread can drive.
+    fn take_over(&self) {
+        // Interrupts each pass at most once, because a thread that polls while the pass ends would otherwise write
+        // again and again.
+        if self.in_background.load(Ordering::Relaxed) && self.in_background.swap(false, Ordering::Relaxed) {
+            self.kick.kick();
+        }
+    }
+
+    /// Makes one pass. If nothing is ready, the pass sleeps for at most `sleep`. Returns true if something advanced.
+    /// Does nothing if another thread drives.
+    pub fn poll(&self, pass: impl Fn(&mut Vec<Ready>, Duration) -> bool, sleep: Duration) -> bool {
+        match self.driver.try_lock() {
+            Ok(mut ready) => {
+                let until = clock::stamp().saturating_add(sleep.as_nanos() as u64);
+                self.polled.store(until, Ordering::Relaxed);
+                let moved = pass(&mut ready, sleep);
+                drop(ready);
+                self.changed.ring();
+                moved
+            }
+            Err(TryLockError::Poisoned(_)) => {
+                self.driver.clear_poison();
+                false
+            }
+            Err(TryLockError::WouldBlock) => {
+                self.polled.store(clock::stamp(), Ordering::Relaxed);
+                self.take_over();
+                false
+            }
+        }
+    }
+
+    /// Queues events for the thread that drives, because the caller may hold locks under which events must not run.
+    pub fn defer(self: &Arc<Driving>, events: Events) {
+        if events.ended {
+            self.changed.ring();
+        }
+        if events.list.is_empty() && !events.ended {
+            return;
+        }
+        locked(&self.deferred).extend(events.list.into_iter().map(|event| (event, Counted::new(self))));
+        self.kick.kick(); // the driver may be asleep, and the transfer that it waits for may have ended
+        self.wake_for_pending();
+    }
+
+    /// Wakes the background thread if it is needed.
+    pub fn wake_for_pending(&self) {
+        if self.is_needed() {
+            self.background.ring();
+        }
+    }
+
+    /// Whether something is pending and no thread waits.
+    fn is_needed(&self) -> bool {
+        self.pending.load(Ordering::Relaxed) > 0 && self.waiting.load(Ordering::Relaxed) == 0
+    }
+
+    /// Starts the background thread, unless it already runs. `run`: calls `Driving::run`.
+    pub fn start(&self, run: impl FnOnce() + Send + 'static) -> Result<()> {
+        if self.started.swap(true, Ordering::Relaxed) {
+            return Ok(());
+        }
+        watch::spawn("sagellm-wire", run).map_err(|error| {
+            self.started.store(false, Ordering::Relaxed);
+            Error::system(format!("sagellm: cannot start a thread for the connections: {error}"))
+        })?;
+        Ok(())
+    }
+
+    /// Drives in the background, as long as the process lives.
+    pub fn run(&self, pass: impl Fn(&mut Vec<Ready>, Duration) -> bool) {
+        const ASLEEP: Duration = Duration::from_secs(1);
+        /// A thread that has begun a transfer usually waits for it at once, and then that thread drives.
+        const GRACE: Duration = Duration::from_micros(50);
+        loop {
+            if !self.is_needed() {
+                self.background.sleep(ASLEEP, || self.is_needed());
+                std::thread::sleep(GRACE);
+                continue;
+            }
+            let polled = Duration::from_nanos(self.polled.load(Ordering::Relaxed)) + EAGER;
+            let left = polled.saturating_sub(Duration::from_nanos(clock::stamp()));
+            if !left.is_zero() {
+                std::thread::sleep(left); // a thread of the program drives
+                continue;
+            }
+            match self.driver.try_lock() {
+                Ok(mut ready) => {
+                    self.in_background.store(true, Ordering::Relaxed);
+                    pass(&mut ready, NAP);
+                    self.in_background.store(false, Ordering::Relaxed);
+                    drop(ready);
+                    self.changed.ring(); // a waiting thread drives from now on
+                }
+                Err(TryLockError::Poisoned(_)) => self.driver.clear_poison(),
+                Err(TryLockError::WouldBlock) => std::thread::sleep(EAGER),
+            }
+        }
+    }
+}

@@ -1,0 +1,389 @@
+//! The connections of this process, which all its groups share, and one pass over those that are ready.
+
+use std::collections::{HashMap, HashSet};
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
+use std::time::{Duration, Instant};
+
+use once_cell::sync::OnceCell;
+
+use super::channel::Channel;
+use super::channels::Channels;
+use super::connection::{Connection, Turn};
+use super::doors::{Doors, Stranger};
+use super::driving::{Counted, Driving};
+use super::path::{MOST_PATHS, Socket};
+use super::sockets::{Epoll, Ready};
+use super::transfer::Events;
+use super::{ProcessId, locked, sockets, stripes};
+use crate::error::{Error, Result};
+use crate::os::watch::PerProcess;
+use crate::os::{clock, random, watch};
+
+/// How long an unused connection waits for the peer to shut down its side.
+const LINGER: Duration = Duration::from_secs(5);
+
+const TOKEN_KICK: u64 = 0;
+
+pub struct Wire {
+    pub id: ProcessId,
+    /// `os::watch::generation` when this wire was created. If the current value differs, this process is a forked
+    /// child.
+    generation: u32,
+    epoll: Epoll,
+    driving: Arc<Driving>,
+    channels: Channels,
+    connections: Mutex<HashMap<ProcessId, Arc<Connection>>>,
+    by_token: RwLock<HashMap<u64, Arc<Connection>>>,
+    tokens: AtomicU64,
+    doors: Doors,
+    closing: Mutex<Vec<Closing>>,
+    /// Whether a connection may consist of several TCP connections. Written under the lock of `connections`; the driver
+    /// reads it in each pass (relaxed: a pass that misses it ends after `NAP`).
+    of_several: AtomicBool,
+    /// Time (`clock::stamp`) at which the paths of such connections were last checked. Only the driver uses it
+    /// (relaxed).
+    looked: AtomicU64,
+    this: Weak<Wire>,
+}
+
+/// A connection that no channel uses any more. It stays open until the peer has read everything that was sent.
+struct Closing {
+    connection: Arc<Connection>,
+    since: Instant,
+    /// Whether its sending side is shut down.
+    shut: bool,
+    _counted: Counted,
+}
+
+impl Wire {
+    /// Returns the wire of this process. The first call creates it.
+    pub fn of_process() -> Result<Arc<Wire>> {
+        static WIRE: PerProcess<OnceCell<Arc<Wire>>> = PerProcess::new();
+        watch::install();
+        WIRE.get().get_or_try_init(Wire::new).cloned()
+    }
+
+    pub fn new() -> Result<Arc<Wire>> {
+        let id = u128::from_le_bytes(random()?);
+        let make = || -> io::Result<(Epoll, Driving)> {
+            let epoll = Epoll::new()?;
+            let driving = Driving::new(&epoll, TOKEN_KICK)?;
+            Ok((epoll, driving))
+        };
+        let (epoll, driving) = make()
+            .map_err(|error| Error::system(format!("sagellm: the system refuses what connections need: {error}")))?;
+        Ok(Arc::new_cyclic(|this| Wire {
+            id,
+            generation: watch::generation(),
+            epoll,
+            driving: Arc::new(driving),
+            channels: Channels::default(),
+            connections: Mutex::default(),
+            by_token: RwLock::default(),
+            tokens: AtomicU64::new(TOKEN_KICK + 1),
+            doors: Doors::default(),
+            closing: Mutex::default(),
+            of_several: AtomicBool::new(false),
+            looked: AtomicU64::new(0),
+            this: Weak::clone(this),
+        }))
+    }
+
+    /// Whether this process is a forked child that inherited the wire. The child must not touch it, because threads of
+    /// the parent may have held its locks.
+    pub fn is_inherited(&self) -> bool {
+        self.generation != watch::generation()
+    }
+
+    /// The groups' channels.
+    pub fn channels(&self) -> &Channels {
+        &self.channels
+    }
+
+    /// Which thread drives.
+    pub fn driving(&self) -> &Arc<Driving> {
+        &self.driving
+    }
+
+    /// The listening sockets.
+    pub fn doors(&self) -> &Doors {
+        &self.doors
+    }
+
+    /// Listens at this address unless the process already does. Returns the port.
+    pub fn listen(&self, address: &str) -> io::Result<u16> {
+        self.doors.listen(&self.epoll, || self.token(), address)
+    }
+
+    /// Sets whether a path of a connection is also reported when it accepts more.
+    pub fn watch_path(&self, socket: &Socket, watch: bool) {
+        let _ = self.epoll.watch_output(socket.fd(), socket.token, watch); // reading finds closed ones
+    }
+
+    fn owned(&self) -> Arc<Wire> {
+        self.this.upgrade().expect("a wire that is used is alive")
+    }
+
+    /// How many connections groups use.
+    pub fn open_connections(&self) -> usize {
+        locked(&self.connections).len()
+    }
+
+    pub fn token(&self) -> u64 {
+        self.tokens.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Sets whether the connection is also reported when its socket accepts more.
+    pub fn watch_output(&self, connection: &Connection, watch: bool) {
+        self.driving.count(watch);
+        let _ = self.epoll.watch_output(connection.fd(), connection.token, watch); // reading finds closed ones
+        if watch {
+            self.driving.wake_for_pending();
+        }
+    }
+
+    // -------------------------------------------------------------------------------------------------------- driving
+
+    /// Drives the wire until `done` returns true. Returns false if the deadline passes first.
+    pub fn wait(&self, done: impl Fn() -> bool, timeout: Duration) -> bool {
+        self.driving.wait(|ready, sleep| self.pass(ready, sleep), done, timeout)
+    }
+
+    /// Makes one pass. If nothing is ready, the pass sleeps for at most `sleep`. Returns true if something advanced.
+    /// Does nothing if another thread drives.
+    pub fn poll(&self, sleep: Duration) -> bool {
+        self.driving.poll(|ready, sleep| self.pass(ready, sleep), sleep)
+    }
+
+    /// Starts the background thread, unless it already runs.
+    pub fn start(self: &Arc<Wire>) -> Result<()> {
+        let wire = Arc::clone(self);
+        self.driving.start(move || wire.driving.run(|ready, sleep| wire.pass(ready, sleep)))
+    }
+
+    /// Handles the connections that are ready, after a sleep of at most `sleep`. Returns true if something advanced.
+    fn pass(&self, ready: &mut Vec<Ready>, sleep: Duration) -> bool {
+        let looks = self.of_several.load(Ordering::Relaxed);
+        let sleep = if looks { sleep.min(stripes::LOOK) } else { sleep };
+        self.epoll.wait(sleep.as_micros().div_ceil(1000) as i32, ready);
+        let mut events = Events::default();
+        if looks {
+            self.look(&mut events);
+        }
+        let mut moved = false;
+        for one in ready.iter() {
+            if one.token == TOKEN_KICK {
+                self.driving.clear_kick();
+                moved = true;
+                continue;
+            }
+            let connection =
+                self.by_token.read().unwrap_or_else(PoisonError::into_inner).get(&one.token).map(Arc::clone);
+            let Some(connection) = connection else {
+                moved |= self.at_the_door(one.token);
+                continue;
+            };
+            if one.writable {
+                connection.flush(self, one.token, &mut events);
+                moved = true;
+            }
+            if one.readable {
+                match connection.read(self, one.token, &mut events) {
+                    Turn::Nothing => (),
+                    Turn::Moved => moved = true,
+                    Turn::Broken(why) => {
+                        moved = true;
+                        self.drop_connection(&connection, &why, &mut events);
+                    }
+                }
+            }
+        }
+        self.linger();
+        let deferred = self.driving.take_deferred();
+        moved |= !deferred.is_empty();
+        let ended = events.ended;
+        Events { list: deferred, ended: false }.run();
+        events.run();
+        if ended {
+            self.driving.ring();
+        }
+        moved
+    }
+
+    /// If a connection consists of several paths, checks from time to time which paths advance.
+    fn look(&self, events: &mut Events) {
+        let now = clock::stamp();
+        if now.saturating_sub(self.looked.load(Ordering::Relaxed)) < stripes::LOOK.as_nanos() as u64 {
+            return;
+        }
+        self.looked.store(now, Ordering::Relaxed);
+        let connections = locked(&self.connections);
+        let mut all: Vec<_> = connections.values().map(|one| (Arc::clone(one), false)).collect();
+        all.extend(locked(&self.closing).iter().map(|one| (Arc::clone(&one.connection), true)));
+        all.retain(|(connection, _)| connection.several().is_some());
+        self.of_several.store(!all.is_empty(), Ordering::Relaxed);
+        drop(connections);
+        for (connection, is_closing) in all {
+            let gone = connection.several().and_then(|several| several.look(self, Instant::now(), is_closing));
+            if let Some(why) = gone {
+                self.drop_connection(&connection, &why, events);
+            }
+        }
+    }
+
+    // ---------------------------------------------------------------------------------------------------- connections
+
+    /// Accepts a connection, or reads what an accepted process has sent. Returns true if something advanced.
+    fn at_the_door(&self, token: u64) -> bool {
+        self.doors.arrived(&self.epoll, token, || self.token(), |stranger| self.welcome(token, stranger))
+    }
+
+    /// Answers a process that has named this one, and adds the connection.
+    fn welcome(&self, token: u64, stranger: Stranger) -> io::Result<()> {
+        self.epoll.remove(stranger.fd());
+        let said = stranger.introduction();
+        if !said.is_ours || said.wanted != self.id || said.who == self.id {
+            return Err(io::Error::other("it did not name this process"));
+        }
+        let first = match said.path {
+            Some((connection, at)) if at > 0 => {
+                let known = locked(&self.connections).get(&said.who).cloned();
+                let known = known.filter(|one| one.several().is_some_and(|several| several.number == connection));
+                let known = known.filter(|_| at < MOST_PATHS as u64);
+                Some(known.ok_or_else(|| io::Error::other("it belongs to no connection"))?)
+            }
+            _ => None,
+        };
+        let stream = stranger.answer(self.id)?;
+        let Some((number, at)) = said.path else {
+            return self.add_connection(Arc::new(Connection::new(token, said.who, stream.into())));
+        };
+        let socket = Socket::new(token, stream.into());
+        match first {
+            Some(connection) => self.add_path(&connection, at as usize, &socket),
+            None => self.add_connection(Arc::new(Connection::of_several(&self.owned(), said.who, number, &socket))),
+        }
+    }
+
+    /// Adds a connection whose peer has proved its identity. If there is an earlier connection to the same process, the
+    /// peer has given it up, and the new connection replaces it.
+    pub fn add_connection(&self, connection: Arc<Connection>) -> io::Result<()> {
+        let mut connections = locked(&self.connections);
+        self.by_token.write().unwrap_or_else(PoisonError::into_inner).insert(connection.token, Arc::clone(&connection));
+        connections.insert(connection.peer, Arc::clone(&connection));
+        for channel in self.channels.all() {
+            channel.connect(&connection);
+        }
+        if connection.several().is_some() {
+            self.of_several.store(true, Ordering::Relaxed);
+        }
+        // This comes last, because nothing may be read before the channels know the connection.
+        connection.sockets().into_iter().try_for_each(|(fd, token)| self.epoll.add(fd, token))
+    }
+
+    /// Adds a path to a connection of several.
+    pub fn add_path(&self, connection: &Arc<Connection>, number: usize, socket: &Arc<Socket>) -> io::Result<()> {
+        let connections = locked(&self.connections);
+        let lives = connections.get(&connection.peer).is_some_and(|known| known.token == connection.token);
+        let Some(several) = connection.several().filter(|several| lives && !several.had(number)) else {
+            return Err(io::Error::other("it belongs to no connection"));
+        };
+        self.epoll.add(socket.fd(), socket.token)?;
+        self.by_token.write().unwrap_or_else(PoisonError::into_inner).insert(socket.token, Arc::clone(connection));
+        several.attach(self, number, socket);
+        Ok(())
+    }
+
+    /// Stops reading from a socket of a connection.
+    pub fn forget_socket(&self, fd: i32, token: u64) {
+        self.epoll.remove(fd);
+        self.by_token.write().unwrap_or_else(PoisonError::into_inner).remove(&token);
+    }
+
+    fn drop_connection(&self, connection: &Arc<Connection>, why: &str, events: &mut Events) {
+        // This comes first, so that no path is added to the connection any more.
+        let mut connections = locked(&self.connections);
+        if connections.get(&connection.peer).is_some_and(|known| known.token == connection.token) {
+            connections.remove(&connection.peer);
+        }
+        drop(connections);
+        connection.sockets().into_iter().for_each(|(fd, token)| self.forget_socket(fd, token));
+        connection.fail(self, why, events);
+        for channel in self.channels.all() {
+            channel.lose_connection(connection, why, events);
+        }
+    }
+
+    /// Adds a channel, whose frames are handled from now on.
+    pub fn add_channel(&self, channel: &Arc<Channel>) {
+        let connections = locked(&self.connections);
+        self.channels.add(channel, connections.values());
+    }
+
+    /// Removes a channel that its group has left, and closes the connections that no other channel uses.
+    pub fn close(self: &Arc<Wire>, channel: &Arc<Channel>) {
+        let mut connections = locked(&self.connections);
+        if !self.channels.remove(channel.id) {
+            return; // it was closed before
+        }
+        self.begin_closing(&mut connections, channel.connections());
+        drop(connections);
+        self.close_unused();
+    }
+
+    /// Closes the connections and listening sockets that no group uses. While a group is being created, all stay open,
+    /// because the group's channel, which would use them, may not exist yet.
+    pub fn close_unused(self: &Arc<Wire>) {
+        let mut connections = locked(&self.connections);
+        if !self.doors.is_joining() {
+            let all = connections.values().cloned().collect();
+            self.begin_closing(&mut connections, all);
+        }
+        drop(connections);
+        self.doors.close(&self.epoll, || self.channels.all().is_empty());
+        self.linger();
+        self.driving.wake_for_pending();
+    }
+
+    /// Begins to close those of `these` connections that no channel uses. `known` are the connections of this process.
+    fn begin_closing(self: &Arc<Wire>, known: &mut HashMap<ProcessId, Arc<Connection>>, these: Vec<Arc<Connection>>) {
+        let used: HashSet<u64> =
+            self.channels.all().iter().flat_map(|one| one.connections()).map(|connection| connection.token).collect();
+        let mut closing = locked(&self.closing);
+        for connection in these {
+            if used.contains(&connection.token) || connection.broken().is_some() {
+                continue;
+            }
+            if known.get(&connection.peer).is_some_and(|known| known.token == connection.token) {
+                known.remove(&connection.peer);
+            }
+            let since = Instant::now();
+            closing.push(Closing { connection, since, shut: false, _counted: Counted::new(&self.driving) });
+        }
+    }
+
+    /// Ends connections that are no longer used. First the queued frames are sent, then the sending side is shut down.
+    /// The connection is closed when the peer has shut down its side too, or after `LINGER`: if a socket that has
+    /// unread data were closed, the connection would be reset, and data that the peer has not read yet would be lost.
+    fn linger(&self) {
+        let mut closing = locked(&self.closing);
+        closing.retain_mut(|one| {
+            if one.connection.broken().is_some() {
+                return false;
+            }
+            if !one.shut && one.connection.is_flushed() {
+                one.shut = true;
+                one.connection.sockets().into_iter().for_each(|(fd, _)| sockets::shut(fd));
+            }
+            if one.since.elapsed() < LINGER {
+                return true;
+            }
+            one.connection.sockets().into_iter().for_each(|(fd, token)| self.forget_socket(fd, token));
+            let mut events = Events::default();
+            one.connection.fail(self, "it was closed", &mut events); // no transfer is in flight on it
+            false
+        });
+    }
+}
