@@ -365,11 +365,15 @@ def bandwidth() -> str:
     return pictures.bandwidth(found)
 
 
+#: The pictures of the documents, by file.
+PICTURES = {DOCS / "latency.svg": latency, DOCS / "bandwidth.svg": bandwidth}
+
+
 def main() -> int:
     PAGE.write_text(filled(PAGE.read_text()))
-    for name, text in (("latency", latency()), ("bandwidth", bandwidth())):
-        (DOCS / f"{name}.svg").write_text(text)
-    print(f"written: {PAGE}, {DOCS / 'latency.svg'}, {DOCS / 'bandwidth.svg'}")
+    for path, draw in PICTURES.items():
+        path.write_text(draw())
+    print("written:", *[PAGE, *PICTURES], sep="\n")
     return 0
 
 

@@ -157,10 +157,10 @@ fn rule_02_a_rejected_call_uses_no_number() {
 fn rule_20_a_message_of_another_size_fails_both_sides_and_nothing_else() {
     for_each_layout(2, Duration::from_secs(30), |groups, me| {
         let group = &groups[me];
-        let mut memory = vec![0u8; if me == 0 { 100_000 } else { 50 }];
+        let mut memory = vec![0u8; if me == 0 { 200_000 } else { 50 }]; // longer than a letter between hosts
         let op = if me == 0 { send(group, 1, 0, &mut memory) } else { recv(group, 0, 0, &mut memory) };
         let error = op.wait(None).unwrap_err();
-        assert!(error.text().contains("100000 bytes"), "{error}");
+        assert!(error.text().contains("200000 bytes"), "{error}");
         group.run(request(Kind::Barrier, 0, 0, &mut []), None).unwrap();
     });
 }
