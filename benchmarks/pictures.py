@@ -78,7 +78,7 @@ def bandwidth(runs: list[tuple[Run, str]]) -> str:
     def panel(run: Run, title: str) -> Panel:
         threads = f"{run['threads']} thread{'s' if run['threads'] > 1 else ''}"
         lines = (
-            ("limit", "limit", "limit: a plain copy"),
+            ("limit", "limit", "a plain copy"),
             (f"reachable, {threads}", "ours", "sagellm, reachable tensors"),
             (f"ordinary, {threads}", "second", "ordinary tensors"),
             ("gloo", "gloo", "gloo"),

@@ -57,7 +57,7 @@ impl Order {
         self.in_use.is_empty() && self.held.is_empty()
     }
 
-    /// Earlier operations that use memory of `op`: those that were added and not released yet.
+    /// The operations that were added, are not released yet, and use memory of `op`.
     pub fn before(&self, op: &Op) -> Vec<Arc<Op>> {
         self.in_use.before(op)
     }

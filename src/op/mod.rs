@@ -104,8 +104,7 @@ impl FusedWith {
 pub struct Route {
     /// `select::Choice::code`. 0 before the operation has started.
     pub choice: u64,
-    /// `select::OpDesc::load` of the description from which the choice was made: the operation's, or that of its whole
-    /// batch.
+    /// `select::OpDesc::load` of what the algorithm was chosen for: the operation, or the whole batch that contains it.
     pub load: u64,
     pub fused_with: FusedWith,
 }

@@ -59,7 +59,7 @@ def splits(ctx: Context, vendor: str) -> None:
         alone = dist.new_group([0, 1], use_local_synchronization=True)
         adds(alone, name, [0, 1])
         dist.destroy_process_group(alone)
-    # The same split twice. Rank 1 gets no new group, so nothing of its own tells the two calls apart.
+    # The ranks call the same split twice. Rank 1 gets no new group from either call.
     for turn in range(2):
         pairs = dist.split_group(split_ranks=[[0, 2]])
         assert calls(trace, native) == (turn + 1) * (native is not None)

@@ -2,9 +2,10 @@
 
     python tests/py/ecosystem/speed.py vllm_tokens.py tensor --starts 9
 
-Run it in the environment that has the program, on a machine that does nothing else. The rivals are started in turns, so
-that a drift of the machine affects all. gloo runs twice: a difference no larger than that of its two rows means
-nothing. For vLLM there is a further rival: vLLM's own path over shared memory, next to groups of sagellm.
+Run it in the environment that has the program, on a machine that does nothing else. The rivals are started in turns,
+so that they all suffer if the machine becomes slower. gloo runs twice. If two rivals differ by no more than gloo's
+two rows do, the difference means nothing. For vLLM there is a further rival: vLLM's own path over shared memory, next
+to groups of sagellm.
 """
 
 from __future__ import annotations

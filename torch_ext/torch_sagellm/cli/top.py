@@ -94,8 +94,9 @@ def view(
     ranks: Sequence[int] | None = None,
     width: int = 0,
 ) -> list[str]:
-    """The lines of one table, with totals above it and faults below it; ``ranks`` are those that were asked for. If
-    ``width`` is not 0 and the table is wider, columns of ``SPARE`` are hidden, and the last line names them."""
+    """Returns one table as lines, with totals above it and faults below it. ``ranks`` are those that the user named. If
+    the table is wider than ``width`` and ``width`` is not 0, columns of ``SPARE`` are hidden, and the last line names
+    them."""
     found = watch.health(processes)
     findings = found.findings if processes else [watch.nobody(folder, watch.read(folder), ranks)]
     state = paint(watch.NAMES[found.code], "green" if found.code == watch.READY else "red")

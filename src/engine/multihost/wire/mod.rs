@@ -11,7 +11,7 @@
 //! | `frame` | the header of a frame |
 //! | `memory` | the memory from which data is sent and into which it is received |
 //! | `transfer` | the end of a transfer: its result, its callback |
-//! | `process` | all connections of this process, and one pass over those that are ready |
+//! | `process` | all connections of this process; a pass reads and writes those that are ready |
 //! | `driving`, `bell` | which thread makes the passes |
 //! | `connection` | one connection: writes frames, reads them |
 //! | `channels` | the channels of all groups |

@@ -1,4 +1,4 @@
-//! The connections of this process, which all its groups share, and one pass over those that are ready.
+//! The connections of this process. All its groups share them. A pass reads and writes the connections that are ready.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
