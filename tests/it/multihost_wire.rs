@@ -4,10 +4,10 @@
 
 use std::collections::HashSet;
 use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::net::{Ipv4Addr, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Barrier, Mutex};
 use std::time::{Duration, Instant};
 
 use sagellm::engine::multihost::link::{Link, Mail, Mailbox, Transfer};
@@ -208,6 +208,92 @@ fn a_wait_ends_when_the_link_is_cut_on_either_side() {
             assert_eq!(text, "Connection closed by peer");
         }
     });
+}
+
+/// A mailbox that is slow, and counts the mail that it has taken.
+#[derive(Default)]
+struct Slow(AtomicUsize);
+
+impl Mailbox for Slow {
+    fn came(&self, _peer: usize, _message: Vec<u8>) {
+        std::thread::sleep(Duration::from_millis(100));
+        self.0.fetch_add(1, Ordering::SeqCst);
+    }
+    fn lost(&self, _peer: usize, _why: &str) {}
+}
+
+/// Ends the sending direction of each connection of this process that has this address at its own end.
+fn end_sending(address: &str) {
+    let ip: Ipv4Addr = address.parse().unwrap();
+    for entry in std::fs::read_dir("/proc/self/fd").unwrap() {
+        let fd: i32 = entry.unwrap().file_name().to_str().unwrap().parse().unwrap();
+        // SAFETY: the buffer has room for the address of an IPv4 socket; the calls refuse a descriptor that is no socket.
+        unsafe {
+            let mut name: libc::sockaddr_in = std::mem::zeroed();
+            let mut length = size_of::<libc::sockaddr_in>() as libc::socklen_t;
+            let named = libc::getsockname(fd, (&raw mut name).cast(), &raw mut length) == 0;
+            if named && name.sin_addr.s_addr == u32::from_ne_bytes(ip.octets()) {
+                libc::shutdown(fd, libc::SHUT_WR); // fails for a listening socket
+            }
+        }
+    }
+}
+
+/// A rank mails why its group has failed, and leaves. Its peer reads both in one pass. Whichever of the peer's threads
+/// learns first that the rank is gone, by a transfer that fails or a call that is refused, the reason must have been
+/// handed over before: otherwise that thread names the rank that reported the failure as the one that failed.
+#[test]
+fn the_mail_of_a_rank_that_leaves_is_handed_over_before_any_call_fails() {
+    type Leave = fn(WireLink, &str);
+    let ways: [Leave; 3] = [
+        |link, _| link.cut(),
+        |link, _| drop(link), // closes the connection
+        |link, address| {
+            end_sending(address); // as if the process had ended
+            std::thread::sleep(Duration::from_secs(1));
+            drop(link);
+        },
+    ];
+    for (way, leave) in ways.iter().enumerate() {
+        for paths in [0, 2] {
+            let (wires, store, address) =
+                (wires(2), Memory::default(), own_address(40 + 2 * way as u8 + paths as u8 / 2));
+            let paths = vec![address.clone(); paths];
+            let join = |rank: usize| {
+                let place = Place { paths: &paths, address: &address, ..place(&store, 1, rank, 2) };
+                join(&wires[rank], &place).unwrap()
+            };
+            let posted = Barrier::new(2);
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    let link = join(1);
+                    posted.wait();
+                    link.mail(0, vec![1]).unwrap();
+                    std::thread::sleep(Duration::from_millis(50)); // rank 0 takes it, and reads nothing meanwhile
+                    link.mail(0, vec![2]).unwrap();
+                    leave(link, &address);
+                });
+                let (link, mailbox) = (join(0), Arc::new(Slow::default()));
+                link.open_mailbox(Arc::clone(&mailbox) as Arc<dyn Mailbox>);
+                let check = || assert_eq!(mailbox.0.load(Ordering::SeqCst), 2, "way {way}, {} paths", paths.len());
+                let receive = |bytes: usize| link.receive(1, bytes as u32, vec![0; bytes], bytes).unwrap();
+                let receives = [8, 1 << 20].map(receive);
+                posted.wait();
+                std::thread::scope(|scope| {
+                    for receive in receives {
+                        scope.spawn(|| {
+                            receive.wait(PATIENT).unwrap_err();
+                            check();
+                        });
+                    }
+                    scope.spawn(|| {
+                        until("calls are refused", || link.receive(1, 3, vec![0; 8], 8).is_err());
+                        check();
+                    });
+                });
+            });
+        }
+    }
 }
 
 #[test]
@@ -438,9 +524,9 @@ fn place_in(store: &dyn Store, group: u8, rank: usize) -> Place<'_> {
 }
 
 /// A mailbox that blocks the thread which reads the connections.
-struct Slow(Mutex<Receiver<()>>);
+struct Blocking(Mutex<Receiver<()>>);
 
-impl Mailbox for Slow {
+impl Mailbox for Blocking {
     fn came(&self, _peer: usize, _message: Vec<u8>) {
         let _ = self.0.lock().unwrap().recv_timeout(PATIENT);
     }
@@ -459,7 +545,7 @@ fn groups_that_are_made_at_once_share_one_connection() {
         // Two threads of `caller` request a connection. The reading thread is blocked, so neither request is answered
         // before both are sent.
         let (goes_on, slow) = channel();
-        busy.0.open_mailbox(Arc::new(Slow(Mutex::new(slow))));
+        busy.0.open_mailbox(Arc::new(Blocking(Mutex::new(slow))));
         let awaited = busy.0.await_mail();
         busy.1.mail(0, vec![0; 8]).unwrap();
         std::thread::sleep(Duration::from_millis(20));

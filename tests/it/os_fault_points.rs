@@ -144,10 +144,20 @@ fn set_hook(act: &str, over: Over) -> fault_points::Hook {
     })
 }
 
+fn variable(name: &str) -> String {
+    std::env::var(format!("SAGELLM_TEST_{name}")).unwrap_or_default()
+}
+
+fn print_outcome(outcome: Result<(), Error>) {
+    match outcome {
+        Ok(()) => println!("done"),
+        Err(error) => println!("failed {:?} {}", error.kind(), error.text().replace('\n', " | ")),
+    }
+}
+
 #[test]
 #[ignore = "the other tests of this file run it as a separate process"]
 fn as_a_rank() {
-    let variable = |name: &str| std::env::var(format!("SAGELLM_TEST_{name}")).unwrap_or_default();
     let act = variable("ACT");
     if act.is_empty() {
         return;
@@ -181,10 +191,7 @@ fn as_a_rank() {
         group.shutdown();
         Ok::<(), Error>(())
     };
-    match run() {
-        Ok(()) => println!("done"),
-        Err(error) => println!("failed {:?} {}", error.kind(), error.text().replace('\n', " | ")),
-    }
+    print_outcome(run());
     if act.starts_with("kill") {
         // If this rank or its group ended first, the other rank might name this one instead of rank 1.
         let end = Instant::now() + PATIENT;
@@ -198,24 +205,69 @@ fn as_a_rank() {
     drop(hook);
 }
 
+/// Rank 0 is stopped while rank 2 sends it more than the connection holds. Then rank 1 kills itself, so rank 2 fails, and
+/// its process ends.
+#[test]
+#[ignore = "the other tests of this file run it as a separate process"]
+fn as_a_rank_behind_a_long_message() {
+    const BYTES: usize = 64 << 20;
+    if variable("ACT").is_empty() {
+        return;
+    }
+    let (store, me) = (Files(variable("DIR").into()), variable("RANK").parse::<usize>().unwrap());
+    let over = if variable("OVER") == "Paths" { Over::Paths } else { Over::Connections };
+    let group = make(over, me, &store, PATIENT).unwrap();
+    group.run(on_memory(Kind::Barrier, 0, &mut []), None).unwrap();
+    let (mut long, mut never) = (vec![0; BYTES], [0; 8]);
+    let outcome = match me {
+        0 => {
+            let receive = group.issue(on_memory(Kind::Recv, 2, &mut long), None).unwrap();
+            signal_self(libc::SIGSTOP);
+            // A message of which rank 2 had sent a part may still arrive.
+            receive.wait(None).and_then(|()| group.run(on_memory(Kind::Barrier, 0, &mut []), None))
+        }
+        VICTIM => {
+            std::thread::sleep(Duration::from_millis(100));
+            signal_self(libc::SIGKILL);
+            unreachable!()
+        }
+        _ => {
+            std::thread::sleep(Duration::from_millis(50)); // rank 0 has asked for the message, and is stopped
+            let send = group.issue(on_memory(Kind::Send, 0, &mut long), None).unwrap();
+            let received = group.run(on_memory(Kind::Recv, VICTIM as u32, &mut never), None);
+            received.and(send.wait(None))
+        }
+    };
+    print_outcome(outcome);
+    drop(group);
+    sagellm::group::at_exit();
+}
+
 // --------------------------------------------------------------------------------------------------------- the tests
 
 struct Ranks {
     store: Files,
     children: Vec<Child>,
+    /// How long a rank that stops stays stopped.
+    stopped: Duration,
 }
 
 impl Ranks {
     fn start(over: Over, act: &str) -> Ranks {
+        Ranks::of(over, act, "as_a_rank")
+    }
+
+    /// Starts this test as the program of each rank.
+    fn of(over: Over, act: &str, test: &str) -> Ranks {
         let store = Files::new();
         let child = |rank: usize| {
-            let mut command: Command = this_program(module_path!(), "as_a_rank");
+            let mut command: Command = this_program(module_path!(), test);
             command.env("SAGELLM_TEST_DIR", &store.0).env("SAGELLM_TEST_RANK", rank.to_string());
             command.env("SAGELLM_TEST_ACT", act).env("SAGELLM_TEST_OVER", format!("{over:?}"));
             command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap()
         };
         let children = (0..RANKS).map(child).collect();
-        Ranks { store, children }
+        Ranks { store, children, stopped: Duration::from_millis(30) }
     }
 
     /// Waits until all ranks have ended, and continues ranks that stop. Returns what each rank printed, and the signal
@@ -234,7 +286,7 @@ impl Ranks {
                     continue;
                 }
                 if libc::WIFSTOPPED(status) {
-                    std::thread::sleep(Duration::from_millis(30)); // until the other ranks wait for it
+                    std::thread::sleep(self.stopped); // until the other ranks wait for it
                     // SAFETY: passes no pointers; the child is stopped, so it exists.
                     assert_eq!(unsafe { libc::kill(pid, libc::SIGCONT) }, 0);
                 } else {
@@ -317,6 +369,22 @@ fn each(body: impl Fn(Over, FaultPoint) -> Option<String> + Sync) {
 #[test]
 fn a_rank_that_is_killed_at_any_point_is_named_by_all_others() {
     each(killed_at);
+}
+
+/// Rules 5 and 21. A rank that fails because another was killed ends before its peer, which does not run meanwhile, has
+/// read anything. The peer must get the report: otherwise it sees that both ranks have ended, and may name the wrong one.
+#[test]
+fn the_report_of_a_rank_that_ends_reaches_a_peer_that_reads_late() {
+    for over in [Over::Connections, Over::Paths] {
+        for _ in 0..3 {
+            let mut ranks = Ranks::of(over, "report", "as_a_rank_behind_a_long_message");
+            ranks.stopped = Duration::from_millis(300);
+            let pid = ranks.children[VICTIM].id();
+            let ends = ranks.end();
+            let named = |text: &str| text.contains("failed RankFailed") && text.contains(&format!("rank 1 (pid {pid}"));
+            assert!(named(&ends[0].0) && named(&ends[2].0), "{over:?}: {ends:#?}");
+        }
+    }
 }
 
 /// Each rank ends without an error, and rank 1 reports the action at each point.

@@ -29,6 +29,9 @@ use crate::types::{Kind, ReduceOp, Request, Span};
 const DELIVERY: Duration = Duration::from_secs(30);
 /// A rank that leaves then waits at most this long for its peers' goodbyes.
 const FAREWELL: Duration = Duration::from_secs(1);
+/// A rank whose group has failed waits at most this long until the system has accepted its report for all peers. A report
+/// waits behind data that a peer has not read, and would be lost if the process ended.
+const REPORT: Duration = Duration::from_millis(500);
 /// Scratch memory larger than this is freed after the batch.
 const KEPT: usize = 100 << 20;
 
@@ -404,6 +407,9 @@ impl Control for Lanes {
         if flying {
             self.link.cut();
             self.await_bodies();
+        }
+        if failed {
+            self.link.await_accepted(REPORT);
         }
         self.link.close();
         self.insides.iter().flatten().for_each(|inside| inside.leave());

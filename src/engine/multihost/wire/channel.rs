@@ -147,8 +147,10 @@ impl Channel {
         connection.push(wire, Outgoing::control(frame), events);
     }
 
-    /// Records that nothing more arrives from this peer. Messages that have arrived can still be received.
-    pub fn lose(&self, rank: usize, why: &str, events: &mut Events) {
+    /// Records that nothing more arrives from this peer, and fails its transfers. Messages that have arrived can still be
+    /// received. Called only as an event, after the mailbox has got the mail that arrived before: a peer mails why it
+    /// leaves, and a thread that finds a failed transfer must find that reason.
+    fn lose(&self, rank: usize, why: &str) {
         let mut state = self.lock();
         let peer = &mut state.peers[rank];
         if peer.lost().is_some() {
@@ -157,14 +159,14 @@ impl Channel {
         peer.lose(why);
         let all = peer.take_all();
         drop(state);
-        all.into_iter().for_each(|one| one.end.tell(Err(why.to_string()), one.memory, events));
-        events.ended = true;
-        let (channel, why) = (self.owned(), why.to_string());
-        events.list.push(Event::Call(Box::new(move || channel.give_loss(rank, &why))));
+        let mut events = Events::default();
+        all.into_iter().for_each(|one| one.end.tell(Err(why.to_string()), one.memory, &mut events));
+        events.run();
+        self.give_loss(rank, why);
     }
 
-    /// Handles the loss of a connection. A peer that has not joined may connect again.
-    pub fn lose_connection(&self, gone: &Connection, why: &str, events: &mut Events) {
+    /// Handles the loss of a connection. A peer that has not joined may connect again. Called only as an event (`lose`).
+    pub fn lose_connection(&self, gone: &Connection, why: &str) {
         let Some(rank) = self.ranks.get(&gone.peer).copied() else { return };
         let mut state = self.lock();
         let peer = &mut state.peers[rank];
@@ -173,10 +175,9 @@ impl Channel {
         }
         if peer.has_joined() {
             drop(state);
-            return self.lose(rank, why, events);
+            return self.lose(rank, why);
         }
         peer.disconnect();
-        events.ended = true;
     }
 
     pub fn give_mail(&self, peer: usize, message: Vec<u8>) {
@@ -190,7 +191,7 @@ impl Channel {
         }
     }
 
-    pub fn give_loss(&self, peer: usize, why: &str) {
+    fn give_loss(&self, peer: usize, why: &str) {
         let mailbox = self.lock().mailbox.clone();
         if let Some(mailbox) = mailbox {
             mailbox.lost(peer, why);
@@ -378,8 +379,9 @@ impl Receiver for Channel {
                 }
             }
             Kind::Cut => {
-                drop(state);
-                self.lose(rank, LEFT, events);
+                let channel = self.owned();
+                events.list.push(Event::Call(Box::new(move || channel.lose(rank, LEFT))));
+                events.ended = true;
             }
             Kind::Message | Kind::Mail | Kind::Body => (),
         }

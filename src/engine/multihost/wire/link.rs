@@ -111,6 +111,15 @@ impl Link for WireLink {
         }
     }
 
+    fn await_accepted(&self, within: Duration) -> bool {
+        if self.0.wire().is_inherited() {
+            return true;
+        }
+        let connections = self.0.connections();
+        let accepted = || connections.iter().all(|one| one.broken().is_some() || one.is_flushed());
+        accepted() || self.0.wire().wait(accepted, within)
+    }
+
     fn close(&self) {
         if !self.0.wire().is_inherited() {
             self.cut();

@@ -15,7 +15,7 @@ use super::doors::{Doors, Stranger};
 use super::driving::{Counted, Driving};
 use super::path::{MOST_PATHS, Socket};
 use super::sockets::{Epoll, Ready};
-use super::transfer::Events;
+use super::transfer::{Event, Events};
 use super::{ProcessId, locked, sockets, stripes};
 use crate::error::{Error, Result};
 use crate::os::watch::PerProcess;
@@ -302,6 +302,7 @@ impl Wire {
         self.by_token.write().unwrap_or_else(PoisonError::into_inner).remove(&token);
     }
 
+    /// Stops using a connection. Its transfers fail in an event: after the mail that arrived before (`Channel::lose`).
     fn drop_connection(&self, connection: &Arc<Connection>, why: &str, events: &mut Events) {
         // This comes first, so that no path is added to the connection any more.
         let mut connections = locked(&self.connections);
@@ -310,10 +311,14 @@ impl Wire {
         }
         drop(connections);
         connection.sockets().into_iter().for_each(|(fd, token)| self.forget_socket(fd, token));
-        connection.fail(self, why, events);
-        for channel in self.channels.all() {
-            channel.lose_connection(connection, why, events);
-        }
+        let (wire, connection, why) = (self.owned(), Arc::clone(connection), why.to_string());
+        events.list.push(Event::Call(Box::new(move || {
+            let mut events = Events::default();
+            connection.fail(&wire, &why, &mut events);
+            events.run();
+            wire.channels.all().iter().for_each(|channel| channel.lose_connection(&connection, &why));
+        })));
+        events.ended = true;
     }
 
     /// Adds a channel, whose frames are handled from now on.
