@@ -1,4 +1,4 @@
-//! Matches messages with receives in a group over several hosts. `Messages` is state under the lock of `queue::State`.
+//! The messages of programs in a group over several hosts. `Messages` is state under the lock of `queue::State`.
 //! It leaves errands, which `post` runs without that lock.
 //!
 //! A message of up to `EAGER` bytes is sent as a letter, and its send ends at once. A message of up to `LONGEST_EAGER`
@@ -12,18 +12,15 @@
 //! letter. When the letter arrives, the sender sends the body. Until the grant, the sender may replace the memory of
 //! the message by a copy (rule 4).
 //!
-//! Letters of one rank arrive in order and are matched when they arrive, so no message blocks another one. Receives
-//! match in the order in which they were posted, first in first out per (source, tag). A receive with `ANY_RANK` takes
-//! the message that arrived first. Messages and receives are looked up by source and tag, so the cost does not depend
-//! on how many are pending.
+//! Letters of one rank arrive in order and are matched when they arrive (`matching`), so no message blocks another one.
 
 #![allow(unsafe_code)] // copies messages between caller memory and letters
 
-use std::borrow::Cow;
-use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
 use super::letters::{EAGER, LONGEST_EAGER, Letter, WINDOW};
+use super::matching::{Content, Matching, Message, Receive};
 use super::names::Names;
 use super::ready::{Ready, Receives};
 use crate::engine::Ended;
@@ -58,39 +55,6 @@ pub(super) enum Gone {
 /// If a receive is posted before its message, its body has a number from this one upwards.
 const POSTED_EARLY: u64 = 1 << 63;
 
-/// A receive that waits for its message.
-enum Receive {
-    Waits(Arc<Op>),
-    /// The link already has the memory, under this body number and with this many bytes; the operation is in `bodies`.
-    Ready(u64, usize),
-}
-
-/// A queue of entries, each with its sequence number among the entries of all queues.
-type InLine<T> = VecDeque<(u64, T)>;
-
-struct Message<'a> {
-    tag: u32,
-    bytes: usize,
-    /// The data itself, or the number under which the sender keeps the body.
-    content: Content<'a>,
-}
-
-enum Content<'a> {
-    /// Borrowed from the letter while the letter is handled, so that a waiting receive gets the data with one copy.
-    Data(Cow<'a, [u8]>),
-    Number(u64),
-}
-
-impl Message<'_> {
-    fn owned(self) -> Message<'static> {
-        let content = match self.content {
-            Content::Data(data) => Content::Data(Cow::Owned(data.into_owned())),
-            Content::Number(number) => Content::Number(number),
-        };
-        Message { content, ..self }
-    }
-}
-
 /// Counts the bytes that letters have carried between this rank and one peer. Only messages longer than `EAGER` count.
 #[derive(Default)]
 struct Window {
@@ -106,14 +70,7 @@ pub(super) struct Messages {
     me: usize,
     names: Arc<Names>,
     longest_early: usize,
-    /// Pending receives by source (or `ANY_RANK`) and tag, each with its position among all receives posted.
-    posted: HashMap<(u32, u32), InLine<Receive>>,
-    posts: u64,
-    /// Messages that no receive has matched, by source and tag, each with its position in the order of arrival.
-    arrived: HashMap<(usize, u32), InLine<Message<'static>>>,
-    /// The same messages for `ANY_RANK` receives: for each tag, the sources by order of arrival.
-    by_arrival: HashMap<u32, BTreeMap<u64, usize>>,
-    arrivals: u64,
+    matching: Matching,
     /// Large sends that the peer has not granted yet, by peer and number.
     announced: HashMap<(usize, u64), Arc<Op>>,
     /// `pending::key` of the sends in `announced`.
@@ -249,15 +206,14 @@ impl Messages {
 
     fn issue_receive(&mut self, op: Arc<Op>) {
         let (root, tag) = (op.request.root, op.request.tag);
-        if let Some((source, message)) = self.take_arrived(root, tag) {
+        if let Some((source, message)) = self.matching.take_arrived(root, tag) {
             return self.deliver(source, op, message);
         }
         match self.last_gone(root) {
             Some(gone) => self.fail(op, gone),
             None => {
-                self.posts += 1;
                 let receive = self.post_early(op);
-                self.posted.entry((root, tag)).or_default().push_back((self.posts, receive));
+                self.matching.post(root, tag, receive);
             }
         }
     }
@@ -269,7 +225,7 @@ impl Messages {
         let (root, tag) = (op.request.root, op.request.tag);
         let bytes = Pieces(op.request.outputs()).bytes();
         let is_early = bytes > LONGEST_EAGER && bytes <= self.longest_early;
-        if !is_early || root == ANY_RANK || self.posted.contains_key(&(ANY_RANK, tag)) {
+        if !is_early || root == ANY_RANK || self.matching.count_posted(ANY_RANK, tag) > 0 {
             return Receive::Waits(op);
         }
         let peer = root as usize;
@@ -278,7 +234,7 @@ impl Messages {
             tag,
             bytes: bytes as u64,
             seen: self.seen.get(&peer).copied().unwrap_or(0),
-            ahead: self.posted.get(&(root, tag)).map_or(0, |receives| receives.len() as u64),
+            ahead: self.matching.count_posted(root, tag) as u64,
             body: POSTED_EARLY | self.posted_early,
         };
         self.start_body((false, peer, ready.body), op);
@@ -305,50 +261,14 @@ impl Messages {
         others().find(|rank| matches!(self.gone[*rank], Some(Gone::Lost(_)))).or_else(|| others().next())
     }
 
-    /// Removes the message that a new receive matches, and returns it with its source.
-    fn take_arrived(&mut self, root: u32, tag: u32) -> Option<(usize, Message<'static>)> {
-        let source = match root {
-            ANY_RANK => *self.by_arrival.get(&tag)?.first_key_value()?.1,
-            root => root as usize,
-        };
-        let waiting = self.arrived.get_mut(&(source, tag))?;
-        let (place, message) = waiting.pop_front().expect("empty lists are removed");
-        if waiting.is_empty() {
-            self.arrived.remove(&(source, tag));
-        }
-        let places = self.by_arrival.get_mut(&tag).expect("it has every message that arrived");
-        places.remove(&place);
-        if places.is_empty() {
-            self.by_arrival.remove(&tag);
-        }
-        Some((source, message))
-    }
-
-    /// Removes the receive that a new message matches: the one that was posted first among the receives from its source
-    /// and the receives from `ANY_RANK`.
-    fn take_posted(&mut self, source: usize, tag: u32) -> Option<Receive> {
-        let place =
-            |root: u32| self.posted.get(&(root, tag)).and_then(|ops| ops.front()).map(|(place, _)| (*place, root));
-        let (_, root) = place(source as u32).into_iter().chain(place(ANY_RANK)).min()?;
-        let ops = self.posted.get_mut(&(root, tag))?;
-        let (_, op) = ops.pop_front()?;
-        if ops.is_empty() {
-            self.posted.remove(&(root, tag));
-        }
-        Some(op)
-    }
-
     fn arrive(&mut self, source: usize, message: Message<'_>) {
         let tag = message.tag;
         *self.seen.entry(source).or_default() += 1;
-        match self.take_posted(source, tag) {
-            Some(Receive::Waits(op)) => return self.deliver(source, op, message),
-            Some(Receive::Ready(number, room)) => return self.grant_posted(source, (number, room), message),
-            None => (),
+        match self.matching.take_posted(source, tag) {
+            Some(Receive::Waits(op)) => self.deliver(source, op, message),
+            Some(Receive::Ready(number, room)) => self.grant_posted(source, (number, room), message),
+            None => self.matching.keep(source, message),
         }
-        self.arrivals += 1;
-        self.arrived.entry((source, tag)).or_default().push_back((self.arrivals, message.owned()));
-        self.by_arrival.entry(tag).or_default().insert(self.arrivals, source);
     }
 
     /// Passes a matched message to its receive. Data in a letter is copied; a body is received by the link.
@@ -464,10 +384,11 @@ impl Messages {
     /// the group's fault becomes the operation's error.
     pub fn end_body(&mut self, body: Body, outcome: std::result::Result<(), String>, fault: Option<&Error>) {
         let Some(op) = self.bodies.remove(&body) else { return };
-        let (sends, peer, _) = body;
+        let (sends, peer, number) = body;
         if !sends {
             op.set_source(peer);
-            if self.unpost(body, op.request.tag) && outcome.is_ok() {
+            // If the receive still waits, its message needed no letter.
+            if self.matching.unpost(peer, op.request.tag, number) && outcome.is_ok() {
                 *self.seen.entry(peer).or_default() += 1;
             }
         }
@@ -479,20 +400,6 @@ impl Messages {
                 self.fail(op, peer);
             }
         }
-    }
-
-    /// Removes the receive of a body from `posted`. True if it was there, which means that its message needed no
-    /// letter.
-    fn unpost(&mut self, (_, peer, number): Body, tag: u32) -> bool {
-        let key = (peer as u32, tag);
-        let Some(receives) = self.posted.get_mut(&key) else { return false };
-        let is_it = |receive: &Receive| matches!(receive, Receive::Ready(body, _) if *body == number);
-        let Some(at) = receives.iter().position(|(_, receive)| is_it(receive)) else { return false };
-        receives.remove(at);
-        if receives.is_empty() {
-            self.posted.remove(&key);
-        }
-        true
     }
 
     /// Ends the receive of a body that the link has given up.
@@ -522,13 +429,8 @@ impl Messages {
         }
         for root in [peer as u32, ANY_RANK] {
             let Some(gone) = self.last_gone(root) else { continue };
-            let keys: Vec<_> = self.posted.keys().filter(|(source, _)| *source == root).copied().collect();
-            for (_, receive) in keys.iter().flat_map(|key| self.posted.remove(key)).flatten().collect::<Vec<_>>() {
-                match receive {
-                    Receive::Waits(op) => self.fail(op, gone),
-                    Receive::Ready(..) => (), // the link ends it, because it has lost the peer too
-                }
-            }
+            // The link ends receives whose memory it has, because it has lost the peer too.
+            self.matching.take_posted_from(root).into_iter().for_each(|op| self.fail(op, gone));
         }
     }
 
@@ -557,27 +459,20 @@ impl Messages {
 
     /// Operations that have not ended, and operations whose end was not reported yet.
     pub fn pending(&self) -> impl Iterator<Item = &Arc<Op>> {
-        let posted = self.posted.values().flatten().filter_map(|(_, receive)| match receive {
-            Receive::Waits(op) => Some(op),
-            Receive::Ready(..) => None, // it is in `bodies`
-        });
         let over = self.over.iter().map(|(op, _)| op);
-        posted.chain(self.announced.values()).chain(self.bodies.values()).chain(over)
+        self.matching.waiting().chain(self.announced.values()).chain(self.bodies.values()).chain(over)
     }
 
     pub fn has_pending(&self) -> bool {
-        !self.posted.is_empty() || !self.announced.is_empty() || !self.bodies.is_empty()
+        self.matching.has_posted() || !self.announced.is_empty() || !self.bodies.is_empty()
     }
 
     /// Called when the group ends. Removes and returns the operations whose memory the link does not use. The others
     /// end with `end_body`.
     pub fn take_idle(&mut self) -> Vec<Arc<Op>> {
-        (self.arrived, self.by_arrival, self.unsent) = Default::default();
-        let posted = self.posted.drain().flat_map(|(_, receives)| receives).filter_map(|(_, receive)| match receive {
-            Receive::Waits(op) => Some(op),
-            Receive::Ready(..) => None,
-        });
+        self.unsent.clear();
+        let announced = self.announced.drain().map(|(_, op)| op);
         let over = self.over.drain(..).map(|(op, _)| op);
-        posted.chain(self.announced.drain().map(|(_, op)| op)).chain(over).collect()
+        self.matching.take_all().into_iter().chain(announced).chain(over).collect()
     }
 }

@@ -13,7 +13,8 @@
 //! | `engine` | the group's `Engine`: opens the link, accepts operations, leaves |
 //! | `lanes` | the two threads that run batches |
 //! | `queue` | the operations that have not ended, in order, and which lanes work on them |
-//! | `messages` | send and receive: matches messages with receives |
+//! | `messages` | send and receive |
+//! | `matching` | which message a receive takes |
 //! | `ready` | which messages have a receive that was posted before |
 //! | `post`, `letters`, `talk` | the mail of a rank: its processing, its format, its state |
 //! | `vector` | the elements of a batch, and how they are combined |
@@ -40,6 +41,7 @@ pub mod host_map;
 mod lanes;
 mod letters;
 pub mod link;
+mod matching;
 mod messages;
 mod names;
 mod peer;
