@@ -10,10 +10,13 @@ from typing import Any
 
 import on_device
 import pytest
+import torch
 import torch.distributed as dist
 from card import needs_shared_card, needs_shared_rival, on_card, same_as_nccl
 from harness import Context
 from test_one_rank import captured, eager
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = [needs_shared_card, pytest.mark.timeout(120)]
 both = pytest.mark.parametrize("ranks", [2, 4])
@@ -41,6 +44,33 @@ def test_rule_32_kernels_of_all_ranks_keep_their_order(ranks: int) -> None:
 def test_tensors_of_the_host_and_the_device_are_under_way_together(ranks: int) -> None:
     """One group, its objects and its parts."""
     on_card(ranks, on_device.host_and_device)
+
+
+def beside_nccl(ctx: Context, device: str) -> None:
+    """In the form that is recommended with GPUs, torch's nccl has the GPU and this package the CPU."""
+    from torch_sagellm._private import load
+
+    ranks = ctx.world_size
+    for kind in ("cpu", device):
+        value = torch.full((100,), ctx.rank + 1.0, device=kind)
+        dist.all_reduce(value)
+        assert value.eq(ranks * (ranks + 1) / 2).all()
+    objects: list[object] = [None] * ranks
+    dist.all_gather_object(objects, {"rank": ctx.rank})
+    assert objects == [{"rank": each} for each in range(ranks)]
+    for group in (dist.new_group(list(range(ranks))), init_device_mesh("cpu", (ranks,)).get_group()):
+        assert isinstance(group._get_backend(torch.device("cpu")), load.extension().SageBackend)
+        assert not isinstance(group._get_backend(torch.device(device)), load.extension().SageBackend)
+        dist.barrier(group=group)
+    model = DistributedDataParallel(torch.nn.Linear(3, 1).to(device))
+    model(torch.full((2, 3), ctx.rank + 1.0, device=device)).sum().backward()
+    gradient = model.module.weight.grad
+    assert gradient is not None and gradient.tolist() == [[ranks + 1.0] * 3]
+
+
+@needs_shared_rival
+def test_a_group_with_nccl_for_the_gpu_and_this_package_for_the_cpu() -> None:
+    on_card(2, beside_nccl, backend="cpu:sagellm,cuda:nccl")
 
 
 @both
