@@ -122,6 +122,7 @@ def test_the_command_starts_the_programs_of_the_package(tmp_path: Path) -> None:
     )
     assert hung.returncode == 0, hung.stdout
     assert re.search(r"gloo told rank 1, after \d+\.\d s:", hung.stdout), hung.stdout
+    assert re.search(r"sagellm warns rank 0, .*:\n  rank 0 of group '0' has waited", hung.stdout), hung.stdout
     assert re.search(r"sagellm told rank 0, .*:\n  sagellm: rank \d of group", hung.stdout), hung.stdout
     assert re.search(r"demos/hang\.py:\d+\s+in\s+load_batch", hung.stdout), hung.stdout
     assert not list(tmp_path.iterdir())

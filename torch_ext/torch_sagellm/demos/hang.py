@@ -6,13 +6,14 @@
 
 With `--kind python` the last rank is busy in its own Python code, with `stop` a signal has stopped its process, and
 with `skip` an `if` makes it skip the call. The same program runs in a group of gloo and then in a group of ours, each
-with a timeout of some seconds. It prints the errors of the waiting ranks, and checks that ours name the missing
-rank.
+with a timeout of some seconds. It prints the warning that rank 0 gets before the timeout and the errors of the waiting
+ranks, and checks that the errors of ours name the missing rank.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import time
@@ -27,7 +28,7 @@ import torch.distributed as dist
 def load_batch(is_ready: Callable[[], bool]) -> None:
     """A data loader that hangs."""
     while not is_ready():
-        time.sleep(0.05)
+        time.sleep(0.3)
 
 
 def train_step(kind: str, is_ready: Callable[[], bool]) -> None:
@@ -72,6 +73,14 @@ def hang(backend: str, kind: str, timeout: float, store: dist.Store, rank: int, 
     return told
 
 
+class Shown(logging.Handler):
+    """Prints the warnings of this package laid out like its errors."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = "rank 0, before it fails:\n" + record.getMessage().replace("; ", "\n  ")
+        print("sagellm warns " + laid_out(text), flush=True)
+
+
 def laid_out(text: str) -> str:
     """Keeps the lines of a text, and wraps each at 120 columns."""
     first, *lines = text.splitlines()
@@ -88,6 +97,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     store, rank, ranks = next(dist.rendezvous("env://"))
+    logging.getLogger("sagellm").addHandler(Shown() if rank == 0 else logging.NullHandler())
     for backend in ("gloo", "sagellm"):
         told = hang(backend, arguments.kind, arguments.timeout, dist.PrefixStore(backend, store), rank, ranks)
         for each in told:
