@@ -2,7 +2,7 @@
 //!
 //! p ranks, L = ceil(log2 p), N bytes (for gather and scatter: all blocks together). Ranks are numbered from the root
 //! as places. The subtree of place v consists of the consecutive places v, v + 1, ...; their number is the value of the
-//! lowest set bit of v.
+//! lowest set bit of v, or less if the places end before.
 //!
 //! - broadcast: L steps; the root sends N L bytes, a rank receives N.
 //! - reduce: the same in reverse; a rank sends N, the root receives N L.

@@ -93,9 +93,9 @@ impl Algorithm {
         self.pattern().serves(kind)
     }
 
-    /// Whether every element is combined in the same order, whatever its position in the vector. Only such a schedule
-    /// may run a batch of sums, because otherwise the bits of an operation would depend on the batch's other operations
-    /// (rule 18).
+    /// Whether every element is combined in the same order, whatever its position in the vector. Only a schedule with
+    /// one order may run a batch of sums, because otherwise the bits of an operation would depend on the batch's other
+    /// operations (rule 18).
     pub fn one_order(self) -> bool {
         self.pattern().one_order()
     }
@@ -177,14 +177,13 @@ trait Pattern: Sync {
     fn cuts(&self, s: &Schedule) -> usize;
     fn steps(&self, s: &Schedule) -> usize;
     fn step(&self, s: &Schedule, rank: usize, k: usize) -> Step;
-    /// The number of parts, computed with the formula in the head of the algorithm's file.
+    /// The numbers of parts sent and received, computed with the formulas in the head of the algorithm's file.
     fn volume(&self, s: &Schedule) -> Volume;
     /// Number of steps, beginning with `k`, in which every rank has the same peers and the same counts of parts.
     fn alike(&self, _s: &Schedule, _k: usize) -> usize {
         1
     }
-    /// The ranks to examine in step `k`: no rank does more in it than one of these or a neighbour of one. All ranks,
-    /// unless there are too many.
+    /// The value of `Schedule::busiest`. All ranks, unless there are too many to examine.
     fn busiest(&self, s: &Schedule, _k: usize) -> Vec<usize> {
         (0..s.ranks).collect()
     }
@@ -234,7 +233,8 @@ impl Schedule {
         self.algorithm.pattern().alike(self, k)
     }
 
-    /// The ranks to examine in step `k`: no rank does much more in it than one of these or a rank on the same host.
+    /// The ranks to examine in step `k`: no rank does much more in this step than one of these or a rank on the same
+    /// host.
     pub fn busiest(&self, k: usize) -> Vec<usize> {
         self.algorithm.pattern().busiest(self, k)
     }

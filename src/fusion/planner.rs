@@ -13,8 +13,8 @@
 //!   as if there were no fusion. There is no timer and no waiting.
 //! - Two batches are in flight at a time, one on each lane. A lane is strictly sequential.
 //!
-//! If an operation is too large to gain from fusion, it is cut into segments, each of which counts as a batch. So the
-//! two lanes work on it in turn: one moves data between hosts while the other combines inside the host.
+//! A large all_reduce, reduce or broadcast is cut into segments (`select/inter.rs`), each of which counts as a batch.
+//! So the two lanes work on it in turn: one moves data between hosts while the other combines inside the host.
 //!
 //! Source: the agreement is the one-bit "who is ready" exchange of Horovod's coordinator, here without a coordinator
 //! and without a cycle time: the batch before the previous one carries it.
@@ -105,7 +105,7 @@ impl Planner {
         self.agreed[batch.lane()] = highest;
     }
 
-    /// The next batch. None if this rank has not issued its first operation yet.
+    /// The next batch. None if this rank has not issued the batch's first operation yet.
     pub fn next_batch(&mut self) -> Option<Batch> {
         let first = *self.items.front()?;
         let mut batch = Batch {
@@ -249,7 +249,7 @@ mod tests {
                     planners[rank].push(items[issued[rank] as usize]);
                     issued[rank] += 1;
                 }
-                // A batch runs as soon as every rank has issued its first operation.
+                // A batch runs as soon as every rank has issued the batch's first operation.
                 if planners.iter().all(|planner| !planner.items.is_empty()) {
                     let batches: Vec<Batch> = planners.iter_mut().map(|planner| planner.next_batch().unwrap()).collect();
                     prop_assert!(batches.iter().all(|batch| *batch == batches[0]), "ranks cut differently: {:?}", batches);

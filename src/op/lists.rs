@@ -8,7 +8,7 @@ use crate::types::{Dtype, Kind, Listed, ReduceOp, Request};
 
 /// Set in the hash of a list of tensors, and never in the hash of a list of block sizes.
 const OF_TENSORS: u64 = 1 << 63;
-/// The lowest bits of such a hash are the number of tensors in the list, or this value if there are more.
+/// The lowest bits of the hash of a list of tensors are the number of tensors, or this value if there are more.
 const MANY: u64 = 0xffff;
 /// The bits of a `word` that hold the size.
 const BYTES: u64 = (1 << 56) - 1;

@@ -141,9 +141,10 @@ pub struct Op {
     error: OnceCell<Error>,
     source: AtomicI32,
     nanoseconds: AtomicU64,
-    /// The parts of `Route`. The engine writes `choice` once, when the operation starts (release), after `load` and,
-    /// between hosts, after `fused_with`. A reader loads `choice` first (acquire). On one host, `fused_with` is written
-    /// when a fused operation ends, before `state`.
+    /// The parts of `Route`. The engine writes `choice` when the operation starts (release), after `load` and, between
+    /// hosts, after `fused_with`. It writes `choice` again if the tensors turn out to be accessed in place
+    /// (`Choice::MAPPED`). A reader loads `choice` first (acquire). On one host, `fused_with` is written when a fused
+    /// operation ends, before `state`.
     choice: AtomicU64,
     load: AtomicU64,
     fused_with: AtomicU64,

@@ -28,7 +28,8 @@ const F16_NAN: u32 = 0x7e00;
 const F32_INFINITY: u32 = 0x7f80_0000;
 /// The smallest normal f16 as f32: 2^-14.
 const F16_MIN_NORMAL: u32 = 0x3880_0000;
-/// 2^16 as f32. f16 has no finite value of this size or above, even before rounding.
+/// 2^16 as f32. From this magnitude on every number becomes infinity. Some smaller numbers do too, when they are
+/// rounded.
 const F16_BEYOND: u32 = 0x4780_0000;
 
 /// Widens exactly.
@@ -165,7 +166,8 @@ mod mode {
 
 #[cfg(any(miri, not(any(target_arch = "x86_64", target_arch = "aarch64"))))]
 mod mode {
-    //! This processor's mode is unknown, so it is left unchanged. Miri has only one mode, and runs no assembly.
+    //! How to read and set the floating-point mode of this processor is not implemented, so the mode is left unchanged.
+    //! Miri has only one mode, and runs no assembly.
     pub type Register = ();
 
     pub fn read() -> Register {}

@@ -11,11 +11,12 @@
 //! - PREMUL_SUM multiplies each rank's number by that rank's factor, which is rounded to the type in which numbers are
 //!   combined.
 //!
-//! A single source is copied bit for bit (PREMUL_SUM scales it).
+//! A group of one rank copies its source bit for bit (PREMUL_SUM scales it).
 //!
 //! `number` defines how numbers are stored and combined, `scalar` has the one loop, and `x86` compiles it for wider
-//! vectors. `float` converts f16 and bf16, `int8` has the encodings of compressed sums, `hash` the hash of a result. To add an operation, add an
-//! `Op` in `scalar.rs`, and a line in each of `bits`, `integer`, `real` and `complex` whose types it supports.
+//! vectors. `float` converts f16 and bf16, `int8` has the encodings of compressed sums, `hash` the hash of a result. To
+//! add an operation, add an `Op` in `scalar.rs`, and a line in each of `bits`, `integer`, `real` and `complex` whose
+//! types it supports.
 
 #![allow(unsafe_code)] // loops over raw pointers, and instructions that the processor must have
 

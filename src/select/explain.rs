@@ -49,7 +49,7 @@ pub struct Explanation {
 /// The record of an operation that was called.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Past {
-    /// Number in its group, or in its pair of ranks.
+    /// The operation's number in its group; a message's number in the ordered pair of its sender and its receiver.
     pub number: u64,
     /// The recorded choice. `None` if the operation has not started, or failed before it started.
     pub choice: Option<Choice>,

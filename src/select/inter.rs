@@ -73,7 +73,8 @@ impl HostsChoice {
     }
 }
 
-/// Above this size, if an operation moves blocks, it is split over all ranks of a host (`leaders`).
+/// Above this size, an operation other than an all_reduce is split over all ranks of a host, if its kind can be
+/// (`leaders`).
 const LARGE: u64 = 1 << 20;
 /// Up to this size an operation may be fused and is never cut. It has one leader, because a second one would cost more
 /// messages than it saves.
@@ -286,7 +287,7 @@ fn cap(count: usize) -> u8 {
 }
 
 /// The default number of leaders: a large operation is split over all ranks of a host, which fill the link with several
-/// connections. For kinds that move blocks, the limit was measured on hosts that have a core for each rank
+/// connections. For kinds other than all_reduce, the limit was measured on hosts that have a core for each rank
 /// (docs/internals/benchmarks.md).
 fn leaders(desc: OpDesc, hosts: &Hosts) -> u8 {
     let border = if desc.kind == Kind::AllReduce { SMALL } else { LARGE };

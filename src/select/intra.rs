@@ -13,8 +13,8 @@ use super::{Choice, GroupShape, OpDesc, Path, Policy, Reason, unit};
 use crate::threads::LEAST_BYTES;
 use crate::types::Kind;
 
-/// For each thread of a rank: the chunk size for a tensor that is read from memory. A thread's part of two chunks stays
-/// in its core's own cache.
+/// The chunk size for a tensor that is read from memory, if each rank has one thread. Two chunks stay in its core's own
+/// cache.
 pub const SMALL_CHUNK: usize = 128 << 10;
 /// Time of a call through torch to the core and back, whatever the algorithm.
 const CALL_NS: f64 = 2800.0;

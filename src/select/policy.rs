@@ -1,7 +1,7 @@
 //! Rank 0's decisions for its group before the first operation: the user's rules, a measured table, the user's
 //! topology, whether the link is measured, whether results are compared, and the size of the cache. The rendezvous
-//! sends them to the other ranks. The chain of signatures starts with their hash, so if two ranks have different
-//! policies, their first operation fails.
+//! sends them to the other ranks. The chain of signatures (`area::chain`) starts with the policy's hash, so if two
+//! ranks have different policies, their first operation fails.
 
 use super::rules;
 use super::rules::Rules;

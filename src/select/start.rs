@@ -124,7 +124,8 @@ pub fn schedule(
     allowed: &dyn Fn(Algorithm) -> bool,
 ) -> (Algorithm, Reason) {
     use Algorithm::*;
-    // Only an all_reduce by doubling sends data once more, so other kinds use the limit for powers of two.
+    // Only in an all_reduce does recursive doubling send the data of extra ranks once more (`MIDDLE`), so other kinds
+    // use the limit for powers of two.
     let doubled = if desc.kind == Kind::AllReduce { hosts } else { 1 };
     let (algorithm, reason) = by_size(bytes, doubled, full_nvlink);
     // A chain from one root moves the same number of bytes as a tree and needs more steps. A barrier has no bytes.

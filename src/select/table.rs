@@ -184,7 +184,7 @@ pub fn path(directory: &Path, key: &Key) -> PathBuf {
 /// The result of loading a table.
 pub enum Found {
     Table(Table, PathBuf),
-    /// There is no table, as usual. The text says so.
+    /// There is no table, which is the usual case. The text says so.
     Missing(String),
     /// There is a table that must not be used. The text says why.
     Refused(String),

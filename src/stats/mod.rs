@@ -35,7 +35,8 @@ use crate::types::Kind;
 const KINDS: usize = Kind::ALL.len() + 1;
 const PATHS: usize = 32;
 const CLASSES: usize = 48;
-/// At most this many combinations get their own counts. Later combinations share one entry per kind.
+/// There are at most this many entries. A combination gets its own entry while there is room; further combinations of a
+/// kind share one entry.
 const CELLS: usize = 128;
 /// Largest number of operations that have ended and are not counted yet.
 const APART: usize = 64;
@@ -128,8 +129,9 @@ pub struct Fused {
     pub largest: u64,
 }
 
-/// The operations of `ended` without an error ended in the same pass over the group. Records this in each of them.
-/// Messages have separate numbers. An operation between hosts already has its batch, which stays.
+/// Records in each operation of `ended` that ended without an error which operations it ended with: all that ended in
+/// this pass over the group without an error. A message is counted among them, but its number is not recorded, because
+/// messages have separate numbers. An operation between hosts already has its batch, which stays.
 #[inline(never)]
 fn introduce(ended: &[(Arc<Op>, Result<()>)]) {
     let well = || ended.iter().filter(|(_, outcome)| outcome.is_ok()).map(|(op, _)| op);

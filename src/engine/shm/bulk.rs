@@ -2,9 +2,11 @@
 //!
 //! Idea: an operation is cut into rounds. In each round a rank *fills* its stage buffer with the data that its peers
 //! need, then *takes* the data that it needs from their stage buffers. In all_reduce and reduce every rank takes one
-//! slice and reduces it into its result buffer, from which the other ranks *collect* it. Each region has two buffers,
-//! so the three steps can be in different rounds: a rank copies round k+1 while it waits for round k. The staging area
-//! stays in the cache, so the DRAM traffic is the input once and the output once.
+//! slice and reduces it into its result buffer, from which the other ranks *collect* it. Stage and result have two
+//! buffers each, so the three steps can be in different rounds: a rank copies round k+1 while it waits for round k. The
+//! staging area stays in the cache, so the DRAM traffic is the input once and the output once.
+//!
+//! P ranks, N bytes of input of one rank; in broadcast and scatter, of the root:
 //!
 //! | kind | steps a round | bytes staged / read per rank | order of summation |
 //! | --- | --- | --- | --- |
@@ -12,7 +14,8 @@
 //! | reduce | fill, take; root collects | N(1-1/P) + N/P / N(1-1/P), root 2N(1-1/P) | the same |
 //! | reduce_scatter | fill, take | N(1-1/P) / N(1-1/P) | the same |
 //! | all_gather, gather | fill, take | N / (P-1)N (gather: root only) | - |
-//! | broadcast, scatter | root fills, others take | N / N | - |
+//! | broadcast | root fills, others take | N / N | - |
+//! | scatter | root fills, others take | N(1-1/P) / N/P | - |
 //! | all_to_all | fill, take | N(1-1/P) / N(1-1/P) | - |
 //!
 //! Source: the two-shot all_reduce of MSCCL++ and DeepSpeed, here with pipelining and one round counter for all kinds.
@@ -46,8 +49,8 @@ pub struct Bases {
 /// The progress of a large operation.
 pub struct Rounds {
     chunk: usize,
-    /// For all ranks below this one, their headers agree or this rank does not take from them. The headers of all ranks
-    /// from which it takes must agree before the first take.
+    /// The headers of all ranks below this one agree, except those from which this rank does not take. The headers of
+    /// all ranks from which it takes must agree before the first take.
     seen: usize,
     /// The same for the ranks from which this rank does not take. Their headers are compared only while nothing moves.
     beside: usize,

@@ -153,8 +153,9 @@ impl Shm {
     }
 
     /// Removes the predecessors for which no operation needs to wait. A send that `p2p` has accepted continues from a
-    /// copy of its data, because its peer may receive it only after the operation that waits here. If the peer already
-    /// reads the send's tensor, it completes that whatever else it waits for.
+    /// copy of its data, because its peer may post the receive only after the operation that would wait here. If the
+    /// peer is already reading the send's tensor, no copy is made: the peer finishes reading whatever else it waits
+    /// for.
     fn continue_from_copies(&mut self, predecessors: &mut Vec<Arc<Op>>) {
         predecessors.retain(|earlier| {
             let sends =

@@ -14,7 +14,9 @@
 //! | `memory/area` | typed access to the segment |
 //! | `small`, `bulk`, `mapped`, `p2p` | the four ways to move data |
 //! | `results` | compares the ranks' results, if the group asks for it |
-//! | `memory/arena`, `reach`, `extents` | tensors that peers can reach: this process's, the peers', pages in use |
+//! | `memory/arena`, `memory/extents` | this process's tensors that peers can reach; which of their pages are in use |
+//! | `memory/reach` | the peers' arenas, mapped into this process |
+//! | `memory/forks` | keeps a forked child from writing its parent's tensors |
 //! | `rank_set` | sets of ranks |
 //! | `memory/presence` | memory that is populated at its first use |
 //! | `memory/segment` | the memory itself |

@@ -2,8 +2,9 @@
 //!
 //! Each rank writes the hash of each result into shared memory (`protocol`, **Hashes**) and compares it with the hash
 //! of the next rank; the last rank compares with rank 0. So each rank reads the hashes of only one peer, however many
-//! ranks there are, and if results differ, two neighbours find it. Eight words share a cache line, so hashes of small
-//! operations are compared eight at a time; after a large operation or a barrier all published hashes are compared.
+//! ranks there are, and if results differ, at least two ranks find it. Eight words share a cache line, so hashes of
+//! small operations are compared eight at a time; after a large operation or a barrier all published hashes are
+//! compared.
 //!
 //! A rank that has found a difference reads the words of all ranks. Its operations do not end until every rank has
 //! published its hash, because each rank has a vote; but this rank waits at most `PATIENCE`.
@@ -23,7 +24,8 @@ use crate::os::{clock, topology};
 use crate::reduce::hash::SPARE;
 use crate::types::{Kind, Span};
 
-/// Results of fewer bytes are compared only when `TOGETHER` results wait for it.
+/// An operation with fewer bytes starts a comparison only when the results of `TOGETHER` operations are not compared
+/// yet.
 const LARGE: u64 = 16 << 10;
 const TOGETHER: u64 = 8;
 /// After a difference was found, a rank waits at most this long for the hashes of all ranks.

@@ -190,9 +190,9 @@ fn other_list(area: &Area, op: &Op, (peer, theirs): (usize, u64), own: u64) -> O
     Some(lists::differ(&op::describe(op.signature), op.number, (area.me, own), (peer, theirs), (place, UNTOUCHED)))
 }
 
-/// Called if the signatures of this operation agree but the chains differ. Then either the lists of sizes of this
-/// operation differ, or an earlier operation differed in which neither rank read the other's header. The segment still
-/// has the last headers of both ranks; this function reports the first difference between them.
+/// Called if the signatures of this operation agree but the chains differ. Then either this operation's lists of sizes
+/// differ, or an earlier operation differed and neither rank read the other's header in it. The segment still has the
+/// last headers of both ranks; this function reports the first difference between them.
 fn earlier_mismatch(area: &Area, op: &Op, peer: usize) -> Error {
     let me = area.me;
     let oldest = op.number.saturating_sub(area.layout.depth - 1).max(1);

@@ -56,7 +56,8 @@ use crate::threads;
 
 /// Bytes that are read or combined, then written to all outputs, while they are in the nearest cache.
 const FOLD_BYTES: usize = 32 << 10;
-/// Bytes of one step for each thread that works on it. Between steps, a waiting thread checks for signals, deadlines and ended peers.
+/// Bytes of one step for each thread that works on it. Between steps, a waiting thread checks for signals, deadlines
+/// and ended peers.
 pub const STEP_BYTES: usize = 1 << 20;
 
 /// The progress of an operation whose tensors this rank offers.
@@ -160,8 +161,8 @@ impl Mapped {
         !protocol::has_moved(area, peer, op.number) || !self.told && area.left(peer)
     }
 
-    /// Called when the operation fails here, after this rank has stored the fault or that it leaves. Keeps peers that
-    /// continue later from writing into the outputs.
+    /// Called when the operation fails on this rank, after the rank has stored the fault, or that it leaves. Makes
+    /// private the memory that peers write, so that a peer that continues later cannot change it.
     pub fn withdraw(self) {
         for lease in self.offer.targets() {
             if let Err(error) = lease.take_out() {
@@ -292,8 +293,8 @@ impl Work {
             })
             .collect();
         let outputs = |rank: usize| Pieces(&self.theirs[rank].outputs);
-        // Reduces into this rank's output if it is a target, and copies the result from there, while it is in the
-        // cache, to the others.
+        // Reduces into this rank's output if this rank is a target, otherwise into the first target's. From there the
+        // result is copied to the other targets, while it is in the cache.
         let first = if targets.contains(&me) { me } else { targets[0] };
         let direct = outputs(first).contiguous(to, bytes);
         let mut scratch = vec![0; if direct.is_some() { 0 } else { bytes }];

@@ -1,9 +1,9 @@
-//! How ranks publish the addresses of their tensors: in the slot of the operation, behind its header.
+//! How ranks publish where their tensors are: in the slot of the operation, behind its header.
 //!
-//! A rank *offers* its tensors when it publishes the operation. The word behind the header has the number of pieces (0:
-//! no offer), and each piece's offset and length in the rank's arena follow. An operation is mapped if every rank
-//! offers. All ranks see the same words, so all decide alike. A rank whose tensors are not in its arena offers nothing,
-//! and knows at once that the operation is staged.
+//! A rank *offers* its tensors when it publishes the operation. The word behind the header is 0 if there is no offer;
+//! otherwise it has the numbers of input and output pieces, and each piece's offset and length in the rank's arena
+//! follow. An operation is mapped if every rank offers. All ranks see the same words, so all decide alike. A rank whose
+//! tensors are not in its arena offers nothing, and knows at once that the operation is staged.
 
 use std::sync::Arc;
 
@@ -123,7 +123,7 @@ impl Arenas {
         reached.then_some(Offer { inputs, outputs, written })
     }
 
-    /// Whether `rank` can be read in place. It must have published its arena's identity.
+    /// Whether this rank can read tensors of `rank` in place. `rank` must have published its arena's identity.
     pub fn reaches(&mut self, area: &Area, rank: usize) -> bool {
         self.reach(area, rank).is_some()
     }
@@ -133,8 +133,8 @@ impl Arenas {
         self.reached[rank].as_ref()?.at(offset, bytes)
     }
 
-    /// Whether the receiver of this send may read it in place, as far as this rank knows. If so, this rank has
-    /// published its arena's identity.
+    /// Whether the receiver of this send may read the tensor in place, as far as this rank knows. If so, also publishes
+    /// the identity of this rank's arena, so that the receiver can map it.
     pub fn announce(&self, area: &Area, send: &Op) -> bool {
         let [span] = send.sent() else { return false };
         let found = span.bytes >= MESSAGE_FROM && arena::reaches(span.addr as *const u8);

@@ -46,11 +46,11 @@ pub enum Part {
 
 /// Operations of at least this size are mapped if possible.
 const FROM: usize = 16 << 10;
-/// The same for a broadcast, and for a rank's block in a scatter or gather. Of smaller ones, a rank that only sends may
-/// return as soon as its data is staged, before the other ranks have called.
+/// The same for a broadcast, and for a rank's block in a scatter or gather. Smaller ones are staged: then a rank that
+/// only sends may return as soon as its data is staged, before the other ranks have called.
 const ROOTED_FROM: usize = 1 << 20;
-/// The same for a broadcast or gather if the host has fewer cores than ranks, because then a rank that waits for the
-/// others waits longer (docs/internals/benchmarks.md).
+/// The same for a broadcast or gather if the host has fewer cores than ranks: a mapped operation ends only when all
+/// ranks have done their parts, and ranks that share a core take longer for that (docs/internals/benchmarks.md).
 const CROWDED_FROM: usize = 2 << 20;
 
 /// Whether an operation of this kind, with so many bytes of inputs and outputs on one rank, is mapped if possible.
@@ -166,9 +166,9 @@ impl Part {
     }
 }
 
-/// The pieces of rank `me` in a scatter or gather, in which every rank's block is at the root on one side. The block of
-/// another rank is copied by that rank, but for its last part of one in `ranks`, which the root copies, so that all ranks
-/// copy the same number of bytes. The root copies its own block, too.
+/// The pieces of rank `me` in a scatter or gather, in which every rank's block is at the root on one side. Each other
+/// rank copies its own block, except the last `1 / ranks` of it, which the root copies, so that all these copies have
+/// the same number of bytes. The root copies its own block, too.
 fn between_root_and_all(shape: &Shape) -> Vec<Piece> {
     let &Shape { kind, me, ranks, root, total_in, total_out, .. } = shape;
     let scatters = kind == Kind::Scatter;

@@ -20,14 +20,15 @@ use crate::os::fault_points;
 use crate::os::fault_points::FaultPoint;
 use crate::os::topology;
 
-/// Indices for `Layout::control_word`: a rank's control words for `protocol::Word`, and its other control words.
+/// Indices for `Layout::control_word`. The first five are words of `protocol::Word`.
 const DONE: usize = 0;
 const STAGE_READY: usize = 1;
 const STAGE_DRAINED: usize = 2;
 const RESULT_READY: usize = 3;
 const RESULT_DRAINED: usize = 4;
 const DOOR: usize = 5;
-/// Set by its rank when that rank leaves. Peers read it only after they have waited for long.
+/// Set by its rank when that rank leaves. Peers read it after a long wait, and after they have read a tensor of that
+/// rank in place. The same pair of lines has the rank's core and its last device launch.
 const LIFE: usize = 6;
 const MONITOR: usize = 7;
 /// One bit for each rank that has sent to this rank. Senders set bits, this rank clears them; see `protocol::post`.
@@ -150,8 +151,9 @@ impl Area {
         }
     }
 
-    // An offer (`mapped/offer.rs`) is in the header line, which has no payload if the operation runs in rounds, and
-    // behind it. Offers are written before the tag (relaxed) and read after the tag was acquired.
+    // An offer (`mapped/offer.rs`) begins in the header line and continues behind it. The header line has room for it,
+    // because an operation that makes an offer has no payload there. Offers are written before the tag (relaxed) and
+    // read after the tag was acquired.
 
     /// Stores the offer's first word, and clears the word for `Moved`.
     pub fn set_offer(&self, n: u64, word: u64) {
@@ -197,8 +199,8 @@ impl Area {
         self.segment.ptr(if bytes <= INLINE_BYTES { at + 32 } else { at + 64 }, bytes)
     }
 
-    /// Word `at` of a list of tensors. The words grow from the end of the slot towards its data. Written before the tag
-    /// (relaxed), read after the tag was acquired.
+    /// Word `at` of a list of tensors. The list begins at the end of the slot and grows towards the slot's data.
+    /// Written before the tag (relaxed), read after the tag was acquired.
     pub fn list_word(&self, rank: usize, n: u64, at: usize) -> &AtomicU64 {
         assert!(at < SLOT_BYTES / 8, "sagellm: tensor {at} of a list in a slot");
         self.word64(self.layout.slot(rank, n) + 64 + SLOT_BYTES - (at + 1) * 8)
@@ -277,8 +279,8 @@ impl Area {
     /// of the rank at a time, with consecutive numbers.
     pub fn set_launched(&self, number: u64, signed: Signed) {
         let (signature, lists) = self.launch_words(self.me, number);
-        // Release: a reader that sees these values also sees the previous number, so it can tell that the place may
-        // have been reused.
+        // Release: a reader that sees these values also sees the number of the previous launch. From that number the
+        // reader can tell that these words may have been reused.
         signature.store(signed.signature, Ordering::Release);
         lists.store(signed.lists, Ordering::Release);
         let word = number << 8 | signed.signature >> 59;
@@ -289,8 +291,8 @@ impl Area {
         let word = self.word64(self.layout.control_word(rank, LIFE) + 16).load(Ordering::Acquire);
         (word >> 8, word as u8)
     }
-    /// What `rank` signed for launch `number`. `None` before that launch, and after a later launch may have overwritten
-    /// the place.
+    /// What `rank` signed for launch `number`. `None` before that launch, and when a later launch may have overwritten
+    /// the values.
     pub fn signed(&self, rank: usize, number: u64) -> Option<Signed> {
         if self.launched(rank).0 < number {
             return None;
@@ -373,9 +375,10 @@ impl Area {
         self.word32(self.layout.control_word(rank, QUESTION))
     }
 
-    /// Writes this rank's answer; if it is too long, it is cut. Only its answering thread calls this. This is a seqlock:
-    /// the first word is odd while the answer changes, and a reader accepts an answer only if it read the same even value
-    /// before and after. Length and answer are atomic words too (relaxed); the fences on both sides order them.
+    /// Writes this rank's answer; if it is too long, it is cut. Only this rank's answering thread calls this. This is a
+    /// seqlock: the first word is odd while the answer changes, and a reader accepts an answer only if it read the same
+    /// even value before and after. Length and answer are atomic words too (relaxed); the fences on both sides order
+    /// them.
     pub fn write_answer(&self, answer: &[u8]) {
         let at = self.layout.answer(self.me);
         let version = self.word64(at).load(Ordering::Relaxed) | 1;

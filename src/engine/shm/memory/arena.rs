@@ -5,12 +5,13 @@
 //! shrinking and growing, so an access of a peer cannot fault. A tensor is a range of whole pages (`extents.rs`), and
 //! nothing else is on these pages.
 //!
-//! **Late writes.** In an all_reduce or reduce, peers write into this process's outputs. A peer that was stopped may
-//! continue after the operation has failed here, when the program uses the memory again. So before the program receives
-//! the error, [`Lease::take_out`] makes the pages of the outputs private. It moves a private mapping of the same file
-//! pages over them, and writes each page once, so that the kernel copies it. The tensor keeps its address and contents,
-//! and late writes go to file pages that nothing reads. Meanwhile, threads of this process may access the memory, and
-//! none of their writes is lost. The range of the file is never reused.
+//! **Late writes.** In an all_reduce, reduce, broadcast, scatter or gather, peers write into outputs of this process
+//! (`mapped`). A peer that was stopped may continue after the operation has failed here, when the program uses the
+//! memory again. So before the program receives the error, [`Lease::take_out`] makes the pages of the outputs private.
+//! It moves a private mapping of the same file pages over them, and writes each page once, so that the kernel copies
+//! it. The tensor keeps its address and contents, and late writes go to file pages that nothing reads. Meanwhile,
+//! threads of this process may access the memory, and none of their writes is lost. The range of the file is never
+//! reused.
 //!
 //! **Forks.** In a child the mapping is replaced by a private one of the same file (`forks.rs`). The child allocates
 //! nothing here, and when it frees a tensor, nothing happens, because it shares the file with its parent.
@@ -184,9 +185,9 @@ pub struct Lease {
 }
 
 /// Leases `span` for an operation of `group`. None if the memory is not in the arena, if pages of its tensor were made
-/// private (`Lease::take_out`), or if an operation of another group uses it: two groups fail at different times, but if
-/// pages are made private, all operations on them are affected. Also None in a forked child, and if too many ranges are
-/// private.
+/// private (`Lease::take_out`), or if an operation of another group uses it: if one of the two groups failed, it would
+/// make pages private, and the peers of the other group could no longer reach them. Also None in a forked child, and if
+/// too many ranges are private.
 pub fn lease(group: u64, span: Span) -> Option<Lease> {
     if !owns(span.addr as *const u8) || forks::is_child() {
         return None;
@@ -331,7 +332,7 @@ impl Arena {
         }
     }
 
-    /// Makes pages private, like the head of this file describes. Called with the lock held, for pages that are not
+    /// Makes pages private, as the head of this file describes. Called with the lock held, for pages that are not
     /// private. If the system refuses, nothing has changed.
     fn make_private(&self, pages: Range<usize>) -> io::Result<()> {
         if !self.has_its_file() {

@@ -65,7 +65,7 @@ pub fn owns(address: usize) -> bool {
     base != 0 && address.wrapping_sub(base) < RECORD.bytes.load(Ordering::Relaxed)
 }
 
-/// False when half of the entries are used. Then no further leases are granted, so the other half is left for
+/// False when half of the entries of `private` are used. Then `arena::lease` refuses, so the other half is left for
 /// operations in flight.
 pub fn has_room_for_private() -> bool {
     RECORD.private_count.load(Ordering::Relaxed) < MOST_PRIVATE / 2

@@ -4,11 +4,11 @@
 //! ```text
 //! hello     64 B a rank, rounded up to a page: the handshake that proves the segment is shared (rendezvous)
 //! group     abort word, count of sleepers, count of leavers
-//! control   per rank: the words of `protocol::Word`, each on its own pair of cache lines, the fault text, the answer
+//! control   per rank: its control words (`area.rs`), each on its own pair of cache lines, the fault text, the answer
 //! slots     per rank: `depth` slots of one header line and SLOT_BYTES of payload; the hashes of its last results
 //! stage     per rank: 2 buffers that the rank fills for its peers
 //! result    per rank: 2 buffers that hold the slice the rank has reduced
-//! pairs     per sender, for each of the others: words, grants and a few envelopes of a message each (`p2p`)
+//! pairs     per sender, for each peer: words, grants and a few envelopes, each for one message (`p2p`)
 //! channels     per receiver: 2 buffers each, through which messages too large for an envelope move (`p2p/channels.rs`)
 //! ```
 //!
@@ -44,8 +44,8 @@ pub const FAULT_BYTES: usize = 1408;
 pub const ANSWER_BYTES: usize = 1280;
 /// Bytes of payload that fit into an envelope's first line, behind tag and size.
 pub const SHORT_BYTES: usize = 48;
-/// Largest number of ranks per segment: a slot's table has eight bytes per rank, and mail words and `RankSet` have one
-/// bit per rank.
+/// Largest number of ranks per segment: in a slot, the table of an all_to_all has eight bytes per rank, and mail words
+/// and `RankSet` have one bit per rank.
 pub const MAX_RANKS: usize = 256;
 /// Largest segment, unless that leaves less than `RANK_SHARE` per rank.
 pub const CEILING: usize = 64 << 20;
@@ -131,7 +131,8 @@ impl Layout {
         Layout::possible(ranks).find(|layout| layout.stage_bytes <= wanted && layout.total <= budget)
     }
 
-    /// Like `new`, limited to the share of the free memory that a segment may use: a quarter of `headroom` bytes.
+    /// Like `new`. The budget is a quarter of `headroom`, which is the free memory in bytes, but at most `CEILING` or
+    /// `RANK_SHARE` per rank, whichever is more.
     pub fn within(ranks: usize, threads: usize, headroom: usize) -> Option<Layout> {
         (1..=MAX_RANKS)
             .contains(&ranks)
@@ -191,8 +192,8 @@ impl Layout {
         self.total
     }
 
-    /// What the choice of algorithms needs to know of a group with this layout on one host. `cores` and `threads` are as
-    /// in `GroupShape`.
+    /// What the choice of algorithms needs to know of a group with this layout on one host. `cores` and `threads` are
+    /// as in `GroupShape`.
     pub fn shape(&self, cores: usize, threads: usize) -> GroupShape {
         let (slot_bytes, stage_bytes) = (SLOT_BYTES, self.stage_bytes);
         GroupShape { ranks: self.ranks, hosts: 1, cores, threads, slot_bytes, stage_bytes }

@@ -1,4 +1,5 @@
-//! Populates memory at its first use. This is most of a segment, because most groups use little of it.
+//! Populates parts of a segment (`layout::Part`) at their first use. The parts are most of the segment, and most groups
+//! use few of them.
 //!
 //! **Which rank populates a part, and why its peers may rely on it.** A part belongs to one rank, which populates it
 //! before any rank touches it. Release and acquire pairs that exist anyway order the peers' accesses after that:
@@ -14,9 +15,9 @@
 //!
 //! **The limits.** Filling memory past the limit of a control group kills the process, and memory that was free when
 //! the group was created may be in use now. So the limits are read again. If they leave too little, the operation fails
-//! before anything is written: on this rank with the amounts, on the other ranks with the same text, like for any fault
-//! of a group. The new parts, times the number of ranks, may use half of the free memory, because all ranks may be
-//! about to do the same. The other half is left for other groups and for what the programs allocate at the same time.
+//! before anything is written, and its error, which has the amounts, ends the group on all ranks. The new parts, times
+//! the number of ranks, may use half of the free memory, because all ranks may be about to do the same. The other half
+//! is left for other groups and for what the programs allocate at the same time.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 

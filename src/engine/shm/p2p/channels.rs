@@ -1,10 +1,10 @@
 //! Assigns a receiver's channels to senders. A channel carries the large messages of one sender at a time. A receiver
 //! may have fewer channels than senders.
 //!
-//! A channel is lent with the grant for a message and returned when the receiver has read the whole message. A granted
-//! message was matched by a receive, so both ranks move it whatever else they wait for. Therefore every channel is
-//! returned. Senders that find no free channel get one in the order in which they asked. As long as no other sender
-//! waits, a sender keeps its channel for its next messages.
+//! A channel is lent with the grant for a message (the receiver's answer to its envelope) and returned when the
+//! receiver has read the whole message. A granted message was matched by a receive, so both ranks move it whatever else
+//! they wait for. Therefore every channel is returned. Senders that find no free channel get one in the order in which
+//! they asked. As long as no other sender waits, a sender keeps its channel for its next messages.
 //!
 //! Only the receiver has this state. A sender reads the number of its channel from the grant (`outgoing.rs`).
 

@@ -43,7 +43,7 @@ pub struct Message {
     pub tag: u32,
     pub bytes: usize,
     number: u64,
-    /// Whether the sender's tensor is in its arena.
+    /// Whether the tensor is in the sender's arena.
     reachable: bool,
     /// The data of an eager message. None for a larger one.
     data: Option<Vec<u8>>,
@@ -184,7 +184,7 @@ impl Incoming {
         Ok(moved)
     }
 
-    /// Advances the first accepted message by one step. Fails if the sender's offer is not in its arena.
+    /// Advances the first accepted message by one step. Fails if the offered tensor is not within the sender's arena.
     fn receive_body(
         &mut self,
         area: &Area,

@@ -3,15 +3,15 @@
 //! Each ordered pair of ranks has a ring buffer of envelopes. A message of up to `eager_bytes` is copied into its
 //! envelope, and its send ends at once. A larger message waits at the sender until the receiver has matched its
 //! envelope and granted it a channel (`channels`). Then it moves through the two buffers of that channel, in the order
-//! of the grants. Receivers always move envelopes to a private list, so if no receive has asked for the tag of a
-//! message yet, the message still blocks no later one. Receives match in the order in which they were posted, first in
-//! first out per (source, tag). A receive from `ANY_RANK` takes the message that arrived first.
+//! of the grants. While any receive is posted, the receiver empties the ring buffers. It moves envelopes that match no
+//! receive to a private list, so that they do not block later messages. Receives match in the order in which they were
+//! posted, first in first out per (source, tag). A receive from `ANY_RANK` takes the message that arrived first.
 //!
 //! **In place.** If the receiver can map the sender's tensor (`memory/arena.rs`), the first round of a large message
-//! has only the tensor's offset in the sender's arena. The receiver copies from the tensor, and drains the round when it
-//! has copied everything; only then does the send end. The envelope says whether the tensor is in the arena, and the
+//! has only the tensor's offset in the sender's arena. The receiver copies from the tensor, and drains the round when
+//! it has copied everything; only then does the send end. The envelope says whether the tensor is in the arena, and the
 //! grant says whether the receiver has mapped the arena. The sender decides after the grant, because until then a later
-//! operation of the sender may need the tensor's memory, and the send continues from a copy.
+//! operation of the sender may need the tensor's memory; then the send continues from a copy.
 //!
 //! For an eager message, N bytes are written and N read. For a larger one, N bytes are staged and N read, in N /
 //! body_bytes rounds that overlap. In place, N bytes are read and written once.

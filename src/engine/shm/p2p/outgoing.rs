@@ -42,7 +42,8 @@ struct Body {
 }
 
 enum Progress {
-    /// The receiver can read this rank's arena. The next round tells it whether the tensor is there.
+    /// The receiver has mapped this rank's arena. The next round tells it the tensor's offset there, or that the data
+    /// is staged.
     Offered,
     /// The receiver reads the tensor until it has drained `rounds` rounds. The lease keeps other groups from making the
     /// tensor's pages private.
@@ -175,8 +176,8 @@ impl Outgoing {
             Progress::Staged(moved) => {
                 let inputs = Pieces(body.op.sent());
                 let bytes = area.layout.body_bytes.min(inputs.bytes() - *moved);
-                // SAFETY: the body buffer has room for `bytes`. This rank was granted the channel, and DRAINED says that
-                // the receiver no longer reads the buffer.
+                // SAFETY: the body buffer has room for `bytes`. This rank was granted the channel, and DRAINED says
+                // that the receiver no longer reads the buffer.
                 unsafe { inputs.read(*moved, area.body(to, body.channel, self.round, bytes), bytes) };
                 *moved += bytes;
             }
