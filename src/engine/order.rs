@@ -40,8 +40,8 @@ struct Line {
 /// Operations are identified by `pending::key`.
 #[derive(Default)]
 pub struct Order {
-    /// Operations whose memory the engine uses or will use: messages, and collectives that were issued before a
-    /// message.
+    /// Operations whose memory the engine uses or will use: all messages, and the collectives that the engine has added
+    /// (`add`).
     in_use: PendingOps,
     held: HashMap<usize, Held>,
     /// For each operation: the held messages that wait for its memory.

@@ -8,7 +8,7 @@
 //! | an operation that does not end at once is issued | every sleeping driver, or the progress thread | `issued` |
 //! | the last driver leaves with operations pending | the progress thread | `Driving`'s drop |
 //! | an operation ends or fails | sleeping threads that wait for operations | `event_count::announce` on `ended` |
-//! | a peer publishes something | every thread that sleeps on this rank's wake word | `event_count::announce` on the segment |
+//! | a peer publishes | every thread that sleeps on this rank's wake word | `event_count::announce` on the segment |
 //!
 //! All four use the same handshake (`event_count`). The sleeper counts itself, fences and checks once more. The
 //! publisher publishes, fences and reads the number of sleepers. So either the sleeper sees what was published, or the

@@ -102,7 +102,7 @@ pub fn common(ranks: &[Rank]) -> Result<Option<Network>, String> {
         return Ok(None);
     }
     let first = ranks[0].addresses;
-    // If hosts report no boot id, they compare as equal, so loopback counts as usable between them.
+    // Hosts that report no boot id may compare as equal, and then loopback counts as usable between them.
     let one_network = ranks.iter().all(|rank| rank.place == ranks[0].place);
     for (way, _) in first.ways.iter().filter(|(way, _)| one_network || !way.is_loopback()) {
         let places = ranks.iter().map(|rank| rank.addresses.places(*way)).min().unwrap_or(0);

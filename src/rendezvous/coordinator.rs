@@ -245,7 +245,8 @@ impl Coordinator<'_, '_> {
         })
     }
 
-    /// This rank's first known peers to which every rank belongs and of which all are alive.
+    /// The oldest of this rank's sets of known peers (`KnownPeers`) that has every rank of the group, all of them
+    /// alive.
     fn group_peers(&self) -> Option<GroupPeers> {
         let place = |record: &Option<Record>, id: Nonce| {
             let known = &record.as_ref()?.body.as_ref()?.known;
@@ -290,7 +291,7 @@ impl Coordinator<'_, '_> {
 
     /// The final decision for ranks that cannot share memory: the group spans `hosts`, or a delegate serves it.
     fn decide_without_memory(&self, id: Nonce, reason: Reason, hosts: Option<Vec<usize>>) -> Result<Outcome> {
-        one_delegate(&self.records)?; // messages between hosts use the delegate too
+        one_delegate(&self.records)?; // it also decides which engine serves a group over several hosts
         // gloo would need more descriptors. Its thread ends the process if it cannot accept a connection (observed).
         if let Reason::OpenFiles(reason) = &reason {
             return Err(Error::system(format!(
@@ -315,8 +316,9 @@ impl Coordinator<'_, '_> {
         }
     }
 
-    /// The addresses by which the ranks of a group that needs gloo reach each other. An error is raised here, with one
-    /// text for all ranks: in gloo each rank would fail alone, or wait for the others until its timeout.
+    /// The way by which the ranks reach each other if gloo or our own link connects them. None if another backend does,
+    /// or if a rank lists no addresses. If the ranks have no common way, this fails with one text for all of them:
+    /// later each rank would fail alone, or wait for the others until its timeout.
     fn network(&self, reason: &str) -> Result<Option<Network>> {
         let config = self.session.config;
         let bodies: Option<Vec<&Body>> =
@@ -396,9 +398,9 @@ fn one_delegate(records: &[Option<Record>]) -> Result<()> {
     }
 }
 
-/// The number of each rank's host, counted in the order of the ranks. None if memory cannot be shared for any reason
-/// other than different hosts. Ranks on one machine that have different users or network namespaces count as being on
-/// different hosts.
+/// The number of each rank's host, counted in the order of the ranks. Ranks of one machine that have different users or
+/// network namespaces count as ranks on different hosts. None if all ranks are on one host, or if something else keeps
+/// a rank from sharing memory, for instance another version, its own wish or an unknown boot id.
 fn hosts(records: &[Option<Record>]) -> Option<Vec<usize>> {
     let own = records[0].as_ref()?;
     let mut seen: Vec<(&str, u32, u64)> = Vec::new();

@@ -431,7 +431,7 @@ mod tests {
     use super::*;
     use crate::host::{Memory, NoSignals};
 
-    /// These keys are removed after the group has ended.
+    /// The keys of `Hosts::keys` are removed after the group has ended.
     #[test]
     #[cfg_attr(miri, ignore = "maps memory that processes share")]
     fn each_key_with_the_id_of_the_attempt_is_known_to_the_rank_that_set_it() {

@@ -1,8 +1,8 @@
 //! The messages of the rendezvous, as bytes. Pure.
 //!
-//! Any message may be garbage, or from an earlier incarnation or another version. So reading returns `None` for anything
-//! it does not fully understand. The first fields of [`Record`] and [`DecisionMessage`] never change, so that different
-//! versions can report that they differ.
+//! Any message may be garbage, or from an earlier incarnation or another version. So reading returns `None` for
+//! anything it does not fully understand. The first fields of [`Record`] and [`DecisionMessage`] never change, so that
+//! different versions can report that they differ.
 
 use std::io;
 
@@ -37,7 +37,7 @@ fn after<'a>(bytes: &'a [u8], magic: &[u8]) -> Option<Reader<'a>> {
     bytes.strip_prefix(magic).map(Reader)
 }
 
-/// The host, user and namespaces of a rank's process.
+/// The host, user and namespaces of a rank's process, and the cores and memory that it may use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Identity {
     pub boot_id: String,
@@ -82,7 +82,7 @@ pub struct Body {
     pub identity: Identity,
     /// Why this rank does not want shared memory. Empty if it wants shared memory.
     pub wish: String,
-    /// Name of the backend that would then serve the group.
+    /// Name of the backend that serves the group if our engines cannot.
     pub delegate: String,
     /// For each set of known peers from earlier groups: its id, and this rank's place in it.
     pub known: Vec<(Nonce, u32)>,
@@ -258,7 +258,8 @@ impl DecisionMessage {
     }
 }
 
-/// Why ranks cannot share memory, as text. Only the kind decides anything.
+/// Why ranks cannot share memory, as a text for the user. The code looks only at the variant: after `OpenFiles` the
+/// group fails, because a delegate needs even more descriptors.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Reason {
     /// A process has no descriptor left.

@@ -211,7 +211,8 @@ fn mailbox() -> Result<(Option<OwnedFd>, Vec<u8>)> {
 }
 
 const DECISION_KEY: &str = "verdict";
-/// Key for the ranks for which rank 0 waits, so that other ranks' errors can name them. Its value is not a decision.
+/// Key under which rank 0 names the ranks for which it waits, so that other ranks' errors can name them too. The value
+/// is a `DecisionMessage`, but decides nothing.
 const WAITS: &str = "waits";
 
 fn record_key(rank: usize) -> String {

@@ -94,7 +94,8 @@ fn answer(session: &Session, id: Nonce, reason: Option<Reason>) -> Result<()> {
     session.store.set(&answer_key(session.config.rank), &Answer { id, reason }.write())
 }
 
-/// Parses the error that ended rank 0. It is sent as its code letter followed by its text.
+/// Parses an error of rank 0: a code letter followed by the text. It is the error that ended rank 0 (`Mode::Failed`)
+/// or, under the key `WAITS`, the one that rank 0 will report if the missing ranks do not come in time.
 fn told(text: &str) -> Error {
     let mut letters = text.chars();
     let code = letters.next();
@@ -296,7 +297,8 @@ fn accept(
             Some(pidfd) => pid_of(pidfd),
             None => 0,
         };
-        // Large groups do not pass pidfds. The signature has just proved that the process is alive.
+        // Rank 0 passes no pidfds in large groups (`serve.rs`). It has just seen the pid on its connection to the
+        // process, so the pid still belongs to that process.
         let pidfd = pidfd.or_else(|| (pid > 0).then(|| unix_socket::pidfd_open(pid).ok()).flatten());
         (Process { pid, host }, pidfd)
     });

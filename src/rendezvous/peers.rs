@@ -15,8 +15,8 @@ use crate::error::Result;
 use crate::os::watch;
 use crate::os::watch::{End, PerProcess, WatchGuard};
 
-/// A rank names at most this many known peers in its record. These are the oldest, because they usually include those
-/// of the largest groups.
+/// A rank names at most this many sets of known peers in its record: the oldest, because they usually include those of
+/// the largest groups.
 const MOST_NAMED: usize = 32;
 
 /// A process as another process sees it.

@@ -1,8 +1,8 @@
-//! Runs one batch: the ranks of one host run steps among themselves, and the leaders of the hosts run schedules. The
-//! collectives themselves are in `collectives.rs`.
+//! Runs one batch: the ranks of each host run steps among themselves, and the *leaders*, one or more ranks of each
+//! host, run schedules with the leaders of the other hosts. The collectives themselves are in `collectives.rs`.
 //!
-//! All ranks of a host run the same steps among themselves. The leaders (the ranks that have the same local rank on
-//! every host) run the same schedule among themselves. So no rank waits for a message that is never sent.
+//! All ranks of a host run the same steps, and all members of a schedule run the same schedule. So no rank waits for a
+//! message that is never sent.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -19,7 +19,7 @@ use crate::op::words::{Called, MOVED, different};
 use crate::os::clock;
 use crate::types::{Dtype, Kind, ReduceOp, Request, Span};
 
-/// A shared-memory group of this host's ranks. Each lane has its own group.
+/// A shared-memory group of this host's ranks. Each lane (`lanes`) has its own group.
 pub trait HostGroup: Send + Sync {
     /// Runs one operation to its end. The caller keeps its memory valid until then.
     fn run(&self, request: Request) -> Result<()>;
@@ -70,7 +70,7 @@ impl BatchRun<'_> {
         memory
     }
 
-    /// Runs an operation among the ranks of this host. Lists are as in `Request`.
+    /// Runs an operation among the ranks of this host. The lists of `call` have the same meaning as in `Request`.
     #[allow(unsafe_code)] // makes a call over memory, and waits for its end
     pub fn run_in_host(&self, call: HostCall) -> Result<()> {
         let Some(inside) = self.inside else {
@@ -84,7 +84,7 @@ impl BatchRun<'_> {
         request.timeout_ms = Some((left + AFTER_DEADLINE).as_millis() as u64);
         (request.in_blocks, request.out_blocks) = (call.in_blocks, call.out_blocks);
         inside.run(request).map_err(|error| match error.rank() {
-            // If this rank found the failure itself, the error uses the names of the whole group.
+            // If this rank itself found the loss of a rank, the error names the whole group, not the host's group.
             Some(rank) if error.found_by() == Some(self.host_map.me) && self.host_map.local_ranks().contains(&rank) => {
                 self.transport.names().lost(rank, &self.header.during(), "")
             }
@@ -92,7 +92,9 @@ impl BatchRun<'_> {
         })
     }
 
-    /// Compares the operations that the ranks of this host are about to run, and exchanges factors and issued numbers.
+    /// Compares the operations that the ranks of this host are about to run. Also gives each of these ranks the others'
+    /// factors of PREMUL_SUM and the smallest number up to which one of them has issued operations
+    /// (`FrameHeader::issued`).
     pub fn compare_inside(&mut self) -> Result<()> {
         const WORDS: usize = 6;
         if self.inside.is_none() {
@@ -126,8 +128,8 @@ impl BatchRun<'_> {
         Ok(())
     }
 
-    /// Broadcasts the smallest issued number that the leader received to every rank of this host, after the batch's
-    /// data.
+    /// Broadcasts the smallest `issued` that local rank `leader` has received to every rank of this host. Called after
+    /// the batch's data was moved.
     pub fn share_issued(&mut self, leader: usize) -> Result<()> {
         if self.inside.is_none() {
             return Ok(());
@@ -142,9 +144,9 @@ impl BatchRun<'_> {
     }
 
     /// Runs the schedule of a collective among `members` (ranks of the group), one of which is this rank. The schedule
-    /// works on the memory of `spans`; `ranges` maps a part to its bytes in that memory. If `numbers` is set, it is the
-    /// vector that combines elements and the offset in that vector at which the memory begins; the memory must then be
-    /// one span.
+    /// works on the memory of `spans`; `ranges` maps a part of the schedule to its bytes in that memory. `numbers` is
+    /// set if the schedule combines elements: it has the vector that combines them, and the offset in that vector at
+    /// which the memory begins. The memory must then be one span.
     #[allow(unsafe_code)] // sends from and receives into memory of the batch, and waits for the end
     pub fn run_schedule(
         &mut self,

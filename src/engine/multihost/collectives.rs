@@ -7,18 +7,18 @@
 //! | broadcast | | broadcast from the root's host | broadcast |
 //! | all_gather | all_gather | all_gather of the hosts' blocks | broadcast |
 //! | reduce_scatter | reduce of all blocks | reduce_scatter of the hosts' blocks | scatter |
-//! | gather | gather | gather of the hosts' blocks | |
+//! | gather | all_gather | gather of the hosts' blocks | |
 //! | scatter | | scatter of the hosts' blocks | scatter |
 //! | all_to_all | | every rank with every rank of other hosts | all_to_all |
-//! | barrier | (the comparison) | all_reduce without data | (the issued numbers) |
+//! | barrier | (the comparison) | barrier | (the issued numbers) |
 //!
-//! If several ranks of a host talk to other hosts, all kinds except all_reduce use `rails`.
+//! If several ranks of a host talk to other hosts, broadcast, all_gather and reduce_scatter use `rails` instead.
 //!
-//! Each leader sends as many bytes to other hosts as the schedule says (docs/internals/algorithms.md) if hosts are its
-//! members. Sums first include the ranks inside a host, and then the hosts in the schedule's order. Low precision is
-//! rounded once inside the host, and once whenever the results of hosts are combined. Strict mode sends uncombined
-//! elements instead: every rank receives one share from all ranks, combines it in rank order, and sends the result
-//! back. That sends up to ranks-per-host times the bytes.
+//! A leader sends as many bytes to other hosts as docs/internals/algorithms.md says for a schedule whose members are
+//! the hosts. A sum first combines the ranks of each host, and then the hosts' results in the schedule's order. Low
+//! precision is rounded once inside the host, and once whenever the results of hosts are combined. Strict mode sends
+//! uncombined elements instead: every rank receives one share from all ranks, combines it in rank order, and sends the
+//! result to all. That sends up to ranks-per-host times the bytes.
 
 use std::ops::Range;
 
@@ -74,10 +74,10 @@ impl BatchRun<'_> {
         self.share_issued(0)
     }
 
-    /// Compares the headers of all ranks before any data is moved, and returns true. Does so only if the group consists
-    /// of more than two hosts with one rank each, and if working in place (`room`) saves more time than this comparison
-    /// takes, which is log2(hosts) messages without data. A rank that finds a different header fails and forwards
-    /// nothing, so no rank returns unless all headers are equal.
+    /// Compares the headers of all ranks before any data is moved, if this pays. Returns whether they were compared. It
+    /// pays if the group consists of more than two hosts with one rank each, and if working in place (`room`) saves
+    /// more time than the comparison takes: log2(hosts) messages without data. A rank that finds a different header
+    /// fails and sends nothing more, so no rank returns unless all headers are equal.
     fn compare_all(&mut self, bytes: usize) -> Result<bool> {
         /// Copying this many bytes twice takes some 300 us; on a fast link the messages take a third of that.
         const LARGE: usize = 1 << 20;
@@ -157,7 +157,8 @@ impl BatchRun<'_> {
         Ok(())
     }
 
-    /// Copies the results from the owners of the shares to the outputs of every rank. `memory` covers `range`.
+    /// Copies the results from the owners of the shares to the outputs of every rank of this host. `memory` covers
+    /// `range`.
     fn spread_inside(
         &mut self,
         vector: &Vector,
@@ -299,7 +300,8 @@ impl BatchRun<'_> {
         let in_order: Vec<Span> = self.host_map.by_host().flat_map(|rank| outputs[rank].iter().copied()).collect();
         let block = |host: usize| hosts[host]..hosts[host + 1];
         let own = block(self.host_map.host);
-        // The blocks of this host are copied to the outputs only after the other hosts' calls were found to match.
+        // If this host has several ranks, their blocks are copied to the outputs only after the other hosts' calls were
+        // found to match. A rank that is alone on its host copies only its own block before that.
         let mut memory = if self.inside.is_some() { self.memory(own.len()) } else { Vec::new() };
         let here = if self.inside.is_some() { vec![written(&mut memory[..own.len()])] } else { cut(&in_order, &own) };
         self.gather_inside(input, &sizes, &here)?;
@@ -510,7 +512,7 @@ impl BatchRun<'_> {
     }
 }
 
-/// Whether a block of one list shares memory with a block of either list.
+/// Whether a block of `a` shares memory with a block of `b`.
 fn share_memory(a: &[Vec<Span>], b: &[Vec<Span>]) -> bool {
     let mut all: Vec<(usize, usize, bool)> =
         a.iter().flatten().map(|span| (span.addr, span.addr + span.bytes, true)).collect();
@@ -540,7 +542,8 @@ impl Room {
     }
 }
 
-/// The reduce op inside a host. Factors are applied there; AVG only sums, and divides at the end.
+/// The reduce op among the ranks of a host. It applies the factors of PREMUL_SUM. For AVG it is SUM, because
+/// `Vector::finish` divides.
 fn inside_op(vector: &Vector) -> ReduceOp {
     match vector.op {
         ReduceOp::PremulSum(factor) => ReduceOp::PremulSum(factor),

@@ -53,7 +53,7 @@ impl Lanes {
         }
     }
 
-    /// One segment of a broadcast.
+    /// Runs one segment of a broadcast.
     fn broadcast(&self, run: &mut BatchRun, task: &Task) -> Result<()> {
         let (request, batch) = (&task.ops[0].request, &task.batch);
         let root = request.root as usize;
@@ -63,7 +63,7 @@ impl Lanes {
         run.broadcast(&cut(data, &(cut_at(batch.segment)..cut_at(batch.segment + 1))), root)
     }
 
-    /// Orders the blocks by host, or by rail, and runs the reduce_scatter.
+    /// Orders the blocks by host or by rail, in strict mode by rank, and runs the reduce_scatter.
     fn reduce_scatter(&self, run: &mut BatchRun, request: &Request) -> Result<()> {
         let ranks = self.host_map.ranks();
         let blocks = blocks(request.inputs(), &request.in_blocks, ranks);

@@ -29,7 +29,8 @@ pub struct FrameHeader {
     /// Highest operation number that is issued and may be fused (`State::promised`): the minimum over all ranks whose
     /// number the sender has received in this batch, including its own.
     pub issued: u64,
-    /// The sender's factor of PREMUL_SUM. In other operations, a word of `results` or 0.
+    /// The sender's factor of PREMUL_SUM. In other operations a word of `results` (0 if there is none), or the bits of
+    /// 1.0 if results are not compared.
     pub factor: u64,
 }
 
@@ -100,7 +101,7 @@ impl FrameHeader {
     }
 
     /// The tag of a data message of this batch. Bit 30 marks a data message. The next two bits are the lane, the next
-    /// two distinguish consecutive messages, and the rest is a hash of the batch.
+    /// two distinguish consecutive messages, and the rest is a hash of the batch and of the message's size.
     pub fn data_tag(&self, lane: u32, bytes: usize, count: u32) -> u32 {
         let mixed = (self.chain ^ bytes as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         1 << 30 | lane << 28 | (count & 3) << 26 | (mixed >> 38) as u32
@@ -118,7 +119,7 @@ pub fn frame(word: Word, header: &FrameHeader, bytes: usize) -> [u8; HEADER] {
     out
 }
 
-/// The word of a frame, the bytes of its data, and its header.
+/// The word of a frame, the size of its data, and its header.
 pub fn unframe(frame: &[u8]) -> (u64, usize, FrameHeader) {
     let word = |at: usize| u64::from_le_bytes(frame[at * 8..at * 8 + 8].try_into().expect("eight bytes"));
     let (first, header) = (

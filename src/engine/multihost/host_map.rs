@@ -1,4 +1,4 @@
-//! Maps ranks to hosts, and selects the leaders of hosts. Pure.
+//! Maps ranks to hosts, and selects the leaders, the ranks of a host that talk to other hosts. Pure.
 
 /// Which ranks are on which hosts. Equal on every rank except for `me`, `host` and `local_rank`.
 #[derive(Clone, Debug)]
@@ -77,7 +77,7 @@ impl HostMap {
         (0..self.min_local_size()).map(|local_rank| self.leaders(local_rank))
     }
 
-    /// All ranks, grouped by host. Blocks in messages between hosts have this order.
+    /// All ranks, grouped by host. Blocks in messages between hosts have this order, unless the hosts use `rails`.
     pub fn by_host(&self) -> impl Iterator<Item = usize> + '_ {
         self.hosts.iter().flatten().copied()
     }

@@ -29,8 +29,8 @@ use crate::types::{Kind, ReduceOp, Request, Span};
 const DELIVERY: Duration = Duration::from_secs(30);
 /// A rank that leaves then waits at most this long for its peers' goodbyes.
 const FAREWELL: Duration = Duration::from_secs(1);
-/// A rank whose group has failed waits at most this long until the system has accepted its report for all peers. A report
-/// waits behind data that a peer has not read, and would be lost if the process ended.
+/// A rank whose group has failed waits at most this long until the system has accepted its report for all peers. A
+/// report waits behind data that a peer has not read, and would be lost if the process ended.
 const REPORT: Duration = Duration::from_millis(500);
 /// Scratch memory larger than this is freed after the batch.
 const KEPT: usize = 100 << 20;
@@ -51,7 +51,8 @@ pub(super) struct Lanes {
     /// For each lane: the rank for which it waits, for error texts. The lanes write this. A thread that finds that a
     /// deadline has passed reads it. Relaxed, because it orders nothing.
     pub waiting: Vec<Arc<AtomicUsize>>,
-    /// Ranks of other hosts with which this rank has exchanged messages.
+    /// Ranks of other hosts to which a fault is sent: those with which the lanes have exchanged messages and, from the
+    /// start, those that have this rank's local rank.
     pub contacted: Mutex<HashSet<usize>>,
     /// Set when the engine is created, before the engine is used.
     pub home: OnceCell<Home>,
@@ -136,7 +137,7 @@ impl Lanes {
             {
                 return self.begin(lane, state, batch);
             }
-            // If a root returns before its peers have the data, its sends are still in progress.
+            // Sends of a root that has returned may still be in progress, and this thread no longer advances them.
             self.link.hand_over();
             state = self.turn.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
@@ -190,7 +191,7 @@ impl Lanes {
             match outcome {
                 Ok(ended) => {
                     ended.into_iter().for_each(|together| report.ended(together));
-                    self.settle(); // messages may have waited for their memory
+                    self.settle(); // messages may have waited for the memory of these operations
                 }
                 Err(error) => {
                     self.give_up(lane, error, report);
@@ -298,11 +299,12 @@ impl Lanes {
         let peers: Vec<usize> = self.contacted.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect();
         tell_fault(&*self.link, LANES, &peers, error);
         if mailed && peers.is_empty() {
-            std::thread::sleep(Duration::from_millis(20)); // as `tell_fault` does
+            std::thread::sleep(Duration::from_millis(20)); // time to send the mail; `tell_fault` waits as long
         }
     }
 
-    /// Runs one batch. Returns the operation number up to which all ranks agreed, or 0.
+    /// Runs one batch. Returns the number up to which all ranks have issued operations, or 0 if the batch does not show
+    /// it.
     fn carry(&self, lane: usize, transport: &mut Transport, scratch: &mut Vec<u8>, task: &Task) -> Result<u64> {
         let first = &task.ops[0].request;
         self.prepare(task)?;
@@ -327,8 +329,8 @@ impl Lanes {
         Ok(if agrees { run.header.issued } else { 0 })
     }
 
-    /// Copies strided inputs to contiguous memory, once for all segments. Fails with the group's fault if the group
-    /// failed while the lane waited for its turn.
+    /// Copies strided inputs to contiguous memory, once for all segments. Fails with the group's fault if the group has
+    /// failed since the lane took the batch.
     fn prepare(&self, task: &Task) -> Result<()> {
         let fault = |state: &State| state.fault.clone().map_or(Ok(()), Err);
         fault(&self.lock())?;
@@ -415,7 +417,7 @@ impl Control for Lanes {
         self.insides.iter().flatten().for_each(|inside| inside.leave());
     }
 
-    /// A fault that a rank of this host reported. Faults of other hosts arrive in an operation's messages.
+    /// A fault that a rank of this host reported. Faults of other hosts arrive in frames and by mail (`tell`).
     fn reported(&self) -> Option<Told> {
         let (place, fault) = self.insides.iter().flatten().find_map(|inside| inside.reported())?;
         Some((*self.host_map.local_ranks().get(place)?, fault))

@@ -10,10 +10,10 @@ use crate::fields::{Reader, Writer};
 /// A message of at most this many bytes is always sent inside its letter.
 pub const EAGER: usize = 16 << 10;
 /// A message of at most this many bytes is sent inside its letter if the peer's `WINDOW` has room. For a larger
-/// message, the two copies cost more than the exchange that is saved.
+/// message, the two copies cost more than the exchanges that are saved.
 pub const LONGEST_EAGER: usize = 128 << 10;
-/// For each peer and direction: at most this many bytes of such messages may be waiting for their receives. This bounds
-/// what a receiver stores for a sender.
+/// For each peer and direction: at most this many bytes of messages longer than `EAGER` may be in letters that no
+/// receive has taken yet. This bounds what a receiver stores for a sender.
 pub const WINDOW: u64 = 256 << 10;
 
 #[derive(Clone, Debug, PartialEq, Eq)]

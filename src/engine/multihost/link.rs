@@ -43,12 +43,13 @@ pub trait Link: Mail {
     /// Called when a thread that started transfers stops waiting, perhaps before all of them have ended: another thread
     /// must advance the rest. Never blocks.
     fn hand_over(&self) {}
-    /// Waits until the system has accepted all mail of this rank, for at most `within`: from then on the mail arrives even
-    /// if this process ends. Returns false if the time has passed.
+    /// Waits until the system has accepted all mail of this rank, for at most `within`: from then on the mail arrives
+    /// even if this process ends. Returns false if the time has passed.
     fn await_accepted(&self, _within: Duration) -> bool {
         true
     }
-    /// Leaves finally, and closes connections that no other group uses. The group object may outlive this call.
+    /// Leaves the link for good, and closes connections that no other group uses. The group object may outlive this
+    /// call.
     fn close(&self) {
         self.cut();
     }

@@ -1,8 +1,8 @@
 //! Messages that wait for a receive, and receives that wait for a message.
 //!
 //! Receives match in the order in which they were posted, first in first out per (source, tag). A receive with
-//! `ANY_RANK` takes the message that arrived first. Both are looked up by source and tag, so the cost does not depend on
-//! how many wait.
+//! `ANY_RANK` takes the message that arrived first. Both are looked up by source and tag, so the cost does not depend
+//! on how many wait.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap, VecDeque};

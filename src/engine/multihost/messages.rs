@@ -31,12 +31,14 @@ use crate::op::pending::key;
 use crate::op::words::{not_taken, wrong_size};
 use crate::types::{ANY_RANK, Kind};
 
-/// A call of the link. Errands run in the order of the queue.
+/// A call of the link that this rank still has to make. Errands run in the order of the queue.
 pub(super) enum Errand {
+    /// Mails a letter to this peer.
     Mail(usize, Vec<u8>),
-    /// The body is in `Messages::bodies`.
+    /// Passes the memory of a body to the link. The operation is in `Messages::bodies`.
     Body(Body),
-    /// A receive of this rank whose memory the link already has ends with this error, because its message does not fit.
+    /// Takes back the memory of a receive from the link, and ends the receive with this error: its message has another
+    /// size.
     Abandon(Body, Error),
 }
 
@@ -52,7 +54,8 @@ pub(super) enum Gone {
     Lost(String),
 }
 
-/// If a receive is posted before its message, its body has a number from this one upwards.
+/// The bodies of receives that were posted before their messages are numbered from here upwards. Other bodies have the
+/// number of their message (`Letter::Large`).
 const POSTED_EARLY: u64 = 1 << 63;
 
 /// Counts the bytes that letters have carried between this rank and one peer. Only messages longer than `EAGER` count.
@@ -61,7 +64,7 @@ struct Window {
     sent: u64,
     /// How many of the `sent` bytes the peer's receives had taken when the peer wrote its last letter.
     taken_by_peer: u64,
-    /// What receives of this rank have taken.
+    /// How many bytes of the peer's letters receives of this rank have taken.
     taken: u64,
 }
 
@@ -75,7 +78,8 @@ pub(super) struct Messages {
     announced: HashMap<(usize, u64), Arc<Op>>,
     /// `pending::key` of the sends in `announced`.
     unsent: HashSet<usize>,
-    /// Operations whose memory the link uses or is about to use. Only `end_body` removes them.
+    /// Operations whose memory the link uses or is about to use. `end_body` removes them, and `abandon` after the link
+    /// has given up the body.
     pub bodies: HashMap<Body, Arc<Op>>,
     /// The announced sends that a Ready letter has granted, by peer and number, until their Granted letter arrives.
     granted_early: HashSet<(usize, u64)>,
@@ -132,7 +136,7 @@ impl Messages {
         self.end(op, Err(error));
     }
 
-    /// Starts a send or a receive that has no predecessors left.
+    /// Starts a send or a receive that no longer has to wait for an earlier operation.
     pub fn issue(&mut self, op: Arc<Op>) {
         op.prepare();
         match op.request.kind {
@@ -295,8 +299,8 @@ impl Messages {
         }
     }
 
-    /// Grants a message that was sent before its sender knew that the receive was posted. The link already has the
-    /// memory.
+    /// Grants a message that was announced before its sender knew that the receive was posted. The link already has the
+    /// receive's memory.
     fn grant_posted(&mut self, from: usize, (body, room): (u64, usize), message: Message<'_>) {
         self.count_taken(from, &message);
         match message.content {
@@ -356,8 +360,8 @@ impl Messages {
         Ok(())
     }
 
-    /// Handles a Ready letter. If the message for its receive was announced before the letter arrived, the letter is
-    /// the grant.
+    /// Handles a Ready letter of `peer`. If this rank has already announced the message that the peer's receive takes,
+    /// the letter grants that message.
     fn take_ready(&mut self, peer: usize, ready: Ready) {
         let Some(number) = self.receives.entry(peer).or_default().add(ready) else { return };
         let fits = |op: &Arc<Op>| Pieces(op.sent()).bytes() as u64 == ready.bytes;
@@ -387,7 +391,7 @@ impl Messages {
         let (sends, peer, number) = body;
         if !sends {
             op.set_source(peer);
-            // If the receive still waits, its message needed no letter.
+            // If the receive is still in `matching`, its message came without a letter.
             if self.matching.unpost(peer, op.request.tag, number) && outcome.is_ok() {
                 *self.seen.entry(peer).or_default() += 1;
             }

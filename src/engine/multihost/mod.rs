@@ -23,12 +23,13 @@
 //! | `collectives` | each collective: steps inside the hosts and a schedule between them |
 //! | `rails` | the same for large operations, in which several ranks of a host talk to other hosts |
 //! | `results` | compares the ranks' results, if the group asks for it |
-//! | `transport` | the steps of a schedule as frames on the link |
+//! | `transport` | the steps of a schedule as frames and data messages on the link |
 //! | `frames` | the header of a frame, and the error for two that differ |
 //! | `step` | what a rank sends and receives in one step |
 //! | `peer` | a lane's transfers to and from one rank |
 //! | `buffers` | the buffers that a lane uses again |
-//! | `link` | what carries bytes between hosts |
+//! | `link` | what carries bytes between hosts, as a trait |
+//! | `wire` | the link over TCP connections |
 //! | `names` | how error texts name ranks, and the errors of lost ranks |
 
 pub mod batch;

@@ -71,7 +71,8 @@ impl Lanes {
                 let mut state = self.lock();
                 state.retire(&op);
                 state.extend_promise();
-                // Idle lanes are not woken: they would compete for the cores with the thread that waits for the message.
+                // Idle lanes are not woken: they would compete for the cores with the thread that waits for the
+                // message.
                 let awaited = state.memory_awaited > 0 || state.talk.leaving || state.stopping;
                 drop(state);
                 if awaited {
@@ -125,9 +126,9 @@ impl Lanes {
             }
             drop(op); // keeps its memory, or that of its copy, alive until here
         });
-        // SAFETY: the memory belongs to the operation, which ends only after `done` was called: until then the
-        // operation is in `Messages::bodies`, from which nothing else removes it. Later operations on this memory wait
-        // for it (`Order`).
+        // SAFETY: the memory belongs to the operation, which is in `Messages::bodies` and does not end while it is
+        // there. It is removed only after `done` was called, or after the link has refused or given up the body. Later
+        // operations on this memory wait for it (`Order`).
         unsafe {
             match sends {
                 true => self.link.send_body(peer, number, pieces, done),

@@ -1,5 +1,6 @@
 //! Measures latency and bandwidth between hosts when the group is created; all ranks agree on the result. If rank 0's
-//! policy turns measuring off, the hosts exchange only one message, which compares the options of the group.
+//! policy turns measuring off, each host only exchanges one message with each neighbour, which compares the options of
+//! the group.
 //!
 //! The first ranks of the hosts exchange messages in rounds. Each rank sends its next message after it has received all
 //! messages of the round, so no rank can be more than one round ahead, and n rounds take n latencies. A single round
@@ -34,7 +35,8 @@ use crate::types::{Kind, Request};
 
 const SMALL: usize = 64 << 10;
 const LARGE: usize = 320 << 10;
-/// Above these values fewer rounds suffice: disturbances are short compared with a latency or a large message.
+/// A latency, and the time of the bytes of a large message, in nanoseconds. Above these values fewer rounds suffice,
+/// because disturbances are short compared with them.
 const SLOW_LATENCY: u64 = 2_000_000;
 const SLOW_RATE: u64 = 8_000_000;
 /// After this many large messages, TCP's windows are wide enough to send the next one at once. The windows start at
@@ -150,8 +152,8 @@ impl Probe<'_> {
         both
     }
 
-    /// Average nanoseconds of a round with the ranks `with`. If `with` is empty, rounds only advance `number`, which must
-    /// stay equal on all hosts.
+    /// Average nanoseconds of a round with the ranks `with`. If `with` is empty, rounds only advance `number`, which
+    /// must stay equal on all hosts.
     fn rounds(&mut self, with: &[usize], bytes: usize, times: usize) -> Result<u64> {
         let data = vec![1; bytes];
         let begin = Instant::now();
@@ -161,7 +163,7 @@ impl Probe<'_> {
         Ok((begin.elapsed().as_nanos() as u64 / times as u64).max(1))
     }
 
-    /// Exchanges one message with each neighbour. This opens the connections, posts receives and compares the options.
+    /// Exchanges one message with each neighbour. This posts receives for the next frames and compares the options.
     fn compare(&mut self) -> Result<LinkFacts> {
         let neighbours = self.neighbours();
         self.rounds(&neighbours, 0, 1).map(|_| LinkFacts::default())

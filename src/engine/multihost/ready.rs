@@ -1,17 +1,16 @@
-//! Keeps the Ready letters of a peer, which announce receives that the peer posted before this rank sent the message,
-//! and finds the message for each letter.
+//! Keeps the Ready letters of a peer, and finds the message of this rank to which each letter belongs.
 //!
 //! A receiver that posts a large receive before its message has arrived passes the memory to the link at once and says
 //! so by a Ready letter. If a send finds such a letter, it sends its body at once: one exchange instead of three
 //! (announcement, grant, body). Messages that were sent before the letter arrived may cross it. Both sides know the
 //! order of the messages of a tag, so the letter says how many messages of this rank the receiver had seen (`seen`) and
-//! how many earlier receives from this rank with this tag still waited (`ahead`). This rank subtracts the messages that
-//! were in flight. If one of those takes the receive, the letter is the grant of that message.
+//! how many earlier receives from this rank with this tag still waited (`ahead`). The messages that were in flight take
+//! these receives in order. If one of them takes the receive of the letter, the letter grants that message.
 
 use std::collections::{HashMap, VecDeque};
 
-/// At most this many messages are remembered, because a Ready letter may cross them. If a message was forgotten that
-/// the receiver had not seen when it wrote a letter, that letter is dropped.
+/// This many of the last messages are remembered, because a Ready letter may cross them. A letter is dropped if the
+/// peer wrote it before it had seen a message that is forgotten here.
 const REMEMBERED: usize = 512;
 
 /// A Ready letter.

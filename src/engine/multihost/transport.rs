@@ -2,7 +2,7 @@
 //!
 //! - *Frames* (`frames`). A frame is a short message: a header and the data, if it fits. Receives for the next frames
 //!   of a peer are always posted ahead, so a frame takes one latency. If a sender had to wait for a ready message, like
-//!   gloo's, it would take a further round trip whenever the receive is posted late.
+//!   gloo's, a receive that is posted late would cost a further round trip.
 //! - Data messages, for data that does not fit into a frame. Their tag contains a hash of the batch: the tags of two
 //!   ranks that disagree about an operation must not match; the ranks then find the mismatch by their frame headers.
 //!   The data is sent directly from its memory and received directly into its memory (`Outgoing`, `Incoming`). If the
@@ -52,8 +52,8 @@ pub struct Transport {
     lane: u32,
     peers: HashMap<usize, Peer>,
     spare: Buffers,
-    /// The ranks whose headers of this batch have arrived, each with its word (`FrameHeader::factor`). None if results are
-    /// not compared.
+    /// The ranks whose headers of this batch have arrived, each with its word (`FrameHeader::factor`). None if results
+    /// are not compared.
     pub heard: Option<Vec<(usize, u64)>>,
     /// The rank for which this lane waits now, for error texts.
     waiting_for: Arc<AtomicUsize>,
@@ -83,8 +83,8 @@ impl Transport {
         self.lane
     }
 
-    /// Posts receives for the next frames of `peer` as soon as a message is expected. A broken connection is an error
-    /// only if no posted receive is left, because frames that have arrived are still read.
+    /// Posts receives for the next frames of `peer`. Called as soon as a message of `peer` is expected. A broken
+    /// connection is an error only if no posted receive is left, because frames that have arrived are still read.
     pub fn expect(&mut self, peer: usize) -> Result<()> {
         while self.peer(peer).needs_receive() {
             let buffer = self.spare.take(FRAME);

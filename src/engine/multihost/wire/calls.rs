@@ -31,7 +31,7 @@ struct CalledPath {
     /// Which connection of several paths it belongs to, and its place in that connection.
     connection: u64,
     number: usize,
-    /// The connection that was made when the first path was.
+    /// The connection, which was made with its first path. None for the first path.
     made: Option<Arc<Connection>>,
     since: Instant,
 }

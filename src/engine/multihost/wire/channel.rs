@@ -147,9 +147,9 @@ impl Channel {
         connection.push(wire, Outgoing::control(frame), events);
     }
 
-    /// Records that nothing more arrives from this peer, and fails its transfers. Messages that have arrived can still be
-    /// received. Called only as an event, after the mailbox has got the mail that arrived before: a peer mails why it
-    /// leaves, and a thread that finds a failed transfer must find that reason.
+    /// Records that nothing more arrives from this peer, and fails its transfers. Messages that have arrived can still
+    /// be received. Called only as an event, after the mailbox has got the mail that arrived before: a peer mails why
+    /// it leaves, and a thread that finds a failed transfer must find that reason.
     fn lose(&self, rank: usize, why: &str) {
         let mut state = self.lock();
         let peer = &mut state.peers[rank];
@@ -165,7 +165,8 @@ impl Channel {
         self.give_loss(rank, why);
     }
 
-    /// Handles the loss of a connection. A peer that has not joined may connect again. Called only as an event (`lose`).
+    /// Handles the loss of a connection. A peer that has not joined may connect again. Called only as an event
+    /// (`lose`).
     pub fn lose_connection(&self, gone: &Connection, why: &str) {
         let Some(rank) = self.ranks.get(&gone.peer).copied() else { return };
         let mut state = self.lock();
@@ -285,7 +286,8 @@ impl Channel {
     pub fn give_up(&self, rank: usize, slot: &Arc<Slot>) {
         let is_it = |end: &End| matches!(end, End::Slot(one) if Arc::ptr_eq(one, slot));
         let Some(connection) = self.lock().peers[rank].connection() else { return };
-        // Runs while the reading side is locked, so the connection starts no transfer of this channel.
+        // The last argument is called while the connection's reading side is locked, so the connection starts no
+        // transfer of this channel meanwhile.
         connection.give_up(&self.wire, is_it, || self.lock().peers[rank].give_up(is_it));
     }
 

@@ -57,7 +57,7 @@ impl Doors {
         Ok(port)
     }
 
-    /// This process begins to join a group, until `end_joining`.
+    /// Records that this process is joining a group, until `end_joining`.
     pub fn begin_joining(&self) {
         locked(&self.state).joining += 1;
     }
@@ -94,7 +94,8 @@ impl Doors {
         }
     }
 
-    /// Closes the listening sockets if there is no group left that needs a process to connect.
+    /// Closes the listening sockets and the accepted connections that have not identified themselves, if there is no
+    /// group left that needs a process to connect.
     pub fn close(&self, epoll: &Epoll, no_group_is_left: impl FnOnce() -> bool) {
         let mut doors = locked(&self.state);
         if doors.joining > 0 || !no_group_is_left() {

@@ -34,8 +34,8 @@ pub struct Driving {
     deferred: Mutex<Vec<(Event, Counted)>>,
     /// Rung when the background thread may be needed.
     background: Bell,
-    /// Whether the background thread drives now. That thread writes it; a thread that finds the driver's lock held
-    /// reads it (relaxed: a hint).
+    /// Whether the background thread drives now and was not yet interrupted. That thread writes it; a thread that finds
+    /// the driver's lock held reads it, and clears it before it interrupts the pass (relaxed: a hint).
     in_background: AtomicBool,
     /// Time (`clock::stamp`) of the last `poll` by a thread of the program, or the end of its sleep in `poll`. The
     /// polling threads write it, the background thread reads it (relaxed: a hint).

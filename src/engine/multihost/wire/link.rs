@@ -15,7 +15,9 @@ use crate::engine::multihost::link::{Done, Ended, LONGEST_MAIL, Link, Mail, Mail
 use crate::error::Result;
 use crate::types::Span;
 
-/// Set in the number of a lane's body; the rest of the number is the tag. Messages of programs do not use this range.
+/// Set in the number of a lane's body; the rest of the number is the tag, at least 2^30 (`FrameHeader::data_tag`).
+/// Messages of programs set the bit only for receives that are posted early, which are counted from 1
+/// (`messages::POSTED_EARLY`).
 const OF_LANE: u64 = 1 << 63;
 
 /// When this is dropped, the rank leaves the channel.
@@ -39,7 +41,7 @@ impl WireLink {
         Waiting { memory: Memory::Borrowed(pieces), bytes, end: End::Done(done), counted }
     }
 
-    /// Runs what a call for a body has ended, on the thread that drives.
+    /// Passes the events of a call for a body to the thread that drives, which runs them.
     fn defer(&self, events: Events) {
         self.0.wire().driving().defer(events);
         self.0.wire().driving().wake_for_pending();

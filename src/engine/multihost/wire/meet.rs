@@ -7,11 +7,11 @@
 //! channel. A rank continues when it has received Hello from all others. So no rank uses a group that another rank does
 //! not have, and nothing is sent to a rank that does not know the channel.
 //!
-//! If both processes want several TCP connections, the connecting process opens as many as the process that wants
-//! fewer; each leads from an address in its list to the address at the same place in the other's list. With the first
-//! one, the connection between the two processes exists; the connecting process chooses its number. The others name
-//! this number and are added to it when they arrive (`several`). If one cannot be opened, it is left out with a
-//! warning.
+//! If both processes want several TCP connections, the connecting process opens as many as the shorter of their two
+//! lists has addresses. Each leads from an address in its list to the address at the same place in the other's list.
+//! With the first one, the connection between the two processes exists, under a number that the connecting process
+//! chooses. The others name this number and are added to the connection when they arrive (`several`). If one cannot be
+//! opened, it is left out with a warning.
 //!
 //! Other threads may create or end other groups of the process at the same time. While a group is being created
 //! (`Joining`), the end of another group closes neither the listening sockets nor what has come through them. If the
@@ -123,7 +123,7 @@ pub fn key(id: &[u8; 16], rank: usize) -> String {
     format!("wire/{:032x}/{rank}", u128::from_be_bytes(*id))
 }
 
-/// Makes a group's channel after all its ranks have called this. Blocks for at most the timeout.
+/// Makes a group's channel. Returns when all ranks of the group have joined it, and fails after the timeout.
 pub fn join(wire: &Arc<Wire>, place: &Place) -> Result<WireLink> {
     let deadline = Instant::now().checked_add(place.timeout);
     let until = || deadline.map_or(Duration::MAX, |deadline| deadline.saturating_duration_since(Instant::now()));

@@ -16,11 +16,11 @@
 //! | `connection` | one connection: writes frames, reads them |
 //! | `channels` | the channels of all groups |
 //! | `channel` | one group: its messages, mail and bodies |
-//! | `peer` | those in flight between a rank of a group and one peer |
+//! | `peer` | the messages and bodies in flight between a rank of a group and one peer |
 //! | `link` | a group's channel as its engine holds it; implements `Link` and `Mail` |
 //! | `lane` | the transfers of a lane |
 //! | `several` | one connection that consists of several TCP connections, the paths |
-//! | `path` | one of them |
+//! | `path` | one of these TCP connections |
 //! | `segment` | the parts of the stream of frames that paths carry |
 //! | `stripes` | the sending side: which segment is sent on which path, and sent again |
 //! | `trust` | the sending side: which path is suspected to be dead |

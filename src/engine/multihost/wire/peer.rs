@@ -1,5 +1,5 @@
-//! The messages in flight between one rank of a channel and one peer, whose connection this keeps: short messages, which
-//! a window limits, and bodies, for which the receiver asks.
+//! The messages in flight between one rank of a channel and one peer, and the connection to that peer. A window limits
+//! the short messages; for bodies the receiver asks.
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::Hash;
@@ -54,8 +54,8 @@ fn push<K: Hash + Eq, V>(lists: &mut HashMap<K, VecDeque<V>>, key: K, value: V) 
     lists.entry(key).or_default().push_back(value);
 }
 
-/// Removes and returns the first entry. If the list is empty then, it is removed unless `keep` is set, because each
-/// number is used only once.
+/// Removes and returns the first entry. If the list is then empty, it stays only with `keep`: tags are used again, but
+/// numbers of bodies are not.
 fn pop<K: Hash + Eq, V>(lists: &mut HashMap<K, VecDeque<V>>, key: K, keep: bool) -> Option<V> {
     let list = lists.get_mut(&key)?;
     let first = list.pop_front();
@@ -117,7 +117,7 @@ impl Peer {
         self.connection.as_ref().is_some_and(|connection| connection.broken().is_none())
     }
 
-    /// The connection is gone, and the peer has not joined: it may connect again.
+    /// Called when the connection is gone and the peer has not joined. The peer may connect again.
     pub fn disconnect(&mut self) {
         self.connection = None;
     }

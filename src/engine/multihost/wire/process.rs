@@ -117,7 +117,7 @@ impl Wire {
         self.doors.listen(&self.epoll, || self.token(), address)
     }
 
-    /// Sets whether a path of a connection is also reported when it accepts more.
+    /// Sets whether epoll also reports this path when its socket accepts more.
     pub fn watch_path(&self, socket: &Socket, watch: bool) {
         let _ = self.epoll.watch_output(socket.fd(), socket.token, watch); // reading finds closed ones
     }
@@ -135,7 +135,7 @@ impl Wire {
         self.tokens.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Sets whether the connection is also reported when its socket accepts more.
+    /// Sets whether epoll also reports the connection when its socket accepts more.
     pub fn watch_output(&self, connection: &Connection, watch: bool) {
         self.driving.count(watch);
         let _ = self.epoll.watch_output(connection.fd(), connection.token, watch); // reading finds closed ones

@@ -32,7 +32,7 @@ const TURN: usize = 256 << 10;
 /// a process that leaves do not all end at once.
 const REPORT: Duration = Duration::from_millis(50);
 
-/// Why a path has ended that the peer has closed.
+/// The reason that is given for the end of a path if the peer has closed it.
 const CLOSED: &str = "Connection closed by peer";
 /// The ends of warnings about a path.
 const OTHERS: &str = "others between the two processes carry its data";
@@ -74,7 +74,8 @@ pub struct Several {
     out: Mutex<Stripes<Arc<Socket>>>,
     inn: Mutex<Inn>,
     lost: Mutex<Vec<Lost>>,
-    /// Acknowledgements are sent although no thread of the program waits. None once the connection has failed.
+    /// Has the wire driven even if no thread of the program waits, so that acknowledgements are sent. None once the
+    /// connection has failed.
     driven: Mutex<Option<Counted>>,
 }
 
@@ -115,7 +116,7 @@ impl Several {
 
     // -------------------------------------------------------------------------------------------------------- writing
 
-    /// Changes the sending side, and watches the sockets that accept no more.
+    /// Changes the sending side, and makes epoll watch the sockets that accept no more.
     fn change<T>(&self, wire: &Wire, change: impl FnOnce(&mut Stripes<Arc<Socket>>) -> T) -> T {
         let mut out = locked(&self.out);
         let result = change(&mut out);
@@ -341,7 +342,7 @@ impl Reading<'_> {
                 path.from += HEAD;
                 (path.at, path.left) = (segment.at, segment.bytes as usize);
                 if segment.ack > *acknowledged {
-                    // The acknowledgement is applied before the data, because the data may answer what it acknowledges.
+                    // Applied before the data, because the data may answer the frames that the segment acknowledges.
                     *acknowledged = segment.ack;
                     several.change(wire, |out| out.acknowledged(segment.ack, frames.events))?;
                 }
@@ -366,7 +367,7 @@ impl Reading<'_> {
         let Inn { parser, assembly, paths, .. } = &mut *self.inn;
         let path = paths[number].as_mut().expect("it is read");
         let mut pieces = Pieces::default();
-        // Bytes of earlier frames have arrived before. The memory of those frames is no longer ours.
+        // A segment that was sent again may begin with bytes of earlier frames, whose memory is no longer ours.
         let current = parser.current.as_mut().filter(|_| path.from == path.to && path.at >= parser.start);
         if let Some(current) = current {
             let from = (path.at - parser.start) as usize;

@@ -34,8 +34,8 @@ use crate::types::Span;
 pub const LOOK: Duration = Duration::from_millis(20);
 /// If more time passes between two checks, this process was stopped, and the check says nothing about the paths.
 const PAUSE: Duration = Duration::from_millis(80);
-/// After a path has ended, another path must advance within this time. A peer that ends closes all of its paths, but if
-/// the network of a path is dead, this side does not see that path close.
+/// After a path has ended, another path must advance within this time, or the peer counts as gone. A peer that ends
+/// closes all of its paths, but if the network of a path is dead, this side does not see that path close.
 const SILENT: Duration = Duration::from_millis(500);
 /// Backlogs are compared in units of this size, so that short messages stay on the first path.
 const UNIT: usize = 64 << 10;
@@ -67,17 +67,17 @@ struct Writing {
     range: Range<u64>,
     /// Bytes of header and data that were accepted.
     sent: usize,
-    /// A copy of the data behind this many bytes. Made when the frames of the segment may end before the segment is
-    /// sent.
+    /// A copy of the segment's data from this offset on. Made when the frames of the segment may end before the segment
+    /// is sent.
     copy: Option<(usize, Vec<u8>)>,
 }
 
 struct Lane<P> {
     path: P,
     writing: Option<Writing>,
-    /// What this path has sent or has begun to send, and what is not acknowledged yet.
+    /// The ranges of the stream that this path has sent or begun to send and that are not acknowledged yet.
     in_flight: VecDeque<Range<u64>>,
-    /// The system accepts no more for now.
+    /// Whether the system accepts no more for now.
     blocked: bool,
     trust: Trust,
     /// How much the peer had acknowledged on this path (`Progress::acked`) when another path last ended.
@@ -88,7 +88,7 @@ pub struct Stripes<P> {
     /// `frames`: the frames that are not acknowledged. `end`: the offset in the stream behind them.
     frames: VecDeque<Queued>,
     end: u64,
-    /// Everything before this offset was sent.
+    /// Everything before this offset was sent, or begun to be sent, on some path.
     next: u64,
     acked: u64,
     /// What must be sent again, in the order of the stream.
@@ -150,7 +150,7 @@ impl<P: Path> Stripes<P> {
         self.pump();
     }
 
-    /// The system accepts more on this path.
+    /// Called when the system accepts more on this path.
     pub fn writable(&mut self, number: usize) {
         if let Some(lane) = &mut self.lanes[number] {
             lane.blocked = false;
@@ -179,7 +179,8 @@ impl<P: Path> Stripes<P> {
             return Ok(());
         }
         for number in 0..self.lanes.len() {
-            // The segment was queued again and begun on this path; meanwhile it has arrived on the first path.
+            // A segment that was sent on two paths may arrive on one while the other has sent only a part of it. Its
+            // frames end below, so the other path continues from a copy.
             let begun = self.lanes[number].as_ref().and_then(|lane| lane.writing.as_ref());
             let done = |writing: &Writing| writing.range.start + writing.sent.saturating_sub(HEAD) as u64;
             if begun.is_some_and(|writing| done(writing) < offset) {
@@ -309,8 +310,8 @@ impl<P: Path> Stripes<P> {
             }
             let given = pieces.bytes();
             fault_points::reached(FaultPoint::SegmentReady);
-            // SAFETY: headers, copies and owned buffers are here, behind `&mut self`. The callers vouch for borrowed
-            // memory until the transfer has ended.
+            // SAFETY: `self` owns the headers, copies and owned buffers, and nothing changes them during the call. The
+            // callers vouch for borrowed memory until the transfer has ended.
             let sent = unsafe { lane.path.send(pieces.as_slice()) };
             fault_points::reached(FaultPoint::SegmentWritten);
             let lane = self.lanes[number].as_mut().expect("just seen");
@@ -370,7 +371,7 @@ impl<P: Path> Stripes<P> {
             lane.doubted_at = lane.path.progress().acked;
         }
         self.doubted = Some(now);
-        self.ack_due = true; // the last acknowledgement may have been lost; and a path must advance
+        self.ack_due = true; // the last acknowledgement may be lost; and other paths advance only if something is sent
         self.pump();
         self.lanes.iter().any(Option::is_some)
     }
@@ -432,7 +433,8 @@ impl<P: Path> Stripes<P> {
         one.start < next
     }
 
-    /// Among the frames that `is_it` selects, removes those that are not begun, and calls `begun` for the rest.
+    /// Among the frames that `is_it` selects, removes and returns those that are not begun and that `keeps` does not
+    /// select. The rest continue from copies of their data; `begun` is called for each of them.
     pub fn remove(
         &mut self,
         is_it: impl Fn(&Outgoing) -> bool,

@@ -116,7 +116,7 @@ impl Target {
 
 pub enum Event {
     Done(Done, Outcome),
-    /// A call of a mailbox, with mail or the loss of a peer.
+    /// Passes mail to the mailbox, or handles the loss of a peer or of a connection.
     Call(Box<dyn FnOnce() + Send>),
 }
 

@@ -205,7 +205,7 @@ fn a_long_frame_is_spread_over_all_paths_and_short_ones_stay_on_the_first() {
         assert!((200 << 10..320 << 10).contains(&bytes), "{bytes} bytes");
     }
     assert!(!slot.has_ended());
-    // The last path first.
+    // The last path delivers first.
     for number in [3, 2, 1, 0] {
         network.carry(number, usize::MAX);
     }
