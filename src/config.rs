@@ -9,11 +9,11 @@ use once_cell::sync::Lazy;
 pub struct Config {
     pub rank: usize,
     pub size: usize,
-    /// Timeout of operations that name none.
+    /// Timeout of operations whose caller gives none.
     pub timeout: Duration,
     /// Name in error texts and logs.
     pub name: String,
-    /// Why this group must not use shared memory; `None` if it may.
+    /// Why this rank wants the delegate to serve the whole group; `None` if the engine may serve it.
     pub delegate_reason: Option<String>,
     /// The option `delegate`: the backend of torch that serves groups and operations which this engine cannot serve.
     /// Equal on all ranks.
@@ -47,9 +47,10 @@ impl Default for Threads {
     }
 }
 
-/// Options on which all ranks of a group must agree. If they differ in a group over several hosts, this is reported as
-/// a mismatch. On one host, `fusion` has only local effects, which peers do not notice, and the rest have no effect
-/// except as the policy of rank 0.
+/// Options that should be equal on all ranks of a group. For `measure_link` and `verify`, rank 0's value applies to the
+/// whole group, as part of its policy, and a rank with another value logs a warning. If `fusion` or `strict` differs in
+/// a group over several hosts, the group fails with a mismatch. In a group on one host, `fusion` affects only the rank
+/// that sets it, and `strict` has no effect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Settings {
     /// Fuses small operations that are pending at the same time.
@@ -57,10 +58,8 @@ pub struct Settings {
     /// Results have the bits that one host would give: every element is reduced in the order of the ranks.
     pub strict: bool,
     /// Measures the link between hosts when the group is created. If false, the start rules decide (`select::start`).
-    /// Rank 0's value applies to the whole group, as part of its policy.
     pub measure_link: bool,
-    /// How much of each result is compared between the ranks. Rank 0's value applies to the whole group, as part of its
-    /// policy.
+    /// How much of each result is compared between the ranks.
     pub verify: Verify,
 }
 
@@ -158,7 +157,7 @@ impl Default for Settings {
 }
 
 /// The folder to which a group that fails writes its last operations: the variable `SAGELLM_DUMP_DIR`; `None` if it is
-/// unset.
+/// unset or empty.
 pub fn dump_folder() -> Option<&'static str> {
     static FOLDER: Lazy<Option<String>> =
         Lazy::new(|| std::env::var("SAGELLM_DUMP_DIR").ok().filter(|folder| !folder.is_empty()));
@@ -166,8 +165,8 @@ pub fn dump_folder() -> Option<&'static str> {
 }
 
 /// If an operation takes longer than this, its group asks the ranks for which it waits what they are doing, and logs a
-/// line. The variable `SAGELLM_SOFT_TIMEOUT` in seconds; 30 if it is unset or not a number. If it is 0, no line is
-/// logged, and the ranks are asked only before the deadline.
+/// line. The variable `SAGELLM_SOFT_TIMEOUT` in seconds; 30 if it is unset, negative or not a number. If it is 0, no
+/// line is logged, and the ranks are asked only from half the timeout on.
 pub fn soft_timeout() -> Duration {
     const UNSET: f64 = 30.0;
     static SOFT: Lazy<Duration> = Lazy::new(|| {
@@ -178,8 +177,8 @@ pub fn soft_timeout() -> Duration {
     *SOFT
 }
 
-/// Each group keeps the records of at least this many operations. The variable `SAGELLM_RING`; 1024 if it is unset or
-/// not a number.
+/// Each group keeps the records of at least this many operations. The variable `SAGELLM_RING`, but at most `MOST`; 1024
+/// if it is unset or not a number.
 pub fn ring() -> usize {
     const MOST: usize = 1 << 20;
     static RING: Lazy<usize> = Lazy::new(|| {
@@ -194,13 +193,13 @@ pub fn shared_bytes() -> Option<usize> {
     std::env::var("SAGELLM_SHARED_BYTES").ok().and_then(|text| text.trim().parse().ok())
 }
 
-/// Widest instruction set that the reduction kernels may use: the variable `SAGELLM_KERNELS`. All sets give the same
-/// bits.
+/// Widest instruction set that the reduction kernels may use: the variable `SAGELLM_KERNELS`; `None` if it is unset or
+/// blank. All sets give the same bits.
 pub fn kernels() -> Option<String> {
     std::env::var("SAGELLM_KERNELS").ok().filter(|name| !name.trim().is_empty())
 }
 
-/// Path of a vendor's library: the variable `SAGELLM_<KEY>_LIBRARY`. Read when a library is opened, which happens once.
+/// Path of a vendor's library: the variable `SAGELLM_<KEY>_LIBRARY`. Read each time the library is opened.
 pub fn library(key: &str) -> Option<String> {
     std::env::var(format!("SAGELLM_{key}_LIBRARY")).ok().filter(|path| !path.is_empty())
 }

@@ -29,7 +29,7 @@ struct Facts {
 }
 
 /// The class of an error. C++ chooses the exception by it. Its number is a letter, which precedes the error's text
-/// outside the core: over the C++ bridge, in shared memory, and in frames between hosts.
+/// outside the core: over the C++ bridge, and in the encoding for other ranks (`Error::encode`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum ErrorKind {

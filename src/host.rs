@@ -1,5 +1,6 @@
-//! The interfaces that the core needs from its caller: a key-value store for the rendezvous, pending signals, and
-//! completions of operations. The bridge implements them for torch; tests implement them in memory.
+//! The interfaces that the core needs from its caller: a key-value store (`Store`, `Counting`), the process (`Host`:
+//! pending signals, places in the program, threads), and callbacks of an operation (`Completion`). The bridge
+//! implements them for torch; tests implement them in memory.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -64,7 +65,7 @@ impl Host for NoSignals {
     }
 }
 
-/// The caller's steps before and after an operation. Called on any thread.
+/// The caller's steps at the start and end of an operation. Called on any thread.
 pub trait Completion: Send + Sync {
     /// Called before the inputs are read.
     fn prepare(&self);

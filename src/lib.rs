@@ -47,7 +47,7 @@
 //! reduce        the arithmetic
 //! stats         counts, times and records of operations
 //! op            an operation from issue to end; which memory it uses
-//! threads       copies and reductions of a waiting thread, split among the threads of its host
+//! threads       copies and reductions of a waiting thread, split among torch's intra-op threads
 //! config host   settings; what the core needs from its caller (store, signals, completions, threads)
 //! os            watching processes, cores and caches, clock, futex; fault points for tests
 //! error types json  used by all

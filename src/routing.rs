@@ -3,7 +3,8 @@
 //!
 //! An assignment is a token that is sent to one of its experts. Experts are numbered over all ranks: those of rank r
 //! begin with number r * experts / ranks. The inputs are the experts of this rank's tokens, and a table of how many
-//! rows each rank sends to each expert. One pass over the assignments and one over the received rows are enough.
+//! rows each rank sends to each expert. The time is linear in the numbers of assignments, received rows and table
+//! entries.
 
 use crate::error::{Error, Result};
 

@@ -1,9 +1,9 @@
-//! Splits copies and reductions of a waiting thread among the threads of its host (torch's intra-op threads).
+//! Splits copies and reductions of a waiting thread among torch's intra-op threads (`host::Host::parallel`).
 //!
-//! A thread that waits for an operation *lends* its host's threads to itself for the time of the wait (`lend`). The
-//! code that copies and combines calls `split`, which runs one part of the range on each thread. If nothing was lent to
-//! a thread, it does the whole range itself. This holds for the progress thread, which drives while the program
-//! computes on the host's threads, and for the lanes of groups over several hosts.
+//! A thread that waits for an operation *lends* these threads to itself for the time of the wait (`lend`). The code
+//! that copies and combines calls `split`, which runs one part of the range on each thread. If nothing was lent to a
+//! thread, it does the whole range itself. This holds for the progress thread, which drives while the program computes
+//! on the intra-op threads, and for the lanes of groups over several hosts.
 //!
 //! A parallel region ends when its last thread has arrived. If another process runs on that thread's core, this takes
 //! until the scheduler's next tick: a copy that needs microseconds then takes milliseconds. So if a thread had to wait
@@ -47,7 +47,8 @@ thread_local! {
     static PATIENCE: Cell<Patience> = const { Cell::new(Patience::new()) };
 }
 
-/// Whether the threads of the host arrive in time. Times are nanoseconds of `clock::now`.
+/// For how long a waiting thread does not use the intra-op threads, because they arrived late. Times are nanoseconds of
+/// `clock::now`.
 #[derive(Clone, Copy, Debug)]
 struct Patience {
     /// Until this time the waiting thread does its ranges itself.
@@ -123,8 +124,8 @@ fn split_long(bytes: usize, work: &(dyn Fn(usize, usize) + Sync)) {
     PATIENCE.set(patience.after(bytes, began, clock::now()));
 }
 
-/// Calls `part` on the host's threads. If a call panics, this function panics only after all calls have returned,
-/// because the frames of the host below a call cannot be unwound.
+/// Calls `part` on the intra-op threads. If a call panics, this function panics only after all calls have returned,
+/// because a panic must not unwind the frames of `Host::parallel`, which are C++.
 fn contained(host: &dyn Host, parts: usize, part: &(dyn Fn(usize) + Sync)) {
     let panicked: Mutex<Option<Box<dyn Any + Send>>> = Mutex::new(None);
     host.parallel(parts, &|number| {
@@ -137,7 +138,7 @@ fn contained(host: &dyn Host, parts: usize, part: &(dyn Fn(usize) + Sync)) {
     }
 }
 
-/// What a rank contributes to the number of threads of its group.
+/// The facts about one rank that decide how many threads each rank of its group uses (`agreed`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Wish {
     /// The largest number of threads of this rank; at least 1.

@@ -439,7 +439,8 @@ impl Request {
 /// Facts about a call for statistics and texts, which are not needed to run it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CallNote {
-    /// False for every operation of a split call except the first.
+    /// Whether the statistics count this operation as a call. False for every operation of a split call except the
+    /// first.
     pub counts: bool,
     /// Number of tensors of the call's list in this operation. 1 if the call takes no list, 0 if no caller requested
     /// the operation.

@@ -49,8 +49,8 @@ pub struct UniqueId(pub [u8; ID_BYTES]);
 const _: () = assert!(size_of::<UniqueId>() == 128 && align_of::<UniqueId>() == 1);
 
 /// The struct ncclConfig_t as of 2.27. `version` must be the version of this layout: a newer library fills in the
-/// fields that follow. It must never be the library's own version, or the library would read fields that were never
-/// written.
+/// fields that follow. `version` must never be the library's own version, or the library would read fields that this
+/// struct does not have.
 #[repr(C)]
 pub struct Config {
     pub size: usize,

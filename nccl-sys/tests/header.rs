@@ -1,7 +1,9 @@
-//! The declarations against an installed `nccl.h`: a C++ program that includes the header prints sizes, offsets, values
-//! and how every argument is passed; nothing is linked with NCCL. Where there is no header the test says so and passes.
+//! Compares the declarations with an installed `nccl.h`: a C++ program that includes the header prints sizes, offsets,
+//! values and how every argument is passed. The program is not linked with NCCL. If there is no header, the test says
+//! so and passes.
 //!
-//! The header is that of the NCCL wheel beside torch, or in the folders that `NCCL_INCLUDE` names, separated by colons.
+//! The header is that of the NCCL wheel in `.venv`. The variable `NCCL_INCLUDE` may instead name folders of headers,
+//! separated by colons.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -118,7 +120,8 @@ fn the_declarations_are_those_of_the_installed_header() {
     std::fs::create_dir_all(&place).unwrap();
     let (source, binary) = (place.join("probe.cpp"), place.join("probe"));
     std::fs::write(&source, program()).unwrap();
-    // nccl.h includes CUDA's headers for the type of a stream alone, and the wheels hold only a part of them.
+    // nccl.h includes these CUDA headers, but needs only the type of a stream from them. The wheels do not have all of
+    // them.
     for cuda in ["cuda_runtime.h", "cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h"] {
         std::fs::write(
             place.join(cuda),

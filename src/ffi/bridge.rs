@@ -211,13 +211,14 @@ pub mod ffi {
         undecided: bool,
     }
 
-    /// Calls that were checked and have their numbers.
+    /// Calls that were checked and have taken their numbers.
     struct DeviceBegun {
         call: Box<RustCall>,
         number: u64,
         /// 0: no timeout.
         timeout_ms: u64,
-        /// 0 for collectives. Messages between two ranks use a separate stream for each direction.
+        /// Key of the engine's stream that runs the calls. Single messages have one key for each pair of ranks and
+        /// direction; all other calls have key 0.
         stream_key: i32,
         /// One entry for each call.
         lowerings: Vec<DeviceLowering>,
@@ -329,7 +330,7 @@ pub mod ffi {
     }
 
     struct GroupState {
-        /// Number of the last collective issued (0 before the first).
+        /// Number of the last collective on the CPU plus that of the last collective on devices (0 before the first).
         sequence: u64,
         /// The group's fault with its code letter, or empty.
         fault: String,
@@ -417,8 +418,8 @@ pub mod ffi {
         /// Records an operation of the group's delegate from now until its end. If the result is dropped before the
         /// end, the operation counts as failed.
         fn delegate_op(self: &RustGroup, call: &ExternalOp) -> Result<Box<RustExternalOp>>;
-        /// The same for an operation that the shim composes of several others. The caller must issue the first of these
-        /// next.
+        /// Like `delegate_op`, for an operation that the shim composes of several others. The caller must next issue
+        /// the first of those operations, because the record gets its number.
         fn composed_op(self: &RustGroup, call: &ExternalOp) -> Result<Box<RustExternalOp>>;
         /// Called when a thread of the program begins to wait for the operation, and when it stops waiting.
         fn wait_begins(self: &RustExternalOp);
@@ -479,11 +480,11 @@ pub mod ffi {
         fn record_event(self: &RustDevices, device: i32, stream: usize) -> Result<usize>;
         /// Whether the library can make a communicator of these ranks out of the communicator of all ranks.
         fn can_split(self: &RustDevices, device: i32, members: &[u32]) -> Result<bool>;
-        /// Makes that communicator, for the group `child` of these ranks. All ranks of this group together call this or
-        /// the next function.
+        /// Makes a communicator of `members` out of the communicator of all ranks. `child` is the group of these
+        /// members. All ranks of this group together call this function or `split_without_child`.
         fn split(self: &RustDevices, child: &RustDevices, device: i32, members: &[u32]) -> Result<()>;
-        /// The same on a rank that is in no new group. `members` must equal the list that the ranks of one of the new
-        /// groups pass to `split`.
+        /// Takes part in `split` on a rank that is in no new group. `members` must equal the list that the ranks of one
+        /// of the new groups pass to `split`.
         fn split_without_child(self: &RustDevices, device: i32, members: &[u32]) -> Result<()>;
         /// Takes the communicator of all ranks out of use. The communicator ends when the returned object is dropped.
         /// `drained`: no operation is pending in it.
@@ -505,8 +506,8 @@ pub mod ffi {
         /// graph capture of another thread. The caller passes the returned mode to that function.
         fn before_poll(self: &RustCall) -> Result<u32>;
         /// Polls calls that the device has not completed. If they will never complete, returns the error that is the
-        /// reason, with its code letter; otherwise empty. After an error the group has failed; the caller reports the
-        /// error to the program and then calls `abort`.
+        /// reason, with its code letter; otherwise empty. After an error the group has failed, except if only its
+        /// communicator has ended; the caller reports the error to the program and then calls `abort`.
         fn poll_running(self: &RustCall, capture_mode: u32) -> String;
         /// Polls calls that the device has completed. When their result is known, records their end in the statistics.
         /// After an error, the caller does the same as after `poll_running`.
@@ -534,7 +535,7 @@ pub mod ffi {
         /// Calls `fusion::lists::operations` for a list that one of our engines runs.
         #[Self = "RustGroup"]
         fn list_operations(kind: Kind, elements: &[u8], bytes: &[usize]) -> Result<Vec<u32>>;
-        /// The same for a vendor's library.
+        /// Calls `fusion::lists::operations` for a list that a vendor's library runs.
         #[Self = "RustDevices"]
         fn list_operations(kind: Kind, elements: &[u8], bytes: &[usize]) -> Result<Vec<u32>>;
     }
@@ -573,9 +574,9 @@ pub mod ffi {
         /// Whether a Python signal handler raised an exception. The shim keeps the exception for the calling thread.
         fn check_interrupt() -> bool;
         /// Where the Python thread with this `pthread_self` is (0: the main thread): "FILE:LINE in FUNCTION", or empty
-        /// if it runs no Python code. Waits for the GIL.
+        /// if it runs no code of the program. Waits for the GIL.
         fn place_of_thread(thread: u64) -> String;
-        /// The same text for the place of the call with this `site`. Does not wait.
+        /// Where the program made the call with this `site`, in the format of `place_of_thread`. Does not wait.
         fn place_of_call(site: u32) -> String;
         /// Queues one line for Python's logging, which writes it on a thread where that is safe. Never blocks on the
         /// GIL.

@@ -1,5 +1,5 @@
-//! The bridge functions that C++ calls, except those for devices and simulation. Each calls the core, and turns errors
-//! and panics into text.
+//! The functions of `bridge` and `observe` that C++ calls, except those for devices and simulation. Each calls the
+//! core, and turns errors and panics into text.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;

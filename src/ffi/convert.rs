@@ -46,7 +46,8 @@ pub(super) fn guarded<T>(body: impl FnOnce() -> Result<T>) -> Outcome<T> {
     contained(body).map_err(|error| coded(&error))
 }
 
-/// Runs `body`. If it panics, the panic ends here; it was logged, and has failed its group.
+/// Runs `body`, for a function that cannot return an error. A panic ends here; Rust's panic hook has already printed
+/// it.
 pub(super) fn quietly(body: impl FnOnce()) {
     let _ = contained(|| {
         body();

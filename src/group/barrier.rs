@@ -1,4 +1,5 @@
-//! The monitored barrier. It has its own channel, uses no sequence number and does not poison the group.
+//! The monitored barrier. Its ranks communicate through `engine::Monitor`. It uses no sequence number and does not
+//! poison the group.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};

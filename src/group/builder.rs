@@ -85,7 +85,8 @@ impl Group {
                 Ok(parts.group(|_| Box::new(Delegate::new(name, reason, ranks, theirs))))
             }
             (Decision::SharedMemory(shared), None) => {
-                // If this group is the part of a larger group on one host, lanes drive it, and lanes have no helpers.
+                // If this group consists of the ranks of one host of a larger group, lanes drive it, and lanes have no
+                // helpers.
                 let (cores, threads) = (shared.cores, if parts.role.is_inside() { 1 } else { shared.threads });
                 let (area, group_peers) = shared.into_parts();
                 let peers: Vec<_> = (0..ranks).map(|rank| group_peers.peer(rank).clone()).collect();

@@ -24,7 +24,7 @@ impl DeviceGroup for Group {
         self.config.size
     }
     fn id(&self) -> Option<String> {
-        // If a group is too large for a rendezvous, it has no id.
+        // A group of one rank, and a group that is too large for a rendezvous, have no id.
         (self.id != [0; 16]).then(|| Group::id(self))
     }
     fn policy(&self) -> &Arc<Policy> {

@@ -128,8 +128,8 @@ impl Group {
     }
 }
 
-/// The explanation of an operation that was mapped. Where the tensors lie, which decides that, is not part of the
-/// description from which the choice is computed again.
+/// The explanation of an operation that accessed its peers' tensors directly (`Choice::MAPPED`). That choice depends on
+/// the tensors' addresses, which are not recorded. `staged` is the explanation that was computed again without them.
 fn mapped(staged: Explanation) -> Explanation {
     let decided = Choice::MAPPED.reason.text().to_string();
     let (predicted_ns, measured_ns) = (0, None);

@@ -1,6 +1,6 @@
 //! External operations, which no engine runs: operations of a delegate, operations on devices, and operations that the
-//! shim composes of several others. The group records them and keeps a list of the pending ones, so that its watch can
-//! report what a slow one waits for.
+//! shim composes of several others. The group records all of them. It keeps a list of the pending ones except those
+//! that the shim composes, so that its watch can report what a slow one waits for.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

@@ -151,7 +151,7 @@ impl Faults {
     /// lock held, when nothing can advance.
     pub fn of_ended_peers(&self, engine: &mut dyn Engine, ended: &mut Ended) -> Option<Error> {
         let others = || (0..self.peers.len()).filter(|rank| *rank != self.rank);
-        // Check the ranks that died first, and then those that left: a receive from any rank misses the dead rank's
+        // First check the ranks that died, and then those that left: a receive from any rank misses the dead rank's
         // message.
         let died = others().filter(|rank| !self.control.left(*rank));
         let left = others().filter(|rank| self.control.left(*rank));

@@ -9,7 +9,7 @@
 //! `counters` numbers the operations. `faults` records why the group is unusable, and names ranks that ended. `role`
 //! says whether the program or another group created the group. `external` has the operations that no engine runs,
 //! `launches` the signatures of launches on devices, and `extensions` the timeouts. `barrier` is the monitored barrier.
-//! `explain` (with `estimate`) and `report` serve explanations and statistics. Other modules see the group only through
+//! `explain` (with `estimate`) and `report` serve explanations and statistics. Lower layers see the group only through
 //! a trait: the diagnosis of hangs (`crate::hang`) through `subject`, the device engine through `devices`, and the
 //! threads of a group over several hosts through `lanes`. `local` makes groups of threads, for tests.
 
@@ -116,7 +116,8 @@ pub struct Group {
     watch: Arc<Watch>,
     /// Reports peers whose process has ended.
     following: Mutex<Option<Following>>,
-    /// While it is set, a child that the process forks counts as `orphaned`. `None` after the group was shut down.
+    /// While it is set, a child that the process forks counts as orphaned (`os::watch::orphaned`). `None` after the
+    /// group was shut down.
     alive: Mutex<Option<Alive>>,
     /// A reference to the group itself, which the operations that the group returns need.
     this: Weak<Group>,
@@ -128,7 +129,7 @@ impl Group {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// `Group::id` as text, for keys in the store.
+    /// The group's id (the field `id`) in hexadecimal, for keys in the store.
     pub fn id(&self) -> String {
         self.id.iter().map(|byte| format!("{byte:02x}")).collect()
     }
@@ -181,8 +182,8 @@ impl Group {
         // The caller gets an error and may free the tensors, so the group cannot continue this operation.
         self.poison(error.clone());
         if self.has_threads {
-            // A thread of the engine may be in the middle of a copy. `poison` has ended everything that this thread
-            // waits for.
+            // A thread of the engine may be in the middle of a copy. `poison` has ended everything that the engine's
+            // thread waits for.
             driver::wait_until(self, &NoSignals, None, || core.is_done());
         }
         Err(error)
@@ -273,7 +274,8 @@ impl Group {
         self.not_forked()?;
         self.faults.standing()?;
         if self.control.is_poisoned() {
-            // A peer found a fault in an operation that had succeeded on this rank.
+            // A peer has announced a fault, and this rank had no pending operation in which it would have seen the
+            // fault: the failed operation had already succeeded here, or this rank has not called it yet.
             let fault = self.reported(None).unwrap_or_else(|| Error::aborted("sagellm: the group failed"));
             self.poison(fault.clone());
             return Err(fault);

@@ -4,8 +4,9 @@
 pub(super) enum Role {
     /// The program has made the group.
     Program,
-    /// The group is the part of a larger group that lies on one host. The larger group asks and answers for it. Element
-    /// r is the number of rank r in the larger group. Errors use these numbers, because the user knows only them.
+    /// The group consists of the ranks of one host of a larger group. The larger group asks and answers for it
+    /// (`hang`). Element r is the number of rank r in the larger group. Errors use these numbers, because the user
+    /// knows only them.
     Inside(Vec<usize>),
 }
 

@@ -123,7 +123,7 @@ impl Member for Watch {
     fn waits(&self, wait: Option<&LongWait>) -> Option<Waits> {
         let subject = self.subject()?;
         if self.who.is_inside {
-            return None; // the larger group waits for this one
+            return None; // the larger group, which waits for this one, reports it
         }
         let waiting = match wait.map(|wait| wait.external) {
             Some(Some(id)) => subject.external(id),

@@ -56,7 +56,7 @@ pub trait Channel: Send + Sync {
         None
     }
 
-    /// The word with the number of the last question to this rank. The answering thread (`responder`) sleeps on it.
+    /// The word with the number of the last question to this rank. The answering thread (`answering`) sleeps on it.
     /// `None` if the channel has no such word.
     fn question(&self) -> Option<&AtomicU32> {
         None
@@ -82,7 +82,8 @@ pub trait Channel: Send + Sync {
     }
 }
 
-/// A thread that has waited for a long time, either in the engine of a group or for an operation that no engine runs.
+/// A waiting thread: it has waited for a long time in the engine of a group, or it waits for an operation that no
+/// engine runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LongWait {
     /// The thread, as `os::watch::this_thread` numbers it.

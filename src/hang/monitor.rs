@@ -49,8 +49,8 @@ pub struct Step {
     pub asks: bool,
 }
 
-/// The two operations of a group that have been pending longest, one of the engine and one that no engine runs. An
-/// operation is watched from its first question on.
+/// Up to two operations of a group that have been pending for long: of the engine's operations, and of those that no
+/// engine runs, the one with the next deadline. An operation is watched from its first question on.
 #[derive(Default)]
 pub struct Monitor {
     engine: Watched,
@@ -116,9 +116,10 @@ impl Monitor {
         }
     }
 
-    /// Whether to log a line now about an operation. Called after the operation's `step`. True once for each operation:
-    /// when all answers have arrived (`has_all`), or when the time that answers may take (`takes`) has passed. At most
-    /// one line is logged in each period of the soft limit, however many operations are pending.
+    /// Whether to log a line now about an operation. Called after the operation's `step`. Decides once for each
+    /// operation: when all answers have arrived (`has_all`), or when the time that answers may take (`takes`) has
+    /// passed. If the last line is then younger than the soft limit `soft`, the operation never gets a line. The
+    /// engine's operations and those that no engine runs each have their own last line.
     pub fn warns(&mut self, which: &Which, soft: Duration, (has_all, takes): (bool, Duration), now: u64) -> bool {
         let watched = self.slot(which);
         let heard = has_all || now.saturating_sub(watched.since) >= nanoseconds(takes);

@@ -24,8 +24,9 @@ use super::{SHORTEST, SILENCE};
 use crate::engine::Told;
 use crate::error::{Error, Result};
 
-/// A rank removes the keys of older questions that it has collected. A rank that still waits for such a result does not
-/// find it and collects the answers itself.
+/// Of the questions that a rank has collected, the last `KEPT` keep their keys in the store; the rank removes the keys
+/// of older ones. If another rank still waits for the result of an older question, it does not find the result and
+/// collects the answers itself.
 const KEPT: usize = 4;
 
 /// All times are in nanoseconds of `clock::stamp`.

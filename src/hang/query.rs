@@ -1,6 +1,6 @@
-//! One question over the store as a rank that waits takes part in it: the rank collects the answers of all ranks and
-//! publishes their result, or waits for the result of the rank that collects. If that rank is silent for too long, this
-//! rank collects the answers itself, the earlier the sooner it claimed the question.
+//! One question over the store, as a waiting rank takes part in it: the rank collects the answers of all ranks and
+//! publishes their result, or waits for the result of the rank that collects. If that rank is silent for too long, the
+//! waiting ranks collect the answers themselves; the rank that claimed the question second does so first.
 
 use std::collections::BTreeMap;
 

@@ -1,6 +1,6 @@
-//! State of the diagnosis that the groups of a process share: which threads wait for long, which rank waits for which,
-//! and the words on which the answering threads sleep. In tests, where ranks are threads of one process, each rank has
-//! its own `Responder`.
+//! State of the diagnosis that the groups of a process share: which threads wait, which rank waits for which, and the
+//! words on which the answering threads sleep. In tests, where ranks are threads of one process, each rank has its own
+//! `Responder`.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -19,8 +19,8 @@ use crate::progress::domain::EventCount;
 /// A group that ends waits at most this long for the answering thread to drop its reference to the group's memory.
 const RELEASE: Duration = Duration::from_millis(50);
 
-/// How long after its end a group's keys stay in the store. All groups of a program that ends have ended by then, so the
-/// end of a program makes no request: its store may be gone.
+/// How long after its end a group's keys stay in the store. When a program ends, all its groups end within this time.
+/// Then no group uses the connection any more, so no keys are removed: the store may already be gone.
 pub(super) const KEYS_STAY: Duration = Duration::from_secs(2);
 
 /// A group that this rank has left, and whose keys are still in the store.
@@ -36,21 +36,20 @@ pub struct Responder {
     members: RwLock<Vec<Weak<dyn Member>>>,
     /// Number of watches made so far. Any thread may increment it. Relaxed, because it guards no other data.
     watches: AtomicU64,
-    /// The threads that have waited for long, in the order in which they began.
+    /// The waiting threads, in the order in which they were recorded.
     long_waits: Mutex<Vec<LongWait>>,
     /// Which rank waits for which, from the answers of other ranks, with the time of each answer (`clock::now`).
     edges: Mutex<Vec<(Edge, u64)>>,
-    /// Wakes the answering thread. Signalled when a group was made or has ended, when a place is known (`places`), or
-    /// when `stopping` was set.
+    /// The answering thread (`answering`) sleeps on this word. `add` and `look_again` wake it.
     pub(super) changed: EventCount,
     pub(super) thread: Mutex<Option<JoinHandle<()>>>,
     pub(super) places: Arc<Places>,
-    /// `stores_changed` is like `changed`, but for the threads that read stores. `store_threads` holds those threads,
-    /// each with its connection.
+    /// The threads that read stores (`store_threads`) sleep on `stores_changed`; `look_again` wakes them. The field
+    /// `store_threads` holds these threads, each with its connection.
     pub(super) stores_changed: EventCount,
     pub(super) store_threads: Mutex<Vec<(usize, JoinHandle<()>)>>,
-    /// In the order of their ends. Groups whose connection no other group uses are left out, so that this list keeps no
-    /// store alive.
+    /// The groups that this rank has left and whose keys are still in the store, in the order in which they ended. A
+    /// group is removed when no living group uses its connection, so that this list keeps no store alive.
     left: Mutex<Vec<LeftGroup>>,
     /// Number of groups that were removed. `remove` increments it (release); the answering thread reads it (acquire)
     /// before it lists the groups.
@@ -114,8 +113,8 @@ impl Responder {
         drop(gone); // may close a connection
     }
 
-    /// The groups of a connection that this rank left at least `after` ago, which are forgotten here, and how long until
-    /// the next one.
+    /// Removes and returns the groups of a connection that this rank left at least `after` ago. Also returns how long
+    /// until the next one is due.
     pub(super) fn take_left(&self, connection: usize, after: Duration) -> (Vec<LeftGroup>, Option<Duration>) {
         let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
         let of_it = |one: &LeftGroup| one.channel.connection() == Some(connection);
@@ -130,8 +129,9 @@ impl Responder {
         thread.as_ref().is_some_and(|thread| !thread.is_finished())
     }
 
-    /// Wakes the threads that answer: a group has ended and they must drop it, or a group has a question, or a place is
-    /// known.
+    /// Wakes the threads that answer questions and read stores. Called if there is work for them: a group has ended and
+    /// they must drop it, an operation begins to wait for long, a group looks for a fault or has failed, a place is
+    /// known, or the process ends.
     pub fn look_again(&self) {
         self.changed.wake(0);
         self.stores_changed.wake(0);
@@ -151,7 +151,7 @@ impl Responder {
         self.long_waits.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Records that a thread has waited for long (`more`), or that it has stopped waiting (not `more`).
+    /// Records a waiting thread (`more`), or removes it when it has stopped waiting (not `more`).
     pub fn count_long_wait(&self, wait: LongWait, more: bool) {
         let mut waits = self.long_waits.lock().unwrap_or_else(PoisonError::into_inner);
         match waits.iter().position(|one| *one == wait).filter(|_| !more) {

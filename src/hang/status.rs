@@ -17,7 +17,7 @@ const LONGEST: usize = 240;
 pub enum Place {
     #[default]
     Unknown,
-    /// The answering thread waits for the interpreter's lock.
+    /// Not known yet: the thread that reads the place (`places`) waits for the interpreter's lock.
     Locked,
     At(String),
 }
@@ -28,7 +28,7 @@ pub struct Waits {
     pub group: String,
     /// The operation and its number, as text.
     pub what: String,
-    /// Time since the operation was issued.
+    /// How long the operation's timeout has been running (`Waiting::age`).
     pub milliseconds: u64,
     /// One edge for each rank that has yet to make its call.
     pub edges: Vec<Edge>,
@@ -52,10 +52,12 @@ pub struct Status {
     pub who: String,
     /// Ranks on its host whose processes are stopped.
     pub stopped: Vec<usize>,
-    /// Milliseconds since the rank's last operation in that group ended; `None` if there was none or one is pending.
+    /// Milliseconds since the rank's last operation in the group of the question ended; `None` if there was none or one
+    /// is pending.
     pub idle: Option<u64>,
     pub place: Place,
-    /// What one of the rank's threads waits for, in any group. The next field has the edges of this wait.
+    /// What one of the rank's threads or devices waits for, in any group. Its field `edges` is empty here: these edges
+    /// are in `Status::edges`.
     pub waits: Option<Waits>,
     /// Which rank waits for which, as far as this rank knows, each with its age in milliseconds. The rank's own waits
     /// come first.
@@ -122,8 +124,8 @@ impl Status {
         }
     }
 
-    /// Whether this answers `question` or a later one. A rank that waits for the interpreter's lock keeps an older
-    /// number, so its answer always counts.
+    /// Whether this answers `question` or a later one. An answer without its place may have an older number
+    /// (`Reply::at_once`), so it always counts.
     pub fn answers(&self, question: u32) -> bool {
         self.place == Place::Locked || is_since(self.question, question)
     }

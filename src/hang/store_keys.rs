@@ -12,9 +12,10 @@
 //! | `left` | a counter: how many ranks have left the group for good |
 //!
 //! While the group lives, each rank keeps the keys of the last few questions that it has collected (`queries`). A rank
-//! that leaves removes these, and the last one all other keys, because no rank of the group is there to read them
-//! (`leave`). They stay if a rank has died, so that `left` never counts all ranks, and if no other group of a rank uses
-//! the same connection to the store, because that store may be gone before the ranks have left (`store_threads`).
+//! that leaves removes these, and the last rank to leave removes all other keys, because no rank of the group is there
+//! to read them (`leave`). Keys stay if a rank has died, because `left` then never counts all ranks. They also stay if
+//! no other group of a rank uses the same connection to the store, because the store may be gone before the ranks have
+//! left (`store_threads`).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;

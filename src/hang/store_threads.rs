@@ -1,6 +1,6 @@
 //! The threads that read questions and answers in the stores of groups whose ranks share no memory. Each connection has
 //! its own thread, because a store that is stopped or slow blocks its caller for minutes. So such a store delays
-//! neither the answering thread (`responder`) nor the reads of other stores. Only the end of the process waits for
+//! neither the answering thread (`answering`) nor the reads of other stores. Only the end of the process waits for
 //! these threads, and only for a limited time.
 //!
 //! The thread also removes the keys of groups that this rank has left, some time after their end and only while another

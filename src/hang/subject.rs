@@ -59,7 +59,8 @@ pub struct Who {
     pub processes: BTreeMap<usize, i32>,
     /// Whether a rank that is missing in `processes` is on another host.
     pub spans_hosts: bool,
-    /// Whether this group is the part of a larger group that lies on one host. If so, the larger group asks.
+    /// Whether this group consists of the ranks of one host of a larger group. If so, only the larger group asks other
+    /// ranks.
     pub is_inside: bool,
     /// The option `soft_timeout`. If it is zero, no line is logged.
     pub soft: Duration,

@@ -103,8 +103,8 @@ impl Watch {
         }
     }
 
-    /// Records that a thread begins (`more`) or stops waiting for long. `external` is the operation, if no engine runs
-    /// it.
+    /// Records a waiting thread (`more`), or removes it when it has stopped waiting. `external` is the operation, if no
+    /// engine runs it.
     pub fn count_long_wait(&self, thread: u64, external: Option<u64>, more: bool) {
         self.responder.count_long_wait(LongWait { thread, watch: self.id, external }, more);
     }
@@ -153,7 +153,7 @@ impl Watch {
         log::warn!("{}", laid_out(&head, &report.lines(), &end).in_one_line());
     }
 
-    /// The same for the operation with the next deadline among those that no engine runs.
+    /// Calls `look` for the operation with the next deadline among those that no engine runs.
     pub fn look_external(&self, subject: &dyn Subject) {
         if let Some(waiting) = subject.next_external() {
             self.look(subject, &waiting, clock::now());
@@ -186,7 +186,7 @@ impl Watch {
         }
     }
 
-    /// Adds the edges in these answers to the wait graph.
+    /// Adds the edges in the answers that `read_answers` has read to the wait graph.
     fn learn_edges(&self, monitor: &Monitor, which: &Which, now: u64) {
         let Some(watched) = monitor.of(which) else { return };
         for (rank, _) in watched.asked.iter().filter(|(rank, _)| *rank != self.who.rank) {

@@ -41,12 +41,13 @@ pub struct DeviceCall {
     pub(super) passed: OnceCell<Instant>,
 }
 
-/// State of a call. Written by the thread that begins and launches the call, read by the thread that drops it. Relaxed,
-/// because the passing of the call between these threads orders the accesses.
+/// State of a call. Written by the thread that begins and launches the call, and later by the threads that record its
+/// end or drop it. Relaxed, because the passing of the call between these threads orders their accesses. The thread
+/// that watches a running launch also reads it, as a hint.
 pub(super) struct Stage(AtomicU8);
 
 impl Stage {
-    /// The call has its number, or its peer waits for its message.
+    /// The call has taken its number, or is a message for which the peer waits. It has not been launched.
     const BEGUN: u8 = 0;
     const LAUNCHED: u8 = 1;
     /// Nothing needs to be done when the call ends or is dropped.
@@ -221,8 +222,8 @@ impl DeviceCall {
     /// If these calls connected ranks, returns the fault of the group. When a signal or the deadline ends such a launch
     /// on another rank, the launch's caller returns, but the library continues until the abort. Until then the library
     /// uses memory that the caller may already write again. If this rank launches later, its launch can match the
-    /// abandoned one and receive wrong data. That caller returns only after the group has failed, so the fault tells
-    /// this rank not to trust its result.
+    /// abandoned one and receive wrong data. The caller on the other rank returns only after the group has failed, so
+    /// the fault tells this rank not to trust its own result.
     fn met_a_launch_that_was_let_go(&self) -> Option<Error> {
         if self.connects.load(Ordering::Relaxed) { self.fault() } else { None }
     }
@@ -241,9 +242,10 @@ impl DeviceCall {
         self.look_at_launch().map_or(Ok(()), Err)
     }
 
-    /// Why a launch that has not returned must end; `None` if it may continue. Either its deadline has passed, the
-    /// group has failed, a peer has died, or ranks called different operations. The group has then failed with this
-    /// error. The caller ends the communicators (`abort`). If the launch waits in the library, this makes it return.
+    /// Why a launch that has not returned must end; `None` if it may continue. Its deadline has passed, the group has
+    /// failed, a peer has died, ranks called different operations, or the communicator has ended. In all cases except
+    /// the last, the group has then failed with this error. The caller ends the communicators (`abort`), which makes a
+    /// launch that waits in the library return.
     pub fn look_at_launch(&self) -> Option<Error> {
         match self.look(self.seen()) {
             Found::Failed(error) => Some(error),
@@ -335,7 +337,7 @@ impl DeviceCall {
         self.engine.abort();
     }
 
-    /// Records the end in the statistics. `timed`: the call ended at this moment.
+    /// Records the end of the calls in the statistics. `well`: they succeeded. `timed`: they ended at this moment.
     pub fn ended(&self, well: bool, timed: bool) {
         self.leave();
         self.notes.iter().for_each(|note| note.end(well, timed));

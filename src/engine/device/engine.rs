@@ -9,7 +9,8 @@
 //!
 //! Operations on devices have their own sequence of numbers, because the numbers of the CPU's engine index shared
 //! memory and must have no gaps. c10d sees the sum of both numbers. No function here waits for a device. A function
-//! that makes or ends a communicator waits for the communicator's other ranks.
+//! that makes or ends a communicator waits for the communicator's other ranks, and so does a launch for which the
+//! library must connect ranks (`first_use`).
 
 use std::collections::HashMap;
 use std::sync::atomic::AtomicU64;
@@ -135,7 +136,8 @@ impl DeviceEngine {
 }
 
 impl Drop for DeviceEngine {
-    /// Calls, Works and communicators keep the engine alive, so nothing of this group uses the streams any more.
+    /// Every call (`DeviceCall`) and every thread that launches one holds the engine, so nothing of this group uses the
+    /// streams any more.
     fn drop(&mut self) {
         let streams = std::mem::take(self.streams.get_mut().unwrap_or_else(PoisonError::into_inner));
         self.pool.give_back(streams.into_iter().map(|((device, _), stream)| (device, stream)));

@@ -30,9 +30,9 @@ type Way = (u32, bool);
 /// What is already connected in a communicator.
 #[derive(Default)]
 pub(super) struct Connected {
-    /// For each kind of operation, a bit for each class of sizes. The thread of a launch sets bits after the launch has
-    /// returned; the threads of later launches read them first. Relaxed, because if a thread misses a set bit, the only
-    /// effect is that a launch gets a separate thread without need.
+    /// For each kind of operation, a bit for each class of sizes. The thread that waited for a launch sets bits after
+    /// the launch has returned; other threads read them before they launch. Relaxed, because if a thread misses a set
+    /// bit, the only effect is that a launch gets a separate thread without need.
     kinds: [AtomicU32; Kind::ALL.len() + 1],
     ways: Mutex<BTreeSet<Way>>,
     /// Every direction to every peer is connected, so `ways` does not have to be locked. Relaxed for the same reason as

@@ -51,8 +51,8 @@ pub trait DeviceGroup: Send + Sync {
     fn dead_ranks(&self) -> Vec<usize>;
     /// Whether a rank has left the group in order.
     fn left(&self, rank: usize) -> bool;
-    /// Number of the last collective that a rank has launched; `None` if this rank cannot see it, because it is on
-    /// another host.
+    /// Number of the last collective that a rank has begun on a device; `None` if this rank cannot see the number,
+    /// because that rank is on another host.
     fn launched(&self, rank: usize) -> Option<u64>;
     fn death_of(&self, rank: usize, during: &str) -> Error;
     /// Takes the next number of a collective on a device, and publishes the signature for that number. For an

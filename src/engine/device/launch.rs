@@ -48,7 +48,8 @@ impl Launched {
     }
 }
 
-/// Puts an operation on the stream of a communicator. Never waits for a peer or for the device.
+/// Puts an operation of a communicator on a stream. Never waits for the device. Waits for peers only if the library
+/// must first connect ranks (`first_use`).
 pub fn launch(
     communicator: &dyn Communicator,
     runtime: &dyn Runtime,

@@ -1,5 +1,5 @@
-//! Splits, shrinks and ends a group's communicators. When a group is split or shrunk, new communicators are made out of
-//! its own.
+//! Splits, shrinks and ends a group's communicators. When a group is split or shrunk, the library makes the new groups'
+//! communicators out of the old group's.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -360,7 +360,7 @@ fn folded(asked: &LoweringInput, able: &Capabilities) -> Result<Lowering, String
         Kind::Reduce => Kind::Gather,
         _ => Kind::AllToAll,
     };
-    // Every block that a rank receives has the size of the rank's own block, so the blocks are contiguous.
+    // An all_reduce and a reduce gather inputs of equal sizes. Only the blocks of a reduce_scatter may differ.
     let equal_counts = kind != Kind::ReduceScatter || asked.equal_counts;
     let mut lowering = moved(&LoweringInput { kind: moves, equal_counts, ..*asked }, able);
     let mut after = vec![Local::Fold(op)];

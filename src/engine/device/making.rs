@@ -276,8 +276,8 @@ impl DeviceEngine {
         })
     }
 
-    /// Fails the group if this rank could not make a communicator. It is unknown whether the communicator's other ranks
-    /// are in the library's call or wait for the id.
+    /// Fails the group if this rank could not make a communicator. The communicator's other ranks may be in the
+    /// library's call or wait for the id; the fault ends either wait.
     fn end_the_wait_of_others(&self, error: &Error) {
         let theirs = matches!(error.kind(), ErrorKind::Timeout | ErrorKind::Interrupted | ErrorKind::System);
         if theirs && self.group.size() > 1 {
@@ -285,9 +285,9 @@ impl DeviceEngine {
         }
     }
 
-    /// Why a call failed in which the library waits for other ranks: the error that `look` finds, otherwise the
-    /// library's own `error`. The library may notice before this rank that another rank has failed or died, but it does
-    /// not know the reason.
+    /// The library waits for other ranks in some calls. Returns why such a call failed: the error that `look` finds,
+    /// otherwise the library's own `error`. The library may notice before this rank that another rank has failed or
+    /// died, but the library does not know the reason.
     pub(super) fn cause_of(&self, error: Error, look: &dyn Fn() -> Option<Error>) -> Error {
         if error.kind() != ErrorKind::System {
             return error;
@@ -304,9 +304,9 @@ impl DeviceEngine {
         }
     }
 
-    /// Ends the wait for the other ranks of a communicator if a signal arrived, the group has failed, or one of these
-    /// ranks is gone. The last rank to join may leave right after its last call, so a rank counts as gone only after
-    /// `ON_ITS_WAY`.
+    /// Returns a function that ends the wait for the other ranks of a communicator if a signal arrived, the group has
+    /// failed, or one of these ranks is gone. A rank may leave right after it has joined and made its calls, while this
+    /// rank is still joining. So a rank counts as gone only `ON_ITS_WAY` after its end was first seen.
     pub(super) fn joining(&self, whose: &str, ranks: Ranks) -> GoOn {
         let (group, whose) = (Arc::downgrade(&self.group), whose.to_string());
         let gone_since = OnceCell::new();

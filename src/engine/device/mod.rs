@@ -30,7 +30,7 @@
 //! let memory = [Span { addr: address, bytes: 4096 }];
 //! let stream = runtime.stream_create()?; // or the raw handle of a torch stream, as a number
 //! let job = Job { factor: 0, lowering: &lowering, rank, ranks, root: 0, send: &memory, recv: &memory };
-//! let launched = launch(&*communicator, &*runtime, &job, stream)?; // does not wait
+//! let launched = launch(&*communicator, &*runtime, &job, stream)?; // does not wait for the device
 //! communicator.poll()?; // asynchronous errors; when a deadline passes: `communicator.abort()`
 //! synchronize(&*runtime, stream, minute)?;
 //! drop(launched); // not earlier: the device may still read this memory
@@ -47,11 +47,13 @@
 //! | `group` | the interface between the engine and its group |
 //! | `engine`, `begin`, `call`, `parts`, `lowered` | a group's devices of one type, and its calls on them |
 //! | `communicators`, `making`, `pairs` | cache of communicators; how one is made; in which order ranks make pairs |
+//! | `lifetime` | how communicators are split, shrunk and ended |
 //! | `pool` | streams and events, which the groups of a process use one after the other |
 //! | `first_use` | which ranks of a communicator are connected, and the launches that wait for other ranks |
 //! | `rules` | pure: how a group's rules and decision table are passed to a library |
 //! | `watchdog` | whether a call will complete |
 //! | `libs/loader` | finds a library and its functions, and reports what was tried |
+//! | `libs/common` | what the communicators of all libraries share |
 //! | `libs/nccl`, `hccl`, `cncl` | each library: `declarations` (NCCL's are the crate `nccl-sys`), `communicator`, `runtime` (streams and events) |
 //! | `libs/nccl/tuner`, `profiler` | NCCL's plugins: the tuner, which NCCL asks for an algorithm, and the profiler, to which it reports the one it ran |
 //!

@@ -60,9 +60,9 @@ impl Pairs {
         Pairs { store, prefix, rank, read: 0, invited: BTreeMap::new(), asked: BTreeMap::new() }
     }
 
-    /// Returns the rank with which this rank now makes communicators; that rank does the same. This is `peer`, or a
-    /// rank that comes first; then the caller must call `next` again. Never returns a rank in `known`, except `peer`.
-    /// `pause` is called between two polls of the store; if it returns an error, the wait ends.
+    /// Returns the rank with which this rank now makes communicators; that rank does the same. It is `peer`, or another
+    /// rank that must be served first; in the second case the caller must call `next` again. Never returns a rank in
+    /// `known`, except `peer`. `pause` is called between two polls of the store; if it returns an error, the wait ends.
     pub fn next(&mut self, peer: usize, known: &[u32], pause: &mut dyn FnMut() -> Result<()>) -> Result<usize> {
         let own = pair(self.rank, peer);
         self.ask(own, peer)?;

@@ -1,5 +1,6 @@
-//! The interface to streams and events of a device, through its vendor's runtime. Used if the engine has its own
-//! communication stream, which is a raw stream; raw events order it with torch's streams.
+//! The interface to a device through its vendor's runtime: its streams and events, its captures into graphs, and
+//! copies. If torch's streams expose no raw handle, the engine has raw streams of its own, and raw events order them
+//! with torch's streams.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};

@@ -2,8 +2,8 @@
 //! which peers are gone.
 //!
 //! The shim's thread queries an event to see whether the device has passed an operation, and calls `look` to interpret
-//! the answer. The group fails (`DeviceGroup::fail`) only with the error that `look` returns, and only after that error
-//! is final.
+//! the answer. If `look` fails the group (`DeviceGroup::fail`), it does so with the error that it returns, and only
+//! when that error is final.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -60,7 +60,8 @@ pub enum Found {
     Nothing,
     /// The operation may have failed. The caller must check it again, even if the device has passed it.
     Undecided,
-    /// The operation will not complete, or has failed. The group has failed with this error.
+    /// The operation will not complete, or has failed. The group has failed with this error, except if only the
+    /// communicator has ended.
     Failed(Error),
 }
 

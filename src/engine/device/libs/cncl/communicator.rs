@@ -180,8 +180,8 @@ impl Calls for Cncl {
             return self.exchange(own, messages, comm, queue).map(|()| None);
         }
         let Arguments { send, recv, count, dtype, op, root } = NUMBERS.arguments(call, None, &self.able)?;
-        // The library ignores the receive buffer on ranks other than the root. Null prevents it from writing to the
-        // input there.
+        // On ranks other than the root, `recv` is the input (`Call::Reduce`). The library ignores the receive buffer
+        // there, so null is passed: the library then cannot overwrite the input.
         let at_root = if root == own.rank { recv } else { std::ptr::null_mut() };
         let root = root as c_int;
         // SAFETY: each function below is declared as the vendor declares it. The caller's addresses point to memory of

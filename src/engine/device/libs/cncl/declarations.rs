@@ -1,6 +1,6 @@
 //! The part of CNCL's C interface that we use (cncl.h 1.25). Enums are integers. The interface differs from NCCL's:
-//! communicators are made from arrays, out-parameters come first, and a function returns a communicator's state as its
-//! result.
+//! communicators are made from arrays, out-parameters come first, and `cnclGetCommAsyncError` returns the
+//! communicator's state as its result.
 
 use std::ffi::{c_char, c_int, c_void};
 

@@ -70,7 +70,7 @@ impl Cnrt {
         let table = Table::load(&library);
         for needed in ["cnrtSetDevice", "cnrtQueueCreate", "cnrtQueueWaitNotifier"] {
             if !library.has(needed) {
-                return Err(library.lacks(needed)); // headers older than 5 used other names
+                return Err(library.lacks(needed)); // runtimes before version 5 used other names
             }
         }
         Ok(Arc::new(Cnrt { library, table, spare: Spare::default() }))

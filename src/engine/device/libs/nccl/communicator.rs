@@ -33,7 +33,8 @@ const OLDEST: c_int = 21800;
 /// Since 2.24 the library reduces 8-bit floats. On devices before sm_90, the library itself refuses each rank's call.
 const FLOATS_OF_8_BITS: c_int = 22400;
 
-/// The library has no 16-bit integers. The 8-bit floats must be last, because `open` drops the last two entries.
+/// The library has no 16-bit integers. The 8-bit floats must be last, because `open` drops the last two entries if the
+/// library is too old for them.
 const REDUCES: [(Dtype, Ops); 12] = [
     (Dtype::U8, Ops::BASIC_AVG),
     (Dtype::I8, Ops::BASIC_AVG),

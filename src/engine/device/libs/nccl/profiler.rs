@@ -185,8 +185,8 @@ fn kind_of(function: &str) -> Option<Kind> {
     })
 }
 
-/// Element size for a name that ncclDatatypeToString returns, such as "ncclFloat32". It has no name for types of one
-/// byte.
+/// Element size for a name that ncclDatatypeToString returns, such as "ncclFloat32". All names that do not end in 16,
+/// 32 or 64 stand for types of one byte: "ncclInt8", "ncclFloat8e4m3", and "Unknown" for uint8.
 fn element_bytes(dtype: &str) -> u64 {
     match dtype.trim_start_matches(|c: char| !c.is_ascii_digit()) {
         "16" => 2,
@@ -232,11 +232,13 @@ unsafe extern "C" fn start_event(
         // SAFETY: `handle` points to a variable that NCCL owns. With a null handle, NCCL reports nothing more about
         // this event.
         unsafe { *handle = std::ptr::null_mut() };
-        // SAFETY: every descriptor begins with its kind; more is read only of a descriptor of a collective.
+        // SAFETY: every descriptor begins with its kind. Its other fields are read below only if the kind is
+        // COLLECTIVE.
         if context.is_null() || descriptor.is_null() || unsafe { (*descriptor).kind } != COLLECTIVE {
             return;
         }
-        // SAFETY: by its kind, the descriptor is that of a collective. `init` made the context, and nothing changes it.
+        // SAFETY: the kind says that this is the descriptor of a collective. `init` made the context, and nothing
+        // changes it.
         let (told, context) = unsafe { (&(*descriptor).collective, &*context.cast::<Context>()) };
         let Some(kind) = kind_of(text(told.function)) else { return };
         let blocks = if kind == Kind::ReduceScatter { context.ranks } else { 1 };

@@ -16,7 +16,7 @@
 //! | `ring` | Ring |
 //! | `double_tree`, `binomial_tree`, `tree`, `hierarchical` | Tree: a chain inside each host, a tree between hosts |
 //! | any other | NCCL's own choice |
-//! | `start` or none: all_reduce of a group with a topology | start rules (`select/start.rs`); few steps mean Tree |
+//! | `start` or none: all_reduce of a group with a topology | Ring if `select/start.rs` says ring, otherwise Tree |
 //! | `start` or none, for any other operation | NCCL's own choice |
 //!
 //! Algorithms inside a host (`slots`, `rounds`) are not for libraries: rules that name them are skipped.
