@@ -100,6 +100,9 @@ impl Transfer for Ended {
 /// Longest mail in bytes.
 pub const LONGEST_MAIL: usize = 144 << 10;
 
+/// The number of a body (`Mail::send_body`) is smaller. The link itself uses the others.
+pub const MOST_BODIES: u64 = 1 << 63;
+
 /// Called once by any thread when a body has ended. The thread holds no lock of the link. An error is the link's text.
 pub type Done = Box<dyn FnOnce(std::result::Result<(), String>) + Send>;
 
@@ -112,9 +115,9 @@ pub trait Mail: Send + Sync {
     fn mail(&self, peer: usize, message: Vec<u8>) -> Result<()>;
 
     /// Starts to send the memory of `pieces`, in order, as the body `number`. `peer` receives it under the same number.
-    /// A rank uses each number once per peer. No byte is sent before the peer has posted its receive. If the peer has
-    /// already posted it, the body keeps its place among this rank's mail: on the peer, `done` is called after the mail
-    /// that was sent before the body, and before the mail that was sent after it. Never blocks.
+    /// A rank uses each number, below `MOST_BODIES`, once per peer. No byte is sent before the peer has posted its
+    /// receive. If the peer has already posted it, the body keeps its place among this rank's mail: on the peer, `done`
+    /// is called after the mail that was sent before the body, and before the mail that was sent after it. Never blocks.
     ///
     /// # Safety
     /// The memory must be valid and not written until `done` was called.

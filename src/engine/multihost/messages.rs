@@ -20,6 +20,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
 use super::letters::{EAGER, LONGEST_EAGER, Letter, WINDOW};
+use super::link::MOST_BODIES;
 use super::matching::{Content, Matching, Message, Receive};
 use super::names::Names;
 use super::ready::{Ready, Receives};
@@ -56,7 +57,7 @@ pub(super) enum Gone {
 
 /// The bodies of receives that were posted before their messages are numbered from here upwards. Other bodies have the
 /// number of their message (`Letter::Large`).
-const POSTED_EARLY: u64 = 1 << 63;
+const POSTED_EARLY: u64 = MOST_BODIES / 2;
 
 /// Counts the bytes that letters have carried between this rank and one peer. Only messages longer than `EAGER` count.
 #[derive(Default)]

@@ -11,14 +11,12 @@ use super::lane::{Lane, ShortInto};
 use super::memory::Memory;
 use super::peer::{SHORT, Waiting};
 use super::transfer::{End, Events, Slot};
-use crate::engine::multihost::link::{Done, Ended, LONGEST_MAIL, Link, Mail, Mailbox, Transfer};
+use crate::engine::multihost::link::{Done, Ended, LONGEST_MAIL, Link, MOST_BODIES, Mail, Mailbox, Transfer};
 use crate::error::Result;
 use crate::types::Span;
 
-/// Set in the number of a lane's body; the rest of the number is the tag, at least 2^30 (`FrameHeader::data_tag`).
-/// Messages of programs set the bit only for receives that are posted early, which are counted from 1
-/// (`messages::POSTED_EARLY`).
-const OF_LANE: u64 = 1 << 63;
+/// Set in the number of a lane's body; the rest of the number is the tag.
+const OF_LANE: u64 = MOST_BODIES;
 
 /// When this is dropped, the rank leaves the channel.
 pub struct WireLink(pub Arc<Channel>);
@@ -141,6 +139,7 @@ impl Mail for WireLink {
     }
 
     unsafe fn send_body(&self, peer: usize, number: u64, pieces: Vec<Span>, done: Done) -> Result<()> {
+        assert!(number < MOST_BODIES, "body {number}");
         let mut events = Events::default();
         self.0.send_body(peer, number, self.body(pieces, done), &mut events)?;
         self.defer(events);
@@ -148,6 +147,7 @@ impl Mail for WireLink {
     }
 
     unsafe fn receive_body(&self, peer: usize, number: u64, pieces: Vec<Span>, done: Done) -> Result<()> {
+        assert!(number < MOST_BODIES, "body {number}");
         let mut events = Events::default();
         self.0.receive_body(peer, number, self.body(pieces, done), &mut events)?;
         self.defer(events);
