@@ -11,7 +11,7 @@ installed_dev := .venv/.stamp-requirements-dev
 installed_ecosystem := .venv-ecosystem/.stamp-requirements
 installed_213 := .venv-ecosystem-2.13/.stamp-requirements
 built_213 := .venv-ecosystem-2.13/.stamp-built
-# Where vLLM for processors and TorchRec have wheels; elsewhere their tests are skipped.
+# The systems for which vLLM for processors and TorchRec have wheels; on others their tests are skipped.
 with_213 := $(filter Linux-x86_64 Linux-aarch64,$(shell uname -s)-$(shell uname -m))
 installed_docs := .venv-docs/.stamp-requirements
 installed_wheels := .venv-wheels/.stamp-requirements
@@ -69,7 +69,7 @@ prebuilt: $(installed) ## the Rust core for a machine without cargo, in build/pr
 	@.ci/prerequisites
 	$(python) setup.py --quiet prebuilt
 
-# The metadata beside the sources tell torch the name, as an installed package would.
+# egg_info writes metadata beside the sources, from which torch learns the backend's name as from an installed package.
 built-gpu: $(if $(SAGELLM_PREBUILT),,$(built) $(installed_dev))
 	$(if $(SAGELLM_PREBUILT),$(gpu_python) setup.py --quiet egg_info build_ext --inplace)
 
@@ -146,8 +146,8 @@ $(installed_wheels): requirements-wheels.txt
 	.venv-wheels/bin/python -m pip install --disable-pip-version-check --quiet -r requirements-wheels.txt
 	@touch $@
 
-# Once, an editable install tells torch the backend's name; afterwards only the extension is built anew. It is built
-# first, because pip would hide what cargo and the compiler say until it ends.
+# An editable install tells torch the backend's name; it is repeated only when torch or pyproject.toml changes. The
+# extension is built first, because pip would hide the output of cargo and the compiler until it ends.
 $(built): $(sources) pyproject.toml $(installed)
 	@.ci/prerequisites
 	@touch $@.begun # the stamp's time: what is edited during the build is newer

@@ -2,12 +2,12 @@
 
 cargo runs first and leaves two things: ``libsagellm.a`` and, through cxx, the headers that ``cpp/`` includes. ninja
 then compiles the C++, so an edit of the Rust core costs only a run of cargo and one link. Nearly all of the compiler's
-time goes into torch's headers, so it compiles as many files as there are processors; each includes a part of ``cpp/``.
-With SAGELLM_EDIT, for trying edits, each file is compiled by itself, after a precompiled header that has torch's
-headers. On a machine without cargo the variable SAGELLM_PREBUILT names a folder that has cargo's results (``make
-prebuilt`` writes one). A usual build has one extension, for the installed torch. ``make wheels`` (.ci/build-wheels)
-names a folder of several unpacked torches instead, and the package gets an extension for each. Everything about the
-package that is not code to build is in ``pyproject.toml``.
+time goes into torch's headers, so it gets at most four files, and no more than one for each processor; each includes a
+part of ``cpp/``. With SAGELLM_EDIT, for trying edits, each file of ``cpp/`` is compiled by itself, after a precompiled
+header that has torch's headers. On a machine without cargo the variable SAGELLM_PREBUILT names a folder that has
+cargo's results (``make prebuilt`` writes one). A usual build has one extension, for the installed torch.
+``make wheels`` (.ci/build-wheels) names a folder of several unpacked torches instead, and the package gets an extension
+for each. Everything about the package that is not code to build is in ``pyproject.toml``.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ COMPILING = {"bdist_wheel", "build", "build_ext", "develop", "dist_info", "edita
 #: The oldest and the newest minor version of torch that the sources are for.
 OLDEST, NEWEST = (2, 11), (2, 15)
 MINIMUM_RUST = (1, 89)
-#: Names a folder with what cargo would build: the library, and the folder of the generated headers.
+#: The variable that names a folder with what cargo would build: the library, and the folder of the generated headers.
 PREBUILT = "SAGELLM_PREBUILT"
-#: Names a folder of folders, each with one unpacked torch: the package gets an extension for each.
+#: The variable that names a folder of folders, each with one unpacked torch: the package gets an extension for each.
 TORCHES = "SAGELLM_TORCHES"
-#: The command of a linker that links for an older C library. Then the extension defines the symbols that this library
-#: lacks.
+#: The variable that has the command of a linker for an older C library. If it is set, the extension itself defines the
+#: symbols that the older library lacks.
 LINKER = "SAGELLM_LINKER"
 CORE = "libsagellm.a"
 HEADERS = "cxxbridge"
@@ -66,8 +66,8 @@ rule compile
 
 """
 STEP = "build {target}: compile {source} | {folder}/flags\n"
-#: The rules with a precompiled header, which every file reads first. If the compiler rejects it, the header next to it
-#: gives the same result.
+#: Further rules, for a precompiled header that every file reads first. If the compiler rejects it, it reads the header
+#: beside it, with the same result.
 PRECOMPILED_RULES = """\
 rule precompile
   command = {compiler} @{folder}/flags -MD -MF $out.d -x c++-header -c $in -o $out
@@ -114,7 +114,7 @@ def torch_in(folder: Path, among_others: bool) -> Torch:
     if found is None:
         fail(f"{folder / 'version.py'} has no version")
         raise AssertionError("unreachable")
-    # The name contains only the minor version, because no torch 3 is in sight.
+    # The name takes torch's major version to be 2, because no torch 3 is in sight.
     return Torch(folder, found.group(1), f"_C_t2{found.group(2)}" if among_others else "_C")
 
 
@@ -244,9 +244,9 @@ def run_cargo() -> None:
 def cpp_files() -> list[Path]:
     """The files that the compiler compiles.
 
-    On two processors, two files take 117 s of processor time; the thirty files one by one, with a precompiled header,
-    take 430 s (2-core EPYC, 2026-11-25). For this, names in the unnamed namespaces of cpp/ must differ from file to
-    file.
+    On two processors, two files take 117 s of processor time; all files one by one, with a precompiled header, take
+    430 s (2-core EPYC, 2026-11-25). Because several files become one, names in the unnamed namespaces of cpp/ must
+    differ from file to file.
     """
     # Files with bindings take longest to compile, so they come first.
     files = sorted((ROOT / "cpp").rglob("*.cpp"), key=lambda path: (path.parent.name != "python", path))
@@ -311,7 +311,7 @@ def extension(torch: Torch) -> Module:
             *old[1],
             *symbols[1],
         ],
-        # The linker of the usual build is the C++ compiler; a linker that is named is called directly.
+        # In a usual build the C++ compiler links; a linker that SAGELLM_LINKER names is called directly.
         language="c" if os.environ.get(LINKER) else "c++",
     )
     made.torch = torch
@@ -332,8 +332,8 @@ def openmp() -> list[str]:
 def old_libraries() -> tuple[list[str], list[str]]:
     """Further flags of the compiler and of the linker, if the result must load with older libraries.
 
-    cpp/host/old_glibc.cpp has the other half. The C++ compiler's libraries are named as files, because such a linker
-    brings its own."""
+    cpp/host/old_glibc.cpp has the other half. The C++ compiler's libraries are named as files, because the linker that
+    SAGELLM_LINKER names would take its own."""
     compiler = [*shlex.split(os.environ.get("CXX", "g++")), "-print-file-name="]
     libraries = []
     for name in ("libstdc++.so.6", "libgcc_s.so.1"):
@@ -430,16 +430,16 @@ def builder() -> type[Any]:
             flags += [f"-I{folder}" for folder in given["include_dirs"] if folder not in system]
             for folder in dict.fromkeys(system):
                 flags += ["-isystem", folder]
-            # torch's headers put their paths into errors: as paths inside torch, not as those of the machine of the
-            # build.
+            # torch's headers put their own paths into errors. These flags make them paths inside torch, without the
+            # folders of the machine that builds.
             flags += [f"-fmacro-prefix-map={folder}/=" for folder in sorted([str(ROOT), self._includes[0]], key=len)]
             cache = shutil.which("ccache")
             compiler = [cache, command[0]] if cache else command[:1]
             return compile_all(compiler, [*flags, *given["extra_postargs"]], sources, Path(self.build_temp))
 
         def _drop_foreign_paths(self) -> None:
-            """A Python with its own libraries (pyenv, conda) would write their folder into our library; this prevents
-            it."""
+            """Removes search paths from the linker's words: a Python with its own libraries (pyenv, conda) passes their
+            folder, and the linker would write it into the extension."""
             for name in ("linker_so", "linker_so_cxx"):
                 words = getattr(self.compiler, name, None)
                 if words:
@@ -453,8 +453,8 @@ def builder() -> type[Any]:
                 self._write_record(ROOT / SOURCE / "torch_sagellm")
 
         def _write_record(self, folder: Path) -> None:
-            """Writes the build's record, which `load.extension` checks: an extension that does not fit fails
-            unclearly."""
+            """Writes the build's record. `load.extension` checks it, because an extension that does not fit would fail
+            with an unclear error."""
             folder.mkdir(parents=True, exist_ok=True)
             # A wheel is used on other machines, which lack the folder of its sources.
             source = "" if TORCHES in os.environ else str(ROOT)

@@ -8,7 +8,7 @@ from typing import Any
 
 import griffe
 
-#: An example as docstrings here begin it, up to the next line that is not indented.
+#: An example in a docstring: from `Example::` to the next line that is not indented.
 EXAMPLE = re.compile(r"^Example::\n\n((?:(?: {4}.*)?(?:\n|$))+)", re.M)
 
 

@@ -25,7 +25,7 @@ def minors_for(python: str) -> list[str]:
 
 
 def interpreters(asked: Sequence[str] = ()) -> dict[str, str]:
-    """Their paths by version: those asked for, or all that are on the path or that pyenv has."""
+    """Paths of interpreters by version: of those asked for, or of all that are on the path or that pyenv has."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     names = list(asked) or [f"python{version}" for version in PYTHONS]
     if not asked:

@@ -1,8 +1,8 @@
 // The headers that `setup.py` precompiles: those of torch and Python that nearly every file of `cpp/` reads, and that
 // take many times as long to read as our own. No file includes this one, and each file still includes what it uses.
 //
-// pybind11, which eight files need, is left out: every file that has read its templates instantiates them again, which
-// took 3.3 s in an empty file.
+// pybind11 is left out, although several files read it: every file that has read its templates instantiates them again,
+// which took 3.3 s in an empty file.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -1,7 +1,8 @@
-//! Every interleaving of the shared-memory protocol, on loom's atomics: the code of `protocol.rs` and `event_count.rs` itself.
+//! Every interleaving of the shared-memory protocol, on loom's atomics: the code of `protocol.rs` and `event_count.rs`
+//! itself.
 //!
-//! Run with `cargo test --test loom`. Payloads are loom cells, so a slot or a buffer
-//! that is overwritten while a rank may still read it is reported as a data race.
+//! Run with `cargo test --test loom`. Payloads are loom cells, so a slot or a buffer that is overwritten while a rank
+//! may still read it is reported as a data race.
 
 use loom::cell::UnsafeCell;
 use loom::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
@@ -97,7 +98,7 @@ fn until(mut condition: impl FnMut() -> bool) -> bool {
     true
 }
 
-/// Looks a few times and gives up, and the rank with it: what it did so far must be safe in every interleaving.
+/// Looks a few times, then gives up. Its rank gives up too: what it did so far must be safe in every interleaving.
 fn a_few_times(condition: impl FnMut() -> bool) -> bool {
     some_times(3, condition)
 }
@@ -162,8 +163,8 @@ fn run(ranks: usize, depth: u64, preemptions: usize, program: impl Fn(&Memory, u
     });
 }
 
-/// Two operations of two ranks on each other's tensors. A tensor of rank `q` is two cells, `2 q` and `2 q + 1`; rank `r` has
-/// cell `r` of each as its slice: it reads both and writes both.
+/// Two operations of two ranks on each other's tensors. A tensor of rank `q` is two cells, `2 q` and `2 q + 1`; rank
+/// `r` has cell `r` of each as its slice: it reads both and writes both.
 fn parts_program(memory: &Memory, me: usize) {
     let mut slots = Slots::new(me, 2, memory.depth);
     for n in 1..=2 {
@@ -191,8 +192,8 @@ fn parts_of_two_ranks_never_overlap_the_next_operation() {
     run(2, 2, 2, parts_program);
 }
 
-/// Rank 1 gives up after its part was done, as at a deadline, and its program changes its tensor. Rank 0, which may come at
-/// any time, either does not end or has read the tensor as it was.
+/// Rank 1 gives up after its part was done, as at a deadline, and its program changes its tensor. Rank 0, which may
+/// come at any time, either does not end or has read the tensor as it was.
 #[test]
 fn a_tensor_that_a_rank_changed_after_it_gave_up_is_never_taken_for_its_input() {
     run(2, 2, 3, |memory, me| {
@@ -215,8 +216,8 @@ fn a_tensor_that_a_rank_changed_after_it_gave_up_is_never_taken_for_its_input() 
     });
 }
 
-/// Rank 0 sends two messages that rank 1 reads in place, and gives the second one up at any time. It changes the tensor when
-/// rank 1 has drained the round, or after it gave up; in that case, rank 1 finds that out.
+/// Rank 0 sends two messages that rank 1 reads in place, and gives the second one up at any time. It changes the tensor
+/// when rank 1 has drained the round, or after it gave up; in that case, rank 1 finds that out.
 #[test]
 fn a_message_read_in_place_ends_before_its_tensor_changes() {
     run(2, 2, 3, |memory, me| {
@@ -253,8 +254,8 @@ fn slots_of_two_ranks_never_mix_generations() {
     run(2, 2, 2, |memory, me| slots_program(memory, me, &[false, false, false, false]));
 }
 
-/// Each rank publishes a hash before it retires an operation, and reads the peer's hash of the operation that used its slot
-/// before, which must be there.
+/// Each rank publishes a hash before it retires an operation, and reads the peer's hash of the operation that used its
+/// slot before, which must be there.
 #[test]
 fn the_hash_of_an_operation_is_there_before_its_slot_is_used_again_and_is_not_overwritten() {
     run(2, 1, 2, |memory, me| {
@@ -631,7 +632,7 @@ fn an_operation_issued_in_another_group_wakes_a_thread_that_sleeps() {
         let waiting = spawn(&rank, |rank| rank.wait(0));
         let peer = spawn(&rank, |rank| {
             rank.publish(1);
-            // It needs the answer in group 1 before it goes on.
+            // The peer needs the answer in group 1 before it goes on.
             while rank.groups[1].done.load(Acquire) == 0 {
                 thread::yield_now();
             }

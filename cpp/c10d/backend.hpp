@@ -1,6 +1,6 @@
 // The c10d backend. Each override describes its call; dispatch.cpp decides what carries it. For an engine, `lower`
 // checks the call and makes plain requests of it (several for a list of several types). A delegate is called with the
-// caller's own tensors.
+// caller's own tensors or, if they are on a device, with copies in host memory.
 //
 // If c10d has an old and a new name for a virtual function, the old one is overridden: every supported torch has it,
 // and the new function, if torch has it, forwards to it. The lines below name the virtual functions of c10d::Backend
@@ -55,7 +55,7 @@ class SageBackend final : public c10d::Backend {
 
   using Options = BackendOptions;
 
-  // Groups of torch's built-in backends, made before this group is built.
+  // What is decided before this group is built.
   struct Others {
     // The delegate, which carries all calls of a group with a `delegate_reason`; null in other groups.
     c10::intrusive_ptr<c10d::Backend> delegate;
@@ -127,8 +127,8 @@ class SageBackend final : public c10d::Backend {
   // Call this when the program leaves the region by an exception.
   void drop_region() { region_.drop(); }
   // Between start and end, calls of this thread on CPU tensors are not made. Their times are estimated from the group's
-  // own measurements, or by the cost model (`Group::estimate` of the core). False if a vendor's library or a delegate
-  // may carry calls, because the core cannot estimate the time of such a call.
+  // own measurements, or by the cost model (`Group::estimate` of the core). `supportsTimeEstimation` is false if a
+  // vendor's library or a delegate may carry calls, because the core cannot estimate the time of such a call.
 #ifdef SAGELLM_HAS_TIME_ESTIMATION
   bool supportsTimeEstimation() const override;
   void startTimeEstimate() override;
@@ -233,7 +233,7 @@ class SageBackend final : public c10d::Backend {
     });
   }
   WorkPtr carry(CallDesc& call);
-  // The four ways to carry a call.
+  // The ways to carry a call.
   WorkPtr on_cpu(const CallDesc& call);
   // Adds the estimated time of the call to this thread's estimation. Returns null, or for an asynchronous call a Work
   // that has ended.
@@ -328,7 +328,7 @@ class SageBackend final : public c10d::Backend {
   const std::shared_ptr<DroppedMessages> dropped_messages_ = std::make_shared<DroppedMessages>();
   SideCalls side_calls_;
   friend struct SparseJob;
-  // A monitored barrier of the delegate has failed. The core counts the delegate's other calls but does not see these.
+  // A monitored barrier of the delegate has failed. The core sees the delegate's other calls, but no monitored barrier.
   // Written and read by any thread (relaxed: it orders no other memory access).
   std::atomic<bool> barrier_failed_{false};
   // Number of sparse all-reduces that this rank has issued; gives the messages of each a separate tag.

@@ -1,6 +1,6 @@
 // Decides what carries a call: the CPU's engine, the library of the device's vendor, the CPU's engine with copies in
 // host memory, or the delegate. No other file decides this. `lower` makes the same requests for each engine; a delegate
-// gets the tensors themselves.
+// gets the tensors themselves or, if they are on a device, copies in host memory.
 #include <algorithm>
 #include <utility>
 

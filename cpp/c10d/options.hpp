@@ -41,7 +41,7 @@ struct BackendOptions final : c10d::Backend::Options {
   // threads, but all ranks of the host together use at most one thread per core.
   int64_t threads = 0;
   // Whether this process was forked from one that had imported torch. GNU's OpenMP hangs in such a child if its parent
-  // has used threads, so such a child uses none. Set by the Python package.
+  // has used threads, so there the calling thread copies and combines alone. Set by the Python package.
   bool forked = false;
   // Whether ranks compare hashes of the results that should be equal on all ranks: "off", "sampled" or "all"; ":warn"
   // may follow the last two. Rank 0's value applies to the whole group.

@@ -45,10 +45,10 @@ class Region {
   // Throws if no region is open on this thread: the error of the call that closed the region or, if there is none, a
   // ValueError.
   Content end();
-  // A call in the region threw `why`: closes the region, and drops the calls on a device that it has collected.
+  // Closes the region after a call in it has thrown `why`, and drops the calls on a device that it has collected.
   void refuse(std::exception_ptr why);
-  // The program leaves the region by an exception: closes it like `refuse`, but keeps no error for `end`. Does nothing
-  // on other threads.
+  // Closes the region because the program leaves it by an exception. Drops the same calls, but keeps no error for
+  // `end`. Does nothing on other threads.
   void drop();
 
  private:

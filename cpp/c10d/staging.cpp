@@ -56,7 +56,7 @@ void SageBackend::tell_of_staging(c10::Device device) {
 
 void SageBackend::wait_for_stream(const char* op, c10::Device device) {
   const c10::Stream stream = current_stream(device);
-  // If torch cannot tell, `synchronize` below fails with the runtime's own error.
+  // If torch cannot tell whether the stream is being captured, `synchronize` below fails with the runtime's own error.
   if (capture_of(stream).value_or(false)) {
     value_error(op,
                 c10::str("the current stream of ", device,

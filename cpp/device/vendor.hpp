@@ -146,7 +146,7 @@ class VendorDevices final {
   // memory a replay reads. torch does not report when a graph is destroyed, so they are kept as long as the group.
   std::mutex captured_mutex_;
   std::vector<std::shared_ptr<DeviceCall>> captured_;
-  // Counts the watched works that have not ended, for `drain`. Shared, because a work may outlive this object.
+  // Handles failures, and counts the calls under way for `drain`. Shared, because a work may outlive this object.
   const std::shared_ptr<Failure> failure_ = std::make_shared<Failure>(owner_.on_failure, owner_.events);
 };
 

@@ -143,7 +143,7 @@ class DeviceRun final {
   std::mutex mutex_;
   // The run's DeviceWork.
   c10::weak_intrusive_ptr<SageWork> work_;
-  // The same Work, if the profiler or a hook needs it to live until its end; else null.
+  // The same Work, if the profiler, a hook or a future needs it to live until its end; else null.
   c10::intrusive_ptr<SageWork> held_;
 };
 

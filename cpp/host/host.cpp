@@ -262,8 +262,8 @@ void log_line(uint8_t level, rust::Str text) noexcept {
       return;
     }
     queue.lines.emplace_back(level, std::string(text));
-    // Needs no GIL and does not wait. Fails if the interpreter's short list of pending calls is full; then the next
-    // line tries again.
+    // `Py_AddPendingCall` needs no GIL and does not wait. It fails if the interpreter's short list of pending calls is
+    // full; then the next line tries again.
     const auto drain = [](void* /*unused*/) {
       try {
         drain_log();

@@ -44,7 +44,7 @@ void fold(const at::Tensor& to, const at::Tensor& from, Op::RedOpType op) {
   }
 }
 
-// Copies `from` into `to` after the operation has ended.
+// Makes the plan copy `from` into `to` once the operation's results are in `from`.
 void copy_back(Plan& plan, const at::Tensor& from, const at::Tensor& to) {
   if (to.numel() == 0) return;
   plan.after.push_back({from, to});

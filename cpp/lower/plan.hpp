@@ -124,8 +124,8 @@ class Plan {
   std::vector<size_t> out_blocks;
   // Dtype and size of each tensor in the call's list, if there are several: `types::Request::list` of the core.
   std::vector<Listed> list;
-  // `before`: tensors that `Pending::copy` copies into temporaries. `after`: tensors that it copies back from
-  // temporaries.
+  // `before`: tensors that are copied into temporaries before the operation runs. `after`: tensors that are copied back
+  // from temporaries.
   std::vector<Staged> before;
   std::vector<Staged> after;
   // Called by `Pending::copy` before it fills the temporaries; empty for nearly all calls.

@@ -37,7 +37,7 @@ void leave() {
     CallbackPool::instance().stop(std::chrono::seconds(5));
   }
   DeferredRelease::instance().release();
-  // A signal handler raised while the groups were being left. No later call would raise its exception.
+  // A signal handler may have raised while the groups were being left. No later call would raise its exception.
   std::exception_ptr raised = take_interrupt();
   try {
     drain_log();

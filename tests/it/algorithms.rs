@@ -17,8 +17,8 @@ struct Expressions {
     operands: Vec<(usize, usize)>,
 }
 
-/// Numbers below this stand for inputs: number r is the input of rank r. For kinds that only move data, number r is data
-/// from rank r.
+/// Numbers below this stand for inputs: number r is the input of rank r. For kinds that only move data, number r is
+/// data from rank r.
 const LEAVES: usize = 64;
 
 impl Expressions {

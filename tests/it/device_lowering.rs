@@ -72,7 +72,7 @@ fn collect(job: &Job<'_>) -> Vec<Owned> {
 }
 
 fn read(addr: usize, bytes: usize) -> Vec<u8> {
-    // SAFETY: the address is in a vector of `run`, which outlives the model; `launch` checks the length.
+    // SAFETY: the address is in a vector of the test, which outlives the model; `calls` has checked the length.
     if bytes == 0 { Vec::new() } else { unsafe { std::slice::from_raw_parts(addr as *const u8, bytes) }.to_vec() }
 }
 

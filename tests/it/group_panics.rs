@@ -1,5 +1,6 @@
 //! A panic inside the core is a bug of ours. It fails the group, ends every operation, and no pointer to the caller's
-//! memory stays in use. The hooks panic while the core, with its lock held, calls them to copy staged tensors.
+//! memory stays in use. The hooks panic when the core calls them: to copy staged tensors, while it holds its lock, or
+//! after the end, without the lock.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -10,7 +11,7 @@ use sagellm::error::{Error, ErrorKind};
 use sagellm::group::{Completion, Group, Op};
 use sagellm::types::{Kind, Request};
 
-/// The call of the hook that panics.
+/// Which function of the hook panics.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum At {
     Prepare,

@@ -452,7 +452,7 @@ fn the_engine_of_devices_reaches_a_library_by_its_row_alone() {
 const PYTHON_LAYERS: [&str; 7] = ["cli", "parallel", "api", "observe", "protocols", "", "_private"];
 
 /// Imports from a higher part that are allowed. `register` sets up the log when the first group is created, other
-/// modules write to the log, and `serve_as` keeps torch's own gloo.
+/// modules write to the log, and two ask `api.serve_as` for torch's own gloo, which it keeps.
 const PYTHON_UPWARD: [(&str, &str); 5] = [
     ("register.py", "observe"),
     ("alive.py", "observe"),
@@ -469,8 +469,8 @@ fn the_parts_of_the_python_package_import_only_those_below_them() {
         for entry in std::fs::read_dir(root.join(part)).unwrap() {
             let path = entry.unwrap().path();
             let file = path.file_name().unwrap().to_str().unwrap().to_string();
-            // These files are above all parts: the package's front, its two entry points, and a module that programs
-            // import by name.
+            // These files are above all parts: the package's front, the entry point of `python -m`, and a module that
+            // programs import by name.
             let above = ["__init__.py", "__main__.py", "collective_ops.py"];
             if !file.ends_with(".py") || (part.is_empty() && above.contains(&&*file)) {
                 continue;

@@ -135,8 +135,8 @@ fn columns_give_the_bits_of_one_leader() {
         (Dtype::Bf16, ReduceOp::Sum),
         (Dtype::I32, ReduceOp::Max),
     ];
-    // Three hosts, because sums over two hosts have only one order. The last layout has more ranks on one host than
-    // there are columns.
+    // The first two layouts have three hosts, because sums over two hosts have only one order. The last one has more
+    // ranks on one host than there are columns.
     for place in [&[0, 0, 1, 1, 2, 2][..], &[0, 1, 2, 2, 1, 0], &[0, 0, 0, 1, 1]] {
         let ranks = place.len();
         let mut specs = Vec::new();

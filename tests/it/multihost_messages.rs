@@ -440,7 +440,8 @@ fn a_deadline_names_the_message_and_a_message_of_another_size_fails_both_sides()
     });
 }
 
-/// A rank aborts while bodies are in flight. Every operation ends, and no thread uses the caller's memory afterwards.
+/// A rank aborts while the data of long messages is under way. Every operation ends, and no thread uses the caller's
+/// memory afterwards.
 #[test]
 fn an_abort_in_the_middle_ends_every_message_on_every_rank() {
     for seed in 0..8u64 {
@@ -486,7 +487,7 @@ fn a_fault_of_one_rank_is_told_to_all_by_mail() {
             group.abort("the test says so");
             return String::new();
         }
-        // Receives from a rank that does nothing and is not the rank that fails.
+        // Receives from a rank that sends nothing and is not the rank that fails.
         recv(group, (me as u32 + 1) % 3, 0, &mut [0; 8]).wait(None).unwrap_err().to_string()
     });
     for error in &errors[..3] {

@@ -40,7 +40,7 @@ fn data(bytes: usize, seed: usize) -> Vec<u8> {
     (0..bytes).map(|at| (at.wrapping_mul(seed * 2 + 13) >> 5) as u8).collect()
 }
 
-/// The descriptors of established connections of this process between these two addresses.
+/// Number of established connections in this network namespace whose own address is this one and that a process holds.
 fn between(address: &str) -> usize {
     let ip: Ipv4Addr = address.parse().unwrap();
     let ip = format!("{:08X}:", u32::from_le_bytes(ip.octets()));
@@ -49,13 +49,14 @@ fn between(address: &str) -> usize {
     words.filter(|words| words[1].starts_with(&ip) && words[3] == "01" && words[9] != "0").count()
 }
 
-/// Resets the connections of this process at this address.
+/// Resets the connections of this process whose peer has this address.
 fn reset(address: &str) {
     let ip: Ipv4Addr = address.parse().unwrap();
     for entry in std::fs::read_dir("/proc/self/fd").unwrap() {
         let fd: i32 = entry.unwrap().file_name().to_str().unwrap().parse().unwrap();
         #[allow(unsafe_code)] // reads the addresses of a socket, and disconnects it
-        // SAFETY: the buffer has room for any address; the call refuses a descriptor that is no socket.
+        // SAFETY: the calls write at most `length` bytes, read a whole address, and refuse a descriptor that is no
+        // socket.
         unsafe {
             let mut name: libc::sockaddr_in = std::mem::zeroed();
             let mut length = size_of::<libc::sockaddr_in>() as libc::socklen_t;
@@ -85,7 +86,7 @@ fn talk(me: usize, link: &WireLink, turns: std::ops::Range<usize>) {
     }
 }
 
-/// Waits until this process has no connection at these addresses.
+/// Waits until no connection at these addresses is left.
 fn none_is_left(paths: &[String]) {
     let until = Instant::now() + PATIENT;
     while paths.iter().any(|address| between(address) > 0) {

@@ -227,7 +227,8 @@ fn end_sending(address: &str) {
     let ip: Ipv4Addr = address.parse().unwrap();
     for entry in std::fs::read_dir("/proc/self/fd").unwrap() {
         let fd: i32 = entry.unwrap().file_name().to_str().unwrap().parse().unwrap();
-        // SAFETY: the buffer has room for the address of an IPv4 socket; the calls refuse a descriptor that is no socket.
+        // SAFETY: the buffer has room for the address of an IPv4 socket; the calls refuse a descriptor that is no
+        // socket.
         unsafe {
             let mut name: libc::sockaddr_in = std::mem::zeroed();
             let mut length = size_of::<libc::sockaddr_in>() as libc::socklen_t;
@@ -239,9 +240,10 @@ fn end_sending(address: &str) {
     }
 }
 
-/// A rank mails why its group has failed, and leaves. Its peer reads both in one pass. Whichever of the peer's threads
-/// learns first that the rank is gone, by a transfer that fails or a call that is refused, the reason must have been
-/// handed over before: otherwise that thread names the rank that reported the failure as the one that failed.
+/// A rank mails why its group has failed, and leaves. Its peer reads the mail and the end of the connection in one
+/// pass. Whichever of the peer's threads learns first that the rank is gone, by a transfer that fails or a call that is
+/// refused, the reason must have been handed over before: otherwise that thread names the rank that reported the
+/// failure as the one that failed.
 #[test]
 fn the_mail_of_a_rank_that_leaves_is_handed_over_before_any_call_fails() {
     type Leave = fn(WireLink, &str);

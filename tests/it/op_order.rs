@@ -253,8 +253,8 @@ fn rule_05_two_roots_of_a_large_broadcast_learn_it_at_once() {
     });
 }
 
-/// Two roots of one broadcast, which no rank can detect in that call. The next broadcast must not deliver the data of
-/// the first one: a rank either gets the right data or an error.
+/// Two roots of one broadcast, which perhaps no rank detects in that call. The next broadcast must not deliver the data
+/// of the first one: a rank either gets the right data or an error.
 #[test]
 fn rule_05_a_disagreement_between_two_roots_never_shifts_a_later_operation() {
     let groups = groups(3);

@@ -205,8 +205,8 @@ fn as_a_rank() {
     drop(hook);
 }
 
-/// Rank 0 is stopped while rank 2 sends it more than the connection holds. Then rank 1 kills itself, so rank 2 fails, and
-/// its process ends.
+/// Rank 0 is stopped while rank 2 sends it more than the connection holds. Then rank 1 kills itself, so rank 2 fails,
+/// and its process ends.
 #[test]
 #[ignore = "the other tests of this file run it as a separate process"]
 fn as_a_rank_behind_a_long_message() {
@@ -371,8 +371,8 @@ fn a_rank_that_is_killed_at_any_point_is_named_by_all_others() {
     each(killed_at);
 }
 
-/// Rules 5 and 21. A rank that fails because another was killed ends before its peer, which does not run meanwhile, has
-/// read anything. The peer must get the report: otherwise it sees that both ranks have ended, and may name the wrong one.
+/// Rules 5 and 21. Rank 2 fails because rank 1 was killed, and ends while rank 0 is stopped and has read nothing. Rank
+/// 0 must still get rank 2's report: otherwise it sees that both ranks have ended, and may name the wrong one.
 #[test]
 fn the_report_of_a_rank_that_ends_reaches_a_peer_that_reads_late() {
     for over in [Over::Connections, Over::Paths] {

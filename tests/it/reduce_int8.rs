@@ -28,7 +28,7 @@ fn numbers(seed: u64, count: usize, beyond: bool) -> Vec<f32> {
     (0..count).map(&mut one).collect()
 }
 
-/// Encodes a block by its definition, one element at a time, in 64 bits where the arithmetic is exact.
+/// Encodes a block by its definition, one element at a time.
 fn plain(values: &[f32], block: usize) -> Vec<u8> {
     let most =
         values.iter().fold(0.0f32, |most, v| if v.is_nan() || most.is_nan() { f32::NAN } else { most.max(v.abs()) });

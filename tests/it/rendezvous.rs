@@ -278,10 +278,10 @@ fn ranks_that_would_go_to_different_delegates_are_told_so_on_every_rank() {
     );
 }
 
-/// Replaces the socket name in rank 2's copy of the decision by a name on which no process listens. Rank 2 is the rank
-/// whose thread has this id.
+/// Replaces the socket name in rank 2's copy of the decision by a name on which no process listens.
 struct Misleading {
     store: Memory,
+    /// The id of rank 2's thread.
     thread: std::thread::ThreadId,
     /// Rank 2 answers that it has no descriptor left.
     without_files: bool,

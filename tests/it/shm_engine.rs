@@ -4,8 +4,9 @@
 //!
 //! What this does not show: accesses between two fault points are not interrupted (`shm_protocol.rs` interrupts each
 //! access, but of the protocol alone), and there is one order of all accesses. Ranks poll, so sleeping and the kernel
-//! are left out. In the last test ranks are threads, and `make miri` runs it under the memory model of the language.
-//! There a store that should be a release makes it fail, which no schedule and no x86 processor shows.
+//! are left out. In `random_programs_of_ranks_that_poll_on_threads_give_the_reference` ranks are threads, and
+//! `make miri` runs it under the memory model of the language. There it fails if a store that should be a release is
+//! not, which no schedule and no x86 processor shows.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -68,7 +69,7 @@ const SIZES: Sizes = Sizes {
 };
 
 /// A program, and whether it is a burst. In a burst nearly all calls are messages between two ranks, more than a pair
-/// has envelopes or grants.
+/// has room for in its envelopes or grants.
 fn program(random: &mut Random, count: usize, calls: usize, sizes: &Sizes) -> (Vec<Call>, bool) {
     let burst = random.below(4) == 0;
     let lengths: &[usize] = random.pick(&[&[8, 100], &[8, 3000, 5000], &[5000]]);
@@ -209,8 +210,8 @@ thread_local! {
     static KEPT: RefCell<Vec<Rank>> = RefCell::default();
 }
 
-/// Runs one schedule: all ranks run a random program with some calls in flight, then leave. With `death`, one rank ends in
-/// the middle; the others run until nothing moves any more.
+/// Runs one schedule: all ranks run a random program with some calls in flight, then leave. With `death`, one rank ends
+/// in the middle; the others run until nothing moves any more.
 fn schedule(count: usize, calls: usize, death: bool) {
     let mut random = Random::new(thread_rng().r#gen());
     let (program, burst) = program(&mut random, count, calls, &SIZES);
@@ -301,7 +302,7 @@ fn check_reasons(rank: &Rank, dead: usize) {
     assert!(rank.pending.is_empty() || waits_for_others, "rank {}: calls that wait for nobody", rank.me);
 }
 
-/// Runs such programs on threads, without hooks: natively, and under Miri, which checks every access and the memory
+/// Runs random programs on threads, without hooks: natively, and under Miri, which checks every access and the memory
 /// model.
 #[test]
 fn random_programs_of_ranks_that_poll_on_threads_give_the_reference() {
@@ -332,7 +333,7 @@ fn reached() -> Vec<FaultPoint> {
 fn random_programs_of_many_ranks_give_the_reference_under_random_schedules() {
     under_schedules(50, || schedule(4, 90, false));
     under_schedules(40, || schedule(8, 50, false));
-    under_schedules(4, || schedule(18, 40, false)); // with so many calls, ranks mark their messages at the receiver
+    under_schedules(4, || schedule(18, 40, false)); // with so many ranks, senders mark their messages at the receiver
     for (_, point) in FaultPoint::ALL.into_iter().enumerate().filter(|(at, _)| *at < FaultPoint::Sleeping as usize) {
         assert!(reached().contains(&point), "{} was never reached", point.name());
     }

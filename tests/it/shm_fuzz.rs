@@ -82,7 +82,8 @@ fn flipped_bytes_give_wrong_numbers_or_errors_and_nothing_worse() {
         let areas = local::areas(ranks).unwrap();
         let total = areas[0].layout.total();
         let base = areas[0].segment().ptr(0, total) as usize;
-        // Half of the rounds flip bytes of the control words; the other half flip any byte.
+        // Half of the rounds flip bytes in front of rank 0's fourth slot, among them all control words; the other half
+        // flip any byte.
         let aim = (round % 2 == 0).then_some(areas[0].layout.slot(0, 0) + 3 * 4160);
         let groups = Group::over(areas, Duration::from_millis(200));
         let stop = AtomicBool::new(false);
@@ -97,7 +98,7 @@ fn flipped_bytes_give_wrong_numbers_or_errors_and_nothing_worse() {
                 }
             });
             on_ranks(ranks, |me| {
-                // The choices are the same on all ranks, except that one rank's send or receive may have no match.
+                // All ranks make the same choices, so all of them send or all receive, and a message may have no match.
                 let mut random = Random::new(round + 1000);
                 for _ in 0..60 {
                     let (request, input, output) = request(&mut random, me, ranks);

@@ -1,5 +1,5 @@
-//! Messages whose sender's tensor the receiver can map: they are read in place, with the same result as staged ones, and
-//! a sender that fails meanwhile is noticed. Ranks are threads; `tests/py/fault/test_reachable.py` stops and kills
+//! Messages whose sender's tensor the receiver can map: they are read in place, with the same result as staged ones,
+//! and a sender that fails meanwhile is noticed. Ranks are threads; `tests/py/fault/test_reachable.py` stops and kills
 //! processes.
 
 use std::sync::Arc;
@@ -94,7 +94,8 @@ fn rule_20_staged_messages_and_messages_in_place_keep_their_order() {
     }
 }
 
-/// The send continues from a copy if a later operation needs its tensor before the receiver has granted it.
+/// The send continues from a copy if a later operation needs its tensor before the receiver has matched the message and
+/// granted it a channel.
 #[test]
 fn rule_04_an_operation_after_the_send_does_not_change_the_message() {
     let groups = groups(2);

@@ -1,5 +1,5 @@
-//! Tests the protocol of the shared memory with 4 and 8 ranks under random schedules: `protocol.rs`, `p2p/channels.rs` and
-//! `event_count.rs` themselves. At each access to one of their words a different rank may run.
+//! Tests the protocol of the shared memory with 4 and 8 ranks under random schedules: `protocol.rs`, `p2p/channels.rs`
+//! and `event_count.rs` themselves. At each access to one of their words a different rank may run.
 //!
 //! What this does not show: shuttle runs all accesses in one order, so this test does not find an access that is
 //! relaxed but should be a release or an acquire. `tests/loom.rs` has the memory model for 2 and 3 ranks, and Miri runs
@@ -227,7 +227,7 @@ fn rounds_of_many_ranks_never_mix_rounds() {
     });
 }
 
-/// Each rank has a cell in every rank's tensor, which it writes in its part.
+/// The tensor of a rank is one cell, which every other rank reads in its part.
 #[test]
 fn parts_of_many_ranks_never_overlap_the_next_operation() {
     with_many_ranks(150, 2, |memory, me| {
@@ -260,8 +260,8 @@ fn a_rank_that_ends_leaves_whole_payloads() {
             let ended = ranks(count, move |me| {
                 let mut slots = Slots::new(me, count, 2);
                 for n in 1..=6 {
-                    // This rank ends before it publishes operation 4. Operations up to 3 end everywhere. There are two
-                    // slots, so the others can publish 4 and 5, but not 6.
+                    // The last rank ends before it publishes operation 4. Operations up to 3 end everywhere. There are
+                    // two slots, so the others can publish 4 and 5, but not 6.
                     if me == count - 1 && n == 4 {
                         last.store(1, ORDER);
                         return n - 1;

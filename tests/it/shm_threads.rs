@@ -1,6 +1,6 @@
-//! If several threads of a rank copy and combine the ranges of one operation, its results have the same bits as with one
-//! thread. Tested for every kind, with ordinary and with reachable tensors. Ranks are threads, and each rank's host
-//! starts more threads for it.
+//! If several threads of a rank copy and combine the ranges of one operation, its results have the same bits as with
+//! one thread. Tested for every kind, with ordinary and with reachable tensors. Ranks are threads, and each rank's
+//! `Crowd` starts more threads for it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

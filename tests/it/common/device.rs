@@ -54,7 +54,7 @@ fn each(dtype: Dtype, data: &[u8], change: impl Fn(Dtype, &[u8]) -> Vec<u8>) -> 
     data.chunks(dtype.size()).flat_map(|element| change(dtype, element)).collect()
 }
 
-/// Applies one local step to the data, which the shim does with torch's operators.
+/// Applies one local step to the data, as the shim does with torch's operators.
 pub fn local(step: Local, dtype: &mut Dtype, data: Vec<u8>, ranks: usize) -> Vec<u8> {
     match step {
         Local::Cast(to) => {
@@ -98,7 +98,7 @@ pub fn data(dtype: Dtype, seed: usize, elements: usize) -> Vec<u8> {
         .flat_map(|_| match part(dtype) {
             Dtype::Bool => vec![(next() % 2) as u8],
             of if is_float(of) => bytes_of_number(of, (next() % 5) as f64 - 2.0),
-            // Random in all bits, so that sums overflow.
+            // Random in nearly all bits, so that sums overflow.
             of => (next() << 31 ^ next()).to_le_bytes()[..of.size()].to_vec(),
         })
         .collect()

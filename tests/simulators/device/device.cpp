@@ -4,9 +4,9 @@
 // - `copy_` between two of its tensors, `fill_`, `zero_`, `add_`, `mul_` and `div_` are kernels: each is put on the
 //   current stream, sleeps there, and then works on raw addresses without holding a reference. All other operators fall
 //   back to the CPU, which waits for the current stream.
-// - When memory is freed, a kernel on the stream on which it was allocated overwrites it with a pattern. It is the next
-//   memory that is allocated on that stream, as with caching allocators. So a stream that was not made to wait reads
-//   the pattern.
+// - When memory is freed, a kernel on the stream on which it was allocated overwrites it with a pattern. The next
+//   allocation of its size on that stream gets it again, as with caching allocators. So a stream that was not made to
+//   wait reads the pattern.
 // - With a host queue, kernels, records and waits first enter a queue on the host, and another thread issues them
 //   later. Only a query of a stream waits for that queue. Some vendors' torch plug-ins have such a queue.
 #include <ATen/EmptyTensor.h>

@@ -258,7 +258,7 @@ fn create_event(out: Out<usize>, flags: u32, ex: bool) -> i32 {
     if flags & !KNOWN_FLAGS != 0 {
         return refuse(INVALID, format!("event flags {flags:#x}"));
     }
-    // Without that flag, a wait on an event that was not recorded is for the next record.
+    // Without `EX`, a wait on an event that was not recorded is for the next record.
     let event = Event::new(device, flags | if ex { EX } else { 0 }, !ex);
     code(out.set(EVENTS.add(event)), INVALID)
 }

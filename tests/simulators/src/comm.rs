@@ -106,10 +106,12 @@ pub struct Comm {
     setup: Mutex<Setup>,
     turns: Mutex<Turns>,
     turned: Condvar,
-    /// A `Fault`; the first one stays. Written by streams (release), read by any thread (acquire).
+    /// A `Fault`; the first one stays. Written by streams, by an abort, and by the background launch of calls that do
+    /// not block (release); read by any thread (acquire).
     fault: AtomicU8,
     aborted: AtomicBool,
-    /// Number of operations that were issued and have not ended. Callers increment it, streams decrement it.
+    /// Number of operations and exchanges that were issued and have not ended. Callers increment it; the thread whose
+    /// turn ends, mostly a stream's, decrements it.
     running: AtomicUsize,
     /// Number of calls that were reported to the caller as in progress.
     pub in_progress: AtomicUsize,

@@ -1,4 +1,4 @@
-//! Writes one line for each call to the file of `SAGELLM_SIM_TRACE`, and keeps the text of the last error.
+//! Writes lines about calls to the file of `SAGELLM_SIM_TRACE`, and keeps the text of the last error.
 
 use std::cell::RefCell;
 use std::fs::{File, OpenOptions};
