@@ -39,7 +39,7 @@ from torch_sagellm.observe import log
 
 #: The largest number of ranks that share memory on one host.
 MOST_RANKS = 256
-#: The live topologies of this process, and the counts of those that were garbage-collected, for `totals`.
+#: For `totals`: the live topologies of this process, and the counts of those that failed or were garbage-collected.
 _alive: weakref.WeakSet[Topology] = weakref.WeakSet()
 _gone: deque[Totals] = deque()
 #: For each kind: number of operations, bytes and nanoseconds of waiting.

@@ -85,7 +85,7 @@ def recover(group: Any = None, timeout: float | timedelta = 30.0, leave_silent: 
         CommTimeoutError: a rank that is not known to be gone did not call, or did not build the group, in time; or the
             store did not answer.
         torch.distributed.DistBackendError: the other ranks continued without this rank; the store is gone; the new
-        group could not be created.
+            group could not be created.
         ValueError: the group is of another backend, or this process is not a member of it.
 
     Example::
@@ -462,7 +462,7 @@ class _Building:
 
 
 def _own_connection(store: Any) -> Any:
-    """A separate connection to the same keys, because another thread may be blocked in a request on the program's."""
+    """A second connection to the same keys, because another thread may be blocked in a request on the first one."""
     inner = store
     while isinstance(inner, dist.PrefixStore):
         inner = inner.underlying_store
