@@ -38,7 +38,7 @@ MOST_OF_A_REMARK = 34
 class Command(Protocol):
     """The interface of a command's module."""
 
-    #: One line, one paragraph, and lines that begin with "examples:".
+    #: One line; one or more paragraphs; and lines of which the first is "examples:".
     HELP: str
     DESCRIPTION: str
     EXAMPLES: str

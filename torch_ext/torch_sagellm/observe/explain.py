@@ -378,7 +378,10 @@ def _delegate_of(backend: Any) -> str:
 
 
 def read(found: _C.Explanation, delegate: str = "gloo") -> Explanation:
-    """Converts the core's answer to the units and words of this module. ``delegate`` is the name of a delegate."""
+    """Converts the core's answer to the units and words of this module.
+
+    ``delegate`` names the backend of torch that serves the group if the answer says that it is delegated.
+    """
     past = found["past"]
     served = found["reason"] == "delegated"
     hosts = found["hosts"]

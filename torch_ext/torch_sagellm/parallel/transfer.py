@@ -34,9 +34,9 @@ def send_tensors(
 
     One header describes all tensors. They follow in batches, with at most ``window`` bytes in flight, so a slow
     receiver delays the sender instead of filling memory. Consecutive small tensors of one dtype are packed into one
-    message; on a device all tensors of a batch are, and only the two ranks take part. It returns when the tensors'
-    memory may be changed. All tensors must be dense, have data and a dtype of whole bytes, and be on one device
-    (ValueError, before anything is sent).
+    message; on a device, all tensors of a batch are. Only the two ranks take part. It returns when the tensors' memory
+    may be changed. All tensors must be dense, have data and a dtype of whole bytes, and be on one device (ValueError,
+    before anything is sent).
 
     Example::
 
