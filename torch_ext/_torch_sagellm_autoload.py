@@ -261,6 +261,6 @@ def _warn(text: str) -> None:
 
     try:
         warnings.warn(text, RuntimeWarning, stacklevel=2)
-    except RuntimeWarning:  # with `python -W error` a warning raises, but it is not about the program's own code
+    except RuntimeWarning:  # `python -W error` makes the warning raise, but the program's own code did not cause it
         if sys.stderr is not None:
             print(text, file=sys.stderr)

@@ -81,7 +81,7 @@ def tokens_for_heads(tokens: int, heads: int = 16, width: int = 64) -> Callable[
 
 
 def linear(mode: str, rows: int, width: int = 512) -> Callable[[], Made]:
-    """Forward and backward pass of one layer, compared with torch's style of the same kind, which uses DTensors."""
+    """Forward and backward pass of one layer, compared with torch's ColwiseParallel or RowwiseParallel (DTensors)."""
 
     def make() -> Made:
         torch.manual_seed(0)

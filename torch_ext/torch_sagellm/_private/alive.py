@@ -171,7 +171,7 @@ class Watch:
         return rank not in self._open and rank not in self.gone and time.monotonic() >= self._again.get(rank, 0)
 
     def follow(self, rank: int, place: str) -> None:
-        """Connects to the port of a rank's process, without waiting for the answer; `place` is what it announced."""
+        """Connects, without waiting for the answer, to the port that a rank's process has announced as `place`."""
         self._again[rank] = time.monotonic() + PAUSE
         found = _place(place)
         if found is not None:

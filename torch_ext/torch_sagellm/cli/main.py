@@ -286,7 +286,7 @@ def _run(given: Sequence[str]) -> int:
     try:
         parsed = _parse(given)
     except SystemExit:
-        sys.stdout.flush()  # of a help; a failure of its reader is reported from here
+        sys.stdout.flush()  # of the help; if its reader is gone, this raises, and `_guarded` handles the error
         raise
     if parsed.version:
         code = version.show(parsed.version_json)

@@ -321,7 +321,7 @@ class _Combine(torch.autograd.Function):  # type: ignore[misc]
     def forward(ctx: Any, results: Tensor, weights: Tensor | None, moe: MoEDispatcher, routing: Routing) -> Tensor:
         ctx.of = (moe, routing, weights)
         back = moe._collect(results, routing)
-        # The gradient of the weights needs the rows; without it their memory is reused by the next exchange.
+        # The gradient of the weights needs the rows. If no such gradient is needed, `_keep` gets their memory below.
         ctx.back = back if weights is not None and ctx.needs_input_grad[1] else None
         output = _summed(back, routing, weights)
         if ctx.back is None:

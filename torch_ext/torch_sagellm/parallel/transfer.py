@@ -15,7 +15,8 @@ from torch_sagellm.api.arguments import checked_dense, checked_result, checked_w
 from torch_sagellm.parallel import packing
 from torch_sagellm.parallel.packing import Listed, Message, Run
 
-#: The first message has these bytes (their digit is the version), the length of the description, and its beginning.
+#: The first message has HEADER_BYTES: MAGIC (its digit is the version), the length of the description in LENGTH_BYTES,
+#: and the beginning of the description.
 MAGIC = b"sagetns2"
 HEADER_BYTES = 4096
 LENGTH_BYTES = 8
