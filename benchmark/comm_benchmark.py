@@ -1,4 +1,4 @@
-"""Runs ``torch-sagellm bench`` with the preset ``quick``, under the name of older code; arguments override the preset.
+"""Runs ``torch-sagellm bench --preset quick`` under the name that older code calls; arguments override the preset.
 
     python benchmark/comm_benchmark.py
     python benchmark/comm_benchmark.py --op all_gather --ranks 4 --plot bandwidth.png
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# From a checkout in which the package was built in place; else the installed one is used.
+# If this checkout has an extension that was built in place, use its package, otherwise the installed one.
 SOURCES = Path(__file__).resolve().parent.parent / "torch_ext"
 if any(SOURCES.glob("torch_sagellm/_C.*.so")):
     sys.path.insert(0, str(SOURCES))
@@ -33,9 +33,12 @@ MIB = 1 << 20
 def benchmark_all_reduce(
     backend: CommBackend | None = None, sizes_mb: Sequence[float] = (1, 10, 100), iterations: int = 10
 ) -> list[tuple[float, float, float]]:
-    """Times an all_reduce of float32 for each size in MiB, on all ranks of ``backend`` (``create_comm_backend()``).
+    """Times an all_reduce of float32 for each size in MiB, on all ranks of ``backend``.
 
-    Rank 0 prints a line a size. Returned are the size, the median latency in ms, and the size by it in GB/s.
+    ``backend`` None means that of ``create_comm_backend()``.
+
+    Rank 0 prints a line for each size. Returns for each size: the size in MiB, the median latency in ms, and the
+    tensor's bytes divided by this latency, in GB/s.
     """
     import torch
 

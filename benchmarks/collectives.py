@@ -45,9 +45,9 @@ EXAMPLES = """examples:
 SIZES = "8,512,4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 QUICK_SIZES = "8,4KiB,64KiB,1MiB,16MiB"
 MOST_SAMPLES = 2000
-LAST_LEVEL_CACHE = 64 << 20  # smallest total size of the buffers that --cold uses in turn, per rank
-#: For each type of device: the reference backend. A device also has a clock that differs from the CPU's, because the
-#: host does not wait for its results.
+LAST_LEVEL_CACHE = 64 << 20  # assumed; with --cold a rank uses buffers of twice this size in turn, at most 1024 sets
+#: For each type of device: the reference backend. The default clock of a device (`parse_args`) waits for the device,
+#: because a call returns before its result is there.
 REFERENCES = {"cpu": report.REFERENCE, "cuda": "nccl", "npu": "hccl", "mlu": "cncl"}
 Calls = Sequence[Callable[[], object]]
 
@@ -58,7 +58,7 @@ class Backend:
     def __init__(self, label: str, group: dist.ProcessGroup, form: str = "") -> None:
         self.label, self.group = label, group
         self.form = form  # for an operation with several forms (see `Case`): the form; empty means the case's own
-        self.checked = label != report.FLOOR  # the floor moves no data, so its results are always wrong
+        self.checked = label != report.FLOOR  # torch's fake backend moves no data between ranks, so results are wrong
 
 
 # ------------------------------------------------------------------------------------------------- measuring

@@ -103,7 +103,7 @@ def main() -> int:
     import simulated
 
     simdevice.library_path()
-    # Variables in the environment have priority, so that they can select another variant of the library.
+    # Variables that the caller has set have priority: SAGELLM_NCCL_LIBRARY may name another build of the simulator.
     environment = simulated.environment("nccl", simulated.builder().build()) | dict(os.environ)
     environment["LD_PRELOAD"] = str(hook())
     words = [sys.executable, __file__, "--counting"]

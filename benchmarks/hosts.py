@@ -3,7 +3,7 @@
 
 Hosts are network namespaces of this machine. Each layout (hosts x ranks) is run over each link; within a run the groups
 of the same processes take turns. Each rank writes its tensor before each call, as a program does. A sample is the time
-of the slowest rank's call. It needs root and the programs `ip` and `tc`.
+of the slowest rank's call. The benchmark needs root and the programs `ip` and `tc`.
 """
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ Result = dict[str, Any]
 
 
 def samples(case: Case, backend: collectives.Backend, count: int) -> tuple[list[float], float]:
-    """Times of this rank's calls in microseconds, each after it has written its tensor; empty if it takes no part.
+    """Times of this rank's calls in microseconds; empty if the rank takes no part.
 
-    The second result is the processor time of all its threads for one call, including the writing of the tensor.
+    The rank writes its tensor before each call. The second result is the processor time of the rank's process for one
+    call, including the writing of the tensor.
     """
     calls = case.calls(backend.group)
     dist.barrier(group=backend.group)
@@ -145,15 +146,15 @@ def run_rank(args: argparse.Namespace) -> int:
 
 
 def ratios(result: Result, label: str) -> tuple[float, float] | None:
-    """gloo's p10 divided by this backend's p10, and the same for the medians. Above 1 this backend is faster."""
+    """gloo's p10 divided by that of the backend `label`, and the same for the medians. Above 1 `label` is faster."""
     theirs, own = result["times"].get(GLOO, {}), result["times"].get(label, {})
     return (theirs["p10"] / own["p10"], theirs["median"] / own["median"]) if "p10" in theirs and "p10" in own else None
 
 
 def processor(result: Result, label: str) -> str:
-    """gloo's processor time of a call divided by this backend's, summed over all ranks.
+    """gloo's processor time of a call divided by that of the backend `label`, summed over all ranks.
 
-    Other programs affect this ratio less than that of the times.
+    Other programs affect this ratio less than the ratio of the times.
     """
     theirs, own = result["times"].get(GLOO, {}), result["times"].get(label, {})
     return f"{theirs['processor'] / max(own['processor'], 1e-3):.2f}" if "p10" in theirs and "p10" in own else "-"
@@ -215,7 +216,7 @@ def markdown(whole: Result) -> str:
 
 
 def plot(whole: Result, path: Path) -> str | None:
-    """Draws a picture for each run: gloo's p10 divided by ours, by size. Returns the reason if it cannot."""
+    """Draws a picture for each run: gloo's p10 divided by ours, by size. Returns the reason if nothing was drawn."""
     try:
         import matplotlib
 

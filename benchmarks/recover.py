@@ -58,7 +58,7 @@ CASES = [
 
 
 def rank(folder: Path, victims: int) -> None:
-    """Runs one rank until it is killed or has the next good result. Then it writes its times into the folder."""
+    """Runs one rank until it is killed, or has recovered and run one more all_reduce. Then it writes its times."""
     torch.set_num_threads(1)
     dist.init_process_group("sagellm")
     number, left = dist.get_rank(), dist.get_world_size() - victims

@@ -4,8 +4,7 @@
 python benchmarks/update_docs.py
 
 Each table replaces the text between `<!-- table: NAME -->` and `<!-- end -->`. The table of the goals reads every run.
-Each of the other tables shows the newest run of each machine for its question. After a new run, change the run's name
-below.
+Every other table reads the runs that are named below. If a newer run shall replace one of them, change its name there.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ CLOSE = [f"{EPYC}/goals-2r", f"{XEON}/lone-2r"]
 COLLECTIVES = [f"{EPYC_21}/collectives-2r-float32", f"{EPYC_21}/collectives-4r-float32"]
 SIXTEEN = "2026-11-26-intel-xeon-16c"
 WIDE = [f"{SIXTEEN}/collectives-{ranks}r-float32" for ranks in (2, 4, 8, 16)]
-#: Host times of one rank on a card.
+#: A run of gpu.py: host times of the calls of one rank on one GPU.
 CARD = [f"{SIXTEEN}/gpu-host-time-2"]
 FUSION = [
     f"{EPYC}/fusion-2r", f"{XEON_21}/fusion-2r-floor", f"{XEON_21}/fusion-2r",
@@ -50,16 +49,16 @@ HOSTS = [
     f"{EPYC}/hosts-00001111-1ms-series", f"{EPYC}/hosts-00001111-1ms", f"{XEON}/hosts-00001111-1ms",
     f"{EPYC}/hosts-0011-1gbit", f"{EPYC}/hosts-0101-1gbit",
 ]  # fmt: skip
-#: What benchmarks/wide.py wrote: on a machine with 16 cores, and on one with 2.
+#: Runs of wide.py: on a machine with 16 cores, and on one with 2.
 THREADS = f"{SIXTEEN}/threads"
 ONE_THREAD = "2026-11-26-amd-epyc-2c/wide"
-#: This file has the results of many starts of the ranks; the other files have one run each.
+#: A run of busy.py. Its file has the results of many starts of the ranks.
 BUSY = "2026-11-25-amd-epyc-2c/busy"
 LEADERS = [f"{EPYC}/columns-0011-10gbit-direct", f"{EPYC}/columns-0011-1gbit-direct"]
 
 KiB, MiB = 1 << 10, 1 << 20
-# Key: the ranks (their number, or each rank's host), link, operation and bytes. Value: how many times faster than the
-# named backend our median must be.
+# Key: the ranks (their number, or each rank's host), link, operation and bytes. Value: the least good ratio of the
+# rival's time to our median, and the rival: gloo (its p10), or this backend without fusion (its median).
 GOALS: dict[tuple[str, str, str, int], tuple[float, str]] = {
     ("2", "", "all_reduce", 8): (30, "gloo"),
     ("2", "", "all_reduce", 4 * KiB): (30, "gloo"),
@@ -244,7 +243,7 @@ def hosts(runs: list[Run]) -> Table:
 
 
 def leaders(runs: list[Run]) -> Table:
-    """Large operations in which all ranks of a host take part, in two such groups, and with one leader per host."""
+    """Large operations between hosts: in two groups in which all ranks take part, and in one with one leader a host."""
     head = ["operation", "link", "all ranks", "all ranks, second group", "one leader a host", "gloo p10"]
     table = [[*head, "one leader / all ranks", "second group / first"]]
     for run in runs:
@@ -272,7 +271,7 @@ def busy_cores(runs: list[Run]) -> Table:
 
 
 def host_times(runs: list[Run]) -> Table:
-    """Host time of a call on a card, and nccl's host time divided by it: the 10th percentiles."""
+    """For calls on a GPU: the 10th percentile of our host time, and that of nccl divided by ours."""
     (run,) = runs
     sizes = [8, 4 * KiB, MiB, 64 * MiB]
     table = [["operation", *map(show_size, sizes)]]
@@ -287,7 +286,7 @@ def host_times(runs: list[Run]) -> Table:
 
 
 def many_host_times(runs: list[Run]) -> Table:
-    """Host times of many small all_reduces together: the 10th percentiles of every form."""
+    """The host time of many small all_reduces together: for each form (see gpu.py) its 10th percentile."""
     (run,) = runs
     labels = list(run["many"][0]["times"])
     rows = [
@@ -350,13 +349,13 @@ def filled(page: str) -> str:
 
 
 def latency() -> str:
-    """The picture of time by size on two machines: the one that measured all sizes, and a slower one."""
+    """The picture of time by size on two machines: one whose run has all sizes, and a slower one."""
     runs = [load(COLLECTIVES[0]), load(CLOSE[0])]
     return pictures.latency([(run, f"all_reduce, 2 ranks, {machine_of(run)}") for run in runs])
 
 
 def bandwidth() -> str:
-    """The picture of bandwidth by size: 2 ranks with a core each, and 2 ranks with eight."""
+    """The picture of bandwidth by size: 2 ranks with one thread each, and 2 ranks with eight threads each."""
     found = []
     for name in (ONE_THREAD, THREADS):
         whole = load(name)

@@ -39,7 +39,7 @@ EXAMPLES = """examples:
 """
 SIZES = "8,4KiB,64KiB,256KiB,1MiB,4MiB,16MiB,32MiB,64MiB,256MiB"
 LIMIT = "limit"
-#: The folder in which rank 0 leaves its results.
+#: The variable that names the folder into which rank 0 writes its results.
 FOLDER = "SAGELLM_WIDE_FOLDER"
 
 
@@ -83,7 +83,7 @@ def check(way: tuple[torch.Tensor, Callable[[], Any]], label: str) -> None:
 
 
 def measure(count: int, dtype: torch.dtype, groups: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Measures all ways at one size; returns the times of the slowest rank on every rank."""
+    """Measures all ways at one size; returns, on every rank, the times of the slowest rank."""
     found = ways(count, dtype, groups)
     source = torch.ones(count, dtype=dtype)
     for label, way in found.items():
@@ -101,7 +101,7 @@ def measure(count: int, dtype: torch.dtype, groups: dict[str, Any], args: argpar
     begin = time.perf_counter()
     sample("gloo")
     taken["gloo"].clear()
-    # The slowest way decides how many samples fit, the same number on all ranks.
+    # The number of samples is the same for all ways and ranks: as many as fit with gloo, presumably the slowest way.
     needed = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
     dist.all_reduce(needed, op=dist.ReduceOp.MAX)
     count_of_samples = max(2, min(200, int(args.budget / args.rounds / needed.item())))

@@ -1,9 +1,9 @@
 """The only module of ours that torch loads in every process that imports torch; entry points of pyproject.toml name it.
 
 It must therefore do no harm. It is outside the package and needs only the standard library. It executes nothing of the
-package before a group of ours is created, unless ``SAGELLM_AS`` is set. A defect of the package or its variables breaks
-neither ``import torch`` nor a group of another backend. Only creating a group of ours raises the error; if the error is
-known earlier, one warning reports it.
+package before a group of ours is created, unless ``SAGELLM_AS`` is set. A defect of the package or its variables does
+not break ``import torch``. Its error is raised only when a group is created that this package serves, or that it should
+serve by ``SAGELLM_AS``. If the error is known earlier, one warning reports it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DISTRIBUTION = "torch-sagellm"
 #: docs/programs.md.
 AS = "SAGELLM_AS"
 SERVED = ("gloo",)
-#: Name of a function in torch.distributed and distributed_c10d.
+#: Name of torch's coalescing manager, a function in torch.distributed and distributed_c10d.
 MANAGER = "_coalescing_manager"
 
 #: The process that imported torch. In a child that it forked, ``os.getpid()`` differs.
@@ -66,8 +66,8 @@ class Devices(list[str]):
 def register() -> None:
     """Registers the name with torch. Both entry points and ``import torch_sagellm`` call it.
 
-    Only the first call has an effect. It raises an error only if torch is not installed; if torch itself makes the
-    call, that cannot happen.
+    Only the first call has an effect. This function raises an error only if torch is not installed, which cannot happen
+    if torch itself calls it.
     """
     global _problem
     try:
@@ -153,10 +153,10 @@ def _register() -> None:
 
 
 def _refuse(backend: Any, name: str) -> None:
-    """Makes groups of another name raise the error of the package.
+    """Makes groups of the backend ``name`` raise the error of the package.
 
     Other ranks may have created such a group with our backend, and a group of torch's own would wait for them in vain.
-    Older torch than 2.15 has no table of creators, so there these groups are torch's own.
+    Before torch 2.15 the table of creators has no entry for torch's own backends, so there the groups are torch's own.
     """
     if hasattr(backend, "_ensure_backend_registered"):
         backend._ensure_backend_registered(name)
@@ -165,7 +165,7 @@ def _refuse(backend: Any, name: str) -> None:
 
 
 def _replace_manager() -> None:
-    """Replaces torch's coalescing manager by one whose region an exception ends; see ``_private.regions``."""
+    """Replaces torch's coalescing manager by one in which an exception ends the region; see ``_private.regions``."""
     from functools import wraps
 
     from torch import distributed
@@ -261,6 +261,6 @@ def _warn(text: str) -> None:
 
     try:
         warnings.warn(text, RuntimeWarning, stacklevel=2)
-    except RuntimeWarning:  # with `python -W error` a warning raises, but it is not about the program's own code
+    except RuntimeWarning:  # `python -W error` makes the warning raise, but the program's own code did not cause it
         if sys.stderr is not None:
             print(text, file=sys.stderr)

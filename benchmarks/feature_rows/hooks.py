@@ -1,4 +1,4 @@
-"""PowerSGDHook, compared with torch's own hook for models of one bucket: steps of DistributedDataParallel."""
+"""Steps of DistributedDataParallel with PowerSGDHook, compared with torch's powerSGD_hook; the model has one bucket."""
 
 from __future__ import annotations
 

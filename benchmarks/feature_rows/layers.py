@@ -1,4 +1,4 @@
-"""Rings, token exchange, tensor-parallel layers and group managers, compared with the same written in torch alone."""
+"""Rings, token exchange, tensor-parallel layers and group managers, compared with programs that use torch alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from feature_rows.row import HERE, HERE_4, Made, Row, nothing
 
 
 def attended(query: Tensor, key: Tensor, value: Tensor, total: Tensor, weight: Tensor) -> None:
-    """Adds one block of keys and values to a softmax without maximum, because the scores are known to be small."""
+    """Adds the attention of one block of keys and values. Scores are small, so no maximum is subtracted before exp."""
     scores = (query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5).exp()
     total += scores @ value
     weight += scores.sum(-1, keepdim=True)
@@ -81,7 +81,7 @@ def tokens_for_heads(tokens: int, heads: int = 16, width: int = 64) -> Callable[
 
 
 def linear(mode: str, rows: int, width: int = 512) -> Callable[[], Made]:
-    """Forward and backward pass of one layer, compared with torch's style of the same kind, which uses DTensors."""
+    """Forward and backward pass of one layer, compared with torch's ColwiseParallel or RowwiseParallel (DTensors)."""
 
     def make() -> Made:
         torch.manual_seed(0)
@@ -138,7 +138,7 @@ def groups(by_hand: bool) -> Made:
 
     def each_by_hand() -> list[float]:
         joined = {"dp": [[0, 2], [1, 3]], "tp": [[0, 1], [2, 3]], "one": [[0], [1], [2], [3]]}
-        # In the order of the manager: dp, tp, then the groups with the same ranks as dp, then the groups of one rank.
+        # The manager's seven groups: dp, tp, two with the ranks of dp (cp_dp, pp_dp), three of one rank (cp, pp, ep).
         mine = []
         for name in ("dp", "tp", "dp", "dp", "one", "one", "one"):
             for ranks in joined[name]:

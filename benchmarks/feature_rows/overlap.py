@@ -15,8 +15,8 @@ LAYERS = 4
 
 
 def steps(size: int, compute: Callable[[], object], scheduled: bool) -> Callable[[], Made]:
-    """The scheduler after its calibration. With ``scheduled`` False it always overlaps, as it does without
-    ``step()``."""
+    """The scheduler after its calibration. With ``scheduled`` False the scheduler gets no ``step()``, so it always
+    overlaps."""
 
     def make() -> Made:
         torch.manual_seed(dist.get_rank())

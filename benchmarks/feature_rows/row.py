@@ -1,4 +1,4 @@
-"""Defines a row of the table, and the place in which it is measured."""
+"""Defines a row of the table of ``benchmarks/features.py``, and the hosts and ranks on which the row is measured."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch_sagellm
 from feature_rows.row import HERE, HERE_4, Made, Place, Row
 
-#: Bytes, calls of a sample, and the largest ratios that are good enough: for "sampled" and for "all".
+#: Bytes of the tensor, calls in one sample, and the goals (`Row.goal`) of verify="sampled" and of verify="all".
 SIZES = [(8, 200, 1.03, 1.05), (64 << 10, 50, 1.02, 1.3), (1 << 20, 4, 1.01, 1.3), (16 << 20, 1, 1.01, 1.3)]
 
 

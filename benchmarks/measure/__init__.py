@@ -1,1 +1,1 @@
-"""Modules that the benchmark programs share: pure statistics, the cases, the report."""
+"""Modules that the benchmark programs share: cases, clocks, starting ranks, statistics, reports."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 
 def is_rank() -> bool:
-    """Whether this process is one of the ranks, or a rank of a launcher."""
+    """Whether this process is a rank, started by `run` or by a launcher such as torchrun."""
     return "RANK" in os.environ
 
 
@@ -32,8 +32,8 @@ def run(
 ) -> int:
     """Runs this program once per rank; returns the exit code.
 
-    The command of each rank begins with its words in `prefixes` and ends with `words`. The first rank that fails ends
-    the other ranks.
+    The command of each rank begins with its words in `prefixes` and ends with `words`. If a rank fails, the others are
+    terminated.
     """
     common = {**common, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     children = []

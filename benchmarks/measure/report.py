@@ -139,7 +139,7 @@ def _row(row: Result, run: Result) -> list[str]:
 
 
 def plot(run: Result, path: Path) -> str | None:
-    """Draws latency by size, and the ratio to the reference. Returns the reason if it cannot."""
+    """Draws latency by size, and the ratio to the reference. Returns the reason if nothing was drawn."""
     try:
         import matplotlib
 

@@ -9,8 +9,8 @@ torch_version_built: str
 KINDS: tuple[str, ...]
 DTYPES: tuple[str, ...]
 
-# The core answers in JSON (src/stats/export.rs, src/select/export.rs). This file names the fields of the JSON; the code
-# between it and the core does not. Times are nanoseconds.
+# The core answers in JSON (src/stats/export.rs, src/select/export.rs). The C++ code parses the JSON without naming its
+# fields; this file names them. Times are nanoseconds.
 
 class Alternative(TypedDict):
     way: str
@@ -110,7 +110,7 @@ class Cell(TypedDict):
 class Stats(TypedDict):
     rank: int
     size: int
-    #: The time at which this was read: on the clock of the records, and since the epoch.
+    #: The time at which the statistics were read: `now` on the clock of the records, `wall` since the epoch.
     now: int
     wall: int
     since: int
@@ -179,7 +179,7 @@ class Options:
         blocking_wait: bool = False,
     ) -> None: ...
     def __copy__(self) -> Options: ...
-    #: "auto", or "delegate" to make torch's own backend serve the group even if shared memory could.
+    #: "auto", or "delegate" to make the delegate serve the group even if the engine could.
     engine: str
     #: The built-in backend of torch that serves a group which the engine cannot: gloo, mpi or ucc.
     delegate: str
@@ -260,7 +260,7 @@ class SageBackend:
     def _store(self) -> Any: ...
     #: Whether the group failed, or a call of its delegate failed, after which torch's group may be broken.
     def _has_failed(self) -> bool: ...
-    #: The other ranks that this rank watches; and the ranks among them that have ended or left.
+    #: `_watched`: the other ranks that this rank watches. `_gone`: those of them that have ended or left.
     def _watched(self) -> list[int]: ...
     def _gone(self) -> list[int]: ...
     @property
@@ -289,8 +289,8 @@ class Rendezvous:
     #: Id of this attempt to create the group: equal on all ranks, and different from every other attempt's.
     @property
     def id(self) -> str: ...
-    #: The kind of address at which the ranks reach each other, as ``_private.address`` reads it; "" if they have not
-    #: agreed on one.
+    #: The kind and the number of the addresses at which the ranks reach each other (``Addresses.chosen`` parses it); ""
+    #: if the ranks have not agreed on a kind.
     @property
     def network(self) -> str: ...
     #: Publishes that this rank could not connect or create its delegate. Returns the text of the rank that failed
@@ -298,7 +298,8 @@ class Rendezvous:
     def _tell_failure(self, text: str) -> str: ...
     #: The text of the rank that failed first, or "".
     def _told_failure(self) -> str: ...
-    #: Connects to the other ranks of a group on several hosts; `address` is where they reach this process.
+    #: Connects to the other ranks of a group on several hosts. `address` is where they reach this process, `paths` the
+    #: address for each of several connections, separated by spaces.
     def _connect(self, address: str, paths: str = "") -> None: ...
     def build(self, delegate: Any = None) -> SageBackend: ...
 
@@ -383,10 +384,11 @@ class SharedUsage(TypedDict):
 def _shared_tensor(sizes: Any, strides: Any, dtype: Any) -> Any: ...
 def _is_shared(tensor: Any) -> bool: ...
 
-#: Serves torch's CPU allocations from reachable memory: on all threads (`everywhere`), or on threads within a block.
+#: Serves torch's CPU allocations from reachable memory: on all threads (`everywhere`), or on threads that are within a
+#: block of `shared_tensors()`.
 def _share_allocations(everywhere: bool) -> None: ...
 
-#: Adds to the number of blocks that this thread is within.
+#: Adds `blocks` to the number of such blocks that this thread is within.
 def _share_on_this_thread(blocks: int) -> None: ...
 
 #: For tests: whether memory that torch's CPU allocator returns without a deleter is reachable; the memory is freed
@@ -397,8 +399,8 @@ def _shared_usage() -> SharedUsage: ...
 #: The indices of the first two tensors in the list that share memory, or None.
 def _shared(tensors: list[Any]) -> tuple[int, int] | None: ...
 
-#: Makes this thread sleep for ever if it asks for the GIL while the interpreter exits; otherwise it would end the
-#: process.
+#: Makes this thread sleep for ever if it asks for the GIL while the interpreter exits. Otherwise this thread would
+#: abort the process.
 def _outlive_python() -> None: ...
 
 #: Whether the argument is a tensor whose memory receives what a call writes. False for a tensor that torch conjugates

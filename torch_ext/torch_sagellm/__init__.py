@@ -3,7 +3,8 @@
 ``init_process_group("sagellm")`` is all that a program needs.
 
 torch finds the name through the module `_torch_sagellm_autoload`, which imports this package when a group is created.
-Importing this package loads no extension, starts no thread and opens no file before they are used.
+Importing this package neither loads the extension nor starts a thread. A public name loads its module when it is first
+used.
 """
 
 from __future__ import annotations

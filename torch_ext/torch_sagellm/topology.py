@@ -177,8 +177,8 @@ def select_all_reduce_algorithm(
     The result is "hierarchical" if there are several hosts with several devices each. Otherwise, below 1,000,000 bytes,
     it is "recursive_doubling", or "tree" if NVLink connects all devices; from 1,000,000 bytes on it is "ring". If the
     number of devices is no power of two, it is "ring" already from 65,536 bytes on. Without a topology: one host, no
-    full NVLink. In a group, the user's rules, a measured table and a measured link have priority over the start rules;
-    ``explain`` says which source decided.
+    full NVLink. In a group, the user's rules and a measured table have priority over the start rules, and so has a
+    measured link unless the group has a topology; ``explain`` says which source decided.
 
     Raises:
         ValueError: the size is below 0, or there is no device, or there are fewer devices than hosts.

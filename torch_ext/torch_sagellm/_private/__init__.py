@@ -1,1 +1,1 @@
-"""Internals of the package that no program calls: loading, registering, options, variables, addresses."""
+"""Internals of the package that no program calls, such as loading the extension and registering the backend."""

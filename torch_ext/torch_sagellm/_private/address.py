@@ -60,7 +60,10 @@ class Addresses:
         return "\n".join(" ".join([str(kind), *found]) for kind, found in self.kinds.items())
 
     def chosen(self, network: str) -> list[str]:
-        """The addresses of the kind on which the ranks agreed; without agreement the best ones of this process."""
+        """The addresses of the kind on which the ranks agreed; without agreement the best ones of this process.
+
+        ``network`` is the agreement: the kind and the number of addresses that every rank has, such as "4 1", or "".
+        """
         if network:
             kind, count = map(int, network.split())
             return self.kinds[kind][:count]

@@ -24,7 +24,7 @@ from torch_sagellm._private import address as _address
 
 #: Prefix of the keys in a group's store; one key for each rank.
 PREFIX = "sagellm/alive"
-#: What a rank without a port writes.
+#: What a rank without a port publishes instead of its address.
 UNKNOWN = "unknown"
 #: Backlog of the port: connections that may wait at it, up to the limit of the system. The process closes them when it
 #: creates its next group or recovers.
@@ -171,7 +171,7 @@ class Watch:
         return rank not in self._open and rank not in self.gone and time.monotonic() >= self._again.get(rank, 0)
 
     def follow(self, rank: int, place: str) -> None:
-        """Connects to the host of a rank; `place` is what the rank announced. Does not wait for the answer."""
+        """Connects, without waiting for the answer, to the port that a rank's process has announced as `place`."""
         self._again[rank] = time.monotonic() + PAUSE
         found = _place(place)
         if found is not None:

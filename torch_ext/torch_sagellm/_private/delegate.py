@@ -50,7 +50,7 @@ def _gloo(c10d: Any, store: Any, options: Any, addresses: list[str]) -> Any:
 def _require_descriptors(options: Any) -> None:
     """Raises a DistBackendError if too few descriptors are left for a gloo group.
 
-    The thread of gloo would end the process if it got none.
+    gloo's thread would end the process if it got no descriptor.
     """
     from torch.distributed import DistBackendError
 
@@ -100,7 +100,7 @@ def check(name: str) -> str:
 
 @dataclass(frozen=True)
 class Facts:
-    """The fields that this package reads of the struct in which torch describes a group."""
+    """Stands in for the struct in which torch describes a group, with the fields that this package reads."""
 
     store: Any
     group_rank: int
@@ -143,17 +143,19 @@ def build(wanted: str, options: Any, prefix: str, addresses: list[str]) -> Any:
 
 
 class Making:
-    """One rank's part in connecting a group. The calls of torch that wait for peers ignore signals.
+    """One rank's part in connecting a group.
 
-    So they run on a daemon thread, which may keep waiting after an error and does not prevent the program from ending.
-    A second thread checks in the store whether a rank has failed, so the caller never waits in a store request either.
+    torch's calls that wait for peers ignore signals. So they run on a daemon thread, which may keep waiting after an
+    error and does not prevent the program from ending. A second thread checks in the store whether a rank has failed,
+    so the caller never waits in a store request either.
     """
 
     def __init__(self, options: Any, decided: Any, addresses: list[str]) -> None:
         self.options, self.decided = options, decided
         self.seconds = options.timeout.total_seconds()
         self.own = f"rank {options.group_rank} on host {os.uname().nodename} ({', '.join(addresses) or 'no address'})"
-        # Ranks that have not met have no id for their attempt, so they would find the failure of an earlier attempt.
+        # Whether failures are published. Ranks that have not met have no id for their attempt to create the group, so
+        # they would find the failure of an earlier attempt.
         self.tells = bool(decided.id.strip("0"))
         self._ended: queue.SimpleQueue[tuple[list[Any], str, BaseException | None]] = queue.SimpleQueue()
         self._over = threading.Event()

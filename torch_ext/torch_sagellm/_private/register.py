@@ -16,7 +16,7 @@ NAME = "sagellm"
 VENDOR = "SAGELLM_VENDOR"
 
 
-#: If set, all CPU tensors of 16 KiB or more that torch allocates after the first group are reachable by peers.
+#: If it is switched on, peers can reach all CPU tensors of 16 KiB or more that torch allocates after the first group.
 SHARED = "SAGELLM_SHARED_TENSORS"
 
 
@@ -36,7 +36,7 @@ def create(options: Any, pg_options: Any = None) -> Any:
     not read, because torch 2.11 does not have them. ``pg_options`` are the user's options, if any: ours, or the plain
     options of torch.
     """
-    # torch's coalescing manager uses `regions` from now on.
+    # `_torch_sagellm_autoload` uses `regions` for torch's coalescing manager once `regions` is imported.
     from torch_sagellm._private import delegate as _delegate
     from torch_sagellm._private import load, regions, variables  # noqa: F401
     from torch_sagellm.observe import log
@@ -162,7 +162,7 @@ def inherited(extension: ModuleType, options: Any) -> Any:
 
 
 def _settings(extension: ModuleType, given: Any) -> Any:
-    """A copy of the user's options, or the defaults, in which the environment's switches override them."""
+    """A copy of the user's options, or the defaults, with the values that environment variables override."""
     from torch_sagellm._private import variables
 
     ours = given.__copy__() if isinstance(given, extension.Options) else extension.Options()
@@ -199,7 +199,7 @@ def _detach_flight_recorder() -> None:
 
     The recorder costs 1.5 us per synchronous call. When a group fails, the recorder writes its trace on a thread that
     needs the interpreter; if the program exits meanwhile, this aborts it. torch (from 2.15 on) attaches the recorder
-    right after this creator has returned, to every backend that is not in this set.
+    right after ``create`` has returned, to every backend that is not in the set ``_FR_SELF_RECORDING_BACKENDS``.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -217,13 +217,13 @@ def _detach_flight_recorder() -> None:
 
 
 def _step_at_exit(extension: ModuleType) -> None:
-    """Ends the core's threads before the interpreter exits. Registered once per process, if it creates a group."""
+    """Registers, once per process, the function that ends the core's threads before the interpreter exits."""
     if _at_exit.acquire(blocking=False):
         atexit.register(extension.at_exit)
 
 
 def _tell_delegate(delegate: str, reason: str, options: Any) -> None:
-    """Warns once per job, on rank 0 of the first delegated group; all others are logged at a lower level."""
+    """Logs that a group is delegated: a warning for the first one with this process as rank 0, else at level info."""
     import logging
 
     from torch_sagellm.observe import log

@@ -1,7 +1,7 @@
 """Checks the values of this package's environment variables: when the first group is created, and in ``doctor``.
 
-The core reads each variable when it needs it, and uses the default if the value is invalid. Each process warns about an
-invalid value once, so that it is noticed.
+An invalid value of some variables makes every group fail (``Rule.is_refused``). For the others it has the effect that
+``Rule.then`` states, usually that of the default; each process warns once, so that the value is noticed.
 """
 
 from __future__ import annotations

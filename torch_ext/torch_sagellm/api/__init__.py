@@ -1,1 +1,1 @@
-"""The functions and classes that programs call directly: backends as objects, lists of tensors, errors."""
+"""Functions and classes that programs call directly: backends, lists of tensors, compression, recovery, errors."""

@@ -199,7 +199,7 @@ def safe_all_reduce(
         backend: the backend; None means that of ``create_comm_backend()``.
 
     Raises:
-        CommTimeoutError: the deadline has passed; it names the ranks that are missing.
+        CommTimeoutError: the deadline has passed; the error names the ranks that are missing.
         ValueError: the op is unknown. Nothing was sent.
 
     Example::

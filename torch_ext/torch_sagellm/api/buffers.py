@@ -81,9 +81,9 @@ class CommFusionBuffer:
     def add_tensor(self, tensor: torch.Tensor) -> bool:
         """Adds a tensor, or returns False if it does not fit any more.
 
-        A tensor that is larger than the whole buffer never fits: reduce it separately. It raises a TypeError if the
-        argument is not a tensor, and a ValueError if it is not dense, has no data, or is a lazily conjugated or negated
-        view.
+        A tensor that is larger than the whole buffer never fits: reduce it separately. An argument that is not a tensor
+        is a TypeError. A tensor that is not dense, has no data, or is a lazily conjugated or negated view is a
+        ValueError.
         """
         checked_result("CommFusionBuffer", tensor)
         if self.nbytes + tensor.nbytes > self.max_bytes:

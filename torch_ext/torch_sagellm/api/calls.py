@@ -37,7 +37,7 @@ class Call:
     #: The caller's tensors: the input, and the tensor that receives the result.
     source: torch.Tensor | None = None
     result: torch.Tensor | None = None
-    #: How long it waits for the other ranks; None means the topology's timeout.
+    #: How long the call waits for the other ranks; None means the timeout of the ``in_process.Topology``.
     timeout: timedelta | None = None
     #: Copies: of the input, which the core reads, and of the previous values of ``result``.
     given: torch.Tensor | None = None
@@ -58,10 +58,7 @@ class Call:
 
     @cached_property
     def reads(self) -> range:
-        """The address range (begin, end) that it reads.
-
-        ``writes`` is the range that it writes. The end is exclusive.
-        """
+        """The range of addresses that the call reads; ``writes`` is the range that it writes."""
         return _addresses(self.source)
 
     @cached_property
@@ -69,7 +66,7 @@ class Call:
         return _addresses(self.result)
 
     def will_write_for(self, other: Call) -> bool:
-        """Whether its result shares a byte with what the other call reads or writes."""
+        """Whether the result of this call shares a byte with what the other call reads or writes."""
         ours = self.writes
         if not ours:
             return False

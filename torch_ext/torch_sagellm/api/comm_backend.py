@@ -399,9 +399,8 @@ class CommBackend(CommBackendProtocol):
     ) -> torch.Tensor | CommFuture:
         """Sends every rank its slice of the ``input`` of ``root_rank`` along dimension 0.
 
-        Returns ``output``, which receives it.
-
-        The other ranks pass None as ``input``. torch's order is ``scatter(output, scatter_list, src)``.
+        Returns ``output``, which receives the slice. The other ranks pass None as ``input``. Its dimension 0 must be a
+        multiple of the number of ranks (ValueError). torch's order is ``scatter(output, scatter_list, src)``.
         """
         checked_result("scatter", output)
         root = checked_root("scatter", root_rank, self.world_size, "input, output, root_rank")
@@ -533,7 +532,7 @@ class CommBackend(CommBackendProtocol):
 
     @property
     def stats(self) -> dict[str, Any]:
-        """The same as ``get_stats()``."""
+        """The statistics of this group, as ``get_stats()`` returns them."""
         return self.get_stats()
 
     def explain(self, what: Any, nbytes: int | str | torch.Tensor | None = None, **more: Any) -> explaining.Explanation:

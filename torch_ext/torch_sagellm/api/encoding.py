@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_sagellm._private import load
 
 SCALE_BYTES = 4
-#: The byte of a scale that has its sign.
+#: Index of the byte of a scale that has the sign bit.
 _SIGN = 3 if sys.byteorder == "little" else 0
 
 
@@ -115,7 +115,7 @@ def _unpacked(encoded: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def largest(flat: Tensor, count: int) -> Tensor:
-    """The indices of the ``count`` elements of largest magnitude, as int32 if the tensor is small enough for it."""
+    """The indices of the ``count`` elements of largest magnitude; int32 if the tensor has less than 2^31 elements."""
     small = flat.numel() <= torch.iinfo(torch.int32).max
     if flat.is_cpu and flat.dtype is torch.float32 and small:
         places = torch.empty(count, dtype=torch.int32)

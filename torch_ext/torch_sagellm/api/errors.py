@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 #: Recognizes the core's report that the deadline of an operation passed (tests/golden/timeout.txt).
 _TIMED_OUT = re.compile(r"\bTimed out after\b")
-#: Finds the ranks that such a text reports as missing. The reporting rank is not followed by a parenthesis.
+#: Finds the missing ranks in this report: "rank 1 (pid ...". No parenthesis follows the rank that reports.
 _RANK = re.compile(r"\brank (\d+) \(")
 
 

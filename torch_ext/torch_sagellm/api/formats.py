@@ -85,8 +85,8 @@ class Half(Compression):
         ranks = dist.get_world_size(group)
         if not _has_average(group):
             return self._reduce(tensor, tensor / ranks, dist.ReduceOp.SUM, group)
-        # bfloat16 has the range of the 32 bits in which numbers are added, so the sum of its largest numbers would
-        # overflow. A power of two changes the exponent alone.
+        # bfloat16 has the same range as float32, in which the core adds, so the sum of its largest numbers would
+        # overflow. So the numbers are divided by a power of two first, which changes only their exponents.
         scale = 2.0 ** (ranks - 1).bit_length() if self.dtype is torch.bfloat16 else 1.0
         return self._reduce(tensor, tensor, dist.ReduceOp.AVG, group, scale)
 
@@ -196,12 +196,12 @@ class TopK(Compression):
             raise ValueError(f"sagellm TopK: ratio is {ratio}, expected more than 0 and at most 1")
         self.ratio = ratio
         self._left: dict[Any, torch.Tensor] = {}
-        #: The remainders whose keys are parameters, compared by identity. It does not keep a parameter alive, and no
-        #: other parameter gets its remainder.
+        #: The remainders whose keys are parameters, compared by identity. The table keeps no parameter alive, and no
+        #: other parameter gets the remainder of one that was freed.
         self._left_of: Any = WeakTensorKeyDictionary()
 
     def residual(self, key: Any) -> torch.Tensor | None:
-        """The flat part of a tensor that this rank has not sent yet; None if no call has had this key."""
+        """The elements that this rank has not sent yet, as a flat tensor; None if no call has had this key."""
         found: torch.Tensor | None = self._kept(key).get(key)
         return found
 
@@ -331,7 +331,7 @@ _places: Any = WeakKeyDictionary()
 
 
 def hosts_of(group: Any) -> tuple[list[Any], hosts.Hosts | None]:
-    """The host of each rank, and how hosts are summed first, if they are. Collective in a group's first call."""
+    """The host of each rank; and how hosts are summed first, or None if not. Collective in a group's first call."""
     base = dist.group.WORLD if group is None else group
     if base not in _places:
         where = hosts.names(base)
@@ -390,9 +390,6 @@ def _whole_of_host(part: torch.Tensor, among: hosts.Hosts) -> torch.Tensor:
 
 
 def _has_average(group: Any) -> bool:
-    """Whether our engine serves the group, which supports ReduceOp.AVG.
-
-    Gloo, as a backend or as our delegate, does not.
-    """
+    """Whether our engine serves the group. It supports ReduceOp.AVG; gloo as a backend or as our delegate does not."""
     ours = our_backend(dist.group.WORLD if group is None else group)
     return ours is not None and not ours.delegate_reason

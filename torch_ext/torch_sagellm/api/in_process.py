@@ -39,7 +39,7 @@ from torch_sagellm.observe import log
 
 #: The largest number of ranks that share memory on one host.
 MOST_RANKS = 256
-#: The live topologies of this process, and the counts of those that were garbage-collected, for `totals`.
+#: For `totals`: the live topologies of this process, and the counts of those that failed or were garbage-collected.
 _alive: weakref.WeakSet[Topology] = weakref.WeakSet()
 _gone: deque[Totals] = deque()
 #: For each kind: number of operations, bytes and nanoseconds of waiting.
@@ -102,8 +102,8 @@ class Topology:
         self._groups = _meet(world_size, self._timeout)
         weakref.finalize(self, _end, self._groups).atexit = False
         _alive.add(self)
-        #: A group of one rank. Every call is first made in it, where it changes nothing, so that the core checks it at
-        #: once.
+        #: A group of one rank. Every call is first made in this group, where it changes nothing, so that the core
+        #: checks the arguments at once.
         self.alone = _meet(1, self._timeout)[0]
         #: Guards the tensors of all calls, even while an operation runs, and all fields below. Notified when calls end.
         self.changed = threading.Condition()
@@ -296,7 +296,7 @@ class Topology:
         for call in calls:
             call.done = True
             self._pending.remove(call)
-        # Taken in the order of the calls, so that each call reads the results of the calls before it.
+        # In the order of the calls, so that each call reads the results of the calls before it.
         for call in self._pending:
             if not call.taken and all(earlier.done for earlier in call.after):
                 call.take()

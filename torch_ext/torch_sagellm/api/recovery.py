@@ -85,7 +85,7 @@ def recover(group: Any = None, timeout: float | timedelta = 30.0, leave_silent: 
         CommTimeoutError: a rank that is not known to be gone did not call, or did not build the group, in time; or the
             store did not answer.
         torch.distributed.DistBackendError: the other ranks continued without this rank; the store is gone; the new
-        group could not be created.
+            group could not be created.
         ValueError: the group is of another backend, or this process is not a member of it.
 
     Example::
@@ -128,7 +128,7 @@ def _take_over(base: Any, backend: Any, members: list[int], made: Any) -> Any:
     info: Any = {"process_group": base, "is_default_group": of_default}
     new = c10d._finalize_shrunk_group(info, gone, made)
     for kind in served:
-        if kind not in new._device_types:  # torch registers it for only one device type
+        if kind not in new._device_types:  # torch has registered the new backend for only one type
             new._register_backend(kind, dist.ProcessGroup.BackendType.CUSTOM, made)
     if of_default:
         # torch keeps the old global ranks next to the new numbers; later groups are requested by the new numbers.
@@ -295,7 +295,7 @@ class _Conversation:
     def _build(self, members: list[int]) -> Any:
         """Returns the new backend if every member has it, None if one died meanwhile.
 
-        Raises if it cannot be created.
+        Raises an error if a member cannot create it.
         """
         building = _Building(self.backend, members, self.seconds, self.round)
         begin = time.monotonic()
@@ -462,7 +462,7 @@ class _Building:
 
 
 def _own_connection(store: Any) -> Any:
-    """A separate connection to the same keys, because another thread may be blocked in a request on the program's."""
+    """A second connection to the same keys, because another thread may be blocked in a request on the first one."""
     inner = store
     while isinstance(inner, dist.PrefixStore):
         inner = inner.underlying_store

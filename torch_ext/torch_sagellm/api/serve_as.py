@@ -22,7 +22,8 @@ import _torch_sagellm_autoload
 VARIABLE = _torch_sagellm_autoload.AS
 NAMES = _torch_sagellm_autoload.SERVED
 CLASS = "ProcessGroupGloo"
-#: The replaced attributes of torch with their original values; empty if nothing is replaced.
+#: For each replaced attribute or table entry of torch: its holder, its name and the original value; empty if nothing is
+#: replaced.
 _replaced: list[tuple[Any, str, Any]] = []
 #: Acquired once and never released: the log says once per process that sagellm serves the name.
 _told = threading.Lock()

@@ -18,8 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_sagellm.api.arguments import checked_tensor
 
-#: Acquired at the first call of `_extension` in this process, which configures the log so that the core's messages
-#: appear.
+#: Acquired by the first call of `_extension` in this process, which then configures the log, so that the core's
+#: messages appear.
 _first = threading.Lock()
 
 
@@ -237,7 +237,6 @@ class _NewBuckets:
     """Keeps a block open from the call of a replica until its model begins, because torch creates the buckets in this
     time.
 
-
     Copies of the model have its hooks too; the hooks of a copy do nothing.
     """
 
@@ -265,7 +264,7 @@ class _NewBuckets:
 
     def _end(self, model: torch.nn.Module, inputs: Any, outputs: Any) -> None:
         self._leave(model, inputs)
-        # torch's flag that it has created them. If torch does not have it, the block is opened before each call.
+        # torch's flag that it has created the new buckets. If torch has no such flag, each call opens the block.
         if getattr(model, "_has_rebuilt_buckets", False):
             for handle in self._handles:
                 handle.remove()

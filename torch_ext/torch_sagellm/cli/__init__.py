@@ -1,1 +1,1 @@
-"""The command line, `python -m torch_sagellm`: doctor, tune, table, explain, simulate."""
+"""The command line, `torch-sagellm` or `python -m torch_sagellm`; main.py lists the commands."""

@@ -23,7 +23,7 @@ MOST_RANKS = 256
 MOST_BYTES = 1 << 62
 #: The file name that means stdout.
 HERE = Path("-")
-#: From this number of ranks per core on, a command asks before it starts them.
+#: A command asks before it starts more ranks per core than this.
 RANKS_A_CORE = 4
 
 
@@ -98,7 +98,7 @@ def path(text: str) -> Path:
 
 def check_output(named: str, target: Path) -> None:
     """Raises a ValueError, before anything is measured, if the file of the option ``named`` cannot be written."""
-    # A link may lead to a file that is not there yet; then the file is tried, and the link is kept.
+    # A link may lead to a file that does not exist yet. Try the file itself, so that its removal below keeps the link.
     file = Path(os.path.realpath(target))
     if file.is_dir():
         raise ValueError(f"{named} {target}: this is a folder; expected the name of a file")

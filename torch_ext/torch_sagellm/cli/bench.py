@@ -1,8 +1,8 @@
 """``torch-sagellm bench``: times and bandwidths of collectives in the table format of nccl-tests.
 
-Every size is first checked on known values. Then all groups (ours, and torch's gloo if it is compared) run it in turns,
-forwards and backwards, so that a slow phase of the machine affects both. A time is the mean of one call over the
-iterations, on the slowest rank. `benchmarks/` has the measurements with histories and statistics.
+Every size is first checked on known values. Then all groups (ours, and that of a backend of torch with ``--compare``)
+run it in turns, forwards and backwards, so that a slow phase of the machine affects both. A time is the mean of one
+call over the iterations, on the slowest rank. `benchmarks/` has measurements with percentiles, and earlier results.
 """
 
 from __future__ import annotations

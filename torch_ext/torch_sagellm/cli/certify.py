@@ -1,6 +1,6 @@
 """``torch-sagellm certify``: tests whether and how well this machine's processors or cards work with the package.
 
-It has five stages, each in new rank processes (`certified` defines what these do): values, a late rank, a killed rank,
+It has five stages, each in new rank processes (which run `demos/certified.py`): values, a late rank, a killed rank,
 bandwidth, and communication behind computation. All except the two failure stages also run torch's own backend for the
 tensors. The report begins with rows for docs/status.md.
 """
@@ -53,7 +53,7 @@ STAGES = {
 
 @dataclass
 class Stage:
-    """The result of a stage: the reason if it failed, its figures by name, and lines for the report."""
+    """The result of a stage: the reason if it failed, and by name its figures and texts for the report."""
 
     name: str
     failure: str = ""

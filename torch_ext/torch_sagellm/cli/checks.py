@@ -188,7 +188,7 @@ def findings(facts: Facts) -> list[Finding]:
 
 
 def interface(facts: Facts) -> Iterator[Finding]:
-    """Checks the interfaces that a variable names. Without one, checks the interface of the host name's address."""
+    """Checks the interfaces that a variable names; without one, whether other hosts can reach this host's addresses."""
     alone = facts.number("WORLD_SIZE") is not None and facts.number("WORLD_SIZE") == facts.number("LOCAL_WORLD_SIZE")
     several = bool(facts.master_address) and not _is_loopback(facts.master_address) and not alone
     up = ", ".join(name for name, is_up in facts.interfaces.items() if is_up and name != "lo") or "lo"
@@ -286,7 +286,7 @@ def kernel(facts: Facts) -> Iterator[Finding]:
 
 
 def timeouts(facts: Facts) -> Iterator[Finding]:
-    """Checks that timeouts increase in this order: rendezvous, probe, group, end of the job."""
+    """Checks the timeouts of torchrun's rendezvous, of the group, of warnings about a stall, and of the job's end."""
     times = facts.timeouts
     conf = times.rendezvous
     join, last_call = conf.get("join_timeout", conf.get("timeout", JOIN)), conf.get("last_call_timeout", LAST_CALL)
@@ -323,7 +323,7 @@ def _seconds(facts: Facts) -> float | None:
 
 
 def variables(facts: Facts) -> Iterator[Finding]:
-    """Reports variables of this package that no code reads, and variables of torch that cost time."""
+    """Reports variables of this package with wrong values or unknown names, and variables of torch that cost time."""
     for found in _variables.wrong(facts.environment):
         yield Finding(ERROR if found.is_refused else WARNING, found.what, found.fix)
     for name in sorted(facts.environment):

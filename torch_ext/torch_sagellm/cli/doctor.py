@@ -204,7 +204,7 @@ def run_rank(rank: int, count: int, port: int) -> int:
 
 
 def _times(tensor: Any) -> list[float]:
-    """Sorted seconds of repeated calls. Only rank 0's clock decides when to stop; the data carries its decision."""
+    """Sorted seconds of repeated calls. Only rank 0's clock decides when to stop; rank 0 broadcasts the decision."""
     import torch
     import torch.distributed as dist
 

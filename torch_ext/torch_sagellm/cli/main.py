@@ -38,7 +38,7 @@ MOST_OF_A_REMARK = 34
 class Command(Protocol):
     """The interface of a command's module."""
 
-    #: One line, one paragraph, and lines that begin with "examples:".
+    #: One line; one or more paragraphs; and lines of which the first is "examples:".
     HELP: str
     DESCRIPTION: str
     EXAMPLES: str
@@ -286,7 +286,7 @@ def _run(given: Sequence[str]) -> int:
     try:
         parsed = _parse(given)
     except SystemExit:
-        sys.stdout.flush()  # of a help; a failure of its reader is reported from here
+        sys.stdout.flush()  # of the help; if its reader is gone, this raises, and `_guarded` handles the error
         raise
     if parsed.version:
         code = version.show(parsed.version_json)

@@ -41,7 +41,8 @@ SIZES = (8, 64, 512, 4 << 10, 32 << 10, 256 << 10, 2 << 20, 16 << 20)
 LARGE, BURST = 1 << 20, 8
 
 
-#: The number of parts, and the messages: step, whether it is sent, peer, parts, how it is combined.
+#: The number of parts of the vector, and this rank's messages: step, whether this rank sends it, peer, the parts in it,
+#: and how the receiver combines them.
 Program = tuple[int, list[tuple[int, bool, int, list[int], str]]]
 
 

@@ -94,7 +94,7 @@ class Side:
     #: The address to which the host's name resolves.
     named: str
     problem: str
-    #: Identifies its machine and network namespace.
+    #: Identifies the host's machine and network namespace.
     network: str
     #: Addresses and ports by kind, the best kind first.
     places: dict[int, list[tuple[str, int]]]
@@ -186,7 +186,10 @@ def _tell(mine: Side, theirs: Side) -> None:
 
 
 def _judge(mine: Side, theirs: Side, results: tuple[dict[str, str], dict[str, str]], leads: bool) -> Iterator[Finding]:
-    """Yields findings. ``results``: by address, why it could not be reached, or ""; first those tried by this host."""
+    """Yields findings.
+
+    ``results``: for each address why it could not be reached, or ""; first as tried by this host, then by the other.
+    """
     for who, side in (("this host", mine), ("the other host", theirs)):
         if side.problem:
             yield Finding(ERROR, f"{who}: {side.problem}", f"set {_address.VARIABLE} there to one that it has")

@@ -38,8 +38,8 @@ class Model:
     #: Features of the keys (and of the values) in one layer: fewer than ``hidden`` with grouped queries.
     kv_hidden: int
     sequence: int
-    #: Number of sequences in one step: per rank, but with tp, pp and cp per group, because its ranks work on the same
-    #: sequences.
+    #: Number of sequences in one step: per rank, but with tp, pp and cp per group, because the ranks of a group work on
+    #: the same sequences.
     batch: int
     item: int
     microbatches: int

@@ -72,7 +72,7 @@ def ways(op: str, nbytes: int, ranks: int) -> tuple[str, list[str]]:
     found = explain.read(answer)
     rounds = [other.way for other in found.rejected if other.predicted is not None and other.way != "slots"]
     if op != "all_to_all":
-        # All chunks that hold the whole operation are equivalent, so measure at most one of them.
+        # All chunk sizes that hold the whole operation are equivalent, so measure at most one of them.
         small = [way for way in rounds if chunk_of(way) < nbytes]
         rounds = small or ([] if found.choice.startswith("rounds") else rounds[:1])
     return found.choice, rounds

@@ -3,8 +3,8 @@
 The text is the source code of the Python standard library, which is on every machine. The script is ordinary
 DDP: the backend is a name on the command line. With --compare the same steps run over a second backend in the
 same processes, in alternating blocks, so that both see the same load of the machine. Communication times are
-read from torch.profiler's "<backend>:<op>" records, which every backend writes, in one way for all of them. Beside
-them, `torch_sagellm.step()` measures the steps of the first backend that run without the profiler.
+read from torch.profiler's records "<backend>:<op>", which every backend writes in the same form. If the first
+backend is sagellm, `torch_sagellm.step()` also measures its steps that run without the profiler.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Observes the groups of this process: statistics, explanations, exports, flight record, log."""
+"""Observes groups: statistics, explanations, exports, flight records, steps, status files, log."""

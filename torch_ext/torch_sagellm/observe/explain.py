@@ -115,7 +115,7 @@ class Explanation:
     decided: str
     #: What carries the operation, as text: shared memory of one host, a link between hosts, a local copy, a delegate.
     path: str
-    #: Seconds by the cost model, or None if there is no model of it.
+    #: Seconds by the cost model, or None if the model does not cover the choice.
     predicted: float | None
     #: Median in seconds from the decision table, or None.
     measured: float | None
@@ -124,13 +124,14 @@ class Explanation:
     rejected: list[Alternative]
     #: The decision table's file, or the reason why there is none.
     table: str
-    #: Choice and reason as one number: as computed now, and, for a past operation, as recorded when it started. The
-    #: recorded one is None for a hypothetical operation, and before the start. If both exist, they are equal.
+    #: Choice and reason as one number. ``code`` is computed now. ``recorded`` was stored when a past operation started;
+    #: it is None for a hypothetical operation, and before the start. If both exist, they are equal.
     code: int
     recorded: int | None = None
     #: Number of the operation in its group, for a past operation.
     sequence: int | None = None
-    #: The operations with which a past one was fused. None if that is not known yet, or if it failed on one host.
+    #: The operations with which a past operation was fused. None if they are not known yet, or if the operation failed
+    #: in a group on one host.
     batch: Batch | None = None
     #: Whether the tensors are on a device and copies of them in host memory are sent; see docs/devices.md.
     staged: bool = False
@@ -378,7 +379,10 @@ def _delegate_of(backend: Any) -> str:
 
 
 def read(found: _C.Explanation, delegate: str = "gloo") -> Explanation:
-    """Converts the core's answer to the units and words of this module. ``delegate`` is the name of a delegate."""
+    """Converts the core's answer to the units and words of this module.
+
+    ``delegate`` names the backend of torch that serves the group if the answer says that it is delegated.
+    """
     past = found["past"]
     served = found["reason"] == "delegated"
     hosts = found["hosts"]

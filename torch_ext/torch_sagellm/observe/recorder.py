@@ -59,7 +59,7 @@ def trace(collectives: bool = True, stacks: bool = True, active: bool = False) -
 
 
 def _asked(name: str, *arguments: Any, **named: Any) -> bytes:
-    """Calls one of torch's functions, and adds our records to its dump."""
+    """Replaces torch's function ``name``: returns our records, torch's dump or both, by the argument ``backend``."""
     given = dict(zip(ARGUMENTS[name], arguments, strict=False)) | named
     load: Callable[[bytes], Any] = pickle.loads if name == DUMP else json.loads
     store: Callable[[Any], bytes] = pickle.dumps if name == DUMP else _as_json

@@ -133,9 +133,10 @@ def _own(backend: Any) -> Any:
 
 
 def members(group: Any = None) -> list[Member]:
-    """The groups that ``group`` selects: None the default group, "all" all of ours in this process.
+    """The groups that ``group`` selects.
 
-    It raises a ValueError if the group is not served by this backend, or was destroyed.
+    A process group selects itself, None selects the default group, and "all" selects all groups of this process that
+    this backend serves. It raises a ValueError if the group is not served by this backend, or was destroyed.
     """
     from torch.distributed import distributed_c10d as c10d
 

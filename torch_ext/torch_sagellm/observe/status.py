@@ -60,7 +60,7 @@ def start() -> None:
 
 
 class Writer:
-    """The thread and its file. Only the thread writes the fields below ``_before``; any thread may call ``end``."""
+    """The thread and its file. Only the thread changes ``_warned`` and ``_before``; any thread may call ``end``."""
 
     def __init__(self, folder: Path) -> None:
         self.pid = os.getpid()

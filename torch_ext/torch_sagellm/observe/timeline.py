@@ -277,7 +277,7 @@ def _files(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
 
 
 def _once(slices: Iterable[Slice]) -> list[Slice]:
-    """Each operation once, because two files may contain it; a record that was written after its end is preferred."""
+    """Each operation once, because two files may contain it. A record of the ended operation is preferred."""
     found: list[Slice] = []
     last: dict[tuple[int, str, str, int], int] = {}
     for each in sorted(slices, key=lambda each: (each.start, each.end is None)):
@@ -293,8 +293,8 @@ def _once(slices: Iterable[Slice]) -> list[Slice]:
 
 
 def _aligned(slices: list[Slice]) -> tuple[list[Slice], dict[int, int]]:
-    """Shifts every rank's times so that its collectives end when they end on the lowest rank that took part in some of
-    them."""
+    """Shifts every rank's times so that, by the median, its collectives end when they end on another rank: the lowest
+    one with which it has collectives in common."""
     ends: dict[int, dict[tuple[str, str, int], int]] = {}
     for each in slices:
         if each.end is not None and each.number and each.kind in TOGETHER:

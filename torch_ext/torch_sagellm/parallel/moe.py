@@ -48,9 +48,9 @@ class _UnderWay:
 class MoEDispatcher:
     """Sends tokens to experts that are distributed over several ranks, and sends the results back.
 
-    Experts are numbered over the ranks: with E experts on n ranks, rank r has the experts from r * E / n on. Each
-    direction is one all_to_all whose sizes follow the routing; rows for experts of this rank are not sent. Before it
-    ``dispatch`` gathers the counts of all ranks; with ``pad`` all counts are known, so it does not. Gradients pass in
+    Experts are numbered over the ranks: with E experts on n ranks, rank r has the E / n experts from r * E / n on. Each
+    direction is one all_to_all whose sizes follow the routing; rows for experts of this rank are not sent. ``dispatch``
+    first gathers the counts of all ranks, except with ``pad``, because all counts are then known. Gradients pass in
     both directions, once (not gradients of gradients). On CPUs the dispatcher keeps the memory of its exchanges for the
     next call.
 
@@ -261,8 +261,7 @@ class MoEDispatcher:
             self._spare.append(whole.view(-1))
 
     def _combined(self, results: Tensor, routing: Routing, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The sum of each token's rows, and the rows, which the caller passes to ``_keep`` unless autograd needs
-        them."""
+        """The sum of each token's rows, and these rows, whose memory a later exchange may overwrite (``_keep``)."""
         with torch.no_grad():
             back = self._collect(results, routing)
             output = _summed(back, routing, weights)
@@ -322,7 +321,7 @@ class _Combine(torch.autograd.Function):  # type: ignore[misc]
     def forward(ctx: Any, results: Tensor, weights: Tensor | None, moe: MoEDispatcher, routing: Routing) -> Tensor:
         ctx.of = (moe, routing, weights)
         back = moe._collect(results, routing)
-        # The gradient of the weights needs the rows; without it their memory is reused by the next exchange.
+        # The gradient of the weights needs the rows. If no such gradient is needed, `_keep` gets their memory below.
         ctx.back = back if weights is not None and ctx.needs_input_grad[1] else None
         output = _summed(back, routing, weights)
         if ctx.back is None:

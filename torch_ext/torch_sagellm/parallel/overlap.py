@@ -170,9 +170,10 @@ class OverlapScheduler:
         return output, self.schedule(output.detach().clone(memory_format=torch.contiguous_format))
 
     def schedule(self, tensor: torch.Tensor) -> OverlapHandle:
-        """Begins to combine ``tensor``, for example a bucket of gradients, in place; it must not change until the end.
+        """Begins to combine ``tensor``, for example a bucket of gradients, in place.
 
-        In a step of ``step()`` without overlap, the operation has ended when this returns.
+        The tensor must not change until the operation has ended. In a step of ``step()`` without overlap, it has ended
+        when this returns.
         """
         self._under_way = [handle for handle in self._under_way if not handle.done()]
         while len(self._under_way) >= self.depth:

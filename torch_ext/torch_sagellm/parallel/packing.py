@@ -32,7 +32,7 @@ class Run(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The size of one of the tensors."""
+        """The size in bytes of one of the tensors."""
         return prod(self.shape) * int(self.dtype.itemsize)
 
 

@@ -15,8 +15,7 @@ from torch_sagellm.api.arguments import checked_dense, checked_written
 from torch_sagellm.parallel import packing
 from torch_sagellm.parallel.transfer import WINDOW
 
-#: The header before each layer begins with these bytes; a description of the layer follows them. The next constant is
-#: the size of the header.
+#: The header before each layer has HEADER_BYTES. It begins with MAGIC; a description of the layer follows.
 MAGIC = b"sagepgs1"
 HEADER_BYTES = 256
 

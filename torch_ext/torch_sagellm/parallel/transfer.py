@@ -15,7 +15,8 @@ from torch_sagellm.api.arguments import checked_dense, checked_result, checked_w
 from torch_sagellm.parallel import packing
 from torch_sagellm.parallel.packing import Listed, Message, Run
 
-#: The first message has these bytes (their digit is the version), the length of the description, and its beginning.
+#: The first message has HEADER_BYTES: MAGIC (its digit is the version), the length of the description in LENGTH_BYTES,
+#: and the beginning of the description.
 MAGIC = b"sagetns2"
 HEADER_BYTES = 4096
 LENGTH_BYTES = 8
@@ -34,9 +35,9 @@ def send_tensors(
 
     One header describes all tensors. They follow in batches, with at most ``window`` bytes in flight, so a slow
     receiver delays the sender instead of filling memory. Consecutive small tensors of one dtype are packed into one
-    message; on a device all tensors of a batch are, and only the two ranks take part. It returns when the tensors'
-    memory may be changed. All tensors must be dense, have data and a dtype of whole bytes, and be on one device
-    (ValueError, before anything is sent).
+    message; on a device, all tensors of a batch are. Only the two ranks take part. It returns when the tensors' memory
+    may be changed. All tensors must be dense, have data and a dtype of whole bytes, and be on one device (ValueError,
+    before anything is sent).
 
     Example::
 
