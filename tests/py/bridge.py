@@ -81,8 +81,8 @@ def called_in(notes: Path, counted: list[Path]) -> set[str]:
 
 
 def plain(symbol: str) -> str:
-    """The name in the source: `RustOp::wait` for `sagellm::RustOp::wait(long) const` and for the glue's name with
-    `$`."""
+    """The name in the source, such as `RustOp::wait`, for a C++ function (`sagellm::RustOp::wait(long) const`) or for a
+    symbol of cxx, which has `$` in place of `::`."""
     if "$cxxbridge" in symbol:
         return re.sub(r"^.*\$cxxbridge\d+\$(\d+\$)?", "", symbol).replace("$", "::")
     return symbol.split("(")[0].removeprefix("sagellm::")
