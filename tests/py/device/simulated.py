@@ -31,7 +31,7 @@ VENDORS: dict[str, tuple[str, str, dict[str, str]]] = {
 }
 #: Whether the tests run on a card.
 CARD = bool(os.environ.get("SAGELLM_TEST_CARD"))
-#: Whether that machine has no second card.
+#: Whether the tests run on a card, and the machine has no second one.
 ONE_CARD = CARD and torch.cuda.device_count() < 2
 if CARD:
     VENDORS["nccl"] = ("cuda", "cuda", {})
