@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: The files of the bridge. Each is compiled separately.
 FILES = ("bridge.rs", "observe.rs", "arrays.rs", "memory.rs")
 BLOCKS = ('extern "Rust"', 'unsafe extern "C++"')
-#: Matches a function. Its type is that of the receiver, or is in an attribute before the function.
+#: Matches a function. The type that it belongs to is that of `self`, or is named in an attribute before it.
 FUNCTION = re.compile(r'(?:#\[Self = "(\w+)"\]\s*)?\bfn (\w+)\s*\(\s*(?:self: (?:&|Pin<&mut )(\w+))?')
 
 

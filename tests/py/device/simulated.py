@@ -47,7 +47,8 @@ class NeedsSimulatorError(Exception):
 
 
 class Card:
-    """Takes the place of the simulated device on a card, which has none of its controls."""
+    """Takes the place of the simulated device if the tests run on a card. A test that uses a control of the device is
+    then skipped."""
 
     def __getattr__(self, name: str) -> Any:
         raise NeedsSimulatorError(f"a card has no {name}")

@@ -518,7 +518,7 @@ class Draw:
         return (self.taste.apart and rng.random() < 0.4) or self.complete(message)
 
     def complete(self, message: Message) -> bool:
-        """Draws the other half of the oldest message of that channel."""
+        """Draws the other half of the oldest open message with the group, the ranks and the tag of this message."""
         key = (message.g, message.src, message.dst, message.tag)
         oldest = next(each for each in self.open if (each.g, each.src, each.dst, each.tag) == key)
         for _ in range(20):
