@@ -1,4 +1,4 @@
-"""Ranks of one process: the results of their operators and messages, when these are there, and how calls fail.
+"""Ranks of one process: the results of their operators and messages, when a result is available, and how calls fail.
 
 Every result is compared, bit for bit, with what one plain thread computes from the inputs in the order of the ranks
 (`tests/py/dist/reference.py`). Over processes the same classes are tested by `tests/py/dist/test_collective_ops.py`.
@@ -429,7 +429,7 @@ class TestDistributedCommunicator:
 
     @pytest.mark.parametrize("world_size", [1, 2, 3, 10])
     def test_more_ranks_than_open_files_allow(self, world_size: int) -> None:
-        """As many as the limit is enough for can be made; with one more nothing is opened."""
+        """As many ranks as the limit allows can be created. With one more, the call fails before it opens a file."""
         before = resource.getrlimit(resource.RLIMIT_NOFILE)
         used = len(os.listdir("/proc/self/fd"))
         resource.setrlimit(resource.RLIMIT_NOFILE, (used + world_size * (world_size + 3), before[1]))
@@ -534,7 +534,7 @@ class TestDistributedCommunicator:
 
 
 class TestResultsThatAreGivenOn:
-    """On the thread that made the ranks, what a call gives may be the result of one that has not ended."""
+    """On the thread that made the ranks, a program may pass on the result of a call that has not ended."""
 
     def test_several_calls_in_one_loop(self) -> None:
         comms = create_ring_topology(3)
@@ -1040,7 +1040,7 @@ def random_call(rng: random.Random, ranks: int, seed: int) -> Planned:
 
 
 def play(comm: DistributedCommunicator, call: Planned) -> Callable[[], None]:
-    """Makes one call on one rank; what it returns compares the result, when it is there."""
+    """Makes one call on one rank. Returns a function that compares the result, once all ranks have made the call."""
     mine, rank = call.inputs[comm.rank].clone(), comm.rank
     found: torch.Tensor | None = None
     if call.kind == "all_reduce":
@@ -1065,13 +1065,14 @@ def play(comm: DistributedCommunicator, call: Planned) -> Callable[[], None]:
     return check
 
 
-#: Calls of a random program, and the programs; `tests/py/dist/test_collective_ops.py` has more, for `make test-long`.
+#: The number of calls in a random program, and the seeds of the programs. `tests/py/dist/test_collective_ops.py` has
+#: more programs, for `make test-long`.
 CALLS = 25
 SEEDS = range(2)
 
 
 class TestRandomCalls:
-    """Random calls on 1 to 16 ranks; a seed is one program, which runs on threads with delays and in a loop."""
+    """Programs of random calls on 1 to 16 ranks, one for each seed: on threads with delays, or in a loop."""
 
     @pytest.mark.parametrize("seed", SEEDS)
     def test_on_threads(self, seed: int) -> None:

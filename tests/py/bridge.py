@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: The files of the bridge. Each is compiled separately.
 FILES = ("bridge.rs", "observe.rs", "arrays.rs", "memory.rs")
 BLOCKS = ('extern "Rust"', 'unsafe extern "C++"')
-#: Matches a function. Its type is that of the receiver, or is in an attribute before the function.
+#: Matches a function. The type that it belongs to is that of `self`, or is named in an attribute before it.
 FUNCTION = re.compile(r'(?:#\[Self = "(\w+)"\]\s*)?\bfn (\w+)\s*\(\s*(?:self: (?:&|Pin<&mut )(\w+))?')
 
 
@@ -81,8 +81,8 @@ def called_in(notes: Path, counted: list[Path]) -> set[str]:
 
 
 def plain(symbol: str) -> str:
-    """The name in the source: `RustOp::wait` for `sagellm::RustOp::wait(long) const` and for the glue's name with
-    `$`."""
+    """The name in the source, such as `RustOp::wait`, for a C++ function (`sagellm::RustOp::wait(long) const`) or for a
+    symbol of cxx, which has `$` in place of `::`."""
     if "$cxxbridge" in symbol:
         return re.sub(r"^.*\$cxxbridge\d+\$(\d+\$)?", "", symbol).replace("$", "::")
     return symbol.split("(")[0].removeprefix("sagellm::")

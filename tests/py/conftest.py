@@ -64,7 +64,7 @@ def say(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> C
 
 
 def played(count: int) -> Iterator[list[str]]:
-    """Makes `count` hosts, which are network namespaces. Skips the test if this process lacks the rights for that."""
+    """Makes `count` hosts, which are network namespaces. Skips the test if this machine cannot make them."""
     import net
 
     try:

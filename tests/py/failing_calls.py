@@ -64,7 +64,7 @@ def use(way: Way, name: str, group: Any = None) -> tuple[bool, str]:
         except RuntimeError as error:
             text = str(error)
             nobody_calls_again(0.3)
-    # HCCL's streams raise errors themselves, and ours is then raised in the handler.
+    # A stream of HCCL raises a RuntimeError itself. Our error is then raised in the handler above.
     except dist.DistBackendError as error:
         text = str(error)
     return reached, text
@@ -78,7 +78,8 @@ def nobody_calls_again(seconds: float) -> None:
 
 
 def firsts(rank: int, name: str, group: Any) -> dict[str, Callable[[], torch.Tensor | None]]:
-    """A first call of each sort in a group of two ranks. Its result is all ones, or all twos if the call adds."""
+    """By sort, a function that makes the first call of this sort in a group of two ranks. It returns the result, which
+    must be all ones, or None if there is nothing to check."""
     ones, two = torch.ones(4, device=name), torch.ones(8, device=name)
 
     def also(out: torch.Tensor | None, call: Any, *args: Any, **more: Any) -> Callable[[], torch.Tensor | None]:

@@ -277,7 +277,7 @@ class Rank:
         self.words: list[Any] = []
         self.outcome = Outcome(rank)
         self.said = False  # a value or an error was received
-        # The descriptor stays valid until the zygote, the parent of the rank, has collected the exit code.
+        # The zygote, the rank's parent, collects the exit code only in `poll`. Until then the pid is still the rank's.
         self.pidfd: int | None = os.pidfd_open(pid)
 
     def poll(self) -> int | None:
@@ -475,8 +475,8 @@ def launch(
     normal_exit: bool = False,
     **kwargs: Any,
 ) -> Iterator[Job]:
-    """Starts fresh processes that run `fn(context, *args, **kwargs)` without a group. Kills those that are left at the
-    end.
+    """Starts fresh processes that run `fn(context, *args, **kwargs)`. They have no group until `fn` makes one. At the
+    end of the `with` block, those that still run are killed.
 
     `normal_exit`: after `fn` has returned, the interpreter ends as in a program, with all its cost (see `zygote.end`).
     """

@@ -368,8 +368,8 @@ def order(ctx: Context, device: str) -> None:
     again.fill_(-5)
     work.wait()
     holds(work.result()[0] * 1, total(n))
-    # wait() makes the stream that is current at the wait wait for the result. A call waits for the stream that is
-    # current at the call.
+    # The stream that is current at wait() waits for the result. The operation waits for the stream that is current when
+    # it is called.
     side = torch.Stream(device=device)
     late(device)
     value = torch.empty(500, device=device).fill_(rank + 1)

@@ -182,8 +182,8 @@ def serve(folder: str, package: str, python: str) -> dict[str, Any]:
 
 
 def start(door: socket.socket, python: str) -> dict[str, Any]:
-    """Called in a fork of the server: forks the program, in which it returns. The parent watches the program and the
-    client, and exits."""
+    """Called in a fork of the server. Forks again, and returns in the child, which becomes the program. The parent
+    watches the program and the client until one of them has ended, and exits."""
     try:
         head, fds, _, _ = socket.recv_fds(door, 8, 3)
         order = json.loads(_receive(door, int.from_bytes(head, "little")))
@@ -204,8 +204,8 @@ def start(door: socket.socket, python: str) -> dict[str, Any]:
         os.dup2(fd, number)
         os.close(fd)
     order["python"] = python
-    # As in a fresh interpreter. The package must not see a fork whose parent may have used torch's threads: the server
-    # starts none.
+    # As in a fresh interpreter. With the server's process id, the package would take this process for a fork whose
+    # parent may have used torch's threads; the server starts none.
     sys.modules["_torch_sagellm_autoload"].PROCESS = os.getpid()  # type: ignore[attr-defined]
     return order
 

@@ -51,7 +51,8 @@ def resolve(module: str, name: str) -> Any:
 
 def become_rank(order: dict[str, Any]) -> Connection:
     """Turns the fresh fork into a rank with its own process group, output file and environment."""
-    # The package must not see a fork whose parent may have used torch's threads: the zygote has started none.
+    # With the zygote's process id, the package would take this process for a fork whose parent may have used torch's
+    # threads; the zygote has started none.
     sys.modules["_torch_sagellm_autoload"].PROCESS = os.getpid()  # type: ignore[attr-defined]
     os.setpgid(0, 0)
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -88,8 +88,9 @@ class Device:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Within the block no kernel of torch starts, and no work that is enqueued on the current stream. A wait for
-        such work never ends inside the block. Work that was enqueued before the block may run."""
+        """Within the block no kernel of torch starts. On the stream that is current at the beginning of the block, a
+        call of a library that is enqueued inside the block does not start either. A wait for such work never ends
+        inside the block. Calls of a library that were enqueued before may run."""
         self.library.sim_hold(1)
         try:
             yield

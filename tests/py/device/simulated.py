@@ -31,7 +31,7 @@ VENDORS: dict[str, tuple[str, str, dict[str, str]]] = {
 }
 #: Whether the tests run on a card.
 CARD = bool(os.environ.get("SAGELLM_TEST_CARD"))
-#: Whether that machine has no second card.
+#: Whether the tests run on a card, and the machine has no second one.
 ONE_CARD = CARD and torch.cuda.device_count() < 2
 if CARD:
     VENDORS["nccl"] = ("cuda", "cuda", {})
@@ -47,7 +47,8 @@ class NeedsSimulatorError(Exception):
 
 
 class Card:
-    """Takes the place of the simulated device on a card, which has none of its controls."""
+    """Takes the place of the simulated device if the tests run on a card. A test that uses a control of the device is
+    then skipped."""
 
     def __getattr__(self, name: str) -> Any:
         raise NeedsSimulatorError(f"a card has no {name}")

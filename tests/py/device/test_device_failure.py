@@ -238,7 +238,8 @@ def in_one_go(seconds: float, call: Callable[[], Any]) -> Any:
 
 
 def beside_the_watch(ctx: Context) -> None:
-    """Calls that fail while the watch, the thread that raises failures, is held just before it raises one."""
+    """Calls that get a failure before or after the watch, the thread that raises failures, has raised it. While `go` is
+    not set, the watch is held just before it raises one."""
     import torch_sagellm
     from torch_sagellm._private import failure
 
@@ -279,7 +280,7 @@ def beside_the_watch(ctx: Context) -> None:
             return raised.value
 
         failure.prepare = prepare
-        # The call gets the error first: the watch has found the failure, but raises nothing.
+        # The call gets the error first: the watch has found the failure, but is held.
         go.clear()
         late(groups[0], 1)
         assert named.acquire(timeout=30)
@@ -293,7 +294,7 @@ def beside_the_watch(ctx: Context) -> None:
         fails(groups[5], work.get_future)
         go.set()
         nobody_calls_again(0.5)
-        # The watch has already raised the failure when the call gets it.
+        # The watch raises the failure first. Its exception is pending when `work.wait` gets the same failure.
         work = late(groups[1], 1)
         fails(groups[1], lambda: in_one_go(3, work.wait))
         assert named.acquire(timeout=0)
@@ -430,7 +431,8 @@ def test_none_leaves_it_to_the_next_call(libraries: dict[str, Path]) -> None:
 
 
 def test_exit_ends_the_process_with_a_code_and_a_dump(libraries: dict[str, Path], tmp_path: Path) -> None:
-    """As with nccl, but with this package's exit code, and with the error on stderr."""
+    """With "exit" a failed call ends the process, as with torch's nccl. The exit code is this package's own, the error
+    is on stderr, and the dump is in SAGELLM_DUMP_DIR."""
     env = environment("nccl", libraries, SAGELLM_SIM_TIMEOUT_MS="300000", SAGELLM_ON_DEVICE_FAILURE="Exit")
     with launch(by_option, 2, "exit", env=env | {"SAGELLM_DUMP_DIR": str(tmp_path)}) as job:
         assert exit_code(job.ranks[0]) == EXIT_CODE, job.report()

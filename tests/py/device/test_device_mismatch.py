@@ -228,13 +228,13 @@ def test_rule_05_calls_that_differ_on_devices_over_hosts(
         both_calls_are_shown(job, [case], patience(12))
 
 
-#: Rows of the table that have no tensor on a device.
+#: Rows of `CALLS` that have no tensor on a device.
 ON_THE_HOST = ("dist.barrier", "comm.barrier", "package.assert_same", "dist.all_gather_object", "dist.gather_object")
 ON_THE_HOST += ("dist.broadcast_object_list", "dist.scatter_object_list")
 
 
 def one_rank_differs(ctx: Context, vendor: str) -> None:
-    """Makes every call of the table with every change; the rank that differs alternates."""
+    """Makes every call of `CALLS` with every change, each in a new group. The rank that differs alternates."""
     import torch_sagellm
 
     _, device = start(ctx, vendor, timeout=timedelta(seconds=120), delay=0.0)
@@ -260,7 +260,7 @@ def one_rank_differs(ctx: Context, vendor: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("vendor", ["nccl", "cncl"])  # HCCL's stream keeps an error: `CASES`, each in its own process
+@pytest.mark.parametrize("vendor", ["nccl", "cncl"])  # not HCCL, whose stream keeps an error for all later cases
 def test_rule_05_what_differs_on_one_rank_is_an_error_of_every_call_on_a_device(
     vendor: str, libraries: dict[str, Path]
 ) -> None:
@@ -293,7 +293,7 @@ def one_pair_differs(ctx: Context, vendor: str) -> None:
         options = torch_sagellm.Options(vendor=vendor if vendor == "nccl" else "auto")
         group: Any = dist.new_group(timeout=timedelta(seconds=60), pg_options=options)
         rooms = [row[me] for row in FITS]
-        for turn in range(40):  # far more than are kept; some ranks are ahead of others
+        for turn in range(40):  # the group keeps the signatures of far fewer calls; some ranks are ahead
             work = exchanges(FITS[me], rooms)(group, name, True)
             if turn % (5 + me) == 0:
                 work.wait()
@@ -308,7 +308,7 @@ def one_pair_differs(ctx: Context, vendor: str) -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize("vendor", ["nccl", "cncl"])  # HCCL's stream keeps an error
+@pytest.mark.parametrize("vendor", ["nccl", "cncl"])  # not HCCL, whose stream keeps an error for all later cases
 def test_rule_05_the_pair_of_an_all_to_all_whose_sizes_differ_is_named(vendor: str, libraries: dict[str, Path]) -> None:
     """Every rank gets the error, even if its own sizes fit. Sizes that all fit are never refused."""
     env = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000")

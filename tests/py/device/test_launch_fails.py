@@ -65,10 +65,10 @@ CALLS: dict[str, tuple[Callable[[str, int], Any], str]] = {
 
 def fails_once(ctx: Context, vendor: str, what: str, how: str) -> None:
     call = CALLS[what][0]
-    # Number of the library call that is refused on rank 0; the calls that prepare the test come before it.
     if how == "refused" and CARD:
         raise NeedsSimulatorError("no card refuses a launch")
     if how == "refused" and ctx.rank == 0:
+        # The simulator refuses the call with this number; the calls that prepare the test have smaller ones.
         os.environ["SAGELLM_SIM_REFUSE_AT"] = "7" if what == "message" else "3"
     device, name = start(ctx, vendor, timeout=timedelta(seconds=DEADLINE), bound=what == "child")
     if what == "child":
@@ -85,8 +85,8 @@ def fails_once(ctx: Context, vendor: str, what: str, how: str) -> None:
             dist.send(value, 1) if ctx.rank == 0 else dist.recv(value, 0)
     torch.accelerator.synchronize()
     dist.barrier()
-    # A call counts as failed if the rank sees only after another rank's failure that the device has passed it. The
-    # barrier counts as failed too.
+    # Both ranks must have left the barrier before rank 0's call fails. If the group fails before a rank has seen that
+    # the device has passed a call, the rank takes this call for failed, and the barrier too.
     ctx.tell("past the barrier")
     ctx.listen()
     own = ""
@@ -108,7 +108,7 @@ def fails_once(ctx: Context, vendor: str, what: str, how: str) -> None:
 
 #: Only a list allocates device memory before its launch, and CNCL cannot split communicators.
 CASES = [(vendor, what, "refused") for vendor in VENDORS for what in CALLS if (vendor, what) != ("cncl", "child")]
-if not torch_at_least(2, 13):  # its split_group needs a cuda device
+if not torch_at_least(2, 13):  # split_group of older torch needs a cuda device
     CASES = [case for case in CASES if case[1] != "child"]
 CASES += [(vendor, "list", "memory") for vendor in VENDORS]
 

@@ -25,7 +25,7 @@ SHRINKS = "ncclCommShrink"
 
 
 def calls(function: str) -> int:
-    """Number of calls of this process to functions of a simulated library with this prefix."""
+    """Number of calls of this process to the functions of a simulated library whose names begin with `function`."""
     path = Path(f"{os.environ['SAGELLM_SIM_TRACE']}.{os.getpid()}")
     return sum(line.startswith(function) for line in path.read_text().splitlines())
 

@@ -154,8 +154,8 @@ def test_an_exception_inside_a_region_or_a_batch_ends_it(carrier: str, libraries
 
 def at_every_moment(ctx: Context, carrier: str) -> int:
     """Interrupts a region at every point at which the interpreter checks for signals (at the start of a function and
-    after a call of a C function), from its begin over one call to its end. Calls must work while the exception, and
-    with it every frame, is alive."""
+    after a call of a C function), from the region's beginning through one call to its end. Calls must work while the
+    exception, and with it every frame, is alive."""
     at = "cpu"
     if carrier == "cpu":
         ctx.init()

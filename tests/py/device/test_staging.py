@@ -276,7 +276,7 @@ def messages_in_order(ctx: Context, queue: float | None, names: list[str]) -> No
         expected = torch.tensor([9.0] * 500 + [3.0] * 100 + [8.0] * 400)
         assert torch.equal(value.cpu(), expected)
     else:
-        if not names:  # between hosts a collective waits at its issue for the message before it
+        if not names:  # the test over hosts does not hold this rank back
             ctx.listen()
         dist.send(torch.empty(500, device="npu").fill_(7), 0, tag=1)
         dist.all_reduce(value)
@@ -344,7 +344,7 @@ def completes_alone(ctx: Context) -> None:
     assert future.done()
     (found,) = future.wait()
     assert found.data_ptr() == value.data_ptr()
-    # then() runs on the device's streams and may issue more.
+    # The callback of then() runs on the device's streams and may issue further calls.
     value = torch.empty(100, device="npu").fill_(ctx.rank + 1)
 
     def again(done: Any) -> torch.Tensor:

@@ -196,7 +196,7 @@ def barrier_behind_all(ctx: Context, vendor: str, asynchronous: bool, named: boo
         late = torch.empty(1000, device=name).fill_(ctx.rank + 1)
         dist.all_reduce(late)
         device.kernel_delay(0.0)
-    # Without a device number torch names no device, so the barrier runs on the CPU.
+    # Without a device number torch names the CPU, so the barrier runs there.
     work = dist.barrier(device_ids=[0] if named else None, async_op=asynchronous)
     if work is not None:
         work.wait()

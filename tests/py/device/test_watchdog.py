@@ -115,7 +115,8 @@ def absent(ctx: Context, vendor: str, hosts: list[str] | None = None, first: int
 def test_a_rank_that_has_not_issued_an_operation_is_named_with_its_line(
     vendor: str, over_hosts: bool, ranks: int, libraries: dict[str, Path], request: pytest.FixtureRequest
 ) -> None:
-    """Every rank that waits gets the error at most a tenth late, even if rank 1 is asked through the store."""
+    """Every rank that waits gets the error at most a tenth of the timeout late, even if it asks rank 1 through the
+    store, as over two hosts."""
     env = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000")
     names = request.getfixturevalue("hosts") if over_hosts else None
     if over_hosts:
@@ -148,8 +149,8 @@ ABORTS = [
 def test_the_rank_whose_deadline_passes_first_tells_the_others_who_is_missing(
     vendor: str, silent: bool, over_hosts: bool, first: int, libraries: dict[str, Path], request: pytest.FixtureRequest
 ) -> None:
-    """The first rank aborts its communicators. The other waiting rank's library reports that long before its own
-    deadline. If that library is ``silent``, the operation passes there instead, without an error and without its
+    """Rank ``first`` aborts its communicators. The library of the other waiting rank reports that long before this
+    rank's deadline. If the library is ``silent``, the operation passes there instead, without an error and without its
     data."""
     env = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000")
     if silent:

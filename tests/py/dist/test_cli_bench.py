@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def checked(ctx: Context) -> list[str]:
-    """Lists cases in which a correct result has wrong values, or in which one changed element is not counted as exactly
-    one."""
+    """Lists the cases in which `wrong` counts elements of a correct result, or does not count exactly one if one
+    element was changed."""
     found = []
     for op in collectives.OPS:
         for dtype, redop in (

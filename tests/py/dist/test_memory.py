@@ -202,7 +202,7 @@ def test_rule_24_a_control_group_that_is_almost_full_shrinks_the_segment_or_dele
         past = subprocess.run([sys.executable, "-c", PAST_THE_LIMIT, folder, used], env=path, timeout=60)
         assert past.returncode == -signal.SIGKILL, "this control group does not limit anything"
         for shared, choice in run_fresh(little_memory, 2, folder, used, 16 << 20):
-            # With enough memory the segment has 4.6 MiB.
+            # With enough memory the segment has 4.3 MiB.
             assert 0 < shared < 4 << 20 and "delegate" not in choice, (shared, choice)
         for shared, choice in run_fresh(little_memory, 2, folder, used, 4 << 20):
             assert shared == 0 and choice == "gloo", (shared, choice)

@@ -30,7 +30,7 @@ ENV = {"GLOO_SOCKET_IFNAME": net.INTERFACE}
 
 
 def on_hosts(ctx: Context, names: list[str]) -> list[float]:
-    """Makes every kind of call on a group that spans the hosts."""
+    """Makes several kinds of calls on a group that spans the hosts."""
     warnings.simplefilter("ignore", FutureWarning)  # torch warns about its own deprecated names
     enter(names[ctx.rank * len(names) // ctx.world_size])
     n, me = ctx.world_size, ctx.rank
@@ -297,8 +297,8 @@ def test_groups_within_one_host_keep_shared_memory(hosts: list[str]) -> None:
 
 
 def order_over_hosts(ctx: Context, names: list[str]) -> str:
-    """Barriers end after everything before them, and messages keep the order with collectives. At the end the ranks
-    disagree about a list."""
+    """A barrier ends after all earlier collectives. Messages and collectives on the same memory keep their order. At
+    the end the ranks pass different lists of sizes to an all_gather; returns the error's text."""
     enter(names[ctx.rank * len(names) // ctx.world_size])
     n, me, size = ctx.world_size, ctx.rank, 50_000
     ctx.init(store=dist.FileStore(f"{ctx.tmp}/store", n), timeout=timedelta(seconds=30))
@@ -416,7 +416,8 @@ def test_rules_04_10_and_20_messages_are_over_hosts_what_they_are_on_one(hosts: 
 @beyond_gloo("it orders nothing by memory and compares no lists")
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_rules_04_05_and_33_hold_over_hosts(hosts: list[str], world_size: int) -> None:
-    """A barrier ends last, messages on the same memory keep their order, and lists of sizes must agree."""
+    """A barrier ends after earlier collectives, operations on the same memory keep their order, and lists of sizes must
+    agree."""
     for text in run_fresh(order_over_hosts, world_size, hosts, env=ENV):
         assert "sizes" in text, text
 

@@ -23,8 +23,7 @@ from limits import patience
 
 pytestmark = beyond_gloo("takes the address of the host's name, and lets ranks wait for five timeouts")
 
-#: Timeouts in seconds: of groups that can be created, and of groups that cannot. Without our deadline gloo would wait
-#: for five timeouts.
+#: Timeouts in seconds: of groups that can be created, and of groups that cannot.
 TIMEOUT, SHORT = 60.0, 4.0
 VARIABLE = "GLOO_SOCKET_IFNAME"
 

@@ -38,7 +38,7 @@ def variables(cables: net.Cables, **more: str) -> dict[str, str]:
 
 
 def reduced(n: int, me: int, count: int) -> tuple[torch.Tensor, float]:
-    """The bits of one all_reduce of ``count`` floats, compared with the reference, and its seconds."""
+    """The result of one all_reduce of ``count`` floats, and its seconds."""
     found = make(torch.float32, count, me)
     dist.barrier()
     begin = time.monotonic()

@@ -74,12 +74,14 @@ def says(ctx: Context, threads: int, options: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("threads", "options", "variable"),
     [
-        # torchrun's number of threads, and more ranks than cores: nothing changes.
+        # torchrun's number of threads, and more threads than cores. Without a number from the program, a rank uses no
+        # more threads than torch, and no more than its share of the cores.
         (1, {}, None),
         (64, {}, None),
         (64, {"threads": 1}, None),
         (64, {"threads": 2}, "1"),
-        # The program set a number, but has fewer threads now. The ranks agreed on the number nevertheless.
+        # The option names more threads than torch has now. The group still reports the number on which its ranks
+        # agreed.
         (1, {"threads": 2}, None),
         (64, {}, "2"),
     ],

@@ -862,7 +862,7 @@ def layers__exchange_tokens(v: Visit) -> None:
 
 @call("from", reduces=True, named="all_reduce")
 def layers__autograd(v: Visit) -> None:
-    """The parts of TensorParallelLinear, and the exchange of MoEDispatcher."""
+    """The functions with gradients of which TensorParallelLinear consists, and `exchange_rows`."""
     from torch_sagellm.parallel import autograd
 
     tensor = v.read()

@@ -36,7 +36,7 @@ def start(program: Program, rival: tuple[bool, dict[str, str]]) -> float:
 
 
 def main() -> None:
-    """Prints each start as it ends, and the summary last."""
+    """Runs the program under each rival in turn, `--starts` times. Prints the time of each run, and a summary last."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("script", choices=sorted({program.script for program in PROGRAMS}))
     parser.add_argument("arguments", nargs="*")

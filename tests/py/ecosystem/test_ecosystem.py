@@ -92,8 +92,8 @@ def run(
 
 
 def alike(theirs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> None:
-    """Checks that the numbers are the same, that the group has the name that programs compare, and that our groups
-    counted operations."""
+    """Checks that the numbers are the same, that `get_backend` says "gloo" in both runs, and that our groups counted
+    operations in the second run alone."""
     assert [rank["found"] for rank in ours] == [rank["found"] for rank in theirs]
     assert all(rank["name"] == "gloo" for rank in theirs + ours)
     assert all(rank["operations"] == 0 for rank in theirs) and all(rank["operations"] > 0 for rank in ours)

@@ -30,8 +30,8 @@ SERVER = Path(__file__).with_name("troubled_store.py")
 
 
 def store_of_its_own(ctx: Context, host: str) -> tuple[dist.Store, subprocess.Popen[str] | None]:
-    """A store for the first group. Rank 0 starts its server at the address `host`; on rank 0 the second result is that
-    process."""
+    """A store for the first group, and on rank 0 the process of the store's server, which rank 0 starts at the address
+    `host`."""
     place, server = Path(ctx.tmp) / "port", None
     if ctx.rank == 0:
         server = subprocess.Popen([sys.executable, str(SERVER), host], stdout=subprocess.PIPE, text=True)

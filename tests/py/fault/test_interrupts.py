@@ -85,7 +85,7 @@ def test_ctrl_c_ends_the_wait_for_the_ranks_of_a_further_group(late: int) -> Non
 
 
 def built_elsewhere(ctx: Context) -> float:
-    """Creating a group of torch's never ends."""
+    """The call that creates a delegate, a group of torch's, never returns."""
     from torch_sagellm._private import delegate
 
     held = threading.Event()
@@ -95,7 +95,8 @@ def built_elsewhere(ctx: Context) -> float:
 
 
 def test_ctrl_c_ends_the_wait_for_a_group_of_torchs() -> None:
-    """The constructors of a delegate and of a link wait for their peers in one call."""
+    """A delegate and a link are each created by one call, which waits for the peers and may ignore signals. So a
+    separate thread makes the call."""
     with launch(built_elsewhere, 1) as job:
         interrupt(job, 0, [])
 

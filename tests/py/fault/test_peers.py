@@ -66,7 +66,8 @@ def test_rule_25_fifty_more_groups_open_nothing() -> None:
 
 
 def one_dies(ctx: Context, victim: int) -> dict[str, str]:
-    """Operations are pending in five groups when the victim is killed. Returns the error of each group."""
+    """An operation is pending in each group that has the victim when it is killed. Returns the errors of these
+    groups."""
     ctx.init(timeout=timedelta(seconds=60))
     everyone = list(range(ctx.world_size))
     others = [rank for rank in everyone if rank != victim]

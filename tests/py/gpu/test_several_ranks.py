@@ -1,7 +1,7 @@
-"""Two and four ranks share one NVIDIA card. Only their numbers are tested, because the ranks use the card in turns.
+"""Two and four ranks share one NVIDIA card. Results are tested, but not speed, because the ranks use the card in turns.
 
-NCCL allows that since 2.30.3, as an experiment. What changes if every rank has its own card, above all the speed, is
-not seen here.
+NCCL allows several ranks on one card since 2.30.3, as an experiment. What changes if every rank has its own card is not
+seen here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def test_rule_32_kernels_of_all_ranks_keep_their_order(ranks: int) -> None:
 
 @both
 def test_tensors_of_the_host_and_the_device_are_under_way_together(ranks: int) -> None:
-    """One group, its objects and its parts."""
+    """Host and device tensors, objects and subgroups in one group."""
     on_card(ranks, on_device.host_and_device)
 
 

@@ -33,7 +33,8 @@ def main() -> None:
 
         dist.barrier()
         assert torch_sagellm.get_stats()["total_count"] == 1, "the script's group, which it destroys, is this package's"
-    # accelerate's test data has no seed, and if a gradient comes near zero, its tolerance is smaller than the rounding.
+    # accelerate's test data has no seed, so this sets one: if a gradient came near zero, the tolerance of the test
+    # would be smaller than the rounding.
     from accelerate.test_utils import RegressionDataset
 
     RegressionDataset.__init__.__defaults__ = (2, 3, 64, state.process_index)

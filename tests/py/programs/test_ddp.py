@@ -69,7 +69,7 @@ def unused() -> list[torch.Tensor]:
 
 
 def test_ddp_find_unused_parameters() -> None:
-    """The branch is used by one rank at a time."""
+    """In each step one of the two ranks uses the branch `spare`, and the other does not."""
     same_as_gloo(unused, 2)
 
 

@@ -57,7 +57,8 @@ def test_the_example_runs_as_its_head_says(name: str) -> None:
 
 
 def as_main(context: Context, name: str, words: list[str]) -> None:
-    """Runs the example in this rank, which has already imported torch. A process of torchrun needs seconds for it."""
+    """Runs the example in this rank, which has already imported torch. A process of torchrun would take seconds for the
+    import."""
     import torch.distributed as dist
 
     # As under torchrun, the store exists already, and each job has its own part of it.

@@ -14,7 +14,7 @@ pytestmark = beyond_gloo("the API is this package's")
 
 
 def test_the_script_runs_under_torchrun() -> None:
-    """Without a group: the first call starts it from torchrun's environment."""
+    """There is no group: the first call creates it from torchrun's variables."""
     assert torchrun(Path(front_door.__file__), 4).count("the front door is open") == 4
 
 

@@ -23,8 +23,9 @@ from random_programs.interrupt import Interrupts
 from random_programs.model import Check, Illegal, Model, expected, initial
 from random_programs.program import COLLECTIVES, Program, Step, View, involved
 
-#: A problem that a rank found. `kind` is "wrong" (a number), "error" (an unexpected one), "quiet" (a missing error),
-#: "late" or "child".
+#: A problem that a rank found. `kind` is "illegal" (the model rejects the program), "wrong" (a number), "error" (an
+#: unexpected one), "quiet" (a missing error), "late" (an error that came only at the deadline) or "child" (a forked
+#: child).
 Problem = dict[str, Any]
 CHILD_SECONDS = 20
 OWN = "the program's own"
@@ -36,7 +37,7 @@ class Over(Exception):
 
 class Rank:
     """One rank that runs a program. `seconds` is the timeout of the groups. `apart`: the ranks are on several hosts.
-    `reachable`: "all" or "some" buffers are in memory that peers can reach; which buffers are differs by rank.
+    `reachable`: "all" or "some" buffers are in memory that peers can reach; with "some", other buffers on each rank.
     """
 
     def __init__(
@@ -328,7 +329,7 @@ class Rank:
                 calls.append(partial(self._listed, call["do"], group, ins[i] if ins else None, outs[i], op))
         device = torch.device(self.device) if step["form"] == "region" else None
         if first > len(step["calls"]):
-            return []  # the list is issued at once, as the last
+            return []  # the list of `tail`, which is issued last and by one call, was issued too
         with dist._coalescing_manager(group, device, async_ops=step["async"]) as manager:
             for i, each in enumerate(calls[first:]):
                 if i == at and fail is not None:
@@ -358,7 +359,6 @@ class Rank:
             else:
                 self.interrupts.now()
 
-        # gloo, which carries the messages between hosts, rejects a call by RuntimeError.
         refusal = (ValueError, RuntimeError)
         try:
             call(fail)

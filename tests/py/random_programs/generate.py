@@ -38,7 +38,7 @@ BORDERS = [0, 1, 4, 8, 60, 512, 4095, 4096, 4097, 8192, 65_536, 65_540, 1 << 20,
 #: Calls that a rank may make instead of the agreed one, because the core detects the difference. Different forms of one
 #: collective, such as all_gather and all_gather_into, may have equal signatures, so only one of them is listed.
 UNLIKE = ["all_reduce", "broadcast", "reduce", "all_gather_into", "reduce_scatter_into", "gather", "scatter", "barrier"]
-#: Calls in a region, besides lists, which torch collects itself.
+#: Calls in a region. A list may follow them; torch itself collects its calls.
 IN_REGIONS = [
     "broadcast",
     "reduce",
@@ -65,13 +65,13 @@ class Taste:
     dtypes: tuple[str, ...] = tuple(DTYPES)
     #: Operations under way may use the same memory; not with gloo, which runs them in any order.
     ordered: bool = True
-    #: The same for operations of which one is a message.
+    #: Like `ordered`, for two operations of which one is a message.
     mixed: bool = True
     strided: bool = True
     #: Strided tensors may interleave with tensors of operations under way.
     interleaved: bool = True
     average: bool = True
-    scattered: bool = True  # a barrier may end a reduce_scatter; gloo's ends only in its own wait
+    scattered: bool = True  # reduce_scatter may be asynchronous; gloo's ends only in its own wait, not by a barrier
     drop_messages: bool = True
     leave: bool = True
     forks: bool = True
@@ -427,7 +427,7 @@ class Draw:
             some = [rank for rank in members if rng.random() < 0.6]
             step["broken"] = {str(rank): [rng.randint(0, length), self.cause(len(members))] for rank in some}
         elif not hangs and (g == 0 or (step["async"] and not self.taste.collects)) and self.interrupted(0.5):
-            # If the group may fail by the signal, all ranks must be in the group.
+            # If the signal may fail the group, and so end the program on its ranks, all ranks must be in the group.
             step["struck"] = self.victims(members)
         kept = step["async"] and "struck" not in step
         if hangs and not kept:
@@ -518,7 +518,7 @@ class Draw:
         return (self.taste.apart and rng.random() < 0.4) or self.complete(message)
 
     def complete(self, message: Message) -> bool:
-        """Draws the other half of the oldest message of that channel."""
+        """Draws the other half of the oldest open message with the group, the ranks and the tag of this message."""
         key = (message.g, message.src, message.dst, message.tag)
         oldest = next(each for each in self.open if (each.g, each.src, each.dst, each.tag) == key)
         for _ in range(20):

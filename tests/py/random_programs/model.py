@@ -85,7 +85,8 @@ Check = tuple[View, Any]
 
 
 class Model:
-    """The state of a program during its execution. With `values` it has memory; without, it only decides legality."""
+    """The state of a program while it is executed. With `values` the model computes the memory of every rank. Without,
+    it only decides whether the program is legal."""
 
     def __init__(self, program: Program, values: bool, own: int = -1, ordered: bool = True) -> None:
         self.program, self.values, self.own, self.ordered = program, values, own, ordered

@@ -150,8 +150,8 @@ def smaller(program: Program) -> Iterator[Program]:
 
 
 def without_rank(program: Program, rank: int) -> Program | None:
-    """The program without one rank. None if the rank is a root, the only member of a group, or in a step of another
-    kind."""
+    """The program without one rank. None if the rank is a root, the only member of a group, or in a step of a kind that
+    this function does not change."""
     groups = [[each for each in ranks if each != rank] for ranks in program.groups]
     if not all(groups):
         return None

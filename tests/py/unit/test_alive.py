@@ -190,7 +190,7 @@ def looks_on(host: str, variable: str, looks: int) -> None:
             place = words.readline().strip()
         assert place != alive.UNKNOWN
         if "%" in place:
-            announced(address.of_interface(net.INTERFACE), True)  # this process's port tells it which interface to use
+            announced(address.of_interface(net.INTERFACE), True)  # its own port tells `alive` which interface to use
         for number in range(looks):
             with alive.Watch() as watch:
                 watch.follow(1, place)

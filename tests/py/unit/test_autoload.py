@@ -40,7 +40,7 @@ sagellm = _torch_sagellm_autoload:register
 """
 
 #: A program that prints JSON: what a program that uses another backend sees, and the error of a group of ours. For each
-#: word it also runs our command of that name in a fork that has imported torch, and prints exit code and output.
+#: argument it also runs our command of that name in a fork that has imported torch, and prints exit code and output.
 PROGRAM = """
 import json, os, sys, warnings
 with warnings.catch_warnings(record=True) as told:
@@ -131,7 +131,7 @@ def command(place: Path, *words: str, **environment: str) -> subprocess.Complete
 
 
 def overlaid(folder: Path) -> None:
-    """Overwritten by another package of the same name; pip installs such a package without a message."""
+    """Overwritten by another distribution, whose package has the same name. pip installs it without a message."""
     (folder / "torch_sagellm" / "__init__.py").write_text("raise SystemExit('of another package')\n")
     record(folder, "other-package", "1.2")
     only = folder / "other_package-1.2.dist-info" / "RECORD"

@@ -44,7 +44,7 @@ TEXTS = {
 
 
 def options() -> list[tuple[str, str]]:
-    """Command and option, for all options with a value that is not any text."""
+    """Command and option, for all options that take a value, except those that accept any text (`TEXTS`)."""
     _, commands = _parsers()
     return [
         (name, action.option_strings[-1])
@@ -262,7 +262,7 @@ def test_a_warning_of_the_package_is_one_line_and_others_are_as_usual(
 
 
 def test_a_name_that_only_gloo_lets_ours_serve_ends_commands_that_use_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package's own report, and a line of the command instead of a warning with the line of code."""
+    """stderr has what the package reports, in one line of the command, not as a Python warning with a line of code."""
     environment = {**os.environ, "SAGELLM_AS": "garbage"}
     words = [sys.executable, "-m", "torch_sagellm", "table"]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=False)

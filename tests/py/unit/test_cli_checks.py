@@ -207,7 +207,7 @@ def test_every_variable_that_the_sources_read_is_known() -> None:
     read = set()
     for folder, ending in (("src", "rs"), ("cpp", "cpp"), ("torch_ext", "py")):
         for path in (ROOT / folder).rglob(f"*.{ending}"):
-            # In C++ a quoted name may be a macro. In Rust the unit tests follow the code.
+            # In C++ a name without quotes may be a macro. In Rust the unit tests follow the code.
             code = path.read_text().partition("#[cfg(test)]")[0]
             found = re.findall(r'"(SAGELLM_[A-Z_]+)"', code)
             # `SAGELLM_<KEY>_LIBRARY` names the library of a vendor.

@@ -200,7 +200,7 @@ def test_it_enters_the_network_of_its_client(lone_host: str) -> None:
 
 
 def test_the_deadline_ends_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The deadline also ends programs that it has started in its process group."""
+    """The deadline also ends programs that the program has started in its process group."""
     import harness
 
     monkeypatch.setattr(harness, "patience", float)

@@ -13,8 +13,8 @@ REASONS: dict[str, list[str]] = {
 
 EXPECTED: dict[str, str] = {name: reason for reason, names in REASONS.items() for name in names}
 
-# The tests of the default run: every kind of call, groups, DDP with its hooks, debugging aids. All of them run in the
-# long run.
+# The tests of the default run: every kind of call, groups, DDP with its hooks, debugging aids. The long run has the
+# whole suite.
 CHOSEN = [
     "test_Backend_enum_class",
     "test_DistributedDataParallelCPU",
