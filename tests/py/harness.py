@@ -277,6 +277,7 @@ class Rank:
         self.words: list[Any] = []
         self.outcome = Outcome(rank)
         self.said = False  # a value or an error was received
+        self.seen = False  # the test has the outcome
         # The zygote, the rank's parent, collects the exit code only in `poll`. Until then the pid is still the rank's.
         self.pidfd: int | None = os.pidfd_open(pid)
 
@@ -413,7 +414,7 @@ class Job:
                 raise AssertionError(f"rank {rank} did not end within {end - begin:.0f} s\n{self.report()}")
             each.rest(0.1)
         each.pump()
-        each.outcome.code, each.outcome.output = each.code, each.output()
+        each.outcome.code, each.outcome.output, each.seen = each.code, each.output(), True
         return each.outcome
 
     def wait(self, timeout: float = 60.0) -> list[Outcome]:
@@ -428,6 +429,15 @@ class Job:
         if any(outcome.error or outcome.code for outcome in outcomes):
             raise AssertionError(self.report())
         return [outcome.value for outcome in outcomes]
+
+    def check_unseen(self) -> None:
+        """Raises an error if a rank whose end the test did not wait for has ended by a mistake of the test itself. Such
+        a rank is often the one that should be late or fail in another way."""
+        mistakes = {"TypeError", "NameError", "AttributeError", "ImportError", "AssertionError", "KeyError"}
+        for each in self.ranks:
+            each.pump()
+            if not each.seen and each.outcome.error is not None and each.outcome.error["type"] in mistakes:
+                raise AssertionError(f"rank {each.rank} ended by a mistake\n{self.report()}")
 
     def _dump_stacks(self) -> None:
         for each in self.ranks:
@@ -483,6 +493,7 @@ def launch(
     job = Job(fn, world_size, args, kwargs, env or {}, normal_exit)
     try:
         yield job
+        job.check_unseen()
     finally:
         job.kill()
         for each in job.ranks:

@@ -862,7 +862,7 @@ def layers__exchange_tokens(v: Visit) -> None:
 
 @call("from", reduces=True, named="all_reduce")
 def layers__autograd(v: Visit) -> None:
-    """The functions with gradients of which TensorParallelLinear consists, and `exchange_rows`."""
+    """The functions with gradients of which TensorParallelLinear consists."""
     from torch_sagellm.parallel import autograd
 
     tensor = v.read()
@@ -870,11 +870,6 @@ def layers__autograd(v: Visit) -> None:
     returned(autograd.reduce_from_all(tensor, v.group), v.summed())
     returned(autograd.gather_from_all(tensor, v.group), torch.cat([v.of(0), v.of(1)], -1))
     returned(autograd.slice_of_all(tensor, v.group), v.of(v.me).chunk(2, -1)[v.me])
-    rows = v.read(rows=2)
-    half = rows.shape[0] // 2
-    found = autograd.exchange_rows(rows, [half, half], [half, half], v.group)
-    halves = [v.of(rank, 2).reshape(2, *v.of(0).shape)[v.me] for rank in range(2)]
-    returned(found, torch.stack(halves).reshape(v.of(0, 2).shape))
 
 
 @call("from")

@@ -113,9 +113,9 @@ def opens_a_link(ctx: Context, names: list[str], late: int) -> float | None:
 
     make = delegate.make
 
-    def make_late(name: str, options: Any, decided: Any, addresses: list[str]) -> Any:
+    def make_late(*arguments: Any) -> Any:
         ctx.listen(80)
-        return make(name, options, decided, addresses)
+        return make(*arguments)
 
     if ctx.rank == late:
         delegate.make = make_late

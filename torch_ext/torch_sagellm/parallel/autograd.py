@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_sagellm.api import hosts
 from torch_sagellm.api.arguments import in_memory
 
 
@@ -75,28 +74,6 @@ class _Slice(torch.autograd.Function):  # type: ignore[misc]
         return gather_last(grad, ctx.group), None
 
 
-class _AllToAll(torch.autograd.Function):  # type: ignore[misc]
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any, among: hosts.Hosts | None
-    ) -> Tensor:
-        ctx.sizes = (sent, received, group, among)
-        return _exchanged(rows, sent, received, group, among)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        sent, received, group, among = ctx.sizes
-        return _exchanged(grad, received, sent, group, among), None, None, None, None
-
-
-def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: Any, among: hosts.Hosts | None) -> Tensor:
-    if among is not None:
-        return hosts.exchange(rows, sent, received, among)
-    came = rows.new_empty((sum(received), *rows.shape[1:]))
-    dist.all_to_all_single(came, in_memory(rows), received, sent, group=group)
-    return came
-
-
 def copy_to_all(tensor: Tensor, group: Any) -> Tensor:
     """Returns the same tensor; its gradient is summed over the ranks, because all ranks use the tensor."""
     result: Tensor = _Copy.apply(tensor, group)
@@ -118,15 +95,4 @@ def gather_from_all(tensor: Tensor, group: Any) -> Tensor:
 def slice_of_all(tensor: Tensor, group: Any) -> Tensor:
     """Returns this rank's part of the last dimension; the gradients of all parts are concatenated."""
     result: Tensor = _Slice.apply(tensor, group)
-    return result
-
-
-def exchange_rows(
-    rows: Tensor, sent: list[int], received: list[int], group: Any, among: hosts.Hosts | None = None
-) -> Tensor:
-    """Sends ``sent[r]`` rows to each rank r; returns the received rows (``received[r]`` of rank r) in rank order.
-
-    Gradients are exchanged in the opposite direction. If ``among`` is given, both directions use two steps.
-    """
-    result: Tensor = _AllToAll.apply(rows, sent, received, group, among)
     return result
