@@ -164,9 +164,9 @@ pub fn dump_folder() -> Option<&'static str> {
     FOLDER.as_deref()
 }
 
-/// If an operation takes longer than this, its group asks the ranks for which it waits what they are doing, and logs a
-/// line. The variable `SAGELLM_SOFT_TIMEOUT` in seconds; 30 if it is unset, negative or not a number. If it is 0, no
-/// line is logged, and the ranks are asked only from half the timeout on.
+/// After this time, but at the latest after half of an operation's timeout, its group asks the ranks for which it waits
+/// what they are doing, and logs a line. The variable `SAGELLM_SOFT_TIMEOUT` in seconds; 30 if it is unset, negative or
+/// not a number. If it is 0, no line is logged, and the ranks are asked after half of the timeout.
 pub fn soft_timeout() -> Duration {
     const UNSET: f64 = 30.0;
     static SOFT: Lazy<Duration> = Lazy::new(|| {

@@ -271,7 +271,7 @@ impl Text {
         Text { head, lines, advice }
     }
 
-    /// The text as one line for a log. Without the prefix, because the log names its logger.
+    /// The text as one line for a log, without `PREFIX`, because the log names its logger.
     pub fn in_one_line(&self) -> String {
         in_one_line(&self.to_string())
     }

@@ -18,7 +18,7 @@ namespace sagellm {
 
 namespace {
 
-// Number of nested blocks on this thread in which its allocations are shared.
+// Depth of the nested scopes in which this thread's allocations are shared.
 thread_local int shared_blocks = 0;
 
 // True if the allocations of all threads are shared. The thread that makes the first group sets it, once. Every thread

@@ -23,7 +23,7 @@ bool is_block(const at::Tensor& part, const at::Tensor& whole, int rank) {
              static_cast<const char*>(whole.const_data_ptr()) + static_cast<size_t>(rank) * part.nbytes();
 }
 
-// True if `part` needs a temporary because it overlaps `whole` outside of its own block.
+// True if `part` needs a temporary: it overlaps `whole` but is not exactly its own block.
 bool collides(const at::Tensor& part, const at::Tensor& whole, int rank) {
   return overlap(part, whole) && !is_block(part, whole, rank);
 }

@@ -377,8 +377,8 @@ impl Watch {
     }
 }
 
-/// How long ago the last operation of a missing rank ended. That rank's answer says so; without an answer, this rank
-/// uses the time at which that rank's last collective ended here.
+/// How long ago the last operation of a missing rank ended: by that rank's answer or, without one, by the time at which
+/// that rank's last collective ended here.
 fn last_end(subject: &dyn Subject, waiting: &Waiting, progress: &PeerProgress, status: Option<&Status>) -> LastEnd {
     if let Some(idle) = status.and_then(|status| status.idle) {
         return LastEnd::There(idle);

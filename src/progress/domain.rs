@@ -70,7 +70,7 @@ impl SpinPolicy {
         }
     }
 
-    /// The budgets of a wait that another thread of this process must end, because that thread may need this core.
+    /// No spinning and no yielding, because another thread of this process must end the wait and may need this core.
     pub fn none() -> SpinPolicy {
         SpinPolicy { spin: Duration::ZERO, yield_for: Duration::ZERO, own_cores: false }
     }

@@ -276,8 +276,7 @@ fn exchanged(desc: OpDesc, hosts: &Hosts) -> u64 {
     }
 }
 
-/// Nanoseconds that one more message in flight costs the sender and the receiver, without its latency. For short
-/// latencies this is a quarter of the latency.
+/// Nanoseconds that each message of a step costs after the first: a quarter of the latency, at most `MOST_OVERHEAD_NS`.
 fn overhead_ns(link: LinkFacts) -> f64 {
     link.alpha_ns.min(MOST_OVERHEAD_NS * 4) as f64 / 4.0
 }

@@ -326,7 +326,7 @@ fn rule_21_who_leaves_in_order_has_still_sent_its_letters() {
             let mut large = vec![7; 150_000];
             let kept = send(group, 0, 9, &mut large);
             if me == 2 {
-                // Until here there is still a rank that can send to rank 0's receive from `ANY_RANK`.
+                // This rank stays for now, so rank 0's receive from `ANY_RANK` still has a possible sender.
                 std::thread::sleep(Duration::from_millis(300));
             }
             group.shutdown();

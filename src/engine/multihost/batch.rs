@@ -92,9 +92,8 @@ impl BatchRun<'_> {
         })
     }
 
-    /// Compares the operations that the ranks of this host are about to run. Also gives each of these ranks the others'
-    /// factors of PREMUL_SUM and the smallest number up to which one of them has issued operations
-    /// (`FrameHeader::issued`).
+    /// Compares the operations that the ranks of this host are about to run. Also gives each rank the others' factors
+    /// of PREMUL_SUM and the minimum of their `FrameHeader::issued`.
     pub fn compare_inside(&mut self) -> Result<()> {
         const WORDS: usize = 6;
         if self.inside.is_none() {

@@ -44,8 +44,8 @@ pub(super) struct State {
     pub base: u64,
     /// Highest number issued on this rank.
     pub issued: u64,
-    /// All operations up to this number were issued, and none of them uses memory of an earlier operation that has not
-    /// ended. This rank may promise them to its peers (rules 4 and 15).
+    /// All operations up to this number were issued, and none of them must wait for the memory of an earlier one. This
+    /// rank may tell its peers that it can run them (rules 4 and 15).
     pub promised: u64,
     /// Hash of all batches so far, with the group's options.
     pub chain: u64,

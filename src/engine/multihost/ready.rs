@@ -10,7 +10,7 @@
 use std::collections::{HashMap, VecDeque};
 
 /// This many of the last messages are remembered, because a Ready letter may cross them. A letter is dropped if the
-/// peer wrote it before it had seen a message that is forgotten here.
+/// peer had not seen all forgotten messages when it wrote the letter.
 const REMEMBERED: usize = 512;
 
 /// A Ready letter.

@@ -143,7 +143,7 @@ impl Transport {
         self.names.lost(peer, &self.at.during(), words)
     }
 
-    /// The error after the link has refused a call for a peer.
+    /// The error to return if the link refuses to send to `peer` or to receive from it.
     fn refused(&self, peer: usize, error: Error) -> Error {
         match error {
             error if error.rank().is_some() => self.lost(peer, &error.text().into()),

@@ -44,8 +44,8 @@ def all_reduce_every_op(ctx: Context, dtype: torch.dtype, sizes: list[int]) -> N
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_all_reduce_every_dtype_and_op_rule_17(dtype: torch.dtype, world_size: int) -> None:
-    """Rule 17: every element is reduced in rank order, low precision in f32 with one rounding; sizes next to every
-    limit."""
+    """Rule 17: every element is reduced in rank order, low precision in f32 with one rounding. The sizes are just
+    above a cache line and a slot."""
     run_ranks(all_reduce_every_op, world_size, dtype, [0, 1, 3, 65, 1025, 4097])
 
 
@@ -159,7 +159,7 @@ def reduce_to_each_root(ctx: Context) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_reduce_to_each_root(world_size: int) -> None:
-    """Every rank is the root of one reduce."""
+    """Every rank is the root in turn."""
     run_ranks(reduce_to_each_root, world_size)
 
 

@@ -211,7 +211,7 @@ def test_rule_24_a_control_group_that_is_almost_full_shrinks_the_segment_or_dele
 def filled_afterwards(ctx: Context, folder: str, used: str) -> str:
     """Memory is free when the group is created. 5 MiB are left when a large operation first needs memory.
 
-    The operation needs 3 MiB. The remaining 2 MiB are for raising the exception.
+    The operation needs 3 MiB, but may use only half of what is left. The other 2 MiB leave room to raise the exception.
     """
     tensor = torch.ones(3_000_000)
     ctx.init()

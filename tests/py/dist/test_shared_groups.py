@@ -108,8 +108,7 @@ def fails_here(ctx: Context) -> None:
 
 
 def test_what_a_failed_operation_was_to_write_is_an_ordinary_tensor() -> None:
-    """The tensor that the failed operation would have written keeps its address and its values. Peers can map new
-    tensors."""
+    """Peers cannot map the tensor that the failed operation was to write until ``resize_`` gives it new memory."""
     with launch(fails_here, 2, env={"SAGELLM_SHARED_BYTES": str(256 * MIB)}) as job:
         assert job.hear(0) == "failed"
         job.say(1, "end")

@@ -108,8 +108,8 @@ impl Connecting<'_> {
         Ok(())
     }
 
-    /// The store ends with the process that serves it. Real libraries need no store by then, so this process waits
-    /// until the other ranks have checked, up to a limit: a rank that has died meanwhile will not check.
+    /// With a real library the program may end now, but the simulator's store would end with it. So this process waits
+    /// until the other ranks have seen it, up to a limit, because a rank that has died never looks.
     fn stay_until_seen(&self, store: Option<&Client>) {
         let end = Instant::now() + STAY;
         let unseen = |side: &Side| !has(store, &side.seen(&side.other, &side.own));

@@ -523,8 +523,8 @@ class CommBackend(CommBackendProtocol):
     def get_stats(self) -> dict[str, Any]:
         """The statistics of this group: ``torch_sagellm.get_stats(group=...)``.
 
-        The entry "compression" has the calls with ``compress`` of this object: their number, the bytes that this rank
-        would have sent without compression, the bytes that it sent, and how many it saved.
+        The entry "compression" counts the calls with ``compress`` of this object: their number, the bytes of their
+        tensors, the bytes sent (scaled to the same unit), and the bytes saved.
         """
         counted = self._compression
         saved = {"saved_bytes": counted.saved_bytes}

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 #: The format version of these files, as torch writes it.
 VERSION = "2.10"
-#: Messages are numbered from here on, because the analyser compares all entries that have the same number.
+#: Messages are numbered from here on. Collectives have smaller numbers, and the analyser compares all entries that
+#: have the same number.
 MESSAGES_FROM = 1 << 32
 NO_TYPE = 255
 

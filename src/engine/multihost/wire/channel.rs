@@ -323,7 +323,7 @@ impl Channel {
 
     // -------------------------------------------------------------------------------------------------------- leaving
 
-    /// Leaves the channel: ends its transfers and says Cut to all peers.
+    /// Leaves the channel: ends its transfers and sends Cut to all peers.
     pub fn leave(&self, why: &str) {
         let mut state = self.lock();
         if std::mem::replace(&mut state.cut, true) {
