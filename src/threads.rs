@@ -44,6 +44,7 @@ impl Helpers {
 thread_local! {
     /// What was lent to this thread.
     static LENT: RefCell<Option<Helpers>> = const { RefCell::new(None) };
+    static WAITS: Cell<bool> = const { Cell::new(false) };
     static PATIENCE: Cell<Patience> = const { Cell::new(Patience::new()) };
 }
 
@@ -92,6 +93,25 @@ impl Drop for Lending {
     fn drop(&mut self) {
         LENT.replace(self.0.take());
     }
+}
+
+/// While this exists, this thread waits for an operation (`is_waiting`).
+pub struct Waiting(bool);
+
+/// Records that this thread has nothing to do but to wait for an operation.
+pub fn wait() -> Waiting {
+    Waiting(WAITS.replace(true))
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        WAITS.set(self.0);
+    }
+}
+
+/// Whether this thread waits for an operation. If not, it may be the progress thread of a program that computes.
+pub fn is_waiting() -> bool {
+    WAITS.get()
 }
 
 /// On how many threads `split` would run a long range if this thread called it.

@@ -249,6 +249,58 @@ fn a_message_read_in_place_ends_before_its_tensor_changes() {
     });
 }
 
+/// Both ranks copy a message of two ranges from rank 0's tensor into rank 1's output (`p2p/shares.rs`). Nobody copies a
+/// range twice. When the receive ends, the output is complete; when the send ends, nobody reads the tensor.
+#[test]
+fn a_message_that_both_ranks_copy_is_complete_when_it_ends() {
+    const RANGES: u64 = 2;
+    run(2, 2, 3, |memory, me| {
+        let (ready, drained) = (Word::Ready(Region::Stage, 0), Word::Drained(Region::Stage, 1));
+        // The tensor has the cells of rank 0, the output those of rank 1.
+        let (claimed, home, sent) = (&memory.tags[0], &memory.tags[1], &memory.tags[2]);
+        let copy = || {
+            let range = claimed.fetch_add(1, Relaxed);
+            if range >= RANGES {
+                return false;
+            }
+            let value = read(memory.buffer(0, range));
+            write(memory.buffer(1, range), value);
+            true
+        };
+        let mut copied = 0;
+        if me == 0 {
+            for range in 0..RANGES {
+                write(memory.buffer(0, range), 7 + range);
+            }
+            memory.store(ready, 1);
+            if a_few_times(|| home.load(Acquire) != 0) {
+                while copy() {
+                    copied += 1;
+                    sent.store(copied, Release);
+                }
+            }
+            until(|| memory.load(drained) >= 1);
+            for range in 0..RANGES {
+                write(memory.buffer(0, range), 9);
+            }
+            return;
+        }
+        for range in 0..RANGES {
+            write(memory.buffer(1, range), 1);
+        }
+        until(|| memory.load(ready) >= 1);
+        home.store(1, Release);
+        while copy() {
+            copied += 1;
+        }
+        until(|| copied + sent.load(Acquire) >= RANGES);
+        memory.store(drained, 1);
+        for range in 0..RANGES {
+            assert_eq!(read(memory.buffer(1, range)), 7 + range);
+        }
+    });
+}
+
 #[test]
 fn slots_of_two_ranks_never_mix_generations() {
     run(2, 2, 2, |memory, me| slots_program(memory, me, &[false, false, false, false]));

@@ -45,7 +45,7 @@ pub enum Outcome {
 /// operations itself: the groups check them and end late operations, so that `done` becomes true.
 pub fn wait_until(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, done: impl Fn() -> bool) -> Outcome {
     let driving = roles::Driving::new(&**group.domain());
-    let _lending = group.helpers().map(threads::lend);
+    let (_lending, _waiting) = (group.helpers().map(threads::lend), threads::wait());
     let spin_policy = group.spin_policy();
     // How long nothing has advanced, according to the last reading of the clock.
     let mut idle_since: Option<Instant> = None;

@@ -3,10 +3,12 @@
 //! processes.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::Duration;
 
 use crate::common::{Memory, Random, on_memory, on_ranks};
 use sagellm::group::{Group, Op};
+use sagellm::os::fault_points;
 use sagellm::os::fault_points::{FaultPoint, on_this_thread};
 use sagellm::select::Choice;
 use sagellm::types::{ANY_RANK, Kind};
@@ -195,4 +197,77 @@ fn rule_36_a_tensor_that_changes_after_its_send_has_failed_is_never_taken_for_th
         assert!(!ends[0] || ends[1], "the send has ended, but the message was not received");
     }
     assert!(failed > 5, "only {failed} of 40 were given up in time");
+}
+
+/// Counts how often this thread reaches a point, and sleeps there for so long.
+fn counted(at: FaultPoint, sleep: Duration) -> (fault_points::Hook, Arc<AtomicUsize>) {
+    let count = Arc::new(AtomicUsize::new(0));
+    let seen = Arc::clone(&count);
+    let hook = on_this_thread(move |point| {
+        if point == at {
+            seen.fetch_add(1, Relaxed);
+            std::thread::sleep(sleep);
+        }
+    });
+    (hook, count)
+}
+
+/// If both tensors can be reached, the sender, which waits, copies what the receiver has not claimed.
+#[test]
+fn rule_36_both_ranks_copy_a_message_if_both_tensors_can_be_reached() {
+    const BYTES: usize = 8 << 20;
+    for shared in [true, false] {
+        let groups = groups(2);
+        let copied = on_ranks(2, |me| {
+            let mut data = memory(if me == 0 { filled(BYTES, 3) } else { vec![0; BYTES] }, me == 0 || shared);
+            // The receiver is slow, so that the sender finds ranges to copy.
+            let (_hook, parts) = match me {
+                0 => counted(FaultPoint::PartBegun, Duration::ZERO),
+                _ => counted(FaultPoint::BodySeen, Duration::from_micros(300)),
+            };
+            groups[me].run(on_memory(Kind::Barrier, 0, &mut []), None).unwrap();
+            let kind = [Kind::Send, Kind::Recv][me];
+            message(&groups[me], kind, 1 - me as u32, 0, &mut data).wait(None).unwrap();
+            assert!(data[..] == filled(BYTES, 3)[..], "rank {me}");
+            assert_eq!(in_place(&groups[me]), [true], "rank {me}");
+            parts.load(Relaxed)
+        });
+        // A waiting thread also drives the groups of other tests, so this says nothing if the output is not shared.
+        assert!(!shared || copied[0] > 0, "the sender copied nothing");
+    }
+}
+
+/// The receiver gives up while the sender copies into its output, and its program uses the output again: nothing changes
+/// there any more.
+#[test]
+fn rule_36_a_sender_that_copies_late_changes_nothing_after_the_receive_has_failed() {
+    let mut late = 0;
+    for turn in 0..40u64 {
+        let groups = groups(2);
+        let parts = on_ranks(2, |me| {
+            let mut data = Memory::shared(&vec![if me == 0 { 7 } else { 0 }; 8 << 20]);
+            let kind = [Kind::Send, Kind::Recv][me];
+            // The sender has claimed a range, and copies it late.
+            let sleep = Duration::from_micros(if me == 0 { 500 } else { 0 });
+            let (_slow, parts) = counted(FaultPoint::PartBegun, sleep);
+            groups[me].run(on_memory(Kind::Barrier, 0, &mut []), None).unwrap();
+            let Ok(op) = groups[me].issue(on_memory(kind, 1 - me as u32, &mut data), None) else { return 0 };
+            if me == 0 {
+                let _ = op.wait(None);
+                return parts.load(Relaxed);
+            }
+            std::thread::sleep(Duration::from_micros(turn * 30));
+            match turn % 2 {
+                0 => groups[1].abort("the test gives up"),
+                _ => groups[1].shutdown(),
+            }
+            let ended = op.wait(None).is_ok();
+            data.fill(9);
+            std::thread::sleep(Duration::from_millis(5));
+            assert!(data.iter().all(|byte| *byte == 9), "turn {turn}: the sender has written into the output");
+            usize::from(ended)
+        });
+        late += usize::from(parts[0] > 0 && parts[1] == 0);
+    }
+    assert!(late > 3, "in only {late} of 40 turns the sender had begun to copy when the receiver gave up");
 }

@@ -477,7 +477,7 @@ impl Engine for Shm {
     fn take_pending(&mut self, error: &Error) -> Vec<Arc<Op>> {
         self.queued = 0;
         let mapped = self.entries.iter().any(|entry| matches!(entry.phase, Phase::Mapped(_)));
-        let exposed = mapped || self.p2p.lends_some();
+        let exposed = mapped || self.p2p.exposes_some();
         if exposed && !self.area.is_poisoned() && !self.area.left(self.area.me) {
             // If another thread of this rank has found the fault, that thread may not have stored it yet. The peers
             // must be able to see the fault before the program changes a tensor (`mapped`). Both threads store the same

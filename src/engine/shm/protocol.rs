@@ -20,8 +20,9 @@
 //! receiver (`p2p/channels.rs`). Rounds are numbered consecutively over all such messages of an ordered pair: the
 //! sender may fill round `g` when the receiver has drained round `g - 2`. A channel passes to another sender only by a
 //! grant, which the receiver stores (release) after it has read all earlier data of the channel. If the receiver reads
-//! the sender's tensor in place, the first round has only the tensor's offset, and the receiver drains that round when
-//! it no longer reads the tensor (release). The sender loads that (acquire) before its send ends.
+//! the sender's tensor in place, the first round has only the tensor's offset. Both ranks may copy (`p2p/shares.rs`).
+//! The receiver drains that round when everything is copied (release). The sender loads that (acquire) before its send
+//! ends.
 //!
 //! **Parts.** If ranks access each other's tensors (`mapped`), each rank has a part of the operation. When its part is
 //! done, it stores `Moved = n` in its slot (release). A rank that loads this value from every slot (acquire) knows that

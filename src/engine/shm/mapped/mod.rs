@@ -41,6 +41,7 @@ pub use self::offer::{Arenas, Offer};
 use self::part::{Part, Shape};
 use super::bulk::Step;
 use super::memory::area::Area;
+use super::memory::arena::Lease;
 use super::protocol;
 use super::protocol::Slots;
 use super::small;
@@ -58,7 +59,7 @@ use crate::threads;
 const FOLD_BYTES: usize = 32 << 10;
 /// Bytes of one step for each thread that works on it. Between steps, a waiting thread checks for signals, deadlines
 /// and ended peers.
-pub const STEP_BYTES: usize = 1 << 20;
+const STEP_BYTES: usize = 1 << 20;
 
 /// The progress of an operation whose tensors this rank offers.
 pub struct Mapped {
@@ -164,15 +165,18 @@ impl Mapped {
     /// Called when the operation fails on this rank, after the rank has stored the fault, or that it leaves. Makes
     /// private the memory that peers write, so that a peer that continues later cannot change it.
     pub fn withdraw(self) {
-        for lease in self.offer.targets() {
-            if let Err(error) = lease.take_out() {
-                log::error!(
-                    "{} bytes of a tensor in shared memory could not be made private after an operation on them had failed \
-                     ({error}); a rank that continues late may still write into them",
-                    lease.bytes
-                );
-            }
-        }
+        self.offer.targets().iter().for_each(withdraw);
+    }
+}
+
+/// Makes memory private that a peer may still write, after an operation on it has failed here.
+pub fn withdraw(lease: &Lease) {
+    if let Err(error) = lease.take_out() {
+        log::error!(
+            "{} bytes of a tensor in shared memory could not be made private after an operation on them had failed ({error}); \
+             a rank that continues late may still write into them",
+            lease.bytes
+        );
     }
 }
 

@@ -150,6 +150,20 @@ impl Arenas {
         arena::lease(self.group, *span)
     }
 
+    /// Leases the output of a receive, and publishes the identity of this rank's arena, so that the sender can map it.
+    /// None if the sender cannot write there.
+    pub fn lend_output(&self, area: &Area, receive: &Op) -> Option<Lease> {
+        let [span] = receive.request.outputs() else { return None };
+        let lease = arena::lease(self.group, *span)?;
+        publish_arena(area);
+        Some(lease)
+    }
+
+    /// The address in this process of the output of a receive of `rank`, which lies at `offset` in that rank's arena.
+    pub fn output(&mut self, area: &Area, rank: usize, offset: usize, bytes: usize) -> Option<usize> {
+        self.reach(area, rank)?.at(offset, bytes)
+    }
+
     /// Writes an offer into this rank's slot, before it is published.
     pub fn write(area: &Area, op: &Op, offer: Option<&Offer>) {
         area.set_offer(op.number, offer.map_or(0, Offer::word));

@@ -237,20 +237,10 @@ impl Area {
         self.segment.ptr(self.layout.body(to, channel, round), bytes)
     }
 
-    // The first word of a body buffer says where the sender's tensor is, if a message can be read in place (p2p).
-    // Written before READY (relaxed), read after READY was acquired.
-
-    /// `offset`: where the tensor begins in the sender's arena. None if the message is staged.
-    pub fn set_place(&self, to: usize, channel: usize, round: u64, offset: Option<usize>) {
-        self.place_word(to, channel, round).store(offset.map_or(0, |offset| offset as u64 + 1), Ordering::Relaxed);
-    }
-    pub fn place(&self, channel: usize, round: u64) -> Option<usize> {
-        let word = self.place_word(self.me, channel, round).load(Ordering::Relaxed);
-        word.checked_sub(1).and_then(|offset| usize::try_from(offset).ok())
-    }
-    fn place_word(&self, to: usize, channel: usize, round: u64) -> &AtomicU64 {
+    /// A word of the body buffer of a round, if it holds no data (`p2p/shares.rs`). Each is in separate cache lines.
+    pub fn share_word(&self, to: usize, channel: usize, round: u64, index: usize) -> &AtomicU64 {
         assert!(channel < self.layout.channels, "sagellm: channel {channel} of {}", self.layout.channels);
-        self.word64(self.layout.body(to, channel, round))
+        self.word64(self.layout.body(to, channel, round) + index * PAIR_OF_LINES)
     }
 
     // Leaving and faults.

@@ -8,11 +8,13 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::fence;
 
 use super::channels::Channels;
+use super::shares::Shares;
 use super::{Answer, CONSUMED, DRAINED, EAGER, GRANTS, Grant, REACHABLE, READY, SENT, TAKEN, end, last_round};
 use crate::engine::Ended;
 use crate::engine::pieces::{Pieces, transfer};
-use crate::engine::shm::mapped::{Arenas, STEP_BYTES, impossible};
+use crate::engine::shm::mapped::{Arenas, impossible, withdraw};
 use crate::engine::shm::memory::area::Area;
+use crate::engine::shm::memory::arena::Lease;
 use crate::engine::shm::memory::layout::Part;
 use crate::engine::shm::protocol;
 use crate::error::{Error, Result};
@@ -20,7 +22,6 @@ use crate::op::Op;
 use crate::os::fault_points;
 use crate::os::fault_points::FaultPoint;
 use crate::select::Choice;
-use crate::threads;
 use crate::types::Span;
 
 #[derive(Default)]
@@ -58,10 +59,30 @@ struct Body {
 enum Progress {
     /// The next round says where the data is.
     Offered,
-    /// The data is at this address, and `copied` bytes of it are copied.
-    InPlace { at: usize, copied: usize },
+    InPlace(InPlace),
     /// The number of bytes that were received through the channel.
     Staged(usize),
+}
+
+/// A message that both ranks may copy (`shares`).
+struct InPlace {
+    /// The channel whose words the ranks use.
+    channel: usize,
+    /// Where the sender's tensor is in this process.
+    at: usize,
+    /// Bytes that this rank has copied.
+    copied: usize,
+    /// The memory into which the sender copies, too. None if it cannot.
+    output: Option<Lease>,
+    /// Whether no range is left to claim.
+    all_claimed: bool,
+}
+
+impl InPlace {
+    /// Whether only the sender has ranges that are not copied yet.
+    fn needs_sender(&self, shares: Shares<'_>, total: usize) -> bool {
+        self.all_claimed && self.copied.saturating_add(shares.sent()) < total
+    }
 }
 
 impl Message {
@@ -195,16 +216,16 @@ impl Incoming {
     ) -> Result<bool> {
         let Some(Body { op, progress }) = self.bodies.front_mut() else { return Ok(false) };
         let Some(channel) = channels.of(from) else { return Ok(false) };
+        let shares = Shares { area, to: area.me, channel, round: self.round };
         let outputs = Pieces(op.request.outputs());
         let total = outputs.bytes();
-        if !matches!(progress, Progress::InPlace { .. })
-            && area.pair_word(from, area.me, READY).load(Acquire) <= self.round
+        if !matches!(progress, Progress::InPlace(_)) && area.pair_word(from, area.me, READY).load(Acquire) <= self.round
         {
             return Ok(false);
         }
         fault_points::reached(FaultPoint::BodySeen);
         let done = match progress {
-            Progress::Offered => match area.place(channel, self.round) {
+            Progress::Offered => match shares.place() {
                 None => {
                     *progress = Progress::Staged(0);
                     false
@@ -212,23 +233,30 @@ impl Incoming {
                 Some(offset) => {
                     let at = arenas.at(from, offset, total).ok_or_else(|| impossible(op, from))?;
                     op.record_choice(Choice::MAPPED.code());
-                    *progress = Progress::InPlace { at, copied: 0 };
+                    let output = arenas.lend_output(area, op);
+                    if let Some(lease) = &output {
+                        shares.set_home(lease.offset);
+                    }
+                    *progress = Progress::InPlace(InPlace { channel, at, copied: 0, output, all_claimed: false });
                     return Ok(true);
                 }
             },
-            Progress::InPlace { at, copied } => {
-                let bytes = (STEP_BYTES * threads::count()).min(total - *copied);
-                let source = [Span { addr: *at, bytes: total }];
-                // SAFETY: the range is in the sender's arena, which `arenas` keeps mapped. If the sender's program
-                // changes the tensor meanwhile, its send has failed, which is checked below. The outputs belong to the
-                // caller until the receive ends.
-                unsafe { transfer(Pieces(&source), *copied, outputs, *copied, bytes) };
-                *copied += bytes;
-                if *copied < total {
+            Progress::InPlace(message) => {
+                if !message.all_claimed
+                    && let Some(range) = shares.claim(total)
+                {
+                    let source = [Span { addr: message.at, bytes: total }];
+                    // SAFETY: the range is in the sender's arena, which `arenas` keeps mapped, and nobody else copies
+                    // it. If the sender's program changes the tensor meanwhile, its send has failed, which is checked
+                    // below. The outputs belong to the caller until the receive ends.
+                    unsafe { transfer(Pieces(&source), range.start, outputs, range.start, range.len()) };
+                    message.copied += range.len();
                     return Ok(true);
                 }
-                if !protocol::was_whole(&Sender { area, rank: from }) {
-                    return Ok(bytes > 0); // the group finds the reason
+                message.all_claimed = true;
+                // If the check fails, the group finds the reason.
+                if message.needs_sender(shares, total) || !protocol::was_whole(&Sender { area, rank: from }) {
+                    return Ok(false);
                 }
                 true
             }
@@ -258,16 +286,32 @@ impl Incoming {
             let ready = || area.pair_word(from, area.me, READY).load(Acquire);
             match body.progress {
                 Progress::Offered => ready() <= self.round,
-                // A sender that has left may have changed the tensor.
-                Progress::InPlace { .. } => area.left(from),
+                Progress::InPlace(ref message) => {
+                    let shares = Shares { area, to: area.me, channel: message.channel, round: self.round };
+                    // A sender that has left may have changed the tensor.
+                    area.left(from) || message.needs_sender(shares, Pieces(body.op.request.outputs()).bytes())
+                }
                 Progress::Staged(moved) => ready() <= last_round(area, self.round, &body.op, moved),
             }
         });
         self.bodies.iter().take(usize::from(not_ready)).map(|body| &body.op)
     }
 
+    /// Whether a sender may be writing into an output of this rank.
+    pub fn exposes_some(&self) -> bool {
+        self.bodies.iter().any(|body| matches!(&body.progress, Progress::InPlace(message) if message.output.is_some()))
+    }
+
+    /// Removes and returns all receives that have not ended. If a sender may write into an output, the rank must have
+    /// stored the fault, or that it leaves.
     pub fn take_pending(&mut self) -> Vec<Arc<Op>> {
-        self.bodies.drain(..).map(|body| body.op).collect()
+        let remove = |body: Body| {
+            if let Progress::InPlace(InPlace { output: Some(lease), .. }) = &body.progress {
+                withdraw(lease);
+            }
+            body.op
+        };
+        self.bodies.drain(..).map(remove).collect()
     }
 
     pub fn pending(&self) -> impl Iterator<Item = &Arc<Op>> {

@@ -8,8 +8,9 @@
 //! posted, first in first out per (source, tag). A receive from `ANY_RANK` takes the message that arrived first.
 //!
 //! **In place.** If the receiver can map the sender's tensor (`memory/arena.rs`), the first round of a large message
-//! has only the tensor's offset in the sender's arena. The receiver copies from the tensor, and drains the round when
-//! it has copied everything; only then does the send end. The envelope says whether the tensor is in the arena, and the
+//! has only the tensor's offset in the sender's arena. The receiver copies from the tensor. If the sender can reach the
+//! receiver's tensor, too, a sender that waits copies a share (`shares`). The receiver drains the round when everything
+//! is copied; only then does the send end. The envelope says whether the tensor is in the arena, and the
 //! grant says whether the receiver has mapped the arena. The sender decides after the grant, because until then a later
 //! operation of the sender may need the tensor's memory; then the send continues from a copy.
 //!
@@ -29,11 +30,13 @@
 //!
 //! **When a rank fails.** A sender whose send fails continues its program, which may change the tensor while the
 //! receiver copies from it. So after copying, the receiver checks whether the group has failed or the sender has left,
-//! as in `mapped`. If so, its receive does not end well.
+//! as in `mapped`. If so, its receive does not end well. A sender may copy into an output late, after the receive has
+//! failed. So the receiver makes the output private before its program gets the error.
 
 pub mod channels;
 mod incoming;
 mod outgoing;
+mod shares;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -51,6 +54,7 @@ use crate::engine::pieces::Pieces;
 use crate::error::Result;
 use crate::op::Op;
 use crate::op::words::wrong_size;
+use crate::threads;
 use crate::types::{ANY_RANK, Kind};
 
 // Words that the sender writes have even numbers, words that the receiver writes odd numbers (`Layout::pair_word`).
@@ -206,6 +210,13 @@ impl P2p {
                 self.busy.remove(peer);
             }
         }
+        // A rank that copies its own messages leaves those of its peers to them. The progress thread copies no shares,
+        // because the program computes.
+        if !moved && threads::is_waiting() {
+            for peer in self.busy.iter() {
+                moved |= self.out[peer].share(area, arenas, peer)?;
+            }
+        }
         if self.posted.is_empty() {
             return Ok(moved);
         }
@@ -288,12 +299,13 @@ impl P2p {
         self.out[send.request.root as usize].is_lent(send)
     }
 
-    /// Whether a receiver may be reading a tensor of this rank.
-    pub fn lends_some(&self) -> bool {
-        self.out.iter().any(Outgoing::lends_some)
+    /// Whether a peer may be reading or writing a tensor of this rank.
+    pub fn exposes_some(&self) -> bool {
+        self.out.iter().any(Outgoing::lends_some) || self.incoming.iter().any(Incoming::exposes_some)
     }
 
-    /// Removes and returns all operations that have not ended.
+    /// Removes and returns all operations that have not ended. If `exposes_some`, the rank must have stored the fault, or
+    /// that it leaves.
     pub fn take_pending(&mut self) -> Vec<Arc<Op>> {
         let mut all: Vec<Arc<Op>> = self.posted.drain(..).collect();
         self.out.iter_mut().for_each(|out| all.extend(out.take_pending()));

@@ -6,10 +6,11 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
+use super::shares::Shares;
 use super::{Answer, CONSUMED, DRAINED, EAGER, GRANTS, Grant, REACHABLE, READY, SENT, TAKEN, end, last_round};
 use crate::engine::Ended;
-use crate::engine::pieces::Pieces;
-use crate::engine::shm::mapped::Arenas;
+use crate::engine::pieces::{Pieces, transfer};
+use crate::engine::shm::mapped::{Arenas, impossible};
 use crate::engine::shm::memory::area::Area;
 use crate::engine::shm::memory::arena::Lease;
 use crate::engine::shm::memory::layout::Part;
@@ -20,6 +21,7 @@ use crate::op::words::not_taken;
 use crate::os::fault_points;
 use crate::os::fault_points::FaultPoint;
 use crate::select::Choice;
+use crate::types::Span;
 
 #[derive(Default)]
 pub struct Outgoing {
@@ -45,11 +47,21 @@ enum Progress {
     /// The receiver has mapped this rank's arena. The next round tells it the tensor's offset there, or that the data
     /// is staged.
     Offered,
-    /// The receiver reads the tensor until it has drained `rounds` rounds. The lease keeps other groups from making the
-    /// tensor's pages private.
-    Lent { _lease: Lease, rounds: u64 },
+    /// The ranks copy the tensor until the receiver has drained round `round`. The lease keeps other groups from making
+    /// the tensor's pages private.
+    Lent { _lease: Lease, round: u64, share: Share },
     /// The number of bytes that were staged.
     Staged(usize),
+}
+
+/// This rank's share of the copy of a lent tensor (`shares`).
+enum Share {
+    /// It is not known yet whether this rank can write into the receiver's output.
+    Unknown,
+    /// The output begins at the address `to`; this rank has copied so many bytes.
+    Begun { to: usize, copied: usize },
+    /// Nothing is left to copy for this rank.
+    Over,
 }
 
 impl Outgoing {
@@ -66,6 +78,17 @@ impl Outgoing {
         moved |= self.take_grants(area, to, ended)?;
         moved |= self.fill_body(area, arenas, to, ended);
         Ok(moved)
+    }
+
+    /// Copies a range of the message that moves, if it is lent and the receiver's output can be reached (`shares`).
+    /// Returns false if there is none. Fails if the receiver's output is not within its arena.
+    pub fn share(&mut self, area: &Area, arenas: &mut Arenas, to: usize) -> Result<bool> {
+        match self.bodies.front_mut() {
+            Some(Body { op, channel, progress: Progress::Lent { round, share, .. } }) => {
+                share.advance(Shares { area, to, channel: *channel, round: *round }, arenas, op)
+            }
+            _ => Ok(false),
+        }
     }
 
     fn push_envelopes(&mut self, area: &Area, arenas: &Arenas, to: usize, ended: &mut Ended) -> Result<bool> {
@@ -163,11 +186,11 @@ impl Outgoing {
     fn fill_body(&mut self, area: &Area, arenas: &Arenas, to: usize, ended: &mut Ended) -> bool {
         let Some(body) = self.bodies.front_mut() else { return false };
         let drained = area.pair_word(area.me, to, DRAINED).load(Acquire);
-        if let Progress::Lent { rounds, .. } = body.progress {
-            if drained >= rounds {
+        if let Progress::Lent { round, .. } = body.progress {
+            if drained > round {
                 self.end_first(ended);
             }
-            return drained >= rounds;
+            return drained > round;
         }
         if !protocol::may_fill_body(self.round, drained) {
             return false;
@@ -183,11 +206,12 @@ impl Outgoing {
             }
             progress => {
                 let lease = arenas.lend(&body.op);
-                area.set_place(to, body.channel, self.round, lease.as_ref().map(|lease| lease.offset));
+                let shares = Shares { area, to, channel: body.channel, round: self.round };
+                shares.open(lease.as_ref().map(|lease| lease.offset));
                 *progress = match lease {
                     Some(lease) => {
                         body.op.record_choice(Choice::MAPPED.code());
-                        Progress::Lent { _lease: lease, rounds: self.round + 1 }
+                        Progress::Lent { _lease: lease, round: self.round, share: Share::Unknown }
                     }
                     None => Progress::Staged(0),
                 };
@@ -214,7 +238,7 @@ impl Outgoing {
             let drained = area.pair_word(area.me, to, DRAINED).load(Acquire);
             match body.progress {
                 Progress::Offered => true, // whether or not the round can be filled, the receiver must answer it
-                Progress::Lent { rounds, .. } => drained < rounds,
+                Progress::Lent { round, .. } => drained <= round,
                 Progress::Staged(moved) => {
                     !protocol::may_fill_body(last_round(area, self.round, &body.op, moved), drained)
                 }
@@ -252,5 +276,37 @@ impl Outgoing {
     fn ring_is_full(&self, area: &Area, to: usize) -> bool {
         let (sent, most) = (self.sent, area.layout.envelopes);
         sent >= most && sent.wrapping_sub(area.pair_word(area.me, to, CONSUMED).load(Acquire)) >= most
+    }
+}
+
+impl Share {
+    /// Copies the next range that this rank can claim into the receiver's output. Returns false if there is none.
+    fn advance(&mut self, shares: Shares<'_>, arenas: &mut Arenas, op: &Op) -> Result<bool> {
+        let inputs = Pieces(op.sent());
+        let total = inputs.bytes();
+        if let Share::Unknown = self {
+            let Some(offset) = shares.home() else { return Ok(false) };
+            let output = arenas.output(shares.area, shares.to, offset, total);
+            *self = match output {
+                Some(to) => Share::Begun { to, copied: 0 },
+                None if arenas.reaches(shares.area, shares.to) => return Err(impossible(op, shares.to)),
+                None => Share::Over, // the receiver copies everything
+            };
+        }
+        let Share::Begun { to, copied } = self else { return Ok(false) };
+        let Some(range) = shares.claim(total) else {
+            *self = Share::Over;
+            return Ok(false);
+        };
+        fault_points::reached(FaultPoint::PartBegun);
+        let output = [Span { addr: *to, bytes: total }];
+        // SAFETY: the output is in the receiver's arena, which `arenas` keeps mapped, and nobody else copies this
+        // range. The receiver's program does not use the output before its receive has ended, and if the receive fails,
+        // the output is made private first (`Incoming::take_pending`).
+        unsafe { transfer(inputs, range.start, Pieces(&output), range.start, range.len()) };
+        *copied += range.len();
+        fault_points::reached(FaultPoint::PartDone);
+        shares.set_sent(*copied);
+        Ok(true)
     }
 }
