@@ -1,8 +1,9 @@
 //! Records why a group is unusable (its first fault, peers that died or left, faults that peers report) and makes the
 //! texts of these errors.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Duration;
 
 use once_cell::sync::OnceCell;
 
@@ -11,6 +12,9 @@ use crate::engine::{Control, Ended, Engine, Told};
 use crate::error::{Error, GO_ON, LEFT, Result, laid_out};
 use crate::host::Host;
 use crate::op::Op;
+
+/// A rank that leaves waits at most this long for the thread that tells the peers the group's fault.
+const ANNOUNCED: Duration = Duration::from_millis(500);
 
 /// The process of a rank on this host.
 pub(super) struct Peer {
@@ -38,6 +42,8 @@ pub(super) struct Faults {
     /// processes sets it (release) after the peer's own flag; drivers read it (acquire).
     any_dead: AtomicBool,
     first: OnceCell<Error>,
+    /// Whether the peers have been told the first fault. Notified when it becomes true.
+    announced: (Mutex<bool>, Condvar),
     /// Whether a call of the delegate has failed, after which the delegate's group may be broken. Set by threads that
     /// see a call fail, read by any thread. Relaxed, because it guards no other data.
     delegate_failed: AtomicBool,
@@ -55,7 +61,19 @@ impl Faults {
         peers: Vec<Peer>,
     ) -> Faults {
         let [any_dead, delegate_failed, closed] = [(); 3].map(|()| AtomicBool::new(false));
-        Faults { rank, name, role, control, host, peers, any_dead, first: OnceCell::new(), delegate_failed, closed }
+        Faults {
+            rank,
+            name,
+            role,
+            control,
+            host,
+            peers,
+            any_dead,
+            first: OnceCell::new(),
+            announced: Default::default(),
+            delegate_failed,
+            closed,
+        }
     }
 
     pub fn role(&self) -> &Role {
@@ -70,6 +88,22 @@ impl Faults {
     /// Sets the group's fault if it has none, and returns whether it did. Later faults are ignored.
     pub fn set(&self, fault: Error) -> bool {
         self.first.set(fault).is_ok()
+    }
+
+    /// Called by the thread that has set the fault, after it has told the peers.
+    pub fn set_announced(&self) {
+        *self.announced.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.announced.1.notify_all();
+    }
+
+    /// If the group has failed, waits until the peers have been told, for at most `ANNOUNCED`. The thread that found the
+    /// fault may not have told them yet; if this rank left first, they would take it for the rank that failed.
+    pub fn await_announced(&self) {
+        if self.first.get().is_none() {
+            return;
+        }
+        let announced = self.announced.0.lock().unwrap_or_else(PoisonError::into_inner);
+        drop(self.announced.1.wait_timeout_while(announced, ANNOUNCED, |announced| !*announced));
     }
 
     pub fn set_delegate_failed(&self) {

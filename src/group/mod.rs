@@ -351,6 +351,7 @@ impl Group {
             "sagellm: group '{}' was destroyed on rank {} while the operation was pending",
             self.config.name, self.config.rank
         ));
+        self.faults.await_announced();
         self.control.leave(&destroyed, &|| self.host.interrupted());
         self.fail_all(&destroyed);
         if let Some(driven) = self.this.upgrade() {
@@ -381,6 +382,7 @@ impl Group {
             let (name, rank) = (&self.config.name, self.config.rank);
             log::debug!("group '{name}' rank {rank} failed: {}", error.in_one_line());
             self.control.announce(&error);
+            self.faults.set_announced();
             if let Some(channel) = self.watch.channel() {
                 channel.look_again(); // so that the thread that reads the store publishes the fault
             }
@@ -540,6 +542,7 @@ impl Drop for Group {
         }
         // Pending operations must be removed from the domain's count, and their owners must get a report.
         let dropped = Error::aborted(format!("sagellm: group '{}' was dropped", self.config.name));
+        self.faults.await_announced();
         self.control.leave(&dropped, &|| self.host.interrupted());
         self.fail_all(&dropped);
         self.watch.responder().look_again();

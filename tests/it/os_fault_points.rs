@@ -205,26 +205,34 @@ fn as_a_rank() {
     drop(hook);
 }
 
-/// Rank 0 is stopped while rank 2 sends it more than the connection holds. Then rank 1 kills itself, so rank 2 fails,
-/// and its process ends.
+/// Rank 0 is stopped while rank 2 sends it more than the connection holds, and is continued after rank 2's process has
+/// ended: rank 1 kills itself, so rank 2 fails. Rank 0 then answers some of the messages, so data arrives for a process
+/// that has ended. If `ACT` is "both", rank 0 sends as much to rank 2.
 #[test]
 #[ignore = "the other tests of this file run it as a separate process"]
-fn as_a_rank_behind_a_long_message() {
-    const BYTES: usize = 64 << 20;
-    if variable("ACT").is_empty() {
+fn as_a_rank_that_reads_late() {
+    const BYTES: usize = 500_000;
+    const COUNT: usize = 120;
+    let act = variable("ACT");
+    if act.is_empty() {
         return;
     }
     let (store, me) = (Files(variable("DIR").into()), variable("RANK").parse::<usize>().unwrap());
     let over = if variable("OVER") == "Paths" { Over::Paths } else { Over::Connections };
     let group = make(over, me, &store, PATIENT).unwrap();
     group.run(on_memory(Kind::Barrier, 0, &mut []), None).unwrap();
-    let (mut long, mut never) = (vec![0; BYTES], [0; 8]);
+    let (mut out, mut back) = (vec![0; COUNT * BYTES], vec![0; if act == "both" { COUNT * BYTES } else { 0 }]);
+    let issue = |kind: Kind, peer: u32, memory: &mut [u8]| -> Vec<_> {
+        memory.chunks_mut(BYTES).map(|one| group.issue(on_memory(kind, peer, one), None)).collect()
+    };
     let outcome = match me {
         0 => {
-            let receive = group.issue(on_memory(Kind::Recv, 2, &mut long), None).unwrap();
+            let receives = issue(Kind::Recv, 2, &mut out);
+            let _sends = issue(Kind::Send, 2, &mut back);
             signal_self(libc::SIGSTOP);
-            // A message of which rank 2 had sent a part may still arrive.
-            receive.wait(None).and_then(|()| group.run(on_memory(Kind::Barrier, 0, &mut []), None))
+            // Messages of which rank 2 had sent a part may still arrive.
+            let received = receives.into_iter().try_for_each(|one| one?.wait(None));
+            received.and_then(|()| group.run(on_memory(Kind::Barrier, 0, &mut []), None))
         }
         VICTIM => {
             std::thread::sleep(Duration::from_millis(100));
@@ -232,13 +240,64 @@ fn as_a_rank_behind_a_long_message() {
             unreachable!()
         }
         _ => {
-            std::thread::sleep(Duration::from_millis(50)); // rank 0 has asked for the message, and is stopped
-            let send = group.issue(on_memory(Kind::Send, 0, &mut long), None).unwrap();
-            let received = group.run(on_memory(Kind::Recv, VICTIM as u32, &mut never), None);
-            received.and(send.wait(None))
+            let _receives = issue(Kind::Recv, 0, &mut back);
+            std::thread::sleep(Duration::from_millis(50)); // rank 0 is stopped
+            let _sends = issue(Kind::Send, 0, &mut out);
+            group.run(on_memory(Kind::Recv, VICTIM as u32, &mut [0; 8]), None)
         }
     };
     print_outcome(outcome);
+    group.shutdown(); // as the shim does before it drops a group
+    drop(group);
+    sagellm::group::at_exit();
+}
+
+/// Logs nothing, and is slow to do so: a thread that has found a fault has not told the peers yet.
+struct Slow;
+
+impl log::Log for Slow {
+    fn enabled(&self, _: &log::Metadata<'_>) -> bool {
+        true
+    }
+    fn log(&self, record: &log::Record<'_>) {
+        if record.args().to_string().contains(" failed: ") {
+            std::thread::sleep(Duration::from_millis(200));
+        }
+    }
+    fn flush(&self) {}
+}
+
+/// Rank 0 waits for rank 2. Rank 1 kills itself. A thread of rank 2 finds that, and its program, which sees the fault at
+/// once, leaves.
+#[test]
+#[ignore = "the other tests of this file run it as a separate process"]
+fn as_a_rank_that_leaves_at_once() {
+    if variable("ACT").is_empty() {
+        return;
+    }
+    let (store, me) = (Files(variable("DIR").into()), variable("RANK").parse::<usize>().unwrap());
+    let group = make(Over::Connections, me, &store, PATIENT).unwrap();
+    group.run(on_memory(Kind::Barrier, 0, &mut []), None).unwrap();
+    let outcome = match me {
+        0 => group.run(on_memory(Kind::Recv, 2, &mut [0; 8]), None),
+        VICTIM => {
+            std::thread::sleep(Duration::from_millis(100));
+            signal_self(libc::SIGKILL);
+            unreachable!()
+        }
+        _ => {
+            log::set_logger(&Slow).unwrap();
+            log::set_max_level(log::LevelFilter::Debug);
+            let mut never = [0; 8];
+            let _receive = group.issue(on_memory(Kind::Recv, VICTIM as u32, &mut never), None).unwrap();
+            while group.fault().is_none() {
+                std::thread::sleep(Duration::from_micros(50));
+            }
+            Err(group.fault().expect("just seen"))
+        }
+    };
+    print_outcome(outcome);
+    group.shutdown();
     drop(group);
     sagellm::group::at_exit();
 }
@@ -371,19 +430,32 @@ fn a_rank_that_is_killed_at_any_point_is_named_by_all_others() {
     each(killed_at);
 }
 
+/// Runs three ranks, of which rank 1 kills itself. The other two must name it.
+fn others_name_the_killed_rank(over: Over, act: &str, test: &str, stopped: Duration) {
+    let mut ranks = Ranks::of(over, act, test);
+    ranks.stopped = stopped;
+    let pid = ranks.children[VICTIM].id();
+    let ends = ranks.end();
+    let named = |text: &str| text.contains("failed RankFailed") && text.contains(&format!("rank 1 (pid {pid}"));
+    assert!(named(&ends[0].0) && named(&ends[2].0), "{over:?}, {act}: {ends:#?}");
+}
+
 /// Rules 5 and 21. Rank 2 fails because rank 1 was killed, and ends while rank 0 is stopped and has read nothing. Rank
 /// 0 must still get rank 2's report: otherwise it sees that both ranks have ended, and may name the wrong one.
 #[test]
 fn the_report_of_a_rank_that_ends_reaches_a_peer_that_reads_late() {
     for over in [Over::Connections, Over::Paths] {
-        for _ in 0..3 {
-            let mut ranks = Ranks::of(over, "report", "as_a_rank_behind_a_long_message");
-            ranks.stopped = Duration::from_millis(300);
-            let pid = ranks.children[VICTIM].id();
-            let ends = ranks.end();
-            let named = |text: &str| text.contains("failed RankFailed") && text.contains(&format!("rank 1 (pid {pid}"));
-            assert!(named(&ends[0].0) && named(&ends[2].0), "{over:?}: {ends:#?}");
+        for act in ["one", "both", "one", "both"] {
+            others_name_the_killed_rank(over, act, "as_a_rank_that_reads_late", Duration::from_millis(300));
         }
+    }
+}
+
+/// Rules 5 and 21. As above, but rank 2's program leaves before the thread that found the fault has reported it.
+#[test]
+fn a_rank_that_leaves_at_once_has_reported_the_fault() {
+    for _ in 0..3 {
+        others_name_the_killed_rank(Over::Connections, "leave", "as_a_rank_that_leaves_at_once", Duration::ZERO);
     }
 }
 

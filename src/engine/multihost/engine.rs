@@ -99,6 +99,7 @@ impl Opened {
             state: Mutex::new(state),
             turn: Condvar::new(),
             waiting,
+            told: Mutex::default(),
             contacted: Mutex::new(contacted),
             home: OnceCell::new(),
             ledger,

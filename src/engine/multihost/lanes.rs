@@ -29,8 +29,8 @@ use crate::types::{Kind, ReduceOp, Request, Span};
 const DELIVERY: Duration = Duration::from_secs(30);
 /// A rank that leaves then waits at most this long for its peers' goodbyes.
 const FAREWELL: Duration = Duration::from_secs(1);
-/// A rank whose group has failed waits at most this long until the system has accepted its report for all peers. A
-/// report waits behind data that a peer has not read, and would be lost if the process ended.
+/// A rank that leaves a failed group waits until its peers' systems have the report of the fault, for at most this long
+/// after it was sent. A report waits behind data that a peer has not read, and would be lost if the process ended.
 const REPORT: Duration = Duration::from_millis(500);
 /// Scratch memory larger than this is freed after the batch.
 const KEPT: usize = 100 << 20;
@@ -51,6 +51,8 @@ pub(super) struct Lanes {
     /// For each lane: the rank for which it waits, for error texts. The lanes write this. A thread that finds that a
     /// deadline has passed reads it. Relaxed, because it orders nothing.
     pub waiting: Vec<Arc<AtomicUsize>>,
+    /// When this rank sent its peers the fault of its group.
+    pub told: Mutex<Option<Instant>>,
     /// Ranks of other hosts to which a fault is sent: those with which the lanes have exchanged messages and, from the
     /// start, those that have this rank's local rank.
     pub contacted: Mutex<HashSet<usize>>,
@@ -296,6 +298,7 @@ impl Lanes {
     /// guaranteed.
     pub fn tell(&self, error: &Error) {
         let mailed = self.tell_by_mail(error);
+        *self.told.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
         let peers: Vec<usize> = self.contacted.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect();
         tell_fault(&*self.link, LANES, &peers, error);
         if mailed && peers.is_empty() {
@@ -410,8 +413,9 @@ impl Control for Lanes {
             self.link.cut();
             self.await_bodies();
         }
-        if failed {
-            self.link.await_accepted(REPORT);
+        let told = *self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(told) = told {
+            self.link.await_delivery(told + REPORT);
         }
         self.link.close();
         self.insides.iter().flatten().for_each(|inside| inside.leave());

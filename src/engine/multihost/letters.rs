@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 use std::mem::take;
 
+use super::link::MOST_BODIES;
 use super::ready::Ready;
 use crate::error::{Error, Result};
 use crate::fields::{Reader, Writer};
@@ -95,13 +96,16 @@ impl<'a> Letter<'a> {
         let mut from = Reader(mail);
         let letter = match from.u8()? {
             EAGER_MESSAGE => Letter::Eager { tag: from.u32()?, taken: from.u64()?, data: take(&mut from.0) },
-            LARGE => Letter::Large { tag: from.u32()?, taken: from.u64()?, bytes: from.u64()?, number: from.u64()? },
-            GRANTED => Letter::Granted { number: from.u64()?, taken: from.u64()?, body: from.u64()? },
+            LARGE => {
+                let (tag, taken, bytes) = (from.u32()?, from.u64()?, from.u64()?);
+                Letter::Large { tag, taken, bytes, number: body(&mut from)? }
+            }
+            GRANTED => Letter::Granted { number: body(&mut from)?, taken: from.u64()?, body: body(&mut from)? },
             READY => {
                 let (tag, bytes, seen) = (from.u32()?, from.u64()?, from.u64()?);
-                Letter::Ready(Ready { tag, bytes, seen, ahead: from.u64()?, body: from.u64()? })
+                Letter::Ready(Ready { tag, bytes, seen, ahead: from.u64()?, body: body(&mut from)? })
             }
-            REFUSED => Letter::Refused { number: from.u64()? },
+            REFUSED => Letter::Refused { number: body(&mut from)? },
             BYE => Letter::Bye,
             HEARD => Letter::Heard,
             FAULT => Letter::Fault(take(&mut from.0).into()),
@@ -111,6 +115,11 @@ impl<'a> Letter<'a> {
         };
         from.0.is_empty().then_some(letter)
     }
+}
+
+/// The number of a body.
+fn body(from: &mut Reader<'_>) -> Option<u64> {
+    from.u64().filter(|number| *number < MOST_BODIES)
 }
 
 #[cfg(test)]
@@ -125,9 +134,9 @@ mod tests {
             Letter::Eager { tag: 1 << 31, taken: 0, data: &[] },
             Letter::Eager { tag: 3, taken: 1 << 50, data: &data },
             Letter::Large { tag: 3, taken: 5, bytes: 1 << 40, number: 9 },
-            Letter::Granted { number: 9, taken: 1 << 50, body: 1 << 63 },
-            Letter::Ready(Ready { tag: 1 << 31, bytes: 1 << 40, seen: 3, ahead: 2, body: 1 << 63 | 1 }),
-            Letter::Refused { number: u64::MAX },
+            Letter::Granted { number: 9, taken: 1 << 50, body: MOST_BODIES - 1 },
+            Letter::Ready(Ready { tag: 1 << 31, bytes: 1 << 40, seen: 3, ahead: 2, body: MOST_BODIES - 1 }),
+            Letter::Refused { number: 1 << 62 },
             Letter::Bye,
             Letter::Heard,
             Letter::Fault(b"Tlate"[..].into()),
@@ -142,7 +151,8 @@ mod tests {
             let open_ended = matches!(letter, Letter::Eager { data: [_, ..], .. } | Letter::Fault(_));
             assert!(open_ended || Letter::decode(1, short).is_err(), "{letter:?} without its last byte");
         }
-        for nonsense in [&[][..], &[0], &[200, 1, 2], &[BYE, 0]] {
+        let unknown = Letter::Granted { number: 9, taken: 0, body: MOST_BODIES }.encode();
+        for nonsense in [&[][..], &[0], &[200, 1, 2], &[BYE, 0], &unknown] {
             assert!(Letter::decode(1, nonsense).unwrap_err().text().contains("rank 1"), "{nonsense:?}");
         }
     }

@@ -8,7 +8,7 @@
 #![allow(unsafe_code)] // the caller vouches for the memory
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::error::Result;
 use crate::types::Span;
@@ -43,9 +43,9 @@ pub trait Link: Mail {
     /// Called when a thread that started transfers stops waiting, perhaps before all of them have ended: another thread
     /// must advance the rest. Never blocks.
     fn hand_over(&self) {}
-    /// Waits until the system has accepted all mail of this rank, for at most `within`: from then on the mail arrives
-    /// even if this process ends. Returns false if the time has passed.
-    fn await_accepted(&self, _within: Duration) -> bool {
+    /// Waits until the systems of all peers have this rank's mail, which arrives then even if this process ends. Returns
+    /// false at `until`.
+    fn await_delivery(&self, _until: Instant) -> bool {
         true
     }
     /// Leaves the link for good, and closes connections that no other group uses. The group object may outlive this

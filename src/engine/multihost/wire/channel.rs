@@ -413,13 +413,19 @@ impl Receiver for Channel {
             },
             _ => None,
         };
-        let Some(Waiting { memory, bytes, end, .. }) = posted else {
+        let Some(posted) = posted else {
             return Ok(Target::Fresh(vec![0; frame.data()]));
         };
+        let bytes = posted.bytes;
         if frame.data() > bytes || (frame.kind == Kind::Body && frame.data() != bytes) {
+            // Fails with the connection, which the error ends.
+            match frame.kind {
+                Kind::Message => peer.post(frame.tag, posted),
+                _ => peer.want(frame.number, posted),
+            }
             return Err(format!("a message of {} bytes matched a receive of {bytes}", frame.data()));
         }
-        Ok(Target::Posted(memory, end))
+        Ok(Target::Posted(posted.memory, posted.end))
     }
 
     fn finish(&self, wire: &Wire, connection: &Connection, frame: &Frame, target: Target, events: &mut Events) {

@@ -166,6 +166,13 @@ impl Connection {
         self.out().queue.is_empty()
     }
 
+    /// Whether the peer's system has all that was queued. Then the peer reads it even if this process ends. Before that,
+    /// the end of this process may discard it: data that arrives for a closed socket resets the connection.
+    pub fn is_delivered(&self) -> bool {
+        // Paths are flushed when the peer's process has acknowledged everything.
+        self.is_flushed() && (self.several.is_some() || sockets::backlog(self.fd()) == 0)
+    }
+
     // -------------------------------------------------------------------------------------------------------- writing
 
     /// Queues a frame and writes as much of the queue as the system accepts now. If the connection is broken, the frame

@@ -3,7 +3,7 @@
 #![allow(unsafe_code)] // the caller vouches for the memory of bodies
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::channel::Channel;
 use super::driving::Counted;
@@ -111,13 +111,22 @@ impl Link for WireLink {
         }
     }
 
-    fn await_accepted(&self, within: Duration) -> bool {
+    fn await_delivery(&self, until: Instant) -> bool {
+        /// No event of epoll reports that the peer's system has acknowledged data.
+        const LOOK: Duration = Duration::from_millis(2);
         if self.0.wire().is_inherited() {
             return true;
         }
         let connections = self.0.connections();
-        let accepted = || connections.iter().all(|one| one.broken().is_some() || one.is_flushed());
-        accepted() || self.0.wire().wait(accepted, within)
+        let delivered = || connections.iter().all(|one| one.broken().is_some() || one.is_delivered());
+        while !delivered() {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false;
+            }
+            self.0.wire().wait(delivered, left.min(LOOK));
+        }
+        true
     }
 
     fn close(&self) {

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::frame::{Frame, HEAD};
 use super::memory::{Memory, Pieces};
 use crate::engine::multihost::link::Done;
+use crate::error::contained;
 use crate::types::Span;
 
 pub type Outcome = std::result::Result<(), String>;
@@ -129,13 +130,18 @@ pub struct Events {
 }
 
 impl Events {
-    /// Runs all callbacks, which may start transfers.
+    /// Runs all callbacks, which may start transfers. A panic, which is our own bug, is logged: the other callbacks may
+    /// be of other groups, or record that a peer is lost.
     pub fn run(self) {
         for event in self.list {
-            match event {
-                Event::Done(done, outcome) => done(outcome),
-                Event::Call(call) => call(),
-            }
+            let run = || {
+                match event {
+                    Event::Done(done, outcome) => done(outcome),
+                    Event::Call(call) => call(),
+                }
+                Ok(())
+            };
+            contained(run).unwrap_or_else(|bug| log::error!("{}", bug.in_one_line()));
         }
     }
 }
