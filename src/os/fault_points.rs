@@ -43,23 +43,24 @@ enumeration! {
         BodyFilled = 21, "before a part of a message is published";
         BodySeen = 22, "before a part of a message is read";
         BodyRead = 23, "before a part of a message is released";
+        RangeClaimed = 24, "before a claimed range of a message is copied";
         // Waiting and leaving on one host (`progress/driver.rs`, `engine/shm/memory/area.rs`).
-        Sleeping = 24, "before a thread sleeps";
-        Leaving = 25, "before a rank leaves";
+        Sleeping = 25, "before a thread sleeps";
+        Leaving = 26, "before a rank leaves";
         // Connections to other hosts (`engine/multihost/wire`).
-        Joining = 26, "before a rank says that it has joined";
-        FrameReady = 27, "before frames are written";
-        FrameWritten = 28, "after frames are written";
-        FrameSeen = 29, "before a frame is handled";
-        FrameDone = 30, "after the data of a frame has arrived";
-        BodyWanted = 31, "before a long message is asked for";
-        BodyAsked = 32, "before a long message is sent";
-        Cutting = 33, "before a rank cuts its connections";
+        Joining = 27, "before a rank says that it has joined";
+        FrameReady = 28, "before frames are written";
+        FrameWritten = 29, "after frames are written";
+        FrameSeen = 30, "before a frame is handled";
+        FrameDone = 31, "after the data of a frame has arrived";
+        BodyWanted = 32, "before a long message is asked for";
+        BodyAsked = 33, "before a long message is sent";
+        Cutting = 34, "before a rank cuts its connections";
         // Connections of several paths (`engine/multihost/wire`).
-        SegmentReady = 34, "before a segment is written";
-        SegmentWritten = 35, "after a segment is written";
-        StreamSeen = 36, "before a frame of the stream is handled";
-        StreamDone = 37, "after the data of a frame of the stream has arrived";
+        SegmentReady = 35, "before a segment is written";
+        SegmentWritten = 36, "after a segment is written";
+        StreamSeen = 37, "before a frame of the stream is handled";
+        StreamDone = 38, "after the data of a frame of the stream has arrived";
     }
 }
 

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use crate::common::host::{Files, Quiet, config};
-use crate::common::{Spec, on_memory, this_program};
+use crate::common::{Memory, Spec, on_memory, this_program};
 use sagellm::engine::multihost::wire::{Place, Wire, join};
 use sagellm::error::Error;
 use sagellm::group::Group;
@@ -77,16 +77,20 @@ fn turn(group: &Group, me: usize, over: Over, turn: usize) -> Result<(), Error> 
         group.run(spec.request(&mut buffers), None)?;
         spec.check(&buffers, me, RANKS);
     }
-    // A ring in which each rank sends a short and a long message and receives both.
+    // A ring in which each rank sends a short and two long messages and receives all.
     let data = |from: usize, bytes: usize| -> Vec<u8> { (0..bytes).map(|at| (at * 7 + from + turn) as u8).collect() };
-    for bytes in [64, 400_000] {
+    for (bytes, reachable) in [(64, false), (400_000, false), (400_000, true)] {
         let (to, from) = ((me + 1) % RANKS, (me + RANKS - 1) % RANKS);
-        let (mut sent, mut received) = (data(me, bytes), vec![0; bytes]);
+        let memory = |bytes: Vec<u8>| match reachable && over == Over::SharedMemory {
+            true => Memory::shared(&bytes),
+            false => Memory::Own(bytes),
+        };
+        let (mut sent, mut received) = (memory(data(me, bytes)), memory(vec![0; bytes]));
         let send = group.issue(on_memory(Kind::Send, to as u32, &mut sent), None)?;
         let receive = group.issue(on_memory(Kind::Recv, from as u32, &mut received), None)?;
         let (received_well, sent_well) = (receive.wait(None), send.wait(None));
         received_well.and(sent_well)?;
-        assert!(received == data(from, bytes), "the message of {bytes} bytes from rank {from}");
+        assert!(received[..] == data(from, bytes)[..], "the message of {bytes} bytes from rank {from}");
     }
     group.run(on_memory(Kind::Barrier, 0, &mut []), None)
 }

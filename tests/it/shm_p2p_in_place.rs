@@ -222,7 +222,7 @@ fn rule_36_both_ranks_copy_a_message_if_both_tensors_can_be_reached() {
             let mut data = memory(if me == 0 { filled(BYTES, 3) } else { vec![0; BYTES] }, me == 0 || shared);
             // The receiver is slow, so that the sender finds ranges to copy.
             let (_hook, parts) = match me {
-                0 => counted(FaultPoint::PartBegun, Duration::ZERO),
+                0 => counted(FaultPoint::RangeClaimed, Duration::ZERO),
                 _ => counted(FaultPoint::BodySeen, Duration::from_micros(300)),
             };
             groups[me].run(on_memory(Kind::Barrier, 0, &mut []), None).unwrap();
@@ -249,7 +249,7 @@ fn rule_36_a_sender_that_copies_late_changes_nothing_after_the_receive_has_faile
             let kind = [Kind::Send, Kind::Recv][me];
             // The sender has claimed a range, and copies it late.
             let sleep = Duration::from_micros(if me == 0 { 500 } else { 0 });
-            let (_slow, parts) = counted(FaultPoint::PartBegun, sleep);
+            let (_slow, parts) = counted(FaultPoint::RangeClaimed, sleep);
             groups[me].run(on_memory(Kind::Barrier, 0, &mut []), None).unwrap();
             let Ok(op) = groups[me].issue(on_memory(kind, 1 - me as u32, &mut data), None) else { return 0 };
             if me == 0 {

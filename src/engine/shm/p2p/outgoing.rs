@@ -298,14 +298,12 @@ impl Share {
             *self = Share::Over;
             return Ok(false);
         };
-        fault_points::reached(FaultPoint::PartBegun);
         let output = [Span { addr: *to, bytes: total }];
         // SAFETY: the output is in the receiver's arena, which `arenas` keeps mapped, and nobody else copies this
         // range. The receiver's program does not use the output before its receive has ended, and if the receive fails,
         // the output is made private first (`Incoming::take_pending`).
         unsafe { transfer(inputs, range.start, Pieces(&output), range.start, range.len()) };
         *copied += range.len();
-        fault_points::reached(FaultPoint::PartDone);
         shares.set_sent(*copied);
         Ok(true)
     }

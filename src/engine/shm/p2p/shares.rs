@@ -20,6 +20,8 @@ use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use crate::engine::shm::memory::area::Area;
+use crate::os::fault_points;
+use crate::os::fault_points::FaultPoint;
 use crate::threads;
 
 /// A rank claims so many bytes at a time for each of its threads. Between two claims, a waiting thread checks for
@@ -67,6 +69,7 @@ impl<'a> Shares<'a> {
     pub fn claim(self, total: usize) -> Option<Range<usize>> {
         let bytes = STEP_BYTES * threads::count();
         let start = usize::try_from(self.word(1).fetch_add(bytes as u64, Relaxed)).ok()?;
+        fault_points::reached(FaultPoint::RangeClaimed);
         (start < total).then(|| start..total.min(start.saturating_add(bytes)))
     }
 
