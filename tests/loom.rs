@@ -602,7 +602,7 @@ impl Rank {
         event_count::announce(&self.groups[group].wake_count, 1);
     }
 
-    /// As `Group::drive`: ends the operation of a group once it was issued here and published there.
+    /// As `Group::drive`: ends a group's operation if this rank has issued it and the peer has published it.
     fn drive(&self, group: usize) -> bool {
         let party = &self.groups[group];
         let ready = party.issued.load(Acquire) == 1 && party.published.load(Acquire) == 1;

@@ -129,7 +129,7 @@ fn the_declarations_are_those_of_the_installed_header() {
         )
         .unwrap();
     }
-    // No build script runs here, so the compiler is told what cargo would have told it.
+    // This is no build script, so `cc` is given the values that cargo would have set.
     let host = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
     let mut build = cc::Build::new();
     build.cpp(true).target(&host).host(&host).opt_level(0).cargo_metadata(false).cargo_warnings(false);

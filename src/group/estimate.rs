@@ -12,7 +12,7 @@ use crate::stats::Typical;
 const EXCHANGE_NS: f64 = 1_000.0;
 const BYTE_NS: f64 = 0.05;
 
-/// How many nanoseconds an operation takes if only its payload is known.
+/// Estimates from the payload alone how many nanoseconds an operation takes.
 pub(super) fn by_bytes(payload: f64) -> f64 {
     EXCHANGE_NS + payload * BYTE_NS
 }

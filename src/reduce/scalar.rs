@@ -189,7 +189,7 @@ unsafe fn enter<F: Format, O: Op<F::Number>, const N: usize>(
 
 /// An instruction set for which `fold` is compiled.
 pub trait Isa {
-    /// f16, converted by instructions of this set if there are any.
+    /// f16, converted by this set's own instructions if it has any.
     type Half: Format<Stored = u16, Number = f32>;
 
     fn compile<F: Format, O: Op<F::Number>>() -> Run;

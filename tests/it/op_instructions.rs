@@ -78,7 +78,7 @@ fn settle() {
     std::thread::sleep(Duration::from_millis(3));
 }
 
-/// Counts this rank's call, which the peer has issued before.
+/// Counts the instructions of our call; the peer has issued its call before.
 fn synchronous(groups: &[Arc<Group>], theirs: Request, ours: Request) {
     let peer = groups[1].issue(theirs, None).unwrap();
     settle();

@@ -215,7 +215,7 @@ fn rule_05_lists_of_tensors_that_differ_are_found_with_the_place() {
             }
         }
     }
-    // If a slot has no room for the sizes of all tensors, the error names only the numbers of tensors.
+    // If a slot has no room for the sizes of all tensors, the error names only how many tensors each rank passed.
     let mut lists = vec![vec![8usize; 2000]; 2];
     lists[1][1999] = 4;
     lists[1].push(4);

@@ -241,7 +241,7 @@ def every_call(ctx: Context, device: str, without: tuple[str, ...] = (), exact: 
 
 
 def every_type(ctx: Context, device: str, vendor: str, without: tuple[torch.dtype, ...] = ()) -> None:
-    """Tests all reduce ops of all types that the CPU's engine combines. The device must reject what the CPU rejects.
+    """Tests every ReduceOp on every type that the CPU's engine combines. The device must reject what the CPU rejects.
 
     `without`: types that the library rejects.
     """
@@ -381,7 +381,7 @@ def order(ctx: Context, device: str) -> None:
         second = torch.empty(500, device=device).fill_(2 * rank + 2)
         dist.all_reduce(second)
         holds(second, 2 * total(n))
-    # A value taken from the future, for which the host has not waited.
+    # The wait of a future makes the stream wait, and not the host.
     late(device)
     value = torch.empty(500, device=device).fill_(rank + 1)
     (found,) = dist.all_reduce(value, async_op=True).get_future().wait()

@@ -53,7 +53,7 @@ def read_at_start(environment: dict[str, str]) -> dict[str, str]:
 
 
 def surroundings() -> list[Any]:
-    """Further properties that a fork inherits from the server, but a fresh process from the process that starts it."""
+    """Other properties that a fork inherits from the server, and a fresh process from its parent."""
     limits = [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")]
     mask = os.umask(0o022)
     os.umask(mask)
@@ -267,7 +267,7 @@ def become(order: dict[str, Any]) -> list[str]:
     words: list[str] = order["words"]
     sys.executable = order["python"]
     sys.orig_argv[:] = [sys.executable, *words]
-    # The streams already write to the program's descriptors. Only the settings that depend on these are made again.
+    # stdout already writes to the program's descriptor. Only its buffering depends on what that is.
     out: Any = sys.stdout
     out.reconfigure(line_buffering=os.isatty(1), write_through=out.write_through or words[0] == "-u")
     if "numpy.random" in sys.modules:

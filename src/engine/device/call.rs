@@ -24,8 +24,8 @@ pub struct DeviceCall {
     pub(super) engine: Arc<DeviceEngine>,
     pub(super) device: i32,
     pub(super) stream_key: i32,
-    /// `None` for a barrier (`behind`) after the communicator of all ranks was closed, because then all operations of
-    /// that communicator are complete.
+    /// `None` for a barrier if the communicator of all ranks was closed (`DeviceEngine::behind`): all of its operations
+    /// are complete then.
     pub(super) communicator: Option<Arc<DeviceComm>>,
     pub(super) watched: Watched,
     /// Kept until the device has completed the calls. Shared with the thread that runs a first launch.

@@ -27,7 +27,7 @@ pub(super) struct Message<'a> {
 }
 
 pub(super) enum Content<'a> {
-    /// Borrowed from the letter while the letter is handled, so that a waiting receive gets the data with one copy.
+    /// Borrows the bytes of the letter that is being handled, so data for a waiting receive is copied only once.
     Data(Cow<'a, [u8]>),
     Number(u64),
 }

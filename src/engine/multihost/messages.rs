@@ -361,8 +361,8 @@ impl Messages {
         Ok(())
     }
 
-    /// Handles a Ready letter of `peer`. If this rank has already announced the message that the peer's receive takes,
-    /// the letter grants that message.
+    /// Handles a Ready letter: `peer` has posted a receive. If this rank has already announced a message of that size
+    /// for it, this rank starts to send the body.
     fn take_ready(&mut self, peer: usize, ready: Ready) {
         let Some(number) = self.receives.entry(peer).or_default().add(ready) else { return };
         let fits = |op: &Arc<Op>| Pieces(op.sent()).bytes() as u64 == ready.bytes;

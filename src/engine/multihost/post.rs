@@ -19,7 +19,7 @@ use super::queue::State;
 use crate::engine::{Ended, Monitor};
 use crate::error::{Error, Result, contained};
 
-/// When this rank's group ends, the rank waits at most this long until the link no longer uses the memory of bodies.
+/// When this rank's group ends, the rank waits at most this long until the link no longer uses the memory of messages.
 const GIVEN_BACK: Duration = Duration::from_secs(5);
 
 impl Lanes {

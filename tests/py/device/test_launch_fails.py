@@ -106,7 +106,7 @@ def fails_once(ctx: Context, vendor: str, what: str, how: str) -> None:
     os._exit(0)
 
 
-#: Only a list allocates device memory before its launch, and CNCL cannot split communicators.
+#: CNCL cannot split communicators. Only a list allocates device memory before its launch, so only a list can lack it.
 CASES = [(vendor, what, "refused") for vendor in VENDORS for what in CALLS if (vendor, what) != ("cncl", "child")]
 if not torch_at_least(2, 13):  # split_group of older torch needs a cuda device
     CASES = [case for case in CASES if case[1] != "child"]

@@ -53,7 +53,7 @@ def barrier_on_a_delegate(ctx: Context, size: int) -> None:
 
 @beyond_gloo("it is the delegate")
 def test_rule_33_a_barrier_ends_behind_every_earlier_collective_of_a_delegate() -> None:
-    """Rule 33: a delegate's barrier waits for earlier operations by the delegate's own means."""
+    """Rule 33: a delegate's own barrier waits for the operations that were issued before it."""
     run_fresh(barrier_on_a_delegate, 2, 10_000)
 
 

@@ -173,7 +173,7 @@ def test_rows_of_several_calls_travel_at_once() -> None:
 
 
 def kinds_of_rows(ctx: Context) -> None:
-    """Rows of integers and of 16-bit floats, and results with more dimensions than the tokens."""
+    """Dispatches rows of integers and of 16-bit floats, and combines rows with more dimensions than the tokens."""
     import torch_sagellm
 
     moe = torch_sagellm.MoEDispatcher(EXPERTS)

@@ -135,7 +135,7 @@ def test_wrong_rules_are_refused_before_anything_is_sent() -> None:
 
 
 TWO_HOSTS = '{"hosts": 2, "full_nvlink": false}'
-#: Numbers of float32 elements: 4 KB, and 4 MB, for which the start rules say "ring".
+#: Numbers of float32 elements: 4 KB, and 4 MB, for which src/select/start.rs chooses "ring".
 SMALL, LARGE = 1000, 1_000_000
 
 

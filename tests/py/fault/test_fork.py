@@ -158,8 +158,8 @@ def test_rule_26_a_forked_child_cannot_move_what_its_parent_has_pending() -> Non
 
 
 def child_uses_an_inherited_delegate(ctx: Context, names: list[str]) -> None:
-    """The child waits for Works that its parent has pending, and makes calls: in a group of a delegate or, if there are
-    names of hosts, in a group over two hosts."""
+    """The child waits for Works that its parent has pending, and makes calls: in a delegate's group or, with `names`,
+    in a group over two hosts."""
     import torch_sagellm
 
     if names:

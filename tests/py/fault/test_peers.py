@@ -154,7 +154,7 @@ def faults_stay(ctx: Context) -> None:
 
 
 def test_rule_25_faults_stay_in_their_group() -> None:
-    """Rule 25: an abort, different calls, and a rank that leaves each end one group and no other."""
+    """Rule 25: an abort, a different call or a leaving rank ends one group and no other."""
     run_fresh(faults_stay, 2)
 
 

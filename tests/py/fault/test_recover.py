@@ -28,8 +28,8 @@ BETWEEN = {"GLOO_SOCKET_IFNAME": "eth0"}
 
 
 def adds(members: list[int], first: int) -> None:
-    """Checks that the default group adds and creates groups. `members` are its ranks in the first group; `first` is
-    this rank's."""
+    """Checks that the default group can sum and can create a group. `members` has its ranks' numbers in the first
+    group; `first` is this rank's."""
     place = members.index(first)
     assert (dist.get_world_size(), dist.get_rank()) == (len(members), place)
     assert dist.get_process_group_ranks(dist.group.WORLD) == list(range(len(members)))

@@ -710,7 +710,7 @@ class Draw:
                         self.put({"do": "wait", "rank": rank, "id": identity, "via": "wait"})
 
     def close(self) -> None:
-        """Draws the other half of every message, and a call that shows the end of each dropped receive."""
+        """Draws the missing half of each open message, and a call that shows the end of each dropped receive."""
         while self.open:
             self.complete(self.rng.choice(self.open))
         for rank in self.alive():

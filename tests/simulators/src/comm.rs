@@ -110,8 +110,8 @@ pub struct Comm {
     /// not block (release); read by any thread (acquire).
     fault: AtomicU8,
     aborted: AtomicBool,
-    /// Number of operations and exchanges that were issued and have not ended. Callers increment it; the thread whose
-    /// turn ends, mostly a stream's, decrements it.
+    /// Number of operations and exchanges that were issued and have not ended. Callers increment it; `pass_turn`
+    /// decrements it, mostly on the thread of a stream.
     running: AtomicUsize,
     /// Number of calls that were reported to the caller as in progress.
     pub in_progress: AtomicUsize,
@@ -411,7 +411,7 @@ impl Comm {
         fault
     }
 
-    /// The fault that the variables request for one of the next `calls` operations of this process.
+    /// Counts `calls` more operations of this process. Returns the fault that a setting requests for one of them.
     fn inject(&self, calls: usize) -> Fault {
         static DONE: AtomicUsize = AtomicUsize::new(0);
         let first = DONE.fetch_add(calls, Ordering::Relaxed) + 1;

@@ -46,7 +46,7 @@ impl<T: Copy> In<T> {
 
 impl In<c_char> {
     pub fn text(self) -> Option<String> {
-        // SAFETY: not null, so the C caller vouches for a string with its zero.
+        // SAFETY: not null, so the C caller vouches for a string that ends with a zero byte.
         (!self.is_null()).then(|| unsafe { CStr::from_ptr(self.0) }.to_string_lossy().into_owned())
     }
 }

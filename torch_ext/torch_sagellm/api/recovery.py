@@ -1,6 +1,6 @@
 """Recovery after ranks died: the survivors agree on the remaining ranks and create a group of these ranks.
 
-The survivors communicate in rounds through the store of the group that failed. In a round each rank that calls
+The survivors communicate in rounds through the store of the group that failed. In a round each caller of ``recover``
 publishes what it observes. The members are decided by one write to the store: several ranks may try it, but only the
 first succeeds (``compare_set``). The members build a group, and whether all of them have it is decided in the same way.
 If a member dies meanwhile, all start the next round.

@@ -197,7 +197,7 @@ mod tests {
         for at in [held[0], held[2], held[4]] {
             extents.release(at);
         }
-        // The last range was merged with the remaining free range, which was never filled.
+        // The freed range was merged with the free range behind it, which was never filled.
         assert_eq!(extents.bytes_filled(), 35 * PAGE);
         assert_eq!(extents.to_give_back(35 * PAGE), None);
         assert_eq!(extents.to_give_back(10 * PAGE), Some((11 * PAGE, 20 * PAGE)));

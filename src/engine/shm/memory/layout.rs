@@ -65,7 +65,7 @@ pub enum Part {
     Stage,
     /// The buffers into which the rank reduces.
     Result,
-    /// Words, grants and envelopes of the rank's messages to all others.
+    /// For each other rank: the words, grants and envelopes of the messages to it.
     Envelopes,
     /// The buffers of one channel through which the rank receives.
     Channel(usize),

@@ -151,7 +151,7 @@ impl Runtime for Cuda {
                 // SAFETY: see above.
                 let code = unsafe { self.table.device_get.of(&self.library)?(&mut handle, device) };
                 self.check("cuDeviceGet", code)?;
-                // SAFETY: see above. The context is never released, because torch's also lives until the process ends.
+                // SAFETY: see above. The context is never released: torch keeps the same one until the process ends.
                 let code = unsafe { self.table.primary_retain.of(&self.library)?(&mut made, handle) };
                 self.check("cuDevicePrimaryCtxRetain", code)?;
                 *contexts.entry(device).or_insert(made as usize)
