@@ -335,6 +335,19 @@ def test_two_ranks_over_gloo_write_a_checked_result(tmp_path: Path) -> None:
     assert "## all_reduce" in done.stdout
 
 
+def test_messages_are_compared_and_their_times_written(tmp_path: Path) -> None:
+    command = [warm_python(), str(ROOT / "benchmarks/messages.py"), "--sizes=8,64KiB", "--samples=10", "--starts=1"]
+    done = subprocess.run(
+        [*command, f"--out={tmp_path}"], env=dict(os.environ), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (start,) = json.loads(next(tmp_path.glob("*/messages.json")).read_text())["starts"]
+    cases = [(row["size"], row["direction"]) for row in start]
+    assert cases == [(size, direction) for size in (8, 65536) for direction in ("one", "both")]
+    assert all(set(row["times"]) == {"reachable", "ordinary", "ordinary again", "gloo"} for row in start)
+    assert all(times["median"] > 0 for row in start for times in row["times"].values())
+
+
 @pytest.mark.parametrize(
     ("args", "said"), [(["--ops=all_redcue"], "known: all_reduce"), (["--sizes=8KB"], "such as 64KiB")]
 )
