@@ -43,10 +43,11 @@ enumeration! {
         BodyFilled = 21, "before a part of a message is published";
         BodySeen = 22, "before a part of a message is read";
         BodyRead = 23, "before a part of a message is released";
-        RangeClaimed = 24, "before a claimed range of a message is copied";
         // Waiting and leaving on one host (`progress/driver.rs`, `engine/shm/memory/area.rs`).
-        Sleeping = 25, "before a thread sleeps";
-        Leaving = 26, "before a rank leaves";
+        Sleeping = 24, "before a thread sleeps";
+        Leaving = 25, "before a rank leaves";
+        // Messages between reachable tensors (`engine/shm/p2p/shares.rs`).
+        RangeClaimed = 26, "before a claimed range of a message is copied";
         // Connections to other hosts (`engine/multihost/wire`).
         Joining = 27, "before a rank says that it has joined";
         FrameReady = 28, "before frames are written";

@@ -85,15 +85,16 @@ def fails_once(ctx: Context, vendor: str, what: str, how: str) -> None:
             dist.send(value, 1) if ctx.rank == 0 else dist.recv(value, 0)
     torch.accelerator.synchronize()
     dist.barrier()
+    parts = [torch.full((n,), ctx.rank + 1.0, device=name) for n in (3, 5)]
+    torch.accelerator.synchronize()
     # Both ranks must have left the barrier before rank 0's call fails. If the group fails before a rank has seen that
     # the device has passed a call, the rank takes this call for failed, and the barrier too.
     ctx.tell("past the barrier")
-    ctx.listen()
-    own = ""
-    parts = [torch.full((n,), ctx.rank + 1.0, device=name) for n in (3, 5)]
-    begin = time.monotonic()
+    own, begin = "", time.monotonic()
     with device.full() if how == "memory" and ctx.rank == 0 else nullcontext():
         try:
+            ctx.listen()  # from now on the failure of rank 0 may be raised here
+            begin = time.monotonic()
             work = packed(name, ctx.rank, parts) if what == "list" else call(name, ctx.rank)
         except RuntimeError as error:
             own = str(error)
