@@ -52,6 +52,8 @@ HOSTS = [
 #: Runs of wide.py: on a machine with 16 cores, and on one with 2.
 THREADS = f"{SIXTEEN}/threads"
 ONE_THREAD = "2026-11-26-amd-epyc-2c/wide"
+#: A run of messages.py.
+MESSAGES = "2026-11-26-amd-epyc-2c/messages"
 #: A run of busy.py. Its file has the results of many starts of the ranks.
 BUSY = "2026-11-25-amd-epyc-2c/busy"
 LEADERS = [f"{EPYC}/columns-0011-10gbit-direct", f"{EPYC}/columns-0011-1gbit-direct"]
@@ -338,7 +340,7 @@ def markdown(table: Iterable[list[str]]) -> str:
 def filled(page: str) -> str:
     """The page with each of its tables replaced."""
     every = [str(path.relative_to(RUNS).with_suffix("")) for path in sorted(RUNS.glob("*/*.json"))]
-    every = [run for run in every if run not in (BUSY, THREADS, ONE_THREAD)]
+    every = [run for run in every if run not in (BUSY, THREADS, ONE_THREAD, MESSAGES)]
     for name, (write, names) in TABLES.items():
         begin, end = f"<!-- table: {name} -->", "<!-- end -->"
         text = markdown(write([load(run) for run in names or every]))
