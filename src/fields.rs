@@ -120,10 +120,17 @@ mod tests {
 
     use super::*;
 
+    /// Any characters, control characters too. `any::<String>()` interprets a regular expression, for which Miri takes
+    /// many minutes.
+    fn text() -> impl Strategy<Value = String> {
+        prop::collection::vec(any::<char>(), 0..24).prop_map(String::from_iter)
+    }
+
     proptest! {
         #[test]
         fn fields_are_read_as_they_were_written_and_none_of_a_part_of_them(
-            (byte, half, word) in any::<(u8, u32, u64)>(), bytes in any::<Vec<u8>>(), texts in any::<Vec<String>>(),
+            (byte, half, word) in any::<(u8, u32, u64)>(), bytes in any::<Vec<u8>>(),
+            texts in prop::collection::vec(text(), 0..12),
             cut in any::<prop::sample::Index>(),
         ) {
             let numbers = Writer::default().u8(byte).u32(half).u64(word).raw(&[byte; 3]);
