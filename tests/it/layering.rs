@@ -1,12 +1,13 @@
 //! Checks the direction of dependencies. A file of `src/` uses only modules of lower layers and of the lowest one; the
 //! list of layers is in `src/lib.rs`. Engines do not use each other. No files use each other in a cycle, neither by
 //! paths nor by methods (`methods`). The folders of `cpp/` are checked by their includes (`cpp`), the Python package by
-//! its imports. Other tests check the names of tests and the parameters of bridged functions (`bridge`), and that the
-//! product contains nothing that only tests use (`testing`).
+//! its imports. Other tests check the names of tests, those that Miri runs (`miri`), and the parameters of bridged
+//! functions (`bridge`), and that the product contains nothing that only tests use (`testing`).
 
 mod bridge;
 mod cpp;
 mod methods;
+mod miri;
 mod testing;
 
 use std::collections::{BTreeMap, BTreeSet};

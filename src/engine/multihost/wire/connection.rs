@@ -37,8 +37,8 @@ const TURN: usize = 256 << 10;
 pub struct Connection {
     pub token: u64,
     pub peer: ProcessId,
-    /// None only while this is dropped in a forked child, because the child's copy of the descriptor was closed at the
-    /// fork.
+    /// None if several TCP connections carry the frames. Otherwise None only while this is dropped in a forked child,
+    /// because the child's copy of the descriptor was closed at the fork.
     fd: Option<OwnedFd>,
     generation: u32,
     out: Mutex<Out>,
