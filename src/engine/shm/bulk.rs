@@ -293,11 +293,11 @@ impl Bulk<'_> {
 
     fn try_fill(&mut self, state: &mut Rounds, rounds: u64, base: Bases) -> bool {
         let (area, k) = (self.area, state.fill);
-        if k >= rounds || self.first_peer(|q| self.fill_needs(base, k, q)).is_some() {
+        if k >= rounds || !protocol::may_fill(area, Region::Stage, area.me, area.ranks, base.stage + k) {
             return false;
         }
         let began = state.chunk_timer.begin(self.op);
-        // SAFETY: `fill_needs` was false for every peer, so no peer reads this buffer. `Area::stage` checks every
+        // SAFETY: `may_fill` was true, so no peer reads this buffer. `Area::stage` checks every
         // bound. The caller keeps the inputs alive until the operation ends.
         unsafe { self.fill(state, k, base.stage + k) };
         state.chunk_timer.end(&self.op.timing.copying, began);
@@ -388,7 +388,7 @@ impl Bulk<'_> {
             state.chunk_timer.misses(q);
             return false;
         }
-        if self.first_peer(|q| self.take_needs_room(base, k, q)).is_some() {
+        if self.uses_result() && !protocol::may_fill(area, Region::Result, area.me, area.ranks, base.result + k) {
             return false;
         }
         fault_points::reached(FaultPoint::StageSeen);
