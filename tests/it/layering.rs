@@ -8,6 +8,7 @@ mod bridge;
 mod cpp;
 mod methods;
 mod miri;
+mod sources;
 mod testing;
 
 use std::collections::{BTreeMap, BTreeSet};

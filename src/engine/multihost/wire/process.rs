@@ -127,6 +127,7 @@ impl Wire {
     }
 
     /// How many connections groups use.
+    #[cfg(feature = "testing")]
     pub fn open_connections(&self) -> usize {
         locked(&self.connections).len()
     }
