@@ -6,12 +6,8 @@ use std::path::Path;
 use super::{Module, files};
 
 /// What the product is compiled without.
-const FOR_TESTS: [&str; 4] = [
-    "#[cfg(test)]",
-    "#[cfg(doctest)]",
-    "#[cfg(feature = \"testing\")]",
-    "#[cfg(any(test, feature = \"testing\"))]",
-];
+const FOR_TESTS: [&str; 4] =
+    ["#[cfg(test)]", "#[cfg(doctest)]", "#[cfg(feature = \"testing\")]", "#[cfg(any(test, feature = \"testing\"))]"];
 
 /// The lines of a file without comments and without each item, field or statement that only tests have. Such an item
 /// ends with the first line of its own indentation that ends it.
