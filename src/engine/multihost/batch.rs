@@ -5,6 +5,7 @@
 //! message that is never sent.
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::frames::FrameHeader;
@@ -15,7 +16,10 @@ use super::vector::{Vector, copy_in, cut, span, whole, written};
 use crate::algorithms::{Algorithm, How, Schedule};
 use crate::engine::Told;
 use crate::error::{Error, Result};
+use crate::fusion::planner::Batch;
+use crate::op::Op;
 use crate::os::clock;
+use crate::select::inter::HostsChoice;
 use crate::types::{Dtype, Kind, ReduceOp, Request, Span};
 
 /// A shared-memory group of this host's ranks. Each lane (`lanes`) has its own group.
@@ -42,6 +46,14 @@ pub struct ChosenAlgorithm {
     pub leaders: usize,
     /// Whether the result must have the bits that one host would give: every element is combined in rank order.
     pub strict: bool,
+}
+
+/// A batch that a lane has taken from the planner.
+pub struct Task {
+    pub batch: Batch,
+    pub ops: Vec<Arc<Op>>,
+    pub header: FrameHeader,
+    pub choice: HostsChoice,
 }
 
 pub struct BatchRun<'a> {
