@@ -39,9 +39,9 @@ impl Subject for Group {
         match &waiting.which {
             Which::Engine(op) => match op.upgrade() {
                 Some(op) => self.lock().engine.blockers(&op),
-                None => Blockers::Unknown("it has ended meanwhile".to_string()),
+                None => Blockers::Unknown(Some("it has ended meanwhile".to_string())),
             },
-            Which::External { .. } if self.control.inquiry().is_none() => Blockers::Unknown(String::new()),
+            Which::External { .. } if self.control.inquiry().is_none() => Blockers::Unknown(None),
             Which::External { .. } => self.blockers_on_device(waiting),
         }
     }
@@ -110,7 +110,7 @@ impl Group {
                 let instead = self.launches.called_instead(*rank, waiting.number);
                 format!("rank {rank}{process} {}", instead.as_deref().unwrap_or("has issued it"))
             });
-            return Blockers::Unknown(each.collect::<Vec<_>>().join("; "));
+            return Blockers::Unknown((!entered.is_empty()).then(|| each.collect::<Vec<_>>().join("; ")));
         }
         let before = |(rank, (number, kind))| {
             let last = described(number, kind).map(|text| LastCall { number, text });

@@ -466,7 +466,7 @@ impl Engine for Shm {
         match self.predecessor_of(op) {
             _ if !ranks.is_empty() => Blockers::Ranks(ranks),
             Some(first) => Blockers::Earlier(Arc::clone(first)),
-            None => Blockers::Unknown("every rank entered it".to_string()),
+            None => Blockers::Unknown(Some("every rank entered it".to_string())),
         }
     }
 
