@@ -9,12 +9,12 @@ use std::process::{Child, Stdio};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use crate::common::device::{Case, OPS, local, spans};
+use crate::common::device::{Case, OPS, local, spans, synchronize};
 use crate::common::reference::is_defined;
 use crate::common::this_program;
 use sagellm::engine::device::{
     Api, Communicator, Hints, Job, Local, LoweringInput, Message, Runtime, SPARES_CAPTURES, Setup, Split, Stream,
-    Vendor, always, calls, launch, lower, open, open_runtime, synchronize,
+    Vendor, always, calls, launch, lower, open, open_runtime,
 };
 use sagellm::error::{Error, ErrorKind, Result};
 use sagellm::types::{Dtype, Kind, ReduceOp, Span};

@@ -4,9 +4,8 @@
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// A vendor's stream (cudaStream_t, aclrtStream, cnrtQueue_t) as a number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -67,19 +66,4 @@ impl Spare {
         }
         Ok(*known.entry(device).or_insert(make()?))
     }
-}
-
-/// Waits until the stream's work is complete. Polls, because the runtimes' own waiting functions take no deadline.
-pub fn synchronize(runtime: &dyn Runtime, stream: Stream, deadline: Duration) -> Result<()> {
-    let end = Instant::now() + deadline;
-    let mut pause = Duration::from_micros(10);
-    while !runtime.stream_idle(stream)? {
-        if Instant::now() >= end {
-            let text = format!("sagellm: a stream was not done within {} ms", deadline.as_millis());
-            return Err(Error::timeout(text));
-        }
-        std::thread::sleep(pause);
-        pause = (pause * 2).min(Duration::from_millis(1));
-    }
-    Ok(())
 }
