@@ -212,11 +212,13 @@ fn no_files_use_each_other_in_a_circle() {
     assert!(round.is_empty(), "files that use each other in a circle: {round:#?}");
 }
 
-/// Types with an `impl` in more than three files, and why. The state of such a type is reachable from many files, which
+/// Types with an `impl` in more than two files, and why. The state of such a type is reachable from many files, which
 /// the other checks here cannot see.
-const IMPLEMENTED_IN_MANY_FILES: [(&str, usize, &str); 2] = [
+const IMPLEMENTED_IN_MANY_FILES: [(&str, usize, &str); 4] = [
     ("engine/device/engine DeviceEngine", 4, "what C++ calls, in the order of a call: begin, making, lifetime"),
-    ("group Group", 10, "the traits by which others know it, and what callers ask"),
+    ("engine/multihost/batch BatchRun", 3, "the steps of a batch, the collectives, and those over several leaders"),
+    ("engine/shm/memory/area Area", 3, "the memory, what any thread may use of it, and how reads in place are checked"),
+    ("group Group", 8, "the traits by which others know it, and what callers ask"),
 ];
 
 /// The types of `src/`, each as its file and name, with the files that have an `impl` of the type. If several files
@@ -259,11 +261,11 @@ fn implemented() -> BTreeMap<String, BTreeSet<String>> {
 
 #[test]
 fn a_type_is_implemented_in_few_files() {
-    let many = implemented().into_iter().filter(|(_, files)| files.len() > 3);
+    let many = implemented().into_iter().filter(|(_, files)| files.len() > 2);
     let many: BTreeMap<String, usize> = many.map(|(of, files)| (of, files.len())).collect();
     let listed: BTreeMap<String, usize> =
         IMPLEMENTED_IN_MANY_FILES.iter().map(|(of, files, _)| (of.to_string(), *files)).collect();
-    assert_eq!(many, listed, "types with an `impl` in more than three files, found and listed");
+    assert_eq!(many, listed, "types with an `impl` in more than two files, found and listed");
 }
 
 /// Files that may hold unsafe code, in themselves or (a `mod.rs`) in their folder, because they touch bytes, or call
